@@ -33,6 +33,7 @@ lint: style types
 
 style: $(VENV)/.installed-dev
 	@$(BIN)/python -m ruff check --no-cache .
+	@$(BIN)/python -m ruff format --no-cache --check --quiet .
 
 types: $(VENV)/.installed-dev
 	@$(BIN)/python -m mypy

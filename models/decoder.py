@@ -208,9 +208,7 @@ class Attention:
             output, outputs=hidden, inputs=q_size, has_bias=config.attention_output_bias, split="inputs"
         )
 
-    def __call__(
-        self, x: Tensor, batch: Batch, kv_cache: KVCache, *, residual: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache, *, residual: Tensor | None = None) -> Tensor:
         q = self.prepare(x, batch, kv_cache)
         k_cache, v_cache, *scales = kv_cache.layer(self.index)
         attended = ops.attention(

@@ -1,6 +1,8 @@
 """A mixture of experts in place of a dense decoder's MLP.
 
     routing = route(router(x));   y = sum over chosen experts of weight * down(f(gate(x)) * up(x))  [+ shared MLP]
+
+The router is a small map that is not quantised.
 """
 
 from __future__ import annotations
@@ -184,9 +186,7 @@ class SharedExpert:
         gate_up = ("gate_proj", "up_proj")
         if form.shared_stack:
             under.note_row_stack(form.shared_stack, gate_up, (inner.whole, inner.whole), hidden, has_bias=has_bias)
-        self.gate_up = under.linear(
-            gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs"
-        )
+        self.gate_up = under.linear(gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs")
         self.down = under.linear(form.shared_down, outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
         self.gate: Linear | None = None
         if form.has_shared_gate:

@@ -108,7 +108,7 @@ def find_architecture(fields: Fields) -> Architecture:
             raise fields.error(
                 "model_type",
                 f"{model_type!r:.80} contradicts the architecture {architecture.name}: if that is right, pass over"
-                ' the type with --hf-overrides \'{"model_type": null}\'',
+                " the type with --hf-overrides '{\"model_type\": null}'",
             )
         return architecture
     if of_type is not None and not names:

@@ -88,9 +88,7 @@ class NcclCommunicator:
         held = self._held[slot]
         if held is not None and (storage := held()) is not None and storage.reference_count:
             raise CommunicatorError(f"a sum is used when {NUM_SLOTS} more have been made: its memory is needed")
-        storage = Storage(
-            self._device, size, None, self._window, self._window.address + slot * WINDOW_SLOT_BYTES
-        )
+        storage = Storage(self._device, size, None, self._window, self._window.address + slot * WINDOW_SLOT_BYTES)
         self._held[slot] = weakref.ref(storage)
         return Tensor(storage, dtype, shape, contiguous_strides(shape), 0)
 

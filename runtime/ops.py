@@ -159,9 +159,7 @@ def _check_segments(op: str, weight: LinearWeight) -> None:
         raise fail(op, "weight", "must be exact and split over its inputs")
 
 
-def linear_glu(
-    x: Tensor, weight: LinearWeight, activation: GluActivation, *, norm: RmsNorm | None = None
-) -> Tensor:
+def linear_glu(x: Tensor, weight: LinearWeight, activation: GluActivation, *, norm: RmsNorm | None = None) -> Tensor:
     """``glu(linear(x, weight, norm=norm), activation)``, gate's rows first in ``weight [2 I, K]`` -> ``[T, I]``.
 
     One launch if a kernel can fuse it, and then rounded once.
@@ -172,9 +170,7 @@ def linear_glu(
     return backend.linear_glu(x, weight, activation, *normed)  # type: ignore[no-any-return]
 
 
-def logits_linear(
-    x: Tensor, weight: LinearWeight, *, scale: float = 1.0, softcap: float | None = None
-) -> Tensor:
+def logits_linear(x: Tensor, weight: LinearWeight, *, scale: float = 1.0, softcap: float | None = None) -> Tensor:
     """As `linear`, with a float32 result whatever the activations' type: ``[T, K]`` -> ``[T, V]``, times ``scale``.
 
     With ``softcap`` c a logit l becomes ``c tanh(l / c)``.
@@ -212,9 +208,7 @@ def _check_norm(op: str, x: Tensor, weight: LinearWeight, norm: RmsNorm | None) 
     return (norm,)
 
 
-def _check_written(
-    op: str, argument: str, out: Tensor, device: Device, dtype: DType, shape: tuple[int, ...]
-) -> None:
+def _check_written(op: str, argument: str, out: Tensor, device: Device, dtype: DType, shape: tuple[int, ...]) -> None:
     """Checks an output tensor."""
     check(op, argument, out, device, dtype, shape)
     if out.is_read_only:
@@ -337,9 +331,7 @@ def clamp(x: Tensor, limit: float, *, out: Tensor | None = None) -> Tensor:
     return _activate_shaped("clamp", x, (limit,), out)
 
 
-def xielu(
-    x: Tensor, positive: float, negative: float, beta: float, eps: float, *, out: Tensor | None = None
-) -> Tensor:
+def xielu(x: Tensor, positive: float, negative: float, beta: float, eps: float, *, out: Tensor | None = None) -> Tensor:
     """``positive x^2 + beta x`` above 0, else ``negative (e^min(x, eps) - 1 - x) + beta x``, of ``[T, H]``; ``out`` may
     be ``x``."""
     return _activate_shaped("xielu", x, (positive, negative, beta, eps), out)
@@ -608,9 +600,7 @@ def latent_prepare(
     return backend.latent_prepare(q, latent, positions, rope, norm, pages, slot_mapping)  # type: ignore[no-any-return]
 
 
-def latent_attention(
-    q: Tensor, pages: Tensor, batch: Batch, group: int, *, scale: float, value_dim: int
-) -> Tensor:
+def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, *, scale: float, value_dim: int) -> Tensor:
     """Paged causal attention of ``q [T, Hq, D]`` over latent pages -> ``[T, Hq * value_dim]``: a token's row is the key
     of all heads, and its last ``value_dim`` numbers are their value. `batch` and `group` as in `attention`."""
     op, backend, device = "latent_attention", _backend("latent_attention", "q", q), q.device

@@ -113,9 +113,7 @@ class SharedCommunicator:
         self._flag = begin = address_of(self._memory)
         self._all = self._stage = _Region(begin, self._number, count)
         if num_stages > 1:
-            self._stage = _Region(
-                begin + _region_bytes(count) + stage * _region_bytes(num_ranks), rank, num_ranks
-            )
+            self._stage = _Region(begin + _region_bytes(count) + stage * _region_bytes(num_ranks), rank, num_ranks)
         self._step_line, self._begun_ns = np.zeros(LINE_BYTES // 8, np.int64), 0
         self._stepped, self._step = address_of(self._step_line), self._step_line.data
         self._ends: OwnLaunch | None = None  # signals the end of a step

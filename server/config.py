@@ -53,9 +53,9 @@ class ServerConfig:
             "but for the probes",
         ),
     ] = 3000
-    max_header_bytes: Annotated[
-        int, _count("Largest request line and headers; beyond it the answer is 431.")
-    ] = 16 * 1024
+    max_header_bytes: Annotated[int, _count("Largest request line and headers; beyond it the answer is 431.")] = (
+        16 * 1024
+    )
     max_headers: Annotated[int, _count("Most header fields; beyond it the answer is 431.")] = 100
     header_timeout_s: Annotated[
         float,
@@ -185,9 +185,9 @@ class ServerConfig:
 
     limit_images: Annotated[int, _count("Most pictures in one request.")] = 16
     max_image_bytes: Annotated[int, _count("Largest file of a picture.")] = 20 * 1024 * 1024
-    max_image_pixels: Annotated[
-        int, _count("Most pixels of a picture, before it is made smaller for the model.")
-    ] = 32 * 1024 * 1024
+    max_image_pixels: Annotated[int, _count("Most pixels of a picture, before it is made smaller for the model.")] = (
+        32 * 1024 * 1024
+    )
     max_kept_image_bytes: Annotated[
         int,
         _count(
@@ -195,9 +195,7 @@ class ServerConfig:
             "of pictures' files, all together, that are kept under their `uuid`",
         ),
     ] = 128 * 1024 * 1024
-    image_timeout_s: Annotated[
-        float, _seconds("Seconds that one picture may take to fetch, and to decode.")
-    ] = 10.0
+    image_timeout_s: Annotated[float, _seconds("Seconds that one picture may take to fetch, and to decode.")] = 10.0
     num_image_processes: Annotated[int, _count("Processes that decode pictures.")] = 2
     num_image_threads: Annotated[int, _count("Requests with pictures that are prepared at once.")] = 8
     allow_image_urls: Annotated[

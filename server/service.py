@@ -272,7 +272,7 @@ class Service:
 
 
 def new_id(kind: str) -> str:
-    """ A unique id: "chatcmpl-…", "cmpl-…"."""
+    """A unique id: "chatcmpl-…", "cmpl-…"."""
     return f"{kind}-{uuid4().hex}"
 
 

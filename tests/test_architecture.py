@@ -152,15 +152,10 @@ class Reader(ast.NodeVisitor):
                 case [ast.Constant(value=str(name)), *_]:
                     self.module.imports.append((name, node.lineno))
                 case _ if not self.module.is_package:
-                    self.module.hazards.append(
-                        (f"{called} of a name that is made up at run time", node.lineno)
-                    )
+                    self.module.hazards.append((f"{called} of a name that is made up at run time", node.lineno))
         if called in UNSAFE_CALLS:
             self.module.hazards.append((f"{called}()", node.lineno))
-        if any(
-            keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False"
-            for keyword in node.keywords
-        ):
+        if any(keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False" for keyword in node.keywords):
             self.module.hazards.append(("allow_pickle", node.lineno))
         self.generic_visit(node)
 

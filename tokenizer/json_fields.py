@@ -139,10 +139,7 @@ class Fields:
 
     def objects(self, name: str) -> list[Fields]:
         """A list of nested objects."""
-        return [
-            Fields.of(value, self.file, f"{self.field(name)}[{i}]")
-            for i, value in enumerate(self.items(name))
-        ]
+        return [Fields.of(value, self.file, f"{self.field(name)}[{i}]") for i, value in enumerate(self.items(name))]
 
     def one_of(self, what: str, types: Iterable[str]) -> str:
         """The object's "type", which must be one of `types`; another is refused by its name."""

@@ -94,16 +94,12 @@ def _read_optional(file: Path) -> Fields:
 def _read_vocabulary(folder: Path, config: Fields, kind: str) -> Fields:
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if not vocab.is_file() or not merges.is_file():
-        raise TokenizerFileError(
-            folder.name, "", "holds neither tokenizer.json nor vocab.json with merges.txt"
-        )
+        raise TokenizerFileError(folder.name, "", "holds neither tokenizer.json nor vocab.json with merges.txt")
     if kind not in (GPT2, QWEN2):
         config.fail("tokenizer_class", f"{shown(kind)} is not supported without a tokenizer.json")
     lines = _read_text(merges).split("\n")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-    pre_tokenizer: dict[str, Any] = byte_level | {
-        "add_prefix_space": config.boolean("add_prefix_space", False)
-    }
+    pre_tokenizer: dict[str, Any] = byte_level | {"add_prefix_space": config.boolean("add_prefix_space", False)}
     if kind == QWEN2:
         split = {
             "type": "Split",

@@ -150,9 +150,7 @@ class Tokenizer:
 
     # Encoding
 
-    def encode(
-        self, text: str, add_special_tokens: bool = True, split_special_tokens: bool | None = None
-    ) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool | None = None) -> list[int]:
         """The ids of `text`.
 
         With `split_special_tokens` (by default tokenizer_config.json's, usually false) the text of a special token
@@ -183,9 +181,7 @@ class Tokenizer:
                 self._encode_normalized(piece, start == 0, split_special_tokens, ids)
         return ids
 
-    def _encode_normalized(
-        self, text: str, is_at_start: bool, is_special_split: bool, ids: list[int]
-    ) -> None:
+    def _encode_normalized(self, text: str, is_at_start: bool, is_special_split: bool, ids: list[int]) -> None:
         if self._normalizer is not None:
             text, is_at_start = self._normalizer(text, is_at_start)
         assert self._normalized_finder is not None
@@ -457,9 +453,7 @@ class Tokenizer:
         self._finder = AddedTokenFinder(plain)
         self._normalized_finder = AddedTokenFinder(normalized) if normalized else None
         special = self._special_texts
-        self._special_ids = frozenset(
-            token_id for token_id in self._id_to_added if self._tokens[token_id] in special
-        )
+        self._special_ids = frozenset(token_id for token_id in self._id_to_added if self._tokens[token_id] in special)
         self._vocab_size = max(self._tokens, default=-1) + 1
         self._bytes = _TokenBytes(self)
 

@@ -1,6 +1,8 @@
 """Makes docs/python.md, the page of the Python API, from the docstrings of `xserv`'s exports.
 
     python -m tools.make_python_page
+
+A test compares the page with the docstrings.
 """
 
 from __future__ import annotations

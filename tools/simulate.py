@@ -239,9 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--copies", type=int, default=1, help="the users so often, with other prompts")
     parser.add_argument("--length", type=float, default=1.0, help="prompts and answers this many times as long")
     parser.add_argument("--step-model", type=Path, help="JSON of a fitted step-time model")
-    parser.add_argument(
-        "--config", help=f"shapes for a roofline: {', '.join(PRESETS)}, or a folder with a config.json"
-    )
+    parser.add_argument("--config", help=f"shapes for a roofline: {', '.join(PRESETS)}, or a folder with a config.json")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="of the roofline")
     parser.add_argument("--overhead-ms", type=float, default=0.5, help="of each step beside the roofline's time")
     parser.add_argument("--replicas", type=int, default=1)

@@ -104,9 +104,7 @@ class Trial:
             if not columns.numel():
                 continue
             right = []
-            for step, hidden in enumerate(
-                self.drafter.steps(ids, kept, self.model.embedding, columns, most)
-            ):
+            for step, hidden in enumerate(self.drafter.steps(ids, kept, self.model.embedding, columns, most)):
                 guessed = self.model.logits(hidden).argmax(-1)[0]
                 ahead = columns[0] + 2 + step
                 right.append((ahead < ids.shape[1]) & (guessed == ids[0, ahead.clamp(max=ids.shape[1] - 1)]))

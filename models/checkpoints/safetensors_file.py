@@ -63,9 +63,7 @@ class SafetensorsFile:
             with path.open("rb") as file:
                 self.size_bytes = file.seek(0, 2)
                 if self.size_bytes < 8:
-                    raise self._error(
-                        f"truncated: {self.size_bytes} bytes, less than the 8 of the header's length"
-                    )
+                    raise self._error(f"truncated: {self.size_bytes} bytes, less than the 8 of the header's length")
                 self._mapping = FileMapping(file.fileno(), str(path))
         except FileNotFoundError:
             raise self._error("the file is missing") from None
@@ -75,14 +73,10 @@ class SafetensorsFile:
             raise self._error(problem)
         header_bytes = int.from_bytes(self._mapping[:8], "little")
         if header_bytes > _LARGEST_HEADER_BYTES:
-            raise self._error(
-                f"a header of {header_bytes} bytes is more than the limit of {_LARGEST_HEADER_BYTES}"
-            )
+            raise self._error(f"a header of {header_bytes} bytes is more than the limit of {_LARGEST_HEADER_BYTES}")
         self._data_start = 8 + header_bytes
         if self._data_start > self.size_bytes:
-            raise self._error(
-                f"truncated: the header ends at byte {self._data_start}, the file at {self.size_bytes}"
-            )
+            raise self._error(f"truncated: the header ends at byte {self._data_start}, the file at {self.size_bytes}")
         self.tensors = self._parse_header(self._mapping[8 : self._data_start])
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
@@ -135,21 +129,15 @@ class SafetensorsFile:
         if not isinstance(dtype, str) or dtype not in _BITS:
             raise self._error(f"tensor {name!r}: unknown dtype {dtype!r:.80}")
         if not _are_counts(shape) or len(shape) > _MOST_AXES:
-            raise self._error(
-                f"tensor {name!r}: shape must be at most {_MOST_AXES} sizes, not {shape!r:.100}"
-            )
+            raise self._error(f"tensor {name!r}: shape must be at most {_MOST_AXES} sizes, not {shape!r:.100}")
         if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             raise self._error(f"tensor {name!r}: data_offsets must be [begin, end], not {offsets!r:.100}")
         begin, end = offsets
         data_bytes = self.size_bytes - self._data_start
         if end > data_bytes:
-            raise self._error(
-                f"tensor {name!r}: its data ends at byte {end} of {data_bytes}; the file is truncated"
-            )
+            raise self._error(f"tensor {name!r}: its data ends at byte {end} of {data_bytes}; the file is truncated")
         if math.prod(shape) * _BITS[dtype] != (end - begin) * 8:
-            raise self._error(
-                f"tensor {name!r}: {dtype} {shape} does not take the {end - begin} bytes it is given"
-            )
+            raise self._error(f"tensor {name!r}: {dtype} {shape} does not take the {end - begin} bytes it is given")
         return TensorEntry(dtype, tuple(shape), begin, end)
 
     def _check_layout(self, tensors: dict[str, TensorEntry]) -> None:
@@ -159,9 +147,7 @@ class SafetensorsFile:
             if entry.begin < position:
                 raise self._error(f"tensors {before!r} and {name!r} overlap at byte {entry.begin}")
             if entry.begin > position:
-                raise self._error(
-                    f"{entry.begin - position} bytes before tensor {name!r} belong to no tensor"
-                )
+                raise self._error(f"{entry.begin - position} bytes before tensor {name!r} belong to no tensor")
             position, before = entry.end, name
         data_bytes = self.size_bytes - self._data_start
         if position != data_bytes:

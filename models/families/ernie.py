@@ -44,9 +44,7 @@ class ErnieMoeModel(MoeDecoder):
 
 
 def read_ernie_moe(fields: Fields) -> MoeConfig:
-    common = read_common(
-        fields, default_max_positions=131_072, default_norm_eps=1e-5, default_tie_word_embeddings=True
-    )
+    common = read_common(fields, default_max_positions=131_072, default_norm_eps=1e-5, default_tie_word_embeddings=True)
     num_layers = common["num_layers"]
     rope = parse_rope(
         fields, common["head_dim"], common["max_position_embeddings"], default_theta=_THETA, interleaved=True

@@ -145,6 +145,4 @@ def _token(fields: Fields, name: str, default: int, vocab_size: int) -> int:
     return int(token)
 
 
-ARCHITECTURES = (
-    Architecture("Gemma3ForConditionalGeneration", "gemma3", read_gemma3_vision, Gemma3VisionModel),
-)
+ARCHITECTURES = (Architecture("Gemma3ForConditionalGeneration", "gemma3", read_gemma3_vision, Gemma3VisionModel),)

@@ -25,9 +25,7 @@ class Glm4Model(Decoder):
 
 
 def read_glm(fields: Fields) -> DecoderConfig:
-    common = read_common(
-        fields, default_head_dim=128, default_max_positions=131_072, default_norm_eps=1.5625e-7
-    )
+    common = read_common(fields, default_head_dim=128, default_max_positions=131_072, default_norm_eps=1.5625e-7)
     fields.expect("mlp_bias", False)
     rope = parse_rope(
         fields,

@@ -20,9 +20,7 @@ class Glm4MoeModel(MoeDecoder):
 def read_glm4_moe(fields: Fields) -> MoeConfig:
     common = read_common(fields, default_max_positions=131_072, default_norm_eps=1e-5)
     num_layers, head_dim = common["num_layers"], common["head_dim"]
-    rope = parse_rope(
-        fields, head_dim, common["max_position_embeddings"], default_partial_rotary_factor=0.5
-    )
+    rope = parse_rope(fields, head_dim, common["max_position_embeddings"], default_partial_rotary_factor=0.5)
     num_dense = fields.integer("first_k_dense_replace", 1, least=0)
     expert_size = fields.integer("moe_intermediate_size", 1408, most=1 << 24)
     return MoeConfig(

@@ -80,9 +80,7 @@ class Block:
         self.gelu_kind = cast(Literal["erf", "tanh", "sigmoid"], config.activation)
 
         def conv1d(name: str, outputs: tuple[Width, ...], inputs: Width, split: Split) -> Linear:
-            return maker.linear(
-                name, outputs=outputs, inputs=inputs, has_bias=True, is_transposed=True, split=split
-            )
+            return maker.linear(name, outputs=outputs, inputs=inputs, has_bias=True, is_transposed=True, split=split)
 
         hidden, inner = config.hidden_size, config.share("intermediate_size")
         heads = config.share("num_heads").times(config.head_dim)

@@ -25,9 +25,7 @@ class GptOssModel(MoeDecoder):
 
 def read_gpt_oss(fields: Fields) -> MoeConfig:
     """Rotary positions must be given; transformers' config has defaults for them."""
-    common = read_common(
-        fields, default_head_dim=64, default_max_positions=131_072, default_norm_eps=1e-5
-    )
+    common = read_common(fields, default_head_dim=64, default_max_positions=131_072, default_norm_eps=1e-5)
     if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
         raise fields.error("rope_parameters", "is missing")
     rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], default_theta=150_000.0)

@@ -29,7 +29,13 @@ def read_hunyuan(fields: Fields) -> DecoderConfig:
         fields.expect(name, value)
     tokens = [f"{name}_id" for name in ("eod", "im_end", "im_newline", "im_start", "mask_init", "pad", "text_end")]
     for name in (
-        *tokens, "text_start_id", "cla_share_factor", "class_num", "dense_list", "org_vocab_size", "pool_type"
+        *tokens,
+        "text_start_id",
+        "cla_share_factor",
+        "class_num",
+        "dense_list",
+        "org_vocab_size",
+        "pool_type",
     ):
         fields.raw(name)  # the template's tokens, other heads, and features that are switched off
     has_bias = fields.boolean("attention_bias", False)

@@ -20,9 +20,7 @@ class InternLM2Model(Decoder):
     harmless = re.compile(r"model\.layers\.\d+\.attention\.rotary_emb\.inv_freq")
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
-        return PreNormLayer(
-            self, index, maker, attention=_ATTENTION, mlp=_MLP, norms=("attention_norm", "ffn_norm")
-        )
+        return PreNormLayer(self, index, maker, attention=_ATTENTION, mlp=_MLP, norms=("attention_norm", "ffn_norm"))
 
 
 def read_internlm2(fields: Fields) -> DecoderConfig:

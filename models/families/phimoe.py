@@ -50,9 +50,7 @@ def read_phimoe(fields: Fields) -> MoeConfig:
         attention_output_bias=has_bias,
         head_bias=head_bias,
         expert_size=common["intermediate_size"],
-        rule=RoutingRule(
-            num_experts=rule.num_experts, top_k=2, scores="sparsemixer", threshold=2 * jitter
-        ),
+        rule=RoutingRule(num_experts=rule.num_experts, top_k=2, scores="sparsemixer", threshold=2 * jitter),
     )
 
 
@@ -60,9 +58,7 @@ def _read_rope(fields: Fields, head_dim: int, positions: int) -> RopeConfig:
     """A longrope's cosines and sines are multiplied by numbers of the file's own, within the original context and
     beyond."""
     scaling = rope_fields(fields)
-    rope = parse_rope(
-        fields, head_dim, positions, default_theta=1_000_000.0, kinds=("default", "linear", "longrope")
-    )
+    rope = parse_rope(fields, head_dim, positions, default_theta=1_000_000.0, kinds=("default", "linear", "longrope"))
     if rope.kind != "longrope":
         return rope
     short, long = (scaling.number(f"{name}_mscale", least=1e-6, most=1e6) for name in ("short", "long"))

@@ -18,9 +18,7 @@ class SmolLM3Model(Decoder):
 def read_smollm3(fields: Fields) -> DecoderConfig:
     common = read_common(fields, default_max_positions=32768, default_tie_word_embeddings=True)
     num_layers = common["num_layers"]
-    rope = parse_rope(
-        fields, common["head_dim"], common["max_position_embeddings"], default_theta=2_000_000.0
-    )
+    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], default_theta=2_000_000.0)
     is_rotated = _rotated_layers(fields, num_layers)
     window = fields.integer("sliding_window", None) if fields.boolean("use_sliding_window", False) else None
     for name in ("sliding_window", "max_window_layers"):

@@ -84,15 +84,11 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3moe": GgufArchitecture(
         "Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **ROUTER, **EXPERTS}, read=fields.read_qwen3_moe
     ),
-    "olmoe": GgufArchitecture(
-        "OlmoeForCausalLM", {**LLAMA, **HEAD_NORMS, **ROUTER, **EXPERTS}, read=fields.read_olmoe
-    ),
+    "olmoe": GgufArchitecture("OlmoeForCausalLM", {**LLAMA, **HEAD_NORMS, **ROUTER, **EXPERTS}, read=fields.read_olmoe),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", GPT_OSS, read=fields.read_gpt_oss),
     "gemma": GgufArchitecture("GemmaForCausalLM", LLAMA, norm_offset=1.0),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", GEMMA, norm_offset=1.0, read=fields.read_gemma2),
-    "gemma3": GgufArchitecture(
-        "Gemma3ForCausalLM", {**GEMMA, **HEAD_NORMS}, norm_offset=1.0, read=fields.read_gemma3
-    ),
+    "gemma3": GgufArchitecture("Gemma3ForCausalLM", {**GEMMA, **HEAD_NORMS}, norm_offset=1.0, read=fields.read_gemma3),
     "phi3": GgufArchitecture("Phi3ForCausalLM", PHI3, read=fields.read_phi3),
     "granite": GgufArchitecture("GraniteForCausalLM", LLAMA, has_permuted_heads=True, read=fields.read_granite),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", LLAMA, has_permuted_heads=True),
@@ -106,7 +102,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         "Starcoder2ForCausalLM", STARCODER2, epsilon=(_LAYER_NORM, "norm_epsilon"), read=fields.read_starcoder2
     ),
     "command-r": GgufArchitecture(
-        "CohereForCausalLM", {**LLAMA, **HEAD_NORMS}, epsilon=(_LAYER_NORM, "layer_norm_eps"),
+        "CohereForCausalLM",
+        {**LLAMA, **HEAD_NORMS},
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
         read=fields.read_command_r,
     ),
     "cohere2": GgufArchitecture(
@@ -129,25 +127,37 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "phimoe": GgufArchitecture("PhimoeForCausalLM", {**LLAMA, **MIXTRAL}, read=fields.read_phimoe),
     "hunyuan-dense": GgufArchitecture("HunYuanDenseV1ForCausalLM", HUNYUAN),
     "apertus": GgufArchitecture(
-        "ApertusForCausalLM", APERTUS,
+        "ApertusForCausalLM",
+        APERTUS,
         layer_numbers={f"xielu.{name}": (f"mlp.act_fn.{name}", shape) for name, shape in _XIELU.items()},
     ),
     "olmo": GgufArchitecture(
         "OlmoForCausalLM", LLAMA, has_permuted_heads=True, epsilon=(_LAYER_NORM, "rms_norm_eps"), read=fields.read_olmo
     ),
     "gptneox": GgufArchitecture(
-        "GPTNeoXForCausalLM", GPT_NEOX, epsilon=(_LAYER_NORM, "layer_norm_eps"), read=fields.read_gpt_neox,
+        "GPTNeoXForCausalLM",
+        GPT_NEOX,
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
+        read=fields.read_gpt_neox,
         names={
-            "token_embd": "gpt_neox.embed_in", "output": "embed_out", "output_norm": "gpt_neox.final_layer_norm",
+            "token_embd": "gpt_neox.embed_in",
+            "output": "embed_out",
+            "output_norm": "gpt_neox.final_layer_norm",
             "blk": "gpt_neox.layers",
         },
     ),
     "gpt2": GgufArchitecture(
-        "GPT2LMHeadModel", GPT2, epsilon=(_LAYER_NORM, _LAYER_NORM), read=fields.read_gpt2,
+        "GPT2LMHeadModel",
+        GPT2,
+        epsilon=(_LAYER_NORM, _LAYER_NORM),
+        read=fields.read_gpt2,
         transposed=frozenset(("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
         names={
-            "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output": "lm_head",
-            "output_norm": "transformer.ln_f", "blk": "transformer.h",
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output": "lm_head",
+            "output_norm": "transformer.ln_f",
+            "blk": "transformer.h",
         },
     ),
     "deepseek2": GgufArchitecture("DeepseekV2ForCausalLM", DEEPSEEK2, is_latent=True, read=fields.read_deepseek2),

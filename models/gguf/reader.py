@@ -326,4 +326,3 @@ class _Header:
 
     def _fail(self, message: str, remedy: str = "the file is damaged: download it again") -> NoReturn:
         raise self._file.error(f"{message}; {remedy}")
-

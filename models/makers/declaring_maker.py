@@ -102,9 +102,7 @@ class DeclaringMaker(Maker):
         self._settles(settled_bytes)
         return weight
 
-    def _kept_rows(
-        self, declaration: LinearDeclaration, formats: KeptFormats, source: TensorSource
-    ) -> list[KeptRows]:
+    def _kept_rows(self, declaration: LinearDeclaration, formats: KeptFormats, source: TensorSource) -> list[KeptRows]:
         if (packing := formats.packing(declaration)) is not None:
             for name in declaration.names:
                 self._note_rounding(source, f"{name}.weight", self.options.format)
@@ -140,9 +138,7 @@ class DeclaringMaker(Maker):
             if format is None:
                 return floats_bytes(source)
             self._note_rounding(source, full_name, format)
-            return packed_bytes(
-                [KeptRows(rows, format)], columns, device, has_bias=False, activations=self.dtype
-            )
+            return packed_bytes([KeptRows(rows, format)], columns, device, has_bias=False, activations=self.dtype)
 
         self._unsettled.append((place, settled_bytes))
         return table

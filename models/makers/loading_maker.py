@@ -103,8 +103,7 @@ class LoadingMaker(Maker):
             if not any(part.has_nan for part in parts):
                 if declaration.adds_bias:
                     biases = [
-                        Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,)))
-                        for name, rows, _ in declaration.parts
+                        Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,))) for name, rows, _ in declaration.parts
                     ]
                 kept = prepare_packed(parts, biases, self.options, declaration.split, declaration.whole_shape)
                 self._release(declaration)

@@ -363,9 +363,7 @@ class Maker(ABC):
         head = self.linear(name, outputs=mine, inputs=columns, has_bias=has_bias, split="outputs")
         return Linear(head.weight, communicator, head.norm, rows)
 
-    def vector(
-        self, name: str, size: Width, *, add: float = 0.0, stored: tuple[int, ...] | None = None
-    ) -> Tensor:
+    def vector(self, name: str, size: Width, *, add: float = 0.0, stored: tuple[int, ...] | None = None) -> Tensor:
         """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32. With
         a share, only that part. `stored` is the checkpoint's shape if it differs, with as many elements."""
         share = self._share(size, is_cut=isinstance(size, Share))

@@ -142,9 +142,7 @@ class _TowerLayer:
         )
         self.proj = maker.linear("attn.proj", outputs=width, inputs=heads.share, has_bias=True, split=heads.inputs)
         names = ("mlp.gate_proj", "mlp.up_proj")
-        self.gate_up = maker.linear(
-            names, outputs=(inner.share,) * 2, inputs=width, has_bias=True, split=inner.outputs
-        )
+        self.gate_up = maker.linear(names, outputs=(inner.share,) * 2, inputs=width, has_bias=True, split=inner.outputs)
         self.down = maker.linear("mlp.down_proj", outputs=width, inputs=inner.share, has_bias=True, split=inner.inputs)
 
     def qkv_of(self, x: Tensor) -> Tensor:

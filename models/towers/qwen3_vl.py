@@ -215,9 +215,7 @@ class Merger:
         self.norm = maker.vector(f"{norm}.weight", size), maker.vector(f"{norm}.bias", size)
         inner = share_of_tower(self.inputs, maker.options)
         self.up = maker.linear(up, outputs=inner.share, inputs=self.inputs, has_bias=True, split=inner.outputs)
-        self.down = maker.linear(
-            down, outputs=config.out_size, inputs=inner.share, has_bias=True, split=inner.inputs
-        )
+        self.down = maker.linear(down, outputs=config.out_size, inputs=inner.share, has_bias=True, split=inner.inputs)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         x = ops.layer_norm(x.view(-1, self.inputs) if self.norms_tokens else x, *self.norm, _NORM_EPS)

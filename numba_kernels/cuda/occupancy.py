@@ -23,9 +23,7 @@ def _nothing() -> Specialisation:
     def nothing():
         pass
 
-    return Specialisation(
-        name="occupancy_probe", kernel=nothing, argument_types=(), max_threads=128, min_capability=90
-    )
+    return Specialisation(name="occupancy_probe", kernel=nothing, argument_types=(), max_threads=128, min_capability=90)
 
 
 def plan(cluster_size: int, shared_bytes: int) -> Launch:

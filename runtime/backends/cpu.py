@@ -549,9 +549,7 @@ def _recorded_plan(batch: Batch, group: int, tokens: int, share: int, table_widt
         hold(group_starts)
     else:
         group_starts = new_array((seqs + 1,), np.int32)
-        _attention.group_starts_kernel()(
-            1, 1, batch.query_start.address, address_of(group_starts), seqs, group_tokens
-        )
+        _attention.group_starts_kernel()(1, 1, batch.query_start.address, address_of(group_starts), seqs, group_tokens)
     tensors = batch.query_start, batch.seq_lens, batch.block_tables[group]
     return _AttentionPlan(
         group_tokens,

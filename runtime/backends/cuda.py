@@ -84,9 +84,7 @@ def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return result
 
 
-def _gather(
-    op: str, ids: Tensor, table: Tensor | RowWeight, out: Tensor | None, multiplier: float = 1.0
-) -> Tensor:
+def _gather(op: str, ids: Tensor, table: Tensor | RowWeight, out: Tensor | None, multiplier: float = 1.0) -> Tensor:
     rows_of = table.weight if isinstance(table, RowWeight) else table
     (table_rows, width), num_rows = rows_of.shape, ids.shape[0]
     if out is not None and out.dtype is not rows_of.dtype:
@@ -156,9 +154,7 @@ def activate(function: str, x: Tensor, out: Tensor | None) -> Tensor:
     result = Tensor.new(x.shape, x.dtype, x.device) if out is None else out
     if x.size:
         addresses = x.address, result.address
-        launch, accesses = _plan_activation(
-            function, x.size, x.dtype.ptx, alignment=alignment(*addresses)
-        )
+        launch, accesses = _plan_activation(function, x.size, x.dtype.ptx, alignment=alignment(*addresses))
         Gpu.of(x.device).launch(launch, *addresses, accesses)
     return result
 

@@ -90,9 +90,7 @@ def normed_route(
     ids = Tensor.new((rows, rule.top_k), int32, x.device)
     weights = Tensor.new((rows, rule.top_k), float32, x.device)
     gpu = Gpu.of(x.device)
-    launch = _plan_router(
-        rows, hidden, rule.num_experts, dtype, rule.scores, gpu.properties.num_sms, gpu.max_clusters
-    )
+    launch = _plan_router(rows, hidden, rule.num_experts, dtype, rule.scores, gpu.properties.num_sms, gpu.max_clusters)
     gpu.launch(
         launch, x.address, norm.weight.address, normalised.address, weight.address, weight.bias_address,
         logits.address, 0 if bias is None else bias.address, ids.address, weights.address, hidden, rule.num_experts,
@@ -158,9 +156,7 @@ def _hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeig
     return _tile_of_written_out(x, rows, (gate_up, down), machine)
 
 
-def _tile_of_written_out(
-    x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...], machine: Machine
-) -> Tile | None:
+def _tile_of_written_out(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...], machine: Machine) -> Tile | None:
     """The tile of products with quantised experts which are written out first; None where they are faster as they
     are, cannot be multiplied so, or are too large."""
     dtype, num_experts = x.dtype.ptx, weights[0].shape[0]
@@ -202,9 +198,7 @@ def _gathered(
     (tokens, top_k), (num_experts, hidden, inner) = chosen.ids.shape, down.shape
     between = Tensor.new((tokens * top_k, inner), x.dtype, x.device)
     if gate_up.packing is not None and down.packing is not None:
-        first = _plan_packed_gate_up(
-            tokens * top_k, inner, hidden, gate_up.packing, activation, gpu.properties.num_sms
-        )
+        first = _plan_packed_gate_up(tokens * top_k, inner, hidden, gate_up.packing, activation, gpu.properties.num_sms)
         second = _plan_packed_down(tokens, top_k, hidden, inner, down.packing)
     else:
         first = _plan_gate_up(tokens * top_k, inner, dtype, activation)
@@ -256,9 +250,7 @@ def expert_linear(x: Tensor, chosen: Routing, weight: ExpertsWeight) -> Tensor:
 class _RowsByExpert:
     """Rows grouped by expert, for products with all of `weights`; by `wgmma` if there is a `tile`."""
 
-    def __init__(
-        self, x: Tensor, chosen: Routing, weights: tuple[ExpertsWeight, ...], tile: Tile | None
-    ) -> None:
+    def __init__(self, x: Tensor, chosen: Routing, weights: tuple[ExpertsWeight, ...], tile: Tile | None) -> None:
         self.chosen, self.gpu, self.dtype, self.tile = chosen, Gpu.of(x.device), x.dtype, tile
         (self.tokens, self.top_k), self.num_experts = chosen.ids.shape, chosen.rule.num_experts
         self.count = self.tokens * self.top_k
@@ -277,9 +269,7 @@ class _RowsByExpert:
             self.num_experts, self.tile_rows,
         )  # fmt: skip
 
-    def product(
-        self, source: Tensor, weight: ExpertsWeight, columns: int, activation: str, *, gathers: bool
-    ) -> Tensor:
+    def product(self, source: Tensor, weight: ExpertsWeight, columns: int, activation: str, *, gathers: bool) -> Tensor:
         """Each row times its expert's matrix; with `gathers` the source's rows are tokens'."""
         gpu, dtype, tile = self.gpu, self.dtype.ptx, self.tile
         out = Tensor.new((self.count, columns), self.dtype, source.device)

@@ -24,9 +24,7 @@ def latent_prepare(
     tokens, heads, width = q.shape
     _check("latent_prepare", q, pages)
     if tokens:
-        launch = _plan_prepare(
-            tokens, width, q.dtype.ptx, rotary=2 * rope.cos.shape[1], interleaved=rope.interleaved
-        )
+        launch = _plan_prepare(tokens, width, q.dtype.ptx, rotary=2 * rope.cos.shape[1], interleaved=rope.interleaved)
         Gpu.of(q.device).launch(
             launch, q.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
             norm.weight.address, slot_mapping.address, pages.address, heads, norm.eps,
@@ -44,9 +42,7 @@ def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, scale: 
         raise fail(op, "batch.max_seq_len", f"is {batch.max_seq_len}, {limit}")
     result = Tensor.new((tokens, heads * value_dim), q.dtype, q.device)
     if tokens and heads:
-        launch = _plan_attention(
-            batch.max_query_len, heads, batch.num_seqs, width, value_dim, block_size, q.dtype.ptx
-        )
+        launch = _plan_attention(batch.max_query_len, heads, batch.num_seqs, width, value_dim, block_size, q.dtype.ptx)
         Gpu.of(q.device).launch(
             launch, q.address, pages.address, result.address, batch.query_start.address, batch.seq_lens.address,
             table.address, heads, table_width, scale * _latent.LOG2_E,

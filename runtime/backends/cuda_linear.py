@@ -67,9 +67,7 @@ def linear(
         if planned.num_squares:
             result.row_squares = Tensor.new((rows, planned.num_squares), float32, x.device)
             squares = result.row_squares.address
-        gpu.launch(
-            launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, squares
-        )
+        gpu.launch(launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, squares)
         del memory, rounded
     return result
 
@@ -208,8 +206,6 @@ def glu(gate_up: Tensor, activation: str) -> Tensor:
     result = Tensor.new((rows, width), gate_up.dtype, gate_up.device)
     if rows and width:
         addresses = gate_up.address, result.address
-        launch, accesses = _plan_glu(
-            activation, rows, width, gate_up.dtype.ptx, alignment=alignment(*addresses)
-        )
+        launch, accesses = _plan_glu(activation, rows, width, gate_up.dtype.ptx, alignment=alignment(*addresses))
         Gpu.of(gate_up.device).launch(launch, *addresses, rows, accesses)
     return result

@@ -85,9 +85,7 @@ def rounded_tier(product: gemm.Product, machine: gemm.Machine) -> ModuleType:
     return gemm.byte_tiles if gemm.hopper_bytes.why_not(product, machine) else gemm.hopper_bytes
 
 
-def plan_rounded(
-    weight: PackedWeight, product: gemm.Product, machine: gemm.Machine, *, has_norm: bool
-) -> Planned:
+def plan_rounded(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine, *, has_norm: bool) -> Planned:
     """The kernels of a product with rounded rows (`can_round`)."""
     packing = packing_of(product.weight)
     assert packing is not None
@@ -97,14 +95,10 @@ def plan_rounded(
     )
     is_by_bytes = gemm.hopper_bytes.why_not(product, machine) != ""
     launch = gemm.byte_tiles.plan(product) if is_by_bytes else gemm.hopper_bytes.plan(product, machine)
-    return Planned(
-        launch, rounding=rounding, input_scale=weight.input_scale, takes_weight_twice=not is_by_bytes
-    )
+    return Planned(launch, rounding=rounding, input_scale=weight.input_scale, takes_weight_twice=not is_by_bytes)
 
 
-def _is_faster_packed(
-    weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine
-) -> bool:
+def _is_faster_packed(weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine) -> bool:
     """Whether the cost models expect unpacking in registers to beat a 16-bit matrix made for this product. False for
     exact products, whose kernel may not depend on the rows."""
     made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.sustained_bytes)
@@ -164,7 +158,5 @@ def embedding(ids: Tensor, table: PackedWeight, multiplier: float) -> Tensor:
             alignment=alignment(result.address),
         )  # fmt: skip
         flag = id_flag(ids.device).address
-        gpu.launch(
-            launch, table.address, ids.address, result.address, flag, ids.shape[0], num_rows, depth, multiplier
-        )
+        gpu.launch(launch, table.address, ids.address, result.address, flag, ids.shape[0], num_rows, depth, multiplier)
     return result

@@ -51,9 +51,7 @@ def _leave_squares(bias: int, residual: int, result: Tensor) -> None:
         result.row_squares = Tensor.new((rows, width // segments.SQUARE_COLUMNS), float32, result.device)
 
 
-def _add(
-    gpu: Gpu, count: int, sums: int, bias: int, residual: int, result: Tensor, first: int, num_rows: int
-) -> None:
+def _add(gpu: Gpu, count: int, sums: int, bias: int, residual: int, result: Tensor, first: int, num_rows: int) -> None:
     """Adds the sums of some rows of the result, from `first` on, and leaves their squares where there is room."""
     width, squares = result.shape[1], result.row_squares
     skipped = first * width * result.dtype.itemsize

@@ -123,9 +123,7 @@ def as_lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _arranging(
-    matrix: NDArray, formats: Sequence[str], num_rounds: int, size_bytes: int
-) -> list[dict[str, Any]]:
+def _arranging(matrix: NDArray, formats: Sequence[str], num_rounds: int, size_bytes: int) -> list[dict[str, Any]]:
     """Median times of repacking ``size_bytes`` of rows of blocks, and of copying them, in turns."""
     found = []
     with ThreadPoolExecutor(NUM_THREADS) as threads:

@@ -72,9 +72,7 @@ def bench_memory(
                 **({"quantization": "int8"} if dtype == "int8" else {}),
             }
             environment = {**os.environ, "XDG_CACHE_HOME": str(Path(name) / "cache")} if is_cold else None
-            samples = random_samples(
-                num_prompts, input_len=input_len, output_len=output_len, vocab_size=97, seed=seed
-            )
+            samples = random_samples(num_prompts, input_len=input_len, output_len=output_len, vocab_size=97, seed=seed)
             report["results"].append({"dtype": dtype, **_serve_once(arguments, environment, samples, seed)})
     return finished(report)
 

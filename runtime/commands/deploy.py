@@ -19,9 +19,7 @@ def deploy(
     port: Annotated[int, typer.Option(help="Their port.", min=1, max=65535)] = 8000,
     min_replicas: Annotated[int, typer.Option(help="Least replicas.", min=1)] = 1,
     max_replicas: Annotated[int | None, typer.Option(help="Most replicas; default: as many as least.")] = None,
-    target_requests: Annotated[
-        int, typer.Option(help="Open requests of a replica that scaling aims at.", min=1)
-    ] = 64,
+    target_requests: Annotated[int, typer.Option(help="Open requests of a replica that scaling aims at.", min=1)] = 64,
     num_cpus: Annotated[int, typer.Option(help="Processors of a replica.", min=1)] = 1,
     down: Annotated[bool, typer.Option("--down", help="Take it down again.")] = False,
 ) -> None:

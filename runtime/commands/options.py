@@ -92,7 +92,7 @@ class EngineOptions(_EngineFlags):
     """Under which heading of the help an option and those after it stand."""
 
     speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON", help="The same as vLLM writes it: {\"method\": \"ngram\"}.")
+        str | None, typer.Option(metavar="JSON", help='The same as vLLM writes it: {"method": "ngram"}.')
     ] = None
 
     def arguments(self) -> dict[str, Any]:

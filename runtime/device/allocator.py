@@ -173,9 +173,7 @@ class Allocator:
         self._num_allocations = self._num_misses = 0
         self._num_driver_allocations = self._num_driver_frees = 0
 
-    def allocate(
-        self, size_bytes: int, stream: Stream | None = None, *, is_redirected: bool = True
-    ) -> DeviceBlock:
+    def allocate(self, size_bytes: int, stream: Stream | None = None, *, is_redirected: bool = True) -> DeviceBlock:
         """Memory for work on `stream`, or on the device's own for None; its contents are not defined. Without
         `redirect` it outlives a graph's pool.
 

@@ -93,9 +93,7 @@ class Graph:
         self._launch = context.driver.api.cuGraphLaunch
 
     @staticmethod
-    def capture(
-        gpu: Gpu, work: Callable[[], Any], *, pool: GraphPool | None = None, is_chained: bool = False
-    ) -> Graph:
+    def capture(gpu: Gpu, work: Callable[[], Any], *, pool: GraphPool | None = None, is_chained: bool = False) -> Graph:
         """Runs `work` once on the device's stream, then records it from there.
 
         `work` must launch the same kernels each time, copy only from and to pinned memory, and not wait. Its memory

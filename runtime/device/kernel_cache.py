@@ -59,6 +59,7 @@ MARKER_SUFFIX = ".ahead"
 _FORMAT = 4
 _ENTRY = re.compile(r"\.visible\s+\.entry\s+([\w$]+)\(")
 
+
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
     """A file of the cache. `kernel` is None where the file is corrupt; `is_current`: of the present sources."""

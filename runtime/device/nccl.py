@@ -378,15 +378,11 @@ class NcclComm:
 def _number(dtype: DType) -> int:
     found = DTYPES.get(dtype.name)
     if found is None:
-        raise InvalidArgumentError(
-            f"NCCL has no {dtype.name}: dtype must be one of {', '.join(DTYPES)}", param="dtype"
-        )
+        raise InvalidArgumentError(f"NCCL has no {dtype.name}: dtype must be one of {', '.join(DTYPES)}", param="dtype")
     return found
 
 
 def _operation(name: str) -> int:
     if name not in OPERATIONS:
-        raise InvalidArgumentError(
-            f"operation is {name!r}, must be one of {', '.join(OPERATIONS)}", param="operation"
-        )
+        raise InvalidArgumentError(f"operation is {name!r}, must be one of {', '.join(OPERATIONS)}", param="operation")
     return OPERATIONS[name]

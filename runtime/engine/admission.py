@@ -140,9 +140,7 @@ def as_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> NDArr
     if isinstance(token_ids, np.ndarray):
         token_ids = token_ids.tolist()
     if not isinstance(token_ids, (list, tuple)):
-        raise RequestError(
-            f"{field} must be a list of token ids, got {type(token_ids).__name__}", param=field
-        )
+        raise RequestError(f"{field} must be a list of token ids, got {type(token_ids).__name__}", param=field)
     if not token_ids:
         raise RequestError(f"{field} must have at least one token", param=field)
     for kind in set(map(type, token_ids)) - {int}:

@@ -123,7 +123,7 @@ class SchedulingConfig:
         Option(
             help="How a preempted sequence's content comes back; auto: the cheaper.",
             about=(
-                "how a victim's content comes back: \"recompute\", \"swap\", or \"auto\": the cheaper by measurement; "
+                'how a victim\'s content comes back: "recompute", "swap", or "auto": the cheaper by measurement; '
                 "without room in the swap space it is computed again"
             ),
             heading="Scheduling",
@@ -133,9 +133,7 @@ class SchedulingConfig:
         Victim,
         Option(
             help="Who is preempted when blocks are missing.",
-            about=(
-                'whose blocks are taken: "latest" (the least urgent), "least-recently-used", "shortest-remaining"'
-            ),
+            about=('whose blocks are taken: "latest" (the least urgent), "least-recently-used", "shortest-remaining"'),
             heading="Scheduling",
         ),
     ] = "latest"
@@ -318,7 +316,8 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="Of sampling without a seed of its own, and of dummy weights.",
             about="of the generator that draws seeds for requests without one; None: from the OS",
-            heading="Execution", least=None,
+            heading="Execution",
+            least=None,
         ),
     ] = None
     enable_prefix_caching: Annotated[
@@ -334,7 +333,8 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="GiB of host memory for preempted sequences and idle prefixes.",
             about="host memory for swapped sequences and for prefixes that the device had no room for",
-            heading="Scheduling", least=0,
+            heading="Scheduling",
+            least=0,
             flag=Flag(name="swap_space", kind=float, least=0.0, read=_bytes_of_gib, write=_gib_of_bytes),
         ),
     ] = 0
@@ -389,11 +389,11 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="Who proposes tokens that a step tries; answers stay as they are.",
             about=(
-                "who proposes tokens for decodes to try: \"auto\" (a request's prediction, where it has one), \"ngram\""
+                'who proposes tokens for decodes to try: "auto" (a request\'s prediction, where it has one), "ngram"'
                 ' (beside it, what prompt and output said before), "suffix" (and the answers of others of the same '
-                "tenant), \"draft:FOLDER\" (a small model), \"eagle3:FOLDER\" (a drafter that reads the model's hidden "
-                "states), \"eagle3\" (the one in the model's folder), \"dflash:FOLDER\" (one that says a block at "
-                "once), \"mtp\" (the layer of the model's checkpoint that predicts further tokens), \"off\" (nobody); "
+                'tenant), "draft:FOLDER" (a small model), "eagle3:FOLDER" (a drafter that reads the model\'s hidden '
+                'states), "eagle3" (the one in the model\'s folder), "dflash:FOLDER" (one that says a block at '
+                'once), "mtp" (the layer of the model\'s checkpoint that predicts further tokens), "off" (nobody); '
                 "tokens are as without (docs/speculation.md)"
             ),
             heading="Execution",
@@ -405,7 +405,8 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="Most proposals for a sequence in a step; fewer where they do not pay.",
             about="most proposals for a sequence in a step; fewer, or none, where they do not pay",
-            heading="Execution", most=MOST_SPECULATIVE_TOKENS,
+            heading="Execution",
+            most=MOST_SPECULATIVE_TOKENS,
         ),
     ] = 7
     speculation_acceptance: Annotated[
@@ -414,7 +415,7 @@ class EngineConfig(SchedulingConfig):
             help="Keep proposals that change no token, or more of a draft model's by rejection sampling.",
             about=(
                 'which proposals are kept: "exact" (those that equal the draw that would have come anyway: no token'
-                " changes), \"rejection\" (of a draft model's draws more: other answers, of the same distribution; "
+                ' changes), "rejection" (of a draft model\'s draws more: other answers, of the same distribution; '
                 "docs/speculation.md)"
             ),
             heading="Execution",
@@ -428,7 +429,8 @@ class EngineConfig(SchedulingConfig):
                 "ranks that the model is split over, each a process with a GPU, or with its share of the "
                 "processors; which numbers a model can be split by, docs/parallel.md tells"
             ),
-            heading="Execution", most=MOST_RANKS,
+            heading="Execution",
+            most=MOST_RANKS,
         ),
     ] = 1
     pipeline_parallel_size: Annotated[
@@ -439,7 +441,8 @@ class EngineConfig(SchedulingConfig):
                 "stages that have the model's layers one after another, each of `tensor_parallel_size` ranks; as "
                 "many steps are under way at once (docs/parallel.md)"
             ),
-            heading="Execution", most=MOST_RANKS,
+            heading="Execution",
+            most=MOST_RANKS,
         ),
     ] = 1
     pipeline_layers: Annotated[
@@ -458,7 +461,8 @@ class EngineConfig(SchedulingConfig):
                 "engines that share the requests, each a process with the whole model; those of a machine share its"
                 " processors and its memory"
             ),
-            heading="Execution", most=MOST_ENGINES,
+            heading="Execution",
+            most=MOST_ENGINES,
         ),
     ] = 1
     routing_policy: Annotated[
@@ -467,7 +471,7 @@ class EngineConfig(SchedulingConfig):
             help="Which engine gets a request: the next, the least busy, or by their prefixes.",
             about=(
                 'which of them gets a request: the next one ("round-robin"), the one with the least to do ("least-'
-                "load\"), or with the least to do as its blocks hold the prompt's beginning (\"prefix-aware\")"
+                'load"), or with the least to do as its blocks hold the prompt\'s beginning ("prefix-aware")'
             ),
             heading="Execution",
         ),
@@ -476,7 +480,7 @@ class EngineConfig(SchedulingConfig):
         ExecutorBackend,
         Option(
             help="Who starts the engines' processes: this machine (mp), or Ray (ray).",
-            about="who starts the engines' processes: this machine (\"mp\"), or Ray on its nodes (\"ray\")",
+            about='who starts the engines\' processes: this machine ("mp"), or Ray on its nodes ("ray")',
             heading="Execution",
         ),
     ] = "mp"

@@ -90,9 +90,7 @@ def engine_of(
     ranks = RankGroup(folder, config, remote_ranks)
     try:
         loaded = load_declared(declared, config, reporter, ranks.communicator)
-        return engine_over(
-            loaded, folder, config, model_name(model), ranks, most_open_steps or config.most_open_steps
-        )
+        return engine_over(loaded, folder, config, model_name(model), ranks, most_open_steps or config.most_open_steps)
     except BaseException:
         ranks.close()
         raise
@@ -157,7 +155,10 @@ def layers_of_stages(folder: Path, config: EngineConfig) -> tuple[range, ...]:
         return ()
     rank, _ = declared_rank(config)
     return stages_of(
-        folder, config.pipeline_parallel_size, config.stage_layers, load_format=config.load_format,
+        folder,
+        config.pipeline_parallel_size,
+        config.stage_layers,
+        load_format=config.load_format,
         **load_settings(config, rank),
     )
 
@@ -421,9 +422,7 @@ def _info(
     )
 
 
-def _ranks(
-    model: Model, config: EngineConfig, limits: EngineLimits, of_ranks: Sequence[int]
-) -> tuple[RankInfo, ...]:
+def _ranks(model: Model, config: EngineConfig, limits: EngineLimits, of_ranks: Sequence[int]) -> tuple[RankInfo, ...]:
     """The part of each of several ranks."""
     if config.num_ranks == 1:
         return ()

@@ -21,9 +21,7 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, sorted(names), n=1)), None)
 
 
-def unknown_option(
-    owner: str, name: str, names: Iterable[str], param: str | None = None
-) -> UnknownOptionError:
+def unknown_option(owner: str, name: str, names: Iterable[str], param: str | None = None) -> UnknownOptionError:
     """The error for ``owner(name=…)``, which takes ``names``; ``param`` is the server's name, if it differs."""
     near = nearest_name(name, names)
     hint = f"; did you mean {near!r}?" if near else ""

@@ -79,9 +79,7 @@ class PictureQueue:
                 self._entries.move_to_end(key)
         self._waiting = deque(each for each in self._waiting if each is not request)
 
-    def advance(
-        self, start: Callable[[Holder], None], fail: Callable[[Holder], None], *, is_idle: bool
-    ) -> None:
+    def advance(self, start: Callable[[Holder], None], fail: Callable[[Holder], None], *, is_idle: bool) -> None:
         """Encode within the budget. ``start`` is called with each request whose images are ready, ``fail`` with each
         whose images could not be encoded. ``is_idle`` means that there is no other work."""
         self.budget.begin(is_idle=is_idle)

@@ -214,13 +214,9 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
             return
         strings = [stop] if isinstance(stop, str) else stop
         if not isinstance(strings, (list, tuple)) or not all(isinstance(text, str) for text in strings):
-            raise RequestError(
-                f"stop must be a string, a list of strings or None, got {stop!r:.80}", param="stop"
-            )
+            raise RequestError(f"stop must be a string, a list of strings or None, got {stop!r:.80}", param="stop")
         if len(strings) > MAX_STOP_STRINGS:
-            raise RequestError(
-                f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop"
-            )
+            raise RequestError(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(strings)}", param="stop")
         for text in strings:
             if not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise RequestError(
@@ -244,9 +240,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         if bias is None:
             return
         if not isinstance(bias, Mapping):
-            raise RequestError(
-                f"logit_bias must map token ids to numbers, got {bias!r:.80}", param="logit_bias"
-            )
+            raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r:.80}", param="logit_bias")
         for token_id, value in bias.items():
             if not is_integer(token_id):
                 raise RequestError(f"logit_bias: {token_id!r:.40} is not a token id", param="logit_bias")
@@ -317,6 +311,4 @@ def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> No
     """Raise ``RequestError`` if an id lies outside ``[0, vocab_size)``."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"{field} has token id {token_id}, outside the vocabulary of {vocab_size}", param=field
-            )
+            raise RequestError(f"{field} has token id {token_id}, outside the vocabulary of {vocab_size}", param=field)

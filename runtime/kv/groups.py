@@ -69,6 +69,4 @@ def of_layers(groups: tuple[CacheGroup, ...], layers: range) -> tuple[CacheGroup
     """The same groups with these layers alone, those of a pipeline's stage: block tables are the whole model's."""
     own = [tuple(layer for layer in group.layers if layer in layers) for group in groups]
     size = max(map(len, own))
-    return tuple(
-        CacheGroup(group.kind, chosen, size - len(chosen)) for group, chosen in zip(groups, own, strict=True)
-    )
+    return tuple(CacheGroup(group.kind, chosen, size - len(chosen)) for group, chosen in zip(groups, own, strict=True))

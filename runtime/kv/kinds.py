@@ -118,9 +118,7 @@ def window_of(kind: CacheKind) -> int | None:
     return kind.tokens if isinstance(kind, Window) else None
 
 
-def blocks_of_sequence(
-    num_tokens: int, kinds: Sequence[CacheKind], block_size: int, *, chunk: int | None = 1
-) -> int:
+def blocks_of_sequence(num_tokens: int, kinds: Sequence[CacheKind], block_size: int, *, chunk: int | None = 1) -> int:
     """Most blocks that a sequence of so many tokens needs at once, over all cache groups, with at most ``chunk`` of its
     tokens computed in a step (all in one for None)."""
     return sum(kind.most_pages(num_tokens, block_size, chunk) for kind in kinds)

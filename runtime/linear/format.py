@@ -94,7 +94,6 @@ A row has one scale for all of K: a rank that holds some of its inputs rounds th
 row. In exact mode the sum over groups is cut into segments of whole groups, and a row's scale multiplies the tree."""
 
 
-
 def _blocks(name: str, elements: int, size_bytes: int, *, rounds: bool = True) -> WeightFormat:
     return WeightFormat(
         name, uint8, elements / size_bytes, activation=int8_type if rounds else None,

@@ -118,9 +118,11 @@ def prepare_packed(
     if rounded == "rows" and split == "inputs" and options.num_ranks > 1:
         rounded = ""  # no rank here has a whole row of x
     settings = GpuSettings(
-        exact=options.exact, whole_shape=whole_shape or options.whole_shape(shape, split),
+        exact=options.exact,
+        whole_shape=whole_shape or options.whole_shape(shape, split),
         num_segments=options.num_segments(split),
-        rounds_rows=rounded, input_scale=input_scale,
+        rounds_rows=rounded,
+        input_scale=input_scale,
     )
     kept_order = None
     if order is not None:

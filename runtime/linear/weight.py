@@ -405,9 +405,7 @@ def prepare_linear(
     has_bias = any(part is not None for part in biases)
     device_bias = Tensor.from_numpy(joined_bias).to(options.device) if has_bias else None
     floats = [part for part in weights if isinstance(part, Tensor)]
-    settings = GpuSettings(
-        exact=options.exact, whole_shape=whole_shape, num_segments=options.num_segments(split)
-    )
+    settings = GpuSettings(exact=options.exact, whole_shape=whole_shape, num_segments=options.num_segments(split))
     if options.format is not None:
         whole = None
         if split == "inputs" and options.num_ranks > 1:
@@ -457,7 +455,10 @@ def _packed(
 
 
 def _in_panels(
-    weights: list[MatrixSource], whole_rows: list[Tensor] | None, bias: NDArray, options: LoadOptions,
+    weights: list[MatrixSource],
+    whole_rows: list[Tensor] | None,
+    bias: NDArray,
+    options: LoadOptions,
     num_segments: int,
 ) -> LinearWeight:
     joined: list[PanelWeight] = []

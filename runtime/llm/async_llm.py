@@ -9,6 +9,8 @@
                 print(output.outputs[0].text)
 
     asyncio.run(main())
+
+Leaving the block stops the engine.
 """
 
 from __future__ import annotations
@@ -87,9 +89,7 @@ class AsyncLLM(LoadedModel):
                 self.client.cancel(job.request_id)
 
     @known_options()
-    async def embed(
-        self, prompt: Prompt, *, pooling: str = "last", normalize: bool = True
-    ) -> EmbeddingRequestOutput:
+    async def embed(self, prompt: Prompt, *, pooling: str = "last", normalize: bool = True) -> EmbeddingRequestOutput:
         """The hidden states of a prompt after the final norm as one vector: see ``LLM.embed``."""
         text, ids, images, salt = await asyncio.to_thread(self._asked_embedding, prompt)
         while True:

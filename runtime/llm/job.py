@@ -57,9 +57,7 @@ class Job:
         if output.finish_reason is not None:
             self.num_running -= 1
         if output.prompt_logprobs is not None:
-            self._prompt_logprobs = [
-                None if entry is None else self._by_id(entry) for entry in output.prompt_logprobs
-            ]
+            self._prompt_logprobs = [None if entry is None else self._by_id(entry) for entry in output.prompt_logprobs]
         if output.index == 0 and output.num_cached_tokens is not None:
             self._num_cached_tokens = output.num_cached_tokens
         choice = self._choices[output.index]

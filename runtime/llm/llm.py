@@ -100,9 +100,7 @@ class LLM(LoadedModel):
             for conversation, _ in taken
         ]
         scheduling = {"cache_salt": cache_salt, "priority": priority}
-        asked = [
-            {"prompt_token_ids": ids, "images": images, **scheduling} for ids, (_, images) in zip(prompts, taken)
-        ]
+        asked = [{"prompt_token_ids": ids, "images": images, **scheduling} for ids, (_, images) in zip(prompts, taken)]
         return self.generate(asked, sampling_params, use_tqdm=use_tqdm)
 
     @known_options()
@@ -218,9 +216,7 @@ class LLM(LoadedModel):
                 self.client.cancel(request_id)
         return [job.result() for job in jobs]
 
-    def _submit(
-        self, job: Job, outputs: queue.SimpleQueue[EngineOutput], open_jobs: dict[str, Job]
-    ) -> None:
+    def _submit(self, job: Job, outputs: queue.SimpleQueue[EngineOutput], open_jobs: dict[str, Job]) -> None:
         while True:
             try:
                 self.client.submit(job.request, outputs.put)

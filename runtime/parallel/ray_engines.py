@@ -237,9 +237,7 @@ def _with_ranks(start: Start, actors: Sequence[Any], has_gpus: bool) -> Start:
         devices = [f"cuda:{seen[host].index(gpus[0])}" for host, gpus in places]
         ray.get([actor.show_gpus.remote(seen[host]) for actor, (host, _) in zip(actors, places)])
     known = [secrets.token_bytes(SECRET_BYTES) for _ in actors[1:]]
-    listening = [
-        actor.listen.remote(host, secret) for actor, (host, _), secret in zip(actors[1:], places[1:], known)
-    ]
+    listening = [actor.listen.remote(host, secret) for actor, (host, _), secret in zip(actors[1:], places[1:], known)]
     ports = ray.get(listening, timeout=START_TIMEOUT_S)
     for actor in actors[1:]:
         actor.start_rank.remote(list(RANK_COMMAND), RANK_TIMEOUT_S)  # which waits for the engine

@@ -471,9 +471,7 @@ def _gpu_computes_in(dtype: DType) -> DType:
     return float32 if dtype.is_floating else int64
 
 
-def _on_gpu(
-    op: str, device: Device, left: Operand, right: Operand, lift: _Lift = _as_is
-) -> tuple[list[Tensor], DType]:
+def _on_gpu(op: str, device: Device, left: Operand, right: Operand, lift: _Lift = _as_is) -> tuple[list[Tensor], DType]:
     """Both operands as tensors on a GPU, and the type in which they meet."""
     given, met = _met(op, left, right)
     dtype = lift(met)
@@ -491,8 +489,7 @@ def _gpu_reduce(operation: str, tensor: Tensor, axes: views.Shape, keepdims: boo
 def _met(op: str, left: Operand, right: Operand) -> tuple[list[Tensor | Scalar], DType]:
     """Both operands as tensors and numbers, and the type in which they meet."""
     operands = [
-        operand if isinstance(operand, (bool, int, float)) else _tensor(op, operand)
-        for operand in (left, right)
+        operand if isinstance(operand, (bool, int, float)) else _tensor(op, operand) for operand in (left, right)
     ]
     match operands:
         case Tensor() as first, Tensor() as second:
@@ -555,9 +552,7 @@ def _unary(function: np.ufunc, tensor: Tensor, lift: _Lift = _as_is, *, gpu_name
         return _result(function(cast_array(tensor.array, _computed_in(dtype))), dtype)
 
 
-def _reduce(
-    function: np.ufunc, tensor: Tensor, axes: views.Shape, keepdims: bool, accumulator: Any = None
-) -> NDArray:
+def _reduce(function: np.ufunc, tensor: Tensor, axes: views.Shape, keepdims: bool, accumulator: Any = None) -> NDArray:
     array = cast_array(tensor.array, _computed_in(tensor.dtype))
     with np.errstate(all="ignore"):
         reduced: NDArray = function.reduce(array, axis=axes, dtype=accumulator, keepdims=keepdims)

@@ -117,9 +117,7 @@ class Tensor:
     # ---------------------------------------------------------------- creation
 
     @classmethod
-    def empty(
-        cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU
-    ) -> Tensor:
+    def empty(cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU) -> Tensor:
         """Uninitialised memory. Shape: an int or a sequence of ints."""
         return cls.new(views.check_shape("empty", (shape,)), DType.parse(dtype), Device.parse(device))
 
@@ -143,15 +141,11 @@ class Tensor:
         return tensor
 
     @classmethod
-    def zeros(
-        cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU
-    ) -> Tensor:
+    def zeros(cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU) -> Tensor:
         return cls.full(shape, 0, dtype, device)
 
     @classmethod
-    def ones(
-        cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU
-    ) -> Tensor:
+    def ones(cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU) -> Tensor:
         return cls.full(shape, 1, dtype, device)
 
     @classmethod
@@ -183,9 +177,7 @@ class Tensor:
                 elements.
         """
         if not isinstance(array, np.ndarray):
-            raise InvalidArgumentError(
-                f"from_numpy: expected an ndarray, got {type(array).__name__}", param="array"
-            )
+            raise InvalidArgumentError(f"from_numpy: expected an ndarray, got {type(array).__name__}", param="array")
         dtype = dtype_of_array(array)
         itemsize = dtype.itemsize
         if array.flags.c_contiguous:
@@ -374,9 +366,7 @@ class Tensor:
             axes = views.check_axes("squeeze", axis, self.ndim)
         for index in axes:
             if self.shape[index] != 1:
-                raise InvalidArgumentError(
-                    f"squeeze: axis {index} has size {self.shape[index]}, not 1", param="axis"
-                )
+                raise InvalidArgumentError(f"squeeze: axis {index} has size {self.shape[index]}, not 1", param="axis")
         kept = [index for index in range(self.ndim) if index not in axes]
         shape = tuple(self.shape[index] for index in kept)
         return self._view(shape, tuple(self.strides[index] for index in kept), self.offset)

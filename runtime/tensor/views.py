@@ -103,9 +103,7 @@ def resolve_shape(op: str, new_shape: Sequence[Any], num_elements: int) -> Shape
     sizes = list(new_shape)
     unknown = [axis for axis, size in enumerate(sizes) if isinstance(size, int) and size == -1]
     if len(unknown) > 1:
-        raise InvalidArgumentError(
-            f"{op}: shape {tuple(sizes)} leaves more than one size open", param="shape"
-        )
+        raise InvalidArgumentError(f"{op}: shape {tuple(sizes)} leaves more than one size open", param="shape")
     if unknown:
         sizes[unknown[0]] = 1
         known = math.prod(check_shape(op, (tuple(sizes),)))
@@ -116,9 +114,7 @@ def resolve_shape(op: str, new_shape: Sequence[Any], num_elements: int) -> Shape
         sizes[unknown[0]] = num_elements // known
     shape = check_shape(op, (tuple(sizes),))
     if math.prod(shape) != num_elements:
-        raise InvalidArgumentError(
-            f"{op}: shape {shape} does not hold {num_elements} elements", param="shape"
-        )
+        raise InvalidArgumentError(f"{op}: shape {shape} does not hold {num_elements} elements", param="shape")
     return shape
 
 
@@ -181,12 +177,9 @@ def expanded_strides(op: str, shape: Shape, strides: Shape, new_shape: Sequence[
     sizes = [old if size == -1 and old is not None else size for size, old in zip(new_shape, kept)]
     target = check_shape(op, (tuple(sizes),))
     if num_new < 0 or any(old not in (None, 1, size) for size, old in zip(target, kept)):
-        raise InvalidArgumentError(
-            f"{op}: shape {shape} cannot be expanded to {tuple(new_shape)}", param="shape"
-        )
+        raise InvalidArgumentError(f"{op}: shape {shape} cannot be expanded to {tuple(new_shape)}", param="shape")
     stretched = (
-        0 if old == 1 and size != 1 else stride
-        for size, old, stride in zip(target, kept, (0,) * num_new + strides)
+        0 if old == 1 and size != 1 else stride for size, old, stride in zip(target, kept, (0,) * num_new + strides)
     )
     return target, tuple(stretched)
 

@@ -72,9 +72,7 @@ def chat_prompt(
     if tokenizer is None:
         raise RequestError("the model has no tokenizer: it takes token ids, not messages", param="messages")
     if chat_template is None and not tokenizer.has_chat_template:
-        raise RequestError(
-            "the model has no chat template: give a prompt, or chat_template", param="messages"
-        )
+        raise RequestError("the model has no chat template: give a prompt, or chat_template", param="messages")
     messages = _plain(messages, reads_images=picture_text.token is not None)
     if harmony and chat_template is None and template_kwargs.keys() <= VARIABLES:
         if notes is not None:
@@ -189,9 +187,7 @@ def _completed(
     return messages, ids, lost
 
 
-def _with_all_calls(
-    render: Callable[..., Any], messages: Messages, forms: TemplateForms
-) -> tuple[Messages, list[int]]:
+def _with_all_calls(render: Callable[..., Any], messages: Messages, forms: TemplateForms) -> tuple[Messages, list[int]]:
     """The conversation rewritten for a template that leaves out some calls: each in a message of its own, or as text.
     Raises ``ChatTemplateError``."""
     from tokenizer import ChatTemplateError
@@ -313,8 +309,7 @@ def _check_tool_answers(
     for place in left_out(render, messages, [Place(i, "content") for i in taken]):
         where = f"messages[{places[place.message]}]"
         raise RequestError(
-            f"{where}: the model's chat template leaves out messages of the role \"tool\"; "
+            f'{where}: the model\'s chat template leaves out messages of the role "tool"; '
             "send the result in a message of the user",
             param=where,
         )
-

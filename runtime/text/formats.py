@@ -41,7 +41,7 @@ class AnswerFormat:
     def of(
         cls, tokenizer: Tokenizer | None, *, reasoning_parser: str = "auto", tool_call_parser: str = "auto"
     ) -> AnswerFormat:
-        """"auto" detects them in the tokenizer's chat templates and vocabulary. Without a tokenizer nothing is text.
+        """The value "auto" detects them in the tokenizer's chat templates and vocabulary. Without one nothing is text.
 
         Raises InvalidArgumentError for "harmony" if the vocabulary lacks its special tokens."""
         if tokenizer is None:

@@ -209,9 +209,7 @@ class _Sorter:
     has_ends  its deltas have the ends of their tokens in the text
     """
 
-    def __init__(
-        self, parser: PartParser, stops: ContentStops | None, *, has_logprobs: bool, has_ends: bool
-    ) -> None:
+    def __init__(self, parser: PartParser, stops: ContentStops | None, *, has_logprobs: bool, has_ends: bool) -> None:
         self._parser = parser
         self._stops = stops
         self._has_logprobs = has_logprobs

@@ -47,9 +47,7 @@ class _Automaton:
             node = queue.popleft()
             for character, child in self.children[node].items():
                 self.fallbacks[child] = self.step(self.fallbacks[node], character)
-                self.longest_stops[child] = (
-                    self.longest_stops[child] or self.longest_stops[self.fallbacks[child]]
-                )
+                self.longest_stops[child] = self.longest_stops[child] or self.longest_stops[self.fallbacks[child]]
                 queue.append(child)
 
     def step(self, node: int, character: str) -> int:

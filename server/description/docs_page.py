@@ -85,9 +85,7 @@ def _route(method: str, path: str, operation: Json, schemas: Json) -> str:
         if name in schemas:
             parts.append(_fields(schemas[name]))
     for status, answer in operation["responses"].items():
-        kinds = [
-            f"{escape(media)}: {_type(content['schema'])}" for media, content in answer.get("content", {}).items()
-        ]
+        kinds = [f"{escape(media)}: {_type(content['schema'])}" for media, content in answer.get("content", {}).items()]
         parts.append(f"<p><b>{escape(status)}</b> {escape(answer['description'])} {'; '.join(kinds)}</p>")
     return "".join(parts)
 

@@ -142,8 +142,7 @@ def _response_format(form: str | dict[str, Any] | None) -> JsonObjectFormat | Js
 
 
 def _thinking(service: Service, think: Think | None, ignored: list[str], *, has_tools: bool) -> dict[str, Any]:
-    """A chat's fields for `think`; without it, the model's default. `ignored`: see `nearest_effort`.
-    """
+    """A chat's fields for `think`; without it, the model's default. `ignored`: see `nearest_effort`."""
     if think is None:
         return {}
     if not service.answer_format.reasoning:
@@ -154,9 +153,7 @@ def _thinking(service: Service, think: Think | None, ignored: list[str], *, has_
     if think is not False and think != "none":
         variables = thinking_variables(service.tokenizer, True, has_tools=has_tools)
     effort = None if think is True else think or "none"
-    effort = nearest_effort(
-        effort, "think", service.tokenizer, service.answer_format, ignored, has_tools=has_tools
-    )
+    effort = nearest_effort(effort, "think", service.tokenizer, service.answer_format, ignored, has_tools=has_tools)
     return {"chat_template_kwargs": variables or None, "reasoning_effort": effort}
 
 

@@ -77,9 +77,7 @@ def prepare_embeddings(service: Service, asked: EmbeddingRequest, tenant: str | 
     if asked.messages is None:
         inputs = embedding_inputs(asked, tokenizer, config, info)
     else:
-        prompt = embedding_conversation(
-            asked, tokenizer, config, service.answer_format, info, service.pictures, tenant
-        )
+        prompt = embedding_conversation(asked, tokenizer, config, service.answer_format, info, service.pictures, tenant)
         inputs, images = [prompt.token_ids], prompt.images
     return AskedEmbeddings(
         inputs=inputs,

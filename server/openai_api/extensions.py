@@ -108,9 +108,7 @@ WITHIN: dict[str, frozenset[str]] = {kind: frozenset(names.split()) for kind, na
 message, and hints of other APIs about tools."""
 
 
-def rewrite(
-    request: dict[str, Any], fields: Iterable[str], ignored: list[str], sent: dict[str, str]
-) -> dict[str, Any]:
+def rewrite(request: dict[str, Any], fields: Iterable[str], ignored: list[str], sent: dict[str, str]) -> dict[str, Any]:
     """The request with other servers' fields under this server's names, if the schema's `fields` have them. `sent` maps
     these names to the sent ones, `ignored` gets the names of fields without effect. Raises `ApiError` 400 if both names
     are sent and contradict each other."""

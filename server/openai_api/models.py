@@ -25,8 +25,10 @@ def _model(service: Service, name: str) -> Model:
 async def list_models(request: Request) -> Response:
     service: Service = request.app.state.service
     is_anthropic = dialect_of(request.scope) == "anthropic"
-    models = listed_models(service) if is_anthropic else ModelList(
-        data=[_model(service, name) for name in service.model_names]
+    models = (
+        listed_models(service)
+        if is_anthropic
+        else ModelList(data=[_model(service, name) for name in service.model_names])
     )
     return Response(msgspec.json.encode(models), media_type="application/json")
 

@@ -59,9 +59,7 @@ def _tokenize(service: Service, tenant: str | None, body: Body) -> Tokenized:
             continue_final_message=asked.continue_final_message,
             chat_template_kwargs=asked.chat_template_kwargs,
         )
-        prompt = whole_conversation(
-            chat, tokenizer, service.config, service.answer_format, service.pictures, tenant
-        )
+        prompt = whole_conversation(chat, tokenizer, service.config, service.answer_format, service.pictures, tenant)
         ids = prompt.token_ids
         body.ignored += prompt.left_out
     texts = [tokenizer.id_to_token(i) or "" for i in ids] if asked.return_token_strs else None

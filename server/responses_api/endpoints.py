@@ -289,9 +289,7 @@ def _asked_for(request: Request) -> tuple[Service, str | None, str]:
 
 
 def _not_found(response_id: str, param: str) -> ApiError:
-    return ApiError(
-        404, f"There is no stored response {response_id[:100]!r}.", param=param, code="response_not_found"
-    )
+    return ApiError(404, f"There is no stored response {response_id[:100]!r}.", param=param, code="response_not_found")
 
 
 def _json(answer: Any, headers: dict[str, str] | None = None) -> HttpResponse:

@@ -139,9 +139,7 @@ def _not_json(body: bytes, text: str) -> ApiError:
     """The 400 for malformed JSON; NaN and infinities, which Python's json writes but JSON lacks, by field name."""
     found = _POSITION.search(text)
     if (found is None or "surrogate" in text) and _has_lone_surrogate(body):
-        return invalid(
-            None, "The body holds half of a surrogate pair, which is no text.", "invalid_json"
-        )
+        return invalid(None, "The body holds half of a surrogate pair, which is no text.", "invalid_json")
     if found is None:
         return invalid(None, "The body is not valid JSON: it ends too early.", "invalid_json")
     position = int(found.group(1))

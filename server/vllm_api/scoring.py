@@ -135,9 +135,7 @@ def _text(document: str | RerankText) -> str:
     return document if isinstance(document, str) else document.text
 
 
-def _embeddings(
-    service: Service, asked: ScoreRequest | RerankRequest, texts: list[str], field: str
-) -> AskedEmbeddings:
+def _embeddings(service: Service, asked: ScoreRequest | RerankRequest, texts: list[str], field: str) -> AskedEmbeddings:
     given = EmbeddingRequest(
         model=asked.model, input=[*texts], pooling=asked.pooling, truncate_prompt_tokens=asked.truncate_prompt_tokens
     )

@@ -41,9 +41,7 @@ def test_bfloat16_answers_42(hardware: str, gemm: str) -> None:
 def test_logits_equal_the_cpus(hardware: str) -> None:
     logits = {}
     for device in ("cpu", hardware):
-        with LLM(
-            device=device, dtype="float32", max_model_len=256, kv_cache_bytes=1 << 24, compile_ahead=False
-        ) as llm:
+        with LLM(device=device, dtype="float32", max_model_len=256, kv_cache_bytes=1 << 24, compile_ahead=False) as llm:
             logits[device] = llm.logits(list(range(1, 101)))
     difference = np.abs(logits[hardware] - logits["cpu"]).max()
     assert difference <= 1e-4 * np.abs(logits["cpu"]).max()

@@ -108,9 +108,7 @@ class ModelDriver:
         return dict(zip(chunks, rows, strict=True))
 
 
-def logits_of(
-    model: Model, ids: Sequence[int], chunk_sizes: Sequence[int] | None = None, **options: Any
-) -> Array:
+def logits_of(model: Model, ids: Sequence[int], chunk_sizes: Sequence[int] | None = None, **options: Any) -> Array:
     """Logits `[len(ids), vocab_size]` of one sequence, fed at once or in chunks of the given sizes."""
     driver = ModelDriver(model, rotary_offset=rotary_offset_of(model, len(ids)), **options)
     rows, start = [], 0
@@ -121,9 +119,7 @@ def logits_of(
     return np.concatenate(rows)
 
 
-def greedy(
-    model: Model, prompt: Sequence[int], num_new_tokens: int, **options: Any
-) -> tuple[list[int], Array]:
+def greedy(model: Model, prompt: Sequence[int], num_new_tokens: int, **options: Any) -> tuple[list[int], Array]:
     """The greedy continuation, and the logits `[num_new_tokens, vocab_size]` that each token was chosen
     from."""
     driver = ModelDriver(model, rotary_offset=rotary_offset_of(model, len(prompt)), **options)

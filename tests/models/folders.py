@@ -84,9 +84,7 @@ def write_tiny_qwen3(folder: Path, *, vocab_size: int, eos_token_id: int, max_po
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def write_safetensors(
-    path: Path, tensors: dict[str, Array], header_changes: dict[str, Any] | None = None
-) -> None:
+def write_safetensors(path: Path, tensors: dict[str, Array], header_changes: dict[str, Any] | None = None) -> None:
     """A safetensors file; `header_changes` replace entries of the header, right or wrong."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -104,9 +102,7 @@ def write_safetensors(
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + body)
 
 
-def write_shards(
-    folder: Path, shards: dict[str, dict[str, Array]], placed: dict[str, str] | None = None
-) -> None:
+def write_shards(folder: Path, shards: dict[str, dict[str, Array]], placed: dict[str, str] | None = None) -> None:
     """Several safetensors files and their index; `placed` replaces the index's weight_map."""
     for file, tensors in shards.items():
         write_safetensors(folder / file, tensors)

@@ -96,9 +96,7 @@ def test_equal_experts_are_the_dense_model(tmp_path: Path, device: str, count: i
     "device", ["cpu", pytest.param("emulated:sm_90a", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
 )
 @pytest.mark.parametrize(("chosen", "count"), [(0, 3), (6, 7)])
-def test_all_tokens_to_one_expert_and_none_to_the_others(
-    tmp_path: Path, device: str, chosen: int, count: int
-) -> None:
+def test_all_tokens_to_one_expert_and_none_to_the_others(tmp_path: Path, device: str, chosen: int, count: int) -> None:
     golden = load_golden("llama_default")
     model = load_model(write_glm(tmp_path, chosen, count), device=device, dtype="float32")
     for chunks in (None, [1] * len(golden.prompt_ids)):

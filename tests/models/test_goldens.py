@@ -21,9 +21,7 @@ from tests.models.driver import Array, ModelDriver, greedy, logits_of, relative_
 from tests.models.folders import CASES, Golden, load_golden, write_model
 from tests.models.products import compared_products
 
-TOLERANCE = (
-    1e-5  # ten times stricter than promised: an epsilon of 1e-6 for 1e-5 moves logits by no more than 3e-5
-)
+TOLERANCE = 1e-5  # ten times stricter than promised: an epsilon of 1e-6 for 1e-5 moves logits by no more than 3e-5
 
 WINDOWED = ["gemma2_odd", "gemma3_odd", "gpt_oss_odd", "mistral_window", "olmo3_windows", "qwen3_layer_types"]
 

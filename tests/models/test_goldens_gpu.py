@@ -36,8 +36,6 @@ def some(cases: list[str], *each_time: tuple[str, str]) -> list[object]:
     return [*each_time, *(pytest.param(*other, marks=pytest.mark.exhaustive) for other in others)]
 
 
-
-
 def load_on(
     folder: Path, golden: Golden, device: str, stored_as: str, dtype: str = "auto", *, exact: bool = False
 ) -> Model:

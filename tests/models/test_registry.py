@@ -120,10 +120,7 @@ def test_a_model_that_was_saved_without_its_head(tmp_path: Path, golden: Golden,
 
 def test_each_dtype_halves_or_doubles_the_bytes(tmp_path: Path) -> None:
     write_model(tmp_path, LLAMA)
-    sizes = {
-        dtype: load_model(tmp_path, dtype=dtype).weight_bytes
-        for dtype in ("auto", "float32", "bf16", "float16")
-    }
+    sizes = {dtype: load_model(tmp_path, dtype=dtype).weight_bytes for dtype in ("auto", "float32", "bf16", "float16")}
     assert sizes["auto"] == sizes["float32"]
     assert sizes["bf16"] == sizes["float16"]
     assert 0.5 <= sizes["bf16"] / sizes["float32"] < 0.55  # norms stay float32
@@ -149,9 +146,7 @@ def test_a_number_that_float16_cannot_hold(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = -7e4
     write_safetensors(tmp_path / "model.safetensors", tensors)
     load_model(tmp_path, dtype="bfloat16")
-    with pytest.raises(
-        WeightsError, match=r"'model.layers.1.mlp.down_proj.weight': 70000 is more than float16 holds"
-    ):
+    with pytest.raises(WeightsError, match=r"'model.layers.1.mlp.down_proj.weight': 70000 is more than float16 holds"):
         load_model(tmp_path, dtype="float16")
 
 
@@ -282,9 +277,7 @@ def test_dummy_tensors_are_of_the_right_spread_and_each_its_own() -> None:
         ({"max_model_len": 0}, InvalidArgumentError, "max_model_len must be from 1 to 128"),
     ],
 )
-def test_wrong_arguments(
-    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         load_model(write_model(tmp_path, LLAMA), **arguments)
 
@@ -360,9 +353,7 @@ BAD_FOLDERS: list[tuple[str, Callable[[Path], Any], type[ModelLoadError], str]] 
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "spoil", "error", "message"), BAD_FOLDERS, ids=[bad[0] for bad in BAD_FOLDERS]
-)
+@pytest.mark.parametrize(("name", "spoil", "error", "message"), BAD_FOLDERS, ids=[bad[0] for bad in BAD_FOLDERS])
 def test_a_bad_folder(
     tmp_path: Path, name: str, spoil: Callable[[Path], Any], error: type[ModelLoadError], message: str
 ) -> None:

@@ -55,12 +55,8 @@ def test_golden_logits(models: dict[str, Model], path: Path, chunking: str) -> N
 @pytest.mark.parametrize("name", sorted(expected()))
 def test_the_same_through_the_llm_class(name: str) -> None:
     runs = expected()[name]["greedy"]
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=len(run["output_ids"]), ignore_eos=True) for run in runs
-    ]
-    with LLM(
-        str(MODELS / name), skip_tokenizer_init=True, max_num_batched_tokens=7, kv_cache_bytes=1 << 22
-    ) as llm:
+    params = [SamplingParams(temperature=0.0, max_tokens=len(run["output_ids"]), ignore_eos=True) for run in runs]
+    with LLM(str(MODELS / name), skip_tokenizer_init=True, max_num_batched_tokens=7, kv_cache_bytes=1 << 22) as llm:
         outputs = llm.generate([run["prompt_ids"] for run in runs], params)
         for run, output in zip(runs, outputs, strict=True):
             assert output.outputs[0].token_ids == run["output_ids"]

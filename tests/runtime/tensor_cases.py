@@ -65,9 +65,7 @@ def broadcastable(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[int
     return tuple(kept[rng.integers(0, len(kept) + 1) :])
 
 
-def cases(
-    seed: int, count: int, dtypes: tuple[DType, ...] = ALL_DTYPES, special: float = 0.1
-) -> Iterator[Any]:
+def cases(seed: int, count: int, dtypes: tuple[DType, ...] = ALL_DTYPES, special: float = 0.1) -> Iterator[Any]:
     """`count` pairs (generator, array) with random types, shapes and layouts."""
     for index in range(count):
         rng = np.random.default_rng((seed, index))

@@ -62,9 +62,7 @@ def test_short_and_foreign_names(name: object, dtype: DType) -> None:
     assert DType.parse(name) is dtype
 
 
-@pytest.mark.parametrize(
-    "name", ["float64", np.float64, "torch.complex64", "", "int4", None, 3, ">f4", object, "auto"]
-)
+@pytest.mark.parametrize("name", ["float64", np.float64, "torch.complex64", "", "int4", None, 3, ">f4", object, "auto"])
 def test_unknown_names_are_refused(name: object) -> None:
     with pytest.raises(InvalidArgumentError, match="bfloat16") as caught:
         DType.parse(name)

@@ -45,9 +45,7 @@ class Case:
         self.norm = rng.uniform(0.5, 1.5, rest).astype(np.float32)
         angles = np.outer(np.arange(max(lengths)), 0.9 ** np.arange(rotary // 2))
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-        spec = KVCacheSpec(
-            1, 1, rotary + rest, block_size, dtype, self.device, latent_values=rest
-        )
+        spec = KVCacheSpec(1, 1, rotary + rest, block_size, dtype, self.device, latent_values=rest)
         widths = [-(-length // block_size) for length in lengths]
         blocks = rng.permutation(sum(widths) + 2)
         self.tables = np.zeros((len(chunks), max(widths)), np.int32)

@@ -79,6 +79,7 @@ def test_lines_that_are_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_end_is_told_of_what_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_a_terminal(monkeypatch)
+
     def fail() -> None:
         with Reporter(refuse, first_s=0.01).shown("compiling") as show:
             show(1, 2)

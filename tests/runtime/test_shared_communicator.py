@@ -86,7 +86,8 @@ def test_what_stages_hand_over(num_ranks: int, num_stages: int) -> None:
     [
         ("other_size", "rank 1 called receive of 68 bytes of step 3 at runtime/rank_scenarios.py:"),
         pytest.param(
-            "other_step", "rank 1 called receive of 64 bytes of step 8 at runtime/rank_scenarios.py:",
+            "other_step",
+            "rank 1 called receive of 64 bytes of step 8 at runtime/rank_scenarios.py:",
             marks=pytest.mark.exhaustive,
         ),
     ],

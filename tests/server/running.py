@@ -68,5 +68,3 @@ def running(app: Application) -> Iterator[str]:
             server.should_exit = True
             thread.join(TIMEOUT_S)
             assert not thread.is_alive(), "the server did not stop"
-
-

@@ -330,7 +330,7 @@ def test_a_structure_holds_behind_the_reasoning(served: Served) -> None:
     grammar = served.engine.requests[-1].params.grammar
     assert grammar is not None
     assert grammar.text.startswith("start: thinking? answer\n")
-    own = 'start: /(?s:.*)/'
+    own = "start: /(?s:.*)/"
     message = whole(served, tools=None, structured_outputs={"grammar": own})["choices"][0]["message"]
     assert message["content"] == THOUGHT + "{}"
     grammar = served.engine.requests[-1].params.grammar

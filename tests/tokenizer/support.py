@@ -155,9 +155,7 @@ def random_text(source: random.Random, extra_words: tuple[str, ...] = ()) -> str
             parts.append("".join(chr(source.choice(codes)) for _ in range(length)))
         elif kind < 0.45:
             base = source.choice(blocks)
-            parts += [
-                chr(source.choice(base)) + chr(source.choice(marks)) + chr(source.choice(marks)) for _ in "ab"
-            ]
+            parts += [chr(source.choice(base)) + chr(source.choice(marks)) + chr(source.choice(marks)) for _ in "ab"]
         elif kind < 0.75:
             parts.append("".join(source.choice(_COMMON) for _ in range(length)))
         elif kind < 0.9:

@@ -179,9 +179,7 @@ def naive(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
     repeats=st.sampled_from((1, 1, 3, 12)),
 )
 @settings(max_examples=100, deadline=None)
-def test_merging_is_as_defined(
-    chosen: list[tuple[int, int]], order: random.Random, word: str, repeats: int
-) -> None:
+def test_merging_is_as_defined(chosen: list[tuple[int, int]], order: random.Random, word: str, repeats: int) -> None:
     """Any merges in any order, such as no training would find, and words beyond the length where a heap takes over."""
     tokens = ["a", "b", "c"]
     merges = []

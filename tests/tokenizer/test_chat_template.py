@@ -22,9 +22,7 @@ def test_recorded_renderings() -> None:
     for name, recorded in renderings.items():
         variables = dict(recorded["data"])
         arguments = {
-            key: variables.pop(key)
-            for key in ("tools", "documents", "add_generation_prompt")
-            if key in variables
+            key: variables.pop(key) for key in ("tools", "documents", "add_generation_prompt") if key in variables
         }
         messages = variables.pop("messages")
         # One of the templates writes the day on which its rendering was recorded.
@@ -36,9 +34,7 @@ def test_recorded_renderings() -> None:
 _GOLDENS: dict[str, Any] = json.loads((FIXTURES / "chat_goldens.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    "golden", _GOLDENS["goldens"], ids=lambda golden: f"{golden['template']}-{golden['case']}"
-)
+@pytest.mark.parametrize("golden", _GOLDENS["goldens"], ids=lambda golden: f"{golden['template']}-{golden['case']}")
 def test_goldens_from_transformers(golden: dict[str, str]) -> None:
     """What transformers 5.23 made of it on 2 January 2026, as a hash: the texts are not ours."""
     template = shared(f"chat_templates/{golden['template']}.jinja").read_text(encoding="utf-8")
@@ -105,9 +101,7 @@ def test_continue_final_message() -> None:
     trimmed = template.replace("m.content", "m.content | trim")
     assert _render(trimmed, chat, continue_final_message=True) == "<user>Hello</end>\n<assistant>Once upon"
     blocks = [*_USER, {"role": "assistant", "content": [{"type": "text", "text": "Once"}]}]
-    by_block = (
-        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }};"
-    )
+    by_block = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }};"
     assert _render(by_block + "{% endif %}{% endfor %}", blocks, continue_final_message=True) == "HelloOnce"
     assert chat[-1]["content"] == "Once upon "  # the caller's messages stay as they were
     for arguments, problem in (
@@ -167,19 +161,13 @@ def _tokenizer(**templates: str) -> Tokenizer:
 
 
 def test_apply_chat_template() -> None:
-    tokenizer = _tokenizer(
-        default="{{ messages[0].content }}{{ mood }}", tool_use="tools:{{ tools | length }}"
-    )
+    tokenizer = _tokenizer(default="{{ messages[0].content }}{{ mood }}", tool_use="tools:{{ tools | length }}")
     assert tokenizer.has_chat_template
     text = tokenizer.apply_chat_template(_USER, tokenize=False, mood="!")
     assert text == "Hello!"
-    assert tokenizer.apply_chat_template(_USER, mood="!") == tokenizer.encode(
-        "Hello!", add_special_tokens=False
-    )
+    assert tokenizer.apply_chat_template(_USER, mood="!") == tokenizer.encode("Hello!", add_special_tokens=False)
     assert tokenizer.apply_chat_template(_USER, tools=[{"a": 1}], tokenize=False) == "tools:1"
-    assert (
-        tokenizer.apply_chat_template(_USER, chat_template="tool_use", tools=[], tokenize=False) == "tools:0"
-    )
+    assert tokenizer.apply_chat_template(_USER, chat_template="tool_use", tools=[], tokenize=False) == "tools:0"
     assert tokenizer.apply_chat_template(_USER, chat_template="own", tokenize=False) == "own"
 
 

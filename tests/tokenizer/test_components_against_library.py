@@ -80,11 +80,7 @@ _NORMALIZERS: list[dict[str, Any]] = [
     {"type": "Replace", "pattern": {"String": "ab"}, "content": "$1"},
     {"type": "Replace", "pattern": {"Regex": " {2,}|^a"}, "content": ""},
     {"type": "Replace", "pattern": {"Regex": r"\s"}, "content": "  "},
-    *(
-        {"type": "Strip", "strip_left": left, "strip_right": right}
-        for left in (False, True)
-        for right in (False, True)
-    ),
+    *({"type": "Strip", "strip_left": left, "strip_right": right} for left in (False, True) for right in (False, True)),
 ]
 
 
@@ -175,9 +171,7 @@ def test_added_token_flags(index: int) -> None:
 @pytest.mark.parametrize("index", range(32))
 def test_model_options(index: int) -> None:
     fuse_unk, byte_fallback, ignore_merges, has_unk, is_affixed = (bool(index >> bit & 1) for bit in range(5))
-    byte_tokens = (
-        [f"<0x{byte:02X}>" for byte in range(0 if index % 3 else 0xB0, 256)] if byte_fallback else []
-    )
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(0 if index % 3 else 0xB0, 256)] if byte_fallback else []
     options: dict[str, Any] = {}
     alphabet = [*_LETTERS, *byte_tokens]
     merges = _MERGES

@@ -108,9 +108,7 @@ def test_qwen2_vocab_and_merges_and_an_unknown_class(tmp_path: Path) -> None:
     model = byte_level_model([])
     folder = _folder(tmp_path, vocab__json=model["vocab"], merges__txt="", tokenizer_config__json={})
     _folder(folder, tokenizer_config__json={"tokenizer_class": "Qwen2Tokenizer"})
-    assert Tokenizer.from_pretrained(folder).encode("e\u0301") == Tokenizer.from_pretrained(folder).encode(
-        "é"
-    )
+    assert Tokenizer.from_pretrained(folder).encode("e\u0301") == Tokenizer.from_pretrained(folder).encode("é")
     _folder(folder, tokenizer_config__json={"tokenizer_class": "LlamaTokenizer"})
     with pytest.raises(TokenizerFileError, match=r"tokenizer_config.json: tokenizer_class: 'LlamaTokenizer'"):
         Tokenizer.from_pretrained(folder)
@@ -298,9 +296,7 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
         "backreferences are not supported",
     ),
     (
-        _content(
-            pre_tokenizer={"type": "Split", "pattern": {"String": "a"}, "behavior": "Odd", "invert": False}
-        ),
+        _content(pre_tokenizer={"type": "Split", "pattern": {"String": "a"}, "behavior": "Odd", "invert": False}),
         "pre_tokenizer.behavior: expected one of Removed",
     ),
     (
@@ -391,8 +387,6 @@ def test_missing_folders_and_files(tmp_path: Path) -> None:
 
 
 def test_importing_is_light() -> None:
-    command = (
-        "import sys, tokenizer; print([name for name in ('regex', 'jinja2', 'numpy') if name in sys.modules])"
-    )
+    command = "import sys, tokenizer; print([name for name in ('regex', 'jinja2', 'numpy') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

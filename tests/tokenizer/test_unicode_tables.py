@@ -37,14 +37,8 @@ _PROPERTIES = [
         r"\p{^L}",
         r"\P{L}",
     ),
-    *(
-        f"\\p{{{name}}}"
-        for name in ("L", "N", "Lu", "Ll", "Lt", "Lm", "Lo", "M", "Mn", "P", "S", "Nd", "Z", "C")
-    ),
-    *(
-        f"\\p{{{name}}}"
-        for name in ("Han", "Hiragana", "Katakana", "Hangul", "Latin", "Alpha", "Alnum", "Punct")
-    ),
+    *(f"\\p{{{name}}}" for name in ("L", "N", "Lu", "Ll", "Lt", "Lm", "Lo", "M", "Mn", "P", "S", "Nd", "Z", "C")),
+    *(f"\\p{{{name}}}" for name in ("Han", "Hiragana", "Katakana", "Hangul", "Latin", "Alpha", "Alnum", "Punct")),
     *(
         "[[:punct:]]",
         "[[:alpha:]_]",

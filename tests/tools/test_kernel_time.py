@@ -96,9 +96,7 @@ def test_a_last_wave_costs_what_its_blocks_have_on_their_way() -> None:
     assert alone[0] < alone[1] < alone[2]
     each = 1e9 / (at_once + 1)
     last = each * slow.of("memory") / (1 << 15)
-    assert slow.stream_s(1e9, at_once + 1, at_once, 1 << 15) == pytest.approx(
-        at_once * each / slow.bytes_per_s + last
-    )
+    assert slow.stream_s(1e9, at_once + 1, at_once, 1 << 15) == pytest.approx(at_once * each / slow.bytes_per_s + last)
     few = expected.stream_s(1e9, 4, at_once, 1 << 15)
     assert few == pytest.approx(1e9 * expected.of("memory") / (4 << 15), rel=0.5)
 

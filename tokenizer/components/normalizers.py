@@ -95,9 +95,7 @@ def replace_spans(pattern: Pattern, content: str, text: str) -> str:
     """`text` with each match of `pattern` replaced by `content`, which is literal."""
     if pattern.literal:
         return text.replace(pattern.literal, content)
-    return "".join(
-        content if is_match else text[start:end] for start, end, is_match in find_spans(pattern, text)
-    )
+    return "".join(content if is_match else text[start:end] for start, end, is_match in find_spans(pattern, text))
 
 
 def _sequence(parts: list[Normalizer], text: str, is_at_start: bool) -> tuple[str, bool]:
@@ -114,17 +112,13 @@ def _barriers(is_compatibility: bool) -> Any:
     return compile_raw(f"([{barriers}])")
 
 
-def _unicode_form(
-    form: Literal["NFC", "NFD", "NFKC", "NFKD"], text: str, is_at_start: bool
-) -> tuple[str, bool]:
+def _unicode_form(form: Literal["NFC", "NFD", "NFKC", "NFKD"], text: str, is_at_start: bool) -> tuple[str, bool]:
     if text.isascii():
         return text, is_at_start
     barriers = _barriers("K" in form)
     if barriers.search(text) is None:
         return unicodedata.normalize(form, text), is_at_start
-    return "".join(
-        _normalize_piece(form, piece, i) for i, piece in enumerate(barriers.split(text))
-    ), is_at_start
+    return "".join(_normalize_piece(form, piece, i) for i, piece in enumerate(barriers.split(text))), is_at_start
 
 
 def _normalize_piece(form: Literal["NFC", "NFD", "NFKC", "NFKD"], piece: str, index: int) -> str:

@@ -80,9 +80,7 @@ def build_pre_tokenizer(fields: Fields | None) -> list[Step]:
         words = _class_pattern(f"[{RUST_WORD}]+|[^{RUST_WORD}\\s]+")
         return [_split_step(words, "Removed", is_inverted=True)]
     white_space = _split_step(_class_pattern(r"\s"), "Removed")
-    return (
-        [white_space] if kind == "WhitespaceSplit" else [white_space, _split_step(_punctuation(), "Isolated")]
-    )
+    return [white_space] if kind == "WhitespaceSplit" else [white_space, _split_step(_punctuation(), "Isolated")]
 
 
 def byte_level_step(pieces: list[str], is_at_start: bool) -> tuple[list[str], bool]:
@@ -136,9 +134,7 @@ def _prefix_space(pieces: list[str], is_at_start: bool) -> tuple[list[str], bool
 def _build_metaspace(fields: Fields) -> Step:
     fields.known(["type", "replacement", "add_prefix_space", "prepend_scheme", "split", "str_rep"])
     replacement = fields.character("replacement")
-    return functools.partial(
-        _metaspace, replacement, read_prepend_scheme(fields), fields.boolean("split", True)
-    )
+    return functools.partial(_metaspace, replacement, read_prepend_scheme(fields), fields.boolean("split", True))
 
 
 def read_prepend_scheme(fields: Fields) -> str:

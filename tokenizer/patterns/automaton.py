@@ -161,9 +161,7 @@ def _rows(program: _Program, classified: ClassTable) -> list[list[tuple[int, int
     return rows
 
 
-def _step(
-    program: _Program, places: Sequence[int], member: frozenset[int] | None
-) -> tuple[tuple[int, ...], bool]:
+def _step(program: _Program, places: Sequence[int], member: frozenset[int] | None) -> tuple[tuple[int, ...], bool]:
     """The places after one character, and whether a match ends before it.
 
     `member`: the atoms that match the character; None at the end of the text.

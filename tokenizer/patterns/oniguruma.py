@@ -124,9 +124,7 @@ class _Translator:
 
     def check_folding(self, literal: str) -> None:
         if self.ignore_case and literal.casefold().endswith(_FOLDED_CHARACTERS):
-            self.fail(
-                f"case-insensitive {literal!r}, which also matches a single character, is not supported"
-            )
+            self.fail(f"case-insensitive {literal!r}, which also matches a single character, is not supported")
 
     def literal(self, character: str) -> str:
         written = re.escape(character)
@@ -300,9 +298,7 @@ class _Translator:
                 atom = f"(?:{atom}){suffix}"
             elif character == "{" and (interval := self.interval()):
                 suffix = interval
-                if (
-                    "," in interval and self.peek() == "?"
-                ):  # "{n}?" is an optional "{n}", which the loop handles
+                if "," in interval and self.peek() == "?":  # "{n}?" is an optional "{n}", which the loop handles
                     suffix += self.take()
                 atom = f"(?:{atom}){suffix}"
             else:
@@ -402,7 +398,4 @@ def _code(character: str) -> str:
 def _properties(body: str) -> list[str]:
     """The properties in a class body, with aliases resolved."""
     found = re.findall(r"\\([pP])\{([^}]*)\}", body)
-    return [
-        f"\\{letter}{{{_CATEGORY_ALIASES.get(name.lower().replace('_', ''), name)}}}"
-        for letter, name in found
-    ]
+    return [f"\\{letter}{{{_CATEGORY_ALIASES.get(name.lower().replace('_', ''), name)}}}" for letter, name in found]

@@ -85,8 +85,6 @@ COMPATIBILITY_BARRIERS = NORMALIZATION_BARRIERS + character_class(_COMPATIBILITY
 """Class body: the same for the compatibility forms."""
 
 WHITE_SPACE = (
-    "\t\n\x0b\x0c\r \x85\xa0\u1680"
-    + "".join(map(chr, range(0x2000, 0x200B)))
-    + "\u2028\u2029\u202f\u205f\u3000"
+    "\t\n\x0b\x0c\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 )
 """The 25 characters of Unicode's White_Space (str.isspace also counts U+001C to U+001F)."""

@@ -50,9 +50,7 @@ def render_chat(
     if continue_final_message and add_generation_prompt:
         raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other")
     chat = [_prepare_message(message, i) for i, message in enumerate(messages)]
-    final_text = (
-        _mark_final_message(chat, continue_final_message, template) if continue_final_message else None
-    )
+    final_text = _mark_final_message(chat, continue_final_message, template) if continue_final_message else None
     compiled = compile_template(template)
     names = dict(_plain(variables or {}))
     names |= {
@@ -111,9 +109,7 @@ def compile_template(template: str) -> Any:
     try:
         return _environment().from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise ChatTemplateError(
-            f"the chat template does not compile: line {error.lineno}: {error.message}"
-        ) from error
+        raise ChatTemplateError(f"the chat template does not compile: line {error.lineno}: {error.message}") from error
     except RecursionError as error:
         raise ChatTemplateError("the chat template does not compile: it is nested too deeply") from error
 
@@ -193,9 +189,7 @@ def _mark_final_message(chat: list[dict[str, Any]], continued: bool | str, templ
 def _cut_at_mark(rendered: str, final_text: str) -> str:
     mark = _CONTINUE_TAG.strip()
     if final_text.strip() not in rendered or mark not in rendered:
-        raise ChatTemplateError(
-            "continue_final_message: the chat template leaves out or changes the final message"
-        )
+        raise ChatTemplateError("continue_final_message: the chat template leaves out or changes the final message")
     position = rendered.rindex(mark)
     if rendered[position : position + len(_CONTINUE_TAG)] == _CONTINUE_TAG:
         return rendered[:position]

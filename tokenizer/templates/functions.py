@@ -15,9 +15,7 @@ def to_json(
     sort_keys: bool = False,
 ) -> str:
     """The `tojson` filter: Jinja's own escapes HTML characters."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def strftime_now(format: str) -> str:

@@ -47,9 +47,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(
-            f"a namespace cannot hold {name!r}: it begins with an underscore"
-        )
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
 
 
 class _Dict:

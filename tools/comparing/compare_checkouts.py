@@ -71,9 +71,7 @@ CASES = (
 )
 
 
-def compare(
-    pythons: dict[str, Path], cases: tuple[Case, ...], num_rounds: int, seed: int = 0
-) -> list[dict[str, Any]]:
+def compare(pythons: dict[str, Path], cases: tuple[Case, ...], num_rounds: int, seed: int = 0) -> list[dict[str, Any]]:
     """Two rows for each workload of the cases, its rate and the CPU time of a run, measured in turns by the
     sides' Pythons. Raises `BenchmarkError`."""
     rows = []

@@ -53,9 +53,7 @@ WORDS = (
 
 def write_vocabulary(tokenizer: Tokenizer, folder: Path) -> Path:
     """The package's vocabulary file. Raises `ValueError` if the tokenizer is not gpt-oss's."""
-    lines = (
-        b"%s %d\n" % (base64.b64encode(tokenizer.token_bytes(rank)), rank) for rank in range(NUM_RANKS)
-    )
+    lines = (b"%s %d\n" % (base64.b64encode(tokenizer.token_bytes(rank)), rank) for rank in range(NUM_RANKS))
     content = b"".join(lines)
     if (found := hashlib.sha256(content).hexdigest()) != SHA256:
         raise ValueError(f"the tokenizer's first {NUM_RANKS} tokens are not o200k_base's: sha256 {found}")
@@ -117,11 +115,16 @@ class Comparison:
         # The package drops analysis before the first final answer, and only if no message of the assistant follows the
         # last one. Such cases are not compared.
         drops = len(finals) == 1 and assistants[-1] == finals[0]
-        their_chat = chat if drops else [
-            {name: value for name, value in each.items() if name != "reasoning_content"}
-            if finals and i <= finals[-1] else each
-            for i, each in enumerate(chat)
-        ]
+        their_chat = (
+            chat
+            if drops
+            else [
+                {name: value for name, value in each.items() if name != "reasoning_content"}
+                if finals and i <= finals[-1]
+                else each
+                for i, each in enumerate(chat)
+            ]
+        )
         conversation = Conversation.from_messages(package_messages(their_chat, tools, effort))
         config = RenderConversationConfig(auto_drop_analysis=drops)
         expected = self.package.render_conversation_for_completion(conversation, Role.ASSISTANT, config)
@@ -469,7 +472,8 @@ def main() -> int:
     options = parser.parse_args()
     comparison = Comparison(options.model)
     reports = [
-        comparison.conversations(options.conversations, options.seed), comparison.answers(options.answers, options.seed)
+        comparison.conversations(options.conversations, options.seed),
+        comparison.answers(options.answers, options.seed),
     ]
     for report in reports:
         for name, count in report.counts.items():

@@ -193,9 +193,7 @@ def _declined(rng: random.Random, split: Split) -> Exercise:
 
 
 def _talk(rng: random.Random, split: Split) -> Exercise:
-    answers, endings = rng.choice(
-        ((data.GREETINGS, data.GREETING_ENDINGS), (_IDENTITIES, data.IDENTITY_ENDINGS))
-    )
+    answers, endings = rng.choice(((data.GREETINGS, data.GREETING_ENDINGS), (_IDENTITIES, data.IDENTITY_ENDINGS)))
     while True:
         answer = rng.choice(list(answers))
         question = rng.choice(answers[answer]) + rng.choice(endings)

@@ -34,9 +34,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build_tokenizer(
-    texts: list[str], vocab_size: int, special: Sequence[str] = (PAD, *SPECIAL_TOKENS)
-) -> Tokenizer:
+def build_tokenizer(texts: list[str], vocab_size: int, special: Sequence[str] = (PAD, *SPECIAL_TOKENS)) -> Tokenizer:
     """256 bytes, merges, then the special tokens: exactly `vocab_size` ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -32,6 +32,7 @@ LEAST_TENSOR_SHARE = 0.95
 
 NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """A case's minimum work.

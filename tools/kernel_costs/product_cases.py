@@ -99,9 +99,7 @@ def _exact_gemm(m: int, n: int, k: int) -> Case:
     return Case(f"gemm exact bf16 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
-def _packed_gemm(
-    name: str, m: int, n: int, k: int, tier: str = "few_rows", hopper_tile: Tile | None = None
-) -> Case:
+def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows", hopper_tile: Tile | None = None) -> Case:
     """A product with a packed weight of random bits, which all are valid. `hopper_tile`: whole K, by that tile."""
     packing = packing_of(name)
     assert packing is not None

@@ -214,9 +214,7 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
         spellings = [transformers.AutoConfig.from_pretrained(folder, _configuration_file=file)
                      for file in ("config.json", "config_older.json")]  # fmt: skip
         results = [run(load(spelling, seed, weights == "bfloat16"), prompt) for spelling in spellings]
-        assert np.array_equal(results[0][0], results[1][0]), (
-            f"{name}: the two spellings differ in transformers"
-        )
+        assert np.array_equal(results[0][0], results[1][0]), f"{name}: the two spellings differ in transformers"
         logits[weights], greedy[weights] = results[0]
     model = load(spellings[0], seed, is_rounded=False)
     golden = {
@@ -233,9 +231,7 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
     (folder / "golden.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
     np.savez(folder / "logits.npz", allow_pickle=False, **logits)
     top = np.sort(logits["float32"], axis=1)
-    print(
-        f"{name}: std {logits['float32'].std():.2f}, least top-1 margin {(top[:, -1] - top[:, -2]).min():.1e}"
-    )
+    print(f"{name}: std {logits['float32'].std():.2f}, least top-1 margin {(top[:, -1] - top[:, -2]).min():.1e}")
 
 
 def make_internlm2() -> None:

@@ -331,9 +331,7 @@ def fp8_cases() -> None:
         ("fp8_tensor_static", None, "float", "static"),
     ):
         case = Case(name)
-        owner = SimpleNamespace(
-            quantization_config=SimpleNamespace(weight_block_size=block, scale_fmt=scale_format)
-        )
+        owner = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=block, scale_fmt=scale_format))
         for module, weight in case.matrices.items():
             if module.endswith("v_proj"):
                 case.keep(module)

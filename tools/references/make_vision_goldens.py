@@ -1,6 +1,8 @@
 """Writes transformers' results for the tiny models of `tests/models/vision/cases.py`.
 
     python -m tools.references.make_vision_goldens [CASE ... | configs]          # needs transformers and torch
+
+Without cases, all of them are written.
 """
 
 from __future__ import annotations

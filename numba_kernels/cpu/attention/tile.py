@@ -112,6 +112,7 @@ def score_tile(typingctx, stored, span, q, keys, key_stride, head_dim, scores, t
                 for row in sums:
                     for register in row:
                         builder.store(simd.splat_constant(F32, 0.0), register)
+
                 def add_up(fetches):
                     with cgutils.for_range(builder, head_dim, intp=I64) as inner:
                         at = builder.mul(inner.index, key_stride)

@@ -100,9 +100,7 @@ class BlockSums:
         memory = cgutils.alloca_once(builder, ir.ArrayType(simd.vector(F32), self.height * self.vectors))
         memory.align = 64
         self.memory = builder.ptrtoint(memory, I64)
-        self.registers = {
-            (r, v): builder.gep(memory, [_i64(0), _i64(v * self.height + r)]) for r, v in self.places
-        }
+        self.registers = {(r, v): builder.gep(memory, [_i64(0), _i64(v * self.height + r)]) for r, v in self.places}
         tables = 2 if self.block.minimum else 1
         self.tables = [
             [cgutils.alloca_once(builder, ir.ArrayType(_FLOATS, self.block.num_groups)) for _ in range(tables)]

@@ -72,9 +72,7 @@ def gemm_tile_of(stored):
             operands = dict(zip(f"{names} ahead step".split(), args))
             done = builder.append_basic_block("tile.done")
             shapes = {
-                (height, count)
-                for height in range(1, GEMM_ROWS + 1)
-                for count in {1, panels_at_once(stored, height)}
+                (height, count) for height in range(1, GEMM_ROWS + 1) for count in {1, panels_at_once(stored, height)}
             }
             which = builder.add(builder.mul(args[-1], ir.Constant(I64, _MAX_PANELS + 1)), args[-2])
             switch = builder.switch(which, done)

@@ -202,9 +202,7 @@ def pack_kernel(stored: Any, packed: Any) -> Kernel:
             for column in range(columns):
                 scales[column] = scale_of(int32_at(bits, columns)[column])
                 inverses[column] = inverse_of(int32_at(bits, columns)[column])
-        join_rows(
-            stored, packed, source, stride, depth, columns, np.int64(inverses.ctypes.data), target, _ROW_BYTES
-        )
+        join_rows(stored, packed, source, stride, depth, columns, np.int64(inverses.ctypes.data), target, _ROW_BYTES)
 
     def pack_panel(arguments, ticket):
         a = carray(arguments, 1)[0]

@@ -9,7 +9,11 @@ import numpy as np
 
 
 def kernels_of(
-    stored: str, is_int8: bool, block_size: int, formats: Sequence[str] = (), pages: str = "",
+    stored: str,
+    is_int8: bool,
+    block_size: int,
+    formats: Sequence[str] = (),
+    pages: str = "",
     has_experts: bool = False,
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Factories and arguments of all that a model's forward passes and draws use, those first that take longest.

@@ -297,9 +297,7 @@ def scale_copier(
 
 
 @functools.cache
-def widening_copier(
-    pages: str, head_dim: int, block_size: int, num_keys: int, threads: int, has_window: bool
-) -> Any:
+def widening_copier(pages: str, head_dim: int, block_size: int, num_keys: int, threads: int, has_window: bool) -> Any:
     """A device function ``copy(tile, column, scales, offset, first_key, seen, end_key, thread)``: as
     `key_tile_copier`'s of pages of bytes, but they come as float32, times their scales. Not asynchronous."""
     shape, wide = tile_shape(pages, head_dim), tile_shape("f32", head_dim)

@@ -216,9 +216,7 @@ def _rows_storer(dtype: str, num_columns: int, activation: str) -> Any:
 
 
 @functools.cache
-def _kernel(
-    dtype: str, tile: Tile, activation: str, is_joined: bool = False, weight_name: str = ""
-) -> Specialisation:
+def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False, weight_name: str = "") -> Specialisation:
     """With `is_joined` one map covers all experts' rows. `weight_name` is a packing's that some warps unpack."""
     block_m, block_n, num_stages, blocks = tile.block_m, tile.block_n, tile.num_stages, tile.cluster
     pieces_at, barriers_at, x_bytes, stage_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes, tile.stage_bytes

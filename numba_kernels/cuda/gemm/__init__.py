@@ -118,7 +118,7 @@ def plan(product: Product, machine: Machine, tier: str = "auto", tile: str = "")
         return None
     if product.epilogue.activation:
         return _plan_gated(product, machine, tier)
-    name, tile = (_choose(product, machine) if tier == "auto" else (_able(tier, product, machine), tile))
+    name, tile = _choose(product, machine) if tier == "auto" else (_able(tier, product, machine), tile)
     chosen = TIERS[name]
     if not tile:
         return chosen.plan(product, machine)
@@ -147,7 +147,7 @@ def modelled_s(product: Product, machine: Machine) -> float:
 
 def _plan_gated(product: Product, machine: Machine, tier: str) -> Launch | None:
     both = replace(product, n=2 * product.n, epilogue=Epilogue())
-    name, tile = (_choose(both, machine) if tier == "auto" else (_able(tier, both, machine), ""))
+    name, tile = _choose(both, machine) if tier == "auto" else (_able(tier, both, machine), "")
     chosen = TIERS[name]
     if chosen.why_not(product, machine):
         return None

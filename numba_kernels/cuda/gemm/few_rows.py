@@ -95,6 +95,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
+
 @device_function
 def _own_quad(at, block):
     return memory.shared_load_4xf32(at)
@@ -516,9 +517,7 @@ def plan_shape(product: Product, machine: Machine, shape: Shape) -> Launch:
     kernel starts before the previous one has ended (docs/measurements, 2026-11-26, the evening).
     """
     is_clustered, num_streams = has_clusters(product, machine), shape.num_streams // shape.num_blocks
-    kernel = _kernel(
-        product.x, product.weight, product.out, shape.row_tiles, product.epilogue.activation, is_clustered
-    )
+    kernel = _kernel(product.x, product.weight, product.out, shape.row_tiles, product.epilogue.activation, is_clustered)
     return Launch(
         kernel, (shape.columns(product) * shape.num_blocks, shape.row_blocks(product), 1),
         (32, num_streams, BLOCK_WARPS // num_streams),

@@ -53,9 +53,7 @@ LEAST_STEPS = 4  # stages least of a block: below, filling the ring takes longer
 
 
 @functools.cache
-def kernel(
-    dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_name: str = ""
-) -> Specialisation:
+def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_name: str = "") -> Specialisation:
     """The shape of a tile without clusters; the launch's cluster is the number of parts, each of at least one stage,
     or, for a packed weight, `weight_name`, one slot."""
     block_m, block_n, num_stages, x_bytes = tile.block_m, tile.block_n, tile.num_stages, tile.x_bytes

@@ -28,7 +28,6 @@ __all__ = ["plan", "seconds", "specialisations", "why_not"]
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 
-
 @functools.cache
 def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool) -> Specialisation:
     load, finish = element_loader(dtype), finisher(dtype, out_dtype)

@@ -109,9 +109,7 @@ def _kernel(weight_name: str, out_dtype: str, activation: str = "", *, has_turns
                     lane,
                 )  # fmt: skip
             else:
-                multiply(
-                    sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), x_place, first, last, lane
-                )
+                multiply(sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), x_place, first, last, lane)
             if (lane & uint32(3)) == uint32(0):
                 partial[turn, warp, lane >> uint32(2)] = sums[0]
                 partial[turn, warp, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]

@@ -275,8 +275,7 @@ def seconds(product: Product, machine: Machine) -> float:
 def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty: the larger tile where it fills the GPU."""
     tiles = {
-        per_thread: -(-product.m // (16 * per_thread)) * -(-product.n // (16 * per_thread))
-        for per_thread in PER_THREAD
+        per_thread: -(-product.m // (16 * per_thread)) * -(-product.n // (16 * per_thread)) for per_thread in PER_THREAD
     }
     parts = max(1, product.num_segments)
     can_be_large = product.is_weight_layout and product.is_aligned

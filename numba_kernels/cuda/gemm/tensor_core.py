@@ -477,9 +477,7 @@ def plan(product: Product, machine: Machine, tile: str = "") -> Launch:
     if product.epilogue.activation and chosen is LARGE:
         chosen = MEDIUM  # a thread of a large one has no registers left for the gate
     return Launch(
-        _kernel(
-            product.x, product.out, chosen, is_weight_layout, is_aligned, parts > 1, product.epilogue.activation
-        ),
+        _kernel(product.x, product.out, chosen, is_weight_layout, is_aligned, parts > 1, product.epilogue.activation),
         (-(-product.m // chosen.block_m) * -(-product.weight_rows // chosen.block_n), parts, 1),
         (chosen.num_warps * 32, 1, 1),
         shared_bytes=chosen.shared_bytes,

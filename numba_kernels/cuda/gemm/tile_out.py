@@ -28,6 +28,7 @@ from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
+
 @functools.cache
 def sums_leaver(
     dtype: str, out_dtype: str, warp_m: int, warp_n: int, activation: str = "", *, is_cut: bool = False,

@@ -7,4 +7,3 @@ from numba_kernels.cuda.intrinsics.asm import instruction
 divide_u32 = instruction("div.u32 $0, $1, $2;", "r", "r r", is_pure=True)
 maximum_u32 = instruction("max.u32 $0, $1, $2;", "r", "r r", is_pure=True)
 minimum_u32 = instruction("min.u32 $0, $1, $2;", "r", "r r", is_pure=True)
-

@@ -68,6 +68,7 @@ def copy_async_wait(num_pending: int) -> Any:
     """A function that waits until at most `num_pending` committed groups are still under way."""
     return instruction(f"cp.async.wait_group {num_pending};")
 
+
 generic_address = instruction(
     "{ .reg .b64 wide; cvt.u64.u32 wide, $1; cvta.shared.u64 $0, wide; }", "l", "r", is_pure=True
 )

@@ -349,6 +349,7 @@ def _norm(name: str, rows: int, size: int, *, has_residual: bool = False) -> Cas
 
 def swiglu_case(rows: int, size: int) -> Case:
     """``silu(gate) * up`` of ``[rows, 2 size]``."""
+
     def prepare(inputs: Inputs) -> Prepared:
         x = inputs.normal((rows, 2 * size), "bf16")
         launch, accesses = activation.plan_glu("silu", rows, size, "bf16")
@@ -370,6 +371,7 @@ def swiglu_case(rows: int, size: int) -> Case:
 
 def softmax_case(rows: int, size: int, *, is_log: bool = False) -> Case:
     """Softmax of ``[rows, size]``, or its logarithm."""
+
     def prepare(inputs: Inputs) -> Prepared:
         x = inputs.normal((rows, size), "f32", math.sqrt(2))
         out = inputs.result(x.nbytes)

@@ -62,9 +62,7 @@ class Load:
         if math.isinf(self.request_rate):
             return [sample.arrival_s or 0.0 for sample in samples]
         generator = random.Random(self.seed)
-        gaps = [
-            generator.gammavariate(self.burstiness, 1.0 / (self.request_rate * self.burstiness)) for _ in samples
-        ]
+        gaps = [generator.gammavariate(self.burstiness, 1.0 / (self.request_rate * self.burstiness)) for _ in samples]
         scale = len(gaps) / self.request_rate / sum(gaps)
         times, now = [], 0.0
         for gap in gaps:
@@ -180,9 +178,7 @@ async def bench_serve(
     return finished(report)
 
 
-async def _ask(
-    origin: Origin, model: str, sample: Sample, load: Load, api_key: str | None, begun: float
-) -> Answer:
+async def _ask(origin: Origin, model: str, sample: Sample, load: Load, api_key: str | None, begun: float) -> Answer:
     """Sends and measures one request. Its failure is in the answer's `error`."""
     start = last = time.perf_counter()
     answer = Answer(start - begun)

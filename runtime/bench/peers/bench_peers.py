@@ -215,8 +215,6 @@ def _measure_group(
         report["environment"] = describe_engine(llm.client.info)
 
 
-def _start(
-    engine: PeerEngine, python: Path, folder: Path, group: Group, stack: contextlib.ExitStack
-) -> PeerSide:
+def _start(engine: PeerEngine, python: Path, folder: Path, group: Group, stack: contextlib.ExitStack) -> PeerSide:
     child = stack.enter_context(ChildProcess([str(python), str(engine.script)], engine.name))
     return PeerSide(engine, child, folder, group.gguf or folder, group.dtype)

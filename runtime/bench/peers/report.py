@@ -83,9 +83,7 @@ def _host_row(result: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _burst(result: Mapping[str, Any]) -> str:
-    words = [
-        f"{name} {side['ttft_ms']:.0f} and {side['latency_ms']:.0f} ms" for name, side in result["sides"].items()
-    ]
+    words = [f"{name} {side['ttft_ms']:.0f} and {side['latency_ms']:.0f} ms" for name, side in result["sides"].items()]
     return f"{result['name']}, {result['dtype']}: time to first token and latency, medians: {'; '.join(words)}."
 
 

@@ -128,9 +128,7 @@ def measure_workload(
         "sides": {side.name: _side_report(rates[side.name], best, side.name) for side in sides},
         "variants": {peer.name: peer.variant for peer in peers},
         "num_ties": num_ties,
-        "ratios": {
-            peer.name: statistics.median(rates[OURS]) / statistics.median(rates[peer.name]) for peer in peers
-        },
+        "ratios": {peer.name: statistics.median(rates[OURS]) / statistics.median(rates[peer.name]) for peer in peers},
         "round_ratios": {peer.name: [a / b for a, b in zip(rates[OURS], rates[peer.name])] for peer in peers},
         "largest_idle_share": idle_share,
         "largest_others_share": max(turn.others_share or 0.0 for turns in best for turn in turns.values()),
@@ -161,9 +159,7 @@ def _tie_tolerance(logits: np.ndarray[Any, Any], error: float) -> float:
     return max(TIE_TOLERANCE, 4.0 * error * float(np.abs(logits).max()))
 
 
-def _sequential_rate(
-    ours: OurSide, prompts: list[list[int]], workload: Workload, expected: list[list[int]]
-) -> float:
+def _sequential_rate(ours: OurSide, prompts: list[list[int]], workload: Workload, expected: list[list[int]]) -> float:
     """Ours, one request after another; tokens per second."""
     time.sleep(SETTLE_S)
     samples = [ours.run([prompt], workload) for prompt in prompts]

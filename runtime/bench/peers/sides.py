@@ -143,9 +143,7 @@ class PeerSide:
         self.logits_error = 0.0
 
     def run(self, prompts: list[list[int]], workload: Workload) -> Sample:
-        reply = self._child.ask(
-            "generate", prompts=prompts, new_tokens=workload.new_tokens, variant=self.variant
-        )
+        reply = self._child.ask("generate", prompts=prompts, new_tokens=workload.new_tokens, variant=self.variant)
         return Sample(
             token_ids=reply["token_ids"],
             wall_s=reply["total_s"],

@@ -111,9 +111,7 @@ def default_texts() -> dict[str, str]:
     return {"prose": "\n".join(topics.values()), "code": code}
 
 
-def tokenizer_rows(
-    file: Path, texts: Mapping[str, str] | None = None, num_rounds: int = 7
-) -> list[dict[str, Any]]:
+def tokenizer_rows(file: Path, texts: Mapping[str, str] | None = None, num_rounds: int = 7) -> list[dict[str, Any]]:
     """One row for each text that a tokenizer.json encodes, and one for a short prompt.
 
     A row: "tokenizer", "work", "unit" ("MB/s", or "us" for the prompt, where less is better), for each available side
@@ -175,18 +173,14 @@ def _in_turns(works: Mapping[str, Callable[[], object]], num_rounds: int, repeat
     return seconds
 
 
-def _encode_row(
-    sides: list[Side], work: str, text: str, num_rounds: int, left_out: dict[str, str]
-) -> dict[str, Any]:
+def _encode_row(sides: list[Side], work: str, text: str, num_rounds: int, left_out: dict[str, str]) -> dict[str, Any]:
     works = _verified(sides, work, lambda side: side.encode(text), left_out)
     num_bytes, seconds = len(text.encode()), _in_turns(works, num_rounds)
     rates = {name: [num_bytes / 1e6 / each for each in seconds[name]] for name in works}
     return {**_row(f"encode, {work}", "MB/s", rates), "bytes": num_bytes}
 
 
-def _prompt_row(
-    sides: list[Side], file: Path, prose: str, num_rounds: int, left_out: dict[str, str]
-) -> dict[str, Any]:
+def _prompt_row(sides: list[Side], file: Path, prose: str, num_rounds: int, left_out: dict[str, str]) -> dict[str, Any]:
     text = chat_like_prompt(file, prose)
     works = _verified(sides, "the prompt", lambda side: side.prompt(text), left_out)
     seconds = _in_turns(works, num_rounds, _PROMPT_REPEATS)
@@ -197,9 +191,7 @@ def _prompt_row(
 def _row(work: str, unit: str, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Each side's spread, and ours against the best of the others: more is better, except for microseconds."""
     medians = {name: statistics.median(each) for name, each in values.items()}
-    spreads = {
-        name: {"median": medians[name], "min": min(each), "max": max(each)} for name, each in values.items()
-    }
+    spreads = {name: {"median": medians[name], "min": min(each), "max": max(each)} for name, each in values.items()}
     ours, ratio = medians.pop("ours"), {}
     if medians:
         others = medians.values()

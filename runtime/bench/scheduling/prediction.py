@@ -48,9 +48,7 @@ def poisson_trace(num_requests: int, *, prompt_len: int, output_len: int, max_le
     return Trace("poisson", tuple(requests)).scaled(max_len=max_len)
 
 
-def step_times(
-    records: Sequence[StepRecord], windows: WindowShares = ()
-) -> tuple[list[StepFeatures], list[float]]:
+def step_times(records: Sequence[StepRecord], windows: WindowShares = ()) -> tuple[list[StepFeatures], list[float]]:
     """Features and seconds of each step. If the next step continues a sequence of this one, there was no pause, and the
     step lasts until the next one: delivering its tokens is part of it."""
     features, seconds = [], []

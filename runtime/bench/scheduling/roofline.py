@@ -188,9 +188,7 @@ def rooflines(
     logits = config.vocab_size * config.hidden_size
     groups = cut_layers(tuple(map(kind_of_window, config.layer_windows)))
     kv_bytes = bytes_per_value * 2 * own_kv  # of a token in a layer, on one rank
-    stages = balanced(
-        [per_layer] * config.num_layers, num_stages, last_bytes=logits, name=config.architecture
-    )
+    stages = balanced([per_layer] * config.num_layers, num_stages, last_bytes=logits, name=config.architecture)
     found = []
     for number, layers in enumerate(stages):
         own = of_layers(groups, layers)[0]

@@ -127,6 +127,7 @@ def serve(
             dataset = {"name": "random", **dataset}
         if endpoint == "chat" and prompts is None:
             samples = as_text(samples)
+
         async def between() -> None:
             if own is not None:
                 used_s[0] = server.ask("cpu")["cpu_s"]

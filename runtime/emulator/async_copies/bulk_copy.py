@@ -263,4 +263,3 @@ def lower_commit(low: Lowering, ins: Instruction) -> None:
 @lowers("cp.async.bulk.wait_group")
 def lower_wait(low: Lowering, ins: Instruction) -> None:
     low.call("bulk_wait", low.uniform(ins.operands[0]), 1 if "read" in ins.parts else 0)
-

@@ -147,4 +147,3 @@ def _result(error: Any) -> Any:
         return R(int(error))
     except ValueError:
         raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{error!r} is no CUresult") from None
-

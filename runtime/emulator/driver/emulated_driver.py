@@ -33,7 +33,13 @@ DEFAULT_NUM_DEVICES = 2
 
 
 class EmulatedDriver(
-    DeviceFunctions, MemoryFunctions, CopyFunctions, StreamFunctions, GraphFunctions, TensorMapFunctions, PoolFunctions,
+    DeviceFunctions,
+    MemoryFunctions,
+    CopyFunctions,
+    StreamFunctions,
+    GraphFunctions,
+    TensorMapFunctions,
+    PoolFunctions,
     ImmutableFunctions,
 ):
     """One driver with its devices, as a process would find it.

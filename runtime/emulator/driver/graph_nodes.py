@@ -118,9 +118,7 @@ def plan_replay(graph: Graph) -> tuple[list[Step], int]:
     place: dict[Node, tuple[int, int]] = {}  # node → (step, branch)
     steps = []
     for index, node in enumerate(graph.nodes):
-        branch = next(
-            (place[other][1] for other in node.dependencies if tails[place[other][1]] is other), len(tails)
-        )
+        branch = next((place[other][1] for other in node.dependencies if tails[place[other][1]] is other), len(tails))
         if branch == len(tails):
             tails.append(node)
         before = tails[branch]

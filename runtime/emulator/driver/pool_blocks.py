@@ -114,7 +114,6 @@ class PoolBlocks:
         return self._starts[index]
 
 
-
 @dataclass(frozen=True, slots=True)
 class Mark:
     """The begin of a block, or its end (`size_bytes` 0), at its place in a stream."""

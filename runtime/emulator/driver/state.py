@@ -166,9 +166,7 @@ class DriverState:
         captures: under way, in any context.
     """
 
-    def __init__(
-        self, models: Sequence[GpuModel], memory_bytes: int, *, seed: int, is_order_checked: bool
-    ) -> None:
+    def __init__(self, models: Sequence[GpuModel], memory_bytes: int, *, seed: int, is_order_checked: bool) -> None:
         self.lock = threading.RLock()
         self.thread = _Thread()
         self.depth = 0  # calls under way, one within the other, in the thread that has the lock

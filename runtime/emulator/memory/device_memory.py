@@ -147,9 +147,7 @@ class Machine:
         spare_bytes: address space beyond twice `size_bytes`, for redzones, freed and pinned memory. Costs nothing.
     """
 
-    def __init__(
-        self, size_bytes: int, arch: str = "sm_90a", index: int = 0, *, spare_bytes: int = 4 << 30
-    ) -> None:
+    def __init__(self, size_bytes: int, arch: str = "sm_90a", index: int = 0, *, spare_bytes: int = 4 << 30) -> None:
         if size_bytes <= 0:
             raise InvalidArgumentError(f"Machine: size_bytes must be positive, not {size_bytes}", param="size_bytes")
         self.size_bytes, self.arch, self.index = size_bytes, arch, index

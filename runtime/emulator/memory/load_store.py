@@ -194,5 +194,3 @@ def lower_cvta(low: Lowering, ins: Instruction) -> None:
         address = low.value(source, "u64")
     window_vector = splat(I64, window)
     low.write(to, low.builder.sub(address, window_vector) if is_back else low.builder.add(address, window_vector))
-
-

@@ -79,6 +79,7 @@ class _Group(threading.local):
 
 _of_drivers: WeakKeyDictionary[EmulatedDriver, EmulatedNccl] = WeakKeyDictionary()
 
+
 class EmulatedNccl:
     """The NCCL of one driver.
 
@@ -224,9 +225,7 @@ class EmulatedNccl:
     # -- collectives --------------------------------------------------------------------------------------------------
 
     @_function
-    def ncclAllReduce(
-        self, source: int, target: int, count: int, dtype: int, op: int, comm: int, stream: Any
-    ) -> None:
+    def ncclAllReduce(self, source: int, target: int, count: int, dtype: int, op: int, comm: int, stream: Any) -> None:
         self._collective(comm, stream, "AllReduce", source, target, count, dtype, operation=op)
 
     @_function

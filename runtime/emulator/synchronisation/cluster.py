@@ -276,4 +276,3 @@ def lower_dependency(low: Lowering, ins: Instruction) -> None:
         low.call("dependency_wait")
     elif ins.parts[1:] != ("launch_dependents",):
         raise low.refuse("modifiers")
-

@@ -200,4 +200,3 @@ def lower_wait(low: Lowering, ins: Instruction) -> None:
     base, offset = low.address(ins.operands[1])
     wanted = low.slot(ins.operands[2], 64)
     low.call("mbarrier_wait", low.predicate_destination(ins.operands[0]), base, offset, wanted, flags, blocks=True)
-

@@ -30,7 +30,6 @@ NO_RESULT = {
 """Opcodes whose first operand is read, or both read and written; `bar.red` is an exception."""
 
 
-
 def registers_of(operand: Operand | None) -> Iterator[Register]:
     """Every register in an operand."""
     if isinstance(operand, Register):

@@ -45,9 +45,7 @@ class Disjointness:
         if _types(one) & _types(other) != {"object"}:
             return False
         needed = required | set(_strings(one.get("required"))) | set(_strings(other.get("required")))
-        return any(
-            self._apart(_property(one, key), _property(other, key), set(), depth + 1) for key in needed
-        )
+        return any(self._apart(_property(one, key), _property(other, key), set(), depth + 1) for key in needed)
 
     def _alternatives(self, schema: Any) -> list[list[dict[str, Any]]]:
         """Groups of keywords that hold together, one group for each way to match the schema."""

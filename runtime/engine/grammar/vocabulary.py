@@ -43,9 +43,7 @@ class LazyVocabulary:
     load  returns the tokenizer, or None if the model has none
     """
 
-    def __init__(
-        self, load: Callable[[], Tokenizer | None], vocab_size: int, eos_token_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, load: Callable[[], Tokenizer | None], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._load = load
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids

@@ -221,9 +221,7 @@ def _connected(remote: RemoteRank) -> socket.socket:
 class _Rank:
     """A rank, and the thread that detects its end. ``process`` is None if it was started elsewhere."""
 
-    def __init__(
-        self, rank: int, connection: socket.socket, process: subprocess.Popen[bytes] | None = None
-    ) -> None:
+    def __init__(self, rank: int, connection: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._rank, self._connection, self.process = rank, connection, process
         self._communicator: RankCommunicator | None = None
         self._reader, self._writer = FrameReader(self._connection), WaitingWriter(self._connection)

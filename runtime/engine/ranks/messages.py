@@ -130,8 +130,19 @@ class Logits(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = (
-    Load | Allocate | RunStep | RunNext | Masks | Note | Record | StartEncoding | Encode | DropEncoded | StartPass
-    | RunPass | Logits
+    Load
+    | Allocate
+    | RunStep
+    | RunNext
+    | Masks
+    | Note
+    | Record
+    | StartEncoding
+    | Encode
+    | DropEncoded
+    | StartPass
+    | RunPass
+    | Logits
 )
 
 

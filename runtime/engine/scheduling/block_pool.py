@@ -376,9 +376,7 @@ class BlockPool:
 
     def _num_findable(self, paths: list[list[CachedBlock]]) -> int:
         """The most pages of these paths, one a group, that all groups have."""
-        return findable_pages(
-            [[node.lies_somewhere for node in path] for path in paths], self.kinds, self.block_size
-        )
+        return findable_pages([[node.lies_somewhere for node in path] for path in paths], self.kinds, self.block_size)
 
     def _find_partial(
         self, nodes: list[CachedBlock | None], tokens: NDArray[np.int32], salt: Salt

@@ -66,9 +66,7 @@ def round_up(size: float) -> int:
     return -int(-size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
-def chunking_of(
-    config: SchedulingConfig, max_num_batched_tokens: int, depth: int, times: PromptTimes
-) -> Chunking:
+def chunking_of(config: SchedulingConfig, max_num_batched_tokens: int, depth: int, times: PromptTimes) -> Chunking:
     """The chunking that the configuration names. By default a step's budget is the only limit, or, with ``depth`` open
     steps, all of them share it and take equal times."""
     if config.prefill_chunk_stages is not None:

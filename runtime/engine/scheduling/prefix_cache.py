@@ -26,6 +26,7 @@ _MOST_BRANCHES = 8
 
 _TOKEN_BYTES = 4
 
+
 class RotatedPrefixes(NamedTuple):
     """The prefixes of a salt whose tokens are rotated as if they were ``rotary_offset`` positions further on."""
 

@@ -108,9 +108,7 @@ class DecodeArrays:
         self._progress = self._host[first : first + 4 * len(_PROGRESS) * places].view(np.int32)
         self._empty_places()
         self._neutral = self._host.copy()
-        self._tail = {
-            dtype: Tensor(inputs, dtype, (TAIL_WORDS,), (1,), size // 4) for dtype in (int32, float32)
-        }
+        self._tail = {dtype: Tensor(inputs, dtype, (TAIL_WORDS,), (1,), size // 4) for dtype in (int32, float32)}
         self._tables = Tensor.zeros((len(slots) * places, width), int32, device)  # group by group
         self._flat_tables = self._tables.view(-1)
         self._group_starts = range(0, len(slots) * places, places)
@@ -300,9 +298,7 @@ class DecodeArrays:
             self.runs_on.write(self._flat_tables[int(sorted_entries[start]) :], sorted_ids[start:end])
         return 0
 
-    def _write_lists(
-        self, placement: Placement, lists: list[PenaltyLists], tail: NDArray[np.int32], at: int
-    ) -> int:
+    def _write_lists(self, placement: Placement, lists: list[PenaltyLists], tail: NDArray[np.int32], at: int) -> int:
         """Write the lists from ``tail[at]`` on, in step order; returns their end."""
         for index, name in enumerate(("prompt", "output")):
             lengths = [len(pair[index]) for pair in lists]

@@ -350,9 +350,7 @@ class ForwardGraphs:
         )
         return _Recorded(None, inputs, inputs.shaped, draw_fields, offset), batch, tensors[7:]
 
-    def _arrays_of(
-        self, shape: _Shape, take: Callable[[Any, tuple[int, ...]], NDArray[Any]]
-    ) -> list[NDArray[Any]]:
+    def _arrays_of(self, shape: _Shape, take: Callable[[Any, tuple[int, ...]], NDArray[Any]]) -> list[NDArray[Any]]:
         """The arrays of a batch of this shape, by ``take(dtype, sizes)``, in memory order."""
         tokens, seqs, groups = shape.num_tokens, shape.num_seqs, self._num_groups
         width = -(-shape.max_seq_len // self._limits.block_size)
@@ -384,9 +382,7 @@ class ForwardGraphs:
         self._gpu.write(cast(Storage, self._device).address, cast(NDArray[np.uint8], self._host)[: kept.size_bytes])
 
 
-def _tail(
-    field: int, target: NDArray[Any], given: NDArray[Any], lacking: int, width: int
-) -> NDArray[np.int32] | int:
+def _tail(field: int, target: NDArray[Any], given: NDArray[Any], lacking: int, width: int) -> NDArray[np.int32] | int:
     """The padding of ``Layout.shaped[field]`` for ``lacking`` tokens: those of empty sequences of at most ``width``,
     which are not stored, and a draw for each of them."""
     if field == _QUERY_STARTS:

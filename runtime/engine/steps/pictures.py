@@ -111,10 +111,12 @@ class PictureStore:
             if self._has_tower
         )
         if step.uncut_spans:
-            until = np.concatenate([
-                np.arange(start + 1, start + count + 1, dtype=np.int32)
-                for start, count in zip(step.starts.tolist(), step.counts.tolist(), strict=True)
-            ])
+            until = np.concatenate(
+                [
+                    np.arange(start + 1, start + count + 1, dtype=np.int32)
+                    for start, count in zip(step.starts.tolist(), step.counts.tolist(), strict=True)
+                ]
+            )
             for span in step.uncut_spans:
                 until[span.first_token : span.first_token + span.count] = until[span.first_token + span.count - 1]
             (batch.sees_until,) = ops.place([until], batch.token_ids.device)

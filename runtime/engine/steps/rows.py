@@ -27,9 +27,7 @@ class Rows:
     versions     of each row: the version when it was loaded last
     """
 
-    def __init__(
-        self, max_num_seqs: int, max_blocks: int, num_groups: int, block_size: int, vocab_size: int
-    ) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks: int, num_groups: int, block_size: int, vocab_size: int) -> None:
         self.tables = BlockTables(num_groups, max_num_seqs, max_blocks, block_size)
         self.last_tokens = np.zeros(max_num_seqs, np.int32)
         self.rotary_offsets = np.zeros(max_num_seqs, np.int64)

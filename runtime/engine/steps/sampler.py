@@ -199,9 +199,7 @@ class SamplingRows:
         or ids that ``min_tokens`` forbids."""
         may_mask, has_allowed = self._flags[1:].take(rows, axis=1)
         return bool(has_allowed.any()) or any(
-            self._num_bias[rows[i]] > 0
-            or len(self._bad_words[rows[i]]) > 0
-            or positions[i] < self._min_tokens[rows[i]]
+            self._num_bias[rows[i]] > 0 or len(self._bad_words[rows[i]]) > 0 or positions[i] < self._min_tokens[rows[i]]
             for i in may_mask.nonzero()[0].tolist()
         )
 

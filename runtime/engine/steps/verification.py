@@ -119,9 +119,7 @@ class Verifications:
 
     def _places_of(self, step: StepInput) -> _Places:
         rows = self._row_data
-        if self._version != rows.version or (
-            step.rows is not self._rows and not np.array_equal(step.rows, self._rows)
-        ):
+        if self._version != rows.version or (step.rows is not self._rows and not np.array_equal(step.rows, self._rows)):
             self._kept.clear()
             self._version = rows.version
         self._rows = step.rows

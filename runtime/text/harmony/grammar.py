@@ -11,9 +11,7 @@ from runtime.text.tools.notation import CallForm, Notation
 HARMONY = Notation(
     "harmony",
     None,
-    CallForm(
-        f"{CHANNEL}commentary to={FUNCTIONS}.NAME {CONSTRAIN}json{MESSAGE}", "", between=f"{END}{START}assistant"
-    ),
+    CallForm(f"{CHANNEL}commentary to={FUNCTIONS}.NAME {CONSTRAIN}json{MESSAGE}", "", between=f"{END}{START}assistant"),
     markers=SPECIAL_TOKENS,
     names=("openai",),
 )

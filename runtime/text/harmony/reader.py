@@ -24,6 +24,7 @@ from runtime.text.harmony.prompt import AnswerStart
 MAX_HEADER = 256
 """Most characters of a header; longer text is content."""
 
+
 class Event(NamedTuple):
     """A stretch of the answer: the texts of all events, concatenated, are the answer.
 

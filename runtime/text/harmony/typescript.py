@@ -69,9 +69,7 @@ def _property_lines(key: str, schema: Any, indent: str, depth: int) -> list[str]
     return [*lines, f"{indent}{key}: {_nullable(fields, f'{indent}    ', depth)},{comment}\n"]
 
 
-def _choice_lines(
-    key: str, schema: Mapping[str, Any], description: str | None, indent: str, depth: int
-) -> list[str]:
+def _choice_lines(key: str, schema: Mapping[str, Any], description: str | None, indent: str, depth: int) -> list[str]:
     """A property with several alternative types, one a line. Its description is above, unless the first type has the
     same."""
     variants: list[Any] = schema["oneOf"]

@@ -95,9 +95,7 @@ class _Writer:
     def gemma(self, rule: str, parameters: Any) -> str:
         return self._listed(rule, parameters, parameters, ":", ",", quote='<|"|>')
 
-    def _one_by_one(
-        self, rule: str, parameters: Any, head: Callable[[str], str], tail: str, behind: str
-    ) -> str:
+    def _one_by_one(self, rule: str, parameters: Any, head: Callable[[str], str], tail: str, behind: str) -> str:
         """Each argument on lines of its own; optional ones may be omitted."""
         terms = []
         for i, (key, schema, is_required) in enumerate(_properties(parameters)):

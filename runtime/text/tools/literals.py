@@ -152,7 +152,7 @@ def arguments_of(text: str, quotes: tuple[str, ...] = ('"', "'"), separator: str
 
 
 def python_call(answer: AnswerReader, method: str = "") -> Reading[bool]:
-    """"name(key=value, …)", after the name `method`. Returns whether it is one; handed out once complete."""
+    """Reads "name(key=value, …)", after the name `method`. Returns whether it is one; handed out once complete."""
     start = answer.at
     name = yield from answer.name(("(",))
     if name is None or not name.endswith(method) or not name.removesuffix(method):
@@ -228,7 +228,7 @@ def _python_list(answer: AnswerReader) -> Reading[None]:
 
 
 def gemma_calls(opening: str, closing: str, quote: str) -> Reader:
-    """"call:name{key:value,…}" between tags, with special quotes for strings (FunctionGemma, Gemma 4)."""
+    """Notation "call:name{key:value,…}" between tags, with special quotes for strings (FunctionGemma, Gemma 4)."""
 
     def read(answer: AnswerReader) -> Reading[None]:
         while (yield from answer.content_until((opening,))) is not None:

@@ -17,9 +17,13 @@ MAX_ARGUMENTS_DEPTH = 64
 def has_calls(message: Any) -> bool:
     """Whether it is a message with calls, in the form that templates read."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    return isinstance(calls, list) and bool(calls) and all(
-        isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) and "arguments" in call["function"]
-        for call in calls
+    return (
+        isinstance(calls, list)
+        and bool(calls)
+        and all(
+            isinstance(call, Mapping) and isinstance(call.get("function"), Mapping) and "arguments" in call["function"]
+            for call in calls
+        )
     )
 
 
@@ -142,4 +146,3 @@ def with_single_calls(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping
                 moved.append(answers[call["id"]])
                 single.append(answers[call["id"]])
     return single
-

@@ -91,8 +91,11 @@ class AnswerReader:
 
     def may_begin(self, marker: str) -> bool:
         """Whether the text from `at` on may become the marker."""
-        return marker not in self._special and len(self.held) - self.at < len(marker) and not self.has_ended and (
-            marker.startswith(self.held[self.at :])
+        return (
+            marker not in self._special
+            and len(self.held) - self.at < len(marker)
+            and not self.has_ended
+            and (marker.startswith(self.held[self.at :]))
         )
 
     def next_character(self) -> Reading[str | None]:

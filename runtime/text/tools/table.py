@@ -38,9 +38,7 @@ HERMES = Notation(
 QWEN3_CODER = Notation(
     "qwen3_coder",
     qwen3_coder_calls,
-    CallForm(
-        "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", between="\n", arguments="qwen3_coder"
-    ),
+    CallForm("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", between="\n", arguments="qwen3_coder"),
     markers=("<tool_call>", "</tool_call>"),
     names=("qwen3_xml",),
     is_in=_has("<function="),

@@ -12,14 +12,17 @@ from steps import BASE, KIND, MODEL, REAL, SUM, answered, run, step
 home = Path(os.environ["HOME"]) / f"llm-{KIND}"
 home.mkdir()
 os.environ["LLM_USER_PATH"] = str(home)
-(home / "extra-openai-models.yaml").write_text(f"""\
+(home / "extra-openai-models.yaml").write_text(
+    f"""\
 - model_id: ours
   model_name: {MODEL}
   api_base: {BASE}
   api_key_name: ours
   supports_schema: true
   supports_tools: true
-""", encoding="utf-8")
+""",
+    encoding="utf-8",
+)
 (home / "keys.json").write_text(json.dumps({"ours": "none"}), encoding="utf-8")
 
 import llm  # noqa: E402 - it reads LLM_USER_PATH

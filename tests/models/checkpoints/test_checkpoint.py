@@ -83,9 +83,7 @@ def test_a_left_over_tensor(tmp_path: Path) -> None:
 
 def test_a_misshapen_tensor(tmp_path: Path) -> None:
     folder = rewrite(tmp_path, lambda tensors: tensors.update({DOWN: tensors[DOWN].T}))
-    assert problems_of(folder) == (
-        f"model.safetensors: tensor '{DOWN}' is [72, 48], but the config asks for [48, 72]",
-    )
+    assert problems_of(folder) == (f"model.safetensors: tensor '{DOWN}' is [72, 48], but the config asks for [48, 72]",)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(np.int64, "I64"), (np.bool_, "BOOL")])
@@ -118,9 +116,7 @@ def test_all_offenders_are_listed_at_once(tmp_path: Path) -> None:
 def test_many_offenders_are_counted(tmp_path: Path) -> None:
     write_model(tmp_path, LLAMA)
     change_config(tmp_path, num_hidden_layers=20)
-    with pytest.raises(
-        WeightsError, match=r"162 tensors do not fit the config:(?s:.*)\.\.\. and 112 more$"
-    ) as caught:
+    with pytest.raises(WeightsError, match=r"162 tensors do not fit the config:(?s:.*)\.\.\. and 112 more$") as caught:
         fitted(tmp_path)
     assert len(caught.value.problems) == 18 * 9
 
@@ -245,9 +241,7 @@ def test_a_truncated_shard(tmp_path: Path) -> None:
     sharded(tmp_path)
     path = tmp_path / "model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(
-        WeightsError, match=r"model-00002-of-00002.safetensors: tensor .* the file is truncated"
-    ):
+    with pytest.raises(WeightsError, match=r"model-00002-of-00002.safetensors: tensor .* the file is truncated"):
         open_checkpoint(tmp_path)
 
 
@@ -332,9 +326,7 @@ def test_an_index_that_points_outside_the_folder(tmp_path: Path, shard: Any) -> 
     sharded(folder)
     write_safetensors(tmp_path / "secret.safetensors", {EMBED: np.ones(3, np.float32)})
     write_shards(folder, {}, {EMBED: shard})
-    with pytest.raises(
-        ConfigError, match=f"places '{EMBED}' in {re.escape(repr(shard))}, which is no file name of"
-    ):
+    with pytest.raises(ConfigError, match=f"places '{EMBED}' in {re.escape(repr(shard))}, which is no file name of"):
         open_checkpoint(folder)
 
 
@@ -347,9 +339,7 @@ def test_an_index_without_a_map(tmp_path: Path, content: str) -> None:
 
 def test_a_folder_without_safetensors(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(
-        ModelLoadError, match=r"has neither model.safetensors nor .*pytorch_model.bin cannot be used"
-    ):
+    with pytest.raises(ModelLoadError, match=r"has neither model.safetensors nor .*pytorch_model.bin cannot be used"):
         open_checkpoint(tmp_path)
 
 

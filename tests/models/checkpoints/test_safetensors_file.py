@@ -19,9 +19,7 @@ from models.errors import WeightsError
 from tests.models.folders import write_safetensors
 
 
-def write_raw(
-    path: Path, header: bytes | dict[str, Any], body: bytes = b"", length: int | None = None
-) -> Path:
+def write_raw(path: Path, header: bytes | dict[str, Any], body: bytes = b"", length: int | None = None) -> Path:
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(raw) if length is None else length).to_bytes(8, "little") + raw + body)
     return path
@@ -152,9 +150,7 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_a_spoilt_file_never_escapes_as_another_error(
-    tmp_path_factory: pytest.TempPathFactory, data: Any
-) -> None:
+def test_a_spoilt_file_never_escapes_as_another_error(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     path = tmp_path_factory.mktemp("spoilt") / "m.safetensors"
     write_safetensors(path, {"a": np.ones((2, 3), np.float32), "b": np.ones(5, np.float16)})
     raw = bytearray(path.read_bytes())

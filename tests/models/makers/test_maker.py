@@ -74,9 +74,7 @@ class WatchedSource:
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("dtype", [None, bfloat16], ids=str)
 @pytest.mark.parametrize("case", ["gpt2_gelu_erf", "qwen2_tied"])
-def test_the_source_is_released_map_by_map(
-    tmp_path: Path, case: str, dtype: DType | None, quantization: str
-) -> None:
+def test_the_source_is_released_map_by_map(tmp_path: Path, case: str, dtype: DType | None, quantization: str) -> None:
     folder = write_model(tmp_path, load_golden(case))
     config = load_config(folder)
     layout = tensor_layout(config)
@@ -96,9 +94,7 @@ def test_a_tied_copy_that_was_compared_is_released(tmp_path: Path, monkeypatch: 
     golden = load_golden("gpt2_gelu_new")
     folder = write_model(tmp_path, golden)
     tensors = golden_tensors(golden)
-    write_safetensors(
-        folder / "model.safetensors", {**tensors, "lm_head.weight": tensors["transformer.wte.weight"]}
-    )
+    write_safetensors(folder / "model.safetensors", {**tensors, "lm_head.weight": tensors["transformer.wte.weight"]})
     released: list[str] = []
     monkeypatch.setattr(SafetensorsFile, "release", lambda self, name: released.append(name))
     config = load_config(folder)
@@ -112,8 +108,13 @@ def test_a_tied_copy_that_was_compared_is_released(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("case", ["gpt2_gelu_new", "llama_default", "qwen2_tied", "qwen3_tied_gqa4"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"device": "emulated:sm_80", "dtype": "float16"},
-     {"device": "emulated:sm_80", "dtype": "bfloat16", "quantization": "int8"}],
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"device": "emulated:sm_80", "dtype": "float16"},
+        {"device": "emulated:sm_80", "dtype": "bfloat16", "quantization": "int8"},
+    ],
     ids=str,
 )
 def test_a_declared_model_knows_its_bytes_before_anything_is_read(

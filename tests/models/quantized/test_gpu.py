@@ -155,8 +155,12 @@ def test_prompts_rounded_by_static_scales(
 @pytest.mark.parametrize(
     ("case", "rounds"),
     [
-        ("ct_int8_channel", "rows"), ("ct_fp8_channel", "rows"), ("ct_fp8_block", "groups"),
-        ("fp8_tensor_static", "static"), ("modelopt_fp8", "static"), ("ct_w8_group", ""),
+        ("ct_int8_channel", "rows"),
+        ("ct_fp8_channel", "rows"),
+        ("ct_fp8_block", "groups"),
+        ("fp8_tensor_static", "static"),
+        ("modelopt_fp8", "static"),
+        ("ct_w8_group", ""),
     ],
 )
 def test_only_a_scheme_with_rows_of_bytes_rounds_them(case: str, rounds: str) -> None:

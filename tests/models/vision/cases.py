@@ -123,9 +123,7 @@ def patches_of(case: str, index: int) -> np.ndarray[Any, Any]:
     return golden_tensor(f"picture.{index}.weight", (rows * columns, width), SEED) * np.float32(np.sqrt(width / 3.0))
 
 
-def stored_tensors(
-    shapes: dict[str, tuple[int, ...]], *, inputs_first: bool = True
-) -> dict[str, np.ndarray[Any, Any]]:
+def stored_tensors(shapes: dict[str, tuple[int, ...]], *, inputs_first: bool = True) -> dict[str, np.ndarray[Any, Any]]:
     """A case's weights as checkpoints have them: experts' matrices are stored inputs first; transformers 5 writes them
     outputs first, as it has them."""
     tensors = {name: golden_tensor(name, shape, SEED) for name, shape in shapes.items()}

@@ -32,7 +32,8 @@ CASES = {
     "far": lambda rng: (distribution(rng, 16), distribution(rng, 16)),
     "p is filtered": lambda rng: (distribution(rng, 16, 11), distribution(rng, 16)),
     "both are filtered, apart": lambda rng: (
-        np.array([0.5, 0.5, 0, 0], np.float32), np.array([0, 0, 0.25, 0.75], np.float32)
+        np.array([0.5, 0.5, 0, 0], np.float32),
+        np.array([0, 0, 0.25, 0.75], np.float32),
     ),
     "q is certain": lambda rng: (distribution(rng, 16), np.eye(16, dtype=np.float32)[3]),
     "equal": lambda rng: ((p := distribution(rng, 16)), p),
@@ -80,9 +81,7 @@ def test_a_chain_of_proposals_has_the_wanted_joint_distribution() -> None:
     wanted = np.stack([np.broadcast_to(first_p, (num, vocab)), later_p[one]], 1).reshape(-1, vocab)
     proposed = np.stack([np.broadcast_to(first_q, (num, vocab)), later_q[one]], 1).reshape(-1, vocab)
     drafts, positions = np.stack([one, two], 1).reshape(-1), np.tile(np.arange(2, dtype=np.int32), num)
-    kept, instead = ops.keep_proposals(
-        wanted, proposed, drafts, np.full(num, 2, np.int32), seeds, choices, positions
-    )
+    kept, instead = ops.keep_proposals(wanted, proposed, drafts, np.full(num, 2, np.int32), seeds, choices, positions)
     assert set(kept.tolist()) == {0, 1, 2}
     first = np.where(kept >= 1, one, instead)
     again = kept == 0

@@ -17,8 +17,16 @@ _OTHERS: tuple[tuple[str, set[object]], ...] = (
     *(
         (file, {"f16"})
         for file in (
-            "test_attention", "test_gemm.py", "test_gemm_hopper", "test_gemv", "test_few_rows", "test_rope",
-            "test_norm", "test_activation", "test_packed_tiles", "test_dequantize",
+            "test_attention",
+            "test_gemm.py",
+            "test_gemm_hopper",
+            "test_gemv",
+            "test_few_rows",
+            "test_rope",
+            "test_norm",
+            "test_activation",
+            "test_packed_tiles",
+            "test_dequantize",
         )
     ),
     ("test_attention_exact", {"decode", "f32"}),  # models have it

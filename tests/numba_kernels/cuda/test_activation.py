@@ -45,9 +45,7 @@ def test_against_float64(gpu: Gpu, name: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("name", "numbers"), [("clamp", (0.7, 0.0, 0.0, 0.0)), ("xielu", (0.8, 1.3, 0.5, -1e-6)), ("xielu", (2, 1, 0, -1))]
 )
-def test_functions_with_numbers_of_their_own(
-    gpu: Gpu, name: str, numbers: tuple[float, ...], dtype: str
-) -> None:
+def test_functions_with_numbers_of_their_own(gpu: Gpu, name: str, numbers: tuple[float, ...], dtype: str) -> None:
     rng = np.random.default_rng(4)
     for size in SIZES[:14]:
         x = (rng.standard_normal(size) * 3).astype(numpy_dtype(dtype))

@@ -167,9 +167,7 @@ def test_soft_caps(gpu: Gpu, tier: str, dtype: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_pages_behind_a_window_may_be_given_up(
-    gpu: Gpu, tier: str, dtype: str, head_dim: int, block_size: int
-) -> None:
+def test_pages_behind_a_window_may_be_given_up(gpu: Gpu, tier: str, dtype: str, head_dim: int, block_size: int) -> None:
     """Whatever their block table's entries name then, NaN here, reaches no result; windows end within tiles."""
     rng = np.random.default_rng(8)
     chunks = [(150, 1), (201, 3), (20, 1)] if tier == "decode" else [(150, 40), (200, 1), (5, 30)]

@@ -180,9 +180,7 @@ class Layer:
         squares = result.row_squares
         found = result.to("cpu").numpy().astype(np.float64)
         if squares is not None:
-            assert relative_error(squares.to("cpu").numpy().sum(1), (found**2).sum(1)) <= TOLERANCE[
-                result.dtype.ptx
-            ]
+            assert relative_error(squares.to("cpu").numpy().sum(1), (found**2).sum(1)) <= TOLERANCE[result.dtype.ptx]
         return found
 
     def wanted(self, x: Array, routing: Routing, activation: str = "silu", **added: Array) -> Array:
@@ -422,7 +420,8 @@ def test_quantised_experts_that_are_written_out(gpu: Gpu, monkeypatch: pytest.Mo
         names.clear()
         found.append(layer(x, routing, activation))
         assert [name for name in names if "joined" in name] == [
-            f"experts_hopper_joined_bf16_{tile}_{activation}", f"experts_hopper_joined_bf16_{tile}"
+            f"experts_hopper_joined_bf16_{tile}_{activation}",
+            f"experts_hopper_joined_bf16_{tile}",
         ]
         assert sum(name.startswith("dequantize_experts") for name in names) == 2
         for each in wanted:
@@ -501,7 +500,8 @@ def test_hopper_tiles(
         names.clear()
         found.append(layer(x, routing, activation))
         assert [name for name in names if "hopper" in name] == [
-            f"experts_hopper_{dtype}_{tile}_{activation}", f"experts_hopper_{dtype}_{tile}"
+            f"experts_hopper_{dtype}_{tile}_{activation}",
+            f"experts_hopper_{dtype}_{tile}",
         ]
         assert relative_error(found[-1], layer.wanted(x, routing, activation)) <= TOLERANCE[dtype]
     for other in found[1:]:

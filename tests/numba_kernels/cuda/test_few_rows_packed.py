@@ -33,7 +33,17 @@ SWEEP = [
 
 
 def product(
-    gpu, name, dtype, sizes, *, out_dtype="", activation="", bias=False, residual=False, tier="auto", is_aligned=True,
+    gpu,
+    name,
+    dtype,
+    sizes,
+    *,
+    out_dtype="",
+    activation="",
+    bias=False,
+    residual=False,
+    tier="auto",
+    is_aligned=True,
     plan=None,
 ):
     """(what a device gives, what it should, by how much it may be off). One row goes to `packed_row` where it may.

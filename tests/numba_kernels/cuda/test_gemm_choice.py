@@ -72,4 +72,3 @@ def test_from_33_rows_on_a_weight_goes_the_way_that_was_measured_to_be_the_faste
     ):  # fmt: skip
         for m in rows:
             assert gemm.choose(gemm.Product(m, n, k, "bf16"), machine) == tier, (m, n, k)
-

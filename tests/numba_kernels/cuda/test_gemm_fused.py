@@ -30,9 +30,7 @@ def planned(way: str, m: int, n: int, k: int, dtype: str = "bf16", **options) ->
         epilogue = gemm.Epilogue(options.get("has_residual", False), True, options.get("activation", ""))
         product = gemm.Product(m, n, k, dtype, epilogue=epilogue)
         tile, _, parts = tile.partition("/")
-        return hopper.plan_tile(
-            product, gemm.machine_of("sm_90a", 2), getattr(hopper, tile.upper()), int(parts or 1)
-        )
+        return hopper.plan_tile(product, gemm.machine_of("sm_90a", 2), getattr(hopper, tile.upper()), int(parts or 1))
     launch = plan(tier, m, n, k, dtype, tile=tile, **{"has_residual": False, **options})
     assert launch is not None
     return launch

@@ -32,9 +32,7 @@ def ptx_of(specialisation: Specialisation) -> str:
     return _NUMBERED.sub(lambda match: f"name_{numbers.setdefault(match[0], len(numbers))}", text)
 
 
-@pytest.mark.parametrize(
-    "name", [*EACH_TIME, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
-)
+@pytest.mark.parametrize("name", [*EACH_TIME, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)])
 def test_the_ptx_is_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (specialisation,) = (each for each in registry.specialisations() if each.name == name)
     quick = ptx_of(specialisation)

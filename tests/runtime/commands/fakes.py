@@ -48,7 +48,10 @@ class FakeLLM:
     @property
     def client(self) -> Any:
         info = SimpleNamespace(
-            model_name="fake", model_path=str(self.model_path), max_model_len=self.max_model_len, device="cpu",
+            model_name="fake",
+            model_path=str(self.model_path),
+            max_model_len=self.max_model_len,
+            device="cpu",
             images=None,
         )
         stats = SimpleNamespace(num_steps=1, prompt_tokens=2, generation_tokens=3, kv_cache_usage=0.25)
@@ -57,9 +60,7 @@ class FakeLLM:
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.0)
 
-    def stream(
-        self, prompt: list[int], params: SamplingParams, *, answer_format: AnswerFormat
-    ) -> Iterator[TextDelta]:
+    def stream(self, prompt: list[int], params: SamplingParams, *, answer_format: AnswerFormat) -> Iterator[TextDelta]:
         text = "".join(map(chr, prompt))
         self.prompts.append(text)
         self.params.append(params)

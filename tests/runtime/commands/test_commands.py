@@ -88,9 +88,7 @@ def test_tokenize_there_and_back(stories: Path) -> None:
     assert invoke(*common, stdin=text + "\n")[1].splitlines()[1:] == invoke(*common, text)[1].splitlines()[1:]
     ids = list(map(str, answer["ids"]))
     assert invoke(*common, "--decode", "--skip-special-tokens", *ids)[1].strip() == text
-    assert (
-        json.loads(invoke(*common, "--decode", "--json", stdin=str(answer["ids"]))[1])["ids"] == answer["ids"]
-    )
+    assert json.loads(invoke(*common, "--decode", "--json", stdin=str(answer["ids"]))[1])["ids"] == answer["ids"]
     bare = json.loads(invoke(*common, "--json", "--no-add-special-tokens", text)[1])["ids"]
     assert answer["ids"][-len(bare) :] == bare
     assert len(bare) < len(answer["ids"])

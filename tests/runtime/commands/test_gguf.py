@@ -101,7 +101,6 @@ def test_recommended_sampling_and_ends_are_the_files(whole: Path) -> None:
         assert llm.default_sampling_params().temperature == 0.0
 
 
-
 def test_serve(whole: Path) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "What is 17 plus 25?"}]}
     with serving_process(whole, {"load_format": "auto"}) as (_, url), httpx.Client(timeout=TIMEOUT_S) as http:

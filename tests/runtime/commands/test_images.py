@@ -73,9 +73,7 @@ def test_a_model_that_reads_none(tmp_path: Path) -> None:
 
 def test_the_command(folder: Path) -> None:
     arguments = ["chat", "--model", str(folder), "--max-model-len", "128", "--max-tokens", "4", "--temperature", "0"]
-    plain, seen = (
-        run(*arguments, *more, stdin="What?\n") for more in ([], ["--image", str(folder / "picture.png")])
-    )
+    plain, seen = (run(*arguments, *more, stdin="What?\n") for more in ([], ["--image", str(folder / "picture.png")]))
     assert (plain.returncode, seen.returncode) == (0, 0), plain.stderr + seen.stderr
     assert plain.stdout != seen.stdout
     refused = run(*arguments, "--image", str(folder / "config.json"), stdin="What?\n")

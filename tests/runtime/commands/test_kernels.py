@@ -90,7 +90,8 @@ def test_a_bundle_holds_what_a_launch_needs(folder: Path, tmp_path: Path) -> Non
     [
         (["build", "--arch", "sm_9000"], "'sm_9000' is not one such as 'sm_80'"),
         pytest.param(
-            ["build", "--match", "no such kernel"], "no kernel for sm_90a has 'no such kernel'",
+            ["build", "--match", "no such kernel"],
+            "no kernel for sm_90a has 'no such kernel'",
             marks=pytest.mark.exhaustive,  # asks processes of its own
         ),
         (["build", "--image", "elf"], "--image"),

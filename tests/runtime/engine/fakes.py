@@ -147,9 +147,7 @@ DEFAULTS: EngineSettings = {
 }
 
 
-def make_engine(
-    model: FakeModel | None = None, seed: int | None = 0, **settings: Any
-) -> Engine:
+def make_engine(model: FakeModel | None = None, seed: int | None = 0, **settings: Any) -> Engine:
     model = model or FakeModel()
     config = EngineConfig(**{**DEFAULTS, **settings})
     block_size = config.block_size

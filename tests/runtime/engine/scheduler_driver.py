@@ -322,9 +322,7 @@ CACHE_KINDS: tuple[tuple[AnyKind, ...], ...] = (
 """Kinds of the cache groups of models that may be tried."""
 
 
-def random_limits(
-    rng: random.Random, *, cache_kinds: tuple[AnyKind, ...] = (FULL,), **fixed: object
-) -> EngineLimits:
+def random_limits(rng: random.Random, *, cache_kinds: tuple[AnyKind, ...] = (FULL,), **fixed: object) -> EngineLimits:
     """Small in every way; ``fixed`` names fields of ``SchedulingConfig``."""
     batching = fixed.get("batching", rng.choice(BATCHING))
     block_size = rng.choice((1, 2, 4))

@@ -53,9 +53,7 @@ def test_a_prompt_is_computed_once_and_in_chunks_of_the_budget() -> None:
     model = FakeModel()
     sizes: list[int] = []
     model.before_forward = lambda batch: sizes.append(batch.num_tokens)
-    one(
-        make_engine(model=model, max_num_batched_tokens=32), random_prompt(random.Random(0), 70), max_tokens=3
-    )
+    one(make_engine(model=model, max_num_batched_tokens=32), random_prompt(random.Random(0), 70), max_tokens=3)
     assert sizes == [32, 32, 6, 1, 1]
 
 
@@ -240,13 +238,7 @@ def test_stats_and_times(each_loop: bool) -> None:
     times = [output.times for output in outputs if output.times]
     assert len(times) == 2
     for each in times:
-        assert (
-            each.arrival_s
-            <= each.first_scheduled_s
-            <= each.first_token_s
-            <= each.last_token_s
-            <= stats.last_step_s
-        )
+        assert each.arrival_s <= each.first_scheduled_s <= each.first_token_s <= each.last_token_s <= stats.last_step_s
 
 
 def test_logits_of_every_position_in_chunks() -> None:

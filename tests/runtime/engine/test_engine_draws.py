@@ -66,13 +66,9 @@ def test_logit_bias_allowed_ids_and_penalties_reach_the_sampler() -> None:
     assert set(allowed.token_ids()) <= {3, 40, 96}
     assert len(set(allowed.token_ids())) > 1
     # A heavy bias draws 42 until the penalties outweigh it; then every id comes at most once.
-    result = one(
-        make_engine(), [1], max_tokens=30, logit_bias={42: 1.5}, frequency_penalty=2.0, presence_penalty=2.0
-    )
+    result = one(make_engine(), [1], max_tokens=30, logit_bias={42: 1.5}, frequency_penalty=2.0, presence_penalty=2.0)
     free = one(make_engine(), [1], max_tokens=30, logit_bias={42: 1.5})
-    assert max(map(result.token_ids().count, result.token_ids())) < max(
-        map(free.token_ids().count, free.token_ids())
-    )
+    assert max(map(result.token_ids().count, result.token_ids())) < max(map(free.token_ids().count, free.token_ids()))
     prompt = list(range(60))
     repeated = one(make_engine(), prompt, max_tokens=20, repetition_penalty=1e4)
     assert not set(repeated.token_ids()) & set(prompt)
@@ -81,9 +77,7 @@ def test_logit_bias_allowed_ids_and_penalties_reach_the_sampler() -> None:
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     prompt = [9, 8, 7]
-    result = one(
-        make_engine(), prompt, max_tokens=6, logprobs=3, temperature=0.7, seed=4, logit_bias={5: 3.0}
-    )
+    result = one(make_engine(), prompt, max_tokens=6, logprobs=3, temperature=0.7, seed=4, logit_bias={5: 3.0})
     tokens = list(prompt)
     for output in result.outputs:
         (entry,) = output.logprobs or []
@@ -104,9 +98,7 @@ def check_logprobs(entry: object, context: list[int], num_top: int) -> None:
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 8, 50])
 @pytest.mark.parametrize("budget", [3, 8, 64])
-def test_prompt_logprobs_whatever_the_chunks(
-    prompt_len: int, budget: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_logprobs_whatever_the_chunks(prompt_len: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.engine.steps.side_pass.LOGITS_SLICE_ELEMENTS", 5 * VOCAB_SIZE)  # five rows at a time
     prompt = random_prompt(random.Random(3), prompt_len)
     engine = make_engine(max_num_batched_tokens=budget)
@@ -152,9 +144,7 @@ def test_prompt_logprobs_survive_preemption_in_the_middle_of_the_prompt() -> Non
 
 def test_choices_share_the_prompt_and_differ() -> None:
     model = FakeModel()
-    engine = make_engine(
-        model=model, num_blocks=64, max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64
-    )
+    engine = make_engine(model=model, num_blocks=64, max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64)
     prompt = random_prompt(random.Random(1), 50)
     engine.add(request("x", prompt, n=4, max_tokens=8, temperature=1.0, seed=11))
     results: dict[str, Collected] = {}

@@ -84,9 +84,7 @@ def test_no_schedule_changes_a_bit(tmp_path: Path, case: str) -> None:
         pytest.param("emulated:sm_80", 200, marks=[pytest.mark.emulator, pytest.mark.exhaustive]),
     ],
 )
-@pytest.mark.parametrize(
-    "case", ["qwen3_moe_odd", pytest.param("deepseek_v3_odd", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("case", ["qwen3_moe_odd", pytest.param("deepseek_v3_odd", marks=pytest.mark.exhaustive)])
 def test_preemption_swaps_and_faults(tmp_path: Path, device: str, num_steps: int, case: str) -> None:
     folder = write_model(tmp_path, load_golden(case))
     lone = build_engine(folder, device="cpu", dtype="float32", **{**TINY, **LONE})

@@ -212,9 +212,7 @@ TINY: EngineSettings = {
         ({"overlap": "off", "preemption": "auto", "swap_space_bytes": 9}, 500),
     ],
 )  # fmt: skip
-def test_hundreds_of_steps_of_the_demo_model(
-    settings: EngineSettings, num_steps: int, demo_answers: Answers
-) -> None:
+def test_hundreds_of_steps_of_the_demo_model(settings: EngineSettings, num_steps: int, demo_answers: Answers) -> None:
     """`swap_space_bytes` counts blocks here."""
     block_bytes = demo_answers.lone.executor.kv_cache.spec.bytes_per_block
     settings = {**settings, "swap_space_bytes": settings.get("swap_space_bytes", 0) * block_bytes}

@@ -76,9 +76,7 @@ def test_a_hundred_requests_equal_their_lone_runs_on_the_cpu(tmp_path: Path) -> 
     folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
     options = {"dtype": "float32", "max_model_len": 64, "block_size": 8, "seed": 0}
     device = DEVICES[0]
-    engine = build_engine(
-        folder, device=device, num_blocks=16, max_num_seqs=16, max_num_batched_tokens=64, **options
-    )
+    engine = build_engine(folder, device=device, num_blocks=16, max_num_seqs=16, max_num_batched_tokens=64, **options)
     requests = hundred_requests(rng, 64, engine.info.vocab_size)
     results: dict[str, Collected] = {}
     arriving = list(requests)

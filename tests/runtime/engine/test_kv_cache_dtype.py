@@ -57,7 +57,10 @@ def test_layers_left_out_keep_the_type_of_the_weights(device: str, tmp_path: Pat
 def test_bytes_and_refusals_of_layers_left_out(tmp_path: Path) -> None:
     def info(model: Path | None, kind: str, skipped: str) -> EngineInfo:
         config = EngineConfig(
-            device="cpu", num_blocks=64, kv_cache_dtype=kind, kv_cache_dtype_skip_layers=skipped  # type: ignore[arg-type]
+            device="cpu",
+            num_blocks=64,
+            kv_cache_dtype=kind,
+            kv_cache_dtype_skip_layers=skipped,  # type: ignore[arg-type]
         )
         return describe_engine(model, config)
 

@@ -263,9 +263,7 @@ def test_both_loops_give_the_same_outputs() -> None:
             params: dict[str, object] = rng.choice(
                 [{"logprobs": 2}, {"prompt_logprobs": 1}, {"repetition_penalty": 1.3}, {"n": 2}]
             )
-            engine.add(
-                request(f"r{i}", prompt, max_tokens=rng.randrange(1, 40), temperature=0.8, seed=i, **params)
-            )
+            engine.add(request(f"r{i}", prompt, max_tokens=rng.randrange(1, 40), temperature=0.8, seed=i, **params))
             if i % 3 == 0:
                 collect(engine.step(), results)
         run_to_end(engine, results)

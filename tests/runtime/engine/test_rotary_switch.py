@@ -96,9 +96,7 @@ def test_an_answer_depends_on_its_own_length_alone(each_loop: bool, settings: di
 def test_what_was_swapped_out_within_the_switch_is_lost_beyond() -> None:
     """A victim's proposals are accepted after it was swapped out: now its tokens are more than the switch."""
     config = EngineConfig(block_size=8, num_blocks=7, preemption="swap", swap_space_bytes=8)
-    limits = resolve(
-        config, max_position_embeddings=56, bytes_per_block=1, available_bytes=7, rotary_switch=SWITCH
-    )
+    limits = resolve(config, max_position_embeddings=56, bytes_per_block=1, available_bytes=7, rotary_switch=SWITCH)
     host_pool = HostPool(limits.num_host_blocks)
     pool = BlockPool(limits.num_blocks, limits.block_size, host_pool=host_pool)
     scheduler = Scheduler(limits, pool)

@@ -39,9 +39,7 @@ def write_folder(folder: Path, *, has_tokenizer: bool = True) -> Path:
     write_tiny_qwen3(folder, vocab_size=tokenizer.vocab_size, eos_token_id=eos, max_position_embeddings=256)
     if has_tokenizer:
         write(folder, byte_level_content())
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps({"chat_template": TEMPLATE, "eos_token": SPECIAL})
-        )
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": SPECIAL}))
     return folder
 
 
@@ -329,9 +327,7 @@ def test_more_prompts_than_the_queue_takes(folder: Path) -> None:
 
 def test_default_params_come_from_the_generation_config(folder: Path, tmp_path: Path) -> None:
     other = write_folder(tmp_path / "other")
-    (other / "generation_config.json").write_text(
-        json.dumps({"do_sample": False, "max_new_tokens": 7, "top_k": 5})
-    )
+    (other / "generation_config.json").write_text(json.dumps({"do_sample": False, "max_new_tokens": 7, "top_k": 5}))
     with LLM(other, load_format="dummy") as llm:
         assert llm.default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=7)
         assert len(llm.generate("x")[0].outputs[0].token_ids) <= 7
@@ -363,12 +359,7 @@ def test_the_context_is_cut_to_the_kv_cache_or_refused(folder: Path) -> None:
     with LLM(folder, load_format="dummy", num_blocks=3) as llm:
         assert llm.client.info.max_model_len == 48
         assert (
-            len(
-                llm.generate([1] * 40, SamplingParams(max_tokens=None, ignore_eos=True))[0]
-                .outputs[0]
-                .token_ids
-            )
-            == 8
+            len(llm.generate([1] * 40, SamplingParams(max_tokens=None, ignore_eos=True))[0].outputs[0].token_ids) == 8
         )
     with pytest.raises(RequestError, match="4 KV blocks"):
         LLM(folder, load_format="dummy", num_blocks=3, max_model_len=49)
@@ -415,8 +406,7 @@ def test_real_models_continue_as_transformers_does(name: str) -> None:
     with LLM(STORIES / name, dtype="float32") as llm:
         cases = expected["greedy"]
         params = [
-            SamplingParams(temperature=0.0, max_tokens=len(case["output_ids"]), ignore_eos=True)
-            for case in cases
+            SamplingParams(temperature=0.0, max_tokens=len(case["output_ids"]), ignore_eos=True) for case in cases
         ]
         results = llm.generate([case["prompt_ids"] for case in cases], params)
         assert [result.outputs[0].token_ids for result in results] == [case["output_ids"] for case in cases]

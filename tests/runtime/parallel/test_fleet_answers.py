@@ -59,9 +59,7 @@ def test_requests_go_where_their_prefix_is_until_it_is_forgotten(two: LLM) -> No
     assert [output.num_cached_tokens for output in first] == [0] * 4
     wait_until(lambda: len(fleet.router.index) == 4 * (200 // 16))
     before, found = list(fleet.router.num_routed), fleet.router.num_found_tokens
-    again = [
-        two.generate([*ids, 90 + i], SamplingParams(max_tokens=4))[0] for i in range(3) for ids in beginnings
-    ]
+    again = [two.generate([*ids, 90 + i], SamplingParams(max_tokens=4))[0] for i in range(3) for ids in beginnings]
     assert all((output.num_cached_tokens or 0) >= 192 for output in again)
     assert fleet.router.num_found_tokens - found == 12 * 192
     assert [after - routed for after, routed in zip(fleet.router.num_routed, before)] == [6, 6]

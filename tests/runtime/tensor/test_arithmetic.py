@@ -112,9 +112,7 @@ def test_division_with_remainder(name: str) -> None:
         if not dtype.is_floating:
             if not isinstance(right, np.ndarray):
                 right = right or True
-            right = (
-                np.where(right == 0, right.dtype.type(1), right) if isinstance(right, np.ndarray) else right
-            )
+            right = np.where(right == 0, right.dtype.type(1), right) if isinstance(right, np.ndarray) else right
         x, y = np.broadcast_arrays(widen(left, dtype), widen(right, dtype))
         with np.errstate(all="ignore"):
             if dtype.is_floating:  # exact in no wider type: numpy's own float32 says what is meant
@@ -157,9 +155,7 @@ def test_bits_of_bools_and_integers() -> None:
                 with pytest.raises(InvalidArgumentError, match=name):
                     sign(*ours)
             elif isinstance(right, np.ndarray):
-                assert_same(
-                    sign(*ours).array, getattr(np, name)(left.astype(met.numpy), right.astype(met.numpy))
-                )
+                assert_same(sign(*ours).array, getattr(np, name)(left.astype(met.numpy), right.astype(met.numpy)))
         if left.dtype.kind in "biu":
             assert_same((~as_tensor(left)).array, ~left)
 
@@ -200,9 +196,7 @@ def test_unary() -> None:
 
 def test_power() -> None:
     base = Tensor.from_numpy(np.array([[1.5], [-2.0], [0.0]], np.float32))
-    np.testing.assert_array_equal(
-        (base ** Tensor.arange(4)).array, base.array.astype(np.float64) ** np.arange(4)
-    )
+    np.testing.assert_array_equal((base ** Tensor.arange(4)).array, base.array.astype(np.float64) ** np.arange(4))
     assert (2 ** Tensor.arange(5)).tolist() == [1, 2, 4, 8, 16]
     assert (Tensor.full(1, 3, "u8") ** 6).tolist() == [729 % 256]
     assert (Tensor.full(1, 4, "bf16") ** -0.5).item() == 0.5
@@ -230,9 +224,7 @@ def test_numbers_are_weak_and_arrays_are_not() -> None:
     assert (Tensor.ones(2, "bool") + True).tolist() == [2, 2]
     assert (10 - Tensor.arange(3)).tolist() == [10, 9, 8]
     assert (half * 1e300).tolist() == [np.inf, np.inf]
-    assert (Tensor.full(1, 1.0, "bf16") * 0.1).item() == float(
-        np.float32(0.1).astype(half.to("bf16").dtype.numpy)
-    )
+    assert (Tensor.full(1, 1.0, "bf16") * 0.1).item() == float(np.float32(0.1).astype(half.to("bf16").dtype.numpy))
     assert (Tensor.arange(3, dtype="i8") < 1000).tolist() == [True] * 3
 
 
@@ -361,9 +353,7 @@ def test_matmul(dtype: DType) -> None:
             left = random_array(rng, dtype, (k,))
         if rng.random() < 0.2:
             right = random_array(rng, dtype, (k,))
-        left, right = (
-            laid_out(rng, array, LAYOUTS[int(rng.integers(len(LAYOUTS)))]) for array in (left, right)
-        )
+        left, right = (laid_out(rng, array, LAYOUTS[int(rng.integers(len(LAYOUTS)))]) for array in (left, right))
         result = Tensor.from_numpy(left) @ Tensor.from_numpy(right)
         if dtype.is_floating:
             expected = left.astype(np.float64) @ right.astype(np.float64)
@@ -375,9 +365,7 @@ def test_matmul(dtype: DType) -> None:
             )
             error = np.abs(result.array.astype(np.float64) - expected)
             limit = np.float64({"float8_e4m3": 448, "float16": 65504}.get(dtype.name, np.inf))
-            assert np.all(
-                (error <= eps * scale + 1e-3 * (dtype.itemsize == 1)) | (np.abs(expected) > 0.9 * limit)
-            )
+            assert np.all((error <= eps * scale + 1e-3 * (dtype.itemsize == 1)) | (np.abs(expected) > 0.9 * limit))
         else:
             wide = int32 if dtype.itemsize == 1 else dtype
             product = np.matmul(widen(left, dtype), widen(right, dtype))

@@ -68,10 +68,7 @@ def test_numpy_reads_us_and_we_read_numpy(dtype: DType) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [
-        pytest.param(dtype, marks=[pytest.mark.exhaustive] * (dtype is not bfloat16))
-        for dtype in ALL_DTYPES
-    ],
+    [pytest.param(dtype, marks=[pytest.mark.exhaustive] * (dtype is not bfloat16)) for dtype in ALL_DTYPES],
     ids=str,
 )
 def test_memory_lives_as_long_as_anybody_looks(dtype: DType) -> None:

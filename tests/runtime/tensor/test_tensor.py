@@ -65,9 +65,7 @@ def test_arange(arguments: tuple[int, ...], dtype: DType) -> None:
         with pytest.raises(InvalidArgumentError, match="uint8"):
             Tensor.arange(*arguments, dtype=dtype)
     else:
-        check(
-            Tensor.arange(*arguments, dtype=dtype), np.array(range(*arguments), np.int64).astype(dtype.numpy)
-        )
+        check(Tensor.arange(*arguments, dtype=dtype), np.array(range(*arguments), np.int64).astype(dtype.numpy))
     assert Tensor.arange(3).dtype is int64
 
 
@@ -111,8 +109,7 @@ def test_numpy_shares_memory_both_ways(dtype: DType, layout: str) -> None:
     assert tensor.array is tensor.array
     assert tensor.storage.owner is array
     assert (
-        tensor.storage.size_bytes
-        == np.lib.array_utils.byte_bounds(array)[1] - np.lib.array_utils.byte_bounds(array)[0]
+        tensor.storage.size_bytes == np.lib.array_utils.byte_bounds(array)[1] - np.lib.array_utils.byte_bounds(array)[0]
     )
     if not tensor.is_read_only:
         array[0, 1, 2] = 0
@@ -187,9 +184,7 @@ def random_view(rng: np.random.Generator, tensor: Tensor, array: Any) -> tuple[T
         case 6:
             front = tuple(int(size) for size in rng.integers(0, 3, rng.integers(0, 3)))
             sizes = tuple(int(rng.integers(0, 4)) if size == 1 else size for size in array.shape)
-            named = tuple(
-                -1 if rng.random() < 0.3 and size == old else size for size, old in zip(sizes, array.shape)
-            )
+            named = tuple(-1 if rng.random() < 0.3 and size == old else size for size, old in zip(sizes, array.shape))
             return tensor.expand(*front, *named), np.broadcast_to(array, front + sizes), True
         case _:
             factors = [size for size in array.shape if size]

@@ -57,9 +57,7 @@ def _factorisations(number: int) -> list[tuple[int, ...]]:
 def test_a_reshaped_view_exists_just_where_numpy_finds_one(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(_factorisations(24)))
     base = np.arange(24 * 2 ** len(shape)).reshape(tuple(2 * size for size in shape))
-    sliced = base[
-        tuple(data.draw(st.sampled_from([np.s_[:size], np.s_[::2], np.s_[size:]])) for size in shape)
-    ]
+    sliced = base[tuple(data.draw(st.sampled_from([np.s_[:size], np.s_[::2], np.s_[size:]])) for size in shape)]
     order = data.draw(st.permutations(range(len(shape))))
     array = sliced.transpose(order)
     new_shape = data.draw(st.sampled_from(_factorisations(24)))

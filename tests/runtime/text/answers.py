@@ -58,7 +58,7 @@ WHOLES = (
     '<tool_call>{"name": "get_weather", "arguments": {"city": "</tool_call>", "x": {}}}</tool_call>',
     '\n<tool_call>\n{"arguments": {"b": "\\u00e9"}, "name": "g"}\n</tool_call>\n',
     '<tool_call>{"name": "h", "arguments": "{\\"a\\": 1}", "id": 7}</tool_call>',
-    "<tool_call>\n{\"name\": \"f\", \"arguments\": {'a': \"b\"}}\n</tool_call>",
+    '<tool_call>\n{"name": "f", "arguments": {\'a\': "b"}}\n</tool_call>',
     "<think>\nWell, <b>.\n\nSo.\n</think>\n\n",
     "<think></think>",
 )

@@ -87,9 +87,7 @@ class Chain:
         return self._sorted(self.first.finish()) + self.second.finish()
 
     def _sorted(self, parts: list[Part]) -> list[Part]:
-        return [
-            each for part in parts for each in (self.second.push(part.text) if part.kind == "content" else [part])
-        ]
+        return [each for part in parts for each in (self.second.push(part.text) if part.kind == "content" else [part])]
 
 
 @settings(max_examples=150, deadline=None)

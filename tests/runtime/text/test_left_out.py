@@ -113,9 +113,7 @@ def test_a_variable_that_the_template_does_not_read_is_told(tmp_path: Path) -> N
     variables: dict[str, Any] = {"documents": [{"text": "b"}], "tone": "dry", "size": 3}
     template = LENIENT + "{{ size }}{# tone #}{{ 'documents'[:0] }}"
     tokenizer = make_byte_tokenizer(tmp_path)
-    ids = chat_prompt(
-        tokenizer, [HEAD], chat_template=template, add_generation_prompt=False, notes=found, **variables
-    )
+    ids = chat_prompt(tokenizer, [HEAD], chat_template=template, add_generation_prompt=False, notes=found, **variables)
     assert tokenizer.decode(ids) == "<user>a3"
     assert found == ["chat_template_kwargs.documents", "chat_template_kwargs.tone"]
 
@@ -136,9 +134,7 @@ def test_objects_of_an_sdk_are_messages(tmp_path: Path) -> None:
         chat_prompt(tokenizer, messages, chat_template=ALL)
     messages[2] = Spoken("d")
     ids = chat_prompt(tokenizer, messages, chat_template=ALL, add_generation_prompt=False)
-    assert tokenizer.decode(ids) == (
-        '<user>a<assistant>c<call>{"a": 1}<user>d<assistant><call>{"a": 2, "b": false}'
-    )
+    assert tokenizer.decode(ids) == ('<user>a<assistant>c<call>{"a": 1}<user>d<assistant><call>{"a": 2, "b": false}')
 
 
 def test_harmony_has_no_names_of_speakers() -> None:

@@ -74,9 +74,7 @@ def run(pipeline: TextPipeline, outputs: list[EngineOutput]) -> tuple[TextDelta,
     return whole, deltas
 
 
-def expected(
-    tokenizer: Tokenizer, params: SamplingParams, prompt: list[int], ids: list[int], reason: str
-) -> Any:
+def expected(tokenizer: Tokenizer, params: SamplingParams, prompt: list[int], ids: list[int], reason: str) -> Any:
     """Text, ids and stop string from the whole, by the decoder and a search of the text."""
     visible = ids[:-1] if reason == "stop" and not params.include_stop_str_in_output else ids
 
@@ -174,9 +172,7 @@ def test_a_character_over_several_tokens_comes_whole() -> None:
 def test_half_a_character_at_the_end_becomes_the_replacement() -> None:
     tokenizer = byte_level_tokenizer()
     ids = list("é😀".encode())[:-1]
-    whole, _ = run(
-        TextPipeline(tokenizer, SamplingParams(max_tokens=None), [1]), outputs_of(ids, [], "length")
-    )
+    whole, _ = run(TextPipeline(tokenizer, SamplingParams(max_tokens=None), [1]), outputs_of(ids, [], "length"))
     assert whole.text == tokenizer.decode(ids) == "é\ufffd"
 
 
@@ -221,9 +217,7 @@ def test_special_tokens_are_skipped_or_shown() -> None:
 
 def test_min_tokens_looks_past_early_stop_strings() -> None:
     params = SamplingParams(stop="b", min_tokens=3, max_tokens=None)
-    whole, _ = run(
-        TextPipeline(byte_level_tokenizer(), params, [1]), outputs_of(list(b"abcabc"), [], "length")
-    )
+    whole, _ = run(TextPipeline(byte_level_tokenizer(), params, [1]), outputs_of(list(b"abcabc"), [], "length"))
     assert (whole.text, whole.token_ids) == ("abca", list(b"abcab"))
 
 

@@ -202,9 +202,7 @@ def test_clients_make_no_new_series(served: Served) -> None:
     assert not {"/a", "/b", "/v1/models/x"} & handlers
 
 
-def test_two_servers_share_nothing(
-    served: Served, tokenizer: Tokenizer, fake_engine: FakeEngineClient
-) -> None:
+def test_two_servers_share_nothing(served: Served, tokenizer: Tokenizer, fake_engine: FakeEngineClient) -> None:
     with serving(fake_engine, tokenizer) as other:
         other.http.get("/v1/models")
         assert total(scrape(other.http), "xserv:http_requests_total", handler="/v1/models") == 1

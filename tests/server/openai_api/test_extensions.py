@@ -137,9 +137,7 @@ def test_structure_and_thinking_under_other_names(served: Served) -> None:
         ({"metadata": {"a": 1}}, "metadata", "expected string, got integer"),
     ],
 )
-def test_an_error_names_the_field_that_was_sent(
-    served: Served, fields: dict[str, Any], param: str, words: str
-) -> None:
+def test_an_error_names_the_field_that_was_sent(served: Served, fields: dict[str, Any], param: str, words: str) -> None:
     error = served.http.post("/v1/chat/completions", json={**CHAT, **fields}).json()["error"]
     assert error["param"] == param
     assert words in error["message"]

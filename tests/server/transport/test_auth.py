@@ -322,9 +322,14 @@ def test_tls(tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path
         ServerConfig(ssl_certfile=str(certificate))
 
 
-
-
-APPS = ("app://", "vscode-webview://*", "tauri://localhost", "chrome-extension://abcdefgh", "null", "http://localhost:*")
+APPS = (
+    "app://",
+    "vscode-webview://*",
+    "tauri://localhost",
+    "chrome-extension://abcdefgh",
+    "null",
+    "http://localhost:*",
+)
 
 
 @pytest.mark.parametrize(

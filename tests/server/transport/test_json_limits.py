@@ -184,9 +184,7 @@ def test_an_idle_connection_is_closed(hurried: Served) -> None:
     assert received.count(b"HTTP/1.1") == 1
 
 
-def test_the_next_request_has_limits_too(
-    narrow: Served, tokenizer: Tokenizer, fake_engine: FakeEngineClient
-) -> None:
+def test_the_next_request_has_limits_too(narrow: Served, tokenizer: Tokenizer, fake_engine: FakeEngineClient) -> None:
     first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     config = ServerConfig(header_timeout_s=2.0)
     with serving(fake_engine, tokenizer, config=config) as served, connect(served.url) as connection:

@@ -113,9 +113,7 @@ def test_bundles_are_merged(tmp_path: Path) -> None:
         merge_bundles(tmp_path / "all.bundle", parts)
 
 
-def test_wheels_are_used_where_something_is_missing_or_too_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wheels_are_used_where_something_is_missing_or_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = {distribution.name for distribution in distributions()}
     assert "numpy" in here
     wheels = {"numpy": "<1", "packaging": "", "msgspec": ">=0.1", "not-there": "==1.0"}

@@ -186,4 +186,3 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path: Path, capsys: pytes
             gpu_check.main([*arguments, "--out", str(tmp_path / "out")])
         assert ended.value.code == 2
         assert words in capsys.readouterr().err
-

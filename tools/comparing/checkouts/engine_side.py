@@ -42,8 +42,7 @@ class Side:
             "processor_s": used,
             "token_ids": [choice.token_ids for choice in choices],
             **{
-                name: [getattr(each, name) for each in times]
-                for name in ("arrival_s", "first_token_s", "last_token_s")
+                name: [getattr(each, name) for each in times] for name in ("arrival_s", "first_token_s", "last_token_s")
             },
         }
 

@@ -184,4 +184,3 @@ def launched_names(weight: GpuWeight) -> list[str]:
     planned = planned_of(weight)
     launches = (planned.rounding, planned.dequantization, planned.launch)
     return [launch.specialisation.name for launch in launches if launch is not None]
-

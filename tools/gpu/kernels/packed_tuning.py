@@ -91,9 +91,7 @@ def _measure(options: Options, stopwatch: Stopwatch, name: str, rows: int, width
     }
 
 
-def _ways(
-    weight: PackedWeight, product: gemm.Product, machine: gemm.Machine
-) -> dict[str, tuple[Planned, float]]:
+def _ways(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) -> dict[str, tuple[Planned, float]]:
     """The launches of each candidate, and their modelled times."""
     found, best = dict[str, tuple[Planned, float]](), dict[tuple[int, int], few_rows_shape.Shape]()
     for shape in few_rows_shape.shapes(product, machine):
@@ -116,9 +114,12 @@ def _ways(
                 Planned(hopper.plan_tile(product, machine, tile, parts)), seconds
             )  # fmt: skip
     if cuda_packed.can_round(weight, product, machine):
-        found["rounded"] = cuda_packed.plan_rounded(weight, product, machine, has_norm=False), (
-            rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
-            + cuda_packed.rounded_tier(product, machine).seconds(product, machine)
+        found["rounded"] = (
+            cuda_packed.plan_rounded(weight, product, machine, has_norm=False),
+            (
+                rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
+                + cuda_packed.rounded_tier(product, machine).seconds(product, machine)
+            ),
         )
     plain = gemm.Product(
         product.m, product.n, product.k, product.x, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True)

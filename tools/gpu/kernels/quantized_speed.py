@@ -208,5 +208,3 @@ def _expected(x: Any, ids: Any, shares: Any, layers: list[list[Layer]]) -> Any:
         share = np.where(ids % 2 == kind, shares, 0).sum(1, keepdims=True)
         total += share * layers[1][kind].expected(inner)
     return total
-
-

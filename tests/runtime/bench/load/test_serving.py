@@ -61,9 +61,7 @@ class FakeServer:
             await self.complete(writer, json.loads(body), is_chat="/chat/" in head)
             self.num_open -= 1
 
-    def send(
-        self, writer: asyncio.StreamWriter, body: bytes, *, status: str = "200 OK", length: bool
-    ) -> None:
+    def send(self, writer: asyncio.StreamWriter, body: bytes, *, status: str = "200 OK", length: bool) -> None:
         size = f"content-length: {len(body)}\r\n" if length else "transfer-encoding: chunked\r\n"
         writer.write(f"HTTP/1.1 {status}\r\n{size}\r\n".encode() + (body if length else b""))
 
@@ -183,9 +181,7 @@ async def test_an_answer_that_takes_too_long() -> None:
 async def test_a_chats_first_token_comes_after_its_role() -> None:
     fake = FakeServer()
     async with fake.running() as url:
-        report = await bench_serve(
-            url, Load(endpoint="chat"), as_text(SAMPLES[:3]), goodput={"ttft": 1.0, "e2el": 1e6}
-        )
+        report = await bench_serve(url, Load(endpoint="chat"), as_text(SAMPLES[:3]), goodput={"ttft": 1.0, "e2el": 1e6})
         for samples, words in ((SAMPLES, "text, not of token ids"), ([Sample("x", 1, 0.5)], "--trace-rate")):
             with pytest.raises(BenchmarkError, match=words):
                 await bench_serve(url, Load(endpoint="chat", request_rate=5.0), samples)

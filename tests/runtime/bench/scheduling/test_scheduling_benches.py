@@ -58,9 +58,7 @@ class MadeUpSteps:
 
 
 def budget(engine: Engine, tpot_ratio: float) -> dict[str, Any]:
-    return measure_budget(
-        engine, tpot_ratio=tpot_ratio, num_decodes=4, context_len=8, prompt_len=250, num_rounds=3
-    )
+    return measure_budget(engine, tpot_ratio=tpot_ratio, num_decodes=4, context_len=8, prompt_len=250, num_rounds=3)
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,7 @@ def test_round_robin_and_least_load() -> None:
     requests = trace((0.0, 4, 90), *((10.0 + 9 * i, 4, 2) for i in range(6)))
     homes = {}
     for name in ("round-robin", "least-load"):
-        run = simulate(
-            requests, limits(max_num_seqs=1), TenthOfASecondPerToken(), num_replicas=2, routing_policy=name
-        )
+        run = simulate(requests, limits(max_num_seqs=1), TenthOfASecondPerToken(), num_replicas=2, routing_policy=name)
         homes[name] = run.report()
     assert homes["least-load"]["ttft_s"]["max"] == pytest.approx(1.4)
     assert homes["round-robin"]["ttft_s"]["max"] > 50.0
@@ -138,7 +136,12 @@ def test_the_router_of_a_fleet_keeps_prefixes_together_and_shares_a_skewed_load_
         rates = {}
         for policy in ("round-robin", "prefix-aware"):
             run = simulate(
-                requests, config, TokenBound(), num_replicas=2, routing_policy=policy, max_concurrency=8  # type: ignore[arg-type]
+                requests,
+                config,
+                TokenBound(),
+                num_replicas=2,
+                routing_policy=policy,
+                max_concurrency=8,  # type: ignore[arg-type]
             )
             assert sum(run.router.num_routed) == 600
             assert run.router.loads() == [0, 0]

@@ -91,4 +91,3 @@ def test_corners() -> None:
     cases = [Case(f"{name} {{d}}, {{0}};", [np.array(list(table), np.uint32)]) for name, table in CORNERS.items()]
     for (name, table), found in zip(CORNERS.items(), evaluate(cases)):
         assert found.tolist() == list(table.values()), name
-

@@ -115,8 +115,6 @@ def test_bit_fields(bits: int) -> None:
     check(cases, expected)
 
 
-
-
 def permuted(x: int, y: int, selector: int) -> int:
     both = (y << 32 | x).to_bytes(8, "little")
     result = 0

@@ -216,4 +216,3 @@ def test_a_dependent_launch_may_read_immutable_memory_early(touch: str) -> None:
     assert run(touch + wait, is_dependent=True, data=weights)[0, 0] == DATA[0]
     caught = fault("st.global.u32 [%d0], %r9;\n" + wait, is_dependent=True, data=weights)
     assert caught.kind == FaultKind.BEFORE_DEPENDENCY
-

@@ -71,9 +71,7 @@ def request(request_id: str, prompt: list[int], **params: Any) -> EngineRequest:
 
 def light_client(model: str | None = None, max_waiting: int = 100, **supervision: Any) -> ProcessEngineClient:
     supervision = {"first_delay_s": 0.05, "healthy_s": 0.0, **supervision}
-    return ProcessEngineClient(
-        model, max_waiting=max_waiting, supervision=Supervision(command=LIGHT, **supervision)
-    )
+    return ProcessEngineClient(model, max_waiting=max_waiting, supervision=Supervision(command=LIGHT, **supervision))
 
 
 def is_gone(pid: int) -> bool:

@@ -318,5 +318,3 @@ def test_the_nearest_known_class_is_taken() -> None:
     stranger = msgspec.structs.replace(problem, kinds=["elsewhere.NewError", *problem.kinds])
     assert type(error_of(stranger)) is RequestError
     assert type(error_of(Problem(["builtins.SystemExit"], "x", {}))) is XservError
-
-

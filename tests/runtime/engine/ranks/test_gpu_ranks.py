@@ -1,5 +1,4 @@
-"""A model on several emulated GPUs, each in a process: transformers' tokens, one rank's bits in exact mode, no orphan.
-"""
+"""A model on several emulated GPUs, each in a process: transformers' tokens, one rank's bits if exact, no orphan."""
 
 from __future__ import annotations
 
@@ -45,10 +44,7 @@ def greedy(folder: Path, ids: list[int], count: int, num_ranks: int, **settings:
     ("case", "num_ranks"),
     [
         ("qwen2_tied", 2),
-        *(
-            pytest.param(case, 2, marks=exhaustive)
-            for case in ("mistral_window", "qwen2_window", "qwen3_layer_types")
-        ),
+        *(pytest.param(case, 2, marks=exhaustive) for case in ("mistral_window", "qwen2_window", "qwen3_layer_types")),
         pytest.param("mistral_wide_window", 4, marks=exhaustive),
     ],
 )

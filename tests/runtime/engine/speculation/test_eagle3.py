@@ -25,6 +25,7 @@ from tests.runtime.engine.speculation.noted import Proposals, note_proposals
 DEMO = Path("models/demo").resolve()
 QUESTIONS = ("Write a poem about the dog.", "Who are you?", "Translate apple into French.", "Count from 3 to 9")
 
+
 def new_engine(**settings: Any) -> tuple[Engine, StateProposer, Proposals]:
     """An engine that tries all that its drafter says, the drafter, and what it says."""
     defaults: dict[str, Any] = {

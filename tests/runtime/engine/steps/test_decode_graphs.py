@@ -416,9 +416,7 @@ def test_nothing_is_collected_while_a_step_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.planted
-def test_a_replay_that_does_not_wait_for_the_blocks_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_that_does_not_wait_for_the_blocks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = new_gpu(index=1)
     fault = gpu.driver.fault  # only emulated drivers find it
     monkeypatch.setitem(gpu_module._opened, gpu.device.type, gpu)

@@ -79,7 +79,7 @@ def test_proposals_change_no_token(settings: dict[str, Any]) -> None:
 def test_what_is_found_later_are_the_tokens_that_were_kept() -> None:
     """Pages that held rejected proposals are not found under them; those of accepted ones are found."""
     prompt = list(range(20))
-    (plain,) = (run_to_end(with_request(make_engine(), prompt, 40)).values())
+    (plain,) = run_to_end(with_request(make_engine(), prompt, 40)).values()
     answer = plain.token_ids()
     engine = make_engine()
     schedule = engine.scheduler.schedule

@@ -108,10 +108,12 @@ def test_steps_that_were_sent_run_the_same() -> None:
         assert engine.stats().num_preemptions > 0
         assert (sender.num_sent > 20) == bool(way)
         assert (sender.num_next > 5) == (way == "to ranks")
-        answers.append({
-            name: [(o.index, o.new_token_ids, o.logprobs, o.prompt_logprobs, o.finish_reason) for o in each.outputs]
-            for name, each in results.items()
-        })
+        answers.append(
+            {
+                name: [(o.index, o.new_token_ids, o.logprobs, o.prompt_logprobs, o.finish_reason) for o in each.outputs]
+                for name, each in results.items()
+            }
+        )
         engine.close()
     assert answers[0] == answers[1] == answers[2]
 
@@ -131,9 +133,7 @@ def test_what_the_model_cannot_do_is_refused(fields: dict[str, Any], message: st
 
 
 def test_a_rotary_offset_is_refused() -> None:
-    load = RowLoad(
-        row=0, seed=0, choice_index=0, num_prompt_tokens=1, last_token_id=1, numbers={}, rotary_offset=-3
-    )
+    load = RowLoad(row=0, seed=0, choice_index=0, num_prompt_tokens=1, last_token_id=1, numbers={}, rotary_offset=-3)
     with pytest.raises(UnsupportedStepError, match="rotary_offset"):
         make_engine().executor.start(step_of(loads=[load]))
 

@@ -31,7 +31,7 @@ def scan(pieces: list[str]) -> tuple[str, int]:
         assert read == len(piece)
     text = "".join(pieces)[:place]
     assert text.endswith(scanner.waiting)
-    if not any(mark in text for mark in ("\'", "\\", "True", "False", "None", ",")) and text.isprintable():
+    if not any(mark in text for mark in ("'", "\\", "True", "False", "None", ",")) and text.isprintable():
         assert written + scanner.waiting == text
     if scanner.is_complete and place > 1:
         json.loads(written)

@@ -90,7 +90,7 @@ READ: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
         BOTH,
     ),
     (LLAMA3, '<|python_tag|>brave_search.call(query="Who?")', "", [("brave_search", {"query": "Who?"})]),
-    (LLAMA3, "Hi {\"name\": \"f\", \"parameters\": {}}", 'Hi {"name": "f", "parameters": {}}', []),
+    (LLAMA3, 'Hi {"name": "f", "parameters": {}}', 'Hi {"name": "f", "parameters": {}}', []),
     (LLAMA3, '{"answer": 42}', '{"answer": 42}', []),
     (LLAMA3, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
     # Mistral: v3's list, with and without ids; v11's name and arguments; v7's id between them
@@ -185,7 +185,7 @@ READ: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
     # DeepSeek V3, R1 (its first call without what opens all), V3.1
     (
         DEEPSEEK_V3,
-        f'So.<{DSML}s▁begin｜><{DSML}▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n'
+        f"So.<{DSML}s▁begin｜><{DSML}▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
         f'{{"city": "Rome", "days": 2}}\n```<{DSML}▁end｜>\n<{DSML}▁begin｜>function<｜tool▁sep｜>now.utc-0\n```json\n'
         f"{{}}\n```<{DSML}▁end｜><{DSML}s▁end｜>",
         "So.",
@@ -198,7 +198,7 @@ READ: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
         "",
         BOTH,
     ),
-    (DEEPSEEK_V31, f'<{DSML}▁begin｜>now.utc-0<｜tool▁sep｜>{{}}', "", [("now.utc-0", {})]),
+    (DEEPSEEK_V31, f"<{DSML}▁begin｜>now.utc-0<｜tool▁sep｜>{{}}", "", [("now.utc-0", {})]),
     (
         DEEPSEEK_V3,
         f"<{DSML}▁begin｜>function<｜tool▁sep｜>f\n```json\n{{a}} \n`\n```<{DSML}▁end｜>!",
@@ -208,7 +208,7 @@ READ: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
     (DEEPSEEK_V31, f"<{DSML}s▁begin｜> none", f"<{DSML}s▁begin｜> none", []),
     # Gemma 3 and Llama 4: Python, bare, fenced, between tags
     (PYTHONIC, "[get_weather(city='Rome', days=2), now.utc-0()]", "", BOTH),
-    (PYTHONIC, "```tool_code\nget_weather(city=\"Rome\", days=2)\n```", "", ROME),
+    (PYTHONIC, '```tool_code\nget_weather(city="Rome", days=2)\n```', "", ROME),
     (PYTHONIC, "Sure:\n<|python_start|>[get_weather(city='Rome', days=2)]<|python_end|>", "Sure:", ROME),
     (
         PYTHONIC,
