@@ -42,7 +42,7 @@ def _repeated(
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What the server holds clients to, whom it lets in, and what it tells. Times in seconds, sizes in bytes. Raises
+    """The server's limits for clients, its keys and origins, and its reports. Times in seconds, sizes in bytes. Raises
     `ServerConfigError`, which names the field, its value and its limit."""
 
     max_connections: Annotated[

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
     @dataclass(frozen=True, kw_only=True)
     class AnyFlags:
-        """What `flag_class` makes."""
+        """The static type of the classes from `flag_class`."""
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -82,7 +82,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(_EngineFlags):
-    """What an engine is built of; the flags and defaults are `EngineConfig`'s."""
+    """The options of an engine; the flags and defaults are `EngineConfig`'s."""
 
     HEADINGS: ClassVar = {
         "model": "Model",
@@ -113,7 +113,7 @@ class EngineOptions(_EngineFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class LlmOptions(EngineOptions):
-    """What `LLM` is made of: an engine, and a tokenizer."""
+    """The options of `LLM`: those of an engine, and of a tokenizer."""
 
     HEADINGS: ClassVar = {**EngineOptions.HEADINGS, "tokenizer": "Model"}
 

@@ -1,4 +1,4 @@
-"""What the user asks of an engine: every option once, with its type, default, bounds and words.
+"""The options of an engine: each one once, with its type, default, bounds and words.
 
 ``runtime.engine.limits`` turns an ``EngineConfig``, with the model's numbers, into what the scheduler works with.
 """
@@ -167,7 +167,7 @@ class SchedulingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(SchedulingConfig):
-    """What the user asks for. None: chosen from the model and the free memory. Raises ``RequestError``."""
+    """The options of an engine. None: the engine chooses by the model and the free memory. Raises ``RequestError``."""
 
     device: Annotated[
         str,
@@ -574,7 +574,7 @@ class EngineConfig(SchedulingConfig):
 
     @property
     def num_ranks(self) -> int:
-        """Of all stages together."""
+        """The ranks of all stages together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

@@ -1,4 +1,4 @@
-"""What an option is, beside its name, type and default: said once, in the dataclass that has it.
+"""An option beside its name, type and default: written once, in the dataclass that has the field.
 
 A field of `EngineConfig`, or of the server's `ServerConfig`, is annotated with an `Option`. From the fields are made:
 the dataclass's checks, the flags of the commands (`runtime.commands.options`) and the list in its docstring, which
@@ -46,7 +46,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is said of an option.
+    """The words, bounds and flag of an option.
 
     Attributes:
         help: one line for the command line.

@@ -278,6 +278,13 @@ def newer_cases() -> dict[str, tuple[Any, int]]:
             small("Phi3", 48, 60, **heads(3, 1), rope_parameters={**longrope}, original_max_position_embeddings=16),
             9,
         ),
+        **mixture_cases(),
+    }
+
+
+def mixture_cases() -> dict[str, tuple[Any, int]]:
+    """The cases of families with experts."""
+    return {
         "mixtral_odd": (small("Mixtral", 45, 37, **heads(5, 1), head_dim=10, num_local_experts=3), 23),
         "mixtral_all": (small("Mixtral", 48, 20, **heads(4, 2), num_local_experts=2, sliding_window=6), 17),
         "qwen2_moe_shared": (
@@ -360,6 +367,13 @@ def newer_cases() -> dict[str, tuple[Any, int]]:
             ),
             20,
         ),
+        **latent_cases(),
+    }
+
+
+def latent_cases() -> dict[str, tuple[Any, int]]:
+    """The cases of families with latent attention."""
+    return {
         "deepseek_v2_odd": (
             small(
                 "DeepseekV2",

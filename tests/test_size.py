@@ -1,0 +1,104 @@
+"""How large the product may be: lines by room, and the length of functions. A capability that needs more raises its
+room's number in the same commit, and says why there."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
+
+MOST_LINES = {
+    "numba_kernels": 29_140,
+    "runtime/emulator": 18_490,
+    "runtime/device": 3_960,
+    "runtime/tensor": 1_920,
+    "runtime/backends": 2_420,
+    "runtime/linear": 1_960,
+    "runtime/kv": 860,
+    "runtime/engine": 19_750,
+    "runtime/text": 4_980,
+    "runtime/llm": 1_240,
+    "runtime/parallel": 1_140,
+    "runtime/images": 920,
+    "runtime/commands": 2_860,
+    "runtime/bench": 8_830,
+    "runtime": 2_770,
+    "models": 14_080,
+    "server": 18_960,
+    "tokenizer": 5_620,
+    "tools": 20_680,
+}
+"""Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
+in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests."""
+
+MOST_FUNCTION_LINES, MOST_KERNEL_LINES = 150, 250
+LONG_KERNELS = {
+    "decode_tensor_core", "flash_tensor_core", "few_rows", "packed_tiles", "flash_hopper",
+}  # fmt: skip
+"""Files of kernels with functions that are longer: the ones whose structure is to change next."""
+
+
+def files_of(room: str, *endings: str) -> Iterator[Path]:
+    """The product's files of a room."""
+    for ending in endings:
+        yield from sorted((ROOT / room).rglob(f"*{ending}"))
+
+
+def room_of(path: Path) -> str:
+    """The longest of the rooms' names that the path begins with."""
+    parts = path.relative_to(ROOT).parts
+    longer = "/".join(parts[:2])
+    return longer if longer in MOST_LINES else parts[0]
+
+
+def too_long(path: Path) -> Iterator[str]:
+    """Functions of a file that have more lines than they may."""
+    of_kernels = path.is_relative_to(ROOT / "numba_kernels")
+    if path.stem in LONG_KERNELS and of_kernels:
+        return
+    most = MOST_KERNEL_LINES if of_kernels else MOST_FUNCTION_LINES
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            count = node.end_lineno - node.lineno + 1
+            if count > most:
+                yield f"{path.relative_to(ROOT)}: {node.name} has {count} lines, may have {most}"
+
+
+def test_each_room_keeps_to_its_lines() -> None:
+    counts: Counter[str] = Counter()
+    for package in PACKAGES:
+        for path in files_of(package, ".py", ".js"):
+            counts[room_of(path)] += path.read_bytes().count(b"\n")
+    assert set(counts) == set(MOST_LINES)
+    over = {room: (count, MOST_LINES[room]) for room, count in counts.items() if count > MOST_LINES[room]}
+    assert not over, "lines, and how many there may be"
+
+
+def test_functions_are_short_enough_to_read() -> None:
+    assert [line for package in PACKAGES for path in files_of(package, ".py") for line in too_long(path)] == []
+
+
+def test_each_long_kernel_is_one() -> None:
+    for name in LONG_KERNELS:
+        (path,) = (each for each in files_of("numba_kernels", ".py") if each.stem == name)
+        longest = max(
+            node.end_lineno - node.lineno + 1
+            for node in ast.walk(ast.parse(path.read_bytes()))
+            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
+        )
+        assert longest > MOST_KERNEL_LINES, f"{name} is short now: take it off the list"
+
+
+@pytest.mark.parametrize(("lines", "is_long"), [(149, False), (150, True)])
+def test_the_count_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int, is_long: bool) -> None:
+    monkeypatch.setattr("tests.test_size.ROOT", tmp_path)
+    path = tmp_path / "server" / "long.py"
+    path.parent.mkdir()
+    path.write_text("def f():\n" + "    x = 1\n" * lines, encoding="utf-8")
+    assert bool(list(too_long(path))) == is_long
