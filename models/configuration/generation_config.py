@@ -29,7 +29,8 @@ _ONLY_TRANSFORMERS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ONE.split(), (1,)), **dict.fromkeys(_ZERO.split(), (0,)),
     **dict.fromkeys(_EMPTY.split(), ([], {}, "")),
 }  # fmt: skip
-"""What else transformers 5.24 generates by, with the values that switch it off."""
+"""Fields that change how transformers 5.24 generates and that are not read here, with the values that switch them
+off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ def architectures_naming(*words: str) -> dict[str, Architecture]:
     return _of_modules(name for name, source in _sources() if any(word in source for word in quoted))
 
 
+@cache
 def architecture_named(name: str) -> Architecture:
     """The architecture of this name, which is known."""
     return architectures_naming(name)[name]

@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from runtime.engine.checks import check_positive
 from runtime.engine.errors import RequestError
@@ -14,15 +14,11 @@ from runtime.errors import InvalidArgumentError
 DEFAULT_MAX_WAITING_TOKENS = 4 << 20
 """Most prompt tokens in the waiting queue: a thousand requests of 4,096."""
 
-POLICIES = ("fcfs", "priority", "deadline")
-BATCHING = ("stall-free", "prefill-first", "orca", "static")
-PREEMPTIONS = ("auto", "recompute", "swap")
-VICTIMS = ("latest", "least-recently-used", "shortest-remaining")
-
 Policy = Literal["fcfs", "priority", "deadline"]
 Batching = Literal["stall-free", "prefill-first", "orca", "static"]
 Preemption = Literal["auto", "recompute", "swap"]
 Victim = Literal["latest", "least-recently-used", "shortest-remaining"]
+POLICIES, BATCHING, PREEMPTIONS, VICTIMS = map(get_args, (Policy, Batching, Preemption, Victim))
 Overlap = Literal["auto", "on", "off"]
 DecodeGraphsMode = Literal["auto", "on", "off"]
 DecodeKernels = Literal["layers", "megakernel"]
@@ -42,9 +38,6 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 RoutingPolicy = Literal["round-robin", "least-load", "prefix-aware"]
 ExecutorBackend = Literal["mp", "ray"]
 GIB = 1 << 30
-
-EngineSettings = dict[str, Any]
-"""Keyword arguments of whatever builds an engine: ``EngineConfig``'s fields."""
 
 
 def _stages_of_text(text: str) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ class Prepared:
         out, shape, dtype: the result's address (of `Inputs.result`), shape and type; its first dimension is rows.
         rows: those that `expected` has, ascending.
         expected: float32 [len(rows), ...], computed by numpy from the same arrays.
-        torch: queues torch's, given the module and a function that makes tensors of arrays; returns its callable.
+        torch: returns torch's call, given the module and a function that makes tensors of arrays; None: it has none.
         operands, sizes: of a matrix product, the addresses of x and of the weight, and m, n, k, for a library; else ().
     """
 
@@ -109,7 +109,7 @@ class Prepared:
     dtype: str
     rows: Array
     expected: Array
-    torch: Callable[[Any, Callable[[Array], Any]], Callable[[], Any]]
+    torch: Callable[[Any, Callable[[Array], Any]], Callable[[], Any]] | None
     operands: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
 
@@ -188,12 +188,11 @@ def product_case(
             expected += residual[rows].astype(np.float32)
 
         def torch(module: Any, tensor: Callable[[Array], Any]) -> Callable[[], Any]:
-            if terms != [0, 0] or activation:
-                raise NotImplementedError("torch is asked for plain products alone")
             left, right = tensor(x), tensor(weight)
             return lambda: module.nn.functional.linear(left, right)
 
-        return Prepared(run, out, (m, n), out_type, rows, expected, torch, operands, (m, n, k))
+        peer = torch if terms == [0, 0] and not activation else None
+        return Prepared(run, out, (m, n), out_type, rows, expected, peer, operands, (m, n, k))
 
     size = numpy_dtype(dtype).itemsize
     least = (m * k + columns * k + n * has_bias) * size + m * n * numpy_dtype(out_type).itemsize * (1 + has_residual)
@@ -334,13 +333,11 @@ def _norm(name: str, rows: int, size: int, *, has_residual: bool = False) -> Cas
         chosen = sampled(rows)
 
         def torch(module: Any, tensor: Callable[[Array], Any]) -> Callable[[], Any]:
-            if has_residual:
-                raise NotImplementedError("torch is asked for norms without a residual")
             data, terms = tensor(x), [tensor(term) for term in affine]
             function = getattr(module.nn.functional, name)
             return lambda: function(data, (size,), *terms, eps=EPS)
 
-        return Prepared(run, out, (rows, size), "bf16", chosen, expected[chosen], torch)
+        return Prepared(run, out, (rows, size), "bf16", chosen, expected[chosen], None if has_residual else torch)
 
     least = (6 if has_residual else 4) * rows * size + 4 * size * (1 if is_rms else 2)
     title = f"{name}{' + residual' * has_residual} bf16"

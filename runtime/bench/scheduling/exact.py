@@ -31,7 +31,7 @@ from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, Tok
 from runtime.engine.sampling_params import SamplingParams
 
 MakeEngine = Callable[[Mapping[str, Any]], Engine]
-"""An engine with these settings (`EngineSettings`), always over the same weights."""
+"""An engine with these settings (`EngineConfig`'s fields), always over the same weights."""
 
 _Key = tuple[str, int]  # a request and its choice
 
@@ -42,7 +42,7 @@ class Schedule:
 
     Attributes:
         name: its purpose.
-        settings: `EngineSettings`. `num_blocks` is a multiple of the longest request's blocks here.
+        settings: `EngineConfig`'s fields. `num_blocks` is a multiple of the longest request's blocks here.
         arrivals: all at once, a few at each step, or each after the last has ended.
         num_workers: threads on the cpu, or None for all.
     """

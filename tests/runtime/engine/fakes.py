@@ -16,7 +16,7 @@ import pytest
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import float32
-from runtime.engine.config import EngineConfig, EngineSettings
+from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.limits import resolve
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest
@@ -137,7 +137,7 @@ def each_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return overlaps
 
 
-DEFAULTS: EngineSettings = {
+DEFAULTS: dict[str, Any] = {
     "num_blocks": 64,
     "block_size": 8,
     "max_model_len": 128,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32
-from runtime.engine.config import EngineSettings
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
@@ -195,8 +194,8 @@ def demo_answers() -> Answers:
     return Answers(build_engine(max_model_len=96, max_num_seqs=2, block_size=8, seed=0, **LONE))
 
 
-LONE: EngineSettings = {"enable_prefix_caching": False, "num_blocks": 32, "overlap": "off"}
-TINY: EngineSettings = {
+LONE: dict[str, Any] = {"enable_prefix_caching": False, "num_blocks": 32, "overlap": "off"}
+TINY: dict[str, Any] = {
     "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 40, "block_size": 8, "num_blocks": 18, "seed": 0,
 }  # fmt: skip
 
@@ -212,7 +211,7 @@ TINY: EngineSettings = {
         ({"overlap": "off", "preemption": "auto", "swap_space_bytes": 9}, 500),
     ],
 )  # fmt: skip
-def test_hundreds_of_steps_of_the_demo_model(settings: EngineSettings, num_steps: int, demo_answers: Answers) -> None:
+def test_hundreds_of_steps_of_the_demo_model(settings: dict[str, Any], num_steps: int, demo_answers: Answers) -> None:
     """`swap_space_bytes` counts blocks here."""
     block_bytes = demo_answers.lone.executor.kv_cache.spec.bytes_per_block
     settings = {**settings, "swap_space_bytes": settings.get("swap_space_bytes", 0) * block_bytes}
@@ -234,7 +233,7 @@ def test_hundreds_of_steps_of_the_demo_model(settings: EngineSettings, num_steps
         {"overlap": "off", "preemption": "auto", "swap_space_bytes": 9},
     ],
 )
-def test_steps_with_proposals(settings: EngineSettings, demo_answers: Answers) -> None:
+def test_steps_with_proposals(settings: dict[str, Any], demo_answers: Answers) -> None:
     """`swap_space_bytes` counts blocks here."""
     block_bytes = demo_answers.lone.executor.kv_cache.spec.bytes_per_block
     engine = build_engine(**TINY, **{**settings, "swap_space_bytes": settings["swap_space_bytes"] * block_bytes})

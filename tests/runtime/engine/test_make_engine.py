@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from models.checkpoints.safetensors_file import SafetensorsFile
 from runtime.engine.admission import prepare
-from runtime.engine.config import EngineConfig, EngineSettings
+from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
@@ -49,7 +50,7 @@ def test_position_tables_are_as_long_as_what_is_served(tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_an_engine_is_described_before_anything_is_read(
-    monkeypatch: pytest.MonkeyPatch, settings: EngineSettings
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     settings = {"device": "cpu", **settings}
     with monkeypatch.context() as patch:

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from models.base import Model
-from runtime.engine.config import EngineSettings
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest
@@ -25,7 +24,7 @@ from tests.runtime.engine.test_fuzz import Answers, fuzz, templates
 
 WINDOW, VOCAB_SIZE, MAX_MODEL_LEN = 24, 97, 160
 MIXED = ("sliding_attention",) * 5 + ("full_attention",)
-SETTINGS: EngineSettings = {
+SETTINGS: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 48, "block_size": 8, "seed": 0,
 }  # fmt: skip
 

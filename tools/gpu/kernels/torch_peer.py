@@ -44,6 +44,7 @@ class Torch:
 
 def bind(torch: Torch, case: Case, ready: Prepared) -> tuple[Callable[[], Any], float]:
     """A function that runs torch's call of a case, and its error. Raises AssertionError if it is wrong."""
+    assert ready.torch is not None, f"{case.name}: torch has no such call"
     theirs = ready.torch(torch.module, torch.tensor)
     found = torch.array(theirs()).reshape(ready.shape)
     return theirs, error_share(found[ready.rows], ready, case.tolerance, "torch's")
