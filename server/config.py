@@ -12,7 +12,7 @@ from server.transport.allowed_origins import is_origin
 LIMITS, ANSWERS, KEYS, OPERATIONS = HEADINGS = (
     "Limits of the server", "Answers", "Keys and addresses", "Operations",
 )  # fmt: skip
-"""Of the commands' help, in this order."""
+"""The headings of the server's flags in the help, in this order."""
 
 
 class ServerConfigError(InvalidArgumentError):
@@ -336,6 +336,6 @@ class ServerConfig:
 
 
 OPTIONS = option_fields(ServerConfig)
-"""The table: whoever needs the options of the server goes through it."""
+"""The table of the server's options: checks, flags and docs are made from it."""
 
 ServerConfig.__doc__ = f"{ServerConfig.__doc__}\n\n{describe(ServerConfig)}"

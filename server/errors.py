@@ -53,7 +53,7 @@ ANTHROPIC_TYPES = {
 """Anthropic's name of an error by its status; of all others, "invalid_request_error"."""
 
 MANAGEMENT = frozenset({"pull", "push", "create", "copy", "delete", "blobs"})
-"""What of Ollama's `/api` manages models: there is the one that the server was started with."""
+"""The paths of Ollama's `/api` that manage models; this server has the model that it was started with."""
 
 
 NOT_BUILT = {

@@ -27,7 +27,7 @@ MEDIA_TYPES = {
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
 }
-"""What is served, by the ending of its name."""
+"""Media types of the served files, by their names' endings."""
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (

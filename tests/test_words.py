@@ -32,12 +32,17 @@ PERSONS = re.compile(r"\b(whoever|nobody)\b", re.IGNORECASE)
 
 
 def words_of(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Line, text, and whether it is a docstring: the docstrings and comments of a file."""
+    """Line, text, and whether it is a docstring: the docstrings and comments of a file. A string after an assignment is
+    the docstring of its name."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node, clean=False)
-            if text is not None:
-                yield node.body[0].lineno, text, True
+        body = getattr(node, "body", None)
+        for each in body if isinstance(body, list) else []:
+            if (
+                isinstance(each, ast.Expr)
+                and isinstance(each.value, ast.Constant)
+                and isinstance(each.value.value, str)
+            ):
+                yield each.lineno, each.value.value, True
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string, False
@@ -78,3 +83,4 @@ def test_docstrings_and_comments_are_plain() -> None:
 )
 def test_the_patterns(text: str, words: list[str]) -> None:
     assert [word for _, word in tell_tales(f'"""{text}"""\n')] == words
+    assert [word for _, word in tell_tales(f'X = 1\n"""{text}"""\n')] == words

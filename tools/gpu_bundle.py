@@ -36,7 +36,7 @@ from tools.gpu.checking.unpack import PACKAGES  # noqa: E402
 from tools.gpu.sections import sections  # noqa: E402
 
 MOST_BYTES = 40_000_000
-"""Of the whole folder: what a working tree leaves of 64 MiB."""
+"""Bytes of the whole folder: the rest of 64 MiB beside a working tree."""
 
 CARRIED = ("packaging", "msgspec", "gguf", "llguidance", "numba-cuda", "cuda-bindings", "cuda-core", "cuda-pathfinder")
 GLIBCS = (17, 24, 27, 28, 31, 34, 35)

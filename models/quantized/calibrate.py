@@ -47,7 +47,7 @@ Array = np.ndarray[Any, Any]
 POWERS = tuple(step / 10 for step in range(11))
 SEQUENCE_TOKENS = 256
 MOST_ROWS = 512
-"""Of activations, evenly taken, that the loss of a product is computed on."""
+"""Rows of activations, evenly spaced, for a product's loss."""
 _BLOCK_SIZE = 16
 
 

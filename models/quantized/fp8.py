@@ -27,7 +27,7 @@ SCALES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu), "U8": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }  # fmt: skip
-"""What scales are, by the file's name of their type; bytes are exponents."""
+"""The meaning of scales by the file's name of their type; bytes are exponents."""
 
 
 SCALES_OF_PAGES = (".k_scale", ".v_scale", ".q_scale", "k_proj.output_scale", "v_proj.output_scale")

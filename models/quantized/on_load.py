@@ -24,7 +24,7 @@ ROUNDINGS = {
 """By `LoadOptions.rounding`."""
 
 HEAD = Rounding("int8", (1, 0), np.dtype(np.float32))
-"""Of the output head, and of the token table that is tied to it."""
+"""The rounding of the output head, and of a token table tied to it."""
 
 
 class RoundedSource:

@@ -22,16 +22,16 @@ from runtime.dtype import DType, float32
 from runtime.tensor.tensor import Tensor
 
 CPU_ROWS = 192
-"""Rows of a piece on the cpu where nobody waits for its end."""
+"""Rows of a piece on the cpu if no decode waits for its end."""
 
 MOST_CPU_ROWS = 1024
-"""And at most, whoever asks."""
+"""The most rows of any piece there."""
 
 GPU_ROWS = 4096
 """On a GPU, which computes a layer of so many in less than a millisecond."""
 
 Pieces = Generator[int, None, tuple[Tensor, ...]]
-"""A picture's work: yields the rows of each piece behind it, and returns what the tower makes of the picture."""
+"""The encoding of a picture: yields the rows of each finished piece, and returns the tower's result."""
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ ROUNDINGS = {
 }  # fmt: skip
 FORMATS = ("float32", "bfloat16", "int8", *ROUNDINGS)
 MOST_ERROR = 0.02
-"""Of the largest number of a product: rows are rounded to bfloat16 or int8 where the format has it so."""
+"""As a share of a product's largest number; some formats round rows to bfloat16 or int8."""
 
 
 @dataclass(frozen=True, slots=True)

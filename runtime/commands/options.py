@@ -23,7 +23,7 @@ from runtime.sampling_table import COLUMNS
 _CONFIG = EngineConfig()
 
 HEADINGS = "Model", "Memory and batches", "Execution", "Scheduling"
-"""Of the engine's flags in the help, in this order."""
+"""The headings of the engine's flags in the help, in this order."""
 
 
 def flag_class(name: str, table: Iterable[OptionField], headings: Sequence[str], *more: tuple[str, Any, Any]) -> type:

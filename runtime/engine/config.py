@@ -601,6 +601,6 @@ class EngineConfig(SchedulingConfig):
 
 
 OPTIONS = option_fields(EngineConfig)
-"""The table: whoever needs the options of an engine goes through it."""
+"""The table of an engine's options: checks, flags and docs are made from it."""
 
 EngineConfig.__doc__ = f"{EngineConfig.__doc__}\n\n{describe(EngineConfig)}"

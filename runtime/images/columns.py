@@ -22,7 +22,7 @@ from numba_kernels.cache import njit
 Array = np.ndarray[Any, Any]
 
 BITS = 22
-"""Of a tap behind its point."""
+"""Fraction bits of a tap."""
 
 _LINES = 4
 """That share a load of taps."""

@@ -40,7 +40,7 @@ _RANGES: dict[str, Json] = {
         "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
     },
 }
-"""What `SamplingParams` asks of a field beside its type. null is allowed everywhere."""
+"""`SamplingParams`' bounds of a field, beside its type. null is allowed everywhere."""
 
 _TOKEN_IDS: dict[str, Json] = {
     "stop_token_ids": {"maxItems": 1024},

@@ -35,7 +35,7 @@ Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
 Schema's does not.)"""
 
 RequestId = Annotated[str, msgspec.Meta(pattern=_REQUEST_ID)]
-"""What a client calls its request: safe in a header, a path and a log line."""
+"""A client's name for its request: safe in a header, a path and a log line."""
 
 MAX_TOOLS = 128
 """Functions of a request."""

@@ -19,7 +19,7 @@ from server.worker_process import WorkerProcess
 logger = logging.getLogger("xserv.server")
 
 KEPT_BYTES = 16 << 20
-"""Of memory shared with a process: what a larger picture took beyond is given back."""
+"""Shared memory that a process keeps; a larger picture's surplus is returned."""
 
 _ANSWER: msgspec.msgpack.Decoder[Prepared | Refused] = msgspec.msgpack.Decoder(Prepared | Refused)
 _CLOSED = "the server is shutting down"

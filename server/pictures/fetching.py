@@ -23,7 +23,7 @@ from server.pictures.addresses import Place, is_public, parsed
 MAX_URL_LENGTH = 8192
 MAX_REDIRECTS = 3
 MAX_HEAD_BYTES = 1 << 16
-"""Of an answer's headers, with what TLS adds to them."""
+"""Most bytes of an answer's headers, TLS included."""
 
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = (301, 302, 303, 307, 308)

@@ -6,11 +6,11 @@ import threading
 from collections import OrderedDict
 
 Owner = tuple[str | None, str | None]
-"""A tenant and the `cache_salt` of its request: nobody else finds a picture by its name."""
+"""A tenant and the `cache_salt` of its request: other tenants do not find a picture by its name."""
 
 MAX_UUID_LENGTH = 256
 _ENTRY_BYTES = 1024
-"""What a kept picture costs beside its file: its name, the keys, the objects around them."""
+"""Bytes of a kept picture beside its file: its name, the keys, the objects around them."""
 
 
 class KeptPictures:

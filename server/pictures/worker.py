@@ -16,7 +16,7 @@ from runtime.images.patches import Rule, make_patches
 from server.worker_process import answer_jobs
 
 MAX_MEMORY_BYTES = 3 << 29
-"""Of addresses: the libraries' 360 MiB, and a picture of the most pixels several times."""
+"""Address space: the libraries' 360 MiB, and the largest picture several times."""
 
 
 class Job(msgspec.Struct, array_like=True):

@@ -66,7 +66,7 @@ ENVIRONMENTS: dict[str, str | None] = {
     "displaymath": "",
     "math": "",
 }
-"""What stands for an environment that the library does not know; "": only its content."""
+"""Replacements of environments that the library does not know; "" keeps the content alone."""
 
 KNOWN_ENVIRONMENTS = frozenset(name.removeprefix("\\") for name in MATRICES) | {"array", "cases"}
 LIMITS = {"msub": "munder", "msup": "mover", "msubsup": "munderover"}

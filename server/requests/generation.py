@@ -36,7 +36,7 @@ OUTPUTS_AT_ONCE = 64
 """A request that many outputs have come for lets others have their turn after so long, looked at after so many."""
 
 OUTPUT_BYTES, ENTRY_BYTES, ALTERNATIVE_BYTES = 400, 300, 40
-"""What Python takes for an output of one token, for its log probability, and for each alternative to that."""
+"""Bytes in Python of an output of one token, of its log probability, and of each alternative."""
 
 
 def kept_bytes(output: EngineOutput) -> int:

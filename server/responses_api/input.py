@@ -29,7 +29,7 @@ _NOT_READ = (
     "compaction", "compaction_summary", "context_compaction", "web_search_call", "file_search_call",
     "code_interpreter_call", "image_generation_call", "mcp_list_tools", "mcp_call",
 )  # fmt: skip
-"""What another server made for itself: conversations that it alone can read, and calls of tools that it ran."""
+"""Items that another server made for itself: conversations that it alone can read, and calls of its own tools."""
 """Items of another server's that hold what it alone can decrypt."""
 
 

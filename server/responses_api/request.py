@@ -41,7 +41,7 @@ from server.responses_api.schema import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` says for log probabilities."""
+"""The value of `include` for log probabilities."""
 
 RENAMED = {
     "messages": "input",

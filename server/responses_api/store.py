@@ -15,7 +15,7 @@ from server.openai_api.schema import Message
 from server.responses_api.objects import Response
 
 Key = tuple[str | None, str]
-"""Tenant and id: nobody finds another's responses."""
+"""Tenant and id: a tenant does not find another's responses."""
 
 
 @dataclass(frozen=True, slots=True)

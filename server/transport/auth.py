@@ -24,7 +24,7 @@ from server.transport.exchange import KEY, Exchange
 logger = logging.getLogger("xserv.server")
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
-"""The paths without a key: whoever keeps the server running need not know any. They tell a state and no more."""
+"""The paths that need no key, for supervisors. They show a state and no more."""
 
 MAX_KEY_FILE_BYTES = 1 << 20
 

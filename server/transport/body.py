@@ -31,7 +31,7 @@ logger = logging.getLogger("xserv.server")
 
 
 _PLAIN_MEDIA_TYPES = ("", "application/x-www-form-urlencoded")
-"""What Ollama's clients may send: litellm names no type, and curl by itself that of a form. Pages of other sites could,
+"""Media types of Ollama's clients: litellm names none, and curl by itself that of a form. Pages of other sites could,
 too; their Origin is refused before."""
 
 

@@ -74,11 +74,11 @@ _HELD: dict[tuple[type, str], tuple[type, ...]] = {
     (Turn, "content"): _BLOCKS,
     (ToolResultInput, "content"): _BLOCKS,
 }
-"""What a list of objects holds whose objects the schema leaves open, since they are read one by one."""
+"""Item types of lists whose objects the schema leaves open, since they are read one by one."""
 
 _PARTS = (ContentPart, InputPart)
 _TEXT_PARTS = frozenset({"text", "refusal", "input_text", "output_text"})
-"""Parts of these kinds are read. Further fields of others stay for whoever refuses these by name."""
+"""Parts of these kinds are read. Further fields of other kinds stay, so that they are refused by name."""
 
 LARGEST_EXACT = 2.0**53
 

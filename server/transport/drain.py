@@ -8,7 +8,7 @@ PROBES = frozenset({"/health", "/ping", "/ready", "/metrics"})
 """Paths that are answered while the server drains or is full: those who watch it must go on seeing it."""
 
 WATCHERS = PROBES | {"/live"}
-"""Paths whose requests nobody waits for when the server stops: they end when all others have."""
+"""Paths whose requests do not delay the server's stop: they end when all others have."""
 
 
 class Lifecycle:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from server.requests.generation import Generation
 
 KEY = "xserv.exchange"
-"""Where the exchange lies in the scope."""
+"""The exchange's key in the scope."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@,-]{1,128}")
 

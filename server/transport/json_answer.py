@@ -21,7 +21,7 @@ PIECE_BYTES = 64 * 1024
 
 _NUMBER_BYTES = 8
 _FIELD_BYTES = 12
-"""What a number takes, and a field beside its value: a guess that decides where to cut."""
+"""Bytes of a number, and of a field beside its value: an estimate that decides where to cut."""
 
 
 class EncodedList(Generic[T]):

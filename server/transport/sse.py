@@ -109,7 +109,7 @@ class StreamedResponse(Response):
     streaming response leaves that to the garbage collector on servers of ASGI 2.4.)"""
 
     ping: bytes | None = None
-    """What a stream that is silent gets."""
+    """The comment that keeps a silent stream open."""
 
     def __init__(self, events: AsyncGenerator[bytes, None], source: EventSource, headers: Mapping[str, str]) -> None:
         self.events = events

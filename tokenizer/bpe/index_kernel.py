@@ -18,7 +18,7 @@ from numba_kernels.pointers import i32_at, i64_at, u8_at, u64_at
 from tokenizer.bpe.kernel_support import NOTHING, are_equal, hash_bytes, pair_key, pair_slot
 
 END = 0xFF
-"""The byte behind each string."""
+"""The byte after each string."""
 
 _RANK_SHIFT = np.uint64(32)
 

@@ -14,7 +14,7 @@ from numba_kernels.cache import njit
 from numba_kernels.pointers import intrinsic
 
 PADDING = 8
-"""Bytes that lie behind every text, since its end is read eight at a time."""
+"""Bytes after every text, since its end is read eight bytes at a time."""
 
 ZERO = np.uint64(0)
 NOTHING = np.uint64(0xFFFF_FFFF_FFFF_FFFF)

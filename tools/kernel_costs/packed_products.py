@@ -30,14 +30,14 @@ INSTRUCTIONS = {"bf16": (124, 124)} | {
 """Machine instructions of a warp in the main loop, for each 4 KB of the weight (nvdisasm, sm_90a), by `ROWS`: packed
 weights by `packed_row` and by `few_rows`, bf16 by the latter."""
 LAUNCH_S = 3.7e-6
-"""Of a kernel that is timed by itself, beside the model: the mean of what the five rows of `MEASURED_US` take more than
-modelled, which is 3.0 (bf16) to 4.9 (MXFP4)."""
+"""Seconds that a kernel timed by itself takes beside the model: the mean surplus of the five rows of `MEASURED_US`,
+which is 3.0 (bf16) to 4.9 (MXFP4)."""
 MEASURED_US = {
     "bf16": (37.4, 38.4), "u8": (22.3, None), "e4m3_g128": (23.6, None), "u4_g128": (15.6, 26.6),
     "e2m1_g32_exponents": (16.7, 26.8),
 }  # fmt: skip
-"""Of an H200, one row and 16 (docs/measurements, 2026-11-26, rows and the evening). Those of 16 rows are of `few_rows`
-as it was: with x as the first factor, and K in half as many streams."""
+"""Times of an H200, one row and 16 (docs/measurements, 2026-11-26, rows and the evening). Those of 16 rows are of
+`few_rows` as it was: with x as the first factor, and K in half as many streams."""
 
 
 def times_of(weight: str, m: int, loop: int, model: GpuModel, size: int) -> tuple[gemm.Product, list[float]]:

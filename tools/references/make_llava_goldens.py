@@ -19,7 +19,7 @@ from tests.models.vision import gemma3_cases, llava_cases, pixtral_cases
 from tests.models.vision.cases import FOLDER, IMAGE, SEED
 
 NUM_NEW = 6
-"""Tokens drawn behind Gemma's prompt."""
+"""Tokens sampled after Gemma's prompt."""
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from tests.models.vision import gemma3_cases, llava_cases, pixtral_cases
 from tests.models.vision.cases import CASES, FOLDER, GRIDS, IMAGE, PROMPT, SEED, patches_of, stored_tensors
 
 NUM_NEW = 6
-"""Tokens drawn behind the prompt."""
+"""Tokens sampled after the prompt."""
 
 
 def main() -> None:

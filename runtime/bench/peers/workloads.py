@@ -56,7 +56,7 @@ GGUF_WORKLOADS = ("decode-1", "prefill", "decode-8", "decode-32", "burst")
 """Those that run on a GGUF file."""
 
 HOST_WORK = ("load", "pack", "tokenizer")
-"""What has no token rate: loading a file, packing weights, the tokenizer."""
+"""Workloads without a token rate: loading a file, packing weights, the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,8 +206,8 @@ class _Run:
 
 
 _News = tuple[float, int, int, BlockChanges | None, list[tuple[int, bool]]]
-"""What a step brought: when it ended, its number, the replica's, its blocks, and which requests got a token, their
-last one perhaps."""
+"""A step's result: its end, its number, the replica's number, its blocks, the requests that got a token, and whether it
+was their last one."""
 
 _PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 

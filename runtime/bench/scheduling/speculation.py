@@ -33,8 +33,8 @@ CURVE = (1, 2, 3, 5, 7)
 """Proposals a sequence whose steps are timed."""
 
 CURVE_ROUNDS, COLD_STEPS = 5, 4
-"""How often answers are computed whose steps are timed, and steps behind a prompt that are not: where steps are short,
-these take up to twice as long as later ones."""
+"""Rounds of timed answers, and the steps after a prompt that are not timed: short steps take up to twice as long there
+as later."""
 
 AGAIN = "off again"
 """Without proposals a second time: by how much the machine alone makes ratios differ from 1."""

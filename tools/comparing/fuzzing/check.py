@@ -25,7 +25,8 @@ Answer = tuple[list[int], list[float], list[list[int]]]  # token ids, log probab
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 MOST_ALLOWED = 0.1
-"""Where a token's experts are chosen: transformers' own loss, else allowed three times, may be another expert."""
+"""Allowed where tokens choose experts: the error, elsewhere limited to three times transformers' own, may be another
+choice of expert."""
 NUM_TOP = 5
 
 

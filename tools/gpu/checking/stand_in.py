@@ -24,7 +24,7 @@ from runtime.device.kernel_cache import KernelCache
 from tools.gpu.sections import Options
 
 MEMORY_BYTES = 6 << 30
-"""Of each process's device: many share it."""
+"""Memory of each process's device: many share it."""
 
 
 class StandIn:

@@ -29,7 +29,7 @@ ROWS = {
     ("gpt-oss-20b", "mxfp4"): (128, 8, 512, 64, 2, 256, 32), ("gpt-oss-20b", "bf16"): (32, 64, 128, 192, 256),
     ("qwen3-30b-a3b", "bf16"): (32, 64, 128, 256),
 }  # fmt: skip
-"""Of each expert, by model and format."""
+"""Rows of each expert, by model and format."""
 
 
 def cases(options: Options) -> Iterator[Case]:

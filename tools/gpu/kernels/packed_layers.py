@@ -26,12 +26,12 @@ from runtime.tensor.tensor import Tensor
 
 TILE = 16  # rows that lie together in a packed block
 MOST_ROWS = 512
-"""Of the small matrix."""
+"""Most rows of the small matrix."""
 
 _E4M3, _E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 _HALF, _FLOAT = np.dtype(np.float16), np.dtype(np.float32)
 _STD = 0.03
-"""Of an element, about."""
+"""The standard deviation of an element, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ FORMATS = {
     "nvfp4": Format("fp4", (1, 16), _E4M3, has_factor=True),
     "fp8 static": Format("fp8", (0, 0), _FLOAT, activation=ActivationScheme("fp8", is_static=True)),
 }
-"""What checkpoints come with, by how this report calls it; "int4 g32" and "mxfp4" are `--quantization`'s, too."""
+"""The formats of checkpoints, by this report's names; "int4 g32" and "mxfp4" are `--quantization`'s, too."""
 
 _SIZES = {"int4": 4.6, "int8": 74.0, "fp8": 120.0, "fp4": 2.9}
 """Standard deviations of numbers whose codes are random."""

@@ -24,7 +24,7 @@ from tools.gpu.sections import Case, Options, Result
 
 Use = Literal["plain", "normed", "residual", "gated"]
 MOST_RMS = 1e-2
-"""Of the error, as a share of the results': an element too many or too few in each row is 1 / sqrt(K)."""
+"""The error's share of the results: an element too many or too few in each row is 1 / sqrt(K)."""
 EPS = 1e-6
 FORMATS = (
     "int4 g128", "mxfp4", "fp8 blocks", "fp8", "w8a8", "int8", "nvfp4", "int4 g128 zeros", "int4 g32", "fp8 static",

@@ -33,7 +33,7 @@ SHAPES = ((8192, 8192), (6144, 4096), (4096, 12288))
 MIXTURES = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 768)}
 """Experts, how many of them a token chooses, hidden, inner."""
 ROWS_OF_EXPERT = 128
-"""Of each expert, in a prompt."""
+"""Rows of each expert in a prompt."""
 
 
 class Recorded:

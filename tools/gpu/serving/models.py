@@ -90,11 +90,11 @@ TINY: dict[str, dict[str, Any]] = {
 
 CONTEXT, OUTPUT = 1024, 64
 QUICK_CONTEXT = 256
-"""Of each of many sequences of the models that are served in a hurry."""
+"""Tokens of each of many sequences, for the models of the quick run."""
 PREFILLS = (2048, 8192)
 BATCHES = (32, 256)
 PROMPT_TOKENS = 32 * CONTEXT
-"""Of all sequences of a batch: all are to decode before the first has ended."""
+"""Prompt tokens of all sequences of a batch: all decode before the first has ended."""
 
 
 def config_of(options: Options, name: str) -> dict[str, Any]:
