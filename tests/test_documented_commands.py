@@ -145,7 +145,9 @@ ELSEWHERE = {
         "python -m tools.train_drafter", "python -m tools.measuring.measure_drafter --num 10",
         "python -m tools.measuring.measure_lookup",
     ),
-    "it runs these tests, or undoes what they need": ("make test", "make test-all", "xserv kernels clear"),
+    "it runs these tests, or undoes what they need": (
+        "make test", "make test-all", "make style", "xserv kernels clear",
+    ),
     "it writes into the checkout, or the user's home": (
         "python -m tools.make_python_page", "xserv --install-completion", "xserv quantize MODEL OUT --format …",
     ),
