@@ -15,7 +15,7 @@ from runtime.device.kernel_cache import KernelCache
 from runtime.device.kernel_list import KernelList
 from runtime.device.toolkit import require_compiler
 from tests.kernel_budget import Loaded, is_over_budget
-from tests.selection import mark_long, refuse_empty_names, refuse_unregistered_marks
+from tests.selection import mark_cases, refuse_empty_names, refuse_unregistered_marks
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
@@ -53,7 +53,7 @@ def pytest_collection() -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     refuse_unregistered_marks(config)
-    mark_long(items, config)
+    mark_cases(items, config)
     yield
     refuse_empty_names(items, config)
 

@@ -25,48 +25,52 @@ def run_of(*arguments: str, marks: str = "", words: str = "") -> Any:
 
 
 class Item:
-    """A test that was collected."""
+    """A test that was collected; its marks name the test that bears them."""
 
-    def __init__(self, name: str, *marks: str) -> None:
-        self.nodeid, self.marks = f"{FILE}::{name}", set(marks)
+    def __init__(self, name: str, *marks: pytest.Mark) -> None:
+        self.nodeid, self.marks = f"{FILE}::{name}", list(marks)
 
-    def get_closest_marker(self, name: str) -> str | None:
-        return name if name in self.marks else None
+    def iter_markers_with_node(self, name: str) -> list[tuple[Any, pytest.Mark]]:
+        return [(SimpleNamespace(nodeid=self.nodeid), mark) for mark in self.marks if mark.name == name]
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((mark for mark in self.marks if mark.name == name), None)
 
     def add_marker(self, mark: Any) -> None:
-        self.marks.add(mark.name)
+        self.marks.append(mark.mark)
 
 
-def check_tables(
-    monkeypatch: pytest.MonkeyPatch, items: list[Any], *arguments: str, telling: str = "test_a[2]"
-) -> None:
-    monkeypatch.setattr(selection, "LONG", ((FILE, "test_a", ("1",)),))
-    monkeypatch.setattr(selection, "TELLING", {"avx2": (f"{FILE}::{telling}",)})
-    selection.mark_long(items, run_of(*arguments))
+def cases(*names: str, patterns: tuple[str, ...] = ("1",)) -> list[Any]:
+    return [Item(name, pytest.mark.exhaustive_cases(*patterns).mark) for name in names]
 
 
-def test_a_table_names_tests_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    items = [Item("test_a[1]"), Item("test_a[2]")]
-    check_tables(monkeypatch, items, "tests")
-    assert [item.marks for item in items] == [{"exhaustive"}, set()]
+def exhaustive(items: list[Any]) -> list[str]:
+    return [item.nodeid.partition("::")[2] for item in items if item.get_closest_marker("exhaustive")]
+
+
+def test_patterns_select_cases_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "TELLING", {"avx2": (f"{FILE}::test_a[2]",)})
+    items = cases("test_a[1]", "test_a[2]", "test_a[3-1]")
+    selection.mark_cases(items, run_of("tests"))
+    assert exhaustive(items) == ["test_a[1]", "test_a[3-1]"]
     for arguments in (["tests"], [FILE], ["tests/gpu", "tests/../tests"]):
-        with pytest.raises(pytest.UsageError, match=r"LONG: no test answers to tests/test_selection.py::test_a\['1'\]"):
-            check_tables(monkeypatch, [Item("test_a[2]")], *arguments)
+        with pytest.raises(pytest.UsageError, match=r"exhaustive_cases: no test answers to .*::test_a\[9\]"):
+            selection.mark_cases(cases("test_a[1]", "test_a[2]", patterns=("1", "9")), run_of(*arguments))
     for arguments in (["tests/gpu"], [f"{FILE}::test_a"]):  # the file's other tests were not asked for
-        check_tables(monkeypatch, [Item("test_a[2]")], *arguments)
+        selection.mark_cases(cases("test_a[2]"), run_of(*arguments))
 
 
 @pytest.mark.parametrize("telling", ["test_a[1]", "test_a", "test_b"])
 def test_telling_cases_are_of_the_default_run(monkeypatch: pytest.MonkeyPatch, telling: str) -> None:
+    monkeypatch.setattr(selection, "TELLING", {"avx2": (f"{FILE}::{telling}",)})
     with pytest.raises(pytest.UsageError, match=r"TELLING .*: no test answers to tests/test_selection.py::test_"):
-        check_tables(monkeypatch, [Item("test_a[1]"), Item("test_a[2]")], "tests", telling=telling)
+        selection.mark_cases(cases("test_a[1]", "test_a[2]"), run_of("tests"))
 
 
 def test_a_file_that_is_gone_is_an_error_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "TELLING", {})
-    monkeypatch.setattr(selection, "LONG", (("tests/test_gone.py", "test_a", ()),))
+    monkeypatch.setattr(selection, "TELLING", {"avx2": ("tests/test_gone.py::test_a",)})
     with pytest.raises(pytest.UsageError, match=r"tests/test_gone.py::test_a"):
-        selection.mark_long([], run_of("tests/gpu"))
+        selection.mark_cases([], run_of("tests/gpu"))
 
 
 def test_a_name_of_the_command_line_that_marks_leave_nothing_of() -> None:

@@ -120,6 +120,7 @@ def cases(libraries: Mapping[str, str]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("library", "server"), cases(LIBRARIES), indirect=["server"])
+@pytest.mark.exhaustive
 def test_a_library(library: str, server: tuple[str, str, str], tmp_path: Path) -> None:
     program, python = PROGRAMS / f"{library}_tour.py", str(python_of(LIBRARIES[library]))
     if library == "guidellm" and subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:

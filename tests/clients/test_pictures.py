@@ -19,6 +19,7 @@ from tests.server.real_server import serving_real
 from tests.server.test_demo_vision import ANSWER, CHART, FOLDER, NUM_TOKENS, OPTIONS, QUESTION, URI
 
 
+@pytest.mark.exhaustive
 def test_openais_sdk_of_node(tmp_path: Path) -> None:
     if not shutil.which("npm"):
         pytest.skip("there is no npm")

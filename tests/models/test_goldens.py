@@ -132,6 +132,7 @@ def test_weights_rounded_to_bfloat16_with_float32_pages(tmp_path: Path, case: st
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.endswith("odd") or case.startswith("gpt2")])
 @pytest.mark.parametrize(("stored_as", "dtype"), [("F16", "auto"), ("BF16", "float16")])
+@pytest.mark.exhaustive_cases("F16-auto", "deepseek_v2_odd")
 def test_float16(tmp_path: Path, case: str, stored_as: str, dtype: str) -> None:
     golden, model = load_case(tmp_path, case, stored_as, dtype)
     assert model.dtype is float16

@@ -47,6 +47,7 @@ def load_on(
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(("device", "case"), some(CASES, (DEVICE, "gpt2_gelu_new")))
+@pytest.mark.exhaustive
 def test_float32(tmp_path: Path, device: str, case: str) -> None:
     golden = load_golden(case)
     expected = golden.logits["float32"]

@@ -74,6 +74,7 @@ def test_gemm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, case: 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(("tier", "case"), params("attention", ATTENTION))
+@pytest.mark.exhaustive
 def test_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, case: str) -> None:
     arch, stored = ATTENTION[tier]
     plan, names = attention.plan, set()

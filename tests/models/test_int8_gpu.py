@@ -38,6 +38,7 @@ OTHERS = [
     ("device", "stored", "case", "is_whole_too"),
     [*TELLING, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in OTHERS)],
 )
+@pytest.mark.exhaustive
 def test_equals_the_model_whose_weights_lie_on_the_grid(
     tmp_path: Path, device: str, stored: str, case: str, is_whole_too: bool
 ) -> None:

@@ -100,6 +100,7 @@ def test_the_model_may_be_an_argument() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.exhaustive_cases("fish")
 def test_completion(shell: str, tmp_path: Path) -> None:
     """The script for a shell, and what the program answers when the shell asks as that script does."""
 

@@ -134,6 +134,7 @@ def error_of(case: Case) -> float:
         pytest.param(float16, 5, 10, 130, False, 32, 3e-3, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive_cases("dtype0.*emulated", "dtype1.*emulated")
 def test_beside_numpy(
     device: str, dtype: DType, heads: int, rotary: int, rest: int, interleaved: bool, block_size: int, tolerance: float
 ) -> None:

@@ -74,6 +74,7 @@ LAYOUTS = [(6, 2, 16, 16, False), (5, 5, 10, 4, True), (4, 1, 64, 32, True), (3,
 @on_each_device
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive_cases("layout0-emulated", "layout2-emulated", "layout4-emulated")
 def test_norms_of_whole_rows_and_scales_of_queries(
     device: str, layout: tuple[int, int, int, int, bool], dtype: str
 ) -> None:

@@ -35,6 +35,7 @@ def run(scenario: str, num_ranks: int = 2, num_stages: int = 1, folder: Path | N
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.exhaustive_cases("3")
 def test_sums_and_gathers(num_ranks: int) -> None:
     assert run("sums_and_gathers", num_ranks) == [""] * num_ranks
 
@@ -49,6 +50,7 @@ def test_sums_and_gathers(num_ranks: int) -> None:
         ("other_end", ["rank 0 called end of step 4 as its collective 4", "rank 1 called end of step 5 as its coll"]),
     ],
 )
+@pytest.mark.exhaustive_cases("one_fewer", "other_count", "swapped")
 def test_a_mistake_is_named_on_every_rank(scenario: str, calls: list[str]) -> None:
     for said in run(scenario):
         assert "ranks do not do the same" in said
@@ -57,6 +59,7 @@ def test_a_mistake_is_named_on_every_rank(scenario: str, calls: list[str]) -> No
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.exhaustive_cases("3")
 def test_a_rank_ends_steps_before_the_others_do_up_to_a_bound(num_ranks: int, tmp_path: Path) -> None:
     assert run("ahead", num_ranks, folder=tmp_path) == [""] * num_ranks
 

@@ -143,6 +143,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(DECODES, id="decodes"),
     ],
 )
+@pytest.mark.exhaustive_cases("decodes")
 def test_it_reaches(copy: Path, code: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     script = PRELUDE.format(root=str(copy)) + code

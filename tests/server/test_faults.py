@@ -219,6 +219,7 @@ async def test_the_engine_is_killed_in_mid_stream(server: ServerProcess, count: 
             assert (await ask(http)).status_code == 200
 
 
+@pytest.mark.exhaustive
 async def test_sigterm_under_load() -> None:
     """Who is done in time gets everything, the others an error; the process ends with 0, and its engine with it."""
     with ServerProcess(*SMALL, "--drain-timeout-s", "4") as server:

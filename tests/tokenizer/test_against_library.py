@@ -21,6 +21,7 @@ def _random_texts() -> list[str]:
 
 
 @pytest.mark.parametrize("name", REAL_TOKENIZERS)
+@pytest.mark.exhaustive_cases("gpt-oss")
 def test_random_texts(name: str) -> None:
     theirs = tokenizers.Tokenizer.from_file(str(shared(name) / "tokenizer.json"))
     ours = real_tokenizer(name)
@@ -58,6 +59,7 @@ def _megabyte(kind: str) -> str:
         pytest.param("models/stories260K", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_one_line_of_a_megabyte(name: str, kind: str) -> None:
     theirs = tokenizers.Tokenizer.from_file(str(shared(name) / "tokenizer.json"))
     ours = real_tokenizer(name)
@@ -68,6 +70,7 @@ def test_one_line_of_a_megabyte(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", REAL_TOKENIZERS)
+@pytest.mark.exhaustive_cases("gpt-oss", "models/")
 def test_a_novel(name: str) -> None:
     theirs = tokenizers.Tokenizer.from_file(str(shared(name) / "tokenizer.json"))
     ours = real_tokenizer(name)

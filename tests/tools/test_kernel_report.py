@@ -62,6 +62,7 @@ EACH_TIME = (
         for case in cases()
     ],
 )
+@pytest.mark.exhaustive_cases("attention decode")
 def test_every_case(bench: Bench, case) -> None:
     counts = (Bench(case.arch) if case.arch else bench).count(case.name, case.run)
     if counts.warp_instructions == 0 or sum(counts.mix.values()) != counts.warp_instructions:
@@ -153,6 +154,7 @@ def test_machine_code_is_read_in_its_order() -> None:
         ("gemm_few_rows_bf16_bf16_16", 16), ("gemm_few_rows_f16_f32_64", 16),
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive_cases("_16-16", "_64-16")
 def test_weights_are_on_their_way_before_the_wait(name: str, num_early_loads: int) -> None:
     """By the machine code: ptxas moves .nc loads behind griddepcontrol.wait."""
     (kernel,) = (each for each in specialisations() if each.name == name)
@@ -168,6 +170,7 @@ def test_loads_that_ptxas_moves_are_found() -> None:
 
 @pytest.mark.skipif(nvdisasm_if_any() is None, reason="no nvdisasm: pip install nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("name", ["hopper_bf16_bf16_128x256x64_s4_c2_tiles", "hopper_split_bf16_bf16_128x128x64_s5"])
+@pytest.mark.exhaustive_cases("hopper_split")
 def test_blocks_of_a_cluster_meet_without_a_fence_of_the_device(name: str) -> None:
     """By the machine code: a release at cluster scope would be MEMBAR.ALL.GPU."""
     (kernel,) = (each for each in specialisations() if each.name == f"gemm_{name}")

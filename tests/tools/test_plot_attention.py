@@ -20,6 +20,7 @@ IDS = list(range(3, 24))
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive
 def test_the_demo_models_weights_are_causal_and_sum_to_one() -> None:
     weights = plot_attention.attention_weights(str(DEMO), IDS)
     assert weights.shape == (4, 8, 21, 21)
@@ -86,6 +87,7 @@ def test_pixels() -> None:
     assert (pixels[3:, :3] == np.rint((255 + plot_attention.DARK) / 2)).all()
 
 
+@pytest.mark.exhaustive
 def test_a_grid_has_a_map_for_each_layer_and_head() -> None:
     weights = np.tril(np.ones((2, 3, 4, 4), np.float32)) / np.arange(1, 5, dtype=np.float32)[:, None]
     pixels = decoded(plot_attention.png_grid(weights))

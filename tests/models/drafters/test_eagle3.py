@@ -57,6 +57,7 @@ def plain(source: Path, folder: Path, drop: tuple[str, ...] = (), **changes: Any
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.exhaustive_cases("two_layers")
 def test_logits_are_those_of_speculators(case: str, device: str, tmp_path: Path) -> None:
     target = target_of(tmp_path / "target", device)
     folders = [FOLDER / case]

@@ -24,6 +24,7 @@ def is_close(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.exhaustive_cases("glm4")
 def test_logits_are_those_of_transformers_layers(case: str, device: str, tmp_path: Path) -> None:
     folder = write_with_prediction(tmp_path, case)
     target = load_model(folder, device=device, dtype="float32")

@@ -150,6 +150,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "type_of"), cases())
+@pytest.mark.exhaustive_cases("gpt_oss")
 def test_quantised_is_its_dequantised_twin(tmp_path: Path, kind: str, type_of: Callable[[str], Ggml]) -> None:
     path, folder = write_twins(tmp_path, kind, type_of)
     ids = list(range(3, 24))

@@ -111,6 +111,7 @@ def quantised_tensors(has_whole_maps: bool) -> tuple[dict[str, Array], dict[str,
 
 
 @pytest.mark.parametrize("has_whole_maps", [False, True])
+@pytest.mark.exhaustive
 def test_quantised_is_its_dequantised_twin(tmp_path: Path, has_whole_maps: bool) -> None:
     blocks, floats = quantised_tensors(has_whole_maps)
     path = write_gguf(

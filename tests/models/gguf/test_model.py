@@ -209,6 +209,7 @@ def quantised_tensors(type_of: Any, seed: int = 0) -> tuple[dict[str, Array], di
     "ggml",
     [pytest.param(each, marks=[pytest.mark.exhaustive] * (each in RARELY), id=each.name) for each in QUANTISED],
 )
+@pytest.mark.exhaustive_cases("IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 def test_quantised_is_its_dequantised_twin(tmp_path: Path, ggml: Ggml) -> None:
     blocks, floats = quantised_tensors(lambda name: ggml)
     path = write_gguf(tmp_path / "model.gguf", CONFIG, blocks, type_of=lambda name: ggml)

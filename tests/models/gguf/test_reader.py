@@ -250,7 +250,6 @@ def test_mutated_headers(whole: Path, tmp_path: Path) -> None:
     assert 10 < fuzz(whole, tmp_path / "m.gguf", range(400)) < 390
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_ten_thousand_mutated_headers(whole: Path, tmp_path: Path) -> None:
     assert fuzz(whole, tmp_path / "m.gguf", range(1000, 11_000)) > 100

@@ -107,6 +107,7 @@ def twin(case: str, folder: Path, dtype: DType) -> Path:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * (case in RARELY)) for case in CASES]
 )
+@pytest.mark.exhaustive_cases("_channel", "_reordered", "gptq", "modelopt")
 def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str) -> None:
     folder = FIXTURES / case
     kept = load_model(folder)

@@ -88,6 +88,7 @@ def test_names_of_published_files(tmp_path: Path) -> None:
     assert relative_error(run(model, case, [count]), load_golden(case).arrays["logits"]) < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_any_schedule_draws_the_same(tmp_path: Path) -> None:
     pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
     from runtime.engine.sampling_params import SamplingParams

@@ -147,6 +147,7 @@ def test_experts_stored_outputs_first(tmp_path: Path, inner: int) -> None:
     "case",
     [pytest.param(case, marks=[pytest.mark.exhaustive] * (case in ("qwen3_vl_moe", "qwen2_vl"))) for case in CASES],
 )
+@pytest.mark.exhaustive
 def test_on_emulated_gpus(tmp_path: Path, case: str, device: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding_module, "GPU_ROWS", 96)  # the large picture has two pieces
     golden, model = loaded(tmp_path, case, device=device, dtype=dtype)

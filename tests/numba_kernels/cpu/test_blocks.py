@@ -33,6 +33,7 @@ def blocks(rng: np.random.Generator, name: str, width: int, depth: int) -> tuple
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.exhaustive_cases("Q5_K")
 def test_products_rows_and_tables(name: str) -> None:
     """A row has the same bits alone; a row of a table is what the package makes of it."""
     for rows, width, depth in SHAPES:

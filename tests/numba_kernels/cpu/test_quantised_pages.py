@@ -115,6 +115,7 @@ CASES = [  # (context, queries) of each sequence, q heads, kv heads, head_dim, b
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("chunks", "heads", "kv_heads", "head_dim", "block_size", "window", "cap"), CASES)
+@pytest.mark.exhaustive_cases("chunks0", "chunks3", "chunks4")
 def test_equals_float64_of_what_the_pages_hold(
     kind, chunks, heads, kv_heads, head_dim, block_size, window, cap, monkeypatch
 ):

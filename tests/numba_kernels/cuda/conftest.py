@@ -4,65 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import DEFAULT_DEVICE
 from tests.runtime.device.emulated import new_gpu
-from tests.selection import KERNELS, refuse_unknown
 
-_OTHERS: tuple[tuple[str, set[object]], ...] = (
-    *(
-        (file, {"f16"})
-        for file in (
-            "test_attention",
-            "test_gemm.py",
-            "test_gemm_hopper",
-            "test_gemv",
-            "test_few_rows",
-            "test_rope",
-            "test_norm",
-            "test_activation",
-            "test_packed_tiles",
-            "test_dequantize",
-        )
-    ),
-    ("test_attention_exact", {"decode", "f32"}),  # models have it
-    ("test_attention_hopper", {128}),  # a head, or a window that has sinks
-    ("test_dequantize", {"u4_g128", "bf16"}),
-    ("test_dequantize", {"u4_g32"}),
-    ("test_gemm_fused", {"hopper/large"}),  # clusters: hopper/narrow/2
-    ("test_gemm_fused", {"hopper/middle"}),
-    ("test_gemm_fused", {"hopper/small", (70, 512, 72)}),
-    ("test_gemm_fused", {"gemv", "gelu_tanh"}),
-    ("test_gemm_fused", {"tensor_core", "silu", (70, 77, 136)}),
-    ("test_few_rows_packed", {"e2m1_g16_e4m3"}),
-    ("test_packed_tiles", {"e2m1_g16_e4m3"}),
-    ("test_packed_tiles", {"u4_g32"}),
-)
-"""Of each file, the parameters whose tests are for `make test-all`: kernels that differ from those of another test in a
-type, a tile or a format alone. A test has to have all of a row's to be one."""
 _gpus: dict[str, Gpu] = {}  # one of each architecture, for all tests until one of them breaks it
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Compiling a kernel is what most of these tests cost, so that `make test` takes one of those that are alike."""
-    found: set[int] = set()
-    for item in items:
-        if item.path.parent != Path(__file__).parent:
-            continue
-        callspec = getattr(item, "callspec", None)
-        given = [] if callspec is None else list(callspec.params.values())
-        given += [each for value in given if isinstance(value, tuple) for each in value]
-        for number, (file, values) in enumerate(_OTHERS):
-            if item.path.name.startswith(file) and all(value in given for value in values):
-                found.add(number)
-                item.add_marker(pytest.mark.exhaustive)
-    unknown = [f"{file} {values}" for number, (file, values) in enumerate(_OTHERS) if number not in found]
-    refuse_unknown(config, "tests/numba_kernels/cuda/conftest.py", ((KERNELS, each) for each in unknown))
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import assert_close, both_archs, empty, get, numpy_dtype, put
 from tests.oracles import dense
 
+pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b")
+
 SIZES = [1, 2, 3, 7, 8, 31, 32, 33, 64, 127, 128, 255, 256, 257, 1000, 1021, 1024, 2048, 2049, 4096, 5000, 8191]
 # Far out an activation is the exponential of a large number, whose rounding counts as often as it is large.
 ROUNDING = {"f32": 4e-6, "f16": 2.0**-11 + 1e-6, "bf16": 2.0**-8 + 1e-6}
@@ -31,6 +33,7 @@ def run(gpu: Gpu, name: str, x: np.ndarray, dtype: str, *, in_place: bool = Fals
 @both_archs
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
 @pytest.mark.parametrize("name", activation.ACTIVATIONS)
+@pytest.mark.exhaustive_cases("gelu_sigmoid-f32", "gelu_tanh-f32", "silu-f32")
 def test_against_float64(gpu: Gpu, name: str, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for size in SIZES:
@@ -75,6 +78,7 @@ def test_more_than_the_grid_at_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
 @both_archs
 @pytest.mark.parametrize("name", activation.GLU_ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
+@pytest.mark.exhaustive_cases("f32-gelu_tanh")
 def test_glu(gpu: Gpu, name: str, dtype: str) -> None:
     rng = np.random.default_rng(3)
     shapes = [(1, size) for size in SIZES[:18]] + [(3, 5), (17, 8), (5, 96), (2, 1000), (70, 16)]

@@ -11,6 +11,8 @@ from tests.numba_kernels.cuda.paged import paged_batch
 from tests.oracles.attention import attention_weights, random_spans
 from tests.oracles.dense import relative_error
 
+pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b")
+
 # Largest error over largest value: the result's rounding, and in 16 bits that of the softmax weights.
 TOLERANCE = {"f32": 2e-6, "f16": 1.5e-3, "bf16": 1e-2}
 
@@ -73,6 +75,7 @@ DECODES = [
         ),
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive_cases("flash-f32", "naive-f32")
 def test_equals_float64(gpu: Gpu, tier: str, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for chunks, heads, kv_heads, window in CASES if dtype != "f16" else CASES[:12]:
@@ -83,6 +86,7 @@ def test_equals_float64(gpu: Gpu, tier: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*(pytest.param(d, marks=pytest.mark.exhaustive) for d in ("f32", "f16")), "bf16"])
+@pytest.mark.exhaustive
 def test_decode_equals_float64(gpu: Gpu, dtype: str) -> None:
     rng = np.random.default_rng(2)
     for chunks, heads, kv_heads, window in DECODES if dtype != "f16" else DECODES[:6]:
@@ -130,6 +134,7 @@ CAPPED = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}  # e^x of a score that is exac
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.exhaustive), 30])
 @pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.exhaustive), "bf16"])
+@pytest.mark.exhaustive
 def test_tokens_that_see_each_other(gpu: Gpu, dtype: str, window: int | None) -> None:
     rng = np.random.default_rng(5)
     for chunks, heads, kv_heads in (([(0, 150), (1, 40), (70, 1), (90, 33)], 4, 2), ([(260, 30), (0, 5)], 5, 1)):
@@ -232,6 +237,7 @@ HEAD_DIMS = [
 
 @pytest.mark.parametrize(("dtype", "head_dim", "block_size"), HEAD_DIMS)
 @pytest.mark.parametrize("tier", [pytest.param("flash", marks=pytest.mark.exhaustive), "decode"])
+@pytest.mark.exhaustive_cases("decode-bf16")
 def test_head_dims(gpu: Gpu, tier: str, dtype: str, head_dim: int, block_size: int) -> None:
     rng = np.random.default_rng(head_dim)
     chunks = [(0, 37), (50, 40), (3, 1)] if tier == "flash" else [(150, 1), (3, 1), (33, 1)]
@@ -241,6 +247,7 @@ def test_head_dims(gpu: Gpu, tier: str, dtype: str, head_dim: int, block_size: i
 
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("f32", 64), ("bf16", 5)])
+@pytest.mark.exhaustive_cases("bf16")
 def test_naive_gives_the_weights(gpu: Gpu, dtype: str, head_dim: int) -> None:
     rng = np.random.default_rng(3)
     batch = paged_batch(rng, [(20, 13), (0, 1), (0, 40)], heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)

@@ -9,6 +9,8 @@ from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import assert_equal, numpy_dtype
 from tests.numba_kernels.cuda.paged import PagedBatch, paged, paged_batch
 
+pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b", r"\bdecode-f32")
+
 DTYPES = ("f32", "f16", "bf16")
 TIERS = ("naive", "flash", "decode")
 CHUNKS = {"naive": [(70, 40), (31, 1)], "flash": [(70, 90), (128, 33), (31, 1)], "decode": [(300, 1), (31, 1), (95, 1)]}
@@ -72,6 +74,7 @@ def point_at_keys(rng: np.random.Generator, batch: PagedBatch) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.exhaustive
 def test_a_query_that_points_at_one_key_gets_its_value_exactly(gpu: Gpu, tier: str, dtype: str) -> None:
     rng = np.random.default_rng(2)
     batch = integers(rng, tier, dtype)

@@ -17,7 +17,11 @@ from tests.numba_kernels.cuda.test_attention_exact import integers, point_at_key
 from tests.oracles.dense import relative_error
 
 TIER = {"tier": "flash_hopper", "num_sms": 3}  # each block takes several tiles
-pytestmark = [pytest.mark.emulator, pytest.mark.parametrize("gpu", [DEFAULT_DEVICE], indirect=True)]
+pytestmark = [
+    pytest.mark.emulator,
+    pytest.mark.parametrize("gpu", [DEFAULT_DEVICE], indirect=True),
+    pytest.mark.exhaustive_cases(r"\bf16\b", r"\b128\b"),
+]
 
 CASES = [  # (context, queries) of each sequence, q heads, kv heads, window
     ([(0, 1)], 1, 1, None),
@@ -39,6 +43,7 @@ CASES = [  # (context, queries) of each sequence, q heads, kv heads, window
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
+@pytest.mark.exhaustive
 def test_equals_float64(gpu: Gpu, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for chunks, heads, kv_heads, window in CASES:

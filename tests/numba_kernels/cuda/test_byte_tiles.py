@@ -57,6 +57,7 @@ def test_rows_are_rounded_by_their_largest_magnitude(gpu):
 
 
 @pytest.mark.parametrize(("m", "n", "k", "dtype", "activation", "gpu"), SHAPES, indirect=["gpu"])
+@pytest.mark.exhaustive_cases("130-48-128")
 def test_sums_of_integers_are_exact(gpu, m, n, k, dtype, activation):
     rng = np.random.default_rng([m, n, k])
     rows = n * (2 if activation else 1)
@@ -109,6 +110,7 @@ def test_what_is_refused():
     ],
     indirect=["gpu"],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_products_of_e4m3(gpu, name, m, n, k, activation):
     """Rows, or 128 of K of them, are rounded as ml_dtypes rounds them; sums are those of their products, in float32."""
     if gpu.arch == "sm_90a":  # a real GPU in the place of the emulated ones

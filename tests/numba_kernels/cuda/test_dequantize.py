@@ -10,6 +10,8 @@ from numba_kernels.cuda.packing import PACKINGS, Packing, arrange, packing_of
 from tests.numba_kernels.cuda.harness import assert_close, empty, get, numpy_dtype, put
 from tests.numba_kernels.cuda.packed_cases import packed_matrix
 
+pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b", "u4_g128-bf16", "u4_g32")
+
 UNITS = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
 OTHERS = ("u8_g32_zeros", "u8_g128", "u4_g64", "u4_g32_zeros")
 CASES = [

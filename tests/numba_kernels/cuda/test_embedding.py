@@ -32,6 +32,7 @@ def run(
 
 @both_archs
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
+@pytest.mark.exhaustive_cases("f32")
 def test_rows(gpu: Gpu, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for num_rows, table_rows, size in SHAPES:

@@ -61,6 +61,7 @@ def test_routes_of_sparsemixer(gpu: Gpu) -> None:
 
 @both_archs
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.exhaustive
 def test_routes(gpu: Gpu, has_bias: bool) -> None:
     for rule in [*RULES, RoutingRule(num_experts=500, top_k=40, normalises=True)]:
         rng = np.random.default_rng(rule.num_experts)
@@ -103,6 +104,7 @@ NORMED = (1, 64, 5, 2), (9, 136, 70, 8), (3, 2880, 32, 4)  # rows, columns, expe
         pytest.param("f16", "softmax", NORMED, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive_cases("bf16")
 def test_normed_routes(gpu: Gpu, dtype: str, scores: Any, sizes: Any) -> None:
     """In one launch, near what three give, and each row as alone; logits far apart, so that rounding chooses alike."""
     kind = numpy_dtype(dtype)
@@ -131,6 +133,7 @@ def test_normed_routes(gpu: Gpu, dtype: str, scores: Any, sizes: Any) -> None:
             np.testing.assert_array_equal(floats(alone[1].weights), floats(routing.weights)[-1:])
 
 
+@pytest.mark.exhaustive
 def test_what_takes_three_launches(gpu: Gpu) -> None:
     norm = RmsNorm(put(np.ones(64, np.float32), gpu.device), 1e-5, 1.0)
     for rows, num_experts, exact, dtype, groups in (
@@ -216,6 +219,7 @@ CASES = [
 
 @both_archs
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
+@pytest.mark.exhaustive
 def test_experts_against_float64(gpu: Gpu, dtype: str) -> None:
     for tokens, count, top_k, hidden, inner, how in CASES:
         rng = np.random.default_rng([tokens, count, hidden])
@@ -235,6 +239,7 @@ def test_no_tokens(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.exhaustive
 def test_exact_bits_depend_on_nobody_else(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     """Alone, in any company, and in several passes."""
     rng = np.random.default_rng(5)
@@ -255,6 +260,7 @@ def test_exact_bits_depend_on_nobody_else(gpu: Gpu, monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(some(slice(0, 80)), whole)
 
 
+@pytest.mark.exhaustive
 def test_launches_do_not_depend_on_what_is_chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on how many experts there are, but for the grid of the list of rows."""
     launches: list[Any] = []
@@ -481,6 +487,7 @@ def test_when_experts_are_written_out(gpu: Gpu) -> None:
         ),
     ],
 )
+@pytest.mark.exhaustive_cases("bf16")
 def test_hopper_tiles(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dtype: str, hidden: int, inner: int, activation: str, has_bias: bool,
     tiles: Any,

@@ -13,6 +13,8 @@ from runtime.device.kernel_cache import KernelCache
 from tests.numba_kernels.cuda.gemm_cases import case, plan
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 
+pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b")
+
 SHAPES = [  # K ends within a step, a group, a stream; few columns, and more than a block's
     (1, 1, 8), (2, 3, 16), (1, 40, 264), (8, 65, 72), (5, 130, 1032), (7, 33, 520),
     (9, 32, 128), (16, 100, 136), (12, 257, 1160), (17, 36, 256), (32, 60, 2056), (25, 300, 96),
@@ -47,6 +49,7 @@ def test_integers_are_exact(gpu):
 @pytest.mark.parametrize(
     "sizes", [pytest.param((64, 40, 1096), marks=pytest.mark.exhaustive), (64, 2056, 136)], ids=str
 )
+@pytest.mark.exhaustive
 def test_a_row_is_the_same_in_any_company_of_64(gpu, sizes):
     product = case(sizes, "bf16")
     whole = product.run(gpu, "few_rows")
@@ -87,6 +90,7 @@ def test_an_infinite_weight_stays_infinite_where_k_ends_within_a_group(gpu):
 @pytest.mark.parametrize(
     ("tier", "k"), [("few_rows", 640), ("gemv", 640), ("gemv", 251), ("tensor_core", 640), ("tensor_core", 251)]
 )
+@pytest.mark.exhaustive_cases("gemv-640", "tensor_core")
 def test_may_be_launched_before_the_kernel_in_front_ends(gpu, tier, k):
     """A depth of 251 leaves rows that are not aligned: they are read in front of the wait, too."""
     product = case((2, 70, k), "bf16", bias=None, residual=False)

@@ -13,6 +13,8 @@ from numba_kernels.cuda.packing import PACKINGS
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 from tests.numba_kernels.cuda.packed_cases import packed_matrix
 
+pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b", "e2m1_g16_e4m3")
+
 UNITS = {"bf16": 2.0**-8, "f16": 2.0**-11}
 DEFAULT = [
     ("u8", "bf16", (3, 70, 264), "emulated:sm_90a"), ("u4_g128", "bf16", (16, 100, 520), "emulated:sm_80"),
@@ -93,6 +95,7 @@ def product(
     ("name", "dtype", "sizes", "gpu"),
     [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in SWEEP)], indirect=["gpu"],
 )  # fmt: skip
+@pytest.mark.exhaustive_cases("u8")
 def test_equals_float64(gpu, name, dtype, sizes):
     got, expected, bound = product(gpu, name, dtype, sizes, bias=sizes[0] != 2, residual=sizes[0] != 3)
     assert (np.abs(got - expected) <= bound).all(), (np.abs(got - expected) / bound).max()
@@ -107,11 +110,13 @@ def test_equals_float64(gpu, name, dtype, sizes):
         pytest.param("u4_g128", (1, 5008, 264), marks=pytest.mark.exhaustive),  # in turns
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_gated_units(gpu, name, sizes):
     got, expected, bound = product(gpu, name, "bf16", sizes, activation="silu")
     assert (np.abs(got - expected) <= bound).all(), (np.abs(got - expected) / bound).max()
 
 
+@pytest.mark.exhaustive
 def test_exact_rows_are_the_same_in_any_company(gpu):
     """By one kernel, whose split of K is the weight's; others may split it further for more rows."""
     matrix, x = packed_matrix("u8", 40, 1096, "bf16"), np.random.default_rng(3).standard_normal((130, 1096))
@@ -142,6 +147,7 @@ def test_exact_rows_are_the_same_in_any_company(gpu):
         ("e2m1_g16_e4m3", (60, 48, 1304), "silu"),
     ))],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_blocks_that_share_k_change_no_bit(gpu, monkeypatch, name, sizes, activation):
     """Of 1 to 8 blocks of a cluster, as many as have a stream each."""
     found, launched = [], []

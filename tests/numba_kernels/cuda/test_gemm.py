@@ -13,6 +13,8 @@ from runtime.device.kernel_cache import KernelCache
 from tests.numba_kernels.cuda.gemm_cases import case, plan
 from tests.numba_kernels.cuda.harness import assert_equal, both_archs, empty, get, put
 
+pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b")
+
 TIERS = ("naive", "tiled", "register", "tensor_core")
 DTYPES = ("f32", "f16", "bf16")
 
@@ -29,6 +31,7 @@ def _tier_dtypes():
 
 
 @pytest.mark.parametrize(("tier", "dtype"), _tier_dtypes())
+@pytest.mark.exhaustive_cases("naive-bf16", "register-bf16", "tiled-bf16")
 def test_equals_float64(gpu, tier, dtype):
     for seed, sizes in enumerate(SHAPES):
         bias = (None, "f32", dtype)[seed % 3]
@@ -37,6 +40,7 @@ def test_equals_float64(gpu, tier, dtype):
 
 
 @pytest.mark.parametrize(("tier", "dtype"), _tier_dtypes())
+@pytest.mark.exhaustive_cases("register-bf16")
 def test_integers_are_exact(gpu, tier, dtype):
     for sizes in (*SHAPES[::3], (70, 90, 264)):
         product = case(sizes, dtype, integers=True)
@@ -71,6 +75,7 @@ def test_float32_output_of_narrow_factors(gpu, tier, dtype):
 
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 @both_archs
+@pytest.mark.exhaustive
 def test_large_register_tiles(gpu, dtype):
     """A device of one multiprocessor is filled by the first large tile."""
     for sizes in ((129, 140, 72), (64, 300, 40), (1100, 130, 8)):
@@ -90,6 +95,7 @@ def test_large_register_tiles(gpu, dtype):
     ids=["bf16-small", "f16", "bf16"],
 )
 @both_archs
+@pytest.mark.exhaustive
 def test_all_tiles(gpu, dtype, out_dtype, tiles):
     """More row tiles than one group has, too; and all tiles give the same bits."""
     for sizes in ((129, 140, 72), (64, 300, 200), (1100, 130, 8)):
@@ -137,6 +143,7 @@ def test_scalar_tiers_agree_bit_by_bit(gpu, dtype):
 
 
 @pytest.mark.parametrize(("tier", "dtype"), [("auto", "f32"), ("auto", "bf16"), ("naive", "f16"), ("tiled", "f16")])
+@pytest.mark.exhaustive_cases("auto-f32")
 def test_exact_rows_are_the_same_alone_and_in_any_batch(gpu, tier, dtype):
     product = case((130, 72, 136), dtype)
     whole = product.run(gpu, tier, exact=True, num_multiprocessors=1)

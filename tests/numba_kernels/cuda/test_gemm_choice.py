@@ -48,6 +48,7 @@ def test_auto_asks_it_where_it_may():
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)
+@pytest.mark.exhaustive
 def test_what_tiers_read_of_the_cache_is_what_the_emulator_counts(gpu):
     """All sectors but those of the result, to the byte: by these numbers one of the two is chosen."""
     m, n, _ = sizes = 48, 512, 1024

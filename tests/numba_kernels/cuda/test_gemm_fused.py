@@ -16,7 +16,16 @@ from tests.numba_kernels.cuda.gemm_cases import case, plan
 from tests.numba_kernels.cuda.harness import assert_close, assert_equal, empty, get, numpy_dtype, put
 from tests.oracles import dense
 
-pytestmark = pytest.mark.emulator
+pytestmark = [
+    pytest.mark.emulator,
+    pytest.mark.exhaustive_cases(
+        "hopper/large",
+        "hopper/middle",
+        r"hopper/small-.*\(70, 512, 72\)",
+        "gemv-gelu_tanh",
+        r"tensor_core-silu-\(70, 77, 136\)",
+    ),
+]
 EPS = 1e-3
 ROUNDOFF = {"f32": 2e-6, "f16": 2.0**-11, "bf16": 2.0**-8}
 exhaustive = pytest.mark.exhaustive
@@ -82,6 +91,7 @@ def run(
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.exhaustive_cases("hopper")
 def test_normalised_rows(gpu, way, dtype, sizes, num_parts):
     """rms_norm(x) . weight^T + bias: the norm's weights are the matrix's. Rows far from 1 in size, and one of zeros."""
     m, n, k = sizes
@@ -109,6 +119,7 @@ def test_normalised_rows(gpu, way, dtype, sizes, num_parts):
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.exhaustive_cases("hopper/narrow")
 def test_squares_that_are_left(gpu, way, sizes):
     """Of x . weight^T + residual, for each part of the columns in turn; nothing is left out, nothing counted twice."""
     m, n, k = sizes
@@ -148,6 +159,7 @@ def test_what_leaves_no_squares():
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("is_normalised", [True, pytest.param(False, marks=exhaustive)])
+@pytest.mark.exhaustive_cases(r"True-tensor_core-silu-\(3, 40, 72\)", "few_rows", "gemv", "hopper/small")
 def test_gated_units(gpu, way, activation, sizes, is_normalised):
     """f(gate) up, rounded once; columns that end within a tile, whose gate then begins the other half."""
     m, n, k = sizes
@@ -162,6 +174,7 @@ def test_gated_units(gpu, way, activation, sizes, is_normalised):
 
 
 @pytest.mark.parametrize("n", [40, 200])
+@pytest.mark.exhaustive
 def test_exact_rows_have_the_same_bits_in_any_company(gpu, n):
     """Of a norm with a gated unit behind it, whatever the tile."""
     both = case((70, 2 * n, 136), "bf16", bias=None, residual=False)

@@ -15,7 +15,7 @@ from runtime.errors import InvalidArgumentError
 from tests.numba_kernels.cuda.gemm_cases import Case, case, plan
 from tests.numba_kernels.cuda.harness import assert_equal, get, put
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.exhaustive_cases(r"\bf16\b")]
 TILES = pytest.mark.parametrize(
     "tile",
     [
@@ -47,6 +47,7 @@ def planned(case: Case, tile=None, parts=1, *, rows=None, num_multiprocessors=13
          (hopper.THIN, (130, 392, 520), "bf16", "bf16", True), (hopper.THIN, (63, 200, 72), "f16", "f32", False),
      ))],
 )  # fmt: skip
+@pytest.mark.exhaustive_cases("tile1", "tile3")
 def test_equals_float64(gpu, tile, sizes, dtype, bias, residual):
     product = case(sizes, dtype, bias=bias, residual=residual)
     launch = planned(product, tile)
@@ -56,6 +57,7 @@ def test_equals_float64(gpu, tile, sizes, dtype, bias, residual):
 
 @TILES
 @pytest.mark.parametrize(("sizes", "residual"), [((300, 264, 328), True), ((130, 520, 64), False)])
+@pytest.mark.exhaustive
 def test_integers_are_exact_on_few_multiprocessors(gpu, tile, sizes, residual):
     """Each block has several tiles: barriers and stages go on from one to the next. Launched dependently, too: only
     weights may be read before the grid in front has ended."""
@@ -73,6 +75,7 @@ def test_integers_are_exact_on_few_multiprocessors(gpu, tile, sizes, residual):
      pytest.param(hopper.THIN, (129, 391, 72), ("bf16", "bf16"), marks=pytest.mark.exhaustive),
      pytest.param(hopper.LARGE, (129, 260, 64), ("f16", "f16"), marks=pytest.mark.exhaustive)],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_rows_on_any_bounds(gpu, tile, sizes, dtypes):
     """An output whose rows the TMA cannot store, or in float32."""
     product = case(sizes, *dtypes, bias=dtypes[0])
@@ -82,6 +85,7 @@ def test_rows_on_any_bounds(gpu, tile, sizes, dtypes):
 
 
 @pytest.mark.parametrize(("tile", "is_by_tma"), [(hopper.SMALL, False), (hopper.LARGE, True)])
+@pytest.mark.exhaustive_cases("tile0")
 def test_residual_may_be_the_output_and_nothing_beyond_is_written(gpu, tile, is_by_tma):
     product = case((67, 144, 72), "bf16", bias=None)
     m, n, k = product.sizes
@@ -96,6 +100,7 @@ def test_residual_may_be_the_output_and_nothing_beyond_is_written(gpu, tile, is_
 
 
 @TILES
+@pytest.mark.exhaustive
 def test_rows_have_the_same_bits_in_any_company_and_by_any_tile(gpu, tile):
     product = case((140, 136, 200), "bf16")
     whole = product.run_launch(gpu, planned(product, hopper.LARGE))
@@ -119,6 +124,7 @@ def test_nan_stays_in_its_row(gpu):
      pytest.param(hopper.NARROW, 3, (60, 77, 520), ("f16", "f32"), "f16", marks=pytest.mark.exhaustive),
      pytest.param(hopper.SMALL, 4, (9, 40, 1032), ("bf16", "f32"), None, marks=pytest.mark.exhaustive)],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_a_sum_split_among_a_cluster(gpu, tile, parts, sizes, dtypes, bias):
     product = case(sizes, *dtypes, bias=bias, residual=bias is not None)
     launch = planned(product, tile, parts)

@@ -9,6 +9,8 @@ from numba_kernels.cuda.gemm import gemv
 from tests.numba_kernels.cuda.gemm_cases import case, plan
 from tests.numba_kernels.cuda.harness import assert_equal, both_archs
 
+pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b")
+
 SHAPES = [
     (1, 1, 1), (1, 1, 8), (1, 5, 16), (2, 3, 5), (3, 4, 31), (4, 17, 64), (5, 64, 16), (6, 47, 24), (7, 16, 40),
     (8, 65, 72), (1, 33, 256), (2, 100, 1000), (3, 61, 59), (4, 130, 264), (5, 7, 1032), (6, 2, 520), (7, 129, 33),
@@ -17,6 +19,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.exhaustive_cases("f32")
 def test_equals_float64(gpu, dtype):
     for seed, sizes in enumerate(SHAPES):
         if sizes[0] > gemv.MAX_ROWS[dtype]:

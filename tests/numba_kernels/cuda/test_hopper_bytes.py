@@ -74,6 +74,7 @@ def check(gpu, name: str, n: int, x: np.ndarray, activation: str, num_blocks: in
         )),
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive_cases("e4m3")
 def test_products(gpu, name, m, n, k, activation):
     rng = np.random.default_rng([m, n, k])
     x = rng.standard_normal((m, k)) * 10.0 ** rng.uniform(-2, 2, (m, -(-k // 128))).repeat(128, axis=1)[:, :k]

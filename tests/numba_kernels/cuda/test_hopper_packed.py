@@ -40,6 +40,7 @@ def by(tile, parts, num_multiprocessors=2):
     ("name", "dtype", "sizes", "tile", "parts", "is_aligned"),
     [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in SWEEP)],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_equals_float64(gpu, name, dtype, sizes, tile, parts, is_aligned):
     got, expected, bound = product(
         gpu, name, dtype, sizes, bias=sizes[0] != 130, residual=sizes[0] != 300, is_aligned=is_aligned,

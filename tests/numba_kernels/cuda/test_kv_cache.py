@@ -19,6 +19,7 @@ WRITES = [
 
 
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
+@pytest.mark.exhaustive_cases("f32")
 def test_write(gpu: Gpu, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for tokens, kv_heads, head_dim, block_size in WRITES:

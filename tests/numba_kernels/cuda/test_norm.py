@@ -10,6 +10,8 @@ from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import assert_close, both_archs, empty, get, numpy_dtype, put
 from tests.oracles import dense as oracle
 
+pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b")
+
 # Rows of one element, odd, prime, more than a block's threads, wide enough for several vectors a thread.
 SHAPES = [
     (1, 1), (2, 3), (3, 31), (1, 32), (5, 33), (4, 64), (2, 97), (7, 127), (3, 128), (1, 255), (6, 256), (2, 257),
@@ -44,6 +46,7 @@ def expected(name: str, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps
 @both_archs
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.exhaustive_cases("layer_norm-f32")
 def test_against_float64(gpu: Gpu, name: str, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for shape in SHAPES:
@@ -54,6 +57,7 @@ def test_against_float64(gpu: Gpu, name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.exhaustive
 def test_a_residual_is_added_to_the_norm_before_it_is_rounded(gpu: Gpu, dtype: str) -> None:
     rng = np.random.default_rng(2)
     for shape in SHAPES:

@@ -12,6 +12,8 @@ from numba_kernels.cuda.specialisation import Launch
 from tests.numba_kernels.cuda.packed_cases import check_squares
 from tests.numba_kernels.cuda.test_few_rows_packed import product
 
+pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b", "e2m1_g16_e4m3", "u4_g32")
+
 DEFAULT = [
     ("u4_g128_zeros", "bf16", (130, 150, 264), "emulated:sm_80"),
     ("e4m3_g128", "f16", (70, 40, 200), "emulated:sm_90a"),
@@ -46,6 +48,7 @@ def test_gated_units(gpu, name, sizes):
     assert (np.abs(got - expected) <= bound).all(), (np.abs(got - expected) / bound).max()
 
 
+@pytest.mark.exhaustive
 def test_squares_are_left_for_the_norm_behind(gpu):
     def plan(asked: gemm.Product, machine: gemm.Machine) -> Launch:
         launch = gemm.plan(asked, machine, "packed_tiles")

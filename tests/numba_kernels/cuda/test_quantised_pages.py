@@ -27,6 +27,7 @@ slow = pytest.mark.exhaustive
     pytest.param("f16", 40, marks=slow), pytest.param("f32", 129, marks=slow)]
 )  # fmt: skip
 @pytest.mark.parametrize("pages", BOTH)
+@pytest.mark.exhaustive_cases("f32")
 def test_rows_are_written_as_numpy_and_the_cpu_do(gpu: Gpu, pages: str, dtype: str, head_dim: int) -> None:
     rng = np.random.default_rng(head_dim)
     tokens, heads, block_size = 50, 2, 16
@@ -101,6 +102,7 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize(("tier", "dtype", "pages", "index"), PARAMETERS)
+@pytest.mark.exhaustive_cases("f32")
 def test_attention_equals_float64_of_what_the_pages_hold(
     gpu: Gpu, tier: str, dtype: str, pages: str, index: int
 ) -> None:

@@ -14,6 +14,8 @@ from tests.numba_kernels.cpu.cases import normal, paged_case, tensor
 from tests.numba_kernels.cuda.harness import assert_equal, both_archs, empty, get, numpy_dtype, put
 from tests.oracles import dense
 
+pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b")
+
 DTYPES = ("f32", "f16", "bf16")
 TOLERANCE = {"f32": 1e-6, "f16": 2.0**-11 + 1e-6, "bf16": 2.0**-8 + 1e-6}
 NUM_POSITIONS = 500
@@ -31,6 +33,7 @@ def tables(rotary: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotary", "interleaved"), ROTATIONS)
+@pytest.mark.exhaustive_cases("10-10", "f32")
 def test_rope_equals_float64(gpu: Gpu, head_dim: int, rotary: int, interleaved: bool, dtype: str) -> None:
     rng = np.random.default_rng(head_dim + rotary)
     cos, sin = tables(rotary)

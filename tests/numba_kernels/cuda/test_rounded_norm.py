@@ -39,6 +39,7 @@ def codes_and_scales(gpu: Gpu, shape: tuple[int, int], memory, is_grouped: bool)
           for dtype in ("bf16", "f16") for each in (*KINDS, ("e4m3", "rows"), ("s8", "static"))),
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive_cases("e4m3-static")
 def test_the_same_bits_as_two_launches(gpu: Gpu, element: str, kind: str, dtype: str, shapes: list) -> None:
     is_grouped, is_static = kind == "groups", kind == "static"
     given = (np.float32(0.02), np.float32(1) / np.float32(0.02)) if is_static else ()

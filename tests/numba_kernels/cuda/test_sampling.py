@@ -150,6 +150,7 @@ def test_any_number_of_blocks_draws_the_same(gpu, machine):
         _check(gpu, logits, params, shift, **machine)
 
 
+@pytest.mark.exhaustive
 def test_a_small_device_without_clusters(gpu):
     """The kernel of one block a row, with the row in shared memory and not."""
     rng = np.random.default_rng(6)

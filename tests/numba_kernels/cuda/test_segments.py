@@ -23,6 +23,7 @@ def borders(k: int, count: int) -> list[int]:
        for tier in ("naive", "tiled", "register") for dtype in ("f32", "bf16"))],
 )  # fmt: skip
 @both_archs
+@pytest.mark.exhaustive
 def test_each_segment_is_a_product_of_its_own(gpu, tier, dtype):
     for (m, n, k), count in (((5, 70, 384), 8), ((40, 33, 96), 4), ((17, 40, 201), 8), ((9, 8, 7), 2)):
         whole = case((m, n, k), dtype, "f32", bias=None, residual=False)
@@ -39,6 +40,7 @@ def test_each_segment_is_a_product_of_its_own(gpu, tier, dtype):
 
 @pytest.mark.parametrize("tile", [pytest.param(str(tile), marks=[pytest.mark.exhaustive] * (tile is not
                                   tensor_core.MEDIUM)) for tile in tensor_core.TILES])  # fmt: skip
+@pytest.mark.exhaustive
 def test_all_tiles_give_the_same_segments(gpu, tile):
     m, n, k = 70, 140, 208
     product = case((m, n, k), "bf16", "f32", bias=None, residual=False)

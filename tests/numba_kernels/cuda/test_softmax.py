@@ -27,6 +27,7 @@ def run(gpu: Gpu, x: np.ndarray, dtype: str, is_log: bool) -> np.ndarray:
 @both_archs
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
 @pytest.mark.parametrize("is_log", [False, True])
+@pytest.mark.exhaustive_cases("False-bf16", "f32")
 def test_against_float64(gpu: Gpu, dtype: str, is_log: bool) -> None:
     rng = np.random.default_rng(1)
     for shape in SHAPES:

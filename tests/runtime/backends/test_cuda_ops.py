@@ -140,6 +140,7 @@ def test_nothing_in_nothing_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.exhaustive), "bfloat16"])
+@pytest.mark.exhaustive_cases("bfloat16")
 def test_what_the_cpu_gives(dtype: str) -> None:
     rng = np.random.default_rng(1)
 
@@ -174,6 +175,7 @@ def test_what_the_cpu_gives(dtype: str) -> None:
     assert pairs[1][0].dtype.name == "float32"
 
 
+@pytest.mark.exhaustive
 def test_linear_glu(launched: list[str]) -> None:
     """In one launch, but with a bias."""
     rng = np.random.default_rng(5)
@@ -189,6 +191,7 @@ def test_linear_glu(launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.exhaustive
 def test_a_norm_between_products(launched: list[str], exact: bool) -> None:
     """The product in front leaves its rows' squares, and the one behind scales by them. A launch adds them up for rows
     of which nobody has. In exact mode a row has the same bits alone."""
@@ -235,6 +238,7 @@ def test_a_norm_between_products(launched: list[str], exact: bool) -> None:
 @pytest.mark.parametrize(("dtype", "median", "joins"), [
     ("float16", 0.04, True), ("float16", 0.004, False), ("bfloat16", 0.004, True),
 ])  # fmt: skip
+@pytest.mark.exhaustive
 def test_a_norm_of_small_weights_stays_apart_in_float16(
     launched: list[str], dtype: str, median: float, joins: bool
 ) -> None:

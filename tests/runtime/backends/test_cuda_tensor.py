@@ -80,6 +80,7 @@ EACH_TIME = ("add", "less", "divide")
     ("op", "dtypes", "units"),
     [pytest.param(*each, id=each[0], marks=[pytest.mark.exhaustive] * (each[0] not in EACH_TIME)) for each in BINARY],
 )
+@pytest.mark.exhaustive_cases("divide", "less")
 def test_two_operands(op: str, dtypes: tuple[DType, ...], units: float) -> None:
     for left, right in itertools.product(dtypes, dtypes):
         a, b = Tensor.from_numpy(values(left, 131, 1)), Tensor.from_numpy(values(right, 131, 2)[::-1].copy())
@@ -88,6 +89,7 @@ def test_two_operands(op: str, dtypes: tuple[DType, ...], units: float) -> None:
 
 
 @pytest.mark.parametrize("op", ["floor_divide", pytest.param("remainder", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_floors_and_remainders(op: str) -> None:
     operation: Callable[..., Tensor] = getattr(ops, op)
     rng = np.random.default_rng(3)
@@ -132,6 +134,7 @@ def test_functions(op: str, units: float) -> None:
         same(getattr(ops, op)(x.to(DEVICE)), getattr(ops, op)(x), units=units)
 
 
+@pytest.mark.exhaustive
 def test_powers_and_signs() -> None:
     rng = np.random.default_rng(4)
     a = Tensor.from_numpy((rng.random(300) * 8 + 0.01).astype(np.float32))
@@ -148,6 +151,7 @@ def test_powers_and_signs() -> None:
     same(~truths.to(DEVICE), ~truths)
 
 
+@pytest.mark.exhaustive
 def test_strides_broadcasting_and_scalars() -> None:
     base = Tensor.from_numpy(np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5))
     row = Tensor.from_numpy(np.arange(5, dtype=np.int32))
@@ -189,6 +193,7 @@ def test_writing() -> None:
     [float32, *(pytest.param(dtype, marks=pytest.mark.exhaustive) for dtype in (int64, bfloat16, int32, bool_))],
     ids=str,
 )
+@pytest.mark.exhaustive_cases("float32")
 def test_reductions(dtype: DType) -> None:
     data = values(dtype, 7 * 5 * 300, 5).reshape(7, 5, 300)
     if dtype.is_floating:  # sums of hard cases are NaN: those are for maximum and minimum
@@ -208,6 +213,7 @@ def test_reductions(dtype: DType) -> None:
     same(x.to(DEVICE)[:, 0:0].sum(1), x[:, 0:0].sum(1))
 
 
+@pytest.mark.exhaustive
 def test_matmul() -> None:
     rng = np.random.default_rng(7)
     shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [

@@ -67,6 +67,7 @@ def test_processes_that_have_ended() -> None:
         MemoryWatch(pid)
 
 
+@pytest.mark.exhaustive
 def test_a_model_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = {"shape": SHAPE, "kv_cache_bytes": 1 << 20, "num_prompts": 3, "input_len": 8, "output_len": 4}
     report = bench_memory(["float32"], **settings, say=lambda line: None)

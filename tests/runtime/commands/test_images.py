@@ -71,6 +71,7 @@ def test_a_model_that_reads_none(tmp_path: Path) -> None:
         session.attach("a.png")
 
 
+@pytest.mark.exhaustive
 def test_the_command(folder: Path) -> None:
     arguments = ["chat", "--model", str(folder), "--max-model-len", "128", "--max-tokens", "4", "--temperature", "0"]
     plain, seen = (run(*arguments, *more, stdin="What?\n") for more in ([], ["--image", str(folder / "picture.png")]))

@@ -33,6 +33,7 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.exhaustive
 def test_build_list_clear(folder: Path) -> None:
     family = ("--match", "add_embedding_f32")
     status, out, err = invoke("build", "--arch", "sm_86", *family)

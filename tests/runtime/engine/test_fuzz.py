@@ -211,6 +211,7 @@ TINY: dict[str, Any] = {
         ({"overlap": "off", "preemption": "auto", "swap_space_bytes": 9}, 500),
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive_cases("settings2")
 def test_hundreds_of_steps_of_the_demo_model(settings: dict[str, Any], num_steps: int, demo_answers: Answers) -> None:
     """`swap_space_bytes` counts blocks here."""
     block_bytes = demo_answers.lone.executor.kv_cache.spec.bytes_per_block
@@ -247,6 +248,7 @@ def test_steps_with_proposals(settings: dict[str, Any], demo_answers: Answers) -
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("num_steps", [90, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_steps_on_the_emulated_gpu(tmp_path: Path, num_steps: int) -> None:
     """Its lone runs are the cpu's. Exact, for a sequence that comes back may find its blocks computed by another, and
     without exactness those may differ in the last bits."""

@@ -49,6 +49,7 @@ def test_the_demo_model_answers_as_on_the_cpu(device: str) -> None:
 
 @pytest.mark.parametrize("device", [DEVICES[1], pytest.param(DEVICES[0], marks=pytest.mark.exhaustive)])
 @pytest.mark.skipif(not MODELS.is_dir(), reason="needs ../shared/data/models")
+@pytest.mark.exhaustive
 def test_stories260k_continues_as_transformers_does(device: str) -> None:
     runs = json.loads((MODELS / "expected.json").read_text())["stories260K"]["greedy"][:2]
     with LLM(

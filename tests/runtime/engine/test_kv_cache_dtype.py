@@ -97,6 +97,7 @@ def test_bytes_and_refusals_of_layers_left_out(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_a_gpu_gives_what_the_cpu_gives(device, kind, name, dtype, bound, tmp_path):
     """A sum that is rounded otherwise may take a number of a page to its neighbour, hence the bound."""
     folder, found = write_model(tmp_path, load_golden(name)), []

@@ -65,6 +65,7 @@ def hundred_requests(rng: random.Random, max_model_len: int, vocab_size: int) ->
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.exhaustive_cases("golden-on", "off")
 def test_a_hundred_requests_equal_their_lone_runs(folder: Path, overlap: Literal["off", "on"]) -> None:
     if folder == STORIES and overlap == "off":
         pytest.skip("the golden model shows it, too")

@@ -79,6 +79,7 @@ def serve(engine: Engine, rng: random.Random, drafts_each: int) -> dict[str, tup
 
 @pytest.mark.parametrize("drafts_each", [0, 4])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
+@pytest.mark.exhaustive_cases("-4", "plain loop")
 def test_an_answer_depends_on_its_own_length_alone(each_loop: bool, settings: dict[str, Any], drafts_each: int) -> None:
     engine = make_engine(FakeModel(SWITCH), **settings)
     num_crossed = 0
@@ -179,6 +180,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("device", ["cpu", "emulated:sm_80"])
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 4, "exact": True}], ids=["default", "chunks"])
+@pytest.mark.exhaustive_cases("chunks-emulated")
 def test_answers_are_transformers(folder: Path, device: str, settings: dict[str, Any]) -> None:
     golden = load_golden("phi3_longrope_crossing")
     engine = build_engine(folder, device=device, max_model_len=64, block_size=8, num_blocks=24, seed=0, **settings)

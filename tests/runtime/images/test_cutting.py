@@ -41,6 +41,7 @@ def check(image: Image.Image, height: int, size: int, merge: int, width: int | N
 
 @pytest.mark.parametrize("size", [1, 2, 14, 16, 24])
 @pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.exhaustive_cases("-2", "False")
 def test_cut(size: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where Pillow's pixels do not lie in one block, so that they are copied without their fourth byte."""
     if is_packed:

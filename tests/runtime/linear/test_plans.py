@@ -39,6 +39,7 @@ def test_weights_of_one_kind_share_their_plans_and_no_others_do() -> None:
         assert weight().plans is not first.plans
 
 
+@pytest.mark.exhaustive
 def test_plans_go_with_the_last_weight_and_keep_none() -> None:
     gpu = Gpu.of(DEVICE)
     first, second = weight(160), weight(160)

@@ -40,6 +40,7 @@ def parts_of(kind: NumberKind, depth: int, has_zeros: bool) -> list[QuantizedMat
         )),
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_products(
     kind: NumberKind, depth: int, has_zeros: bool, dtype: DType, arch: str, row_counts: tuple[int, ...]
 ) -> None:

@@ -45,6 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[cuda_packed.Planned]:
         ("fp8", "sm_89"), ("fp8", "sm_90a"), ("int8", "sm_80"), ("int8", "sm_120a"),
     ))],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_static_scales(kind: NumberKind, arch: str, launched: list[cuda_packed.Planned]) -> None:
     """x is rounded to multiples of the largest of two maps' scales, and clamped; a row with a NaN is nothing else."""
     device, scale = Device.parse(f"emulated:{arch}"), np.float32(2.0**-9 if kind == "fp8" else 0.011)
@@ -77,6 +78,7 @@ def test_static_scales(kind: NumberKind, arch: str, launched: list[cuda_packed.P
     ]
 
 
+@pytest.mark.exhaustive
 def test_products_of_blocks(launched: list[cuda_packed.Planned]) -> None:
     """Two maps as one, whose blocks of 128 rows do not end where a tile does; with a residual, and gated."""
     device = Device.parse("emulated:sm_90a")

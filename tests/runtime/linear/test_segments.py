@@ -301,6 +301,7 @@ def _gpu_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("device", "tier", "kind"), _gpu_cases())
+@pytest.mark.exhaustive_cases("bfloat16")
 def test_ranks_on_gpus(device: str, tier: str, kind: str) -> None:
     for n, k, m in ((130, 8 * 16 * 3, 70), (33, 8 * 16, 3), (49, 8 * 16 * 5, 1)):
         case = Map(n, k, m, kind, device, tier)
@@ -330,6 +331,7 @@ def test_any_depth_on_a_gpu(kind: str) -> None:
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive
 def test_many_rows_take_turns_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Map(70, 8 * 16, 70, "bfloat16", DEVICES[1])
     at_once = case.product(case.prepared("inputs"))

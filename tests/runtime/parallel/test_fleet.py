@@ -190,6 +190,7 @@ def test_the_queue_is_bounded_for_all_together() -> None:
 
 
 @pytest.mark.parametrize("policy", ["least-load", "prefix-aware"])
+@pytest.mark.exhaustive_cases("least-load")
 def test_an_engine_that_is_stopped_gets_no_more_than_others_and_is_killed(policy: str) -> None:
     fleet = light_fleet(policy=policy, hang_timeout_s=4.0)  # the other one may be slow
     try:

@@ -221,12 +221,14 @@ class FakeActor:
         self.is_started = True
 
 
+@pytest.mark.exhaustive
 def test_what_has_no_room_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.parallel.ray_engines.PLACEMENT_TIMEOUT_S", 0.5)
     with pytest.raises(RayError, match=r"no room for 1 engines of .*'CPU': 2.* on one node"):
         light_fleet(cluster, data_parallel_size=1, tensor_parallel_size=2)
 
 
+@pytest.mark.exhaustive
 def test_ray_serve_from_one_replica_to_two(cluster: Any) -> None:
     from ray import serve
 

@@ -78,6 +78,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
     ["auto", "hermes", "qwen3_coder", "glm45", "glm4", "mistral", "mistral_v11", "llama3_json", "granite",
      "phi4_mini_json", "deepseek_v3", "deepseek_v31", "pythonic", "gemma4", "json"],
 )  # fmt: skip
+@pytest.mark.exhaustive_cases("deepseek", "glm", "granite", "mistral", "phi4_mini_json")
 def test_a_forced_call_in_every_notation(engine: ThreadEngineClient, notation: str) -> None:
     named = {"type": "function", "function": {"name": "get_time"}}
     with serving(engine, tool_call_parser=notation) as client:

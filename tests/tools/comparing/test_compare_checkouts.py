@@ -14,6 +14,7 @@ from tools.comparing.compare_checkouts import TINY, Case, compare, table
 PYTHONS = {"before": Path(sys.executable), "after": Path(sys.executable)}
 
 
+@pytest.mark.exhaustive
 def test_each_workload_is_measured_on_both_sides() -> None:
     kinds = {"decode": (2, 5, 4), "prefill": (1, 20, 1), "burst": (3, 4, 3)}
     workloads = tuple(Workload(kind, kind, *numbers, kind) for kind, numbers in kinds.items())

@@ -165,6 +165,7 @@ def test_the_nearest_tile_stands_beside_ours() -> None:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90a"])
+@pytest.mark.exhaustive
 def test_both_sides_do_the_work(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are verified in `product` and `prefill`; the counts that are known, here."""
     loop = MainLoop(10, 2, {"HMMA": 2})
@@ -251,6 +252,7 @@ def test_the_page_is_what_was_counted() -> None:
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive
 def test_the_command_counts_one_row(tmp_path: Path) -> None:
     try:
         find_nvdisasm()

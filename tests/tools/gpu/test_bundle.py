@@ -74,6 +74,7 @@ def check(bare: Bare, bundle: Path | None, out: Path, *names: str) -> tuple[int,
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive
 def test_a_check_in_a_bare_environment(tmp_path: Path) -> None:
     bare = Bare(tmp_path)
     done = bare.run("-c", HAS_COMPILER)

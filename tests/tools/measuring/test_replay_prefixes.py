@@ -82,6 +82,7 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
+@pytest.mark.exhaustive
 def test_conversations_hit_at_least_as_often_as_lru(num_blocks: int, lru_share: float, least_closed: float) -> None:
     row = replay(read_prompts(TRACE), num_blocks, "reuse-gap")
     assert row.lru / row.unlimited == pytest.approx(lru_share, abs=0.01)

@@ -11,6 +11,7 @@ from tools.serving.soak import soak
     ("minutes", "requests", "tokens", "samples"),
     [(0.1, 6, 30, 4), pytest.param(1.0, 30, 100, 10, marks=pytest.mark.exhaustive)],
 )
+@pytest.mark.exhaustive
 def test_traffic(minutes: float, requests: int, tokens: int, samples: int) -> None:
     record = soak(minutes, clients=6, report=lambda line: None)
     assert record["failures"] == [], record

@@ -30,6 +30,7 @@ def report() -> dict[str, Any]:
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive
 def test_every_part_is_verified_and_counted(report: dict[str, Any]) -> None:
     assert report["is_emulated"]
     assert {row["goal"] for row in report["rows"]} == {
@@ -50,6 +51,7 @@ def test_every_part_is_verified_and_counted(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive
 def test_the_roofline_has_a_point_for_each_case(report: dict[str, Any]) -> None:
     root = ElementTree.fromstring(roofline_svg(report, *roofs(report)))
     titles = [each.text or "" for each in root.iter() if each.tag.endswith("title")]

@@ -72,6 +72,7 @@ def test_the_cpus_operations_are_clocked(folder: Path) -> None:
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive
 def test_an_emulated_devices_kernels_are_counted(folder: Path) -> None:
     report = profile(folder, "emulated:sm_90a")
     check(report)

@@ -13,6 +13,7 @@ from tests.models.folders import load_golden, write_model
 
 
 @pytest.mark.parametrize("num_requests", [80, pytest.param(300, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
 def test_the_demo_model_gives_the_same_bits_under_every_schedule(num_requests: int) -> None:
     make = engine_maker({"device": "cpu", "seed": 0}, exact=True)
     report = bench_exact(make, make, num_requests=num_requests, num_rounds=0, max_model_len=64)

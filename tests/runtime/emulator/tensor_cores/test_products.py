@@ -67,6 +67,7 @@ def matrices(k: int, c_type: str, a_type: str, b_type: str, seed: int, scale: fl
 
 
 @pytest.mark.parametrize(("k", "c_type", "a_type", "b_type"), SHAPES)
+@pytest.mark.exhaustive_cases("32-f32-e4m3-e5m2", "32-s32-s8-u8", "32-s32-u8-s8")
 def test_mma_is_exact_on_integers_and_close_on_others(k: int, c_type: str, a_type: str, b_type: str) -> None:
     opcode = f"mma.sync.aligned.m16n8k{k}.row.col.{c_type}.{a_type}.{b_type}.{c_type}"
     for scale in (0, 1.0):

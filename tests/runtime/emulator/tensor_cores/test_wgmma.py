@@ -156,6 +156,7 @@ CASES = [
 
 @pytest.mark.parametrize(("d_type", "a_type", "b_type"), CASES)
 @pytest.mark.parametrize("n", [8, 88, 256])
+@pytest.mark.exhaustive_cases("88-", "f16-e4m3-e5m2", "s32-u8-s8")
 def test_types_and_widths(d_type: str, a_type: str, b_type: str, n: int) -> None:
     actual, expected = multiply(d_type, a_type, b_type, n)
     assert np.array_equal(actual, expected)

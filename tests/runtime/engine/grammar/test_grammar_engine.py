@@ -313,6 +313,7 @@ def test_closing_ends_a_request_that_is_compiled(gate: Gate, engines: Any) -> No
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive
 def test_on_an_emulated_gpu_as_on_the_cpu(tmp_path: Path) -> None:
     """The draw applies the mask on the device; steps with a grammar run without a decode graph."""
     from tests.models.folders import load_golden, write_model

@@ -50,6 +50,7 @@ def test_a_name_that_is_no_architecture_is_refused_before_any_process_starts(mon
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.exhaustive
 def test_errors_of_the_processes_are_raised_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
         compile_kernels(Wanted(arch="sm_90a", is_ptx=True, model=str(tmp_path)), lambda *_: None, num_processes=1)

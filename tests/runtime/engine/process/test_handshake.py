@@ -101,6 +101,7 @@ def silence(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "sending"])
+@pytest.mark.exhaustive_cases("idle")
 def test_a_machine_that_has_gone_is_noticed_within_5_s_and_one_that_is_only_busy_is_not(is_busy: bool) -> None:
     """Both at once: a side that does not read is no reason, as long as its kernel answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:

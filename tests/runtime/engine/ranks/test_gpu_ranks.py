@@ -48,6 +48,7 @@ def greedy(folder: Path, ids: list[int], count: int, num_ranks: int, **settings:
         pytest.param("mistral_wide_window", 4, marks=exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_families_on_emulated_ranks(case: str, num_ranks: int, tmp_path: Path) -> None:
     golden = load_golden(case)
     expected = golden.greedy_ids["float32"][:12]

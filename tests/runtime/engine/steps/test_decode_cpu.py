@@ -35,6 +35,7 @@ def test_replay_equals_eager(tmp_path: Path, golden: str, stored_as: str, settin
     check_replay_equals_eager(folder, "cpu", fewest_steps=5, fewest_bytes=1 << 16, **settings)
 
 
+@pytest.mark.exhaustive
 def test_replay_equals_eager_where_columns_are_reordered() -> None:
     folder = Path(__file__).parents[3] / "models" / "quantized" / "fixtures" / "gptq_w4_reordered"
     check_replay_equals_eager(folder, "cpu", fewest_steps=5, fewest_bytes=1 << 12, num_blocks=10)

@@ -49,6 +49,7 @@ pytestmark = pytest.mark.emulator
         ),
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_replay_equals_eager(
     tmp_path: Path, golden: str, stored_as: str, device: str, settings: dict[str, Any]
 ) -> None:
@@ -213,6 +214,7 @@ def plain_requests(count: int, vocab_size: int) -> list[EngineRequest]:
     return made
 
 
+@pytest.mark.exhaustive
 def test_steps_that_lead_equal_steps_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences end at stop ids, are cancelled and preempted while the next step computes them already."""
     folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
@@ -237,6 +239,7 @@ def test_steps_that_lead_equal_steps_that_wait(tmp_path: Path, monkeypatch: pyte
     Gpu.of("emulated:sm_80").allocator.check_integrity()
 
 
+@pytest.mark.exhaustive
 def test_a_failed_draw_does_not_reach_the_step_that_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page of one sequence is spoilt: its draw is no id, and the next step takes it as input."""
     engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80", num_blocks=30)
@@ -258,6 +261,7 @@ def test_a_failed_draw_does_not_reach_the_step_that_leads(tmp_path: Path, monkey
     engine.close()
 
 
+@pytest.mark.exhaustive
 def test_who_arrives_is_not_kept_waiting_by_a_step_that_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that comes while a step runs takes part in the next that starts."""
     engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80")
@@ -331,6 +335,7 @@ def take_memory(gpu: Gpu) -> list[int]:
     return taken
 
 
+@pytest.mark.exhaustive
 def test_without_memory_for_a_graph_steps_stay_eager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -357,6 +362,7 @@ def test_without_memory_for_a_graph_steps_stay_eager(
     gpu.allocator.check_integrity()
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_cannot_be_recorded_runs_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80")
     model: Any = engine.executor.model

@@ -80,6 +80,7 @@ def test_replay_equals_eager(
     Gpu.of(device).allocator.check_integrity()
 
 
+@pytest.mark.exhaustive
 def test_a_shape_is_recorded_when_it_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt in chunks beside decodes; of many shapes the latest are kept, and all memory is given back."""
     monkeypatch.setattr(forward_graphs, "NUM_KEPT", 3)

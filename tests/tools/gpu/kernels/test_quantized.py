@@ -113,6 +113,7 @@ def test_quick_weights_are_kept_as_declared_each_in_memory_of_its_own(tmp_path: 
             np.testing.assert_array_equal(first, other)
 
 
+@pytest.mark.exhaustive
 def test_recorded_launches_do_it_again_and_nothing_is_missing() -> None:
     gpu = the_gpu()
     layer = packed_layer(gpu, "int4 g128", 48, 136)
