@@ -35,8 +35,8 @@ from numba.core.runtime.nrt import rtsys
 from numba.core.types import Type
 
 from numba_kernels.cache_files import read_entry, warn_of_no_cache, write_entry
-from numba_kernels.linked_parts import is_part, known_parts, linked_parts
-from numba_kernels.quick_host_passes import quick_host_passes
+from numba_kernels.numba_patches.host_passes import host_passes
+from numba_kernels.numba_patches.linked_parts import is_part, known_parts, linked_parts
 
 _PLAIN = (int, float, str, bytes, type(None), type, np.dtype, np.generic, Type)
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
@@ -109,7 +109,7 @@ class CFunction:
             symbol = facts["symbol"]
             library = codegen.unserialize_library((facts["name"], "object", (code, _defining(facts["symbols"]))))
         else:
-            with linked_parts(), quick_host_passes():
+            with linked_parts(), host_passes():
                 compiled = numba.cfunc(signature, **options)(function)
             library, symbol = cast(Any, compiled)._library, compiled.native_name
             facts = {"name": library.name, "symbol": symbol, "symbols": _symbols(library)}
@@ -173,7 +173,7 @@ def _compile_quickly(compile_: Callable[..., Any]) -> Callable[..., Any]:
     another dispatcher's code calls become parts of that code."""
 
     def compile_quickly(arguments: Any, return_type: Any) -> Any:
-        with quick_host_passes(), known_parts() as is_first, nullcontext() if is_first else linked_parts():
+        with host_passes(), known_parts() as is_first, nullcontext() if is_first else linked_parts():
             return compile_(arguments, return_type)
 
     return compile_quickly

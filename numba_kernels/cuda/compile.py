@@ -6,7 +6,6 @@ The first step takes nine tenths of the time, and its result is the same for all
 from __future__ import annotations
 
 import functools
-import gc
 import re
 from typing import Any, cast
 
@@ -15,8 +14,9 @@ from numba import types
 from numba.cuda import compiler
 from numba.cuda.cudadrv import nvvm
 
-from numba_kernels.cuda.quick_passes import quick_passes
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation
+from numba_kernels.numba_patches.cuda_passes import cuda_passes
+from numba_kernels.numba_patches.patching import without_collection
 
 if not hasattr(np, "row_stack"):  # gone since numpy 2.5; numba-cuda 0.30 still imports it at its first compilation
     np.row_stack = np.vstack
@@ -40,24 +40,17 @@ def llvm_ir(specialisation: Specialisation) -> tuple[str, ...]:
         if specialisation.min_blocks
         else specialisation.max_threads
     )
-    was_collecting = gc.isenabled()
-    gc.disable()  # a collection would visit millions of objects that all live until the kernel is done
-    try:
-        with quick_passes():
-            library, _ = cast(Any, compiler)._compile_pyfunc_with_fixup(
-                specialisation.kernel.py_func,
-                tuple(types.uint64 if kind is TENSOR_MAP else kind for kind in specialisation.argument_types),
-                device=False,
-                fastmath=specialisation.fastmath,
-                cc=(8, 0),
-                abi="numba",
-                launch_bounds=bounds,
-            )
-        modules = tuple(library.llvm_strs)
-    finally:
-        if was_collecting:
-            gc.enable()
-    return modules
+    with without_collection(), cuda_passes():
+        library, _ = cast(Any, compiler)._compile_pyfunc_with_fixup(
+            specialisation.kernel.py_func,
+            tuple(types.uint64 if kind is TENSOR_MAP else kind for kind in specialisation.argument_types),
+            device=False,
+            fastmath=specialisation.fastmath,
+            cc=(8, 0),
+            abi="numba",
+            launch_bounds=bounds,
+        )
+        return tuple(library.llvm_strs)
 
 
 def ptx_of(specialisation: Specialisation, modules: tuple[str, ...], arch: str) -> str:

@@ -25,7 +25,7 @@ from numba import cuda, float32, types, uint32, uint64
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
-from numba_kernels.cuda.intrinsics.integer import divide_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 THREADS = 128

@@ -24,7 +24,6 @@ from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
-from numba_kernels.cuda.access import access_width
 from numba_kernels.cuda.intrinsics.block import block_sum
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer, floats_loader
@@ -33,7 +32,7 @@ from numba_kernels.cuda.intrinsics.math import divide, reciprocal_sqrt
 from numba_kernels.cuda.intrinsics.memory import store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_xor_f32, warp_sum
-from numba_kernels.cuda.specialisation import Launch, Specialisation
+from numba_kernels.cuda.specialisation import Launch, Specialisation, access_width
 
 MAX_THREADS = {"rms_norm": 1024, "layer_norm": 512}  # of a block: a thread has 64 registers, or 128
 RESIDENT = {"rms_norm": 2, "layer_norm": 1}

@@ -25,8 +25,7 @@ from numba_kernels.cuda.intrinsics.block import block_sum
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer, floats_loader
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
-from numba_kernels.cuda.intrinsics.integer import divide_u32, maximum_u32, minimum_u32
-from numba_kernels.cuda.intrinsics.math import reciprocal_sqrt
+from numba_kernels.cuda.intrinsics.math import divide_u32, maximum_u32, minimum_u32, reciprocal_sqrt
 from numba_kernels.cuda.intrinsics.memory import load_f32, store_b8, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_b32, shuffle_xor_f32

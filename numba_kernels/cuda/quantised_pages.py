@@ -26,7 +26,7 @@ from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.convert import bits_from_f32, f32_from_bits
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import SHIFTS
-from numba_kernels.cuda.intrinsics.integer import maximum_u32
+from numba_kernels.cuda.intrinsics.math import maximum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     load_u8,
     shared_load_4xb32,

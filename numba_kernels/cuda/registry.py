@@ -11,57 +11,29 @@ from collections.abc import Iterator
 from numba_kernels.cuda import (
     activation,
     attention,
-    bandwidth,
     decode_inputs,
     dequantize,
-    elementwise,
     embedding,
     experts,
     gemm,
-    integer_matmul,
     kv_cache,
     latent,
     logprobs,
     norm,
-    occupancy,
+    probes,
     qkv,
-    reduce,
-    reordered,
     rope,
     rounded_norm,
     rounded_rows,
     sampling,
-    scaling,
-    softmax,
 )
+from numba_kernels.cuda.arithmetic import elementwise, integer_matmul, reduce, softmax
 from numba_kernels.cuda.specialisation import Specialisation
 
 FAMILIES = (
-    activation,
-    attention,
-    bandwidth,
-    decode_inputs,
-    dequantize,
-    elementwise,
-    embedding,
-    experts,
-    gemm,
-    integer_matmul,
-    kv_cache,
-    latent,
-    logprobs,
-    norm,
-    occupancy,
-    qkv,
-    reduce,
-    reordered,
-    rope,
-    rounded_norm,
-    rounded_rows,
-    sampling,
-    scaling,
-    softmax,
-)
+    activation, attention, decode_inputs, dequantize, elementwise, embedding, experts, gemm, integer_matmul, kv_cache,
+    latent, logprobs, norm, probes, qkv, reduce, rope, rounded_norm, rounded_rows, sampling, softmax,
+)  # fmt: skip
 
 
 def specialisations() -> Iterator[Specialisation]:

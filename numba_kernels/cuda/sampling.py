@@ -40,8 +40,7 @@ from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.convert import bits_from_f32, f32_from_bits
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
-from numba_kernels.cuda.intrinsics.math import exp2, maximum_nan
+from numba_kernels.cuda.intrinsics.math import divide_u32, exp2, maximum_nan, minimum_u32
 from numba_kernels.cuda.intrinsics.philox import philox
 from numba_kernels.cuda.intrinsics.rounded import (
     add,

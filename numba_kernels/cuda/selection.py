@@ -30,7 +30,7 @@ from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.convert import bits_from_f32, f32_from_bits
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.integer import minimum_u32
+from numba_kernels.cuda.intrinsics.math import minimum_u32
 from numba_kernels.cuda.intrinsics.rounded import add, count_leading_zeros, exp, multiply, nearest_u64, subtract
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.intrinsics.warp import ballot, shuffle_index_b32, shuffle_up_b32, shuffle_xor_b32

@@ -17,7 +17,6 @@ from numba_kernels.cuda import attention as _attention
 from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
-from numba_kernels.cuda import scaling as _scaling
 from numba_kernels.cuda.kv_cache import page_row
 from numba_kernels.cuda.quantised_pages import PAGES as _QUANTISED
 from runtime.backends import cuda_packed
@@ -54,13 +53,13 @@ WEIGHT = TABLE = GpuWeight
 NORM_WEIGHTS = float32
 
 _plan_activation = remembered(_activation.plan_activation)
-_plan_add_scaled = remembered(_scaling.plan_add_scaled)
+_plan_add_scaled = remembered(_activation.plan_add_scaled)
 _plan_embedding = remembered(_embedding.plan_embedding)
 _plan_layer_norm = remembered(_norm.plan_layer_norm)
 _plan_qkv_prepare = remembered(_qkv.plan_qkv_prepare)
 _plan_row_scales = remembered(_qkv.plan_row_scales)
 _plan_shaped = remembered(_activation.plan_shaped)
-_plan_scale_logits = remembered(_scaling.plan_scale_logits)
+_plan_scale_logits = remembered(_activation.plan_scale_logits)
 
 # ------------------------------------------------------------------------------------------ linear, embedding
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from numba_kernels.cuda import elementwise as _elementwise
 from numba_kernels.cuda import gemm as _gemm
-from numba_kernels.cuda import integer_matmul as _integer_matmul
-from numba_kernels.cuda import reduce as _reduce
+from numba_kernels.cuda.arithmetic import elementwise as _elementwise
+from numba_kernels.cuda.arithmetic import integer_matmul as _integer_matmul
+from numba_kernels.cuda.arithmetic import reduce as _reduce
 from numba_kernels.cuda.intrinsics.storage import CODES
 from runtime.backends.cuda_tensor import alignment, upload, upload_together
 from runtime.device.device import Device

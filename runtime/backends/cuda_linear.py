@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from numba_kernels.cuda import activation as _activation
+from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
-from numba_kernels.cuda import reordered as _reordered
 from runtime.backends import cuda_cublas, cuda_segments
 from runtime.backends.cuda_packed import NEVER_ROUNDED, Planned, matrix_of, plan_product, rows_of
 from runtime.backends.cuda_tensor import alignment
@@ -25,7 +25,7 @@ from runtime.linear.weight import GpuWeight, PackedWeight, RowWeight
 from runtime.tensor.tensor import Tensor
 
 _plan_glu = remembered(_activation.plan_glu)
-_plan_reordered = remembered(_reordered.plan)
+_plan_reordered = remembered(_embedding.plan_reordered)
 _plan_rms_norm = remembered(_norm.plan_rms_norm)
 _plan_row_squares = remembered(_norm.plan_row_squares)
 

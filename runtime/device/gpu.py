@@ -353,13 +353,13 @@ class Gpu:
     def max_clusters(self) -> tuple[tuple[int, int], ...]:
         """(blocks a cluster, clusters that run at once where a multiprocessor holds one block); the driver is queried
         once. None for a device without clusters."""
-        from numba_kernels.cuda import occupancy  # brings numba
+        from numba_kernels.cuda import probes  # brings numba
 
         if self.capability < (9, 0):
             return ()
         found = []
-        for size in occupancy.CLUSTER_SIZES:
-            bound = self.bind(occupancy.plan(size, self.properties.shared_bytes_per_block))
+        for size in probes.CLUSTER_SIZES:
+            bound = self.bind(probes.plan_cluster(size, self.properties.shared_bytes_per_block))
             found.append((size, int(self.context.call("cuOccupancyMaxActiveClusters", *bound.configuration))))
         return tuple(found)
 

@@ -13,17 +13,16 @@ import numpy as np
 
 from numba_kernels.cuda import (
     activation,
-    elementwise,
     embedding,
     kv_cache,
     logprobs,
     qkv,
-    reduce,
     rope,
     rounded_norm,
     rounded_rows,
     sampling,
 )
+from numba_kernels.cuda.arithmetic import elementwise, reduce
 from numba_kernels.cuda.intrinsics.storage import CODES
 from runtime.bench.kernels.cases import layer_norm_case, rms_norm_case, softmax_case, swiglu_case
 from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays

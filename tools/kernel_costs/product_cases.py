@@ -12,7 +12,7 @@ from numba_kernels.cuda import (
     gemm,
     rounded_rows,
 )
-from numba_kernels.cuda.gemm import few_rows_operands, few_rows_shape, hopper, packed_row, packed_tiles
+from numba_kernels.cuda.gemm import few_rows_shape, hopper, packed_row, packed_tiles
 from numba_kernels.cuda.gemm.hopper_packed import HIGH, LOW
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
@@ -118,7 +118,7 @@ def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows", hopp
     work = Work(m * k * 2 + weight_bytes + m * n * 2, 2 * m * n * k, True)
     columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M  # of a block
     if tier == "few_rows":
-        columns = few_rows_operands.COLUMNS * few_rows_shape.BLOCK_WARPS // few_rows_shape.split(n, k, name)
+        columns = few_rows_shape.COLUMNS * few_rows_shape.BLOCK_WARPS // few_rows_shape.split(n, k, name)
         product = gemm.Product(m, n, k, "bf16", name)
         rows = 16 * few_rows_shape.choose(product, gemm.machine_of("sm_90a")).row_tiles
     elif hopper_tile is not None:

@@ -47,8 +47,7 @@ from numba_kernels.cuda.attention.tiles import (
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_storer
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
-from numba_kernels.cuda.intrinsics.math import exp2
+from numba_kernels.cuda.intrinsics.math import divide_u32, exp2, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     copy_async_commit,
     copy_async_wait,

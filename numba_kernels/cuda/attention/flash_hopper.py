@@ -61,8 +61,7 @@ from numba_kernels.cuda.attention.tiles import (
 from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
-from numba_kernels.cuda.intrinsics.math import absolute
+from numba_kernels.cuda.intrinsics.math import absolute, divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import shared_address, shared_store_b32
 from numba_kernels.cuda.intrinsics.sync import (
     arrive_named,

@@ -22,7 +22,7 @@ from numba import uint32, uint64
 from numba_kernels.cuda.attention.tiles import head_row
 from numba_kernels.cuda.intrinsics import mbarrier, tma
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.integer import divide_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32
 from numba_kernels.cuda.intrinsics.memory import shared_load_4xb32, shared_store_4xb32, store_4xb32
 from numba_kernels.cuda.intrinsics.warp import ballot, count_b32, shuffle_index_b32, sum_to_lane_u32, sync_warp
 from numba_kernels.cuda.kv_cache import page_row

@@ -30,8 +30,7 @@ from numba_kernels.cuda.attention.tiles import ARGUMENT_TYPES, Variant, visible_
 from numba_kernels.cuda.intrinsics.block import block_max, block_sum
 from numba_kernels.cuda.intrinsics.element import element_loader, elements_storer
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.intrinsics.integer import divide_u32
-from numba_kernels.cuda.intrinsics.math import exp2
+from numba_kernels.cuda.intrinsics.math import divide_u32, exp2
 from numba_kernels.cuda.intrinsics.memory import load_f32, store_f32
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.intrinsics.warp import maximum_f32

@@ -36,8 +36,7 @@ from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_storer, quad_storer
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.intrinsics.integer import divide_u32
-from numba_kernels.cuda.intrinsics.math import exp2
+from numba_kernels.cuda.intrinsics.math import divide_u32, exp2
 from numba_kernels.cuda.intrinsics.memory import (
     load_2xf32,
     load_4xf32,

@@ -13,7 +13,6 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.access import access_width
 from numba_kernels.cuda.gemm.epilogue import scale_element
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, elements_loader, elements_storer
@@ -22,7 +21,7 @@ from numba_kernels.cuda.intrinsics.math import sigmoid
 from numba_kernels.cuda.intrinsics.memory import load_b32, load_f32, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, warp_sum
-from numba_kernels.cuda.specialisation import Launch, Specialisation
+from numba_kernels.cuda.specialisation import Launch, Specialisation, access_width
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 

@@ -22,13 +22,12 @@ from typing import Any
 from numba import cuda, types
 
 from numba_kernels.cuda.experts.combine import adder
-from numba_kernels.cuda.gemm.epilogue import scale_element
-from numba_kernels.cuda.gemm.gating import ACTIVATIONS
+from numba_kernels.cuda.gemm.epilogue import GATES, scale_element
 from numba_kernels.cuda.gemm.gemv import exchange, weight_loader
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_storer, vector_loader
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, load_f32, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_xor_f32
@@ -98,7 +97,7 @@ def multiplier(dtype: str) -> Any:
 @functools.cache
 def _gate_up(dtype: str, activation: str) -> Specialisation:
     """Arguments: x [T, K], table [2, E], ids [T, k], out [T k, I] addresses; I, K, E, k."""
-    multiply, gated, store = multiplier(dtype), ACTIVATIONS[activation], element_storer(dtype)
+    multiply, gated, store = multiplier(dtype), GATES[activation], element_storer(dtype)
     item_bytes, columns = ITEM_BYTES[dtype], ROWS // 2
 
     def experts(x, table, ids, out, n, k, num_experts, top_k):
@@ -210,6 +209,6 @@ def plan_down(num_tokens: int, top_k: int, columns: int, dtype: str) -> Launch:
 def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that the plans can return."""
     for dtype in DTYPES:
-        for activation in ACTIVATIONS:
+        for activation in GATES:
             yield _gate_up(dtype, activation)
         yield _down(dtype)

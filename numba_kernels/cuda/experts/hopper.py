@@ -34,7 +34,7 @@ from numba import cuda, types
 from numba_kernels.cuda.experts import tensor_core
 from numba_kernels.cuda.experts.tiled import ARGUMENT_TYPES
 from numba_kernels.cuda.gemm import hopper_packed
-from numba_kernels.cuda.gemm.gating import ACTIVATIONS
+from numba_kernels.cuda.gemm.epilogue import GATES
 from numba_kernels.cuda.gemm.hopper import ARCH, CLOCK_HZ
 from numba_kernels.cuda.gemm.hopper_ring import (
     BLOCK_K,
@@ -53,7 +53,7 @@ from numba_kernels.cuda.intrinsics import cluster, convert, mbarrier, memory, mm
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
-from numba_kernels.cuda.intrinsics.integer import minimum_u32
+from numba_kernels.cuda.intrinsics.math import minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
 from numba_kernels.cuda.packing import PACKINGS, Packing
@@ -137,7 +137,7 @@ def _piece_storer(dtype: str, num_columns: int, number: int, activation: str) ->
     """A device function that finishes and stores a warp's piece of that number: 16 rows of `PIECE_COLUMNS`."""
     pack = {"f16": convert.pack_f16, "bf16": convert.pack_bf16}[dtype]
     half_bytes, first_sum, pairs = PIECE_BYTES // 2, number * (PIECE_COLUMNS // 2), PIECE_COLUMNS // 16
-    is_gated, gated = activation != "", ACTIVATIONS.get(activation)
+    is_gated, gated = activation != "", GATES.get(activation)
     load_pair, store_matrices = memory.load_2xf32, mma.store_matrix_x4
 
     @device_function
@@ -487,7 +487,7 @@ def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for dtype in ("f16", "bf16"):
         for tile in TILES:
-            for activation in ("", *ACTIVATIONS):
+            for activation in ("", *GATES):
                 for is_joined in (False, True):
                     yield _kernel(dtype, tile, activation, is_joined)
     for weight in PACKINGS:

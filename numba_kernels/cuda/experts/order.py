@@ -22,7 +22,7 @@ from numba import cuda, types
 
 from numba_kernels.cuda.experts.routing import MAX_EXPERTS
 from numba_kernels.cuda.intrinsics.asm import instruction
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     load_b32,
     shared_address,

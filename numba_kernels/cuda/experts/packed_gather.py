@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.experts.combine import adder
-from numba_kernels.cuda.gemm.epilogue import scale_element
-from numba_kernels.cuda.gemm.gating import ACTIVATIONS
+from numba_kernels.cuda.gemm.epilogue import GATES, scale_element
 from numba_kernels.cuda.gemm.packed_stream import (
     DTYPE,
     MOST_SHARED_BYTES,
@@ -35,7 +34,7 @@ from numba_kernels.cuda.gemm.packed_stream import (
 )
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.element import element_storer
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, load_f32, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_xor_f32
@@ -55,7 +54,7 @@ _LEAST_ROUNDS = 2  # of as many blocks as run at once; with less, a new block fo
 @functools.cache
 def _gate_up(weight_name: str, activation: str) -> Specialisation:
     """Arguments: x [T, K], table [2, E], ids [T, k], out [T k, I] addresses; I, K, E, k."""
-    reader, gated, store = packed_reader(weight_name), ACTIVATIONS[activation], element_storer(DTYPE)
+    reader, gated, store = packed_reader(weight_name), GATES[activation], element_storer(DTYPE)
     aim, begin, multiply = reader.aim, reader.begin, reader.multiply
     row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)

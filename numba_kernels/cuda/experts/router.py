@@ -26,7 +26,7 @@ from numba_kernels.cuda.intrinsics.convert import bits_from_f32, f32_from_bits, 
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import floats_loader, vector_loader
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import load_f32, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index

@@ -19,8 +19,7 @@ from numba import cuda, types
 
 from numba_kernels.cuda.intrinsics.convert import bits_from_f32
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.integer import divide_u32
-from numba_kernels.cuda.intrinsics.math import absolute, divide, exp, sigmoid
+from numba_kernels.cuda.intrinsics.math import absolute, divide, divide_u32, exp, sigmoid
 from numba_kernels.cuda.intrinsics.memory import load_f32, store_b32, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import (

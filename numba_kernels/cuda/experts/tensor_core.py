@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.experts.tiled import ARGUMENT_TYPES
-from numba_kernels.cuda.gemm.gating import ACTIVATIONS
+from numba_kernels.cuda.gemm.epilogue import GATES
 from numba_kernels.cuda.gemm.tensor_core import (
     EFFICIENCY,
     MEDIUM,
@@ -101,5 +101,5 @@ def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for dtype in ("f16", "bf16"):
         for tile in TILES:
-            for activation in ("", *ACTIVATIONS):
+            for activation in ("", *GATES):
                 yield _kernel(dtype, tile, activation)

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.gating import ACTIVATIONS
-from numba_kernels.cuda.gemm.square import SIDE
+from numba_kernels.cuda.gemm.epilogue import GATES
+from numba_kernels.cuda.gemm.naive import SIDE
 from numba_kernels.cuda.gemm.tiled import ACROSS_STRIDE
 from numba_kernels.cuda.intrinsics.element import element_loader, element_storer
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
@@ -35,7 +35,7 @@ TILE_ROWS = SIDE
 @functools.cache
 def _kernel(dtype: str, activation: str) -> Specialisation:
     load, store, item_bytes = element_loader(dtype), element_storer(dtype), ITEM_BYTES[dtype]
-    is_gated, gated = activation != "", ACTIVATIONS.get(activation)
+    is_gated, gated = activation != "", GATES.get(activation)
     parts = 2 if is_gated else 1
 
     def experts(x, table, tiles, num_tiles, tokens, out, n, k, num_experts):
@@ -105,5 +105,5 @@ def plan(tiles: int, columns: int, dtype: str, activation: str) -> Launch:
 def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for dtype in DTYPES:
-        for activation in ("", *ACTIVATIONS):
+        for activation in ("", *GATES):
             yield _kernel(dtype, activation)

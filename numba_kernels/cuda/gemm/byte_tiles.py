@@ -28,7 +28,7 @@ from numba_kernels.cuda.intrinsics.byte_mma import f32_from_s32, multiply_bytes
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import SHIFTS
 from numba_kernels.cuda.intrinsics.fragments import copy_rows, load_all, scale_all, settle_all
-from numba_kernels.cuda.intrinsics.integer import minimum_u32
+from numba_kernels.cuda.intrinsics.math import minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.packed_sections import sections_of
 from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, packing_of

@@ -23,7 +23,8 @@ from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, element_storer, quad_loader, quad_storer
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.intrinsics.math import exp, fma, reciprocal, reciprocal_sqrt
+from numba_kernels.cuda.intrinsics.math import exp, fma, maximum_nan, minimum_nan, reciprocal, reciprocal_sqrt
+from numba_kernels.cuda.intrinsics.memory import load_4xf32, load_f32
 from numba_kernels.cuda.intrinsics.warp import warp_sum
 
 DTYPE_PAIRS = (("f32", "f32"), ("f16", "f16"), ("f16", "f32"), ("bf16", "bf16"), ("bf16", "f32"))
@@ -222,3 +223,52 @@ def scale_quad(values, scale):
         scale_element(values[0], scale), scale_element(values[1], scale),
         scale_element(values[2], scale), scale_element(values[3], scale),
     )  # fmt: skip
+
+
+SLOPE, LIMIT = 1.702, 7.0
+
+
+@device_function
+def _clamped_silu(gate, up):
+    gate = minimum_nan(gate, float32(LIMIT))
+    up = minimum_nan(maximum_nan(up, float32(-LIMIT)), float32(LIMIT))
+    return gate * reciprocal(float32(1) + exp(-float32(SLOPE) * gate)) * (up + float32(1))
+
+
+GATES = {**GATED, "clamped_silu": _clamped_silu}
+"""Device functions ``(gate, up) -> number``."""
+
+
+@functools.cache
+def biased_gater(activation: str, count: int) -> Any:
+    """A device function ``(gates, ups, bias, column, n) -> numbers`` for 1 or 4 neighbours: adds the float32 biases of
+    gate, at `column`, and of up, `n` after it, and gates. A `bias` of 0 means none."""
+    gated = GATES[activation]
+
+    @device_function
+    def gate_one(gate, up, bias, column, n):
+        if bias != types.uint64(0):
+            at = bias + types.uint64(column) * types.uint64(4)
+            gate += load_f32(at)
+            up += load_f32(at + types.uint64(n) * types.uint64(4))
+        return gated(gate, up)
+
+    @device_function
+    def gate_quad(gates, ups, bias, column, n):
+        a, b, c, d = gates
+        e, f, g, h = ups
+        if bias != types.uint64(0):
+            at = bias + types.uint64(column) * types.uint64(4)
+            added = load_4xf32(at)
+            a += added[0]
+            b += added[1]
+            c += added[2]
+            d += added[3]
+            added = load_4xf32(at + types.uint64(n) * types.uint64(4))
+            e += added[0]
+            f += added[1]
+            g += added[2]
+            h += added[3]
+        return gated(a, e), gated(b, f), gated(c, g), gated(d, h)
+
+    return gate_one if count == 1 else gate_quad

@@ -22,7 +22,7 @@ How K is split depends on (N, K) alone, and rows of x never mix: a row's sums ha
 64 rows. They differ from those of the other tiers.
 
 Packed weights (`weight_stream.py`) differ in the use of a lane's 16 bytes and in the order of factors
-(`few_rows_operands.py`), and go on beyond 64 rows: the grid's y counts blocks of 64, each of which reads the weight's
+(`few_rows_shape.py`), and go on beyond 64 rows: the grid's y counts blocks of 64, each of which reads the weight's
 few bits again. There K is split only as far as needed to fill the GPU, since more columns of a block save reads of x;
 exact products keep the split of few rows.
 
@@ -54,20 +54,24 @@ from numba_kernels.cuda.gemm.epilogue import (
     scale_quad,
     scales_leaver,
 )
-from numba_kernels.cuda.gemm.few_rows_operands import COLUMNS, TILE_BYTES, settler, weight_first, x_first
 from numba_kernels.cuda.gemm.few_rows_shape import (
     BLOCK_WARPS,
+    COLUMNS,
     MAX_ROWS,
     ROW_TILES,
     SCALES_BYTES,
     SPILLING,
     SPILLS_ON,
+    TILE_BYTES,
     Shape,
     choose,
     has_clusters,
     seconds_of,
+    settler,
     shared_bytes,
     steps_together,
+    weight_first,
+    x_first,
 )
 from numba_kernels.cuda.gemm.few_rows_shape import num_stages as num_stages_of
 from numba_kernels.cuda.gemm.product import Machine, Product
@@ -81,7 +85,7 @@ from numba_kernels.cuda.intrinsics import cluster, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.fragments import copy_rows_of_tiles
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import (
     launch_dependents,
     split_schedule,

@@ -36,7 +36,7 @@ from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.intrinsics import cluster, convert, mbarrier, memory, tma, wgmma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import SHIFTS
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import (
     launch_dependents,
     set_registers,

@@ -14,7 +14,7 @@ from numba import types
 
 from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 
 uint16, uint32 = types.uint16, types.uint32
 

@@ -34,7 +34,7 @@ from numba_kernels.cuda.intrinsics import cluster, memory, mma, tma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import quad_loader, quad_storer
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import (
     launch_dependents,
     sync_block,

@@ -27,7 +27,7 @@ from numba_kernels.cuda.gemm.weight_stream import STEP, TILE_COLUMNS, packed_str
 from numba_kernels.cuda.intrinsics import mbarrier, memory, tma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.fragments import exchange_all
-from numba_kernels.cuda.intrinsics.integer import minimum_u32
+from numba_kernels.cuda.intrinsics.math import minimum_u32
 from numba_kernels.cuda.intrinsics.sync import wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_index_f32, sync_warp
 from numba_kernels.cuda.packing import Packing, packing_of

@@ -28,7 +28,7 @@ from numba_kernels.cuda.intrinsics.byte_mma import f32_from_s32, multiply_bytes
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import SHIFTS
 from numba_kernels.cuda.intrinsics.fragments import load_all, multiply_all
-from numba_kernels.cuda.intrinsics.integer import minimum_u32
+from numba_kernels.cuda.intrinsics.math import minimum_u32
 from numba_kernels.cuda.intrinsics.unpack import moved_all
 from numba_kernels.cuda.intrinsics.unpack_bytes import BYTE_ORDER, BYTES_SHIFT, bytes_all
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32

@@ -30,7 +30,7 @@ from numba_kernels.cuda.gemm.packed_stream import (
 )
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, unpacking_s
 from numba_kernels.cuda.intrinsics import memory
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
 from numba_kernels.cuda.packing import PACKINGS, packing_of

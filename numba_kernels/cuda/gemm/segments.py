@@ -20,7 +20,7 @@ from numba_kernels.cuda.gemm.epilogue import can_finish_quads, finisher, quad_fi
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import DTYPES
-from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import warp_sum
 from numba_kernels.cuda.specialisation import Launch, Specialisation

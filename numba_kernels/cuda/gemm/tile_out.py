@@ -14,6 +14,7 @@ from numba import types
 
 from numba_kernels.cuda.gemm.epilogue import (
     GATED,
+    biased_gater,
     can_finish_quads,
     finisher,
     quad_finisher,
@@ -21,7 +22,6 @@ from numba_kernels.cuda.gemm.epilogue import (
     scale_element,
     scale_quad,
 )
-from numba_kernels.cuda.gemm.gating import biased_gater
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp

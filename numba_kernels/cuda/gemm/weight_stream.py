@@ -22,7 +22,7 @@ from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import INTEGERS, ITEM_BYTES, SHIFTS
 from numba_kernels.cuda.intrinsics.fragments import load_all
-from numba_kernels.cuda.intrinsics.integer import minimum_u32
+from numba_kernels.cuda.intrinsics.math import minimum_u32
 from numba_kernels.cuda.intrinsics.unpack import half_pair, spread_all, unpack_all
 from numba_kernels.cuda.packed_sections import sections_of
 from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, Packing, packing_of

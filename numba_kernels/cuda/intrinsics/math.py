@@ -1,6 +1,6 @@
-"""Functions of float32 out of the special function unit's instructions and a few multiplications.
+"""Functions of float32 out of the special function unit's instructions and a few multiplications, and of uint32.
 
-Numba's own `math` functions bring float64 or a library's slow paths with them.
+Numba's own `math` functions bring float64 or a library's slow paths with them; so does its arithmetic of uint32.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ absolute = instruction("abs.f32 $0, $1;", "f", "f", is_pure=True)
 
 maximum_nan = instruction("max.NaN.f32 $0, $1, $2;", "f", "f f", is_pure=True)  # NaN where either is
 minimum_nan = instruction("min.NaN.f32 $0, $1, $2;", "f", "f f", is_pure=True)
+
+divide_u32 = instruction("div.u32 $0, $1, $2;", "r", "r r", is_pure=True)
+maximum_u32 = instruction("max.u32 $0, $1, $2;", "r", "r r", is_pure=True)
+minimum_u32 = instruction("min.u32 $0, $1, $2;", "r", "r r", is_pure=True)
 
 _LOG2_E = 1.4426950408889634
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_kernels.cuda.bandwidth import THREADS, read_kernel
+from numba_kernels.cuda.probes import THREADS, read_kernel
 from numba_kernels.cuda.specialisation import Launch
 from runtime.bench.kernels.timing import Stopwatch
 from runtime.device.gpu import Gpu

@@ -16,7 +16,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_kernels.cuda import activation, attention, gemm, norm, softmax
+from numba_kernels.cuda import activation, attention, gemm, norm
+from numba_kernels.cuda.arithmetic import softmax
 from numba_kernels.cuda.gemm import hopper
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.specialisation import Launch

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.bandwidth import empty_kernel
+from numba_kernels.cuda.probes import empty_kernel
 from numba_kernels.cuda.specialisation import Launch
 from runtime.bench.kernels.cases import Inputs
 from runtime.bench.kernels.timing import Stopwatch, Times

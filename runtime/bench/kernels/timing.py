@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from numba_kernels.cuda.bandwidth import THREADS, read_kernel
+from numba_kernels.cuda.probes import THREADS, read_kernel
 from numba_kernels.cuda.specialisation import Launch
 from runtime.device.gpu import Gpu
 

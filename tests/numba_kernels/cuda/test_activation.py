@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from numba_kernels.cuda import access, activation
+from numba_kernels.cuda import activation, specialisation
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import assert_close, both_archs, empty, get, numpy_dtype, put
 from tests.oracles import dense
@@ -70,7 +70,7 @@ def test_far_out(gpu: Gpu, name: str) -> None:
 
 
 def test_more_than_the_grid_at_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "MAX_BLOCKS", 2)
+    monkeypatch.setattr(specialisation, "MAX_BLOCKS", 2)
     x = np.random.default_rng(2).standard_normal(5001).astype(np.float32)
     assert_close(run(gpu, "silu", x, "f32"), expected("silu", x), rtol=1.5e-6)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import few_rows_operands, few_rows_shape
+from numba_kernels.cuda.gemm import few_rows_shape
 from runtime.device.kernel_cache import KernelCache
 from tests.numba_kernels.cuda.gemm_cases import case, plan
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
@@ -65,7 +65,7 @@ def test_the_split_knows_the_weight_alone():
         for m in (1, 8, 9, 64):
             launch = plan("few_rows", m, n, k, "bf16")
             assert launch.block == (32, streams, few_rows_shape.BLOCK_WARPS // streams)
-            assert launch.grid[0] * launch.block[2] * few_rows_operands.COLUMNS >= n
+            assert launch.grid[0] * launch.block[2] * few_rows_shape.COLUMNS >= n
             assert launch.shared_bytes <= 99 << 10  # of a block on sm_86
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from numba_kernels.cuda import softmax
+from numba_kernels.cuda.arithmetic import softmax
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import assert_close, both_archs, empty, get, numpy_dtype, put
 from tests.oracles import softmax as oracle

@@ -75,7 +75,7 @@ def test_products(
 
 def test_columns_are_moved_as_they_are() -> None:
     """NaN, infinities and zeros of either sign included."""
-    from numba_kernels.cuda import reordered
+    from numba_kernels.cuda import embedding
     from runtime.device.gpu import Gpu
 
     device = Device.parse("emulated:sm_90a")
@@ -86,7 +86,7 @@ def test_columns_are_moved_as_they_are() -> None:
         order = rng.permutation(size).astype(np.int32)
         given, places = Tensor.from_numpy(x).to(device), Tensor.from_numpy(order).to(device)
         result = Tensor.empty(x.shape, given.dtype, device)
-        launch, accesses = reordered.plan(3, size, given.dtype.ptx)
+        launch, accesses = embedding.plan_reordered(3, size, given.dtype.ptx)
         gpu.launch(launch, given.address, places.address, result.address, 3, size, accesses)
         bits = np.uint16 if x.itemsize == 2 else np.uint32
         np.testing.assert_array_equal(result.to("cpu").array.view(bits), x[:, order].view(bits))

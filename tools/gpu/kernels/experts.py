@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from models.quantized.on_load import ROUNDINGS
-from numba_kernels.cuda.gemm.gating import LIMIT, SLOPE
+from numba_kernels.cuda.gemm.epilogue import LIMIT, SLOPE
 from runtime import ops
 from runtime.bench.kernels.cases import TOLERANCE, Array, Inputs, sampled
 from runtime.device.gpu import Gpu

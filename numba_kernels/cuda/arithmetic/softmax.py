@@ -16,12 +16,11 @@ from collections.abc import Iterator
 
 from numba import cuda, float32, types, uint32, uint64
 
-from numba_kernels.cuda.access import access_width
 from numba_kernels.cuda.intrinsics.block import block_max, block_sum
 from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.math import divide, exp, log, maximum_nan
-from numba_kernels.cuda.specialisation import Launch, Specialisation
+from numba_kernels.cuda.specialisation import Launch, Specialisation, access_width
 
 MAX_THREADS = 1024
 _LOWEST = -3.4028234663852886e38

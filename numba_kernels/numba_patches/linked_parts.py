@@ -10,8 +10,6 @@ functions that are compiled on the way are its parts, and a kernel compiles in h
                                                     assembled
     CodeLibrary._optimize_functions                 a function is optimised with its module, not before, too
     Dispatcher.add_overload                         it is not registered with Python
-
-They replace methods of one minor version of numba, and of no other.
 """
 
 from __future__ import annotations
@@ -20,16 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numba
 from numba.core.codegen import JITCodeLibrary
 from numba.core.cpu import CPUContext
 from numba.core.dispatcher import Dispatcher
 from numba.core.typed_passes import BaseNativeLowering
 
-from numba_kernels.replaced import replaced
-
-REPLACED_VERSION = "0.68"
-"""The supported version of numba: the first two numbers."""
+from numba_kernels.numba_patches.patching import is_known, replaced
 
 _overloads: list[tuple[Dispatcher, tuple[Any, ...], Any]] = []  # that only kernels may find
 
@@ -77,8 +71,7 @@ def linked_parts() -> Iterator[None]:
 
     The caller holds numba's global compiler lock.
     """
-    is_other_version = ".".join(numba.__version__.split(".")[:2]) != REPLACED_VERSION
-    if is_other_version or JITCodeLibrary.finalize is _finalize:
+    if JITCodeLibrary.finalize is _finalize or not is_known("numba"):
         yield
         return
     methods = [

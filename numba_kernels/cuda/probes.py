@@ -1,4 +1,9 @@
-"""Reference kernels: one that only reads memory, and an empty one."""
+"""Kernels that measure a device: one that only reads memory, and empty ones.
+
+A driver answers how many clusters of blocks it runs at once, given a kernel (`plan_cluster`): a cluster's blocks lie in
+one GPC, and GPCs differ in how many multiprocessors they have; of 132 multiprocessors not all are in a cluster of 8.
+That kernel takes so much shared memory that a multiprocessor holds one block, as the products' do.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,10 @@ from collections.abc import Iterator
 from numba import cuda, types, uint32, uint64
 
 from numba_kernels.cuda.intrinsics.memory import store_b32, stream_4xb32
-from numba_kernels.cuda.specialisation import Specialisation
+from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 THREADS = 512
+CLUSTER_SIZES = (2, 4, 8)
 
 
 @functools.cache
@@ -52,7 +58,22 @@ def empty_kernel() -> Specialisation:
     return Specialisation("empty", kernel, (types.uint64,) * 4 + (types.int32,) * 4, 32)
 
 
+@functools.cache
+def _cluster_probe() -> Specialisation:
+    @cuda.jit
+    def nothing():
+        pass
+
+    return Specialisation(name="occupancy_probe", kernel=nothing, argument_types=(), max_threads=128, min_capability=90)
+
+
+def plan_cluster(cluster_size: int, shared_bytes: int) -> Launch:
+    """One cluster of so many blocks, each with all of a multiprocessor's shared memory."""
+    return Launch(_cluster_probe(), (cluster_size, 1, 1), (128, 1, 1), shared_bytes, cluster=(cluster_size, 1, 1))
+
+
 def specialisations() -> Iterator[Specialisation]:
-    """Both."""
+    """All three."""
     yield read_kernel()
     yield empty_kernel()
+    yield _cluster_probe()

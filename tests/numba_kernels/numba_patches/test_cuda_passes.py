@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import pytest
 
 from numba_kernels.cuda import compile as compiler
-from numba_kernels.cuda import quick_passes as passes
 from numba_kernels.cuda import registry
-from numba_kernels.cuda.quick_passes import quick_passes
 from numba_kernels.cuda.specialisation import Specialisation
+from numba_kernels.numba_patches import patching
+from numba_kernels.numba_patches.cuda_passes import cuda_passes
 
 pytestmark = pytest.mark.emulator
 
@@ -36,7 +36,7 @@ def ptx_of(specialisation: Specialisation) -> str:
 def test_the_ptx_is_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (specialisation,) = (each for each in registry.specialisations() if each.name == name)
     quick = ptx_of(specialisation)
-    monkeypatch.setattr(compiler, "quick_passes", nullcontext)
+    monkeypatch.setattr(compiler, "cuda_passes", nullcontext)
     assert ptx_of(specialisation) == quick
 
 
@@ -54,7 +54,7 @@ def test_numba_is_as_it_was_afterwards() -> None:
         ]  # fmt: skip
 
     before = replaced()
-    with quick_passes():
+    with cuda_passes():
         assert all(now is not then for now, then in zip(replaced(), before, strict=True))
     assert replaced() == before
 
@@ -62,7 +62,7 @@ def test_numba_is_as_it_was_afterwards() -> None:
 def test_another_version_of_numba_cuda_keeps_its_own_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     from numba.cuda.core import ssa
 
-    monkeypatch.setattr(passes, "REPLACED_VERSION", "0.30.3")
+    monkeypatch.setattr(patching, "_found", lambda package: "0.30.3")
     before = ssa._run_ssa
-    with quick_passes():
+    with cuda_passes():
         assert ssa._run_ssa is before

@@ -1,8 +1,11 @@
-"""Host code compiles to the same machine code by Numba's own passes and by those that replace them."""
+"""Host code compiles to the same machine code by Numba's own passes and by those that replace them; for a version of
+numba that the patches were not written for, by its own."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,11 +16,12 @@ import pytest
 from numba import carray, types
 
 from numba_kernels import closure_cache
-from numba_kernels import quick_host_passes as passes
 from numba_kernels.cache import njit
 from numba_kernels.cache_files import read_entry
 from numba_kernels.closure_cache import CFunction
-from numba_kernels.quick_host_passes import quick_host_passes
+from numba_kernels.numba_patches import patching
+from numba_kernels.numba_patches.host_passes import host_passes
+from numba_kernels.numba_patches.linked_parts import linked_parts
 
 SIGNATURE = types.float32(types.CPointer(types.float32), types.int64, types.int64)
 
@@ -61,7 +65,7 @@ def code_in(folder: Path) -> list[bytes]:
 
 def test_the_machine_code_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = code_in(tmp_path / "quick")
-    monkeypatch.setattr(closure_cache, "quick_host_passes", nullcontext)
+    monkeypatch.setattr(closure_cache, "host_passes", nullcontext)
     assert code_in(tmp_path / "own") == quick
     assert sum(map(len, quick)) > 100
 
@@ -79,8 +83,8 @@ def replaced() -> list[object]:
 def test_numba_is_as_it_was_afterwards() -> None:
     before = replaced()
     assert gc.isenabled()
-    with quick_host_passes():
-        with quick_host_passes():
+    with host_passes():
+        with host_passes():
             pass
         assert all(now is not then for now, then in zip(replaced(), before, strict=True))
         assert not gc.isenabled()
@@ -88,8 +92,21 @@ def test_numba_is_as_it_was_afterwards() -> None:
     assert gc.isenabled()
 
 
-def test_another_version_of_numba_keeps_its_own_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "REPLACED_VERSION", "0.67")
+def test_an_unknown_version_turns_the_patches_off_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(patching, "_found", {"numba": "0.69.1", "numba-cuda": "0.30.4"}.__getitem__)
     before = replaced()
-    with quick_host_passes():
-        assert replaced() == before
+    with caplog.at_level(logging.WARNING, logger="xserv.cache"):
+        with host_passes(), linked_parts():
+            assert replaced() == before
+        function = CFunction(SIGNATURE, made(), tmp_path, error_model="numpy")
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["numba is 0.69.1"]
+    numbers = (ctypes.c_float * 6)(1, 2, 3, 4, 5, 6)
+    call = ctypes.CFUNCTYPE(ctypes.c_float, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(function.address)
+    assert call(ctypes.addressof(numbers), 2, 3) == 60.0 - 3.0
+
+
+def test_each_patch_is_for_a_version_that_is_installed() -> None:
+    """Fails with a new Numba: compare its parts with the patches, then change `VERSIONS`."""
+    assert all(patching.is_known(package) for package in patching.VERSIONS)

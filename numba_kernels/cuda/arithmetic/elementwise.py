@@ -23,8 +23,7 @@ from numba import cuda, types, uint32, uint64
 from numba.cuda import libdevice
 
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.integer import divide_u32
-from numba_kernels.cuda.intrinsics.math import divide, maximum_nan, minimum_nan
+from numba_kernels.cuda.intrinsics.math import divide, divide_u32, maximum_nan, minimum_nan
 from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64
 from numba_kernels.cuda.intrinsics.storage import BOOL, LOADERS, STORERS
 from numba_kernels.cuda.specialisation import Launch, Specialisation

@@ -1,7 +1,7 @@
 """Replacements of passes in Numba's front end that take time quadratic in a kernel's size, with the same results.
 
 Numba inlines a kernel's device functions (`intrinsics.device`), which makes it long, and then goes over all of it again
-for each call, each variable, each operator. Inside `quick_passes` a kernel compiles in less than half the time:
+for each call, each variable, each operator. Inside `cuda_passes` a kernel compiles in less than half the time:
 
     run_untyped_passes     a device function is read once, not once a call
     inline_ir              inlined code is copied once, and shares its immutable parts
@@ -18,8 +18,7 @@ for each call, each variable, each operator. Inside `quick_passes` a kernel comp
     _find_singly_assigned  assignments are counted once, not once a variable
     str                    instructions are not written out for a trace that is never read
 
-They replace functions of the version of numba-cuda that `pyproject.toml` pins, and of no other. A test compiles
-kernels with and without them: the PTX is the same.
+A test compiles kernels with and without them: the PTX is the same.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import numba.cuda.lowering as lowering
@@ -43,16 +41,14 @@ from numba.cuda.core.targetconfig import ConfigStack
 from numba.cuda.target import CUDATypingContext
 from numba.cuda.typing.context import BaseContext
 
-from numba_kernels.quick_host_passes import post_processing, variable_listers
-from numba_kernels.replaced import replaced
-
-REPLACED_VERSION = "0.30.4"  # of numba-cuda
+from numba_kernels.numba_patches.host_passes import post_processing, variable_listers
+from numba_kernels.numba_patches.patching import is_known, replaced
 
 
 @contextmanager
-def quick_passes() -> Iterator[None]:
+def cuda_passes() -> Iterator[None]:
     """Kernels that are compiled inside are compiled by this module's passes. Other threads' compilations wait."""
-    if version("numba-cuda") != REPLACED_VERSION:
+    if not is_known("numba-cuda"):
         yield
         return
     with global_compiler_lock:

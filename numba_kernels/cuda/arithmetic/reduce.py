@@ -18,8 +18,7 @@ import numpy as np
 from numba import cuda, float32, int64, types, uint32, uint64
 
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.integer import divide_u32
-from numba_kernels.cuda.intrinsics.math import divide, maximum_nan, minimum_nan
+from numba_kernels.cuda.intrinsics.math import divide, divide_u32, maximum_nan, minimum_nan
 from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, store_b64
 from numba_kernels.cuda.intrinsics.storage import LOADERS, STORERS, computes_in
 from numba_kernels.cuda.intrinsics.sync import sync_block

@@ -5,38 +5,32 @@
     get_call_type       a call of Numba's own functions is typed once for each function and types of arguments
     str                 instructions are not written out for a trace that is never read
 
-And Python collects no garbage meanwhile: a compilation's objects live until it is done. Only the methods of one minor
-version of numba are replaced. Kernels of GPUs have passes of their own (`cuda.quick_passes`).
+And Python collects no garbage meanwhile. Kernels of GPUs have passes of their own (`cuda_passes`).
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numba
 from numba.core import ir, lowering, postproc
 from numba.core.types import BaseFunction
 
-from numba_kernels.replaced import replaced
-
-REPLACED_VERSION = "0.68"
-"""The supported version of numba: the first two numbers."""
+from numba_kernels.numba_patches.patching import is_known, replaced, without_collection
 
 _is_inside = False
 
 
 @contextmanager
-def quick_host_passes() -> Iterator[None]:
+def host_passes() -> Iterator[None]:
     """Host code that is compiled inside is compiled by this module's passes; may be entered again inside.
 
     The caller holds numba's global compiler lock.
     """
     global _is_inside
-    if _is_inside or ".".join(numba.__version__.split(".")[:2]) != REPLACED_VERSION:
+    if _is_inside or not is_known("numba"):
         yield
         return
     parts = [
@@ -45,15 +39,11 @@ def quick_host_passes() -> Iterator[None]:
         (BaseFunction, "get_call_type", _get_call_type),
         (lowering, "str", lambda instruction: ""),
     ]
-    was_collecting = gc.isenabled()
     try:
         _is_inside = True
-        gc.disable()
-        with replaced(parts):
+        with without_collection(), replaced(parts):
             yield
     finally:
-        if was_collecting:
-            gc.enable()
         _is_inside = False
 
 
