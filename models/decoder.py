@@ -60,7 +60,7 @@ class Layer(Protocol):
 class FeedForward(Protocol):
     """The part of a layer after its attention: `[num_tokens, hidden_size]` in and out, plus the residual."""
 
-    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor: ...
+    def __call__(self, x: Tensor, batch: Batch, *, residual: Tensor | None = None) -> Tensor: ...
 
 
 class Decoder(Model):
@@ -215,12 +215,12 @@ class Attention:
             q, k_cache, v_cache, batch, kv_cache.group_of(self.index), scale=self.scale, window=self.window,
             sinks=self.sinks, softcap=self.softcap, scales=scales,
         )  # fmt: skip
-        return self.o_proj(attended, residual=residual)
+        return self.o_proj(attended, batch, residual=residual)
 
     def prepare(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         """The queries of `x`, `[num_tokens, num_heads, head_dim]`; keys and values go into their pages."""
         k_cache, v_cache, *scales = kv_cache.layer(self.index)
-        qkv = self.qkv_proj(x)
+        qkv = self.qkv_proj(x, batch)
         if self.shared_norm is not None:
             self.shared_norm(qkv)
         if self.clip is not None:
@@ -291,8 +291,8 @@ class GatedMlp:
         )
         self.down_proj = maker.linear(down, outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
 
-    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        return self.down_proj(self.gate_up_proj.glu(x, self.activation), residual=residual)
+    def __call__(self, x: Tensor, batch: Batch, *, residual: Tensor | None = None) -> Tensor:
+        return self.down_proj(self.gate_up_proj.glu(x, self.activation, batch), batch, residual=residual)
 
 
 class PreNormLayer:
@@ -308,7 +308,7 @@ class PreNormLayer:
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         x = self.attention(x, batch, kv_cache, residual=x)
-        return self.mlp(x, residual=x)
+        return self.mlp(x, batch, residual=x)
 
 
 class SandwichLayer:
@@ -333,5 +333,5 @@ class SandwichLayer:
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         attended = self.attention(ops.rms_norm(x, self.before_attention, self.eps), batch, kv_cache)
         x = ops.rms_norm(attended, self.behind_attention, self.eps, residual=x)
-        hidden = self.mlp(ops.rms_norm(x, self.before_mlp, self.eps))
+        hidden = self.mlp(ops.rms_norm(x, self.before_mlp, self.eps), batch)
         return ops.rms_norm(hidden, self.behind_mlp, self.eps, residual=x)

@@ -18,6 +18,7 @@ from models.decoder import Decoder, DecoderConfig, FeedForward, Layer, NormKind,
 from models.errors import ModelLoadError
 from models.makers.maker import Maker
 from runtime import ops
+from runtime.batch import Batch
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.routing import RoutingRule
@@ -153,12 +154,12 @@ class Experts:
             stored = (form.correction_rows, count) if form.correction_rows else None
             self.correction = maker.exact_vector(form.correction, count, stored=stored)
 
-    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch, *, residual: Tensor | None = None) -> Tensor:
         if self.norm is not None:
             x, routing = ops.normed_route(x, self.norm, self.router.weight, self.rule, self.correction)
         else:
             routing = ops.route(self.router.logits(x), self.rule, self.correction)
-        shared, gate = (None, None) if self.shared is None else self.shared(x)
+        shared, gate = (None, None) if self.shared is None else self.shared(x, batch)
         adder = None if self.is_exact else self.communicator
         if adder is not None and adder.rank:
             residual = None  # rank 0 adds it
@@ -192,11 +193,11 @@ class SharedExpert:
         if form.has_shared_gate:
             self.gate = maker.router(f"{form.shared}_gate", outputs=1, inputs=hidden)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The result for ``x [T, H]``, whole in exact mode, else this rank's part of the sum; and its gate
         ``[T, 1]``."""
-        between = self.gate_up.glu(x, "silu")
-        made = self.down(between) if self.is_exact else ops.linear(between, self.down.weight)
+        between = self.gate_up.glu(x, "silu", batch)
+        made = self.down(between, batch) if self.is_exact else self.down.own_part(between, batch)
         return made, None if self.gate is None else self.gate(x)
 
 

@@ -86,12 +86,14 @@ class LatentAttention:
         (pages,) = kv_cache.layer(self.index)
         by_head = self.routing.of(tokens)
         x = ops.rms_norm(x, self.input_norm.weight, self.input_norm.eps)
-        q = self.q_proj(x if self.q_a_proj is None else self.q_a_proj(x))  # [num_tokens, heads * (key + rotary)]
+        q = self.q_proj(
+            x if self.q_a_proj is None else self.q_a_proj(x, batch), batch
+        )  # [num_tokens, heads * (key + rotary)]
         q = ops.expert_linear(q.view(tokens * self.num_heads, -1), by_head, self.key_maps)
         q = ops.latent_prepare(
-            q.view(tokens, self.num_heads, form.row_dim), self.kv_a_proj(x), batch.positions, rope=self.rope,
+            q.view(tokens, self.num_heads, form.row_dim), self.kv_a_proj(x, batch), batch.positions, rope=self.rope,
             norm=self.latent_norm, pages=pages, slot_mapping=batch.slot_mappings[group],
         )  # fmt: skip
         attended = ops.latent_attention(q, pages, batch, group, scale=self.scale, value_dim=form.latent_dim)
         values = ops.expert_linear(attended.view(tokens * self.num_heads, -1), by_head, self.value_maps)
-        return self.o_proj(values.view(tokens, -1), residual=residual)
+        return self.o_proj(values.view(tokens, -1), batch, residual=residual)

@@ -66,7 +66,7 @@ class LayerNormLayer:
         x = self.attention(h, batch, kv_cache, residual=x)
         if not self.is_parallel and self.mlp_norm is not None:
             mlp_h = self.mlp_norm(x)
-        return self.mlp(mlp_h, residual=x)
+        return self.mlp(mlp_h, batch, residual=x)
 
 
 class PlainMlp:
@@ -78,6 +78,6 @@ class PlainMlp:
         self.up = maker.linear(up, outputs=inner, inputs=hidden, has_bias=has_bias, split="outputs")
         self.down = maker.linear(down, outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
 
-    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        inner = self.up(x)
-        return self.down(ops.gelu(inner, self.kind, out=inner), residual=residual)
+    def __call__(self, x: Tensor, batch: Batch, *, residual: Tensor | None = None) -> Tensor:
+        inner = self.up(x, batch)
+        return self.down(ops.gelu(inner, self.kind, out=inner), batch, residual=residual)

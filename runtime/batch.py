@@ -47,6 +47,7 @@ class Batch:
     rope: RopeTable | None = None  # rotations of this step, a row a position; None for the model's own
     encoded: tuple[EncodedTokens, ...] = ()  # embeddings of some tokens that come from an encoder
     sees_until: Tensor | None = None  # [num_tokens] int32: each attends to positions before this one; None for causal
+    adapters: Tensor | None = None  # [num_tokens] int32: the adapter of each token, -1 for none; None if none has one
     kept_layers: tuple[int, ...] = ()  # layers after which hidden states are kept, counted from 1; 0: the embeddings
     kept: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)  # by layer
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # derived by ops, for all layers

@@ -266,7 +266,7 @@ class DFlashDrafter:
         for is_causal, (input_norm, attention, mlp) in zip(self.config.are_causal, self._layers, strict=True):
             normed = ops.rms_norm(x, input_norm, self._eps)
             x = attention(normed, causal if is_causal else batch, pages, residual=x)
-            x = mlp(x, residual=x)
+            x = mlp(x, batch, residual=x)
         return ops.rms_norm(x, self._norm, self._eps)
 
     def logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:

@@ -198,7 +198,7 @@ class Eagle3Drafter:
         residual = normed if self.config.norm_before_residual else hidden
         for attention, mlp in self._layers:
             residual = attention(x, batch, pages, residual=residual)
-            x = residual = mlp(residual, residual=residual)
+            x = residual = mlp(residual, batch, residual=residual)
         normed = ops.rms_norm(x, self._norm, self._eps)
         return normed, normed if self.config.norm_output else x
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
@@ -28,11 +29,11 @@ NO_RENAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def options_of(target: Model, settings: LoadSettings) -> LoadOptions:
-    """Load options of a drafter's weights, which share the device with the model's."""
+    """Load options of a drafter's weights, which share the device with the model's and have no addends."""
     options = LoadOptions.parse(**settings)
     if options.device.kind != "cpu":
         return LoadOptions(device=options.device, dtype=target.dtype, exact=options.exact)
-    return options
+    return replace(options, addends=None)
 
 
 def check_fit(fields: Fields, target: Model, *, vocab_size: int, target_hidden_size: int) -> None:

@@ -12,6 +12,7 @@ from models.configuration.rope_config import KINDS, RopeConfig, parse_rope, rope
 from models.decoder import Decoder, DecoderConfig, FeedForward, Layer, PreNormLayer
 from models.makers.maker import Maker
 from runtime import ops
+from runtime.batch import Batch
 from runtime.linear.norm import RmsNorm
 from runtime.tensor.tensor import Tensor
 
@@ -37,10 +38,10 @@ class XieluMlp:
         self.positive = _softplus(shape.number("alpha_p", (1,)))
         self.negative = self.beta + _softplus(shape.number("alpha_n", (1,)))
 
-    def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        inner = self.up(x)
+    def __call__(self, x: Tensor, batch: Batch, *, residual: Tensor | None = None) -> Tensor:
+        inner = self.up(x, batch)
         inner = ops.xielu(inner, self.positive, self.negative, self.beta, self.eps, out=inner)
-        return self.down(inner, residual=residual)
+        return self.down(inner, batch, residual=residual)
 
 
 def _softplus(x: float) -> float:

@@ -94,7 +94,7 @@ class Block:
     def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, *scales: Tensor) -> Tensor:
         """`x [num_tokens, hidden_size]` -> the same shape."""
         q = ops.qkv_prepare(  # [num_tokens, num_heads, head_dim]
-            self.c_attn(self.ln_1(x)),
+            self.c_attn(self.ln_1(x), batch),
             batch.positions,
             num_q_heads=self.num_heads,
             num_kv_heads=self.num_heads,
@@ -109,9 +109,9 @@ class Block:
             scales=scales,
         )
         attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale, scales=scales)
-        x = self.attn_proj(attended, residual=x)
-        inner = self.c_fc(self.ln_2(x))
-        return self.mlp_proj(ops.gelu(inner, self.gelu_kind, out=inner), residual=x)
+        x = self.attn_proj(attended, batch, residual=x)
+        inner = self.c_fc(self.ln_2(x), batch)
+        return self.mlp_proj(ops.gelu(inner, self.gelu_kind, out=inner), batch, residual=x)
 
 
 def read_gpt2(fields: Fields) -> ModelConfig:

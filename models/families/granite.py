@@ -79,7 +79,7 @@ class GraniteLayer(PreNormLayer):
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         x = ops.add_scaled(x, self.attention(x, batch, kv_cache), self.multiplier)
-        return ops.add_scaled(x, self.mlp(x), self.multiplier)
+        return ops.add_scaled(x, self.mlp(x, batch), self.multiplier)
 
 
 def _layer(model: Decoder, index: int, maker: Maker, multiplier: float) -> Layer:

@@ -33,7 +33,7 @@ class PostNormLayer:
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         x = ops.rms_norm(self.attention(x, batch, kv_cache), self.attention_norm, self.eps, residual=x)
-        return ops.rms_norm(self.mlp(x), self.mlp_norm, self.eps, residual=x)
+        return ops.rms_norm(self.mlp(x, batch), self.mlp_norm, self.eps, residual=x)
 
 
 def read_olmo2(fields: Fields) -> DecoderConfig:

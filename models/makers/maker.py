@@ -25,6 +25,7 @@ from models.makers.kept_formats import KeptFormats
 from models.makers.shares import Share, equal_share
 from runtime.communicator import begins_here, ends_here
 from runtime.dtype import DType
+from runtime.linear.addends import Addend
 from runtime.linear.experts import ExpertsWeight
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
@@ -154,7 +155,14 @@ class Maker(ABC):
         )
         weight = self._linear(declaration)
         self._count(weight.size_bytes)
-        return Linear(weight, self.options.communicator if declaration.is_cut else None, norm)
+        communicator = self.options.communicator if declaration.is_cut else None
+        return Linear(weight, communicator, norm, addends=self._addends(declaration))
+
+    def _addends(self, declaration: LinearDeclaration) -> Sequence[Addend]:
+        source, is_table = self.options.addends, f"{declaration.names[0]}.weight" in self.tables
+        if source is None or is_table or self._is_expert or not self._is_quantisable:
+            return ()
+        return source.addends_of(declaration)
 
     @property
     def _formats(self) -> KeptFormats:

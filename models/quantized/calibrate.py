@@ -201,11 +201,13 @@ class _StreamedLinear(Linear):
         self.declaration, self.load = declaration, load
         self.watch: Callable[[Tensor], None] | None = None
 
-    def __call__(self, x: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        return self._read(x)(x, residual=residual, out=out)
+    def own_part(
+        self, x: Tensor, batch: Batch | None = None, *, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        return self._read(x).own_part(x, batch, residual=residual, out=out)
 
-    def glu(self, x: Tensor, activation: ops.GluActivation) -> Tensor:
-        return self._read(x).glu(x, activation)
+    def glu(self, x: Tensor, activation: ops.GluActivation, batch: Batch | None = None) -> Tensor:
+        return self._read(x).glu(x, activation, batch)
 
     def _read(self, x: Tensor) -> Linear:
         if self.watch is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from runtime import ops
+from runtime.batch import Batch
 from runtime.communicator import Communicator
+from runtime.linear.addends import Addend
 from runtime.linear.format import WeightFormat
 from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import LinearWeight, logits_share
@@ -11,25 +15,29 @@ from runtime.tensor.tensor import Tensor
 
 
 class Linear:
-    """``x [T, K] . weight [N, K]^T + bias``, or this rank's part of it.
+    """``x [T, K] . weight [N, K]^T + bias + addends(x)``, or this rank's part of it.
+
+    Calls for rows of a step pass its batch, which has the adapter of each row; a map without addends does not read it.
 
     Attributes:
         weight: the matrix with its bias, as the device's product reads them.
         communicator: of the ranks whose results are added, where the matrix is split over its inputs; else None.
         norm: of the rows that it multiplies; None if there is none, as where it is split over its inputs.
         whole_width: outputs of all ranks together if this rank has a shard of them and `logits` gathers all; else 0.
+        addends: added to the product (`runtime.linear.addends`).
     """
 
-    __slots__ = ("communicator", "norm", "weight", "whole_width")
+    __slots__ = ("addends", "communicator", "norm", "weight", "whole_width")
 
     def __init__(
         self, weight: LinearWeight, communicator: Communicator | None = None, norm: RmsNorm | None = None,
-        whole_width: int = 0,
+        whole_width: int = 0, addends: Sequence[Addend] = (),
     ) -> None:  # fmt: skip
         self.weight = weight
         self.communicator = communicator
         self.norm = norm
         self.whole_width = whole_width
+        self.addends = tuple(addends)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -41,26 +49,49 @@ class Linear:
         """The matrix's format."""
         return self.weight.format
 
-    def __call__(self, x: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, batch: Batch | None = None, *, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """``x [T, K]`` -> ``[T, N]``, plus the residual; see `ops.linear`."""
         if self.communicator is None:
-            x, norm = self._normalised(x)
-            return ops.linear(x, self.weight, residual=residual, out=out, norm=norm)
+            return self.own_part(x, batch, residual=residual, out=out)
         if self.weight.num_segments:
             partials = self.communicator.all_gather(ops.linear_partial(x, self.weight))
+            residual = self._with_addends(residual, x, batch)
             return ops.add_partials(partials, self.weight, residual=residual, out=out)
-        added = residual if self.communicator.rank == 0 else None
+        if self.communicator.rank:
+            residual = None  # rank 0 adds it
         if out is None:
             out = self.communicator.sum_buffer((x.shape[0], self.weight.shape[0]), self.weight.activations)
-        result = ops.linear(x, self.weight, residual=added, out=out)
+        result = self.own_part(x, batch, residual=residual, out=out)
         self.communicator.all_reduce(result)
         result.row_squares = None  # were those of this rank's part
         return result
 
-    def glu(self, x: Tensor, activation: ops.GluActivation) -> Tensor:
+    def own_part(
+        self, x: Tensor, batch: Batch | None = None, *, residual: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The result without that of other ranks."""
+        residual = self._with_addends(residual, x, batch)
+        x, norm = self._normalised(x)
+        return ops.linear(x, self.weight, residual=residual, out=out, norm=norm)
+
+    def glu(self, x: Tensor, activation: ops.GluActivation, batch: Batch | None = None) -> Tensor:
         """``f(gate) * up`` of the map's halves, gate first: ``[T, K]`` -> ``[T, N / 2]``; see `ops.linear_glu`."""
+        if self.addends:
+            return ops.glu(self.own_part(x, batch), activation)
         x, norm = self._normalised(x)
         return ops.linear_glu(x, self.weight, activation, norm=norm)
+
+    def _with_addends(self, residual: Tensor | None, x: Tensor, batch: Batch | None) -> Tensor | None:
+        """The residual plus the addends of x."""
+        if self.addends:
+            assert batch is not None, "a map with addends was called without the batch"
+            if self.norm is not None:
+                x = ops.rms_norm(x, self.norm.weight, self.norm.eps)
+            for addend in self.addends:
+                residual = addend.add_to(residual, x, batch)
+        return residual
 
     def _normalised(self, x: Tensor) -> tuple[Tensor, RmsNorm | None]:
         """The product's arguments: x, and the norm if the product applies it."""

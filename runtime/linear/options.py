@@ -10,6 +10,7 @@ from runtime.communicator import Communicator, Pipeline
 from runtime.device.device import CPU, Device
 from runtime.dtype import KV_DTYPES, STORED, DType
 from runtime.errors import InvalidArgumentError
+from runtime.linear.addends import AddendSource
 from runtime.linear.format import FORMATS, ROUNDED, WeightFormat, quantized_format
 
 Split = Literal["outputs", "inputs"]
@@ -34,10 +35,11 @@ class LoadSettings(TypedDict, total=False):
     communicator: Communicator | None
     pipeline: Pipeline | None
     stages: tuple[range, ...]
+    addends: AddendSource | None
     hf_overrides: str  # of the model's config, which is no matter of `LoadOptions`
 
 
-UNCHANGED = ("gemm", "exact", "activations", "communicator", "pipeline", "stages")
+UNCHANGED = ("gemm", "exact", "activations", "communicator", "pipeline", "stages", "addends")
 """Settings that `LoadOptions` has as they are given."""
 
 
@@ -60,6 +62,7 @@ class LoadOptions:
         communicator: this rank's, where the model is sharded over several; else None.
         pipeline: this rank's stage of several, or None if one has all layers.
         stages: the layers of each stage; empty without stages.
+        addends: makes the addends of the model's maps; None for none.
 
     Raises:
         InvalidArgumentError: for a dtype that is none of the three float types, a format, kernel or type of pages that
@@ -79,6 +82,7 @@ class LoadOptions:
     communicator: Communicator | None = None
     pipeline: Pipeline | None = None
     stages: tuple[range, ...] = ()
+    addends: AddendSource | None = None
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in STORED:

@@ -235,6 +235,39 @@ def test_a_norm_between_products(launched: list[str], exact: bool) -> None:
         ops.linear(hidden, behind)
 
 
+class Shift:
+    """An addend that adds one row, and keeps the rows that it gets."""
+
+    def __init__(self, row: Tensor) -> None:
+        self.row = row
+
+    def add_to(self, residual: Tensor | None, x: Tensor, batch: Batch) -> Tensor:
+        self.x = x
+        return self.row + (0.0 if residual is None else residual)
+
+
+@pytest.mark.parametrize("median", [0.5, 0.004])
+def test_an_addend_gets_normalised_rows_and_enters_before_the_gate(launched: list[str], median: float) -> None:
+    """Whether the norm is in the matrix or in a launch of its own."""
+    rng, device = np.random.default_rng(8), Device("emulated:sm_90a")
+    x, matrix, row = (Tensor.from_numpy(rng.standard_normal(size, np.float32)) for size in ((3, 64), (48, 64), (3, 48)))
+    x, matrix, row = x.to("float16"), matrix.to("float16"), row.to("float16")
+    weights = Tensor.from_numpy(np.full(64, median, np.float32))
+    norm, shift = RmsNorm(weights.to(device), 1e-5, median), Shift(row.to(device))
+    linear = Linear(
+        ops.prepare_linear(matrix, options=LoadOptions(device=device), norm=norm), norm=norm, addends=[shift]
+    )
+    assert linear.weight.is_normed == (median == 0.5)  # type: ignore[attr-defined]
+    batch: Any = object()
+    plain, gated = linear(x.to(device), batch), linear.glu(x.to(device), "silu", batch)
+    wide = x.array.astype(np.float64)
+    normalised = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * median
+    expected = normalised @ matrix.array.astype(np.float64).T + row.array
+    gate, up = np.split(expected, 2, axis=1)
+    for actual, wanted in ((shift.x, normalised), (plain, expected), (gated, gate / (1 + np.exp(-gate)) * up)):
+        assert relative_error(actual.to("cpu").to("float32").array, wanted) <= 2e-3
+
+
 @pytest.mark.parametrize(("dtype", "median", "joins"), [
     ("float16", 0.04, True), ("float16", 0.004, False), ("bfloat16", 0.004, True),
 ])  # fmt: skip

@@ -1,0 +1,60 @@
+"""Addends of a linear map: functions of its rows that are added to the product, such as adapters.
+
+    y = x . weight^T + bias + residual + addends(x)
+
+A product adds bias and residual to its float32 sums before it rounds. The map's addends are added to the residual
+first, so every kernel that takes a residual takes them, and results are rounded once. By the form of the product:
+
+- plain: an addend gets x; the launch adds the residual.
+- deferred RMSNorm, where the norm is in the matrix or in the launch that rounds rows: an addend gets x normalised, by
+  one more launch. The residual is added after the norm has scaled the sums.
+- gated (`Linear.glu`): the addend is added before the gate, so the product and the gate are two launches.
+- split over inputs: an addend gets the rank's columns of x. Each rank adds its part to its result, or in exact mode the
+  whole addend to the sum of all ranks.
+
+Experts, routers, convolutions, the token table and the output head take none: a source is not asked for theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from runtime.batch import Batch
+from runtime.tensor.tensor import Tensor
+
+
+class Addend(Protocol):
+    """One addend of one map."""
+
+    def add_to(self, residual: Tensor | None, x: Tensor, batch: Batch) -> Tensor | None:
+        """``residual [T, N]`` plus this addend of ``x [T, K]``, in the residual's type and in memory of its own; None
+        stands for zeros. Rows belong to the batch's tokens, whose adapters are ``batch.adapters [T]``. A row's bits
+        must not depend on other rows; -1 adds nothing."""
+
+
+class DeclaredMap(Protocol):
+    """The map that an addend is asked for, as its maker declares it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its tensors, without `.weight`; several are joined over the outputs."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of this rank's part."""
+
+    @property
+    def parts(self) -> Iterator[tuple[str, slice, slice]]:
+        """For each of the outputs its tensor's name, and this rank's rows and columns of that tensor."""
+
+    @property
+    def is_segmented(self) -> bool:
+        """Whether ranks add the whole addend, instead of their parts."""
+
+
+class AddendSource(Protocol):
+    """The addends of a model, asked once for each map that takes them."""
+
+    def addends_of(self, declared: DeclaredMap) -> Sequence[Addend]:
+        """Empty for a map without one."""
