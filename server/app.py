@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Scope
 from runtime.engine.process.client import EngineClient
 from runtime.engine.recommended_sampling import recommended_sampling
 from server.anthropic_api.endpoints import count_tokens, create_message
+from server.code_colours import render
 from server.config import ServerConfig
 from server.description.docs_page import get_docs
 from server.description.openapi import get_description
@@ -44,7 +45,6 @@ from server.openai_api.completions import create_completion
 from server.openai_api.embeddings import create_embeddings
 from server.openai_api.models import get_model, get_version, list_models
 from server.openai_api.tokenization import detokenize, tokenize
-from server.rendering.endpoint import render
 from server.requests.cancellation import cancel_request
 from server.responses_api.endpoints import (
     cancel_response,
@@ -245,5 +245,5 @@ def _routes() -> list[BaseRoute]:
         Route("/", get_page),
         Route("/page/about", get_about),
         Route("/page/render", render, methods=["POST"]),
-        Route("/page/{name}", get_page),
+        Route("/page/{name:path}", get_page),
     ]

@@ -23,6 +23,7 @@ from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError
 from runtime.text.formats import AnswerFormat
 from runtime.version import release
+from server.code_colours import Renderer
 from server.config import ServerConfig
 from server.errors import (
     ApiError,
@@ -40,7 +41,6 @@ from server.observing.logs import FIELDS
 from server.observing.meter import RequestMeter
 from server.observing.metrics import Metrics
 from server.pictures.reader import PictureReader
-from server.rendering.renderer import Renderer
 from server.requests.bridge import LoopBridge
 from server.requests.cancellation import RunningGenerations
 from server.requests.generation import Generation, GenerationError
@@ -103,7 +103,7 @@ class Service:
     default_sampling    the model's own sampling defaults, by `SamplingParams`' names
     running             running generations, to be cancelled by name
     responses           the store of `/v1/responses`; running_responses: those being generated
-    renderer            formulas and code of answers, for the page
+    renderer            the colours of answers' code, for the page
     pictures            the picture reader, or None if the model reads none
     """
 

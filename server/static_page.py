@@ -26,6 +26,7 @@ MEDIA_TYPES = {
     "js": "text/javascript; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
+    "woff2": "font/woff2",
 }
 """Media types of the served files, by their names' endings."""
 
@@ -35,6 +36,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "script-src 'self'",
         "style-src 'self'",
         "connect-src 'self'",
+        "font-src 'self'",
         "img-src 'self' data:",
         "base-uri 'none'",
         "form-action 'none'",
@@ -65,13 +67,19 @@ class PageFile:
 
 @cache
 def page_files() -> Mapping[str, PageFile]:
-    """Every file of the page, by name."""
+    """Every file of the page, by its path in the page's folder."""
     found = {}
-    for entry in files("server").joinpath("page").iterdir():
-        media_type = MEDIA_TYPES.get(entry.name.rpartition(".")[2])
-        if media_type is not None and entry.is_file():
-            content = entry.read_bytes()
-            found[entry.name] = PageFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    folders = [("", files("server").joinpath("page"))]
+    while folders:
+        path, folder = folders.pop()
+        for entry in folder.iterdir():
+            media_type = MEDIA_TYPES.get(entry.name.rpartition(".")[2])
+            if entry.is_dir():
+                folders.append((f"{path}{entry.name}/", entry))
+            elif media_type is not None:
+                content = entry.read_bytes()
+                tag = hashlib.sha256(content).hexdigest()[:32]
+                found[path + entry.name] = PageFile(content, media_type, f'"{tag}"')
     return found
 
 

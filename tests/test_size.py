@@ -30,12 +30,15 @@ MOST_LINES = {
     "runtime/bench": 8_830,
     "runtime": 2_775,
     "models": 14_090,
-    "server": 18_960,
+    "server": 18_360,
     "tokenizer": 5_620,
     "tools": 20_680,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests."""
+
+OF_OTHERS = ROOT / "server" / "page" / "vendor"
+"""markdown-it and KaTeX, minified: libraries, which NOTICE names and a test of digests holds."""
 
 MOST_FUNCTION_LINES, MOST_KERNEL_LINES = 150, 250
 LONG_KERNELS = {
@@ -45,9 +48,9 @@ LONG_KERNELS = {
 
 
 def files_of(room: str, *endings: str) -> Iterator[Path]:
-    """The product's files of a room."""
+    """The product's files of a room, without those that others made."""
     for ending in endings:
-        yield from sorted((ROOT / room).rglob(f"*{ending}"))
+        yield from (path for path in sorted((ROOT / room).rglob(f"*{ending}")) if OF_OTHERS not in path.parents)
 
 
 def room_of(path: Path) -> str:

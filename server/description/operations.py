@@ -16,6 +16,7 @@ from server.anthropic_api.objects import (
     TokensCount,
 )
 from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
+from server.code_colours import Rendered, RenderRequest
 from server.dialect import Dialect, dialect_of
 from server.observing.live import LiveMessage
 from server.ollama_api.objects import (
@@ -54,7 +55,6 @@ from server.openai_api.schema import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from server.rendering.endpoint import Rendered, RenderRequest
 from server.responses_api.objects import Event, Response, ResponseDeleted, ResponseInputItems
 from server.responses_api.schema import (
     ResponsesRequest,
@@ -260,7 +260,7 @@ OPERATIONS = (
     Operation("get", "/", "The page", media_type="text/html"),
     Operation("get", "/page/about", "The model behind the page", answer=About),
     Operation(
-        "post", "/page/render", "Formulas and code of an answer, for the page", RenderRequest, Rendered,
+        "post", "/page/render", "Colours of an answer's code, for the page", RenderRequest, Rendered,
         errors=(*_READS, 429),
     ),
     Operation("get", "/page/{name}", "The page's files", media_type="*/*", errors=(404,)),

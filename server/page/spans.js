@@ -2,114 +2,158 @@
 //
 // Formulas stand in \( … \), \[ … \], $$ … $$ or $ … $. A single dollar sign opens one only if no space follows it and
 // no word precedes it; the next one closes it, if it follows no space and stands at the end of a word. So amounts of
-// money stay text.
+// money stay text. A blank line ends the search for a closing mark, except in a display formula that begins a line.
 
-export const MAX_LATEX = 4000;
+const MAX_LATEX = 4000;
 const MAX_DOLLAR = 1000;
 const MAX_PENDING = 300; // after a lone dollar sign, which may not belong to a formula
 
-const OPENER = /[\\`$]/g;
+const OPENER = /[\\`$\ue000-\uf8ff]|~{3,}/g;
+const BLANK_LINE = /\n[ \t>]*\n/g;
+const MARGIN = /^[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*$/; // of a line whose text begins: quotes and items of lists
+const BLOCK = /\n[ \t]*(?:[-+*>#|]|\d{1,9}[.)])/;
 const WORD = /[\p{L}\p{N}_$]/u;
 const GOES_ON = /^(?!(?:th|st|nd|rd|s|d)\b)[\p{L}\p{N}_$]/u; // "the $n$th" is a formula, "$HOME/$USER" is none
 const PROSE = /[€£¥]|[A-Za-z]{2,}\s|\s[A-Za-z]{2,}|[A-Za-z]{4,}/;
 const NOTATION = /[\\^_={}]/;
+const LINE_END = /^([.,;:]?)[ \t]*(?:\n|$)/;
 
 /**
- * The spans of a text, in their order: {kind, begin, end, content, isDisplay}; kind is "math", "code", or "pending".
+ * The spans of a text, in their order: {kind, begin, end, content, isDisplay}; kind is "math", "code", "pending", or
+ * "private" for a character of private use.
  * grows  more may follow: an unclosed mark is a pending formula up to the end
  */
 export function spansOf(text, grows = false) {
-  const found = [];
-  const missing = new Set(); // marks that are known not to be closed
-  for (let at = 0; ; ) {
-    OPENER.lastIndex = at;
-    const opener = OPENER.exec(text);
-    if (!opener) return found;
-    const span = spanAt(text, opener.index, missing, grows);
-    if (span.kind) found.push({ ...span, begin: opener.index });
-    at = span.end;
-  }
+  return [...new Scanner(text, grows).spans()];
 }
 
-function spanAt(text, begin, missing, grows) {
-  switch (text[begin]) {
-    case "\\":
-      if (text[begin + 1] === "(") return delimited(text, begin, "\\)", false, missing, grows);
-      if (text[begin + 1] === "[") return delimited(text, begin, "\\]", true, missing, grows);
-      return { end: begin + 2 };
-    case "`":
-      return codeSpan(text, begin, missing);
-    default:
-      if (text.startsWith("$$$", begin)) return { end: begin + runLength(text, begin) }; // the price of a restaurant
-      if (text[begin + 1] === "$") return delimited(text, begin, "$$", true, missing, grows);
-      return dollarSpan(text, begin, grows);
-  }
-}
+class Scanner {
+  #missing = new Set(); // marks that the paragraph does not close
+  #paragraphEnd = 0;
 
-/** A formula between marks of two characters. */
-function delimited(text, begin, mark, isDisplay, missing, grows) {
-  const from = begin + 2;
-  const close = missing.has(mark) ? -1 : text.indexOf(mark, from);
-  if (close === -1) {
-    missing.add(mark);
-    return grows && text.length - begin <= MAX_LATEX ? pending(text, begin) : { end: from };
+  constructor(text, grows) {
+    this.text = text;
+    this.grows = grows;
   }
-  const content = text.slice(from, close);
-  if (!content.trim() || content.length > MAX_LATEX) return { end: from };
-  return { kind: "math", end: close + 2, content, isDisplay };
-}
 
-function dollarSpan(text, begin, grows) {
-  const nothing = { end: begin + 1 };
-  const next = text[begin + 1] ?? " ";
-  if (/\s/.test(next) || WORD.test(text[begin - 1] ?? " ")) return nothing;
-  let close = text.indexOf("$", begin + 1);
-  while (close !== -1 && text[close - 1] === "\\") close = text.indexOf("$", close + 1);
-  if (close === -1) {
-    const isFormula = grows && !/\d/.test(next) && text.length - begin <= MAX_PENDING;
-    return isFormula ? pending(text, begin) : nothing;
+  *spans() {
+    for (let at = 0; ; ) {
+      OPENER.lastIndex = at;
+      const opener = OPENER.exec(this.text);
+      if (!opener) return;
+      const span = this.#spanAt(opener.index, opener[0]);
+      if (span.kind) yield { ...span, begin: opener.index };
+      at = span.end;
+    }
   }
-  const content = text.slice(begin + 1, close);
-  const isClosed = !/\s$/.test(content) && !GOES_ON.test(text.slice(close + 1, close + 4));
-  const isAmount = /^\d/.test(content) && !NOTATION.test(content) && PROSE.test(content);
-  if (!isClosed || isAmount || content.length > MAX_DOLLAR) return nothing;
-  return { kind: "math", end: close + 1, content, isDisplay: false };
-}
 
-function codeSpan(text, begin, missing) {
-  const length = runLength(text, begin);
-  const mark = "`".repeat(length);
-  const from = begin + length;
-  let close = missing.has(mark) ? -1 : text.indexOf(mark, from);
-  while (close !== -1 && runLength(text, close) !== length) {
-    close = text.indexOf(mark, close + runLength(text, close));
+  #spanAt(begin, opener) {
+    const { text } = this;
+    if (begin >= this.#paragraphEnd) this.#enterParagraph(begin);
+    switch (opener) {
+      case "\\":
+        if (text[begin + 1] === "(") return this.#delimited(begin, "\\)", false);
+        if (text[begin + 1] === "[") return this.#delimited(begin, "\\]", true);
+        return { end: begin + 2 };
+      case "$":
+        if (text.startsWith("$$$", begin)) return { end: begin + runLength(text, begin) }; // the price of a restaurant
+        return text[begin + 1] === "$" ? this.#delimited(begin, "$$", true) : this.#dollars(begin);
+      case "`":
+        return this.#code(begin, "`".repeat(runLength(text, begin)));
+      default:
+        return opener[0] === "~" ? this.#code(begin, opener) : { kind: "private", end: begin + 1, content: opener };
+    }
   }
-  if (close === -1) {
-    missing.add(mark);
+
+  #enterParagraph(begin) {
+    BLANK_LINE.lastIndex = begin;
+    this.#paragraphEnd = BLANK_LINE.exec(this.text)?.index ?? this.text.length;
+    this.#missing.clear();
+  }
+
+  /** What stands in the line before this place. */
+  #margin(at) {
+    const before = this.text.slice(Math.max(0, at - 200), at);
+    return before.slice(before.lastIndexOf("\n") + 1);
+  }
+
+  #find(mark, from, limit) {
+    if (this.#missing.has(mark)) return -1;
+    const found = this.text.slice(from, limit).indexOf(mark);
+    if (found === -1 && limit >= this.#paragraphEnd) this.#missing.add(mark);
+    return found === -1 ? -1 : from + found;
+  }
+
+  /** A formula between marks of two characters. */
+  #delimited(begin, mark, isDisplay) {
+    const { text } = this;
+    const from = begin + 2;
+    const limit = from + MAX_LATEX + mark.length;
+    const margin = isDisplay ? this.#margin(begin) : "x";
+    const isAlone = MARGIN.test(margin);
+    let close = this.#find(mark, from, Math.min(limit, this.#paragraphEnd));
+    let tail = close === -1 ? null : LINE_END.exec(text.slice(close + 2, close + 10));
+    if (close === -1 && isAlone) {
+      close = text.slice(from, limit).indexOf(mark);
+      if (close !== -1) {
+        close += from;
+        tail = LINE_END.exec(text.slice(close + 2, close + 10));
+        if (!tail) return { end: from };
+      }
+    }
+    if (close === -1) return this.#unclosed(begin, from, isAlone ? text.length : this.#paragraphEnd, MAX_LATEX);
+    const quoted = margin.includes(">") ? /\n[ \t]*(?:> ?)+/g : null;
+    const content = quoted ? text.slice(from, close).replace(quoted, "\n") : text.slice(from, close);
+    if (!content.trim()) return { end: from };
+    const stop = isAlone && tail ? tail[1] : ""; // a full stop stands in the formula's line
+    return { kind: "math", end: close + 2 + stop.length, content: content + stop, isDisplay };
+  }
+
+  #dollars(begin) {
+    const { text } = this;
+    const nothing = { end: begin + 1 };
+    const next = text[begin + 1] ?? " ";
+    if (/\s/.test(next) || WORD.test(text[begin - 1] ?? " ")) return nothing;
+    const limit = Math.min(begin + MAX_DOLLAR + 2, this.#paragraphEnd);
+    const rest = text.slice(begin + 1, limit);
+    let length = rest.indexOf("$");
+    while (length > 0 && rest[length - 1] === "\\") length = rest.indexOf("$", length + 1);
+    if (length === -1) return /\d/.test(next) ? nothing : this.#unclosed(begin, begin + 1, this.#paragraphEnd, MAX_PENDING);
+    const content = rest.slice(0, length);
+    const end = begin + length + 2;
+    const isClosed = !/\s$/.test(content) && !GOES_ON.test(text.slice(end, end + 3)) && !BLOCK.test(content);
+    const isAmount = /^\d/.test(content) && !NOTATION.test(content) && PROSE.test(content);
+    return isClosed && !isAmount ? { kind: "math", end, content, isDisplay: false } : nothing;
+  }
+
+  #unclosed(begin, end, limit, most) {
+    const { text, grows } = this;
+    if (!grows || limit < text.length || text.length - begin > most) return { end };
+    return { kind: "pending", end: text.length, content: text.slice(begin) };
+  }
+
+  /** A span of code, or a block of it if the mark has three characters and begins a line. */
+  #code(begin, mark) {
+    const { text } = this;
+    const from = begin + mark.length;
+    if (mark.length >= 3 && MARGIN.test(this.#margin(begin))) {
+      const closing = new RegExp(`\\n[ \\t>]*${mark}${mark[0]}*[ \\t]*(?=\\n|$)`, "g");
+      closing.lastIndex = from;
+      const found = closing.exec(text);
+      return { kind: "code", end: found ? closing.lastIndex : text.length };
+    }
+    if (mark[0] === "~" || this.#missing.has(mark)) return { end: from };
+    let close = text.indexOf(mark, from);
+    while (close !== -1 && close < this.#paragraphEnd && runLength(text, close) !== mark.length) {
+      close = text.indexOf(mark, close + runLength(text, close));
+    }
+    if (close !== -1 && close < this.#paragraphEnd) return { kind: "code", end: close + mark.length };
+    this.#missing.add(mark);
     return { end: from };
   }
-  const content = text.slice(from, close).replaceAll("\n", " ");
-  const isPadded = content.startsWith(" ") && content.endsWith(" ") && content.trim();
-  return { kind: "code", end: close + length, content: isPadded ? content.slice(1, -1) : content };
 }
 
-const pending = (text, begin) => ({ kind: "pending", end: text.length, content: text.slice(begin) });
-
-/** The span that this place lies in, or undefined. */
-export function spanAround(spans, at) {
-  let low = 0;
-  let high = spans.length - 1;
-  while (low <= high) {
-    const middle = (low + high) >> 1;
-    const span = spans[middle];
-    if (at < span.begin) high = middle - 1;
-    else if (at >= span.end) low = middle + 1;
-    else return span;
-  }
-  return undefined;
-}
-
-export function runLength(text, at) {
+function runLength(text, at) {
   let end = at + 1;
   while (text[end] === text[at]) end += 1;
   return end - at;

@@ -45,7 +45,7 @@ print(json.dumps({
 NOT_BEFORE_AN_ANSWER = {
     # what serves, downloads, constrains, draws, reads pictures or shows a page
     "starlette", "uvicorn", "uvloop", "httptools", "prometheus_client", "huggingface_hub", "llguidance", "rich",
-    "prompt_toolkit", "pygments", "latex2mathml", "PIL", "httpcore", "ray", "opentelemetry",
+    "prompt_toolkit", "pygments", "PIL", "httpcore", "ray", "opentelemetry",
     # what a library would bring without need
     "pydantic", "torch", "transformers", "tokenizers", "cuda", "numba_cuda",
 }  # fmt: skip

@@ -30,7 +30,10 @@ def test_all_that_is_referred_to_is_there(served: Served) -> None:
     index = served.http.get("/").text
     scripts = {name: file.content.decode() for name, file in page_files().items() if name.endswith(".js")}
     named = set(re.findall(r'(?:href|src)="page/([^"]+)"', index))
-    named |= {name for text in scripts.values() for name in re.findall(r'from "\./([^"]+)"', text)}
+    own = {name: text for name, text in scripts.items() if not name.startswith("vendor/")}
+    named |= {name for text in own.values() for name in re.findall(r'from "\./([^"]+)"', text)}
+    styles = page_files()["vendor/katex.min.css"].content.decode()
+    named |= {f"vendor/{name}" for name in re.findall(r"url\((fonts/[^)]+woff2)\)", styles)}
     assert named | {"index.html"} == set(page_files())
     for name in named:
         response = served.http.get(f"/page/{name}")

@@ -1,7 +1,11 @@
-"""`Renderer`: one rendering process, started on first use, and a cache of its answers.
+"""`POST /page/render`: the colours of code, for the page.
 
-A job that exceeds its time limit counts as unrenderable, and its process is killed. The queue and the cache are
-bounded. Its methods run on the event loop; one thread talks to the process."""
+    {"code": [{"language": "python", "text": "x = 1"}]}
+    → {"code": [["", 4, "m", 1]]}
+
+An entry is null if the code has no colours: an unknown language, or a timeout. A process of its own makes them
+(`server.code_worker`), since a model wrote its input; it starts with the first request and is replaced when it takes too
+long or ends. The queue and the cache are bounded."""
 
 from __future__ import annotations
 
@@ -10,10 +14,16 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from runtime.engine.process.wire import WireError
+from server.errors import ApiError
+from server.transport.body import decode_body, read_body
+from server.transport.exchange import Exchange
 from server.worker_process import WorkerProcess
 
 logger = logging.getLogger("xserv.server")
@@ -28,7 +38,27 @@ MAX_WAITING = 8
 
 NOTHING = msgspec.Raw(b"null")
 
-Job = tuple[str, str, str | bool]
+Job = tuple[str, str]
+"""The language and the text of a block of code."""
+
+
+MAX_ENTRIES = 64
+MAX_CHARACTERS = 40_000
+
+
+class Code(msgspec.Struct, forbid_unknown_fields=True):
+    language: Annotated[str, msgspec.Meta(max_length=40)]
+    text: Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)]
+
+
+class RenderRequest(msgspec.Struct, forbid_unknown_fields=True):
+    code: Annotated[list[Code], msgspec.Meta(max_length=MAX_ENTRIES)] = []
+
+
+class Rendered(msgspec.Struct):
+    """In the request's order, class, length, class, length, … of each text."""
+
+    code: list[list[str | int] | None]
 
 
 class RendererBusyError(Exception):
@@ -46,7 +76,7 @@ class Renderer:
         self._is_closed = False
 
     async def render(self, jobs: Sequence[Job], tenant: str | None = None) -> list[msgspec.Raw]:
-        """The answer to each job as JSON; "null" shows the source. The cache is per tenant. Raises
+        """The answer to each job as JSON; "null" leaves the code without colours. The cache is per tenant. Raises
         `RendererBusyError`."""
         keys = [(tenant, job) for job in jobs]
         missing = [key for key in dict.fromkeys(keys) if key not in self._kept]
@@ -92,11 +122,11 @@ class Renderer:
             if self._is_closed:
                 return NOTHING
             if self._process is None:
-                self._process = WorkerProcess("server.rendering.worker", most_bytes=MAX_ANSWER_BYTES)
+                self._process = WorkerProcess("server.code_worker", most_bytes=MAX_ANSWER_BYTES)
             try:
                 return msgspec.Raw(bytes(self._process.ask(msgspec.Raw(msgspec.json.encode(job)), self._job_timeout_s)))
             except TimeoutError:
-                logger.warning("rendering %d characters of %s took too long", len(str(job[-1])), job[0])
+                logger.warning("colouring %d characters of %s took too long", len(job[1]), job[0])
                 self._end()
                 return NOTHING
             except (EOFError, OSError, WireError):
@@ -110,4 +140,24 @@ class Renderer:
 
 
 def _size(key: tuple[str | None, Job], answer: msgspec.Raw) -> int:
-    return 200 + sum(len(part) for part in key[1] if isinstance(part, str)) + len(memoryview(answer))
+    return 200 + sum(map(len, key[1])) + len(memoryview(answer))
+
+
+async def render(request: Request) -> Response:
+    """Renders the entries; 429 while too many wait; 400 names the field that is too long."""
+    service = request.app.state.service
+    asked = decode_body(await read_body(request, service.config), RenderRequest, service.config)
+    try:
+        answers = await service.renderer.render(
+            [(each.language, each.text) for each in asked.code], Exchange.of(request).tenant
+        )
+    except RendererBusyError:
+        raise ApiError(
+            429,
+            "Too many answers are being rendered.",
+            type="rate_limit_error",
+            code="renderer_busy",
+            headers={"Retry-After": "1"},
+        ) from None
+    answer = msgspec.json.encode({"code": answers})
+    return Response(answer, media_type="application/json", headers={"Cache-Control": "no-store"})

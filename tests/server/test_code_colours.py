@@ -1,4 +1,4 @@
-"""`POST /page/render`, and the process behind it: it is bounded, replaced when it dies, and gone with the server."""
+"""`POST /page/render`, and its process: it is bounded, replaced when it dies, and ends with the server."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 import psutil
 import pytest
 
-from server.rendering import renderer
-from server.rendering.renderer import Renderer
+from server import code_colours
+from server.code_colours import Renderer
 from server.worker_process import WorkerProcess
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngineClient
@@ -23,41 +23,28 @@ def ask(served: Served, **body: Any) -> Any:
     return served.http.post("/page/render", json=body)
 
 
-def test_formulas_and_code_are_rendered(served: Served) -> None:
-    answer = ask(
-        served,
-        math=[{"latex": "x^2"}, {"latex": r"\frac{", "display": True}, {"latex": "x^2"}],
-        code=[{"language": "python", "text": "x = 1"}, {"language": "nothing", "text": "x"}],
-    )
+def test_code_has_its_colours(served: Served) -> None:
+    codes = [{"language": language, "text": text} for language, text in (("python", "x = 1"), ("nothing", "x")) * 2]
+    answer = ask(served, code=codes)
     assert answer.status_code == 200
     assert answer.headers["cache-control"] == "no-store"
-    square = ["mrow", {}, [["msup", {}, [["mi", {}, "x"], ["mn", {}, "2"]]]]]
-    formula = ["math", {"display": "inline"}, [square]]
-    assert answer.json() == {"math": [formula, None, formula], "code": [["", 4, "m", 1], None]}
+    assert answer.json() == {"code": [["", 4, "m", 1], None] * 2}
 
 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"math": [{"latex": "x" * 4001}]}, "math"),
-        ({"math": [{"latex": "x"}] * 65}, "math"),
+        ({"code": [{"language": "c", "text": "x"}] * 65}, "code"),
         ({"code": [{"language": "c", "text": "x" * 40_001}]}, "code"),
         ({"code": [{"language": "c"}]}, "code"),
         ({"maths": []}, "maths"),
-        ({"math": [{"latex": 1}]}, "math"),
+        ({"code": [{"language": "c", "text": 1}]}, "code"),
     ],
 )
 def test_what_is_too_large_or_wrong_is_refused(served: Served, body: dict[str, Any], param: str) -> None:
     answer = ask(served, **body)
     assert answer.status_code == 400
     assert param in (answer.json()["error"]["param"] or "") or param in answer.json()["error"]["message"]
-
-
-def test_the_largest_input_takes_its_time_from_nobody(served: Served) -> None:
-    hostile = ["{" * 4000, "^" * 4000, r"\operatorname{" + " " * 3980, r"x\over " * 500, r"\begin{matrix}" * 280]
-    hostile = [latex[:4000] for latex in hostile]
-    assert ask(served, math=[{"latex": latex} for latex in hostile]).json()["math"][:3] == [None] * 3
-    assert ask(served, math=[{"latex": "x"}]).json()["math"][0][0] == "math"
 
 
 def test_a_job_has_a_time_and_a_dead_process_is_replaced(
@@ -77,7 +64,7 @@ def test_a_job_has_a_time_and_a_dead_process_is_replaced(
         raw, nothing = msgspec.Raw(b"[1]"), msgspec.Raw(b"null")
 
         async def one(word: str) -> bytes:
-            return bytes((await made.render([("code", "c", word)]))[0])
+            return bytes((await made.render([("c", word)]))[0])
 
         assert await one("a") == bytes(raw)
         first = made._process
@@ -108,21 +95,21 @@ def test_a_job_has_a_time_and_a_dead_process_is_replaced(
 
 def test_what_is_kept_is_bounded_and_belongs_to_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(Renderer, "_ask", lambda self, job: asked.append(job[2]) or msgspec.Raw(b"1" * 1000))
-    monkeypatch.setattr(renderer, "MAX_KEPT_BYTES", 10_000)
+    monkeypatch.setattr(Renderer, "_ask", lambda self, job: asked.append(job[1]) or msgspec.Raw(b"1" * 1000))
+    monkeypatch.setattr(code_colours, "MAX_KEPT_BYTES", 10_000)
 
     async def use() -> None:
         made = Renderer()
-        await made.render([("code", "c", "x"), ("code", "c", "x")], "one")
-        await made.render([("code", "c", "x")], "one")
+        await made.render([("c", "x"), ("c", "x")], "one")
+        await made.render([("c", "x")], "one")
         assert asked == ["x"]
-        await made.render([("code", "c", "x")], "two")
+        await made.render([("c", "x")], "two")
         assert asked == ["x", "x"]
         for number in range(100):
-            await made.render([("code", "c", str(number))])
+            await made.render([("c", str(number))])
         assert len(made._kept) <= 10
         assert made._num_kept_bytes <= 10_000
-        await made.render([("code", "c", "99")])
+        await made.render([("c", "99")])
         assert len(asked) == 102
         made.close()
 
@@ -132,9 +119,9 @@ def test_what_is_kept_is_bounded_and_belongs_to_its_tenant(monkeypatch: pytest.M
 def test_no_more_wait_than_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, fake_engine: FakeEngineClient
 ) -> None:
-    monkeypatch.setattr(renderer, "MAX_WAITING", -1)
+    monkeypatch.setattr(code_colours, "MAX_WAITING", -1)
     with serving(fake_engine, tokenizer) as served:
-        answer = ask(served, math=[{"latex": "y"}])
+        answer = ask(served, code=[{"language": "c", "text": "y"}])
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "renderer_busy")
     assert answer.headers["retry-after"] == "1"
 
@@ -144,13 +131,13 @@ def test_the_process_is_started_late_and_ends_with_the_server(
 ) -> None:
     def workers() -> list[psutil.Process]:
         children = psutil.Process().children()
-        return [child for child in children if "server.rendering.worker" in " ".join(child.cmdline())]
+        return [child for child in children if "server.code_worker" in " ".join(child.cmdline())]
 
     before = len(workers())
     with serving(fake_engine, tokenizer) as served:
         served.http.get("/")
         assert len(workers()) == before
-        assert ask(served, math=[{"latex": "z"}]).status_code == 200
+        assert ask(served, code=[{"language": "c", "text": "z"}]).status_code == 200
         assert len(workers()) == before + 1
     wait_until(lambda: len(workers()) == before)
 

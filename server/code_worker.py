@@ -1,13 +1,21 @@
-"""The colours of code, by pygments: the code as runs of characters, each of one class of the page's style sheet."""
+"""The process that gives code its colours (`server.worker_process`), with pygments, whose lexers are slow on bad input.
+
+A job is `[language, text]`; its answer is the code as runs of characters, each of one class of the page's style sheet,
+or null. Jobs and answers are JSON."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
+import msgspec
 from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_by_name
 from pygments.token import Token, _TokenType
 from pygments.util import ClassNotFound
+
+from server.worker_process import answer_jobs
+
+MAX_MEMORY_BYTES = 1 << 30
 
 CLASSES = {
     Token.Keyword: "k",
@@ -79,3 +87,15 @@ def _class_of(kind: _TokenType) -> str:
             return CLASSES[at]
         at = at.parent
     return ""
+
+
+def answer(job: memoryview, _: memoryview) -> msgspec.Raw:
+    """The answer as JSON to a job as JSON; null leaves the code without colours."""
+    try:
+        return msgspec.Raw(msgspec.json.encode(highlight(*msgspec.json.decode(job))))
+    except (HighlightError, RecursionError, MemoryError):
+        return msgspec.Raw(b"null")
+
+
+if __name__ == "__main__":
+    answer_jobs(answer, max_memory_bytes=MAX_MEMORY_BYTES)

@@ -7,7 +7,7 @@ import random
 import pytest
 from pygments.lexers import get_all_lexers
 
-from server.rendering.highlighting import HighlightError, highlight
+from server.code_worker import HighlightError, highlight
 
 CODE = """\n\n#!/bin/sh\n\tdef f(x: int) -> str:  # é😀\n    return f"{x!r}" + 'y' * 0x1F\n\n<b class="x">&amp;</b>
 {"a": 1} SELECT * FROM t WHERE a = 'b'; /* c */ @decorator\n- removed\n+ added  \n"""
