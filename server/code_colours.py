@@ -4,7 +4,7 @@
     → {"code": [["", 4, "m", 1]]}
 
 An entry is null if the code has no colours: an unknown language, or a timeout. A process of its own makes them
-(`server.code_worker`), since a model wrote its input; it starts with the first request and is replaced when it takes too
+(`server.code_worker`), since a model wrote its input; it starts with the first request and is replaced if it takes too
 long or ends. The queue and the cache are bounded."""
 
 from __future__ import annotations
