@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from cuda.bindings import driver as bindings
 
-from numba_kernels.cuda.specialisation import Launch, Specialisation
+from numba_kernels.cuda.specialisation import Launch
 from runtime.bench.kernels.cases import Case
 from runtime.bench.kernels.counted import Counts
 from runtime.bench.kernels.table import prepare, verify
 from runtime.device.device import Device
 from runtime.device.driver import Driver
 from runtime.device.gpu import Gpu
-from runtime.device.kernel import launch_config
 from runtime.emulator.driver.architectures import A100, H100, H200, RTX_4090, RTX_5090, GpuModel
 from runtime.emulator.driver.emulated_driver import EmulatedDriver
 from runtime.emulator.execution.launch import Checks
-from runtime.emulator.translation.ptx import Kernel, parse
+from runtime.emulator.translation.ptx import parse
 
 PRODUCTS = (A100, RTX_4090, RTX_5090, H100, H200)
 LEAST_SECTOR_EFFICIENCY = 0.95
@@ -57,15 +56,12 @@ class Bench:
     """An emulated GPU that counts, with a case's uploads and launches."""
 
     def __init__(self, arch: str) -> None:
-        from cuda.bindings import driver as bindings
-
         self.emulator = EmulatedDriver(arch, num_devices=1, checks=Checks.TRAFFIC, is_order_checked=False)
         driver = Driver(self.emulator, bindings, arch=arch)
         driver.call("cuInit", 0)
         self.gpu = Gpu(Device(f"emulated:{arch}:0"), driver)
         self.rng = np.random.default_rng(0)
         self._held: list[Any] = []
-        self._kernels: dict[str, Kernel] = {}
 
     def put(self, array: np.ndarray[Any, Any]) -> int:
         """The address of an array's copy, kept until the case ends."""
@@ -94,35 +90,6 @@ class Bench:
         self._held.append(inputs)
         verify(self.gpu, case, ready, ready.run)
 
-    def ptx_of(self, specialisation: Specialisation) -> str:
-        """The PTX of a kernel, compiled for this device."""
-        return self.gpu.kernel_cache.get(specialisation, self.gpu.arch, is_ptx=True).image.rstrip(b"\0").decode()
-
-    def launch_text(self, text: str, name: str, launch: Launch, arguments: Sequence[float | bytes]) -> None:
-        """One launch of another compiler's kernel; `launch.specialisation` is not used.
-
-        Raises ValueError if the numbers of arguments and of the kernel's parameters differ.
-        """
-        kernel, context = parse(text).kernels[name], self.gpu.context
-        if len(arguments) != len(kernel.parameters):
-            raise ValueError(f"{name} takes {len(kernel.parameters)} arguments, got {len(arguments)}")
-        values = [
-            ctypes.create_string_buffer(_packed(argument, size), size)
-            for argument, parameter in zip(arguments, kernel.parameters)
-            if (size := parameter.size_bytes) is not None
-        ]
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        module = context.call("cuModuleLoadData", text.encode() + b"\0")
-        function = context.call("cuModuleGetFunction", module, name.encode())
-        attribute = context.driver.types.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        context.call("cuFuncSetAttribute", function, attribute, launch.shared_bytes)
-        config = launch_config(context.driver.types, launch)
-        config.hStream = self.gpu.stream.handle
-        context.call("cuLaunchKernelEx", config, function, ctypes.addressof(pointers), 0)
-        self.gpu.synchronize()
-        context.call("cuModuleUnload", module)
-        self._kernels[name] = kernel
-
     def count(self, case: str, run: Callable[[Bench], None]) -> Counts:
         """Runs a case, ``run(bench)``, and counts its launches."""
         self.emulator.counters.clear()
@@ -136,15 +103,6 @@ class Bench:
         found = Counts(case, tuple(self.emulator.counters))
         loaded = {kernel.compiled.name: kernel.compiled for kernel in self.gpu.loaded_kernels()}
         for name, counters in self.emulator.counters.items():
-            if name not in self._kernels:
-                (self._kernels[name],) = parse(loaded[name].image.rstrip(b"\0").decode()).kernels.values()
-            found.add(counters, self._kernels[name])
+            (kernel,) = parse(loaded[name].image.rstrip(b"\0").decode()).kernels.values()
+            found.add(counters, kernel)
         return found
-
-
-def _packed(argument: float | bytes, size_bytes: int) -> bytes:
-    if isinstance(argument, bytes):
-        return argument
-    if isinstance(argument, float):
-        return np.float32(argument).tobytes()
-    return (int(argument) % (1 << 64)).to_bytes(8, "little")[:size_bytes]

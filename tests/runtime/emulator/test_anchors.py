@@ -1,6 +1,6 @@
 """PTX that other compilers made of plain sources, at ragged shapes, all checkers on.
 
-`tools/references/make_emulator_anchors.py` compiled them.
+`tools/references/make_emulator_anchors.py`, a script until cc784e91, compiled them.
 
 If one reading of the PTX manual had made both our kernels and this emulator, an error in it would not show. These texts
 come from compilers that are right on hardware.

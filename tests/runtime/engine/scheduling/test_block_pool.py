@@ -10,7 +10,7 @@ from runtime.engine.errors import RequestError
 from runtime.engine.scheduling.block_pool import BlockPool, Chain, Hit
 from runtime.engine.scheduling.eviction import POLICIES
 from runtime.engine.scheduling.host_pool import HostPool
-from tools.measuring.replay_prefixes import lru_hits, scheduler_hits
+from tests.runtime.engine.scheduling.replayed import lru_hits, scheduler_hits
 
 BLOCK_SIZE = 4
 

@@ -1,6 +1,6 @@
 """Measures a drafter on the bundled model: tokens per step on held-out questions, and time.
 
-    python -m tools.measuring.measure_drafter [--speculation eagle3] [--num 20] [--rounds 5] [--tokens 7]
+    python -m tools.measure_drafter [--speculation eagle3] [--num 20] [--rounds 5] [--tokens 7]
 
 Each question runs alone, decoded greedily. A step's tokens are its accepted ones plus the one of the model; steps with
 prompts are left out. Then all questions run one after another, in turns with and without speculation, with the engine's
