@@ -8,10 +8,31 @@ of length one; there is no padding and no separate prefill path.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
+
+
+class StepField(NamedTuple):
+    """Declares an array of each step at its field of `Batch`: the layout on the host, the memory on the device, and the
+    inputs of all recordings follow from it.
+
+    dtype     of its numbers, numpy's name
+    per       "token", "chunk" (a sequence of the step), "start" (of each chunk, and the end), "logit", or "block": a
+              row of blocks for each chunk
+    padding   the value in padding, and in passes outside the steps
+    by_group  there is one for each KV cache group
+    row       path from a `Sequence` to its number, which is sent when the sequence gets its row; "": not from there
+    step      path from a step's `Chunk` to its number, which is sent with each step; "": not from there
+    """
+
+    dtype: str
+    per: Literal["token", "chunk", "start", "logit", "block"]
+    padding: int = 0
+    by_group: bool = False
+    row: str = ""
+    step: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +53,21 @@ class Batch:
 
     The runner sets every field once, before ``Model.forward``; only ``kept`` changes afterwards. ``slot_mappings`` and
     ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most models have one.
+    Each array that a step lays out is declared here alone (`StepField`).
     """
 
-    token_ids: Tensor  # [num_tokens] int32
-    positions: Tensor  # [num_tokens] int32: rows of position tables, mostly indices in the sequence
-    query_start: Tensor  # [num_seqs + 1] int32: offsets into the token row
-    seq_lens: Tensor  # [num_seqs] int32: tokens in the KV cache after this step (context + this chunk)
-    slot_mappings: tuple[Tensor, ...]  # each [num_tokens] int64: block * block_size + offset; -1 = not stored
-    block_tables: tuple[Tensor, ...]  # each [num_seqs, max_blocks] int32
-    logits_indices: Tensor  # [num_logits] int32: rows of the token row that need logits
+    token_ids: Annotated[Tensor, StepField("int32", "token")]  # [num_tokens]
+    positions: Annotated[Tensor, StepField("int32", "token")]
+    """``[num_tokens]`` rows of position tables, mostly indices in the sequence."""
+    query_start: Annotated[Tensor, StepField("int32", "start")]  # [num_seqs + 1] offsets into the token row
+    seq_lens: Annotated[Tensor, StepField("int32", "chunk")]
+    """``[num_seqs]`` tokens in the KV cache after this step (context + this chunk)."""
+    slot_mappings: Annotated[tuple[Tensor, ...], StepField("int64", "token", padding=-1, by_group=True)]
+    """Each ``[num_tokens]``: block * block_size + offset; -1 = not stored."""
+    block_tables: Annotated[tuple[Tensor, ...], StepField("int32", "block", by_group=True)]
+    """Each ``[num_seqs, max_blocks]``."""
+    logits_indices: Annotated[Tensor, StepField("int32", "logit")]
+    """``[num_logits]`` rows of the token row that need logits."""
     max_query_len: int  # longest chunk of this batch, in tokens: for launch plans
     max_seq_len: int  # longest sequence of this batch, in tokens: for launch plans
     exact: bool = False  # a row's result must not depend on the rest of the batch; on the cpu it never does
@@ -66,3 +93,12 @@ class Batch:
     def num_seqs(self) -> int:
         """Sequences in this step."""
         return self.seq_lens.shape[0]
+
+
+STEP_FIELDS: dict[str, StepField] = {
+    name: each
+    for name, hint in get_type_hints(Batch, include_extras=True).items()
+    for each in getattr(hint, "__metadata__", ())
+    if isinstance(each, StepField)
+}
+"""The arrays of a step, in the order of their memory."""

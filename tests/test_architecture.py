@@ -90,9 +90,8 @@ PEERS = {f"runtime.bench.peers.peer_{name}" for name in ("child", "transformers"
 """Scripts that another Python runs, against other engines. Nobody else imports them."""
 
 EXECUTING = {f"runtime.engine.steps.{name}" for name in (
-    "step_input", "executor", "local_executor", "draw_results", "rows", "sampler", "ragged", "side_pass",
-    "recorded_forwards", "forward_graphs", "decode_arrays", "decode_graphs", "decode_device",
-    "decode_cpu", "decode_gpu",
+    "step_input", "executor", "local_executor", "draw_results", "rows", "sampler", "layout", "side_pass",
+    "inputs", "forwards", "recorder", "recorder_cpu", "recorder_gpu", "decode_arrays", "decode_graphs",
 )}  # fmt: skip
 PLANNING = ("runtime.engine.scheduling", "runtime.engine.steps.assemble", "runtime.engine.open_requests")
 """An executor knows steps by their value alone: what runs them reads no sequence, request or plan."""

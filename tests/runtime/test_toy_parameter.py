@@ -3,24 +3,11 @@ users can give in every way and that both devices obey."""
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("models", "numba_kernels", "runtime", "server", "tokenizer")
-
-PRELUDE = """
-import json
-import numpy as np
-import runtime
-assert runtime.__path__[0].startswith({root!r}), runtime.__path__
-"""
+from tests.runtime import recipes
 
 USERS = """
 from msgspec.json import decode
@@ -102,7 +89,7 @@ assert (ops.sample(Tensor.from_numpy(logits).to({device!r}), params).token_ids =
 """
 
 DECODES = """
-from runtime.engine.steps.decode_arrays import COLUMNS
+from runtime.sampling_table import COLUMNS
 from runtime.llm import LLM
 from runtime.engine.sampling_params import SamplingParams
 
@@ -119,18 +106,8 @@ with LLM(max_num_seqs=4) as llm:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The code with the page's block applied: below a file's name, lines ("-", " ") become others ("+", " ")."""
     root = tmp_path_factory.mktemp("toy_parameter")
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
-    page = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
-    (recipe,) = re.findall(r"```diff\n(.*?)```", page, re.S)
-    for hunk in recipe.rstrip("\n").split("\n\n"):
-        name, *lines = hunk.split("\n")
-        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kinds) for kinds in ("- ", "+ "))
-        text = (root / name).read_text(encoding="utf-8")
-        assert text.count(old) == 1, f"{name} has this {text.count(old)} times:\n{old}"
-        (root / name).write_text(text.replace(old, new), encoding="utf-8")
+    recipes.apply("A sampling parameter", root)
     return root
 
 
@@ -145,7 +122,4 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.exhaustive_cases("decodes")
 def test_it_reaches(copy: Path, code: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
-    script = PRELUDE.format(root=str(copy)) + code
-    done = subprocess.run([sys.executable, "-c", script], cwd=copy, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    recipes.run(copy, code)

@@ -12,8 +12,7 @@ from runtime.batch import Batch
 from runtime.engine.limits import EngineLimits
 from runtime.engine.speculation.drafting import Drawing, PairChunks, rows_of
 from runtime.engine.speculation.draws import draw_ahead
-from runtime.engine.steps.block_tables import BlockTables
-from runtime.engine.steps.ragged import lay_out
+from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 

@@ -20,9 +20,8 @@ from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import NOTHING, Ids
 from runtime.engine.speculation.draws import arrays_ahead
-from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.executor import Model
-from runtime.engine.steps.ragged import lay_out
+from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 

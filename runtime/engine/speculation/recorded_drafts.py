@@ -16,17 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.drafters.hidden_state_drafter import SteppingDrafter
-from numba_kernels.cpu.running.arena import Arena
-from numba_kernels.cpu.running.recording import NotRecordableError, Recording, record
 from runtime import ops
 from runtime.device.device import CPU
+from runtime.device.errors import CaptureError
 from runtime.dtype import float32
 from runtime.engine.limits import EngineLimits
 from runtime.engine.speculation.drafting import Drawing, PairChunks
 from runtime.engine.speculation.draws import DRAWN_BY
-from runtime.engine.steps.block_tables import BlockTables
-from runtime.engine.steps.decode_cpu import CpuDecodes
-from runtime.engine.steps.ragged import Layout
+from runtime.engine.steps.layout import BlockTables, StepLayout
+from runtime.engine.steps.recorder import Computed, Recording, Recordings, open_recorder
 from runtime.kv.cache import KVCache
 from runtime.sampling_table import COLUMNS
 from runtime.tensor.tensor import Tensor
@@ -36,9 +34,6 @@ _SIZES = (*range(2, 10), 17, 33, 65)
 
 MOST_PAIRS, MOST_SEQUENCES = _SIZES[-1] - 1, 16
 """Steps of one recording; more are computed operation by operation."""
-
-NUM_KEPT = 64
-"""Recordings; the least recently used one is dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +51,10 @@ class RecordedDrafts:
         self, drafter: SteppingDrafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most_steps: int
     ) -> None:
         self._drafter, self._pages, self._tables, self._limits = drafter, pages, tables, limits
-        self._lengths = CpuDecodes.sequence_lengths(limits.max_model_len, exact=limits.exact)
+        self._recorder = open_recorder(CPU)
+        self._lengths = self._recorder.sequence_lengths(limits.max_model_len, exact=limits.exact)
         self._most_steps = most_steps
-        self._arena = Arena()
-        self._kept: dict[_Shape, Recording] = {}  # most recently used last
+        self._recordings: Recordings[_Shape, Recording] = Recordings(self._recorder.most_kept)
         seqs, width = MOST_SEQUENCES, drafter.target.config.hidden_size
         self._states = [np.zeros((MOST_PAIRS + 1, width), np.float32) for _ in drafter.layers]
         self._given = [Tensor.over(each, float32) for each in self._states]
@@ -78,7 +73,7 @@ class RecordedDrafts:
         self._seeds, self._choices = np.zeros(seqs, np.int64), np.zeros(seqs, np.int32)
         self._nothing, self._no_values = np.zeros(seqs, np.int32), np.zeros(seqs, np.float32)
         self._no_logits = np.empty(0, np.int32)
-        with contextlib.suppress(NotRecordableError):  # its kernels are compiled before the first request
+        with contextlib.suppress(CaptureError):  # its kernels are compiled before the first request
             self._record(_Shape(_SIZES[0], 1, most_steps, self._lengths[0]))
 
     def run(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]] | None:
@@ -92,15 +87,13 @@ class RecordedDrafts:
         longest = self._lengths[bisect_left(self._lengths, int(most_slots.max()))]
         shape = _Shape(_SIZES[bisect_left(_SIZES, num_pairs + 1)], num_seqs, steps, longest)
         self._write(chunks, drawing, shape)
-        kept = self._kept.pop(shape, None)
+        kept = self._recordings.take(shape)
         if kept is None:
             try:
                 kept = self._record(shape)
-            except NotRecordableError:
+            except CaptureError:
                 return None
-        self._kept[shape] = kept
-        if len(self._kept) > NUM_KEPT:
-            del self._kept[next(iter(self._kept))]
+            self._recordings.add(shape, kept)
         kept.replay()
         ids, failed = self._results[:steps, :num_seqs], self._results[:steps, num_seqs : 2 * num_seqs] != 0
         found = []
@@ -155,19 +148,21 @@ class RecordedDrafts:
         width = -(-longest // self._limits.block_size)
         tables = self._tables_of[: (seqs + 1) * width].reshape(1, seqs + 1, width)
         starts = np.arange(seqs + 1, dtype=np.int32)
-        batches = [
-            Layout(
-                self._token_ids[:pairs], self._positions[:pairs], self._query_start[: seqs + 2],
-                self._seq_lens[: seqs + 1], self._slots[:, :pairs], tables, self._no_logits, pairs - seqs, longest,
-            ).batch(CPU, exact=exact)
-        ]  # fmt: skip
+        first: dict[str, NDArray[Any]] = {
+            "token_ids": self._token_ids[:pairs], "positions": self._positions[:pairs],
+            "query_start": self._query_start[: seqs + 2], "seq_lens": self._seq_lens[: seqs + 1],
+            "slot_mappings": self._slots[:, :pairs], "block_tables": tables, "logits_indices": self._no_logits,
+        }  # fmt: skip
+        batches = [StepLayout(first, pairs - seqs, longest).batch(CPU, exact=exact)]
         results = [Tensor.from_numpy(self._results[step, : 2 * seqs + 1]) for step in range(shape.num_steps)]
         for step in range(shape.num_steps - 1):
-            batch = Layout(
-                self._results[step, :seqs], self._step_positions[step, :seqs], starts, self._step_lens[step, :seqs],
-                self._step_slots[step : step + 1, :seqs], tables[:, :seqs], self._no_logits, 1, longest,
-            ).batch(CPU, exact=exact)  # fmt: skip
-            batches.append(batch)
+            arrays: dict[str, NDArray[Any]] = {
+                "token_ids": self._results[step, :seqs], "positions": self._step_positions[step, :seqs],
+                "query_start": starts, "seq_lens": self._step_lens[step, :seqs],
+                "slot_mappings": self._step_slots[step : step + 1, :seqs], "block_tables": tables[:, :seqs],
+                "logits_indices": self._no_logits,
+            }  # fmt: skip
+            batches.append(StepLayout(arrays, 1, longest).batch(CPU, exact=exact))
         columns = [*(self._columns[name] for name in COLUMNS), self._seeds, self._choices]
         fields = [Tensor.from_numpy(each[:seqs]) for each in columns]
         positions = [Tensor.from_numpy(each[:seqs]) for each in self._draw_positions[: shape.num_steps]]
@@ -175,7 +170,8 @@ class RecordedDrafts:
         lists = [none] * 7 + [values] + [none] * 2
         given, last = [each[:pairs] for each in self._given], Tensor.from_numpy(self._last[:seqs])
         drafter = self._drafter
-        with record(self._arena) as recording:
+
+        def work() -> Computed:
             normed, hidden = drafter.forward(batches[0], drafter.fuse(given), self._pages)
             normed, hidden = ops.gather_rows(normed, last), ops.gather_rows(hidden, last)
             for step in range(shape.num_steps):
@@ -183,4 +179,6 @@ class RecordedDrafts:
                 ops.draw(drafter.logits(normed), drawn, results[step], has_penalties=False)
                 if step + 1 < shape.num_steps:
                     normed, hidden = drafter.forward(batches[step + 1], hidden, self._pages)
-        return recording
+            return Computed(None, None)
+
+        return self._recorder.record(work)

@@ -27,8 +27,8 @@ from runtime.engine.speculation.blocks import Blocks
 from runtime.engine.speculation.drafter import NOTHING, Ids, LeftChunk, WantedStates
 from runtime.engine.speculation.drafting import Drafting, Drawing, PairChunks
 from runtime.engine.speculation.stepping import Stepping
-from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.executor import KeptRows
+from runtime.engine.steps.layout import BlockTables
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 

@@ -11,8 +11,7 @@ from runtime.engine.speculation.drafter import Ids
 from runtime.engine.speculation.drafting import Drawing, PairChunks, rows_of
 from runtime.engine.speculation.draws import draw_ahead
 from runtime.engine.speculation.recorded_drafts import RecordedDrafts
-from runtime.engine.steps.block_tables import BlockTables
-from runtime.engine.steps.ragged import lay_out
+from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 

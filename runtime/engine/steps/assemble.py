@@ -9,6 +9,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.batch import STEP_FIELDS
 from runtime.engine.scheduling.pictures import Pictures
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.step import Chunk, Step
@@ -24,6 +25,9 @@ from runtime.engine.steps.step_input import (
 )
 from runtime.sampling_table import COLUMNS
 
+_OF_SEQUENCES = {name: attrgetter(field.row) for name, field in STEP_FIELDS.items() if field.row}
+_OF_CHUNKS = {name: attrgetter(field.step) for name, field in STEP_FIELDS.items() if field.step}
+"""Read the numbers of a sequence and of a chunk that the batch has (`StepField`)."""
 _IS_LAST = attrgetter("is_last")
 
 
@@ -106,6 +110,9 @@ class Assembler:
             copies=step.copies,
             prompt_logprobs=prompt_logprobs,
         )
+        if _OF_CHUNKS:
+            by_row = [step.chunks[i] for i in self._order.tolist()]
+            made.numbers = {name: np.array([of(chunk) for chunk in by_row]) for name, of in _OF_CHUNKS.items()}
         if self._has_pictures:
             _add_pictures(made, self._sequences)
         return Assembled(made, self._sequences, drawing, prompt_requests)
@@ -147,6 +154,7 @@ class Assembler:
             bad_words=params.bad_words_token_ids or [],
             allowed_ids=params.allowed_token_ids,
             has_masks=sequence.matcher is not None,
+            row_numbers={name: of(sequence) for name, of in _OF_SEQUENCES.items()},
         )
 
     def _sort(self, chunks: list[Chunk], planned_rows: list[int]) -> None:

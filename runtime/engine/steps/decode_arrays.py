@@ -11,7 +11,7 @@ is not stored and sees no keys, and its sample is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.batch import Batch
-from runtime.device.device import Device
-from runtime.dtype import DType, float32, int32, int64, uint8
+from runtime.batch import STEP_FIELDS, Batch
+from runtime.dtype import DType, float32, int32, uint8
 from runtime.engine.limits import EngineLimits
-from runtime.engine.steps.decode_device import DecodeDevice, StepBuffers, StepGraph
+from runtime.engine.steps.inputs import DEVICE_TYPES, PADDING
+from runtime.engine.steps.recorder import Recorder, Recording, StepBuffers
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.sampler import PenaltyLists
-from runtime.sampling_table import COLUMNS
+from runtime.sampling_arrays import SAMPLING_FIELDS
 from runtime.tensor.storage import Storage
 from runtime.tensor.tensor import Tensor
 
@@ -34,24 +34,20 @@ TAIL_WORDS = 1 << 18
 """Room in the upload for added blocks (two words each) and the tokens of penalties: 1 MiB."""
 
 _PROGRESS = ("positions", "seq_lens", "position")
-"""Adjacent columns that advance with each step; position: of the token to be sampled, in the output."""
-
-_NEUTRAL = {"sources": -1, **{name: column.neutral for name, column in COLUMNS.items()}}
-"""The contents of an empty place: -1 in slots, 0 in all other columns."""
+"""Columns that advance with each step, adjacent in memory; position: of the token to be sampled, in the output."""
 
 
-def _columns_of(num_places: int, slots: list[str]) -> list[tuple[str, DType, int]]:
-    """Name, type and length of each column, in their order in memory."""
-    whole = [(name, int64) for name in (*slots, "seed")]
-    whole += [
-        (name, int32) for name in (
-            "token_ids", "sources", "choice_index",  # sources: the token's place in the previous step, or -1
-            *_PROGRESS,
-        )
-    ]  # fmt: skip
-    whole += [(name, DType.parse(column.dtype)) for name, column in COLUMNS.items()]
-    whole += [(name, int32) for name in ("prompt_start", "prompt_end", "output_start", "output_end")]  # in the tail
-    return [*((name, dtype, num_places) for name, dtype in whole), ("num_changes", int32, 1)]
+def _columns_of(num_places: int, num_groups: int) -> list[tuple[str, DType, int, float]]:
+    """Name, type, length and padding of each column, in their order in memory."""
+    columns: list[tuple[str, Any, float]] = [("sources", np.int32, -1)]  # the token's place in the previous step, or -1
+    for name, field in STEP_FIELDS.items():
+        if field.per in ("token", "chunk"):  # a place is both
+            names = [f"{name}_{group}" for group in range(num_groups)] if field.by_group else [name]
+            columns += [(each, field.dtype, field.padding) for each in names]
+    columns += [(name, DEVICE_TYPES[name], PADDING.get(name, 0)) for name, _, size in SAMPLING_FIELDS if size == "n"]
+    made = [(name, DType.parse(np.dtype(dtype)), num_places, padding) for name, dtype, padding in columns]
+    made.sort(key=lambda column: (-column[1].itemsize, column[0] in _PROGRESS))
+    return [*made, ("num_changes", int32, 1, 0)]
 
 
 @dataclass(slots=True)
@@ -83,41 +79,40 @@ class DecodeArrays:
     Raises OutOfMemoryError if the device or the system has no room.
     """
 
-    def __init__(self, device: Device, runs_on: DecodeDevice, limits: EngineLimits, rows: Rows) -> None:
-        self.runs_on = runs_on
+    def __init__(self, recorder: Recorder, limits: EngineLimits, rows: Rows) -> None:
+        device = recorder.device
+        self.recorder = recorder
         self._row_data = rows
-        self._block_size = limits.block_size
         self._exact = limits.exact
+        self._num_groups = rows.tables.num_groups
         self._num_places = places = limits.max_num_seqs
         self._table_width = width = -(-limits.max_model_len // limits.block_size)
-        self._slots = slots = [f"slot_mapping_{group}" for group in range(rows.tables.num_groups)]
-        columns = _columns_of(places, slots)
-        self._size = size = -(-sum(count * dtype.itemsize for _, dtype, count in columns) // 16) * 16
+        columns = _columns_of(places, self._num_groups)
+        self._size = size = -(-sum(count * dtype.itemsize for _, dtype, count, _ in columns) // 16) * 16
         inputs = Storage.allocate(device, size + 4 * TAIL_WORDS)
         self._inputs = Tensor(inputs, uint8, (inputs.size_bytes,), (1,))
         self._host: NDArray[np.uint8] = np.zeros(size, np.uint8)
         self._columns: dict[str, NDArray[Any]] = {}
         self._on_device: dict[str, Tensor] = {}
         offset = 0
-        for name, dtype, count in columns:
+        for name, dtype, count, padding in columns:
             end = offset + count * dtype.itemsize
             self._columns[name] = self._host[offset:end].view(dtype.numpy)
+            self._columns[name].fill(padding)
             self._on_device[name] = Tensor(inputs, dtype, (count,), (1,), offset // dtype.itemsize)
             offset = end
         first = self._columns[_PROGRESS[0]].ctypes.data - self._host.ctypes.data
         self._progress = self._host[first : first + 4 * len(_PROGRESS) * places].view(np.int32)
-        self._empty_places()
-        self._neutral = self._host.copy()
+        self._empty = self._host.copy()
         self._tail = {dtype: Tensor(inputs, dtype, (TAIL_WORDS,), (1,), size // 4) for dtype in (int32, float32)}
-        self._tables = Tensor.zeros((len(slots) * places, width), int32, device)  # group by group
+        self._tables = Tensor.zeros((self._num_groups * places, width), int32, device)  # group by group
         self._flat_tables = self._tables.view(-1)
-        self._group_starts = range(0, len(slots) * places, places)
+        self._group_starts = range(0, self._num_groups * places, places)
         self._results = Tensor.zeros(2 * places + 1, int32, device)
-        self._zeros = Tensor.zeros(places, int32, device)
         self._numbers = Tensor.arange(places + 1, dtype=int32).to(device)
         self._uploads = []
         for _ in range(2):
-            buffers = runs_on.new_buffers(size + 4 * TAIL_WORDS, 2 * places + 1)
+            buffers = recorder.new_buffers(size + 4 * TAIL_WORDS, 2 * places + 1)
             self._uploads.append(_Upload(buffers, buffers.upload[:size], buffers.upload[size:].view(np.int32)))
         self._place_of = np.full(places, -1, np.intp)  # by row; -1: none
         self._row_at = np.full(places, -1, np.intp)  # by place; -1: none
@@ -133,7 +128,7 @@ class DecodeArrays:
     @property
     def size_bytes(self) -> int:
         """Bytes on the device."""
-        tensors = (self._inputs, self._tables, self._results, self._zeros, self._numbers)
+        tensors = (self._inputs, self._tables, self._results, self._numbers)
         return sum(tensor.size_bytes for tensor in tensors)
 
     # Inputs and outputs of a step
@@ -151,15 +146,20 @@ class DecodeArrays:
         if place >= 0:
             self._change(group, place, first, block_ids)
 
-    def place(self, rows: NDArray[np.int64], starts: NDArray[np.int64], num_places: int) -> Placement:
+    def place(
+        self, rows: NDArray[np.int64], starts: NDArray[np.int64], num_places: int,
+        numbers: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Placement:  # fmt: skip
         """Lay out the step that computes the token at ``starts [n]`` of each row, in places below ``num_places``: their
-        present ones, if possible."""
+        present ones, if possible. ``numbers`` are the step's (`StepInput.numbers`)."""
         if rows is not self._rows or num_places != self._num_used:
             self._assign(rows, num_places)
             self._rows, self._num_used = rows, num_places
         places = self._places
-        for name, slots in zip(self._slots, self._row_data.tables.slots(self._first_entries, starts)):
-            self._columns[name][places] = slots
+        for group, slots in enumerate(self._row_data.tables.slots(self._first_entries, starts)):
+            self._columns[f"slot_mappings_{group}"][places] = slots
+        for name, values in (numbers or {}).items():
+            self._columns[name][places] = values
         self._progress[self._progress_at] = (self._ahead + starts.astype(np.int32)).reshape(-1)
         return Placement(places, num_places)
 
@@ -190,12 +190,12 @@ class DecodeArrays:
         if lists is not None:
             end = self._write_lists(placement, lists, tail, end)
         upload.columns[:] = self._host
-        self.runs_on.upload(self._inputs, upload.buffers, self._size + 4 * end)
+        self.recorder.upload(self._inputs, upload.buffers, self._size + 4 * end)
         return upload.buffers
 
-    def launch(self, graph: StepGraph, placement: Placement, buffers: StepBuffers) -> None:
+    def launch(self, graph: Recording, placement: Placement, buffers: StepBuffers) -> None:
         """Queue the step, and the download of its samples."""
-        self.runs_on.launch(graph, self._results, 2 * placement.num_places + 1, buffers)
+        self.recorder.launch(graph, self._results, 2 * placement.num_places + 1, buffers)
 
     # Reads and writes of a graph
 
@@ -213,41 +213,33 @@ class DecodeArrays:
 
     def batch(self, num_places: int, max_seq_len: int) -> Batch:
         """The first places as a batch of decodes."""
-        device = self._on_device
-        return Batch(
-            token_ids=device["token_ids"][:num_places],
-            positions=device["positions"][:num_places],
-            query_start=self._numbers[: num_places + 1],
-            seq_lens=device["seq_lens"][:num_places],
-            slot_mappings=tuple(device[name][:num_places] for name in self._slots),
-            block_tables=tuple(self._tables[start : start + num_places] for start in self._group_starts),
-            logits_indices=self._numbers[:num_places],
-            max_query_len=1,
-            max_seq_len=max_seq_len,
-            exact=self._exact,
-        )
+        fields: dict[str, Any] = {}
+        for name, field in STEP_FIELDS.items():
+            if field.per == "block":
+                fields[name] = tuple(self._tables[start : start + num_places] for start in self._group_starts)
+            elif field.per in ("start", "logit"):
+                fields[name] = self._numbers[: num_places + (field.per == "start")]
+            elif field.by_group:
+                groups = range(self._num_groups)
+                fields[name] = tuple(self._on_device[f"{name}_{group}"][:num_places] for group in groups)
+            else:
+                fields[name] = self._on_device[name][:num_places]
+        return Batch(**fields, max_query_len=1, max_seq_len=max_seq_len, exact=self._exact)
 
     def draw(self, logits: Tensor, *, has_penalties: bool) -> None:
         """Queue sampling from ``logits [num_places, vocab_size]``."""
-        num_places, tail = logits.shape[0], self._tail[int32]
-        device = {name: column[:num_places] for name, column in self._on_device.items()}
-        no_bias = self._zeros[:num_places]
+        num_places = logits.shape[0]
         fields = [
-            *(device[name] for name in (*COLUMNS, "seed", "choice_index", "position")),
-            tail, device["prompt_start"], device["prompt_end"], tail, device["output_start"], device["output_end"],
-            tail, self._tail[float32], no_bias, no_bias,
-        ]  # fmt: skip
+            self._on_device[name][:num_places] if size == "n" else self._tail[float32 if dtype == np.float32 else int32]
+            for name, dtype, size in SAMPLING_FIELDS
+        ]
         ops.draw(logits, fields, self._results[: 2 * num_places + 1], has_penalties=has_penalties)
 
     def clear(self) -> None:
         """Empty all places on the device, for a trial run of a graph."""
-        self.runs_on.write(self._inputs, self._neutral)
+        self.recorder.write(self._inputs, self._empty)
 
     # Internals
-
-    def _empty_places(self) -> None:
-        for name, column in self._columns.items():
-            column.fill(-1 if name in self._slots else _NEUTRAL.get(name, 0))
 
     def _change(self, group: int, place: int, first: int, block_ids: Sequence[int]) -> None:
         entry = (self._group_starts[group] + place) * self._table_width + first
@@ -277,8 +269,10 @@ class DecodeArrays:
         sampling = self._row_data.sampling
         ahead = self._row_data.rotary_offsets[rows], np.ones_like(rows), 1 - sampling.num_prompt_tokens[rows]
         self._ahead = np.stack(ahead).astype(np.int32)
-        self._empty_places()
+        self._host[:] = self._empty
         sampling.write_columns(self._columns, places, rows)
+        for name, numbers in self._row_data.numbers.items():
+            self._columns[name][places] = numbers.take(rows)
 
     def _write_changes(self, tail: NDArray[np.int32]) -> int:
         """Write the changes of block tables as pairs; returns how many. Without room they are uploaded separately."""
@@ -295,7 +289,7 @@ class DecodeArrays:
         sorted_entries, sorted_ids = np.array(entries)[order], np.array(block_ids, np.int32)[order]
         ends = [*(np.flatnonzero(np.diff(sorted_entries) != 1) + 1).tolist(), count]  # of adjacent entries
         for start, end in zip([0, *ends], ends):
-            self.runs_on.write(self._flat_tables[int(sorted_entries[start]) :], sorted_ids[start:end])
+            self.recorder.write(self._flat_tables[int(sorted_entries[start]) :], sorted_ids[start:end])
         return 0
 
     def _write_lists(self, placement: Placement, lists: list[PenaltyLists], tail: NDArray[np.int32], at: int) -> int:

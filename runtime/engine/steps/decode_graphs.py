@@ -2,16 +2,14 @@
 
 There is a graph for a number of places, for sequences up to a length (attention splits long ones), with and without
 penalties, with and without the logits kept for log probabilities. It is recorded after the first step that needs it,
-which runs eagerly. All share one pool, and read and write `DecodeArrays`. Unsupported steps run
+which runs eagerly. All share memory, and read and write `DecodeArrays`. Unsupported steps run
 eagerly: those with prompts, logit bias, allowed ids, or tokens that ``min_tokens`` forbids.
-`decode_gpu` and `decode_cpu` implement graphs for their devices.
 
 A step may start while the previous one runs, if a graph runs that, too: it reads the tokens where they are sampled.
 """
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
@@ -22,39 +20,33 @@ from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.communicator import RankCommunicator, ends_here
-from runtime.device.device import Device
-from runtime.device.errors import CaptureError, LaunchError
-from runtime.dtype import DType
+from runtime.device.errors import CaptureError
+from runtime.dtype import DType, float32
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
-from runtime.engine.steps.decode_device import Agree, DecodeDevice, Forward, StepBuffers, StepGraph, alone
-from runtime.engine.steps.draw_inputs import Computed
 from runtime.engine.steps.executor import Model
-from runtime.engine.steps.ragged import Layout, largest
+from runtime.engine.steps.forwards import ForwardRecordings
+from runtime.engine.steps.layout import StepLayout, largest
+from runtime.engine.steps.recorder import (
+    Computed,
+    Forward,
+    Recorder,
+    Recording,
+    Recordings,
+    StepBuffers,
+    alone,
+    open_recorder,
+)
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.step_input import StepInput
-from runtime.errors import DeviceError, OutOfMemoryError
 from runtime.kv.cache import KVCache
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
-logger = logging.getLogger("xserv.engine")
-
 MOST_LISTED = TAIL_WORDS // 2
 """Tokens that the penalties of one step may count; with more it runs eagerly."""
 
-
-def open_decode_device(
-    device: Device, limits: EngineLimits, vocab_size: int, kv_cache: KVCache, agree: Agree = alone
-) -> DecodeDevice:
-    """The device interface for graphs over ``vocab_size`` ids and this KV cache; ``agree`` is among ranks."""
-    if device.kind == "cpu":
-        from runtime.engine.steps.decode_cpu import CpuDecodes
-
-        return CpuDecodes(limits, len(kv_cache.spec.group_kinds))
-    from runtime.engine.steps.decode_gpu import GpuDecodes  # imports the driver, which the CPU does not need
-
-    return GpuDecodes(device, limits, vocab_size, kv_cache, agree)
+_CANNOT = "the model's operations cannot be recorded, each is done at once from now on"
 
 
 class GraphKey(msgspec.Struct, frozen=True, gc=False):
@@ -74,16 +66,15 @@ class DecodeRun:
         graphs: DecodeGraphs,
         placement: Placement,
         buffers: StepBuffers,
-        logits: Tensor | None,
-        kept: list[Tensor],
+        result: Computed,
         *,
         number: int,
         keeps_outputs: bool,
     ) -> None:
         self.places = placement.places
-        self.logits = logits
+        self.logits = result.logits
         """``[num_places, vocab_size]``, if they are kept: until the next graph is launched."""
-        self.kept = kept
+        self.kept = result.kept
         """Hidden states after the kept layers, a row a place: until the next graph is launched."""
         self.number = number
         self.keeps_outputs = keeps_outputs
@@ -133,30 +124,26 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, limits: EngineLimits, rows: Rows,
+        self, model: Model, kv_cache: KVCache, limits: EngineLimits, rows: Rows, recorder: Recorder,
         communicator: RankCommunicator | None = None,
     ) -> None:  # fmt: skip
         self._communicator = communicator
         self._agree = alone if communicator is None else communicator.agree
         self.device = model.device
         self.draws = ends_here(communicator)
-        self.num_steps = self.num_failed = 0
+        self.num_steps = 0
         self._model = model
         self._kv_cache = kv_cache
         self._limits = limits
         self._rows = rows
-        self._runs_on = runs_on = open_decode_device(
-            model.device, limits, rows.sampling.vocab_size, kv_cache, self._agree
-        )
-        self.forwards = runs_on.forwards
-        self._sizes = runs_on.batch_sizes(limits.max_num_seqs)
-        self._lengths = runs_on.sequence_lengths(limits.max_model_len, exact=limits.exact)
-        self._graphs: dict[GraphKey, StepGraph] = {}
+        self._recorder = recorder
+        self.forwards = ForwardRecordings(open_recorder(model.device), limits, kv_cache, self._agree)
+        self._sizes = recorder.batch_sizes(limits.max_num_seqs)
+        self._lengths = recorder.sequence_lengths(limits.max_model_len, exact=limits.exact)
+        self._recordings: Recordings[GraphKey, Recording] = Recordings()
         self._kept_layers: tuple[int, ...] = ()
-        self._kept: dict[GraphKey, list[Tensor]] = {}  # each graph's copies of them
+        self._rooms: list[Tensor | None] = []  # of their hidden states
         self._wanted: GraphKey | None = None
-        self._has_given_up = False  # of graphs of decodes
-        self._cannot_record = False  # anything
         self._arrays: DecodeArrays | None = None  # with the first graph
         self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the step that sampled it last
         self._drawn_by = np.full(limits.max_num_seqs, -1, np.int64)  # by row: that step
@@ -165,17 +152,23 @@ class DecodeGraphs:
 
     @property
     def num_graphs(self) -> int:
-        return len(self._graphs)
+        return len(self._recordings.kept)
+
+    @property
+    def num_failed(self) -> int:
+        return self._recordings.num_failed
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes on the device, for all recordings and their arrays."""
-        return self._runs_on.graph_bytes + (0 if self._arrays is None else self._arrays.size_bytes)
+        arrays = 0 if self._arrays is None else self._arrays.size_bytes
+        return self._recorder.size_bytes + self.forwards.size_bytes + arrays
 
     def keep(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
         """From now on keep each step's hidden states ``[num_places, width]`` after these layers."""
-        assert not self._graphs, "graphs were recorded without"
-        self._runs_on.make_room(len(layers), (self._limits.max_num_seqs, width), dtype)
+        assert not self._recordings.kept, "graphs were recorded without"
+        shape = self._limits.max_num_seqs, width
+        self._rooms = [self._recorder.room(f"layer {layer}", shape, dtype) for layer in layers]
         self._kept_layers = layers
 
     def apply(self, step: StepInput) -> None:
@@ -209,22 +202,23 @@ class DecodeGraphs:
         )
 
     def has(self, key: GraphKey) -> bool:
-        return key in self._graphs
+        return key in self._recordings.kept
 
     def want(self, key: GraphKey) -> None:
         """Record this graph after the step."""
-        self._wanted = None if self._has_given_up else key
+        self._wanted = None if self._recordings.has_given_up else key
 
     def run_forward(
-        self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
+        self, layout: StepLayout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
     ) -> Computed | None:
-        """See `DecodeDevice.run_forward`. None means that it has to run eagerly, without a recording."""
-        if self._cannot_record:
+        """See `ForwardRecordings.run`. None means that it has to run eagerly, without a recording."""
+        if self._recordings.cannot_record:
             return None
         try:
-            return self._runs_on.run_forward(layout, forward, draws, may_record=may_record)
+            return self.forwards.run(layout, forward, draws, may_record=may_record)
         except CaptureError as error:
-            self._say_what_cannot_be_recorded(error)
+            self._recordings.cannot_record = True
+            self._recordings.give_up(_CANNOT, error)
             return None
 
     def can_lead(self, key: GraphKey) -> bool:
@@ -232,22 +226,22 @@ class DecodeGraphs:
         not overwrite those that the latest one still needs."""
         running = self._running
         return (
-            self._runs_on.can_lead
+            self._recorder.queues
             and running is not None
             and running.logits is None
             and not key.has_penalties
-            and key in self._graphs
+            and key in self._recordings.kept
         )
 
     @property
     def leads(self) -> bool:
         """Whether steps are queued, so that the next may follow them; else they run when they are waited for."""
-        return self._runs_on.can_lead
+        return self._recorder.queues
 
     @property
     def may_be_led(self) -> bool:
         """Whether a graph runs after which another may be queued."""
-        return self._runs_on.can_lead and self._running is not None
+        return self._recorder.queues and self._running is not None
 
     def start(self, step: StepInput, key: GraphKey) -> DecodeRun:
         """Queue the step: one upload, one launch, one download."""
@@ -260,24 +254,23 @@ class DecodeGraphs:
         if key.has_penalties:
             sampling = self._rows.sampling
             lists = sampling.penalty_lists(rows, step.starts + 1 - sampling.num_prompt_tokens[rows])
-        graph = self._graphs[key]
+        graph = self._recordings.kept[key]
         token_ids = self._rows.tokens_of(step.token_ids, rows)
-        placement = self._arrays.place(rows, step.starts, key.num_places)
+        placement = self._arrays.place(rows, step.starts, key.num_places, step.numbers)
         buffers = self._arrays.send(placement, token_ids, sources, lists)
         self._arrays.launch(graph, placement, buffers)
-        if self._runs_on.can_lead:
+        if self._recorder.queues:
             self._drawn_at[rows], self._drawn_by[rows] = placement.places, step.number
         assert self._members is not None
         self._running = DecodeRun(
-            self, placement, buffers, graph.result, self._kept.get(key, []), number=step.number,
-            keeps_outputs=self._members.keeps_outputs,
+            self, placement, buffers, graph.result, number=step.number, keeps_outputs=self._members.keeps_outputs,
         )  # fmt: skip
         self.num_steps += 1
         return self._running
 
-    def recorded(self) -> list[StepGraph]:
+    def recorded(self) -> list[Recording]:
         """The recorded graphs."""
-        return list(self._graphs.values())
+        return list(self._recordings.kept.values())
 
     def ended(self, run: DecodeRun) -> None:
         """Called by a run that was waited for."""
@@ -293,37 +286,20 @@ class DecodeGraphs:
         key = self._wanted
         if key is None or self._running is not None:
             return
-        self._wanted = None
-        if self._communicator is not None:
-            if (graph := self._record_once(key, is_last=True)) is not None:
-                self._graphs[key] = graph
-            if not self._agree(graph is not None):
-                self.give_up()
-            return
-        for is_last in (False, True):
-            graph = self._record_once(key, is_last=is_last)
+        self._wanted, graph = None, None
+        no_memory = (
+            f"no more decode graphs: the bytes for one of {key.num_places} sequences are not to be had, "
+            f"{self.num_graphs} graphs hold {self.reserved_bytes:,}"
+        )
+        for is_last in (False, True) if self._communicator is None else (True,):
+            work = partial(self._recorded, key)
+            graph = self._recordings.tried(work, no_memory, is_last=is_last, cannot=_CANNOT)
             if graph is not None:
-                self._graphs[key] = graph
-            if graph is not None or self._has_given_up:
-                return
-
-    def _record_once(self, key: GraphKey, *, is_last: bool) -> StepGraph | None:
-        """Returns None if it fails; after the last try, never tries again."""
-        try:
-            return self._recorded(key)
-        except OutOfMemoryError as error:
-            self._has_given_up = True
-            logger.warning(
-                "no more decode graphs: the bytes for one of %d sequences are not to be had, %d graphs hold %s: %s",
-                key.num_places, len(self._graphs), f"{self.reserved_bytes:,}", error,
-            )  # fmt: skip
-        except LaunchError:  # the device is lost
-            raise
-        except DeviceError as error:  # such as work that cannot be recorded, or that another thread interrupted
-            self.num_failed += 1
-            if is_last:
-                self._say_what_cannot_be_recorded(error)
-        return None
+                self._recordings.add(key, graph)
+            if graph is not None or self._recordings.has_given_up:
+                break
+        if self._communicator is not None and not self._agree(graph is not None):
+            self.give_up()
 
     @property
     def lacks_one(self) -> bool:
@@ -332,22 +308,15 @@ class DecodeGraphs:
 
     def give_up(self) -> None:
         """Run no more decodes as graphs."""
-        self._has_given_up, self._wanted = True, None
-        for graph in self._graphs.values():
-            graph.release()
-        self._graphs.clear()
-        self._kept.clear()
+        self._recordings.has_given_up, self._wanted = True, None
+        self._recordings.clear()
 
     def release(self) -> None:
         """Free the memory; no step is started any more."""
         self.give_up()
-        self._runs_on.release()
+        self._recorder.release()
+        self.forwards.release()
         self._arrays = self._running = None
-
-    def _say_what_cannot_be_recorded(self, error: DeviceError) -> None:
-        """Log it once, and record nothing any more."""
-        self._has_given_up = self._cannot_record = True
-        logger.warning("the model's operations cannot be recorded, each is done at once from now on: %s", error)
 
     def _members_of(self, rows: NDArray[np.int64]) -> _Members:
         sampling = self._rows.sampling
@@ -360,27 +329,32 @@ class DecodeGraphs:
             keeps_outputs=bool(sampling.keeps_outputs[rows].any()),
         )
 
-    def _recorded(self, key: GraphKey) -> StepGraph:
+    def _recorded(self, key: GraphKey) -> Recording:
         if self._arrays is None:
-            self._arrays = DecodeArrays(self.device, self._runs_on, self._limits, self._rows)
+            self._arrays = DecodeArrays(self._recorder, self._limits, self._rows)
         self._kv_cache.wait_for_arrivals()
         self._arrays.clear()
-        keeps_logits = key.keeps_logits and self.draws
-        return self._runs_on.capture(partial(self._run, key), num_rows=key.num_places, keeps_logits=keeps_logits)
+        room = None
+        if key.keeps_logits and self.draws:  # one serves the graphs of similar sizes
+            places = 1 << (key.num_places - 1).bit_length()
+            room = self._recorder.room("logits", (places, self._rows.sampling.vocab_size), float32)
+        return self._recorder.record(partial(self._run, key, room))
 
-    def _run(self, key: GraphKey) -> Tensor:
-        """The recorded work. Its result is the logits, or the output of a stage."""
-        arrays = self._arrays
+    def _run(self, key: GraphKey, room: Tensor | None) -> Computed:
+        """The recorded work. ``room`` is for the logits, if they are kept."""
+        arrays, recorder = self._arrays, self._recorder
         assert arrays is not None
         if self._communicator is not None:
             self._communicator.begin_pass()
         arrays.take_inputs(key.num_places)
         batch = arrays.batch(key.num_places, key.max_seq_len)
         batch.kept_layers = self._kept_layers
+        hidden = self._model.forward(batch, self._kv_cache)
         if not self.draws:
-            return self._model.forward(batch, self._kv_cache)
-        logits = self._model.compute_logits(self._model.forward(batch, self._kv_cache))
+            recorder.outlive(hidden)
+            return Computed(None, None)
+        logits = self._model.compute_logits(hidden)
         arrays.draw(logits, has_penalties=key.has_penalties)
-        if self._kept_layers:
-            self._kept[key] = self._runs_on.hold([batch.kept[layer] for layer in self._kept_layers])
-        return logits
+        kept = tuple(recorder.outlive(batch.kept[layer], at) for layer, at in zip(self._kept_layers, self._rooms))
+        found = recorder.outlive(logits, room)  # raises an error for an array that no kernel has made
+        return Computed(None, found if key.keeps_logits else None, kept=kept)

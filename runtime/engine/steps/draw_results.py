@@ -11,16 +11,15 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeRun
-from runtime.engine.steps.draw_inputs import Computed, read_drawn
 from runtime.engine.steps.executor import DrawMasks, Drawn, Model
-from runtime.engine.steps.ragged import largest
+from runtime.engine.steps.inputs import read_drawn
+from runtime.engine.steps.layout import largest
+from runtime.engine.steps.recorder import Computed
 from runtime.engine.steps.rejection import reject
-from runtime.engine.steps.rows import Rows
+from runtime.engine.steps.rows import LaidOut, Rows
 from runtime.engine.steps.sampler import token_logprobs
 from runtime.engine.steps.side_pass import slices
 from runtime.engine.steps.step_input import PromptLogprobs, StepInput
-from runtime.engine.steps.verification import Draws
-from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 
@@ -35,19 +34,17 @@ class DrawResults:
     def draw(
         self,
         wanted_of_prompts: list[PromptLogprobs],
-        draws: Draws,
-        arrays: SamplingArrays,
-        broken: list[int],
+        laid_out: LaidOut,
         masks: DrawMasks | None,
         proposed: Sequence[NDArray[np.float32] | None] | None,
         computed: Computed,
     ) -> Drawn:
         """Sample from the logits that the model computed.
 
-        broken    draws whose own parameters raise an error: they are not valid
+        laid_out  its broken draws are not valid
         proposed  distributions of the draft tokens, by chunk; with None they are accepted if they equal the sample
         """
-        logits = computed.logits
+        logits, (_, draws, arrays, broken) = computed.logits, laid_out
         prompt_logprobs = [self._prompt_logprobs(computed.hidden, wanted) for wanted in wanted_of_prompts]
         if logits is None:
             return Drawn(prompt_logprobs=prompt_logprobs)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Never, TypeVar
 
@@ -21,11 +20,9 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.batch import Batch
 from runtime.communicator import RankCommunicator, begins_here, ends_here
-from runtime.device.errors import LaunchError
 from runtime.dtype import DType, float32
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
-from runtime.engine.steps.draw_inputs import Computed
 from runtime.engine.steps.draw_results import DrawResults
 from runtime.engine.steps.executor import (
     DrawMasks,
@@ -37,12 +34,12 @@ from runtime.engine.steps.executor import (
     SidePass,
     UnsupportedStepError,
 )
+from runtime.engine.steps.layout import StepLayout
 from runtime.engine.steps.pictures import PictureModel, PictureStore
-from runtime.engine.steps.ragged import Layout, largest, lay_out
-from runtime.engine.steps.rows import Rows
+from runtime.engine.steps.recorder import Computed, open_recorder
+from runtime.engine.steps.rows import LaidOut, Rows
 from runtime.engine.steps.side_pass import PagedSidePass, StagedSidePass, slices
 from runtime.engine.steps.step_input import StepInput
-from runtime.engine.steps.verification import Draws, Verifications
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
 from runtime.rank_notices import Span, Tally
@@ -97,21 +94,23 @@ class LocalExecutor:
         self.transfer = KVTransfer(kv_cache, HostPages(kv_cache.spec, num_slots) if num_slots else None)
         max_blocks = -(-limits.max_model_len // limits.block_size)
         self.num_groups = len(kv_cache.spec.group_kinds)
-        self.rows = Rows(limits.max_num_seqs, max_blocks, self.num_groups, limits.block_size, vocab_size)
+        self.pictures = PictureStore(model, has_tower=self.is_first) if isinstance(model, PictureModel) else None
+        self.rows = Rows(
+            limits.max_num_seqs, max_blocks, self.num_groups, limits.block_size, vocab_size,
+            has_offsets=limits.rotary_switch is not None or self.pictures is not None,
+        )  # fmt: skip
         self._results = DrawResults(model, self.rows, vocab_size)
         is_cpu = model.device.kind == "cpu"
         self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and not is_cpu)
         self._worker: ThreadPoolExecutor | None = None
         if self.overlaps and is_cpu:
             self._worker = ThreadPoolExecutor(1, "xserv-step")
-        self.pictures = PictureStore(model, has_tower=self.is_first) if isinstance(model, PictureModel) else None
-        self._has_offsets = limits.rotary_switch is not None or self.pictures is not None
-        self._verifications = Verifications(self.rows, has_offsets=self._has_offsets)
         self._kept_layers: tuple[int, ...] = ()
         self.kept_rows: KeptRows | None = None
+        self._recorder = open_recorder(model.device)
         self.graphs: DecodeGraphs | None = None
         if limits.decode_graphs != "off":
-            self.graphs = DecodeGraphs(model, kv_cache, limits, self.rows, communicator)
+            self.graphs = DecodeGraphs(model, kv_cache, limits, self.rows, self._recorder, communicator)
 
     def start(
         self, step: StepInput, masks: DrawMasks | None = None,
@@ -168,22 +167,12 @@ class LocalExecutor:
             self._worker.submit(int).result()
 
     def finish_queued(self) -> None:
-        """Wait until the device has done all queued work; an emulated one does nothing before it is waited for."""
-        if self.model.device.kind != "cpu":
-            from runtime.device.gpu import Gpu  # imports the driver, which the CPU does not need
-
-            Gpu.of(self.model.device).synchronize()
+        """Wait until the device has done all queued work."""
+        self._recorder.finish()
 
     def wait_for_queued(self, seconds: float) -> None:
         """The same with a timeout, ignoring errors."""
-        if self.model.device.kind == "cpu":
-            return
-        from runtime.device.gpu import Gpu
-
-        stream, until = Gpu.of(self.model.device).stream, time.monotonic() + seconds
-        with suppress(LaunchError):
-            while not stream.is_done() and time.monotonic() < until:
-                time.sleep(0.001)
+        self._recorder.finish(seconds)
 
     def note_drawn(
         self, number: int, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int32]
@@ -323,15 +312,12 @@ class LocalExecutor:
                 return self._start_graph(graphs, step, key)
             if key is not None and step.mode == "record":
                 graphs.want(key)
-        if step.draws_everywhere and not step.has_pictures:
-            layout, draws, arrays, broken = self._verifications.lay_out(step)
-        else:
-            layout, draws, arrays, broken = self._lay_out(step)
-        if not self.draws and len(draws.rows):
-            self._versions[step.number] = draws.version
-        compute = partial(self._draw, step, draws, arrays, broken, masks, proposed)
-        is_drawn = masks is None and arrays.allowed_mask is None  # with the forward pass, if that is recorded
-        forward = partial(self._forward, layout, step, arrays if is_drawn else None)
+        laid_out = rows.lay_out(step)
+        if not self.draws and len(laid_out.draws.rows):
+            self._versions[step.number] = laid_out.draws.version
+        compute = partial(self._draw, step, laid_out, masks, proposed)
+        is_drawn = masks is None and laid_out.sampling.allowed_mask is None  # with the forward pass, if recorded
+        forward = partial(self._forward, laid_out.layout, step, laid_out.sampling if is_drawn else None)
         run = partial(self._ended, step, lambda: compute(forward()))
         if self._worker is not None:
             return _Run(self._worker.submit(run).result)
@@ -339,17 +325,6 @@ class LocalExecutor:
             return _Run(run)
         computed = forward()
         return _Run(partial(self._ended, step, lambda: compute(computed)))
-
-    def _lay_out(self, step: StepInput) -> tuple[Layout, Draws, SamplingArrays, list[int]]:
-        """Any step: its batch, its draws, their parameters, and the draws whose own parameters raise an error."""
-        rows, draws = self.rows, self._draws_of(step)
-        token_ids = rows.tokens_of(step.token_ids, np.repeat(step.rows, step.counts))
-        offsets = rows.rotary_offsets[step.rows] if self._has_offsets else None
-        indices = draws.tokens.astype(np.int32)
-        layout = lay_out(token_ids, step.rows, step.starts, step.counts, rows.tables, indices, offsets)
-        if draws.proposals is not None:
-            rows.sampling.write_outputs(draws.rows, draws.positions, draws.proposals)
-        return layout, draws, *rows.sampling.gather_sound(draws.rows, draws.positions)
 
     def _ended(self, step: StepInput, compute: Callable[[], Drawn]) -> Drawn:
         if self.communicator is not None:
@@ -369,22 +344,7 @@ class LocalExecutor:
             self.communicator.end_step(step.number)  # before anything is queued after it
         return _Run(draw if self._worker is None else self._worker.submit(draw).result)
 
-    def _draws_of(self, step: StepInput) -> Draws:
-        chunks = step.num_draws.nonzero()[0]
-        counts, proposals = None, None
-        ahead: NDArray[np.int64] | int = 0
-        if largest(step.num_draws) > 1:
-            counts = step.num_draws[chunks].tolist()
-            ahead = np.concatenate([np.arange(count)[::-1] for count in counts])  # draws after it in its chunk
-            chunks = np.repeat(chunks, counts)
-        rows = step.rows[chunks]
-        tokens = np.cumsum(step.counts)[chunks] - 1 - ahead
-        positions = (step.starts + step.counts)[chunks] - ahead - self.rows.sampling.num_prompt_tokens[rows]
-        if counts is not None:  # a draw that is not its chunk's last is compared with the next token
-            proposals = np.append(step.token_ids, np.int32(0))[tokens + 1]
-        return Draws(rows, tokens, positions, counts, proposals, self.rows.version)
-
-    def _forward(self, layout: Layout, step: StepInput, draws: SamplingArrays | None) -> Computed:
+    def _forward(self, layout: StepLayout, step: StepInput, draws: SamplingArrays | None) -> Computed:
         """The model's result for the step; on a GPU it may still be running."""
         if self.graphs is not None and step.mode != "eager" and not step.has_pictures:
             found = self.graphs.run_forward(layout, self._run_model, draws, may_record=step.mode == "record")
@@ -409,9 +369,7 @@ class LocalExecutor:
     def _draw(
         self,
         step: StepInput,
-        draws: Draws,
-        arrays: SamplingArrays,
-        broken: list[int],
+        laid_out: LaidOut,
         masks: DrawMasks | None,
         proposed: Sequence[NDArray[np.float32] | None] | None,
         computed: Computed,
@@ -421,14 +379,14 @@ class LocalExecutor:
             return Drawn()
         if computed.kept:
             self.kept_rows = KeptRows(step.number, computed.kept, np.cumsum(step.counts) - step.counts)
-        return self._results.draw(step.prompt_logprobs, draws, arrays, broken, masks, proposed, computed)
+        return self._results.draw(step.prompt_logprobs, laid_out, masks, proposed, computed)
 
     def _drawn_by_graph(self, step: StepInput, run: DecodeRun, version: int) -> Drawn:
         token_ids, is_valid = run.wait()
         if not self.draws:
             return Drawn()
         if run.kept:
-            self.kept_rows = KeptRows(step.number, tuple(run.kept), run.places)
+            self.kept_rows = KeptRows(step.number, run.kept, run.places)
         return self._results.of_graph(step, run, token_ids, is_valid, version)
 
 

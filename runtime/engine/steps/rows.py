@@ -5,35 +5,108 @@ row. Eager steps, recorded steps and decode graphs all read it.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.steps.block_tables import BlockTables
-from runtime.engine.steps.ragged import largest
+from runtime.engine.steps.layout import NUMBERS, BlockTables, Chunks, StepLayout, largest
 from runtime.engine.steps.sampler import SamplingRows
 from runtime.engine.steps.step_input import LAST_TOKEN, RowLoad, StepInput
+from runtime.sampling_arrays import SamplingArrays
 
 logger = logging.getLogger("xserv.engine")
+
+_MOST_KEPT = 64
+"""Numbers of tokens of the same rows that are cached."""
+
+
+@dataclass(slots=True)
+class Draws:
+    """The draws of a step.
+
+    rows, tokens, positions  of each draw: its row, the token of the step that it follows, and its index in the
+                     row's output
+    counts           of each chunk that samples; None means one each
+    proposals        tokens that the draws are compared with, or None
+    version          the rows', when the step began
+    """
+
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    counts: list[int] | None
+    proposals: NDArray[np.int32] | None
+    version: int
+
+
+class LaidOut(NamedTuple):
+    """A step over the rows: its layout, its draws, their parameters, and the draws whose own parameters raise an
+    error."""
+
+    layout: StepLayout
+    draws: Draws
+    sampling: SamplingArrays
+    broken: list[int]
+
+
+@dataclass(slots=True)
+class _Places:
+    """The part of a layout that depends only on the step's rows and their numbers of tokens and draws. ``[D]``: by draw.
+
+    rotary         by token: rotary position minus position, or None
+    tokens, rows   [D] of each draw
+    indices        [D] the tokens, as the batch has them
+    outputs        [D] output index minus position
+    counts         draws of each chunk that samples; None means one each
+    sampling       parameters of the draws, except their positions; None if they have to be gathered for each step
+    keeps_outputs  one of the rows has parameters that depend on its output
+    """
+
+    chunks: Chunks
+    rotary: NDArray[np.int64] | None
+    tokens: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    indices: NDArray[np.int32]
+    outputs: NDArray[np.int64]
+    counts: list[int] | None
+    sampling: SamplingArrays | None
+    keeps_outputs: bool
 
 
 class Rows:
     """``max_num_seqs`` rows. Belongs to the engine's loop.
 
+    Steps of decodes with drafts follow one another with the same rows, and often with as many tokens of each.
+    Everything that depends on these alone is cached; the rest of such a step is a few sums over arrays.
+
     tables       block tables
     last_tokens  the last token of each row, by the steps that are over
     rotary_offsets  of each row: rotary position minus KV position
+    has_offsets  some may differ from 0
+    numbers      of each row, by the names of the batch's fields that have a number for each sequence
     version      incremented by each load, which invalidates cached facts about rows
     versions     of each row: the version when it was loaded last
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, num_groups: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, num_groups: int, block_size: int, vocab_size: int,
+        *, has_offsets: bool = False,
+    ) -> None:  # fmt: skip
         self.tables = BlockTables(num_groups, max_num_seqs, max_blocks, block_size)
         self.last_tokens = np.zeros(max_num_seqs, np.int32)
         self.rotary_offsets = np.zeros(max_num_seqs, np.int64)
+        self.has_offsets = has_offsets
+        self.numbers = {
+            name: np.full(max_num_seqs, field.padding, field.dtype) for name, field in NUMBERS.items() if field.row
+        }
         self.sampling = SamplingRows(max_num_seqs, vocab_size)
         self.version = 0
         self.versions = np.zeros(max_num_seqs, np.int64)
+        self._kept: dict[bytes, _Places] = {}
+        self._kept_version = -1  # when these were made
+        self._kept_rows: NDArray[np.int64] = np.empty(0, np.int64)
 
     def apply(self, step: StepInput) -> None:
         """Write the step's changes. A row whose parameters cannot be written samples nothing until its next load."""
@@ -60,6 +133,71 @@ class Rows:
         is_same = self.versions[rows] <= version
         self.sampling.write_outputs(rows[is_same], positions[is_same], token_ids[is_same])
 
+    def lay_out(self, step: StepInput) -> LaidOut:
+        """A step whose rows are loaded. Unchanged arrays of decodes with drafts are the same objects as before."""
+        places = self._kept_places(step) if step.draws_everywhere else self._places_of(step)
+        chunks = places.chunks
+        positions = chunks.positions(step.starts)
+        outputs = positions.take(places.tokens)
+        outputs += places.outputs
+        proposals = None
+        if places.counts is not None:  # a draw that is not its chunk's last is compared with the next token
+            following = np.empty_like(step.token_ids)
+            following[:-1], following[-1] = step.token_ids[1:], 0
+            proposals = following.take(places.tokens)
+            if places.keeps_outputs:
+                self.sampling.write_outputs(places.rows, outputs, proposals)
+        draws = Draws(places.rows, places.tokens, outputs, places.counts, proposals, self.version)
+        sampling, broken = places.sampling, list[int]()
+        if sampling is None:
+            sampling, broken = self.sampling.gather_sound(places.rows, outputs)
+        else:
+            sampling.position = outputs.astype(np.int32)
+        numbers = {name: values.take(step.rows) for name, values in self.numbers.items()}
+        numbers.update(step.numbers)
+        token_ids = self.tokens_of(step.token_ids, chunks.token_rows)
+        layout = chunks.layout(token_ids, step.starts, positions, places.rotary, places.indices, self.tables, numbers)
+        return LaidOut(layout, draws, sampling, broken)
+
+    def _kept_places(self, step: StepInput) -> _Places:
+        is_known = step.rows is self._kept_rows or np.array_equal(step.rows, self._kept_rows)
+        if self._kept_version != self.version or not is_known:
+            self._kept.clear()
+            self._kept_version = self.version
+        self._kept_rows = step.rows
+        key = step.counts.tobytes()
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) == _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            found = self._kept[key] = self._places_of(step)
+            if self.sampling.are_plain(step.rows) and not self.sampling.has_broken:
+                found.sampling = self.sampling.gather(found.rows, found.tokens)
+        return found
+
+    def _places_of(self, step: StepInput) -> _Places:
+        chunks = Chunks.of_rows(step.rows, step.counts, step.num_tokens, self.tables)
+        drawing, counts = step.num_draws.nonzero()[0], None
+        ahead: NDArray[Any] | int = 0
+        if largest(step.num_draws) > 1:
+            num_draws = step.num_draws[drawing]
+            counts = num_draws.tolist()
+            drawing = np.repeat(drawing, num_draws)
+            ahead = np.repeat(np.cumsum(num_draws), num_draws) - 1 - np.arange(len(drawing))  # draws after it
+        rows = step.rows[drawing]
+        tokens = chunks.query_start.astype(np.int64)[1:].take(drawing) - 1 - ahead
+        return _Places(
+            chunks,
+            chunks.by_token(self.rotary_offsets[step.rows]) if self.has_offsets else None,
+            tokens,
+            rows,
+            tokens.astype(np.int32),
+            1 - self.sampling.num_prompt_tokens[rows],
+            counts,
+            None,
+            bool(self.sampling.keeps_outputs[step.rows].any()),
+        )
+
     def _load(self, load: RowLoad) -> None:
         row = load.row
         self.version += 1
@@ -67,6 +205,8 @@ class Rows:
         self.tables.clear(row)
         self.last_tokens[row] = load.last_token_id
         self.rotary_offsets[row] = load.rotary_offset
+        for name, number in load.row_numbers.items():
+            self.numbers[name][row] = number
         try:
             self.sampling.load(load)
         except Exception:

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from runtime.dtype import DType
 from runtime.engine.limits import EngineLimits
-from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.executor import Model
+from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.engine.steps.pictures import PictureStore
-from runtime.engine.steps.ragged import lay_out
 from runtime.engine.steps.step_input import PassPictures
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor

@@ -36,6 +36,7 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     bad_words       the last id of each may not be sampled after the others
     allowed_ids     the only ids that may be sampled, or None for all
     has_masks       each draw has a mask of a grammar, which is sent with the step
+    row_numbers     of the batch's fields that have a number for each sequence, by name
     """
 
     row: int
@@ -55,6 +56,7 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     bad_words: list[list[int]] = []
     allowed_ids: list[int] | None = None
     has_masks: bool = False
+    row_numbers: dict[str, int] = {}
 
 
 class BlockAddition(msgspec.Struct, array_like=True, gc=False):
@@ -113,6 +115,7 @@ class StepInput(msgspec.Struct, kw_only=True):
     rotary_positions  [3, num_tokens] int32, or None for the KV positions and each row's offset
     features      embeddings that come from an encoder
     uncut_spans   tokens that attend to each other
+    numbers       [n] of the batch's fields that have a number for each chunk, by name
     """
 
     number: int
@@ -131,6 +134,7 @@ class StepInput(msgspec.Struct, kw_only=True):
     rotary_positions: NDArray[np.int32] | None = None
     features: list[FeatureSpan] = []
     uncut_spans: list[UncutSpan] = []
+    numbers: dict[str, NDArray[np.int64]] = {}
 
     def goes_on(self, before: StepInput) -> bool:
         """Whether it decodes the same rows as the previous step, and differs only in number, starts and additions."""
@@ -141,6 +145,7 @@ class StepInput(msgspec.Struct, kw_only=True):
             and self.token_ids is before.token_ids
             and self.mode == before.mode
             and not (self.loads or self.has_transfers or self.prompt_logprobs or self.has_pictures or self.uncut_spans)
+            and not self.numbers
         )
 
     def next(self, number: int, starts: NDArray[np.int64], additions: list[BlockAddition]) -> StepInput:

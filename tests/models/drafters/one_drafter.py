@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from models.drafters.hidden_state_drafter import BlockDrafter, HiddenStateDrafter, SteppingDrafter
 from runtime import ops
 from runtime.batch import Batch
-from runtime.engine.steps.block_tables import BlockTables
-from runtime.engine.steps.ragged import lay_out
+from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 

@@ -9,7 +9,6 @@ import pytest
 
 from runtime import ops
 from runtime.device.device import Device
-from runtime.dtype import float32
 from runtime.engine.limits import EngineLimits
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Request, Sequence
@@ -17,10 +16,9 @@ from runtime.engine.scheduling.step import Chunk, Step
 from runtime.engine.steps import decode_arrays
 from runtime.engine.steps.assemble import Assembler
 from runtime.engine.steps.decode_arrays import DecodeArrays
-from runtime.engine.steps.decode_graphs import open_decode_device
+from runtime.engine.steps.recorder import open_recorder
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.step_input import BlockAddition, StepInput
-from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.tensor.tensor import Tensor
 
 pytestmark = pytest.mark.emulator
@@ -42,8 +40,7 @@ class Running:
 
     def __init__(self, device: Device) -> None:
         self.rows = Rows(NUM_PLACES, 8, 1, BLOCK_SIZE, 50)
-        kv_cache = KVCache(KVCacheSpec(1, 1, 8, BLOCK_SIZE, float32, device), 1)
-        self.arrays = DecodeArrays(device, open_decode_device(device, LIMITS, 50, kv_cache), LIMITS, self.rows)
+        self.arrays = DecodeArrays(open_recorder(device), LIMITS, self.rows)
         self.sequences: dict[int, Sequence] = {}
         self.nothing = Tensor.from_numpy(np.zeros((NUM_PLACES + 1, 4), np.float32)).to(device)
         self._assembler = Assembler(NUM_PLACES, 1, BLOCK_SIZE, "record")
@@ -121,7 +118,7 @@ def run_step(running: Running, num_places: int) -> np.ndarray:
         arrays.take_inputs(num_places)
         return ops.gather_rows(running.nothing, arrays._numbers[:num_places])  # any
 
-    graph = arrays.runs_on.capture(work, num_rows=num_places, keeps_logits=False)
+    graph = arrays.recorder.record(work)
     arrays.launch(graph, placement, buffers)
     buffers.wait()
     batch = arrays.batch(num_places, 64)

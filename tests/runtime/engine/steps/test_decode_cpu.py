@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from runtime.engine.engine import Engine
-from runtime.engine.steps import recorded_forwards
-from runtime.engine.steps.decode_cpu import CpuDecodes
+from runtime.engine.steps.forwards import ForwardRecordings
+from runtime.engine.steps.recorder_cpu import CpuRecorder
 from runtime.tensor.tensor import Tensor
 from tests.models.folders import change_config, load_golden, write_model
 from tests.runtime.engine.fakes import request, run_to_end, said_by_engine
@@ -147,16 +147,16 @@ def test_graphs_share_their_memory(tmp_path: Path) -> None:
 def test_steps_of_one_shape_are_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt in chunks beside decodes: one recording for all of its chunks whose sequences are as long, and the
     answers of the engine that records nothing; of many shapes the latest are kept."""
-    monkeypatch.setattr(recorded_forwards, "NUM_KEPT", 4)
+    monkeypatch.setattr(CpuRecorder, "most_kept", 4)
     folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
     change_config(folder, max_position_embeddings=300)
     made: list[Any] = []
-    record = recorded_forwards.RecordedForwards._record
+    record = ForwardRecordings._record
 
-    def count(self: Any, shape: Any, forward: Any) -> Any:
+    def count(self: Any, shape: Any, *rest: Any) -> Any:
         if shape.num_tokens > shape.num_seqs:  # no step of decodes that lacked its graph
             made.append(shape)
-        return record(self, shape, forward)
+        return record(self, shape, *rest)
 
     answers = {}
     for mode in ("on", "off"):
@@ -166,7 +166,7 @@ def test_steps_of_one_shape_are_recorded_once(tmp_path: Path, monkeypatch: pytes
             engine.add(request(f"r{i}", range(3 + i, 9), max_tokens=60, ignore_eos=True))
         for _ in range(6):
             engine.step()
-        monkeypatch.setattr(recorded_forwards.RecordedForwards, "_record", count)
+        monkeypatch.setattr(ForwardRecordings, "_record", count)
         engine.add(request("long", [3 + place % 40 for place in range(200)], max_tokens=2))
         answers[mode] = run_to_end(engine)
         if mode == "on":
@@ -176,7 +176,7 @@ def test_steps_of_one_shape_are_recorded_once(tmp_path: Path, monkeypatch: pytes
                 run_to_end(engine)
             assert len(made) == 3 + 5
             assert engine.executor.graphs is not None
-            assert len(engine.executor.graphs.forwards._kept) == 4  # type: ignore[attr-defined]
+            assert engine.executor.graphs.forwards.num_recorded == 4
         engine.close()
     check_equal(answers["on"], answers["off"])
 
@@ -198,7 +198,7 @@ def test_a_replaying_step_records_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_sizes() -> None:
-    decodes = CpuDecodes
+    decodes = CpuRecorder
     assert decodes.batch_sizes(1) == [1]
     assert decodes.batch_sizes(34) == [*range(1, 33), 34]
     assert decodes.batch_sizes(256)[31:] == [32, 36, 40, 44, 48, 52, 56, 60, *range(64, 129, 8), *range(144, 257, 16)]

@@ -20,7 +20,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.steps import decode_graphs
-from runtime.engine.steps.decode_gpu import GpuDecodes
+from runtime.engine.steps.recorder_gpu import GpuRecorder
 from runtime.errors import DeviceError, OutOfMemoryError
 from runtime.kv.cache import KVCache
 from tests.models.folders import WITH_EXPERTS, change_config, load_golden, write_model
@@ -445,7 +445,7 @@ def test_a_replay_that_does_not_wait_for_the_blocks_is_found(tmp_path: Path, mon
 
 
 def test_sizes() -> None:
-    batch_sizes, sequence_lengths = GpuDecodes.batch_sizes, GpuDecodes.sequence_lengths
+    batch_sizes, sequence_lengths = GpuRecorder.batch_sizes, GpuRecorder.sequence_lengths
     assert batch_sizes(1) == [1]
     assert batch_sizes(6) == [1, 2, 4, 6]
     assert batch_sizes(8) == [1, 2, 4, 8]

@@ -14,8 +14,9 @@ from runtime.device import gpu as gpu_module
 from runtime.device.gpu import Gpu
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineStats
-from runtime.engine.steps import forward_graphs
-from runtime.engine.steps.forward_graphs import ForwardGraphs
+from runtime.engine.steps import forwards
+from runtime.engine.steps.forwards import ForwardRecordings
+from runtime.engine.steps.recorder_gpu import GpuRecorder
 from runtime.errors import OutOfMemoryError
 from runtime.kv.cache import KVCache
 from tests.models.folders import change_config, load_golden, write_model
@@ -26,10 +27,10 @@ from tests.runtime.engine.graph_cases import KINDS, check_equal, mixed_requests,
 pytestmark = pytest.mark.emulator
 
 
-def forwards_of(engine: Engine) -> ForwardGraphs:
+def forwards_of(engine: Engine) -> ForwardRecordings:
     graphs = engine.executor.graphs  # type: ignore[attr-defined]
     found = graphs.forwards
-    assert isinstance(found, ForwardGraphs)
+    assert isinstance(found, ForwardRecordings)
     return found
 
 
@@ -83,7 +84,7 @@ def test_replay_equals_eager(
 @pytest.mark.exhaustive
 def test_a_shape_is_recorded_when_it_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt in chunks beside decodes; of many shapes the latest are kept, and all memory is given back."""
-    monkeypatch.setattr(forward_graphs, "NUM_KEPT", 3)
+    monkeypatch.setattr(GpuRecorder, "most_kept", 3)
     folder = write_model(tmp_path, load_golden("llama_default"))
     change_config(folder, max_position_embeddings=300)
     answers = {}
@@ -133,7 +134,7 @@ def test_a_shape_that_keeps_the_gpu_busy_is_not_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: float, count: int
 ) -> None:
     """What a GPU took for the pass that was launched from Python decides; an emulated one has to be told to look."""
-    monkeypatch.setattr(forward_graphs, "WAITING", most)
+    monkeypatch.setattr(forwards, "WAITING", most)
     engine = new_engine(
         write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80", enable_prefix_caching=False
     )
@@ -147,7 +148,7 @@ def test_a_shape_that_keeps_the_gpu_busy_is_not_recorded(
 def test_steps_that_try_proposals_are_recorded_however_long_they_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward_graphs, "WAITING", 0.0)
+    monkeypatch.setattr(forwards, "WAITING", 0.0)
     engine = new_engine(
         write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80", enable_prefix_caching=False
     )
@@ -237,7 +238,7 @@ def test_without_memory_steps_stay_eager(
     def full(*_: Any, **__: Any) -> Any:
         raise OutOfMemoryError("no room")
 
-    monkeypatch.setattr(forward_graphs.Graph, "capture", full)
+    monkeypatch.setattr(GpuRecorder, "record", full)
     with caplog.at_level(logging.WARNING, "xserv.engine"):
         results = prompts_of_one_shape(engine, 4)
     assert all(len(each.token_ids()) == 1 for each in results.values())

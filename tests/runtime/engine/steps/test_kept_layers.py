@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from runtime.device.gpu import Gpu
 from runtime.engine.engine import Engine
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.steps.block_tables import BlockTables
-from runtime.engine.steps.ragged import lay_out
+from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.engine.steps.step_input import StepInput
 from runtime.kv.cache import KVCache
 from tests.models.folders import load_golden, write_model

@@ -1,4 +1,5 @@
-"""Steps of decodes with proposals are laid out from what was made before: the same as any step is laid out."""
+"""The layout of steps, mostly of decodes with drafts, whose unchanged parts are kept, beside one made token by token;
+and what is written to a recording's inputs."""
 
 from __future__ import annotations
 
@@ -9,48 +10,72 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.engine.steps.draw_inputs import DrawShape, WrittenDraws, draw_arrays
-from runtime.engine.steps.local_executor import LocalExecutor
-from runtime.engine.steps.ragged import Layout
-from runtime.engine.steps.step_input import StepInput
-from runtime.engine.steps.verification import Draws, Verifications
+from runtime.batch import STEP_FIELDS
+from runtime.dtype import float32
+from runtime.engine.limits import EngineLimits
+from runtime.engine.steps.inputs import DrawShape, Shape, StepMemory
+from runtime.engine.steps.layout import StepLayout
+from runtime.engine.steps.recorder_cpu import CpuRecorder
+from runtime.engine.steps.rows import LaidOut, Rows
+from runtime.engine.steps.step_input import LAST_TOKEN, StepInput
+from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
 from tests.runtime.engine.steps import test_several_draws
 
-
-def assert_same(one: Any, other: Any) -> None:
-    """Fields of two dataclasses, arrays by their content and type."""
-    for field in fields(one):
-        mine, theirs = getattr(one, field.name), getattr(other, field.name)
-        if isinstance(mine, np.ndarray) and field.name not in ("prompt_ids", "output_ids", "bias_ids", "bias_values"):
-            assert mine.dtype == theirs.dtype, field.name
-            np.testing.assert_array_equal(mine, theirs, err_msg=field.name)
-        elif not isinstance(mine, np.ndarray):
-            assert mine == theirs, field.name
+LISTS = ("prompt_ids", "output_ids", "bias_ids", "bias_values")
 
 
-def test_a_step_is_laid_out_as_any_other_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def check_layout(rows: Rows, step: StepInput, laid_out: LaidOut) -> None:
+    """Tokens, positions, slots and draws, one token after another."""
+    layout, draws, sampling, broken = laid_out
+    arrays, token, draw = layout.arrays, 0, 0
+    for chunk, row in enumerate(step.rows.tolist()):
+        start, count, num_draws = (int(each[chunk]) for each in (step.starts, step.counts, step.num_draws))
+        assert arrays["query_start"][chunk : chunk + 2].tolist() == [token, token + count]
+        assert arrays["seq_lens"][chunk] == start + count
+        for position in range(start, start + count):
+            given = step.token_ids[token]
+            assert arrays["token_ids"][token] == (rows.last_tokens[row] if given == LAST_TOKEN else given)
+            assert arrays["positions"][token] == position + rows.rotary_offsets[row]
+            for group in range(rows.tables.num_groups):
+                block, at = divmod(position, 8)
+                slot = rows.tables.table[group, row, block] * 8 + at
+                assert arrays["slot_mappings"][group, token] == slot
+                assert arrays["block_tables"][group, chunk, block] == rows.tables.table[group, row, block]
+            token += 1
+        for following in range(token - num_draws, token):
+            assert (draws.rows[draw], draws.tokens[draw]) == (row, following)
+            assert arrays["logits_indices"][draw] == following
+            position = start + count - (token - following) + 1 - rows.sampling.num_prompt_tokens[row]
+            assert draws.positions[draw] == sampling.position[draw] == position
+            if draws.proposals is not None and following + 1 < token:
+                assert draws.proposals[draw] == step.token_ids[following + 1]
+            draw += 1
+    assert (token, draw) == (layout.num_tokens, layout.num_logits)
+    assert (layout.max_query_len, layout.max_seq_len) == (step.counts.max(), arrays["seq_lens"].max())
+    for name, field in STEP_FIELDS.items():
+        assert arrays[name].dtype == field.dtype, name
+    anew, expected_broken = rows.sampling.gather_sound(draws.rows, draws.positions)
+    assert broken == expected_broken
+    for each in fields(sampling):
+        mine, theirs = getattr(sampling, each.name), getattr(anew, each.name)
+        if each.name not in LISTS:
+            assert getattr(mine, "dtype", None) == getattr(theirs, "dtype", None), each.name
+            np.testing.assert_array_equal(mine, theirs, err_msg=each.name)
+
+
+def test_a_step_is_laid_out_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """With penalties, biases, bad words, prefixes and preemption: whoever comes and goes."""
-    executors: dict[int, LocalExecutor] = {}
-    lay_out, start = Verifications.lay_out, LocalExecutor._start
-    compared = []
+    lay_out, compared = Rows.lay_out, []
 
-    def noted(self: LocalExecutor, step: StepInput, *rest: Any) -> Any:
-        executors[id(self._verifications)] = self
-        return start(self, step, *rest)
-
-    def both(self: Verifications, step: StepInput) -> tuple[Layout, Draws, SamplingArrays, list[int]]:
+    def checked(self: Rows, step: StepInput) -> LaidOut:
         made = lay_out(self, step)
-        for mine, theirs in zip(made, executors[id(self)]._lay_out(step)):
-            if isinstance(mine, list):
-                assert mine == theirs
-            else:
-                assert_same(mine, theirs)
-        compared.append(step.num_seqs)
+        check_layout(self, step, made)
+        if step.draws_everywhere:
+            compared.append(step.num_seqs)
         return made
 
-    monkeypatch.setattr(LocalExecutor, "_start", noted)
-    monkeypatch.setattr(Verifications, "lay_out", both)
+    monkeypatch.setattr(Rows, "lay_out", checked)
     plain, _ = test_several_draws.serve(None, overlap="off")
     for max_num_seqs, num_blocks in ((8, 64), (3, 64), (8, 24)):
         test_several_draws.serve(plain, overlap="off", max_num_seqs=max_num_seqs, num_blocks=num_blocks)
@@ -59,20 +84,34 @@ def test_a_step_is_laid_out_as_any_other_is(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_was_written_before_is_written_again_where_something_else_was() -> None:
-    """Two arrays in turns, and draws that share some of their columns: always as if all were written."""
+    """Two recordings' inputs in turns, and draws that share some of their columns: always as if all were written."""
     rng = random.Random(1)
+    limits = EngineLimits(
+        max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64, block_size=8, num_blocks=100, max_waiting=10
+    )
+    recorder = CpuRecorder()
+    kv_cache = KVCache(KVCacheSpec(1, 1, 8, 8, float32, recorder.device), 1)
+    shapes = [Shape(6, 6, 6, 1, 64, DrawShape(6, room, True)) for room in (4, 2)]
+    memory, other = (StepMemory(recorder, limits, kv_cache, shapes[0]) for _ in range(2))
     known = [SamplingArrays.neutral(count) for count in (2, 3, 3, 5)]
     for number, each in enumerate(known):
         each.seed[:], each.choice_index[:], each.temperature[:] = number + 1, number, 0.5 * number
     known[2].seed = known[1].seed
-    places = [draw_arrays(DrawShape(6, 4, True), lambda dtype, size: np.zeros(size, dtype)) for _ in range(2)]
-    written = WrittenDraws()
+    places = [memory.inputs(shape) for shape in shapes]
     for turn in range(60):
-        arrays, draws = rng.choice(places), rng.choice(known)
-        draws.position = np.full(draws.num_rows, turn, np.int32)
-        written.write(arrays, draws)
-        expected = draw_arrays(DrawShape(6, 4, True), lambda dtype, size: np.zeros(size, dtype))
-        WrittenDraws().write(expected, draws)
-        for mine, theirs, (name, _, size) in zip(arrays, expected, SAMPLING_FIELDS, strict=True):
-            if size == "n":
-                np.testing.assert_array_equal(mine, theirs, err_msg=name)
+        inputs, draws = rng.choice(places), rng.choice(known)
+        count = draws.num_rows
+        draws.position = np.full(count, turn, np.int32)
+        arrays: dict[str, Any] = {
+            name: np.full((1,) * field.by_group + (count + (field.per == "start"),), turn, field.dtype)
+            for name, field in STEP_FIELDS.items()
+        }
+        arrays["query_start"], arrays["block_tables"] = np.arange(count + 1), np.full((1, count, 8), turn, np.int32)
+        layout = StepLayout(arrays, 1, 64)
+        memory.write(inputs, layout, draws)
+        expected = other.inputs(shapes[places.index(inputs)])
+        other.write(expected, layout, draws)
+        lists = {name for name, _, size in SAMPLING_FIELDS if size == "any"}
+        for name in inputs.arrays.keys() - lists:
+            np.testing.assert_array_equal(inputs.arrays[name], expected.arrays[name], err_msg=name)
+        assert (inputs.arrays["slot_mappings"][:, count:] == -1).all()

@@ -1,0 +1,199 @@
+"""The inputs of recordings: memory on the host and on the device for the arrays of a step, and of its draws, whose
+addresses a recording holds. A step writes what has changed since the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime import ops
+from runtime.batch import STEP_FIELDS, Batch
+from runtime.dtype import DType, uint8
+from runtime.engine.limits import EngineLimits
+from runtime.engine.steps.layout import StepLayout
+from runtime.engine.steps.recorder import Recorder
+from runtime.kv.cache import KVCache
+from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
+from runtime.sampling_table import COLUMNS, PENALTIES
+from runtime.tensor.storage import ALIGNMENT_BYTES, Storage
+from runtime.tensor.tensor import Tensor
+from runtime.tensor.views import contiguous_strides
+
+MOST_LISTED = 1 << 16
+"""Ids that each list of a recording's draws may have: of penalties, and of biases."""
+
+PADDING: dict[str, int | float] = {name: each.padding for name, each in STEP_FIELDS.items()}
+PADDING |= {name: column.neutral for name, column in COLUMNS.items()}
+"""The contents of padding: no token is stored, and draws are greedy, without anything else (0)."""
+DEVICE_TYPES = {name: np.dtype(np.int64 if dtype == np.uint64 else dtype) for name, dtype, _ in SAMPLING_FIELDS}
+"""The types of draws' arrays on a device: tensors have no uint64, so seeds are int64."""
+_LISTS = {name for name, _, size in SAMPLING_FIELDS if size == "any"}
+
+
+class DrawShape(NamedTuple):
+    """The fixed properties of a recording of draws.
+
+    num_draws      draws
+    room           ids that each list may have
+    has_penalties  of some draw; without any, a kernel that is told so need not look
+    """
+
+    num_draws: int
+    room: int
+    has_penalties: bool
+
+
+def room_for(draws: SamplingArrays) -> int:
+    """The number of ids in the longest of its lists."""
+    return max(len(draws.prompt_ids), len(draws.output_ids), len(draws.bias_ids))
+
+
+def shape_of(draws: SamplingArrays, num_draws: int) -> DrawShape:
+    """For at least ``num_draws``; room for ids is 0 or a power of two, at least 256."""
+    longest = room_for(draws)
+    room = max(256, 1 << (longest - 1).bit_length()) if longest else 1
+    has_penalties = any((getattr(draws, name) != neutral).any() for name, neutral in PENALTIES.items())
+    return DrawShape(num_draws, room, has_penalties)
+
+
+class Shape(NamedTuple):
+    """The fixed properties of a recorded step. ``max_seq_len`` is rounded up. ``draws`` is None if it does not
+    sample."""
+
+    num_tokens: int
+    num_seqs: int
+    num_logits: int
+    max_query_len: int
+    max_seq_len: int
+    draws: DrawShape | None
+
+    def arrays(self, num_groups: int, block_size: int) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]:
+        """Name, type and sizes of each array, in their order in memory."""
+        sizes = {
+            "token": (self.num_tokens,),
+            "chunk": (self.num_seqs,),
+            "start": (self.num_seqs + 1,),
+            "logit": (self.num_logits,),
+            "block": (self.num_seqs, -(-self.max_seq_len // block_size)),
+        }
+        for name, each in STEP_FIELDS.items():
+            yield name, np.dtype(each.dtype), (*((num_groups,) if each.by_group else ()), *sizes[each.per])
+        if self.draws is not None:
+            for name, _, size in SAMPLING_FIELDS:
+                yield name, DEVICE_TYPES[name], (self.draws.num_draws if size == "n" else self.draws.room,)
+
+
+@dataclass(slots=True, eq=False)
+class Inputs:
+    """The inputs of one recording: views of the memory that all share.
+
+    arrays      on the host, by name
+    batch       on the device
+    fields      of the draws, in the order of `ops.draw`'s
+    size_bytes  to be uploaded
+    """
+
+    arrays: dict[str, NDArray[Any]]
+    batch: Batch
+    fields: list[Tensor]
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class StepMemory:
+    """The memory for steps of a shape up to ``most``. On a CPU that of the host is the device's."""
+
+    recorder: Recorder
+    limits: EngineLimits
+    kv_cache: KVCache
+    most: Shape
+    size_bytes: int = field(init=False)
+    _num_groups: int = field(init=False)
+    _host: NDArray[np.uint8] = field(init=False)
+    _storage: Storage = field(init=False)
+    _sent: Inputs | None = None  # the latest, and each of its inputs as it was given
+    _given: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises OutOfMemoryError."""
+        self._num_groups, size = len(self.kv_cache.spec.group_kinds), 0
+        for _, dtype, sizes in self.most.arrays(self._num_groups, self.limits.block_size):
+            size += _aligned(prod(sizes) * dtype.itemsize)
+        host = np.zeros(size + ALIGNMENT_BYTES, np.uint8)
+        first = -host.ctypes.data % ALIGNMENT_BYTES
+        self.size_bytes, self._host, device = size, host[first : first + size], self.recorder.device
+        is_shared = device.kind == "cpu"
+        self._storage = Storage.of_array(self._host)[0] if is_shared else Storage.allocate(device, size)
+
+    def inputs(self, shape: Shape) -> Inputs:
+        """The arrays of a shape, one after another."""
+        arrays: dict[str, NDArray[Any]] = {}
+        tensors: dict[str, Tensor] = {}
+        at = 0
+        for name, dtype, sizes in shape.arrays(self._num_groups, self.limits.block_size):
+            size_bytes = prod(sizes) * dtype.itemsize
+            arrays[name] = self._host[at : at + size_bytes].view(dtype).reshape(sizes)
+            kind = DType.parse(dtype)
+            tensors[name] = Tensor(self._storage, kind, sizes, contiguous_strides(sizes), at // dtype.itemsize)
+            at += _aligned(size_bytes)
+        layout = StepLayout(arrays, shape.max_query_len, shape.max_seq_len)
+        parts: list[Tensor] = []
+        for name, each in STEP_FIELDS.items():
+            parts += [tensors[name][group] for group in range(self._num_groups)] if each.by_group else [tensors[name]]
+        batch = layout.batch_of(parts, exact=self.limits.exact)
+        draws = [] if shape.draws is None else [tensors[name] for name, _, _ in SAMPLING_FIELDS]
+        return Inputs(arrays, batch, draws, at)
+
+    def write(self, inputs: Inputs, layout: StepLayout, draws: SamplingArrays | None) -> None:
+        """Write a step to a recording's inputs, and queue their copy to the device, after pages that are being copied.
+        The rest is padding: the tokens of empty sequences, which are not stored, and a draw for each of them. Given
+        arrays are not changed afterwards."""
+        if inputs is not self._sent:  # others use the same memory
+            self._sent = inputs
+            self._given.clear()
+        lacking = len(inputs.arrays["token_ids"]) - layout.num_tokens
+        for name, target in inputs.arrays.items():
+            given = layout.arrays[name] if name in layout.arrays else getattr(draws, name)
+            if given is self._given.get(name):
+                continue
+            self._given[name] = given
+            if name == "block_tables":
+                num_seqs, width = given.shape[1], min(given.shape[2], target.shape[2])
+                target[:, :num_seqs, :width] = given[:, :, :width]
+                target[:, :num_seqs, width:] = target[:, num_seqs:] = 0
+                continue
+            count = given.shape[-1]
+            target[..., :count] = given.view(np.int64) if name == "seed" else given
+            if target.shape[-1] == count or name in _LISTS:
+                continue
+            if name == "query_start":
+                ends = np.minimum(np.arange(1, len(target) - count + 1) * inputs.batch.max_query_len, lacking)
+                target[count:] = int(given[-1]) + ends
+            elif name == "logits_indices":
+                target[count:] = np.arange(count, len(target))
+            else:
+                target[..., count:] = PADDING.get(name, 0)
+        self.kv_cache.wait_for_arrivals()
+        self.recorder.write(Tensor(self._storage, uint8, (inputs.size_bytes,), (1,)), self._host[: inputs.size_bytes])
+
+
+def read_drawn(drawn: Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """The ids of the first ``count`` draws, and whether each is valid. Waits for the device. Raises LaunchError if it
+    failed, InvalidArgumentError if an id was outside the vocabulary."""
+    num_draws = drawn.shape[0] // 2
+    if drawn.device.kind == "cpu":  # its kernels check ids themselves
+        results = drawn.array
+    else:
+        results = drawn.to("cpu").array
+        if results[2 * num_draws]:
+            ops.check_ids(drawn.device)
+    return results[:count].copy(), results[num_draws : num_draws + count] == 0
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
