@@ -53,7 +53,7 @@ class LaidOut(NamedTuple):
 
 @dataclass(slots=True)
 class _Places:
-    """The part of a layout that depends only on the step's rows and their numbers of tokens and draws. ``[D]``: by draw.
+    """The part of a layout that follows from a step's rows, counts and numbers of draws. ``[D]``: by draw.
 
     rotary         by token: rotary position minus position, or None
     tokens, rows   [D] of each draw
