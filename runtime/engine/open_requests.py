@@ -18,8 +18,8 @@ from runtime.engine.messages import EngineOutput, ErrorCode, FinishReason, Propo
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.steps.assemble import Assembled
-from runtime.engine.steps.executor import Drawn
 from runtime.engine.steps.sampler import last_ids
+from runtime.engine.steps.step_input import Drawn
 
 logger = logging.getLogger("xserv.engine")
 

@@ -27,8 +27,8 @@ from runtime.engine.scheduling.step import Step
 from runtime.engine.speculation.drafter import LeftChunk
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.assemble import Assembled, Assembler
-from runtime.engine.steps.executor import Computation, Drawn, Executor, ExecutorLostError, KeptRows
-from runtime.engine.steps.step_input import RowLoad
+from runtime.engine.steps.executor import Computation, Executor, ExecutorLostError, KeptRows
+from runtime.engine.steps.step_input import Drawn, RowLoad
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
 
 logger = logging.getLogger("xserv.engine")

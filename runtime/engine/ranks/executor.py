@@ -29,7 +29,6 @@ from runtime.engine.ranks.messages import (
 from runtime.engine.steps.executor import (
     Computation,
     DrawMasks,
-    Drawn,
     Encoded,
     ExecutorLostError,
     GraphStats,
@@ -38,7 +37,7 @@ from runtime.engine.steps.executor import (
     UnsupportedStepError,
 )
 from runtime.engine.steps.local_executor import LocalExecutor
-from runtime.engine.steps.step_input import PassPictures, StepInput
+from runtime.engine.steps.step_input import Drawn, PassPictures, StepInput
 from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor
 

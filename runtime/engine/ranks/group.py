@@ -39,7 +39,7 @@ from runtime.engine.ranks.messages import (
     ToRank,
     frame,
 )
-from runtime.engine.steps.drawn import Drawn
+from runtime.engine.steps.step_input import Drawn
 from runtime.own_packages import python_module
 
 logger = logging.getLogger("xserv.engine")

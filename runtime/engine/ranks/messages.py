@@ -14,8 +14,7 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.limits import EngineLimits
 from runtime.engine.process import wire
 from runtime.engine.process.wire import Problem
-from runtime.engine.steps.drawn import Drawn
-from runtime.engine.steps.step_input import BlockAddition, PassPictures, StepInput, from_array, to_array
+from runtime.engine.steps.step_input import BlockAddition, Drawn, PassPictures, StepInput, from_array, to_array
 
 # To a rank
 

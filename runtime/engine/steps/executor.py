@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import DType
-from runtime.engine.steps.drawn import Drawn as Drawn
-from runtime.engine.steps.step_input import PassPictures, StepInput
+from runtime.engine.steps.step_input import Drawn, PassPictures, StepInput
 from runtime.errors import XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.rank_notices import Span, Tally

@@ -26,7 +26,6 @@ from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
 from runtime.engine.steps.draw_results import DrawResults
 from runtime.engine.steps.executor import (
     DrawMasks,
-    Drawn,
     Encoded,
     GraphStats,
     KeptRows,
@@ -38,18 +37,16 @@ from runtime.engine.steps.layout import StepLayout
 from runtime.engine.steps.pictures import PictureModel, PictureStore
 from runtime.engine.steps.recorder import Computed, open_recorder
 from runtime.engine.steps.rows import LaidOut, Rows
-from runtime.engine.steps.side_pass import PagedSidePass, StagedSidePass, slices
-from runtime.engine.steps.step_input import StepInput
+from runtime.engine.steps.side_pass import PagedSidePass, slices
+from runtime.engine.steps.step_input import Drawn, StepInput
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
 from runtime.rank_notices import Span, Tally
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
-_UNSUPPORTED = ("rotary_positions", "features")
-"""Fields of a step that models do not support, or only if they read images."""
-
 _OF_PICTURES = ("rotary_positions", "features")
+"""Fields of a step that models support only if they read images."""
 
 BESIDE_STEPS = -1
 """The step number of a pass outside the steps."""
@@ -219,8 +216,13 @@ class LocalExecutor:
         return work() if self._worker is None else self._worker.submit(work).result()
 
     def side_pass(self, lengths: Sequence[int]) -> SidePass:
-        made = PagedSidePass(self.model, self.limits, lengths, self._before_pass, self.pictures)
-        return made if not self._is_staged else StagedSidePass(made, self.brought_back, self.finish_queued)
+        def bring_back(hidden: Tensor) -> Tensor:
+            found = self.brought_back(lambda: hidden, hidden.shape, hidden.dtype)
+            self.finish_queued()
+            return hidden if found is None else found
+
+        back = bring_back if self._is_staged else None
+        return PagedSidePass(self.model, self.limits, lengths, self._before_pass, self.pictures, back)
 
     def _before_pass(self) -> None:
         self.synchronize()
@@ -278,10 +280,8 @@ class LocalExecutor:
             self.graphs.release()
 
     def _check(self, step: StepInput) -> None:
-        for name in _UNSUPPORTED:
+        for name in _OF_PICTURES if self.pictures is None else ():
             value = getattr(step, name)
-            if self.pictures is not None and name in _OF_PICTURES:
-                continue
             if value is not None and len(value):
                 raise UnsupportedStepError(f"{name}: {type(self.model).__name__} takes none, got {len(value)}")
         for load in step.loads:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.dtype import DType
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.executor import Model
 from runtime.engine.steps.layout import BlockTables, lay_out
@@ -19,15 +18,13 @@ from runtime.tensor.tensor import Tensor
 LOGITS_SLICE_ELEMENTS = 1 << 23
 """Most logits (float32 elements) held at once for log probabilities of prompts: 32 MiB."""
 
-BringBack = Callable[[Callable[[], Tensor], tuple[int, ...], DType], Tensor | None]
-"""Sends the last stage's result, of a shape and type, to the first one; None elsewhere."""
-
 
 class PagedSidePass:
     """See `SidePass`. Prompts of ``lengths`` tokens, and the pages that their keys and values are written to.
 
     synchronize  waits until no step runs
     store        of the images' embeddings, if the model reads images
+    bring_back   sends the last stage's hidden states to the first and waits for it; other stages return what they sent
     """
 
     def __init__(
@@ -37,8 +34,10 @@ class PagedSidePass:
         lengths: Sequence[int],
         synchronize: Callable[[], None],
         store: PictureStore | None = None,
+        bring_back: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._synchronize = synchronize
+        self._bring_back = bring_back
         self._store = store
         self._model = model
         self._limits = limits
@@ -70,22 +69,8 @@ class PagedSidePass:
         if pictures is not None:
             assert self._store is not None, "pictures were encoded"
             self._store.complete(batch, pictures)
-        return self._model.forward(batch, self._pages)
-
-
-class StagedSidePass:
-    """See `SidePass`: hidden states are sent from the last stage to the first; other stages return what they sent."""
-
-    def __init__(self, side_pass: PagedSidePass, bring_back: BringBack, finish_queued: Callable[[], None]) -> None:
-        self._side_pass, self._bring_back, self._finish_queued = side_pass, bring_back, finish_queued
-
-    def run(
-        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
-    ) -> Tensor:
-        hidden = self._side_pass.run(token_ids, starts, pictures)
-        found = self._bring_back(lambda: hidden, hidden.shape, hidden.dtype)
-        self._finish_queued()
-        return hidden if found is None else found
+        hidden = self._model.forward(batch, self._pages)
+        return hidden if self._bring_back is None else self._bring_back(hidden)
 
 
 def slices(vocab_size: int, first: int, end: int) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""One step as one value: plain numbers and arrays that msgspec can send to the executor.
+"""One step, and its sampled tokens, as values: plain numbers and arrays that msgspec can send. No kernels are imported.
 
 The engine makes it of the scheduler's plan (`assemble`); an `Executor` runs it and needs nothing else. An executor's
 state between steps is kept by row: a row's block tables, its last token, its sampling parameters. A step carries the
@@ -12,6 +12,8 @@ from typing import Any, Literal, get_origin
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from runtime.engine.messages import TokenLogprobs
 
 LAST_TOKEN = -1
 """In ``token_ids``: the last token of the row, from its load or from the latest step that has the row."""
@@ -201,6 +203,25 @@ class PassPictures(msgspec.Struct, array_like=True, gc=False):
     @property
     def counts(self) -> NDArray[np.int64]:
         return np.array([self.count])
+
+
+class Drawn(msgspec.Struct, kw_only=True):
+    """A step's sampled tokens, in the order of its chunks.
+
+    counts           tokens of each chunk that samples: at least 1, at most its draws; None means one each
+    is_valid         False if the logits held NaN or allowed no token, or the row's parameters failed. With several
+                     draws a chunk's last one may be so.
+    broken           tokens of rows whose parameters failed
+    logprobs         an entry a token, None if its row did not request any; None if no row did
+    prompt_logprobs  entries for each of the step's ``prompt_logprobs``
+    """
+
+    token_ids: list[int] = []
+    is_valid: list[bool] = []
+    counts: list[int] | None = None
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[list[TokenLogprobs]] = []
+    broken: list[int] = []
 
 
 def encode(step: StepInput) -> bytes:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from runtime.engine.engine import Engine
-from runtime.engine.steps.executor import DrawMasks, Drawn
+from runtime.engine.steps.executor import DrawMasks
 from runtime.engine.steps.local_executor import LocalExecutor
-from runtime.engine.steps.step_input import StepInput, decode, encode
+from runtime.engine.steps.step_input import Drawn, StepInput, decode, encode
 from tests.runtime.engine.fakes import Collected, make_engine, request, run_to_end
 
 
