@@ -157,7 +157,7 @@ class Model(ABC):
     def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
         """The KV cache in pages of `block_size` tokens; `dtype` None means the user's choice, or else the weights'
         type."""
-        spec = KVCacheSpec(
+        spec = KVCacheSpec.uniform(
             num_layers=self.config.num_layers,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
@@ -171,8 +171,10 @@ class Model(ABC):
         )
         if not self.kv_skip_layers:
             return spec
-        plain = replace(spec, dtype=self.dtype, layer_dtypes=())
-        if len(set(spec.layer_dtypes)) > 1 and spec.bytes_per_block >= plain.bytes_per_block:
+        layers = tuple(each if isinstance(each, int) else each._replace(dtype=None) for each in spec.layers)
+        plain = replace(spec, dtype=self.dtype, layers=layers)
+        num_dtypes = len({spec.of_layer(layer).dtype for layer in range(spec.num_layers)})
+        if num_dtypes > 1 and spec.bytes_per_token >= plain.bytes_per_token:
             raise InvalidArgumentError(
                 f"kv_cache_dtype_skip_layers is {','.join(self.kv_skip_layers)}: these layers share the pages' memory "
                 f"with others, so that a token takes {spec.bytes_per_token} bytes, and {plain.bytes_per_token} with "

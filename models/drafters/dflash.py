@@ -246,7 +246,7 @@ class DFlashDrafter:
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """See `HiddenStateDrafter`."""
         decoder = self.config.decoder
-        return KVCacheSpec(
+        return KVCacheSpec.uniform(
             decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, block_size, self.dtype, self.device
         )
 

@@ -45,7 +45,7 @@ class FullAttention:
         device: Device,
     ) -> None:  # fmt: skip
         self._num_heads, self._head_dim, self._rope = num_heads, head_dim, rope
-        spec = KVCacheSpec(
+        spec = KVCacheSpec.uniform(
             num_layers=1, num_kv_heads=num_heads, head_dim=head_dim, block_size=_PAGE_TOKENS, dtype=dtype, device=device
         )
         counts = np.array(lengths, np.int64)

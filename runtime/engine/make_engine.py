@@ -245,7 +245,7 @@ def executor_over(
     """An executor of a model from ``folder``, or of a rank's part of it, over its own pages. Raises
     ``OutOfMemoryError``."""
     spec = loaded.kv_cache_spec(config.block_size)
-    logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
+    logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.block_bytes[0])
     if isinstance(loaded, PictureModel):
         read_picture_files(loaded, folder)
     return LocalExecutor(loaded, KVCache(spec, limits.num_blocks), limits, vocab_size, communicator)
@@ -337,7 +337,7 @@ def _draft_bytes_per_block(draft: Draft | None, config: EngineConfig) -> int:
     if draft is None:
         return 0
     spec = draft.kv_cache_spec(config.block_size)
-    return spec.bytes_per_block * len(spec.group_kinds)
+    return spec.block_bytes[0] * len(spec.group_kinds)
 
 
 def speculator_of(
@@ -439,7 +439,7 @@ def _ranks(model: Model, config: EngineConfig, limits: EngineLimits, of_ranks: S
 def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[int]:
     """Bytes of one block in the memory of each rank; the model may be of any stage."""
     spec = model.kv_cache_spec(config.block_size)
-    of_stages = [replace(spec, own_layers=own).bytes_per_block for own in model.stages] or [spec.bytes_per_block]
+    of_stages = [replace(spec, own_layers=own).block_bytes[0] for own in model.stages] or [spec.block_bytes[0]]
     return [size for size in of_stages for _ in range(config.tensor_parallel_size)]
 
 

@@ -5,7 +5,8 @@
 
 The three lists act in that order, on all planes of all storages: swapped-out pages are read as the previous steps left
 them, swapped-in pages may take their place, and a copy may read swapped-in pages. Blocks and slots that are adjacent on
-both sides move as one run.
+both sides move as one run. Blocks are numbered through all pools, and so are slots: a number says its pool, and both
+sides of a pair have the same.
 
 On the CPU `run` returns when all is done. On a GPU it only queues, on a separate stream: storage by storage, each after
 all current work on the device's stream, and the forward pass waits for each layer's pages when it uses them
@@ -17,9 +18,10 @@ The scheduler decides which block belongs to which sequence.
 
 from __future__ import annotations
 
-import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +29,7 @@ from numpy.typing import NDArray
 
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import HostPages, KVCache
-from runtime.kv.runs import Pairs, Wave, waves_of
+from runtime.kv.runs import Moves, Pairs, Places, Wave, split, waves_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class Mover(Protocol):
     swap_s: float
     num_driver_calls: int
 
-    def move(self, swap_out: list[Wave], swap_in: list[Wave], copies: list[Wave], swap_bytes: int) -> None:
-        """Run one call of `KVTransfer.run`, in which `swap_bytes` are swapped."""
+    def move(self, moves: Sequence[Moves], swap_bytes: int) -> None:
+        """Run one call of `KVTransfer.run`, the moves of each pool, in which `swap_bytes` are swapped."""
         ...
 
     def collect(self) -> None:
@@ -81,9 +83,9 @@ class KVTransfer:
                 f"KVTransfer: host_pages are for {host_pages.spec}, the cache is {kv_cache.spec}", param="host_pages"
             )
         self.host_pages = host_pages
-        self._num_blocks = kv_cache.num_blocks
-        self._num_slots = 0 if host_pages is None else host_pages.num_slots
-        self._block_bytes = kv_cache.spec.bytes_per_block
+        self._blocks = Places("block", kv_cache.pool_sizes)
+        self._slots = Places("host slot", host_pages.pool_sizes if host_pages else (0,) * len(kv_cache.pool_sizes))
+        self._block_bytes = kv_cache.spec.block_bytes
         self._out_bytes = self._in_bytes = self._copied_bytes = 0
         self._taken = (0, 0.0)
         self._mover: Mover
@@ -105,15 +107,25 @@ class KVTransfer:
         if self.host_pages is None and (swap_out or swap_in):
             name = "swap_out" if swap_out else "swap_in"
             raise InvalidArgumentError(f"{name}: there are no host pages to swap with", param=name)
-        blocks, slots = ("block", self._num_blocks), ("host slot", self._num_slots)
-        leaving = waves_of("swap_out", swap_out, blocks, slots)
-        arriving = waves_of("swap_in", swap_in, slots, blocks)
-        copied = waves_of("copies", copies, blocks, blocks)
-        size = self._block_bytes
-        self._out_bytes += size * len(swap_out)
-        self._in_bytes += size * len(swap_in)
-        self._copied_bytes += size * len(copies)
-        self._mover.move(leaving, arriving, copied, size * (len(swap_out) + len(swap_in)))
+        blocks, slots, sizes = self._blocks, self._slots, self._block_bytes
+        parts = [
+            split(name, pairs, sources, targets)
+            for name, pairs, sources, targets in (
+                ("swap_out", swap_out, blocks, slots), ("swap_in", swap_in, slots, blocks),
+                ("copies", copies, blocks, blocks),
+            )
+        ]  # fmt: skip
+        out_bytes, in_bytes, copied_bytes = (
+            sum(len(pairs) * size for pairs, size in zip(part, sizes, strict=True)) for part in parts
+        )
+        self._out_bytes += out_bytes
+        self._in_bytes += in_bytes
+        self._copied_bytes += copied_bytes
+        moves = [
+            Moves(waves_of(leaving), waves_of(arriving), waves_of(copied, is_within=True))
+            for leaving, arriving, copied in zip(*parts, strict=True)
+        ]
+        self._mover.move(moves, out_bytes + in_bytes)
 
     @property
     def counters(self) -> TransferCounters:
@@ -126,11 +138,12 @@ class KVTransfer:
 
     def take_timed(self) -> tuple[int, float]:
         """(blocks, seconds) of the swaps that were finished and timed since the last call; (0, 0.0) if there are none.
-        The seconds include copies from page to page in the same calls of `run`."""
+        Blocks are counted as bytes of the first pool's. The seconds include copies from page to page in the same calls
+        of `run`."""
         mover, before = self._mover, self._taken
         mover.collect()
         self._taken = (mover.swap_bytes, mover.swap_s)
-        return (mover.swap_bytes - before[0]) // self._block_bytes, mover.swap_s - before[1]
+        return (mover.swap_bytes - before[0]) // self._block_bytes[0], mover.swap_s - before[1]
 
     @property
     def bandwidth(self) -> float | None:
@@ -143,28 +156,32 @@ class _CpuMover:
     """Plain copies, done when `move` returns."""
 
     def __init__(self, kv_cache: KVCache, host_pages: HostPages | None) -> None:
-        tensors = itertools.chain.from_iterable(kv_cache.storages)
         # uint8 [num_blocks, bytes of one page]: numpy copies bytes faster than it copies bfloat16
-        self._pages = [tensor.array.reshape(kv_cache.num_blocks, -1).view(np.uint8) for tensor in tensors]
+        tensors = chain.from_iterable(kv_cache.storages)
+        self._pages = [tensor.array.reshape(tensor.shape[0], -1).view(np.uint8) for tensor in tensors]
         self._host = [] if host_pages is None else host_pages.planes
+        self._pools = kv_cache.spec.pool_of_plane
         self.swap_bytes = self.num_driver_calls = 0
         self.swap_s = 0.0
 
-    def move(self, swap_out: list[Wave], swap_in: list[Wave], copies: list[Wave], swap_bytes: int) -> None:
+    def move(self, moves: Sequence[Moves], swap_bytes: int) -> None:
         start = time.perf_counter()
-        _copy(self._pages, self._host, swap_out)
-        _copy(self._host, self._pages, swap_in)
-        _copy(self._pages, self._pages, copies)
+        for pool, (swap_out, swap_in, copies) in enumerate(moves):
+            self._copy(self._pages, self._host, pool, swap_out)
+            self._copy(self._host, self._pages, pool, swap_in)
+            self._copy(self._pages, self._pages, pool, copies)
         if swap_bytes:
             self.swap_bytes += swap_bytes
             self.swap_s += time.perf_counter() - start
 
+    def _copy(
+        self, sources: list[NDArray[np.uint8]], targets: list[NDArray[np.uint8]], pool: int, waves: list[Wave]
+    ) -> None:
+        if waves:
+            for source, target, own in zip(sources, targets, self._pools, strict=True):
+                if own == pool:
+                    for at, to, num_pages in chain.from_iterable(waves):
+                        target[to : to + num_pages] = source[at : at + num_pages]
+
     def collect(self) -> None:
         """Does nothing: copies are timed at once."""
-
-
-def _copy(sources: list[NDArray[np.uint8]], targets: list[NDArray[np.uint8]], waves: list[Wave]) -> None:
-    if waves:
-        for source, target in zip(sources, targets, strict=True):
-            for at, to, num_pages in itertools.chain.from_iterable(waves):
-                target[to : to + num_pages] = source[at : at + num_pages]

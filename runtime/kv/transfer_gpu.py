@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from runtime.device.gpu import Gpu
 from runtime.device.stream import Event, Stream
 from runtime.errors import DeviceError
 from runtime.kv.cache import HostPages, KVCache
-from runtime.kv.runs import Wave
+from runtime.kv.runs import Moves, Wave
 
 
 class GpuMover:
@@ -34,20 +34,23 @@ class GpuMover:
         self._host = [] if host_pages is None else [plane.ctypes.data for plane in host_pages.planes]
         self._gpu = Gpu.of(kv_cache.device)
         self._stream: Stream | None = None  # made on first use: the emulator checks more with a second one
-        self._arrivals = [self._gpu.new_event() for _ in range(spec.num_storages)]
+        self._arrivals = [self._gpu.new_event() for _ in spec.planes]
+        self._pools = spec.pool_of_storage
         self._timed: deque[tuple[Event, Event, int]] = deque()  # start, end, bytes swapped between them
 
-    def move(self, swap_out: list[Wave], swap_in: list[Wave], copies: list[Wave], swap_bytes: int) -> None:
+    def move(self, moves: Sequence[Moves], swap_bytes: int) -> None:
         if self._stream is None:
             self._stream = self._gpu.new_stream()
         stream = self._stream
         stream.wait(self._gpu.stream.record())
         start = stream.record(is_timed=True) if swap_bytes else None
-        for storage, arrival in enumerate(self._arrivals):
+        for storage, (arrival, pool) in enumerate(zip(self._arrivals, self._pools, strict=True)):
+            swap_out, swap_in, copies = moves[pool]
             self._copy(storage, self._pages, self._host, swap_out, stream)
             self._copy(storage, self._host, self._pages, swap_in, stream)
             self._copy(storage, self._pages, self._pages, copies, stream)
-            self._kv_cache.arrivals[storage] = arrival.record(stream)
+            if swap_out or swap_in or copies:
+                self._kv_cache.arrivals[storage] = arrival.record(stream)
         if start is not None:
             self._timed.append((start, stream.record(is_timed=True), swap_bytes))
         self.collect()

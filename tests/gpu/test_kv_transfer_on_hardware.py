@@ -24,7 +24,7 @@ def test_random_steps_find_and_leave_the_right_bytes(gpu: Gpu) -> None:
 
 def test_a_long_sequence_moves_at_the_speed_of_the_bus(gpu: Gpu) -> None:
     """128 blocks of Qwen3-0.6B's pages, 224 MiB each way; the slowest link that a GPU of ours hangs on gives 3 GB/s."""
-    spec = KVCacheSpec(28, num_kv_heads=8, head_dim=128, block_size=16, dtype=bfloat16, device=gpu.device)
+    spec = KVCacheSpec.uniform(28, num_kv_heads=8, head_dim=128, block_size=16, dtype=bfloat16, device=gpu.device)
     kv_cache = KVCache(spec, 128)
     transfer = KVTransfer(kv_cache, HostPages(spec, 128))
     pairs = [(block, block ^ 1) for block in range(128)]  # no two of them make a run
@@ -32,6 +32,6 @@ def test_a_long_sequence_moves_at_the_speed_of_the_bus(gpu: Gpu) -> None:
         transfer.run(pairs, [], [])
         transfer.run([], pairs, [])
     gpu.synchronize()
-    assert transfer.counters.swap_bytes == 4 * 128 * spec.bytes_per_block
+    assert transfer.counters.swap_bytes == 4 * 128 * spec.block_bytes[0]
     assert transfer.bandwidth is not None
     assert transfer.bandwidth > 3e9 or gpu.driver.is_emulated

@@ -14,6 +14,7 @@ from runtime.batch import Batch
 from runtime.dtype import DType
 from runtime.kv.cache import KVCache
 from runtime.kv.groups import NO_BLOCK
+from runtime.kv.kinds import kind_of_window
 from runtime.tensor.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
@@ -50,7 +51,9 @@ class ModelDriver:
         blocks_each = -(-max_tokens // block_size)
         spec = model.kv_cache_spec(block_size, kv_dtype)
         if in_groups:
-            spec = replace(spec, layer_windows=model.config.layer_windows)
+            kinds = map(kind_of_window, model.config.layer_windows)
+            layers = [each._replace(kind=kind) for each, kind in zip(spec.layers, kinds)]
+            spec = replace(spec, layers=tuple(layers))
         self.kinds = spec.group_kinds
         shape = len(self.kinds), num_sequences, blocks_each
         num_blocks = int(np.prod(shape)) + 5  # some are never used

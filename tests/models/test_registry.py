@@ -24,6 +24,7 @@ from models.registry import declare_model, load_model, tensor_layout
 from runtime.device.device import Device
 from runtime.dtype import bfloat16, float16, float32
 from runtime.errors import DeviceError, InvalidArgumentError
+from runtime.kv.forms import KeyValues
 from runtime.ops import LinearWeight
 from tests.models.driver import logits_of, relative_error
 from tests.models.folders import (
@@ -52,7 +53,7 @@ def test_what_a_loaded_model_says_of_itself(tmp_path: Path) -> None:
     assert model.device == Device("cpu")
     assert model.max_positions == 128
     spec = model.kv_cache_spec(32)
-    assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (2, 3, 16)
+    assert (spec.num_layers, spec.of_layer(1).form) == (2, KeyValues(3, 16))
     assert (spec.block_size, spec.dtype) == (32, bfloat16)
     assert model.kv_cache_spec(16, float32).dtype is float32
     assert isinstance(load_model(write_model(tmp_path / "gpt2", GPT2)), GPT2Model)

@@ -45,7 +45,7 @@ class Case:
         self.norm = rng.uniform(0.5, 1.5, rest).astype(np.float32)
         angles = np.outer(np.arange(max(lengths)), 0.9 ** np.arange(rotary // 2))
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-        spec = KVCacheSpec(1, 1, rotary + rest, block_size, dtype, self.device, latent_values=rest)
+        spec = KVCacheSpec.uniform(1, 1, rotary + rest, block_size, dtype, self.device, latent_values=rest)
         widths = [-(-length // block_size) for length in lengths]
         blocks = rng.permutation(sum(widths) + 2)
         self.tables = np.zeros((len(chunks), max(widths)), np.int32)
@@ -160,4 +160,4 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         ops.latent_attention(case.on_device(np.zeros((3, 2, 18), np.float32)), pages, batch, 0, scale=1.0, value_dim=8)
     for dtype in (int8, float8_e4m3):
         with pytest.raises(InvalidArgumentError, match=rf"dtype is {dtype.name}, must be one of float32"):
-            KVCacheSpec(1, 1, 16, 8, dtype, latent_values=12)
+            KVCacheSpec.uniform(1, 1, 16, 8, dtype, latent_values=12)

@@ -149,16 +149,16 @@ def test_generic_arithmetic_is_reached_through_the_door():
 
 
 def test_kv_cache_spec_counts_its_bytes_and_refuses():
-    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=24, block_size=16, dtype=bfloat16)
+    spec = KVCacheSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=24, block_size=16, dtype=bfloat16)
     cache = KVCache(spec, 5)
     held = sum(pages.array.nbytes for layer in range(3) for pages in cache.layer(layer))
-    assert cache.size_bytes == held == 5 * spec.bytes_per_block == 5 * 16 * spec.bytes_per_token
+    assert cache.size_bytes == held == 5 * spec.block_bytes[0] == 5 * 16 * spec.bytes_per_token
     for change, words in (({"block_size": 12}, "block_size is 12"), ({"head_dim": 0}, "head_dim is 0")):
         fields = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "block_size": 8, "dtype": float32}
         with pytest.raises(InvalidArgumentError, match=words):
-            KVCacheSpec(**(fields | change))
+            KVCacheSpec.uniform(**(fields | change))
     with pytest.raises(InvalidArgumentError, match="dtype is uint8"):
-        KVCacheSpec(1, 1, 8, 8, uint8)
+        KVCacheSpec.uniform(1, 1, 8, 8, uint8)
     with pytest.raises(InvalidArgumentError, match="num_blocks is 0"):
         KVCache(spec, 0)
 

@@ -89,7 +89,7 @@ def test_norms_of_whole_rows_and_scales_of_queries(
     angles = rng.standard_normal((50, rotary // 2)).astype(np.float32)
     cos, sin, q_scales = np.cos(angles), np.sin(angles), rng.uniform(1, 2, 50).astype(np.float32)
     rope = ops.RopeTable(*(tensor(each, device) for each in (cos, sin)), interleaved, tensor(q_scales, device))
-    spec = KVCacheSpec(1, kv_heads, head_dim, 8, DType.parse(dtype), Device(device))
+    spec = KVCacheSpec.uniform(1, kv_heads, head_dim, 8, DType.parse(dtype), Device(device))
     k_cache, v_cache = KVCache(spec, 1).layer(0)
     q = ops.qkv_prepare(
         tensor(qkv, device).to(dtype), tensor(positions, device), num_q_heads=q_heads, num_kv_heads=kv_heads,
@@ -115,7 +115,7 @@ def test_norms_of_whole_rows_and_scales_of_queries(
 
 @on_each_device
 def test_a_norms_size_is_that_of_a_head_or_of_all_heads(device: str) -> None:
-    cache = KVCache(KVCacheSpec(1, 2, 8, 8, float32, Device(device)), 1).layer(0)
+    cache = KVCache(KVCacheSpec.uniform(1, 2, 8, 8, float32, Device(device)), 1).layer(0)
     numbers = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": None, "norm_eps": 1e-6}
 
     def prepare(q_size: int, k_size: int) -> None:

@@ -57,7 +57,7 @@ class HollowModel:
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """One number a token."""
-        return KVCacheSpec(
+        return KVCacheSpec.uniform(
             num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype=float32, device=self.device
         )
 
@@ -93,7 +93,7 @@ def hollow_engine(
     limits = resolve(
         config,
         max_position_embeddings=max_model_len,
-        bytes_per_block=spec.bytes_per_block,
+        bytes_per_block=spec.block_bytes[0],
         available_bytes=free_memory_bytes(model.device),
     )
     kv_cache = KVCache(spec, limits.num_blocks)

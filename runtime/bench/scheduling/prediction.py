@@ -24,6 +24,7 @@ from runtime.bench.scheduling.step_model import Fit, StepFeatures, WindowShares,
 from runtime.engine.engine import Engine
 from runtime.engine.process.client import BURST_PAUSE_S
 from runtime.engine.timeline import StepRecord
+from runtime.kv.kinds import window_of
 
 BUSY_SHARE = 0.7
 """Share of the time in which the engine steps, at the rate that is chosen when none is named."""
@@ -136,7 +137,7 @@ def _fit(engine: Engine, records: Sequence[StepRecord]) -> Fit:
 
 def _layer_windows(engine: Engine) -> tuple[int | None, ...]:
     spec = local(engine).kv_cache.spec
-    return spec.layer_windows or (None,) * spec.num_layers
+    return tuple(window_of(spec.of_layer(layer).kind) for layer in range(spec.num_layers))
 
 
 def _figures_of_run(burst: Burst) -> dict[str, float]:

@@ -53,7 +53,7 @@ def paged_case(
     lengths = [context + queries for context, queries in chunks]
     blocks_each = [math.ceil(length / block_size) for length in lengths]
     num_blocks = sum(blocks_each) + 2
-    cache = KVCache(KVCacheSpec(1, kv_heads, head_dim, block_size, DType.parse(dtype)), num_blocks)
+    cache = KVCache(KVCacheSpec.uniform(1, kv_heads, head_dim, block_size, DType.parse(dtype)), num_blocks)
     k_pages, v_pages = (pages.array for pages in cache.layer(0))
     k_pages[...] = np.nan
     v_pages[...] = np.nan

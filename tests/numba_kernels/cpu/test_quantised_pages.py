@@ -44,7 +44,7 @@ def write(cache: KVCache, keys: np.ndarray, values: np.ndarray, slots: np.ndarra
 @pytest.mark.parametrize("head_dim", [5, 64])
 def test_rows_are_written_as_numpy_rounds(kind: str, head_dim: int) -> None:
     rng = np.random.default_rng(head_dim)
-    cache = KVCache(KVCacheSpec(1, 2, head_dim, 16, KINDS[kind][0]), 5)
+    cache = KVCache(KVCacheSpec.uniform(1, 2, head_dim, 16, KINDS[kind][0]), 5)
     keys, values = (normal(rng, (50, 2, head_dim)) * np.exp(normal(rng, (50, 2, 1)) * 3) for _ in range(2))
     keys[:, :, : head_dim // 2] *= np.float32(2.0**-12)  # subnormal in e4m3
     values[3] = 0
@@ -77,7 +77,7 @@ def test_every_number_of_e4m3_and_every_tie() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_finite_makes_its_own_scale_nan(kind: str) -> None:
-    cache = KVCache(KVCacheSpec(1, 1, 8, 8, KINDS[kind][0]), 1)
+    cache = KVCache(KVCacheSpec.uniform(1, 1, 8, 8, KINDS[kind][0]), 1)
     rows = np.ones((3, 1, 8), np.float32)
     rows[1, 0, 3], rows[2, 0, 5] = np.nan, np.inf
     write(cache, rows, rows, np.arange(3))
@@ -89,7 +89,7 @@ def quantised_case(kind: str, chunks: list[tuple[int, int]], block_size: int, **
     """A case whose keys and values are those that its pages give back; what nobody owns has the scale NaN."""
     case = paged_case(np.random.default_rng(sizes["head_dim"]), chunks, block_size=block_size, **sizes)
     dtype = KINDS[kind][0]
-    spec = KVCacheSpec(1, sizes["kv_heads"], sizes["head_dim"], block_size, dtype)
+    spec = KVCacheSpec.uniform(1, sizes["kv_heads"], sizes["head_dim"], block_size, dtype)
     cache = KVCache(spec, case.cache.num_blocks)
     for scales in cache.layer(0)[2:]:
         scales.array[...] = np.nan

@@ -51,7 +51,7 @@ def test_rows_are_written_as_numpy_and_the_cpu_do(gpu: Gpu, pages: str, dtype: s
     caches = [block.address for block in (*planes, *scales)]
     gpu.launch(launch, qkv_at, positions_at, 0, 0, 0, 0, 0, 0, slots_at, *caches, q.address, tokens, heads, heads, 0.0)
 
-    cpu = KVCache(KVCacheSpec(1, heads, head_dim, block_size, KINDS[CPU_KIND[pages]][0]), 5)
+    cpu = KVCache(KVCacheSpec.uniform(1, heads, head_dim, block_size, KINDS[CPU_KIND[pages]][0]), 5)
     written = slots >= 0
     write(cpu, keys[written], values[written], slots[written])
     block, inside = slots // block_size, slots % block_size

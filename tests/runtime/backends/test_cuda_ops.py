@@ -33,7 +33,7 @@ def weight() -> ops.LinearWeight:
 
 
 def cache(heads: int = 1, head_dim: int = 8) -> tuple[Tensor, Tensor]:
-    return KVCache(KVCacheSpec(1, heads, head_dim, 8, zeros(1).dtype, Device(DEVICE)), 2).layer(0)
+    return KVCache(KVCacheSpec.uniform(1, heads, head_dim, 8, zeros(1).dtype, Device(DEVICE)), 2).layer(0)
 
 
 def qkv(**changes: Any) -> Tensor:

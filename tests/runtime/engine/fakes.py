@@ -46,7 +46,7 @@ class FakeModel:
         self.num_computed_tokens = 0
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        return KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype=float32)
+        return KVCacheSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype=float32)
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         offsets = check_batch(batch, kv_cache)
@@ -155,7 +155,7 @@ def make_engine(model: FakeModel | None = None, seed: int | None = 0, **settings
     limits = resolve(
         config,
         max_position_embeddings=4096,
-        bytes_per_block=spec.bytes_per_block,
+        bytes_per_block=spec.block_bytes[0],
         available_bytes=1 << 30,
         rotary_switch=model.rotary_switch,
     )

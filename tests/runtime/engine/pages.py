@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from runtime.engine.engine import Engine
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.kv.cache import KVCache
+from runtime.kv.forms import KeyValues, Latent
 
 
 def slot_sums(kv_cache: KVCache) -> NDArray[np.uint64]:
@@ -16,12 +17,15 @@ def slot_sums(kv_cache: KVCache) -> NDArray[np.uint64]:
     sums = np.zeros((kv_cache.num_blocks, spec.block_size), np.uint64)
     rng = np.random.default_rng(0)
     for layer in range(spec.num_layers):
+        form = spec.of_layer(layer).form
+        assert isinstance(form, KeyValues | Latent)
+        heads, width = (1, form.width) if isinstance(form, Latent) else (form.num_kv_heads, form.head_dim)
         planes = [tensor.to("cpu").array for tensor in kv_cache.layer(layer)[:2]]  # of latent pages there is one
-        if kv_cache.device.kind == "cpu" and not spec.latent_values:
+        if kv_cache.device.kind == "cpu" and not isinstance(form, Latent):
             planes[0] = planes[0].transpose(0, 1, 3, 2)  # all [num_blocks, num_kv_heads, block_size, head_dim ...]
         for pages in planes:
-            bits = np.ascontiguousarray(pages[..., : spec.head_dim]).view(f"u{pages.itemsize}").astype(np.uint64)
-            weights = rng.integers(0, 2**63, (spec.num_kv_heads, spec.head_dim), np.uint64) * 2 + 1
+            bits = np.ascontiguousarray(pages[..., :width]).view(f"u{pages.itemsize}").astype(np.uint64)
+            weights = rng.integers(0, 2**63, (heads, width), np.uint64) * 2 + 1
             sums += np.einsum("nhsd,hd->ns", bits, weights)
     return sums.reshape(-1)
 

@@ -90,7 +90,7 @@ def test_preemption_swaps_and_faults(tmp_path: Path, device: str, num_steps: int
     lone = build_engine(folder, device="cpu", dtype="float32", **{**TINY, **LONE})
     engine = build_engine(
         folder, device=device, dtype="float32", **TINY, exact=True, preemption="swap",
-        swap_space_bytes=16 * lone.executor.kv_cache.spec.bytes_per_block,
+        swap_space_bytes=16 * lone.executor.kv_cache.spec.block_bytes[0],
     )  # fmt: skip
     fuzz(engine, Answers(lone), num_steps=num_steps, seed=5, failure_rate=0.01)
     stats = engine.stats()

@@ -214,7 +214,7 @@ TINY: dict[str, Any] = {
 @pytest.mark.exhaustive_cases("settings2")
 def test_hundreds_of_steps_of_the_demo_model(settings: dict[str, Any], num_steps: int, demo_answers: Answers) -> None:
     """`swap_space_bytes` counts blocks here."""
-    block_bytes = demo_answers.lone.executor.kv_cache.spec.bytes_per_block
+    block_bytes = demo_answers.lone.executor.kv_cache.spec.block_bytes[0]
     settings = {**settings, "swap_space_bytes": settings.get("swap_space_bytes", 0) * block_bytes}
     engine = build_engine(**TINY, **settings)
     pages = fuzz(engine, demo_answers, num_steps=num_steps, seed=3, failure_rate=0.01)
@@ -236,7 +236,7 @@ def test_hundreds_of_steps_of_the_demo_model(settings: dict[str, Any], num_steps
 )
 def test_steps_with_proposals(settings: dict[str, Any], demo_answers: Answers) -> None:
     """`swap_space_bytes` counts blocks here."""
-    block_bytes = demo_answers.lone.executor.kv_cache.spec.bytes_per_block
+    block_bytes = demo_answers.lone.executor.kv_cache.spec.block_bytes[0]
     engine = build_engine(**TINY, **{**settings, "swap_space_bytes": settings["swap_space_bytes"] * block_bytes})
     fuzz(engine, demo_answers, num_steps=250, seed=6, failure_rate=0.01, speculates=True)
     stats = engine.stats()
@@ -262,7 +262,7 @@ def test_steps_on_the_emulated_gpu(tmp_path: Path, num_steps: int) -> None:
         **{**TINY, "num_blocks": 14},  # so few that it has to preempt in so few steps
         exact=True,
         preemption="swap",
-        swap_space_bytes=16 * lone.executor.kv_cache.spec.bytes_per_block,
+        swap_space_bytes=16 * lone.executor.kv_cache.spec.block_bytes[0],
     )
     assert engine.overlaps
     pages = fuzz(engine, answers, num_steps=num_steps, seed=5, failure_rate=0.01)
@@ -298,7 +298,7 @@ def test_a_page_written_by_a_stranger_is_found(overlap: Literal["on", "off"]) ->
 
 
 def test_slot_sums_see_every_byte_of_a_slot_and_no_other() -> None:
-    kv_cache = KVCache(KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=3, block_size=8, dtype=float32), 4)
+    kv_cache = KVCache(KVCacheSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=3, block_size=8, dtype=float32), 4)
     before = slot_sums(kv_cache)
     for layer in range(2):
         for which, index in ((0, (3, 1, 2, 5)), (1, (3, 1, 5, 2))):

@@ -68,7 +68,7 @@ def test_swapped_sequences_answer_as_alone_on_the_cpu(tmp_path: Path) -> None:
     while engine.has_work:
         collect(engine.step(), results)
         engine.check_invariants()
-    counters, block_bytes = engine.executor.transfer.counters, engine.executor.kv_cache.spec.bytes_per_block
+    counters, block_bytes = engine.executor.transfer.counters, engine.executor.kv_cache.spec.block_bytes[0]
     assert engine.scheduler.num_swaps > 0
     assert counters.in_bytes >= 2 * block_bytes
     assert counters.copied_bytes > 0

@@ -50,7 +50,8 @@ def build_keeping_all(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings:
     make_spec = Model.kv_cache_spec
 
     def without_windows(*arguments: Any) -> KVCacheSpec:
-        return dataclasses.replace(make_spec(*arguments), layer_windows=())
+        spec = make_spec(*arguments)
+        return dataclasses.replace(spec, layers=tuple(each._replace(kind=FULL) for each in spec.layers))
 
     with monkeypatch.context() as patch:
         patch.setattr(Model, "kv_cache_spec", without_windows)

@@ -65,13 +65,13 @@ def test_pages_that_a_window_touches() -> None:
 
 
 def test_layers_of_all_groups_share_storages() -> None:
-    spec = KVCacheSpec(6, 2, 8, 8, float32, layer_windows=(16, None, 16, 16, None, 16))
+    spec = KVCacheSpec.uniform(6, 2, 8, 8, float32, layer_windows=(16, None, 16, 16, None, 16))
     assert [group.layers for group in spec.groups] == [(1, 4), (0, 3), (2, 5)]
-    assert (spec.num_storages, spec.group_kinds) == (2, (FULL, Window(16), Window(16)))
-    assert spec.bytes_per_block == 2 * (2 * 8 * 8 + 2 * 8 * 16) * 4  # K, and V with rows of whole vectors
+    assert (len(spec.planes), spec.group_kinds) == (2, (FULL, Window(16), Window(16)))
+    assert spec.block_bytes[0] == 2 * (2 * 8 * 8 + 2 * 8 * 16) * 4  # K, and V with rows of whole vectors
     cache = KVCache(spec, 4)
     assert [cache.group_of(layer) for layer in range(6)] == [1, 0, 2, 1, 0, 2]
-    assert cache.size_bytes == 4 * spec.bytes_per_block
+    assert cache.size_bytes == 4 * spec.block_bytes[0]
     for layers in ((0, 1, 2), (3, 4, 5)):
         pages = [cache.layer(layer)[0].array for layer in layers]
         assert all(np.shares_memory(pages[0], other) for other in pages)
@@ -81,5 +81,5 @@ def test_layers_of_all_groups_share_storages() -> None:
 @pytest.mark.parametrize("windows", [(8,), (8, 0), (8, None, 8)])
 def test_windows_must_be_those_of_the_layers(windows: tuple[int | None, ...]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"layer_windows is .* for each of 2 layers") as caught:
-        KVCacheSpec(2, 2, 8, 8, float32, layer_windows=windows)
+        KVCacheSpec.uniform(2, 2, 8, 8, float32, layer_windows=windows)
     assert caught.value.param == "layer_windows"

@@ -18,7 +18,7 @@ NUM_BLOCKS, NUM_SLOTS = 12, 9
 
 def new_spec(dtype: DType = bfloat16, *, head_dim: int = 24) -> KVCacheSpec:
     """Keys and values have pages of different sizes."""
-    return KVCacheSpec(num_layers=2, num_kv_heads=3, head_dim=head_dim, block_size=8, dtype=dtype)
+    return KVCacheSpec.uniform(num_layers=2, num_kv_heads=3, head_dim=head_dim, block_size=8, dtype=dtype)
 
 
 def fill(kv_cache: KVCache, seed: int = 0) -> None:
@@ -76,7 +76,7 @@ def test_the_three_lists_act_in_their_order() -> None:
 def test_random_lists_do_what_one_block_after_another_does() -> None:
     rng = random.Random(3)
     kv_cache, transfer = new_transfer()
-    pages, host = blocks(kv_cache), np.zeros((NUM_SLOTS, kv_cache.spec.bytes_per_block), np.uint8)
+    pages, host = blocks(kv_cache), np.zeros((NUM_SLOTS, kv_cache.spec.block_bytes[0]), np.uint8)
     transfer.run([(index, index) for index in range(NUM_SLOTS)], [], [])
     host[:] = pages[:NUM_SLOTS]
     for _ in range(300):
@@ -145,7 +145,7 @@ def test_without_host_pages_only_pages_are_copied() -> None:
 
 def test_bytes_and_seconds_are_counted() -> None:
     kv_cache, transfer = new_transfer()
-    size = kv_cache.spec.bytes_per_block
+    size = kv_cache.spec.block_bytes[0]
     transfer.run([], [], [])
     transfer.run([], [], [(0, 1)])
     assert transfer.bandwidth is None

@@ -35,7 +35,7 @@ class Rig:
 
     def __init__(self, gpu: Gpu, dtype: DType = bfloat16) -> None:
         self.gpu = gpu
-        spec = KVCacheSpec(NUM_LAYERS, num_kv_heads=2, head_dim=12, block_size=8, dtype=dtype, device=gpu.device)
+        spec = KVCacheSpec.uniform(NUM_LAYERS, 2, head_dim=12, block_size=8, dtype=dtype, device=gpu.device)
         self.kv_cache = KVCache(spec, NUM_BLOCKS)
         self.transfer = KVTransfer(self.kv_cache, HostPages(spec, NUM_SLOTS))
         self.page_bytes = spec.planes[0][0].size_bytes
@@ -199,7 +199,7 @@ def test_without_one_of_the_events_the_emulator_finds_the_hazard(
 
 def test_a_step_costs_one_call_for_each_layer_and_list(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(emulated(monkeypatch))
-    size = rig.kv_cache.spec.bytes_per_block
+    size = rig.kv_cache.spec.block_bytes[0]
     assert rig.transfer.bandwidth is None
     rig.transfer.run([(0, 3), (1, 0), (7, 6)], [], [])
     assert rig.transfer.counters.num_driver_calls == NUM_LAYERS
@@ -238,11 +238,11 @@ def test_copies_under_way_outlive_who_asked_for_them(monkeypatch: pytest.MonkeyP
 @pytest.mark.planted
 def test_more_host_pages_than_can_be_pinned_are_refused_with_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = emulated(monkeypatch)
-    spec = KVCacheSpec(1, num_kv_heads=2, head_dim=64, block_size=16, dtype=float16, device=gpu.device)
+    spec = KVCacheSpec.uniform(1, num_kv_heads=2, head_dim=64, block_size=16, dtype=float16, device=gpu.device)
     size = 24 << 30  # one plane is more than the emulated driver can pin, where the machine has as much at all
-    sizes = f"{size // spec.bytes_per_block} slots of {spec.bytes_per_block} bytes are {size} bytes, "
+    sizes = f"{size // spec.block_bytes[0]} slots of {spec.block_bytes[0]} bytes are {size} bytes, "
     with pytest.raises(OutOfMemoryError, match=sizes + "(which were refused: cuMemHostAlloc|the machine has)"):
-        HostPages(spec, size // spec.bytes_per_block)
+        HostPages(spec, size // spec.block_bytes[0])
     assert [plane.shape for plane in HostPages(spec, 4).planes] == [(4, spec.planes[0][0].size_bytes)] * 2
     gpu.pinned.check_integrity()
 
