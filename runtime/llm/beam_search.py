@@ -7,7 +7,7 @@ The rules are transformers' (``generate(num_beams=...)`` with ``early_stopping=F
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -19,9 +19,7 @@ from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from runtime.errors import XservError
 from runtime.llm.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from runtime.llm.prompts import Prompt, scheduling_of
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+from tokenizer import Tokenizer
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=KnownOptions):

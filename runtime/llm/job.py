@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
 from runtime.llm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -11,9 +10,7 @@ from runtime.text.formats import AnswerFormat
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.reasoning import reasoning_start
 from runtime.text.tools.notation import ToolReading
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+from tokenizer import Tokenizer
 
 
 class Job:

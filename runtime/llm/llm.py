@@ -15,7 +15,11 @@ import itertools
 import queue
 import time
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from runtime.engine.admission import prepare
 from runtime.engine.errors import QueueFullError, RequestError
@@ -31,12 +35,6 @@ from runtime.llm.progress import progress
 from runtime.llm.prompts import Prompt, as_list, one_each
 from runtime.text.formats import AnswerFormat
 from runtime.text.pipeline import TextDelta
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class LLM(LoadedModel):

@@ -8,19 +8,23 @@ import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from runtime.engine.config import OPTIONS, EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiler import GrammarChecker
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.make_client import is_fleet, start_client
+from runtime.engine.make_engine import engine_of  # imports the kernels
 from runtime.engine.messages import EngineRequest, ImageItem
 from runtime.engine.option_names import known_options
 from runtime.engine.process.client import EngineClient, ThreadEngineClient
 from runtime.engine.process.compile_ahead import compile_ahead as compile_kernels_ahead
+from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import SamplingParams, last_tokens
 from runtime.llm.images import with_images
 from runtime.llm.job import Job
@@ -32,13 +36,8 @@ from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
 from runtime.text.picture_text import PictureText, picture_text, with_picture_texts
+from tokenizer import Tokenizer
 from tokenizer.warn import warn_once
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from tokenizer import Tokenizer
 
 
 class EngineArgs:
@@ -102,8 +101,6 @@ class LoadedModel:
                 raise RequestError(problem, param="tokenizer")
             self.client: EngineClient = start_client(model, **settings)
         else:
-            from runtime.engine.make_engine import engine_of  # imports the kernels
-
             if compile_ahead:
                 compile_kernels_ahead(model, config, reporter)
             engine = engine_of(model, config, reporter)
@@ -149,8 +146,6 @@ class LoadedModel:
 
     def default_sampling_params(self) -> SamplingParams:
         """The recommendations of the model's ``generation_config.json``, over ``SamplingParams``' defaults."""
-        from runtime.engine.recommended_sampling import recommended_sampling
-
         return SamplingParams(**recommended_sampling(self.client.info.model_path))
 
     @known_options()
@@ -256,8 +251,6 @@ class LoadedModel:
         self, prompt: str | None, token_ids: list[int], vector: NDArray[np.float32], normalize: bool
     ) -> EmbeddingRequestOutput:
         """An embedding in the form for users."""
-        import numpy as np
-
         length = float(np.linalg.norm(vector)) if normalize else 1.0
         numbers = (vector / length if length > 0.0 else vector).tolist()
         return EmbeddingRequestOutput(self._new_id(), prompt, token_ids, EmbeddingOutput(numbers))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from runtime.engine.errors import RequestError
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+from tokenizer import Tokenizer
 
 
 def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from runtime.engine.errors import RequestError
 from runtime.text.content import beside, has_pictures, plain_content, plain_data, shaped
@@ -33,9 +33,7 @@ from runtime.text.tools.past_calls import (
 )
 from runtime.text.tools.table import HERMES, notation_in
 from runtime.text.tools.told import told, with_calls_as_text
-
-if TYPE_CHECKING:
-    from tokenizer import TemplateForms, Tokenizer
+from tokenizer import ChatTemplateError, TemplateForms, Tokenizer
 
 _SYSTEM = ("system", "developer")
 """The role of instructions, by its older and its newer name."""
@@ -67,8 +65,6 @@ def chat_prompt(
     Raises ``RequestError`` if the model has no tokenizer or no chat template, or if the template refuses the
     conversation or leaves out a tool's answer.
     """
-    from tokenizer import ChatTemplateError
-
     if tokenizer is None:
         raise RequestError("the model has no tokenizer: it takes token ids, not messages", param="messages")
     if chat_template is None and not tokenizer.has_chat_template:
@@ -159,8 +155,6 @@ def _completed(
 ) -> tuple[Messages, list[int], list[int]]:
     """The conversation and its prompt, rewritten if the template has left out a system message, calls, or a text beside
     them; and which of these texts, by index, are still left out. Raises ``ChatTemplateError``."""
-    from tokenizer import ChatTemplateError
-
     systems, texts, calls = _systems(messages), _beside_calls(messages), call_places(messages)
     is_usual = [place.message for place in systems] == [0] and messages[-1].get("role") == "user"
     if is_usual and forms.content(str(messages[0]["role"])).is_known:
@@ -190,8 +184,6 @@ def _completed(
 def _with_all_calls(render: Callable[..., Any], messages: Messages, forms: TemplateForms) -> tuple[Messages, list[int]]:
     """The conversation rewritten for a template that leaves out some calls: each in a message of its own, or as text.
     Raises ``ChatTemplateError``."""
-    from tokenizer import ChatTemplateError
-
     single = with_single_calls(with_short_ids(messages))
     if len(single) > len(messages):
         try:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from runtime.engine.errors import RequestError
 from runtime.engine.option_names import nearest_name
-
-if TYPE_CHECKING:
-    from tokenizer import ContentForm, TemplateForms
+from tokenizer import ContentForm, TemplateForms
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of text parts, and the field with the text."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from runtime.errors import InvalidArgumentError
 from runtime.text.harmony.grammar import HARMONY
@@ -13,9 +12,9 @@ from runtime.text.reasoning import TAGS
 from runtime.text.tools.notation import Notation
 from runtime.text.tools.table import BY_NAME, HERMES, JSON, notation_in
 from runtime.text.tools.told import ignores_tools
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+from tokenizer import ChatTemplateError, Tokenizer
+from tokenizer.templates.chat_template import compile_template
+from tokenizer.warn import warn_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +77,6 @@ def end_ids(
 
 def _warn_of_broken_templates(tokenizer: Tokenizer) -> None:
     """Warn of a template that does not compile: the model serves all but chats, which are refused with the reason."""
-    from tokenizer import ChatTemplateError
-    from tokenizer.templates.chat_template import compile_template
-    from tokenizer.warn import warn_once
-
     for name, template in tokenizer.chat_templates.items():
         try:
             compile_template(template)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from runtime.text.tools.past_calls import has_calls
+from tokenizer import ChatTemplateError
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -26,8 +27,6 @@ class Place(NamedTuple):
 def left_out(render: Callable[..., Any], messages: Messages, places: Sequence[Place]) -> list[Place]:
     """The places that the template does not write; empty if this cannot be determined. A call is written if its
     arguments are."""
-    from tokenizer import ChatTemplateError
-
     if not places:
         return []
     marked = [dict(message) for message in messages]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from models.checkpoints.model_files import open_model
 from runtime.errors import InvalidArgumentError
 from runtime.text_files import read_text_file
+from tokenizer import Tokenizer
 from tokenizer.errors import TokenizerFileError
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
 
 
 def load_tokenizer(model: str | Path, chat_template: str | None = None) -> Tokenizer | None:
@@ -25,8 +22,6 @@ def load_tokenizer(model: str | Path, chat_template: str | None = None) -> Token
         return None
     if chat_template is not None:
         files.chat_templates = {"default": chat_template}
-    from tokenizer import Tokenizer
-
     return Tokenizer.from_files(files)
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from runtime.engine.messages import ImageSupport
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+from tokenizer import Tokenizer
 
 
 class PictureText(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,9 +26,7 @@ from runtime.text.reasoning import TAGS as REASONING_TAGS
 from runtime.text.reasoning import ReasoningParser, ReasoningStart
 from runtime.text.tools.notation import ToolReading
 from runtime.text.tools.parser import ToolCallParser
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+from tokenizer import IncrementalDecoder, Tokenizer
 
 _PROMPT_TAIL = 32
 """Prompt tokens that the decoder sees, so that a character or a space at the seam is decoded correctly."""
@@ -102,8 +100,6 @@ class TextPipeline:
         self._harmony: HarmonyParser | None = None
         self._markers: dict[int, str] = {}  # special tokens that mark tool calls, or messages
         if tokenizer is not None and params.detokenize:
-            from tokenizer import IncrementalDecoder
-
             tags: list[str] = []
             parser: PartParser | None = None
             if harmony and (harmony_ids := special_ids(tokenizer)) is not None:

@@ -8,12 +8,10 @@ Newlines beside the tags belong to them, as in the templates that write past rea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from runtime.text.parts import ContentParser, Part, PartParser, held_back
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+from tokenizer import Tokenizer
 
 TAGS = OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 

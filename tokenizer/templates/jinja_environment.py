@@ -1,5 +1,4 @@
-"""The Jinja environment of chat templates. Imports jinja2, so it is itself imported only when a template is
-rendered."""
+"""The Jinja environment of chat templates."""
 
 from __future__ import annotations
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from runtime.text.harmony.header import Header
 from runtime.text.harmony.message import HarmonyMessage, SpecialIds
 from runtime.text.harmony.prompt import AnswerStart
 from runtime.text.harmony.reader import Event, HarmonyReader
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+from tokenizer import IncrementalDecoder, Tokenizer
 
 
 class MessageParser:
@@ -22,8 +19,6 @@ class MessageParser:
     """
 
     def __init__(self, tokenizer: Tokenizer, ids: SpecialIds, role: str | None = "assistant") -> None:
-        from tokenizer import IncrementalDecoder
-
         self.messages: list[HarmonyMessage] = []
         self._reader = HarmonyReader(AnswerStart(role, "", "start" if role is None else "header"))
         self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=False)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from runtime.engine.errors import RequestError
 from runtime.text.harmony.conversation import harmony_messages
 from runtime.text.harmony.message import CHANNEL, MESSAGE, START, SpecialIds, special_ids
 from runtime.text.harmony.render import Renderer
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+from tokenizer import ChatTemplateError, Tokenizer
 
 VARIABLES = frozenset({"reasoning_effort", "model_identity", "now"})
 """Variables of a conversation's prompt beside messages and tools."""
@@ -31,8 +29,6 @@ def speaks_harmony(tokenizer: Tokenizer) -> bool:
 def has_plain_template(tokenizer: Tokenizer) -> bool:
     """Whether the chat template writes a conversation as harmony does, so that it can be rendered here. A template with
     its own system message, for example, does not."""
-    from tokenizer import ChatTemplateError
-
     now = datetime(2026, 1, 2)
     try:
         written = tokenizer.apply_chat_template(_PROBE, None, True, now=now)

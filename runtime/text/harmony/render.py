@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from runtime.text.harmony.message import CONSTRAIN, HarmonyMessage, SpecialIds
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+from tokenizer import Tokenizer
 
 Encode = Callable[[str], list[int]]
 

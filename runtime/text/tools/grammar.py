@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.text.tools.notation import ArgumentStyle, CallForm, Notation
 from runtime.text.tools.schema_types import property_schema, resolved, types_of
-
-if TYPE_CHECKING:
-    from tokenizer import Tokenizer
-
+from tokenizer import Tokenizer
 
 _MAX_DEPTH = 8
 """Deepest nesting with separate rules for each level; below it anything goes."""

@@ -5,23 +5,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.text.content import around, beside
 from runtime.text.tools.notation import Notation
 from runtime.text.tools.past_calls import with_arguments
 from runtime.text.tools.writing import written
-
-if TYPE_CHECKING:
-    from tokenizer import TemplateForms, Tokenizer
+from tokenizer import ChatTemplateError, TemplateForms, Tokenizer
 
 _PROBE = "probe_of_tools"
 
 
 def ignores_tools(tokenizer: Tokenizer) -> bool:
     """Whether the chat template leaves out the given tools, determined by rendering one."""
-    from tokenizer import ChatTemplateError
-
     if not tokenizer.has_chat_template:
         return False
     parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "b"}}, "required": ["a"]}
