@@ -1,7 +1,7 @@
 """The program `xserv`, which is also `python -m xserv` and `python -m runtime.cli`.
 
 Importing typer takes some 70 ms, most of the start. Help does not use rich, and everything else is imported when a
-command runs.
+command uses it (`runtime.commands.later`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import Annotated, Any
 
 import typer
 
+from runtime.commands import later
 from runtime.commands.chat import chat
-from runtime.commands.deploy import deploy
 from runtime.commands.generate import generate
 from runtime.commands.group import Command, CommandGroup
-from runtime.commands.info import info
 from runtime.commands.kernels import kernels
+from runtime.commands.look import info, perplexity, tokenize
 from runtime.commands.options import with_options
-from runtime.commands.perplexity import perplexity
 from runtime.commands.quantize import quantize
-from runtime.commands.serve import serve
-from runtime.commands.tokenize import tokenize
+from runtime.commands.serve import deploy, serve
+
+_bench_program = later("runtime.commands.bench.program")
+_version = later("runtime.version")
 
 USE, LOOK, MEASURE = "Use a model", "Look at one", "Measure and compile"
 
@@ -42,9 +43,7 @@ class Program(CommandGroup):
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
         if cmd_name != "bench":
             return super().get_command(ctx, cmd_name)
-        from runtime.commands.bench.program import bench
-
-        command: Any = typer.main.get_command(bench)
+        command: Any = typer.main.get_command(_bench_program.bench)
         command.rich_help_panel = MEASURE
         return command
 
@@ -59,9 +58,7 @@ app = typer.Typer(
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        from runtime.version import release
-
-        print(f"xserv {release()}")
+        print(f"xserv {_version.release()}")
         raise typer.Exit
 
 

@@ -144,7 +144,7 @@ class Reader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         called = ast.unparse(node.func)
-        if called in ("importlib.import_module", "import_module"):
+        if called in ("importlib.import_module", "import_module", "later"):
             match node.args:
                 case [ast.Constant(value=str(name)), *_]:
                     self.module.imports.append((name, node.lineno))

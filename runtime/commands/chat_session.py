@@ -7,22 +7,72 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.commands import calculator
-from runtime.commands.conversation import Conversation, Message
-from runtime.commands.sampling import sampling_params
+from runtime.commands.answers import sampling_params
 from runtime.engine.prompt_images import PreparedImage, place_images, prepare_image
+from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import InvalidArgumentError, XservError
 from runtime.images.decoding import pixels_of
+from runtime.llm import LLM
 from runtime.llm.images import take_images
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
 from runtime.text.picture_text import picture_text
 
-if TYPE_CHECKING:
-    from runtime.engine.sampling_params import SamplingParams
-    from runtime.llm import LLM
+Message = dict[str, Any]
+Encoder = Callable[[list[Message]], list[int]]
+
+
+class Conversation:
+    """The system message and the turns since; each turn is a user's message and its answer, if complete."""
+
+    def __init__(self, system: str | None = None) -> None:
+        self.system = system
+        self.turns: list[list[Message]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last turn waits for its answer."""
+        return bool(self.turns) and len(self.turns[-1]) == 1
+
+    def ask(self, content: str | list[dict[str, Any]]) -> None:
+        """Opens a turn with a text, or with parts."""
+        self.turns.append([{"role": "user", "content": content}])
+
+    def answer(self, text: str) -> None:
+        """Closes the last turn."""
+        self.turns[-1].append({"role": "assistant", "content": text})
+
+    def take_back(self) -> Any:
+        """Removes the last turn and returns its question, or None."""
+        return self.turns.pop()[0]["content"] if self.turns else None
+
+    def reset(self) -> None:
+        """Drops every turn; the system message stays."""
+        self.turns.clear()
+
+    def messages(self, first_turn: int = 0) -> list[Message]:
+        """The system message, if there is one, and the turns from `first_turn` on."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *(message for turn in self.turns[first_turn:] for message in turn)]
+
+    def fit(self, encode: Encoder, most_tokens: int) -> tuple[list[int], int]:
+        """The prompt's ids, at most `most_tokens`, and how many of the oldest turns were dropped for it. Raises
+        `InvalidArgumentError` if the last turn alone is too long; only that turn is then removed.
+        """
+        for first_turn in range(len(self.turns)):
+            ids = encode(self.messages(first_turn))
+            if len(ids) <= most_tokens:
+                del self.turns[:first_turn]
+                return ids, first_turn
+        self.take_back()
+        raise InvalidArgumentError(
+            f"the message makes a prompt of {len(ids)} tokens; there is room for {most_tokens}",
+            param="message",
+        )
+
 
 MOST_RESERVED_TOKENS = 256
 """Room kept for the answer when nothing says how long it may be (never more than half the context)."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from runtime import collector
+from runtime.commands import later
 from runtime.commands.options import LlmOptions, SamplingOptions
 from runtime.text_files import read_text_file
 
-if TYPE_CHECKING:
-    from runtime.llm import Logprob, RequestOutput
+_llm = later("runtime.llm")
+_answers = later("runtime.commands.answers")
 
 
 def generate(
@@ -42,13 +44,9 @@ def generate(
     if not prompts:
         raise typer.BadParameter("give --prompt, --prompt-file or --prompt-token-ids")
 
-    from runtime import collector
-    from runtime.commands.sampling import sampling_params
-    from runtime.llm import LLM
-
-    with LLM(**llm_options.arguments()) as llm:
+    with _llm.LLM(**llm_options.arguments()) as llm:
         collector.resume()
-        params = sampling_params(llm, {**sampling.given(), "n": n, "logprobs": logprobs}, max_tokens=128)
+        params = _answers.sampling_params(llm, {**sampling.given(), "n": n, "logprobs": logprobs}, max_tokens=128)
         if chat:
             prompts = [
                 llm.chat_prompt([{"role": "user", "content": text}]) if isinstance(text, str) else text
@@ -57,7 +55,7 @@ def generate(
         outputs = llm.generate(prompts, params)
         failed = [c.error for output in outputs for c in output.outputs if c.finish_reason == "error"]
         for prompt_index, output in enumerate(outputs):
-            for completion in completions(output):
+            for completion in _answers.completions(output):
                 if as_json:
                     print(json.dumps({"prompt_index": prompt_index, **completion}, ensure_ascii=False))
                 elif llm.tokenizer is not None:
@@ -67,38 +65,6 @@ def generate(
     if failed:
         print(f"xserv: error: {len(failed)} completions failed: {failed[0]}", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def completions(output: RequestOutput) -> list[dict[str, Any]]:
-    """One plain object for each completion of a request."""
-    found = []
-    for completion in output.outputs:
-        item: dict[str, Any] = {
-            "index": completion.index,
-            "prompt": output.prompt,
-            "prompt_token_ids": list(output.prompt_token_ids),
-            "text": completion.text,
-            "token_ids": list(completion.token_ids),
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-        }
-        if completion.logprobs is not None:
-            item["cumulative_logprob"] = completion.cumulative_logprob
-            item["logprobs"] = [
-                _logprobs(token_id, entry)
-                for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True)
-            ]
-        found.append(item)
-    return found
-
-
-def _logprobs(token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:
-    def plain(token: int) -> dict[str, Any]:
-        found = entry[token]
-        return {"token_id": token, "token": found.decoded_token, "logprob": found.logprob, "rank": found.rank}
-
-    top = [plain(token) for token in sorted(entry, key=lambda token: entry[token].rank)]
-    return {**plain(token_id), "top_logprobs": top}
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:

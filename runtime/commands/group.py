@@ -11,7 +11,12 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from runtime.commands import streams
+from runtime.commands import later, streams
+from runtime.errors import DeviceError, InvalidArgumentError, UnsupportedError, XservError
+
+_model_errors = later("models.errors")
+_tokenizer_errors = later("tokenizer.errors")
+_tokenizer_errors = later("tokenizer.errors")
 
 MOST_CHARACTERS = 1000
 
@@ -93,26 +98,25 @@ def _about_names(arguments: list[str]) -> str:
 
 def exit_status(error: Exception) -> int:
     """2 for a wrong request of the user, 1 for a failure."""
-    from models.errors import ModelLoadError
-    from runtime.errors import DeviceError, InvalidArgumentError, UnsupportedError
-    from tokenizer.errors import TokenizerError
-
     if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # typer's usage errors
         return int(error.exit_code)
-    usage = (InvalidArgumentError, UnsupportedError, DeviceError, ModelLoadError, TokenizerError)
+    usage = (
+        InvalidArgumentError,
+        UnsupportedError,
+        DeviceError,
+        _model_errors.ModelLoadError,
+        _tokenizer_errors.TokenizerError,
+    )
     return 2 if isinstance(error, usage) else 1
 
 
 def one_line(error: Exception) -> str:
     """The error on one line. Unexpected errors are named by their class, as bugs."""
-    from runtime.errors import XservError
-    from tokenizer.errors import TokenizerError
-
     if isinstance(error, typer.Abort):
         text = "interrupted"
     elif hasattr(error, "format_message"):  # typer's
         text = error.format_message()
-    elif isinstance(error, (XservError, TokenizerError)):
+    elif isinstance(error, (XservError, _tokenizer_errors.TokenizerError)):
         text = str(error)
     elif isinstance(error, BrokenPipeError):
         text = "nobody reads the output any more"

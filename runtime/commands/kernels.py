@@ -8,6 +8,17 @@ from typing import Annotated, Literal
 
 import typer
 
+from runtime.commands import later
+from runtime.engine.config import EngineConfig
+from runtime.errors import InvalidArgumentError
+from runtime.progress import ON_STDERR
+
+_hub = later("models.checkpoints.hub")
+_driver = later("runtime.device.driver")
+_kernel_bundle = later("runtime.device.kernel_bundle")
+_kernel_cache = later("runtime.device.kernel_cache")
+_compile_kernels = later("runtime.engine.process.compile_kernels")
+
 kernels = typer.Typer(name="kernels", help="Compiled GPU kernels on disk: build, list, clear.", rich_markup_mode=None)
 
 
@@ -35,25 +46,17 @@ def build(
     ] = None,
 ) -> None:
     """Compile kernels ahead of time: all, or those of a model."""
-    from runtime.device.driver import cuda_bindings
-
-    cuda_bindings("the kernels' compiler")  # before any import that needs it
-    from models.checkpoints.hub import resolve_model
-    from runtime.device.kernel_bundle import write_bundle
-    from runtime.device.kernel_cache import KernelCache
-    from runtime.engine.config import EngineConfig
-    from runtime.engine.process.compile_kernels import Wanted, compile_kernels
-    from runtime.errors import InvalidArgumentError
-    from runtime.progress import ON_STDERR
-
-    folder = None if model is None else str(resolve_model(model))
-    wanted = Wanted(arch=arch, is_ptx=image == "ptx", model=folder, config=EngineConfig(dtype=dtype), match=match)
+    _driver.cuda_bindings("the kernels' compiler")  # before any import that needs it
+    folder = None if model is None else str(_hub.resolve_model(model))
+    wanted = _compile_kernels.Wanted(
+        arch=arch, is_ptx=image == "ptx", model=folder, config=EngineConfig(dtype=dtype), match=match
+    )
     start = time.perf_counter()
     with ON_STDERR.shown(f"compiling kernels for {arch}") as show:
-        done = compile_kernels(wanted, show)
+        done = _compile_kernels.compile_kernels(wanted, show)
     if not done.num_done:
         raise InvalidArgumentError(f"no kernel for {arch} has {match!r} in its name", param="match")
-    cache = KernelCache()
+    cache = _kernel_cache.KernelCache()
     spilling = f"; {done.num_spilling} spill registers" if done.num_spilling else ""
     print(
         f"{done.num_done} kernels for {arch}: {done.num_new} compiled in {time.perf_counter() - start:.1f} s, "
@@ -61,16 +64,14 @@ def build(
     )
     if bundle is not None:
         found = [(each, cache.get(each, arch, is_ptx=wanted.is_ptx)) for each in wanted.find()]
-        write_bundle(bundle, found)
+        _kernel_bundle.write_bundle(bundle, found)
         print(f"{len(found)} kernels and their manifest: {bundle}")
 
 
 @kernels.command("list")
 def list_() -> None:
     """Show the kernels: name, architecture, bytes, registers."""
-    from runtime.device.kernel_cache import KernelCache
-
-    cache = KernelCache()
+    cache = _kernel_cache.KernelCache()
     count = size = 0
     for entry in cache.entries():
         count, size = count + 1, size + entry.size_bytes
@@ -91,7 +92,5 @@ def list_() -> None:
 @kernels.command()
 def clear() -> None:
     """Remove all of them."""
-    from runtime.device.kernel_cache import KernelCache
-
-    cache = KernelCache()
+    cache = _kernel_cache.KernelCache()
     print(f"{cache.clear()} kernels removed: {cache.folder}")

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
@@ -49,7 +49,7 @@ def headings_of(table: Iterable[OptionField]) -> dict[str, str]:
     return {each.flag_name: each.option.heading for each in _flagged(table)}
 
 
-def values_of(flags: DataclassInstance, table: Iterable[OptionField]) -> dict[str, Any]:
+def values_of(flags: Any, table: Iterable[OptionField]) -> dict[str, Any]:
     """The values that flags have, under their options' names and in their units; those that are None are left out.
     Raises `RequestError` for a text that cannot be read."""
     values = {each.name: value for each in fields(flags) if (value := getattr(flags, each.name)) not in (None, [])}
@@ -64,24 +64,13 @@ def _flagged(table: Iterable[OptionField]) -> list[OptionField]:
     return [each for each in table if each.option.heading]
 
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    @dataclass(frozen=True, kw_only=True)
-    class AnyFlags:
-        """The static type of the classes from `flag_class`."""
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    _EngineFlags = AnyFlags
-else:
-    _help = "A folder, a GGUF file or a hub id (owner/name:Q4_K_M of a GGUF); without it, the bundled one."
-    _model = Annotated[str | None, typer.Option("--model", "-m", metavar="PATH|HUB_ID", help=_help)]
-    _EngineFlags = flag_class("_EngineFlags", OPTIONS, HEADINGS, ("model", _model, None))
+_help = "A folder, a GGUF file or a hub id (owner/name:Q4_K_M of a GGUF); without it, the bundled one."
+_model = Annotated[str | None, typer.Option("--model", "-m", metavar="PATH|HUB_ID", help=_help)]
+_EngineFlags: Any = flag_class("_EngineFlags", OPTIONS, HEADINGS, ("model", _model, None))
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(_EngineFlags):
+class EngineOptions(_EngineFlags):  # type: ignore[misc]
     """The options of an engine; the flags and defaults are `EngineConfig`'s."""
 
     HEADINGS: ClassVar = {
@@ -135,24 +124,16 @@ class LlmOptions(EngineOptions):
         return values
 
 
-if TYPE_CHECKING:
-
-    @dataclass(frozen=True, kw_only=True)
-    class _NumberOptions: ...
-else:
-    _NumberOptions = make_dataclass(
-        "_NumberOptions",
-        [
-            (name, Annotated[column.kind | None, typer.Option(help=column.help)], None)
-            for name, column in COLUMNS.items()
-        ],
-        frozen=True,
-        kw_only=True,
-    )
+_NumberOptions: Any = make_dataclass(
+    "_NumberOptions",
+    [(name, Annotated[column.kind | None, typer.Option(help=column.help)], None) for name, column in COLUMNS.items()],
+    frozen=True,
+    kw_only=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions(_NumberOptions):
+class SamplingOptions(_NumberOptions):  # type: ignore[misc]
     """`SamplingParams`' fields, those of `runtime.sampling_table` first. None: as in the model's generation config,
     else `SamplingParams`' default."""
 

@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
+from runtime.commands import later
+from runtime.progress import ON_STDERR
 from runtime.text_files import read_text_file
+
+_hub = later("models.checkpoints.hub")
+_overrides = later("models.configuration.overrides")
+_write = later("models.quantized.write")
+_report = later("runtime.commands.info_report")
+_load = later("runtime.text.load")
 
 
 def quantize(
@@ -27,25 +35,18 @@ def quantize(
     ] = "",
 ) -> None:
     """Write a model with quantised matrices, as compressed-tensors: for xserv, vLLM, SGLang and transformers."""
-    from models.checkpoints.hub import resolve_model
-    from models.configuration.overrides import as_text
-    from models.quantized.write import Calibration, quantize_folder
-    from runtime.commands.info import size
-    from runtime.progress import ON_STDERR
-    from runtime.text.load import read_tokenizer
-
-    folder, chosen = resolve_model(model), None
+    folder, chosen = _hub.resolve_model(model), None
     if calibration is not None:
         text = read_text_file(calibration)
-        chosen = Calibration(read_tokenizer(folder).encode(text)[:calibration_tokens])
+        chosen = _write.Calibration(_load.read_tokenizer(folder).encode(text)[:calibration_tokens])
     with ON_STDERR.shown(f"quantising to {format}") as show:
-        written = quantize_folder(folder, out, format, show, chosen, as_text(hf_overrides))
+        written = _write.quantize_folder(folder, out, format, show, chosen, _overrides.as_text(hf_overrides))
     kept = f", {written.num_kept} stay floats" if written.num_kept else ""
     lost = ""
     if written.gains:
         mean = sum(written.gains.values()) / len(written.gains)
         lost = f"; on the text {len(written.gains)} maps lose {mean:.0%} of what they would uncalibrated"
     print(
-        f"{out}: {written.num_quantised} matrices in {format}{kept}; {size(written.bytes_before)} became"
-        f" {size(written.bytes_after)}{lost}"
+        f"{out}: {written.num_quantised} matrices in {format}{kept}; {_report.size(written.bytes_before)} became"
+        f" {_report.size(written.bytes_after)}{lost}"
     )

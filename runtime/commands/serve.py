@@ -1,14 +1,32 @@
-"""`xserv serve`: the OpenAI-compatible server."""
+"""`xserv serve` and `xserv deploy ray`: the HTTP server here, and as a Ray Serve application."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 
-from runtime.commands.options import EngineOptions
-from runtime.commands.server_options import ServerOptions
+from runtime.commands import later
+from runtime.commands.options import EngineOptions, flag_class, headings_of, values_of
 from runtime.engine.config import DEFAULT_MAX_WAITING_TOKENS
+from server.config import HEADINGS, OPTIONS, ServerConfig
+
+_ServerFlags: Any = flag_class("_ServerFlags", OPTIONS, HEADINGS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(_ServerFlags):  # type: ignore[misc]
+    """Limits, keys and operations of the server; the meanings are `ServerConfig`'s."""
+
+    HEADINGS: ClassVar = headings_of(OPTIONS)
+
+    def config(self) -> ServerConfig:
+        """Raises `ServerConfigError`."""
+        return ServerConfig(**values_of(self, OPTIONS))
+
+
+_serve = later("server.serve")
 
 
 def serve(
@@ -47,9 +65,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model at /v1/chat/completions and /v1/completions."""
-    from server.serve import serve as run_server
-
-    run_server(
+    _serve.serve(
         host=host,
         port=port,
         served_model_name=served_model_name,
@@ -62,3 +78,39 @@ def serve(
         ray_address=ray_address,
         **engine.arguments(),
     )
+
+
+_ray_serve = later("server.ray_serve")
+
+
+def deploy(
+    target: Annotated[Literal["ray"], typer.Argument(help="Where: on a cluster with Ray Serve.", show_default=False)],
+    engine: EngineOptions,
+    server: ServerOptions,
+    ray_address: Annotated[str, typer.Option(metavar="auto|HOST:PORT", help="The cluster.")] = "auto",
+    host: Annotated[str, typer.Option(help="Address that Ray Serve's proxies listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Their port.", min=1, max=65535)] = 8000,
+    min_replicas: Annotated[int, typer.Option(help="Least replicas.", min=1)] = 1,
+    max_replicas: Annotated[int | None, typer.Option(help="Most replicas; default: as many as least.")] = None,
+    target_requests: Annotated[int, typer.Option(help="Open requests of a replica that scaling aims at.", min=1)] = 64,
+    num_cpus: Annotated[int, typer.Option(help="Processors of a replica.", min=1)] = 1,
+    down: Annotated[bool, typer.Option("--down", help="Take it down again.")] = False,
+) -> None:
+    """Serve a model by replicas on a Ray cluster, and return when they serve."""
+    assert target == "ray"
+    if down:
+        _ray_serve.remove(ray_address)
+        return
+    options = engine.arguments()
+    model = options.pop("model", None)
+    deployment = _ray_serve.Deployment(
+        model=model,
+        engine_options=options,
+        config=server.config(),
+        min_replicas=min_replicas,
+        max_replicas=max_replicas or min_replicas,
+        target_requests=target_requests,
+        num_cpus=num_cpus,
+    )
+    _ray_serve.deploy(deployment, address=ray_address, host=host, port=port)
+    print(f"Serving at http://{host}:{port}/v1", flush=True)

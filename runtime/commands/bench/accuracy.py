@@ -7,8 +7,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from runtime.commands import later
 from runtime.commands.report import ReportOptions, listing
+from runtime.errors import InvalidArgumentError
+from runtime.progress import ON_STDERR
 from runtime.text_files import read_text_file
+
+_bench_accuracy = later("runtime.bench.accuracy.bench_accuracy")
+_gsm8k = later("runtime.bench.accuracy.gsm8k")
+_serving = later("runtime.bench.load.serving")
 
 
 def accuracy(
@@ -44,27 +51,21 @@ def accuracy(
     ] = None,
 ) -> None:
     """Word problems in GSM8K's format, and perplexity, on any OpenAI server. Exit status 1: the measurement failed."""
-    from runtime.bench.accuracy.bench_accuracy import AccuracyRun, measure
-    from runtime.bench.accuracy.gsm8k import SAMPLE, SHOTS, read_problems
-    from runtime.bench.load.serving import run_bench
-    from runtime.errors import InvalidArgumentError
-    from runtime.progress import ON_STDERR
-
     text = ""
     if perplexity is not None:
         text = read_text_file(perplexity)
         if not text.strip():
             raise typer.BadParameter(f"{perplexity} has no text")
     asks = gsm8k is not None or perplexity is None
-    worked = read_problems(shots or SHOTS, num_shots) if asks and num_shots else []
+    worked = _gsm8k.read_problems(shots or _gsm8k.SHOTS, num_shots) if asks and num_shots else []
     if len(worked) < num_shots and asks:
-        raise InvalidArgumentError(f"--num-shots is {num_shots}, but {shots or SHOTS} has {len(worked)}")
-    run = AccuracyRun(
-        url=url, problems=read_problems(gsm8k or SAMPLE, limit) if asks else (), shots=worked, endpoint=endpoint,
-        max_tokens=max_tokens, text=text, context=context, scored=piece, concurrency=concurrency,
+        raise InvalidArgumentError(f"--num-shots is {num_shots}, but {shots or _gsm8k.SHOTS} has {len(worked)}")
+    run = _bench_accuracy.AccuracyRun(
+        url=url, problems=_gsm8k.read_problems(gsm8k or _gsm8k.SAMPLE, limit) if asks else (), shots=worked,
+        endpoint=endpoint, max_tokens=max_tokens, text=text, context=context, scored=piece, concurrency=concurrency,
         timeout_s=timeout_s, model=model, api_key=api_key,
     )  # fmt: skip
-    report = run_bench(measure(run, records, ON_STDERR))
+    report = _serving.run_bench(_bench_accuracy.measure(run, records, ON_STDERR))
     output.deliver(report, listing(report, _lines(report)))
 
 

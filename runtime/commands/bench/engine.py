@@ -1,15 +1,23 @@
-"""`xserv bench latency | throughput | streaming | exact | overhead | products`: an engine and its steps' costs."""
+"""`xserv bench` on an engine, its steps and kernels: latency, throughput, exact, products, profile and others."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from runtime.commands import later
 from runtime.commands.options import EngineOptions
 from runtime.commands.report import ReportOptions, listing
 from runtime.engine.config import integers
+
+_cpu_products = later("runtime.bench.cpu_products")
+_batches = later("runtime.bench.load.batches")
+_exact = later("runtime.bench.scheduling.exact")
+_overhead = later("runtime.bench.scheduling.overhead")
+_llm = later("runtime.llm")
 
 
 def latency(
@@ -22,11 +30,8 @@ def latency(
     num_iters: Annotated[int, typer.Option(help="Timed runs.")] = 10,
 ) -> None:
     """Measure the latency of one batch."""
-    from runtime.bench.load.batches import bench_latency
-    from runtime.llm import LLM
-
-    with LLM(**engine.arguments()) as llm:
-        report = bench_latency(
+    with _llm.LLM(**engine.arguments()) as llm:
+        report = _batches.bench_latency(
             llm,
             input_len=input_len,
             output_len=output_len,
@@ -47,11 +52,8 @@ def throughput(
     num_prompts: Annotated[int, typer.Option(help="How many prompts.")] = 64,
 ) -> None:
     """Measure the throughput with all requests submitted at the start."""
-    from runtime.bench.load.batches import bench_throughput
-    from runtime.llm import LLM
-
-    with LLM(**engine.arguments()) as llm:
-        report = bench_throughput(llm, input_len=input_len, output_len=output_len, num_prompts=num_prompts)
+    with _llm.LLM(**engine.arguments()) as llm:
+        report = _batches.bench_throughput(llm, input_len=input_len, output_len=output_len, num_prompts=num_prompts)
     names = (
         "elapsed_time",
         "num_requests",
@@ -73,11 +75,8 @@ def streaming(
     num_rounds: Annotated[int, typer.Option(help="Timed bursts; the median one is reported.")] = 5,
 ) -> None:
     """Measure a burst of many short requests."""
-    from runtime.bench.load.batches import bench_streaming
-    from runtime.llm import LLM
-
-    with LLM(**engine.arguments()) as llm:
-        report = bench_streaming(
+    with _llm.LLM(**engine.arguments()) as llm:
+        report = _batches.bench_streaming(
             llm,
             num_requests=num_requests,
             prompt_len=prompt_len,
@@ -103,12 +102,10 @@ def exact(
     num_rounds: Annotated[int, typer.Option(help="Timed runs of the exact and of the default mode, in turns.")] = 5,
 ) -> None:
     """Check that answers are equal to the bit under every schedule, and time that mode. Exit status 1: they differ."""
-    from runtime.bench.scheduling.exact import bench_exact, engine_maker
-
     arguments = engine.arguments()
-    make_exact = engine_maker(arguments, exact=True)
-    make_default = engine_maker(arguments, exact=False)
-    report = bench_exact(
+    make_exact = _exact.engine_maker(arguments, exact=True)
+    make_default = _exact.engine_maker(arguments, exact=False)
+    report = _exact.bench_exact(
         make_exact,
         make_default,
         num_requests=num_requests,
@@ -133,10 +130,8 @@ def overhead(
     num_steps: Annotated[int, typer.Option(help="Timed steps of each.")] = 200,
 ) -> None:
     """Measure a decode step's host overhead beside the computation."""
-    from runtime.bench.scheduling.overhead import bench_overhead
-
     sizes, lens = integers("batch_sizes", batch_sizes), integers("context_lens", context_lens)
-    report = bench_overhead(batch_sizes=sizes, context_lens=lens, num_steps=num_steps)
+    report = _overhead.bench_overhead(batch_sizes=sizes, context_lens=lens, num_steps=num_steps)
     lines = {}
     for result in report["results"]:
         what = f"{result['num_seqs']} x {result['context_len']} tokens"
@@ -156,13 +151,60 @@ def products(
     num_rounds: Annotated[int, typer.Option(help="Rounds of each, in turns.")] = 7,
 ) -> None:
     """Matrix products on the cpu by the format of their weights, compared with the read bandwidth."""
-    from runtime.bench.cpu_products import as_lines, bench_products
-
     sizes = integers("shape", shape)
     if len(sizes) != 2:
         raise typer.BadParameter(f"{shape!r} must be two numbers, N and K", param_hint="--shape")
-    report = bench_products(
+    report = _cpu_products.bench_products(
         tuple(formats.split(",")), rows=integers("rows", rows), width=sizes[0], depth=sizes[1], num_rounds=num_rounds,
         report_progress=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
-    output.deliver(report, "\n".join(as_lines(report)))
+    output.deliver(report, "\n".join(_cpu_products.as_lines(report)))
+
+
+_bars = later("runtime.bench.kernels.bars")
+_bench_kernels = later("runtime.bench.kernels.bench_kernels")
+_step_profile = later("runtime.bench.kernels.step_profile")
+_make_engine = later("runtime.engine.make_engine")
+
+
+def kernels(
+    output: ReportOptions,
+    device: Annotated[str, typer.Option(help="cuda[:N]; emulated[:ARCH] runs tiny shapes and counts.")] = "cuda",
+    parts: Annotated[
+        str, typer.Option(help="Which lines, comma-separated.")
+    ] = "gemm,linear,prefill,decode,launch,graph,upload",
+    num_runs: Annotated[int, typer.Option(help="Timed runs of each, each with a cold cache.")] = 30,
+    plot: Annotated[Path | None, typer.Option(help="Draw the roofline to this SVG.")] = None,
+) -> None:
+    """Each kernel against its goal: verified, then timed. cuBLAS takes turns with ours if installed."""
+    report = _bench_kernels.bench_kernels(
+        device,
+        parts=_bench_kernels.parts_named(parts),
+        num_runs=num_runs,
+        report_progress=lambda line: print(line, file=sys.stderr),
+    )
+    if plot is not None:
+        plot.write_text(_bars.roofline_svg(report, *_bench_kernels.roofs(report)), encoding="utf-8")
+    output.deliver(report, "\n".join(_bench_kernels.as_lines(report)))
+
+
+def profile(
+    engine: EngineOptions,
+    output: ReportOptions,
+    batch_size: Annotated[int, typer.Option(help="Sequences.")] = 8,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    num_steps: Annotated[int, typer.Option(help="Decode steps.")] = 8,
+    plot: Annotated[Path | None, typer.Option(help="Draw the shares to this SVG.")] = None,
+) -> None:
+    """Profile a step's time by kernel (events on cuda, counts when emulated, clocks on the cpu) and host part."""
+    arguments = engine.arguments() | {"overlap": "off", "decode_graphs": "off"}
+    report = _step_profile.bench_profile(
+        _make_engine.build_engine(**arguments),
+        batch=batch_size,
+        prompt_len=input_len,
+        num_steps=num_steps,
+        seed=engine.seed or 0,
+    )
+    if plot is not None:
+        plot.write_text(_bars.profile_svg(report), encoding="utf-8")
+    output.deliver(report, "\n".join(_step_profile.as_lines(report)))

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
+from runtime.commands import later
 from runtime.commands.report import ReportOptions
+
+_memory = later("runtime.bench.memory")
+_metrics = later("runtime.bench.metrics")
+_bench_peers = later("runtime.bench.peers.bench_peers")
+_report = later("runtime.bench.peers.report")
+_sides = later("runtime.bench.peers.sides")
+_workloads = later("runtime.bench.peers.workloads")
 
 CheckFlag = Annotated[bool, typer.Option("--check", help="Status 1 where a goal is missed or cannot be judged.")]
 
@@ -44,44 +52,36 @@ def peers(
 
     A peer without its Python is reported as missing. Status 1 if sides disagree.
     """
-    from runtime.bench.metrics import BenchmarkError
-    from runtime.bench.peers.bench_peers import bench_peers, failures
-    from runtime.bench.peers.report import markdown
-    from runtime.bench.peers.sides import LLAMA, PEER_ENGINES, TRANSFORMERS
-    from runtime.bench.peers.workloads import (
-        DTYPES,
-        GGUF_WORKLOADS,
-        HOST_WORK,
-        ON_REQUEST,
-        WORKLOADS,
-        gguf_groups,
-        groups_of,
-        named,
-    )
-
-    keys = (*(workload.key for workload in WORKLOADS), *HOST_WORK)
-    chosen = named("--workloads", workloads, keys, [key for key in keys if key not in ON_REQUEST])
-    chosen_dtypes = named("--dtypes", dtypes, DTYPES, DTYPES)
-    names = [engine.name for engine in PEER_ENGINES]
-    chosen_peers = named("--peers", peers, names, names)
-    given = {TRANSFORMERS.name: peer_python, LLAMA.name: llama_python}
+    keys = (*(workload.key for workload in _workloads.WORKLOADS), *_workloads.HOST_WORK)
+    chosen = _workloads.named("--workloads", workloads, keys, [key for key in keys if key not in _workloads.ON_REQUEST])
+    chosen_dtypes = _workloads.named("--dtypes", dtypes, _workloads.DTYPES, _workloads.DTYPES)
+    names = [engine.name for engine in _sides.PEER_ENGINES]
+    chosen_peers = _workloads.named("--peers", peers, names, names)
+    given = {_sides.TRANSFORMERS.name: peer_python, _sides.LLAMA.name: llama_python}
     pythons = {}
-    for engine in PEER_ENGINES:
+    for engine in _sides.PEER_ENGINES:
         if engine.name not in chosen_peers:
             continue
         try:
             pythons[engine.name] = engine.python(given[engine.name], Path(__file__).resolve().parents[2])
-        except BenchmarkError as error:
+        except _metrics.BenchmarkError as error:
             if peers is not None or given[engine.name] is not None:
                 raise
             print(f"missing: {error}", file=sys.stderr)
-    groups = groups_of([workload for workload in WORKLOADS if workload.key in chosen], chosen_dtypes)
-    host_work = [key for key in HOST_WORK if key in chosen]
+    groups = _workloads.groups_of(
+        [workload for workload in _workloads.WORKLOADS if workload.key in chosen], chosen_dtypes
+    )
+    host_work = [key for key in _workloads.HOST_WORK if key in chosen]
     if gguf:
-        groups, host_work = gguf_groups(gguf, named("--workloads", workloads, GGUF_WORKLOADS, GGUF_WORKLOADS)), []
-    report = bench_peers(pythons, groups, host_work=host_work, tokenizer=tokenizer, num_rounds=num_rounds)
-    output.deliver(report, markdown(report))
-    failed = failures(report)
+        groups, host_work = (
+            _workloads.gguf_groups(
+                gguf, _workloads.named("--workloads", workloads, _workloads.GGUF_WORKLOADS, _workloads.GGUF_WORKLOADS)
+            ),
+            [],
+        )
+    report = _bench_peers.bench_peers(pythons, groups, host_work=host_work, tokenizer=tokenizer, num_rounds=num_rounds)
+    output.deliver(report, _report.markdown(report))
+    failed = _bench_peers.failures(report)
     for line in failed if check else ():
         print(line, file=sys.stderr)
     if report["refused"] or (check and failed):
@@ -96,10 +96,11 @@ def memory(
     check: CheckFlag = False,
 ) -> None:
     """Measure the peak memory of serving GPT-2 124M's shape over all processes, against weights + KV cache + 400 MB."""
-    from runtime.bench.memory import bench_memory
-    from runtime.bench.peers.workloads import DTYPES, named
-
-    report = bench_memory(named("--dtypes", dtypes, DTYPES, DTYPES), num_prompts=num_prompts, is_cold=cold)
+    report = _memory.bench_memory(
+        _workloads.named("--dtypes", dtypes, _workloads.DTYPES, _workloads.DTYPES),
+        num_prompts=num_prompts,
+        is_cold=cold,
+    )
     lines = [
         "| weights | MB of weights | KV cache | peak | beside both | of it by process | limit | |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

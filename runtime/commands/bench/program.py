@@ -8,8 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from runtime.commands.bench.accuracy import accuracy
-from runtime.commands.bench.engine import exact, latency, overhead, products, streaming, throughput
-from runtime.commands.bench.kernels import kernels, profile
+from runtime.commands.bench.engine import exact, kernels, latency, overhead, products, profile, streaming, throughput
 from runtime.commands.bench.peers import memory, peers
 from runtime.commands.bench.scheduling import schedule, simulation, speculation, stalls
 from runtime.commands.bench.serve import serve

@@ -9,9 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
+from runtime.commands import later
 from runtime.commands.options import EngineOptions, numbers
 from runtime.commands.report import ReportOptions, listing
 from runtime.engine.config import integers
+
+_traces = later("runtime.bench.load.traces")
+_engines = later("runtime.bench.scheduling.engines")
+_prediction = later("runtime.bench.scheduling.prediction")
+_schedule = later("runtime.bench.scheduling.schedule")
+_speculation = later("runtime.bench.scheduling.speculation")
+_stalls = later("runtime.bench.scheduling.stalls")
+_make_engine = later("runtime.engine.make_engine")
 
 TraceFile = Annotated[
     Path | None, typer.Option("--replay", help="A recorded trace: .csv (Azure) or .jsonl (Mooncake).")
@@ -39,14 +48,12 @@ def schedule(
     ] = None,
 ) -> None:
     """One trace under each way of batching: TTFT, TPOT, worst stall, throughput."""
-    from runtime.bench.load.traces import beside_decodes, read_trace
-    from runtime.bench.scheduling.schedule import bench_schedule, styles_named, svg
-    from runtime.engine.make_engine import build_engine
-
     if replay is not None:
-        requests = read_trace(replay).head(num_requests).scaled(rate=rate, length=length, max_len=engine.max_model_len)
+        requests = (
+            _traces.read_trace(replay).head(num_requests).scaled(rate=rate, length=length, max_len=engine.max_model_len)
+        )
     else:
-        requests = beside_decodes(
+        requests = _traces.beside_decodes(
             num_decodes=num_decodes,
             decode_len=decode_len,
             context_len=16,
@@ -56,11 +63,11 @@ def schedule(
             gap_s=gap_s,
         )
     longest_prompt = max(request.input_len for request in requests.requests)
-    built = build_engine(**engine.arguments())
-    chosen = styles_named(styles, budget=built.limits.max_num_batched_tokens, longest_prompt=longest_prompt)
-    report, timelines = bench_schedule(built, requests, chosen, num_rounds=num_rounds, seed=engine.seed or 0)
+    built = _make_engine.build_engine(**engine.arguments())
+    chosen = _schedule.styles_named(styles, budget=built.limits.max_num_batched_tokens, longest_prompt=longest_prompt)
+    report, timelines = _schedule.bench_schedule(built, requests, chosen, num_rounds=num_rounds, seed=engine.seed or 0)
     if plot is not None:
-        plot.write_text(svg(report), encoding="utf-8")
+        plot.write_text(_schedule.svg(report), encoding="utf-8")
     if trace is not None:
         for name, events in timelines.items():
             path = trace if len(timelines) == 1 else trace.with_name(f"{trace.stem}.{name}{trace.suffix}")
@@ -91,14 +98,10 @@ def stalls(
 
     Without --model, on Qwen3-0.6B's shapes.
     """
-    from runtime.bench.scheduling.engines import model_arguments
-    from runtime.bench.scheduling.stalls import bench_stalls
-    from runtime.engine.make_engine import build_engine
-
-    with model_arguments(engine.arguments()) as arguments:
+    with _engines.model_arguments(engine.arguments()) as arguments:
         arguments.setdefault("max_model_len", prompt_len + 1024)
-        report = bench_stalls(
-            build_engine(**arguments),
+        report = _stalls.bench_stalls(
+            _make_engine.build_engine(**arguments),
             budget=budget,
             tpot_ratio=tpot_ratio,
             num_decodes=num_decodes,
@@ -132,20 +135,16 @@ def simulation(
     most_error: Annotated[float, typer.Option(help="Exit status 1 when a median error is larger.")] = 0.15,
 ) -> None:
     """The simulator against the engine: predicted and measured TTFT and throughput of the same trace."""
-    from runtime.bench.load.traces import read_trace
-    from runtime.bench.scheduling.prediction import bench_simulation, poisson_trace
-    from runtime.engine.make_engine import build_engine
-
-    built = build_engine(**engine.arguments())
+    built = _make_engine.build_engine(**engine.arguments())
     max_len = built.limits.max_model_len
     count = num_requests * (num_pairs + 1)
     if replay is not None:
-        requests = read_trace(replay).head(count).scaled(length=length, max_len=max_len)
+        requests = _traces.read_trace(replay).head(count).scaled(length=length, max_len=max_len)
     else:
-        requests = poisson_trace(
+        requests = _prediction.poisson_trace(
             count, prompt_len=prompt_len, output_len=output_len, max_len=max_len, seed=engine.seed or 0
         )
-    report = bench_simulation(
+    report = _prediction.bench_simulation(
         built, requests, rate=rate, num_requests=num_requests, num_pairs=num_pairs, seed=engine.seed or 0
     )
     lines: dict[str, Any] = {"requests a run": num_requests, "arrivals, times as dense": report["rate"]}
@@ -176,14 +175,10 @@ def speculation(
     ] = "1,3,7",
 ) -> None:
     """Measure speculation by scripted acceptance rates; without --model, on Qwen3-0.6B's shapes."""
-    from runtime.bench.scheduling.engines import model_arguments
-    from runtime.bench.scheduling.speculation import bench_speculation
-    from runtime.engine.make_engine import build_engine
-
-    with model_arguments(engine.arguments()) as arguments:
+    with _engines.model_arguments(engine.arguments()) as arguments:
         arguments.setdefault("max_model_len", output_len + 64)
-        report = bench_speculation(
-            build_engine(**arguments),
+        report = _speculation.bench_speculation(
+            _make_engine.build_engine(**arguments),
             batches=integers("batches", batches),
             rates=numbers("rates", rates),
             output_len=output_len,

@@ -11,8 +11,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from runtime.commands import later
 from runtime.commands.options import EngineOptions
 from runtime.commands.report import ReportOptions, listing
+from runtime.own_packages import python_module
+
+_samples = later("runtime.bench.load.samples")
+_serving = later("runtime.bench.load.serving")
+_child_process = later("runtime.bench.peers.child_process")
 
 
 def serve(
@@ -77,16 +83,11 @@ def serve(
     With --base-url, --model is the model's name in requests (default: the first that the server lists). Without it our
     own server is started with the engine's flags, in a process of its own; the report then has that process's costs.
     """
-    from runtime.bench.load.samples import WORDS, as_text, file_samples, random_samples, trace_samples
-    from runtime.bench.load.serving import Load, bench_serve, run_bench
-    from runtime.bench.peers.child_process import ChildProcess
-    from runtime.own_packages import python_module
-
     percentiles = _percentiles(metric_percentiles)
     targets = _targets(goodput or [])
     if prompts is not None and trace is not None:
         raise typer.BadParameter("--prompts and --trace: one of them")
-    load = Load(
+    load = _serving.Load(
         endpoint=endpoint,
         request_rate=request_rate,
         burstiness=burstiness,
@@ -101,19 +102,19 @@ def serve(
         vocab_size, model, own, used_s = random_vocab_size, engine.model, None, [0.0]
         if base_url is None:
             command = [sys.executable, "-P", *python_module("runtime.bench.load.own_server")]
-            server = stack.enter_context(ChildProcess(command, "our server"))
+            server = stack.enter_context(_child_process.ChildProcess(command, "our server"))
             own = server.ask("start", **engine.arguments())
             base_url, vocab_size, model = f"http://127.0.0.1:{own['port']}", own["vocab_size"], own["model"]
             trace_max_len = trace_max_len or own["max_model_len"]
             print(f"our own server, in its own process, at {base_url}", file=sys.stderr)
         if endpoint == "chat":
-            vocab_size = len(WORDS)
+            vocab_size = len(_samples.WORDS)
         if trace is not None:
             dataset: dict[str, Any] = {"rate": trace_rate, "length": trace_length, "max_len": trace_max_len}
-            samples = trace_samples(trace, count, **dataset, vocab_size=vocab_size, seed=load.seed)
+            samples = _samples.trace_samples(trace, count, **dataset, vocab_size=vocab_size, seed=load.seed)
             dataset = {"name": trace.stem, **dataset}
         elif prompts is not None:
-            samples = file_samples(prompts, count, output_len)
+            samples = _samples.file_samples(prompts, count, output_len)
             dataset = {"name": prompts.stem}
         else:
             dataset = {
@@ -123,16 +124,16 @@ def serve(
                 "prefix_len": prefix_len,
                 "num_prefixes": num_prefixes,
             }
-            samples = random_samples(count, **dataset, vocab_size=vocab_size, seed=load.seed)
+            samples = _samples.random_samples(count, **dataset, vocab_size=vocab_size, seed=load.seed)
             dataset = {"name": "random", **dataset}
         if endpoint == "chat" and prompts is None:
-            samples = as_text(samples)
+            samples = _samples.as_text(samples)
 
         async def between() -> None:
             if own is not None:
                 used_s[0] = server.ask("cpu")["cpu_s"]
 
-        measure = bench_serve(
+        measure = _serving.bench_serve(
             base_url,
             load,
             samples[:num_prompts],
@@ -145,7 +146,7 @@ def serve(
             save_detailed=save_detailed,
             between=between,
         )
-        report = {"dataset": dataset, **run_bench(measure)}
+        report = {"dataset": dataset, **_serving.run_bench(measure)}
         if own is not None:
             cpu_s = server.ask("cpu")["cpu_s"] - used_s[0]
             report["server_cpu_us_per_event"] = cpu_s / report["total_events"] * 1e6

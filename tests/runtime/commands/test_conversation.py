@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.commands.conversation import Conversation, Message
+from runtime.commands.chat_session import Conversation, Message
 from runtime.errors import InvalidArgumentError
 
 

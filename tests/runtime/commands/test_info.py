@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from runtime.commands.info import as_text, memory
+from runtime.commands.info_report import as_text, memory
 from runtime.engine.messages import CacheGroupInfo, EngineInfo
 
 LAYER = 16 * 1024  # bytes of a page of one layer

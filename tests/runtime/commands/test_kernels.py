@@ -14,8 +14,8 @@ from cuda.bindings import driver as bindings
 from typer.testing import CliRunner
 
 from runtime.cli import app
-from runtime.commands.info import devices
-from runtime.device import driver as driver_module
+from runtime.commands import info_report
+from runtime.commands.info_report import devices
 from runtime.device.driver import Driver
 from runtime.device.errors import NoDriverError
 from runtime.device.kernel_cache import KernelCache
@@ -108,7 +108,7 @@ def test_wrong_arguments(folder: Path, arguments: list[str], words: str) -> None
 
 def test_info_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(FakeDriver(num_devices=2, total_bytes=80 << 30), bindings)
-    monkeypatch.setattr(driver_module, "open_driver", lambda arch: driver)
+    monkeypatch.setattr(info_report, "open_driver", lambda arch: driver)
     found = {entry["device"]: entry for entry in devices("cpu")}
     assert list(found) == ["cpu", "cuda:0", "cuda:1"]
     assert found["cuda:1"]["properties"]["num_sms"] == 4
@@ -120,7 +120,7 @@ def test_info_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(arch: str | None) -> Driver:
         raise NoDriverError("no CUDA driver: install one")
 
-    monkeypatch.setattr(driver_module, "open_driver", refuse)
+    monkeypatch.setattr(info_report, "open_driver", refuse)
     entry = devices("cpu")[1]
     assert (entry["device"], entry["is_usable"]) == ("cuda:0", False)
     assert "install one" in entry["description"]

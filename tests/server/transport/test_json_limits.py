@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from runtime.commands.server_options import ServerOptions
+from runtime.commands.serve import ServerOptions
 from runtime.engine.errors import QueueFullError
 from runtime.engine.messages import EngineRequest
 from runtime.engine.queue_limit import check_room

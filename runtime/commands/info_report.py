@@ -1,39 +1,32 @@
-"""`xserv info`: devices, the model, and its memory."""
+"""The report of `xserv info`."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
+import msgspec
 
-from runtime.commands.options import EngineOptions
+from models.checkpoints.model_files import open_model
+from models.registry import declare_model
+from runtime.bench.environment import processor_name, usable_cores
+from runtime.device.device import Device
+from runtime.device.driver import open_driver
+from runtime.device.properties import DeviceProperties, query
+from runtime.engine.config import EngineConfig
+from runtime.engine.limits import available_memory_bytes
+from runtime.engine.make_engine import describe_engine, load_settings
+from runtime.engine.messages import EngineInfo
+from runtime.errors import DeviceError
+from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence, kind_of_window
 
-if TYPE_CHECKING:
-    from runtime.device.properties import DeviceProperties
-    from runtime.engine.messages import EngineInfo
 
-
-def info(
-    engine: EngineOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-) -> None:
-    """Show the devices, the model, and the memory table: weights, KV blocks, and tokens that fit.
-
-    The numbers are those of `serve` with the given flags; only headers of the model's files are read.
-    """
-    import msgspec
-
-    from models.checkpoints.model_files import open_model
-    from models.registry import declare_model
-    from runtime.engine.config import EngineConfig
-    from runtime.engine.make_engine import describe_engine, load_settings
-
-    settings = engine.arguments()
+def show(settings: dict[str, Any], *, load_format: Any, as_json: bool) -> None:
+    """Prints the report on the engine with these options."""
     model = settings.pop("model", None)
     facts = describe_engine(model, config := EngineConfig(**settings))
-    declared = declare_model(facts.model_path, load_format=engine.load_format, **load_settings(config))
+    declared = declare_model(facts.model_path, load_format=load_format, **load_settings(config))
     report: dict[str, Any] = {
         "devices": devices(facts.device),
         "model": {
@@ -51,7 +44,7 @@ def info(
         "memory": memory(facts),
         "ranks": [msgspec.structs.asdict(rank) for rank in facts.ranks],
     }
-    if engine.load_format != "dummy":
+    if load_format != "dummy":
         report["stored_bytes"] = open_model(facts.model_path, config.hf_overrides).checkpoint().bytes_by_format()
     print(json.dumps(report) if as_json else as_text(report))
 
@@ -60,8 +53,6 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
     """Bytes of weights and KV cache, and of a sequence: by kind of layers, and for ``max_model_len`` tokens in all.
     During prefill, layers with a window also hold a step's tokens; without windows a sequence would take
     ``full_bytes``."""
-    from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence, kind_of_window
-
     size, length, block_bytes = facts.block_size, facts.max_model_len, facts.kv_cache_bytes // facts.num_blocks
     windows = tuple(group.window for group in facts.cache_groups)
     of_groups = tuple(map(kind_of_window, windows))
@@ -104,13 +95,6 @@ def devices(chosen: str) -> list[dict[str, Any]]:
 
     An emulated device has the emulated product's properties, and is shown if chosen.
     """
-    from runtime.bench.environment import processor_name, usable_cores
-    from runtime.device.device import Device
-    from runtime.device.driver import open_driver
-    from runtime.device.properties import query
-    from runtime.engine.limits import available_memory_bytes
-    from runtime.errors import DeviceError
-
     found: list[dict[str, Any]] = [
         {
             "device": "cpu",

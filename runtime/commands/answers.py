@@ -1,0 +1,53 @@
+"""Sampling parameters and completions of the commands that generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from models.configuration.generation_config import load_generation_config
+from runtime.engine.sampling_params import SamplingParams
+from runtime.llm import LLM, Logprob, RequestOutput
+
+
+def sampling_params(llm: LLM, given: dict[str, Any], max_tokens: int | None) -> SamplingParams:
+    """`given` over the model's generation config; `max_tokens` if neither has a limit.
+
+    Raises `RequestError` naming the field that is wrong.
+    """
+    config = load_generation_config(llm.client.info.model_path)
+    length = max_tokens if config.max_new_tokens is None else config.max_new_tokens
+    return msgspec.structs.replace(llm.default_sampling_params(), **{"max_tokens": length, **given})
+
+
+def completions(output: RequestOutput) -> list[dict[str, Any]]:
+    """One plain object for each completion of a request."""
+    found = []
+    for completion in output.outputs:
+        item: dict[str, Any] = {
+            "index": completion.index,
+            "prompt": output.prompt,
+            "prompt_token_ids": list(output.prompt_token_ids),
+            "text": completion.text,
+            "token_ids": list(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if completion.logprobs is not None:
+            item["cumulative_logprob"] = completion.cumulative_logprob
+            item["logprobs"] = [
+                _logprobs(token_id, entry)
+                for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+            ]
+        found.append(item)
+    return found
+
+
+def _logprobs(token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:
+    def plain(token: int) -> dict[str, Any]:
+        found = entry[token]
+        return {"token_id": token, "token": found.decoded_token, "logprob": found.logprob, "rank": found.rank}
+
+    top = [plain(token) for token in sorted(entry, key=lambda token: entry[token].rank)]
+    return {**plain(token_id), "top_logprobs": top}
