@@ -40,11 +40,10 @@ from server.ollama_api.embed import create_embed as create_ollama_embed
 from server.ollama_api.embed import create_embeddings as create_ollama_embeddings
 from server.ollama_api.endpoints import chat, generate
 from server.ollama_api.models import get_api_version, list_loaded, list_tags, show
-from server.openai_api.chat import create_chat_completion
+from server.openai_api.chat_answer import create_chat_completion
 from server.openai_api.completions import create_completion
 from server.openai_api.embeddings import create_embeddings
-from server.openai_api.models import get_model, get_version, list_models
-from server.openai_api.tokenization import detokenize, tokenize
+from server.openai_api.models import detokenize, get_model, get_version, list_models, tokenize
 from server.requests.cancellation import cancel_request
 from server.responses_api.endpoints import (
     cancel_response,
@@ -56,13 +55,18 @@ from server.responses_api.endpoints import (
 from server.service import AppState, Service
 from server.static_page import get_about, get_page
 from server.transport.auth import ApiKeys, Authentication
-from server.transport.cors import Cors
 from server.transport.drain import Lifecycle
 from server.transport.exchange import Exchange
 from server.transport.gate import Gate, Observer, Refusals
-from server.transport.origins import OriginRules
-from server.vllm_api.engines import list_engines, restart_engines
-from server.vllm_api.operating import get_load, get_server_info, get_tokenizer_info, reset_prefix_cache
+from server.transport.origins import Cors, OriginRules
+from server.vllm_api.operating import (
+    get_load,
+    get_server_info,
+    get_tokenizer_info,
+    list_engines,
+    reset_prefix_cache,
+    restart_engines,
+)
 from server.vllm_api.scoring import create_pooling, create_ranking, create_scores
 from tokenizer import Tokenizer
 

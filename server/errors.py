@@ -27,7 +27,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -36,8 +36,29 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
-from server.dialect import Dialect, dialect_of
 from server.transport.exchange import KEY
+
+Dialect = Literal["openai", "anthropic", "ollama"]
+
+ANTHROPIC_VERSION = b"anthropic-version"
+"""The header that Anthropic's clients send with every request."""
+
+
+def dialect_of(scope: Scope) -> Dialect:
+    """`/v1/models` is Anthropic's with its header, `/v1/messages` always."""
+    path: str = scope["path"]
+    if path.startswith("/api/"):
+        return "ollama"
+    if _is_below(path, "/v1/messages"):
+        return "anthropic"
+    if _is_below(path, "/v1/models") and any(name == ANTHROPIC_VERSION for name, _ in scope["headers"]):
+        return "anthropic"
+    return "openai"
+
+
+def _is_below(path: str, route: str) -> bool:
+    return path == route or path.startswith(f"{route}/")
+
 
 ANTHROPIC_TYPES = {
     401: "authentication_error",

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from starlette.datastructures import State
@@ -46,13 +46,10 @@ from server.requests.cancellation import RunningGenerations
 from server.requests.generation import Generation, GenerationError
 from server.requests.structured import RequestSchemas
 from server.responses_api.store import Key as ResponseKey
-from server.responses_api.store import ResponseStore
+from server.responses_api.store import ResponseStore, Running
 from server.transport.drain import Lifecycle
 from server.transport.exchange import Exchange
 from tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from server.responses_api.endpoints import RunningResponse
 
 T = TypeVar("T")
 
@@ -118,7 +115,7 @@ class Service:
     metrics: Metrics
     running: RunningGenerations
     responses: ResponseStore
-    running_responses: dict[ResponseKey, RunningResponse]
+    running_responses: dict[ResponseKey, Running]
     renderer: Renderer
     bridge: LoopBridge
     executor: ThreadPoolExecutor

@@ -79,7 +79,6 @@ FOR_TYPES = {
     ("runtime.engine.grammar.matcher", "runtime.engine.scheduling.sequence"),
     ("runtime.engine.scheduling.batching", "runtime.engine.scheduling.scheduler"),
     ("runtime.engine.scheduling.invariants", "runtime.engine.scheduling.scheduler"),
-    ("server.service", "server.responses_api.endpoints"),
 }
 """The named exceptions from the rule that types make no circles either."""
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from runtime.version import release
-from server.anthropic_api import description as messages_description
+from server.anthropic_api.schema import MESSAGE_PARTS, complete_messages
 from server.description.operations import ERRORS, OPERATIONS, Json, Operation, Readiness
 from server.description.request_schemas import IMAGES_OF_CHATS, IMAGES_OF_RESPONSES, NULL, complete, content_schema
 from server.ollama_api import description as ollama_description
@@ -33,7 +33,7 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
     answers += [operation.anthropic_answer for operation in OPERATIONS if operation.anthropic_answer is not None]
     streams = [operation.stream for operation in OPERATIONS if operation.stream is not None]
     items = (InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
-    parts = (Tool, *items, *messages_description.PARTS, *ollama_description.PARTS)
+    parts = (Tool, *items, *MESSAGE_PARTS, *ollama_description.PARTS)
     ordered = [*sorted(types, key=lambda each: each.__name__), *answers, *streams, *ERRORS.values(), *parts]
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     named = dict(zip(map(repr, ordered), references, strict=True))
@@ -57,7 +57,7 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
                 images = IMAGES_OF_RESPONSES if has_images else ()
                 content = content_schema("input_text", "output_text", images=images)
                 components[item.__name__]["properties"][name] = content
-    messages_description.complete(components, reads_images=reads_images)
+    complete_messages(components, reads_images=reads_images)
     ollama_description.complete(components, model_names, reads_images=reads_images)
     paths: Json = {}
     for operation in OPERATIONS:

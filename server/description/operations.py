@@ -17,7 +17,7 @@ from server.anthropic_api.objects import (
 )
 from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
 from server.code_colours import Rendered, RenderRequest
-from server.dialect import Dialect, dialect_of
+from server.errors import Dialect, dialect_of
 from server.observing.live import LiveMessage
 from server.ollama_api.objects import (
     ChatLine,

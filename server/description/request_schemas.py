@@ -15,8 +15,7 @@ from server.openai_api.schema import (
     DetokenizeRequest,
     EmbeddingRequest,
 )
-from server.pictures.kept import MAX_UUID_LENGTH
-from server.pictures.reader import DETAILS
+from server.pictures.reader import DETAILS, MAX_UUID_LENGTH
 from server.responses_api.schema import (
     ResponsesRequest,
 )

@@ -1,18 +1,20 @@
-"""`POST /api/chat` and `/api/generate`: Ollama's chat API. Streams are lines of JSON."""
+"""`POST /api/chat` and `/api/generate`: Ollama's chat API. Each delta of a stream is a line of JSON, and the last line
+has the usage. Ollama's tool calls are whole: a call waits until the next one, or the answer's end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from runtime.text.pipeline import TextDelta
 from server.errors import ApiError, renamed
-from server.ollama_api.answer import Line, OllamaAnswer
-from server.ollama_api.objects import AnsweredMessage, ChatLine, GenerateLine
+from server.ollama_api.objects import AnsweredFunction, AnsweredMessage, AnsweredToolCall, ChatLine, GenerateLine
 from server.ollama_api.request import (
     NAMES_OF_PROMPT,
     RENAMED,
@@ -23,59 +25,131 @@ from server.ollama_api.request import (
     names_of_prompt,
 )
 from server.ollama_api.schema import OllamaChatRequest, OllamaGenerateRequest
-from server.openai_api.chat import chat_grammar, prepare_chat
-from server.openai_api.completions import prepare_completion
+from server.openai_api.answers import ChatTokenLogprob
+from server.openai_api.chat import Chat, chat_grammar, prepare_chat
+from server.openai_api.completions import PreparedCompletion, prepare_completion
+from server.openai_api.logprobs import chat_logprobs
 from server.openai_api.schema import ChatCompletionRequest
-from server.requests.collect import take_whole
-from server.requests.generation import GenerationError
+from server.requests.answering import Answer, answer
+from server.requests.generation import GenerationError, Piece
 from server.requests.sampling import chat_params
 from server.requests.structured import RequestSchemas
-from server.requests.tool_choice import callable_tools
+from server.requests.tool_choice import callable_tools, tool_input
 from server.service import Service, new_id
-from server.transport.body import Body, decode_body, read_body
-from server.transport.exchange import Exchange
-from server.transport.json_answer import JsonAnswer
+from server.transport.body import Body, decode_body
 from server.transport.sse import StreamedResponse
+
+Line = ChatLine | GenerateLine
 
 _encode = msgspec.json.Encoder().encode
 
-Prepare = Callable[[Service, str | None, Body, float], OllamaAnswer | Line]
+
+@dataclass(slots=True)
+class _OpenCall:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
 
 
 class LinesResponse(StreamedResponse):
     media_type = "application/x-ndjson"
 
 
+@dataclass(slots=True, kw_only=True)
+class OllamaAnswer(Answer):
+    """The lines of a stream, or their sum.
+
+    model    as in the request
+    is_chat  lines have a message, else a response
+    """
+
+    stream_type = LinesResponse
+    model: str
+    is_chat: bool
+    _call: _OpenCall | None = None
+    _num_calls: int = 0
+    _is_cut: bool = False
+    _texts: list[str] = field(default_factory=list)
+    _thoughts: list[str] = field(default_factory=list)
+    _calls: list[AnsweredToolCall] = field(default_factory=list)
+    _logprobs: list[ChatTokenLogprob] = field(default_factory=list)
+
+    def push(self, piece: Piece) -> bytes:
+        return b"".join(_encode(line) + b"\n" for line in self._lines(piece.delta))
+
+    def take(self, piece: Piece) -> None:
+        self._lines(piece.delta)
+
+    def closing(self) -> bytes:
+        return _encode(self._end(self._line("", "", [], []))) + b"\n"
+
+    async def whole(self) -> Line:
+        return self._end(self._line("".join(self._texts), "".join(self._thoughts), self._calls, self._logprobs))
+
+    def failed_stream(self, error: GenerationError) -> bytes:
+        return _encode(self.failed(error).body("ollama")) + b"\n"
+
+    def _lines(self, delta: TextDelta) -> list[Line]:
+        """Adds a delta; returns its lines."""
+        calls: list[AnsweredToolCall] = []
+        for piece in delta.tool_calls:
+            if piece.id is not None:
+                calls += self._close_call()
+                self._call = _OpenCall(piece.id, piece.name or "")
+            if self._call is not None:
+                self._call.arguments.append(piece.arguments)
+        if delta.finish_reason is not None:
+            self._is_cut = delta.finish_reason == "length"
+            calls += self._close_call()
+        logprobs = chat_logprobs(delta, self.service.tokenizer)
+        self._texts.append(delta.text)
+        self._thoughts.append(delta.reasoning)
+        self._calls += calls
+        self._logprobs += logprobs
+        if not (delta.text or delta.reasoning or calls or logprobs):
+            return []
+        return [self._line(delta.text, delta.reasoning, calls, logprobs)]
+
+    def _close_call(self) -> list[AnsweredToolCall]:
+        call, self._call = self._call, None
+        if call is None:
+            return []
+        function = AnsweredFunction(self._num_calls, call.name, tool_input("".join(call.arguments)))
+        self._num_calls += 1
+        return [AnsweredToolCall(call.id, function)]
+
+    def _line(self, text: str, thinking: str, calls: list[AnsweredToolCall], logprobs: list[ChatTokenLogprob]) -> Line:
+        shown = logprobs or UNSET
+        if self.is_chat:
+            message = AnsweredMessage(text, thinking=thinking or UNSET, tool_calls=calls or UNSET)
+            return ChatLine(model=self.model, message=message, done=False, logprobs=shown)
+        return GenerateLine(model=self.model, response=text, thinking=thinking or UNSET, done=False, logprobs=shown)
+
+    def _end(self, line: Line) -> Line:
+        now, meter, generation = time.monotonic(), self.generation.meter, self.generation
+        begun = generation.arrival_time_s
+        first = now if meter is None or meter.first_token_s is None else meter.first_token_s
+        line.done = True
+        line.done_reason = "length" if self._is_cut else "stop"
+        line.total_duration = _nanoseconds(now - begun)
+        line.load_duration = 0
+        line.prompt_eval_count = generation.num_prompt_tokens
+        line.prompt_eval_duration = _nanoseconds(first - begun)
+        line.eval_count = generation.num_completion_tokens
+        line.eval_duration = _nanoseconds(now - first)
+        return line
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
 async def chat(request: Request) -> Response:
-    return await _answer(request, _prepare_chat, RENAMED)
+    return await answer(request, _prepare_chat)
 
 
 async def generate(request: Request) -> Response:
-    return await _answer(request, _prepare_generate, NAMES_OF_PROMPT)
-
-
-async def _answer(request: Request, prepare: Prepare, names: Mapping[str, str]) -> Response:
-    """Checks and admits the request, then answers at once with a stream, or in full at the end."""
-    service: Service = request.app.state.service
-    arrival_time_s = time.monotonic()
-    body = await read_body(request, service.config)
-    work = partial(prepare, service, Exchange.of(request).tenant, body, arrival_time_s)
-    answer = await service.prepare_conversation(body, work)
-    if not isinstance(answer, OllamaAnswer):
-        return JsonAnswer(answer)
-    generation = answer.generation
-    renamed_fields = {"prompt": names.get("messages", "messages"), "logprobs": "top_logprobs", **names}
-    renamed_fields["grammar"] = names.get(answer.schemas.field or "", "format")
-    await service.check_grammar(request, generation, answer.schemas, names)
-    service.admit(request, generation, renamed_fields)
-    headers = {"X-Request-Id": generation.request_id}
-    if answer.is_streamed:
-        return LinesResponse(_lines(service, answer), generation, headers)
-    try:
-        await take_whole(request, generation, lambda piece: answer.push(piece.delta))
-    except GenerationError as error:
-        raise service.failure(generation.request_id, error) from None
-    return JsonAnswer(answer.whole(), headers)
+    return await answer(request, _prepare_generate)
 
 
 def _prepare_chat(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> OllamaAnswer | Line:
@@ -89,14 +163,7 @@ def _prepare_chat(service: Service, tenant: str | None, body: Body, arrival_time
         body.ignored += prepared.left_out
     except ApiError as error:
         raise renamed(error, {**RENAMED, **names_of_images(asked)}) from None
-    return OllamaAnswer(
-        model=asked.model,
-        is_chat=True,
-        is_streamed=asked.stream is not False,
-        generation=prepared.generation,
-        tokenizer=service.tokenizer,
-        schemas=prepared.schemas,
-    )
+    return _running(service, asked, prepared, RENAMED, is_chat=True)
 
 
 def _prepare_generate(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> OllamaAnswer | Line:
@@ -106,26 +173,36 @@ def _prepare_generate(service: Service, tenant: str | None, body: Body, arrival_
         return GenerateLine(model=asked.model, response="", done=True, done_reason="load")
     request_id = new_id("gen")
     tokenizer = service.tokenizer
+    prepared: Chat | PreparedCompletion
     is_plain = tokenizer is not None and not tokenizer.has_chat_template and not asked.system
     try:
         if asked.raw or is_plain:  # without a template, the prompt is the whole input
-            completion = prepare_completion(
-                service, completion_of_prompt(service, asked, body.ignored), request_id, arrival_time_s
-            )
-            generation, schemas = completion.generation, completion.schemas
+            raw = completion_of_prompt(service, asked, body.ignored)
+            prepared = prepare_completion(service, raw, request_id, arrival_time_s)
         else:
             prompt = chat_of_prompt(service, asked, body.ignored)
             prepared = prepare_chat(service, tenant, prompt, request_id, arrival_time_s)
-            generation, schemas = prepared.generation, prepared.schemas
     except ApiError as error:
         raise renamed(error, names_of_prompt(asked)) from None
+    return _running(service, asked, prepared, NAMES_OF_PROMPT, is_chat=False)
+
+
+def _running(
+    service: Service,
+    asked: OllamaChatRequest | OllamaGenerateRequest,
+    prepared: Chat | PreparedCompletion,
+    names: Mapping[str, str],
+    *,
+    is_chat: bool,
+) -> OllamaAnswer:
     return OllamaAnswer(
-        model=asked.model,
-        is_chat=False,
+        service=service,
+        generation=prepared.generation,
+        schemas=prepared.schemas,
+        names=names,
         is_streamed=asked.stream is not False,
-        generation=generation,
-        tokenizer=service.tokenizer,
-        schemas=schemas,
+        model=asked.model,
+        is_chat=is_chat,
     )
 
 
@@ -138,17 +215,3 @@ def _check(service: Service, asked: ChatCompletionRequest, names: Mapping[str, s
         chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     except ApiError as error:
         raise renamed(error, names) from None
-
-
-async def _lines(service: Service, answer: OllamaAnswer) -> AsyncGenerator[bytes, None]:
-    generation = answer.generation
-    try:
-        async for pieces in generation:
-            lines = [_encode(line) + b"\n" for piece in pieces for line in answer.push(piece.delta)]
-            if lines:
-                yield b"".join(lines)
-    except GenerationError as error:
-        yield _encode(service.failure(generation.request_id, error).body("ollama")) + b"\n"
-        return
-    if not generation.has_left:
-        yield _encode(answer.finish()) + b"\n"

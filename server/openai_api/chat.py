@@ -1,17 +1,12 @@
-"""`POST /v1/chat/completions`."""
+"""Prepares a chat's request, of any API: its grammar, prompt and generation, with every check."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
 
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
@@ -24,92 +19,63 @@ from runtime.text.reasoning import reasoning_start
 from runtime.text.reasoning_grammar import after_reasoning, or_calls
 from runtime.text.tools.notation import ToolReading
 from server.errors import invalid
-from server.openai_api.admitted_chat import Chat
-from server.openai_api.answers import (
-    ChatChoice,
-    ChatCompletion,
-    ChatFinishReason,
-    ChatFunction,
-    ChatMessage,
-    ChatTokenLogprob,
-    ChatToolCall,
-)
-from server.openai_api.chat_chunks import ChatChunks
-from server.openai_api.logprobs import prompt_logprobs
+from server.openai_api.answers import ChatFinishReason, ChatLogprobs, ChatTokenLogprob, Usage
+from server.openai_api.logprobs import chat_logprobs
 from server.openai_api.schema import AllowedToolsChoice, ChatCompletionRequest
-from server.requests.collect import take_whole
-from server.requests.generation import Generation, GenerationError, Scheduling
+from server.requests.generation import Generation, Scheduling
 from server.requests.prompt import conversation_prompt
 from server.requests.sampling import chat_params, stream_flags
 from server.requests.structured import RequestSchemas, answer_grammar, contradiction, refused
-from server.requests.thinking import settle_thinking
 from server.requests.tool_choice import callable_tools, forced_calls, forces_call, free_calls_text
-from server.service import Service, new_id
-from server.transport.body import Body, decode_body, read_body
-from server.transport.exchange import Exchange
-from server.transport.json_answer import EncodedList, JsonAnswer
-from server.transport.sse import DONE, EventStreamResponse, frame
+from server.service import Service
 from tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class _Answer:
-    """A choice of an answer that is not streamed, as it grows."""
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A request that has passed every check, and its generation.
 
-    texts: list[str]
-    reasoning: list[str] = field(default_factory=list)
-    tool_calls: list[ChatToolCall] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: EncodedList[ChatTokenLogprob] = field(default_factory=EncodedList)
-    finish_reason: ChatFinishReason = "stop"
-    stop_reason: int | str | None = None
+    schemas   of its grammar, and the request's field that defines it
+    echo      the beginning of the answer
+    left_out  names of fields that the chat template leaves out
+    """
 
-    def add(self, chat: Chat, delta: TextDelta) -> None:
-        self.texts.append(delta.text)
-        self.reasoning.append(delta.reasoning)
-        for call in delta.tool_calls:
-            if call.id is not None and call.name is not None:
-                self.tool_calls.append(ChatToolCall(call.id, ChatFunction(call.name, "")))
-            self.tool_calls[call.index].function.arguments += call.arguments
-        self.token_ids += delta.token_ids
-        self.logprobs.extend(chat.token_logprobs(delta))
-        if delta.finish_reason is not None:
-            self.finish_reason = chat.finish_reason(delta, has_calls=bool(self.tool_calls))
-            self.stop_reason = delta.stop_reason
+    service: Service
+    request_id: str
+    created: int
+    generation: Generation
+    params: SamplingParams
+    schemas: RequestSchemas
+    prompt_token_ids: list[int]
+    echo: str
+    left_out: list[str]
+    is_streamed: bool
+    has_usage: bool
+    has_running_usage: bool
+    has_token_ids: bool
 
-    def message(self) -> ChatMessage:
-        content = "".join(self.texts)
-        return ChatMessage(
-            content if content or not self.tool_calls else None,
-            reasoning_content="".join(self.reasoning) or UNSET,
-            tool_calls=self.tool_calls or UNSET,
+    def logprobs(self, tokens: list[ChatTokenLogprob]) -> ChatLogprobs | None:
+        """null unless requested."""
+        return ChatLogprobs(tokens) if self.params.logprobs is not None else None
+
+    def token_logprobs(self, delta: TextDelta) -> list[ChatTokenLogprob]:
+        """Log probabilities of the content's tokens, without the one that ended the answer unless its text is shown."""
+        return chat_logprobs(delta, self.service.tokenizer)
+
+    def finish_reason(self, delta: TextDelta, *, has_calls: bool) -> ChatFinishReason:
+        """The reason why a choice ended, from its last delta."""
+        assert delta.finish_reason is not None
+        return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
+
+    def usage(self) -> Usage:
+        generation = self.generation
+        return Usage.of(
+            generation.num_prompt_tokens,
+            generation.num_completion_tokens,
+            generation.num_cached_tokens,
+            generation.num_reasoning_tokens,
+            generation.of_prediction,
         )
-
-
-async def create_chat_completion(request: Request) -> Response:
-    """Checks and admits the request, then answers at once with a stream, or in full at the end."""
-    service: Service = request.app.state.service
-    arrival_time_s = time.monotonic()
-    body = await read_body(request, service.config)
-    work = partial(_prepare, service, Exchange.of(request).tenant, body, arrival_time_s)
-    chat = await service.prepare_conversation(body, work)
-    await service.check_grammar(request, chat.generation, chat.schemas, {})
-    renamed = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": chat.schemas.field or "grammar"}
-    service.admit(request, chat.generation, renamed)
-    headers = {"X-Request-Id": chat.request_id}
-    if chat.is_streamed:
-        return EventStreamResponse(_events(chat), chat.generation, headers)
-    answer = await _whole_answer(request, chat)
-    return JsonAnswer(answer, headers)
-
-
-def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> Chat:
-    """Prepares the request for the engine. Raises `ApiError`."""
-    asked = decode_body(body, ChatCompletionRequest, service.config)
-    settle_thinking(asked, service.tokenizer, service.answer_format, body.ignored, body.sent)
-    chat = prepare_chat(service, tenant, asked, new_id("chatcmpl"), arrival_time_s)
-    body.ignored += chat.left_out
-    return chat
 
 
 def prepare_chat(
@@ -246,54 +212,3 @@ def _with_reasoning(
     except RequestError as error:
         raise refused(error, forced_by) from None
     return msgspec.structs.replace(params, grammar=grammar)
-
-
-async def _whole_answer(request: Request, chat: Chat) -> ChatCompletion:
-    generation = chat.generation
-    answers = [_Answer([chat.echo]) for _ in range(chat.params.n)]
-    try:
-        await take_whole(request, generation, lambda piece: answers[piece.choice].add(chat, piece.delta))
-    except GenerationError as error:
-        raise chat.service.failure(chat.request_id, error) from None
-    return ChatCompletion(
-        id=chat.request_id,
-        created=chat.created,
-        model=chat.service.model_name,
-        system_fingerprint=chat.service.system_fingerprint,
-        choices=[
-            ChatChoice(
-                index=index,
-                message=answer.message(),
-                logprobs=chat.logprobs(answer.logprobs.as_list()),
-                finish_reason=answer.finish_reason,
-                stop_reason=answer.stop_reason,
-                token_ids=answer.token_ids if chat.has_token_ids else UNSET,
-            )
-            for index, answer in enumerate(answers)
-        ],
-        usage=chat.usage(),
-        prompt_token_ids=chat.prompt_token_ids if chat.has_token_ids else UNSET,
-        prompt_logprobs=(
-            UNSET
-            if chat.params.prompt_logprobs is None
-            else await prompt_logprobs(generation.prompt_logprobs(0), chat.service.tokenizer)
-        ),
-    )
-
-
-async def _events(chat: Chat) -> AsyncGenerator[bytes, None]:
-    generation, chunks = chat.generation, ChatChunks(chat)
-    if opening := chunks.opening():
-        yield opening
-    try:
-        async for pieces in generation:
-            if data := b"".join(map(chunks.of, pieces)):
-                yield data
-    except GenerationError as error:
-        yield frame(chat.service.failure(chat.request_id, error).body())
-        return
-    if generation.has_left:
-        return
-    if chat.has_usage:
-        yield chunks.usage()
-    yield DONE

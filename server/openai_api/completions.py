@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -25,52 +24,82 @@ from server.openai_api.logprobs import (
     prompt_logprobs,
 )
 from server.openai_api.schema import CompletionRequest, Prompt
-from server.requests.collect import take_whole
-from server.requests.generation import Generation, GenerationError, Piece, Scheduling
+from server.requests.answering import Answer, answer
+from server.requests.generation import Generation, Piece, Scheduling
 from server.requests.prompt import completion_prompts
 from server.requests.sampling import completion_params, stream_flags
 from server.requests.structured import RequestSchemas, answer_grammar
 from server.service import Service, new_id
-from server.transport.body import decode_body, read_body
-from server.transport.json_answer import JsonAnswer
-from server.transport.sse import DONE, EventStreamResponse, frame
+from server.transport.body import Body, decode_body
+from server.transport.sse import DONE, frame
 from tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedCompletion:
+@dataclass(slots=True, kw_only=True)
+class PreparedCompletion(Answer):
     """A request that has passed every check, and its generation.
 
-    schemas        of its grammar, and the field that defines it
     echoes        each prompt's text, and with logprobs its tokens; None without `echo`
     drops_output  `max_tokens=0`: only the prompt is wanted, the one sampled token is not sent
     """
 
-    service: Service
-    request_id: str
     created: int
-    generation: Generation
-    schemas: RequestSchemas
     prompts: list[list[int]]
     echoes: list[Echo] | None
     drops_output: bool
     has_logprobs: bool
     has_prompt_logprobs: bool
-    is_streamed: bool
     has_usage: bool
     has_running_usage: bool
     has_token_ids: bool
+    streams: list[_ChoiceStream] = field(init=False)
+    choices: list[_WholeChoice] = field(init=False)
 
-    def streams(self) -> list[_ChoiceStream]:
+    def __post_init__(self) -> None:
         num_choices = len(self.prompts) * self.generation.params.n
-        return [_ChoiceStream(self, index) for index in range(num_choices)]
+        self.streams = [_ChoiceStream(self, index) for index in range(num_choices)]
+        self.choices = [_WholeChoice(CompletionChoice(index=index, text="")) for index in range(num_choices)]
+
+    def push(self, piece: Piece) -> bytes:
+        return b"".join(self.frames([piece]))
+
+    def frames(self, pieces: list[Piece]) -> Iterator[bytes]:
+        """A chunk for each non-empty piece, the last of a choice with its finish_reason."""
+        data = bytearray()
+        for piece in pieces:
+            for number, choice in enumerate(self.streams[piece.choice].chunks(piece.delta)):
+                if number:
+                    yield bytes(data)
+                    data.clear()
+                if _says_something(choice):
+                    data += frame(self.envelope([choice], has_usage=self.has_running_usage))
+        yield bytes(data)
+
+    def closing(self) -> bytes:
+        return (frame(self.envelope([], has_usage=True)) if self.has_usage else b"") + DONE
+
+    async def take(self, piece: Piece) -> None:
+        for number, chunk in enumerate(self.streams[piece.choice].chunks(piece.delta)):
+            if number:
+                await asyncio.sleep(0)
+            self.choices[piece.choice].add(chunk)
+
+    async def whole(self) -> Completion:
+        generation = self.generation
+        answers = [choice.choice(self) for choice in self.choices]
+        if self.has_prompt_logprobs:
+            for number in range(len(self.prompts)):
+                entries = await prompt_logprobs(generation.prompt_logprobs(number), self.service.tokenizer)
+                for choice in answers[number * generation.params.n : (number + 1) * generation.params.n]:
+                    choice.prompt_logprobs = entries
+        return self.envelope(answers, has_usage=True)
 
     def envelope(self, choices: list[CompletionChoice], *, has_usage: bool) -> Completion:
         generation = self.generation
         num_completion_tokens = 0 if self.drops_output else generation.num_completion_tokens
         usage = Usage.of(generation.num_prompt_tokens, num_completion_tokens, generation.num_cached_tokens)
         return Completion(
-            id=self.request_id,
+            id=generation.request_id,
             created=self.created,
             model=self.service.model_name,
             choices=choices,
@@ -80,22 +109,11 @@ class PreparedCompletion:
 
 
 async def create_completion(request: Request) -> Response:
-    """Checks the request, admits every prompt or none; answers at once with a stream, or in full at the end."""
-    service: Service = request.app.state.service
-    arrival_time_s = time.monotonic()
-    body = await read_body(request, service.config)
-    completion = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
-    await service.check_grammar(request, completion.generation, completion.schemas, {})
-    service.admit(request, completion.generation, {"grammar": completion.schemas.field or "grammar"})
-    headers = {"X-Request-Id": completion.request_id}
-    if completion.is_streamed:
-        return EventStreamResponse(_events(completion), completion.generation, headers)
-    answer = await _whole_answer(request, completion)
-    return JsonAnswer(answer, headers)
+    """Admits every prompt or none."""
+    return await answer(request, _prepare)
 
 
-def _prepare(service: Service, body: bytes, arrival_time_s: float) -> PreparedCompletion:
-    """Prepares the request for the engine. Raises `ApiError`."""
+def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> PreparedCompletion:
     asked = decode_body(body, CompletionRequest, service.config)
     return prepare_completion(service, asked, new_id("cmpl"), arrival_time_s)
 
@@ -130,10 +148,10 @@ def prepare_completion(
         echoes = _echoes(asked.prompt, prompts, service.tokenizer, has_offsets=asked.logprobs is not None)
     return PreparedCompletion(
         service=service,
-        request_id=request_id,
         created=int(time.time()),
         generation=generation,
         schemas=schemas,
+        names={"messages": "prompt", "logprobs": "logprobs"},
         prompts=prompts,
         echoes=echoes,
         drops_output=asked.max_tokens == 0,
@@ -243,55 +261,6 @@ class _WholeChoice:
         if completion.has_token_ids:
             whole.token_ids = self.token_ids
         return whole
-
-
-async def _whole_answer(request: Request, completion: PreparedCompletion) -> Completion:
-    generation = completion.generation
-    streams = completion.streams()
-    choices = [_WholeChoice(CompletionChoice(index=stream.index, text="")) for stream in streams]
-
-    async def take(piece: Piece) -> None:
-        for number, chunk in enumerate(streams[piece.choice].chunks(piece.delta)):
-            if number:
-                await asyncio.sleep(0)
-            choices[piece.choice].add(chunk)
-
-    try:
-        await take_whole(request, generation, take)
-    except GenerationError as error:
-        raise completion.service.failure(completion.request_id, error) from None
-    answers = [choice.choice(completion) for choice in choices]
-    if completion.has_prompt_logprobs:
-        for number in range(len(completion.prompts)):
-            entries = await prompt_logprobs(generation.prompt_logprobs(number), completion.service.tokenizer)
-            for choice in answers[number * generation.params.n : (number + 1) * generation.params.n]:
-                choice.prompt_logprobs = entries
-    return completion.envelope(answers, has_usage=True)
-
-
-async def _events(completion: PreparedCompletion) -> AsyncGenerator[bytes, None]:
-    """A chunk for each non-empty piece, the last of a choice with its finish_reason; usage; `[DONE]`."""
-    streams = completion.streams()
-    try:
-        async for pieces in completion.generation:
-            data = bytearray()
-            for piece in pieces:
-                for number, choice in enumerate(streams[piece.choice].chunks(piece.delta)):
-                    if number:
-                        yield bytes(data)
-                        data.clear()
-                        await asyncio.sleep(0)
-                    if _says_something(choice):
-                        data += frame(completion.envelope([choice], has_usage=completion.has_running_usage))
-            yield bytes(data)
-    except GenerationError as error:
-        yield frame(completion.service.failure(completion.request_id, error).body())
-        return
-    if completion.generation.has_left:
-        return
-    if completion.has_usage:
-        yield frame(completion.envelope([], has_usage=True))
-    yield DONE
 
 
 def _says_something(choice: CompletionChoice) -> bool:

@@ -1,8 +1,10 @@
-"""The tools of a request that may be called, and whether a call is forced."""
+"""The tools of a request that may be called, whether a call is forced, and a call's arguments as an object."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import msgspec
 
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
@@ -121,3 +123,16 @@ def _calls_text(
 ) -> str:
     parallel = request.parallel_tool_calls is not False
     return tool_grammar(notation, tools, named, parallel, marker_ids(notation, tokenizer))
+
+
+INVALID_JSON = "INVALID_JSON"
+"""The one key of an input that is no JSON object, as Anthropic's guide to tools has it."""
+
+
+def tool_input(arguments: str) -> dict[str, Any]:
+    """The arguments as an object; text that is not an object, such as truncated arguments, is kept inside one."""
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {INVALID_JSON: arguments}

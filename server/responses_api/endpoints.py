@@ -5,7 +5,7 @@ A stored response can be retrieved, continued (`previous_response_id`) and delet
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,14 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from server.errors import ApiError, invalid, own_name
-from server.openai_api.admitted_chat import Chat
-from server.openai_api.chat import prepare_chat
+from server.openai_api.chat import Chat, prepare_chat
 from server.openai_api.schema import Message
-from server.requests.collect import take_whole
+from server.requests.answering import Answer, admit
 from server.requests.generation import GenerationError, Piece
 from server.requests.thinking import settle_thinking
-from server.responses_api.input import input_messages
-from server.responses_api.namespaces import flat_tools, names_of_tools
+from server.responses_api.input import flat_tools, input_messages, names_of_tools
 from server.responses_api.objects import (
     ErrorEvent,
     Event,
@@ -55,18 +53,18 @@ from server.service import Service
 from server.transport.body import decode_body, read_body
 from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
-from server.transport.sse import EventStreamResponse, named_frame
+from server.transport.sse import named_frame
 
 
 @dataclass(slots=True, kw_only=True)
-class RunningResponse:
-    """A response while it is generated.
+class RunningResponse(Answer):
+    """A response while it is generated. Its events are in OpenAI's order: created, in progress, each item with its
+    parts, the end. There is no `[DONE]`.
 
     input_items   of its request
     conversation  the messages that it answers, without instructions
     """
 
-    service: Service
     tenant: str | None
     chat: Chat
     response: Response
@@ -75,13 +73,50 @@ class RunningResponse:
     conversation: list[Message]
     has_logprobs: bool
     finish_reason: str | None = None
+    num_events: int = 0
 
-    def push(self, piece: Piece) -> Iterator[Event]:
+    def admitted(self) -> None:
+        key = self.tenant, self.response.id
+        self.service.running_responses[key] = self
+        self.generation.on_close.append(partial(self.service.running_responses.pop, key))
+
+    def opening(self) -> bytes:
+        return self._framed((ResponseCreated(self.response), ResponseInProgress(self.response)))
+
+    def push(self, piece: Piece) -> bytes:
+        return self._framed(self._events(piece))
+
+    def take(self, piece: Piece) -> None:
+        for _ in self._events(piece):
+            pass
+
+    def closing(self) -> bytes:
+        return self._framed(self._complete())
+
+    async def whole(self) -> Response:
+        for _ in self._complete():
+            pass
+        return self.response
+
+    def failed_stream(self, error: GenerationError) -> bytes:
+        told = self.failed(error)
+        event = ErrorEvent(told.code, told.message) if error.is_cancelled else ResponseFailed(self.response)
+        return self._framed((event,))
+
+    def _framed(self, events: Iterable[Event]) -> bytes:
+        frames = []
+        for event in events:
+            event.sequence_number = self.num_events
+            self.num_events += 1
+            frames.append(named_frame(event))
+        return b"".join(frames)
+
+    def _events(self, piece: Piece) -> Iterator[Event]:
         if piece.delta.finish_reason is not None:
             self.finish_reason = piece.delta.finish_reason
         return self.output.push(piece.delta, self.chat.token_logprobs(piece.delta) if self.has_logprobs else ())
 
-    def complete(self) -> Iterator[Event]:
+    def _complete(self) -> Iterator[Event]:
         """Records the end of the response."""
         response, is_complete = self.response, self.finish_reason != "length"
         yield from self.output.finish(is_complete=is_complete)
@@ -92,8 +127,7 @@ class RunningResponse:
         self._end([*self.conversation, *output_messages(self.output.items)])
         yield ResponseCompleted(response) if is_complete else ResponseIncomplete(response)
 
-    def fail(self, error: GenerationError) -> ApiError:
-        """Ends a response that failed or was cancelled. Returns the client's error."""
+    def failed(self, error: GenerationError) -> ApiError:
         told = self.service.failure(self.response.id, error)
         self.response.status = "cancelled" if error.is_cancelled else "failed"
         if not error.is_cancelled:
@@ -104,7 +138,7 @@ class RunningResponse:
         return told
 
     def _end(self, conversation: list[Message]) -> None:
-        generation, response = self.chat.generation, self.response
+        generation, response = self.generation, self.response
         response.output = self.output.items
         response.usage = ResponseUsage(
             input_tokens=generation.num_prompt_tokens,
@@ -118,7 +152,6 @@ class RunningResponse:
 
 
 async def create_response(request: Request) -> HttpResponse:
-    """Checks and admits the request, then answers at once with a stream, or in full at the end."""
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     tenant = Exchange.of(request).tenant
@@ -132,16 +165,7 @@ async def create_response(request: Request) -> HttpResponse:
         before = stored.conversation
     work = partial(_prepare, service, tenant, asked, before, body.ignored, arrival_time_s)
     running = await service.prepare_conversation(body, work)
-    names = RENAMED | names_of_tools(asked.tools or ())
-    await service.check_grammar(request, running.chat.generation, running.chat.schemas, names)
-    service.admit(request, running.chat.generation, _renamed_fields(running.chat))
-    headers = {"X-Request-Id": running.response.id}
-    service.running_responses[tenant, running.response.id] = running
-    running.chat.generation.on_close.append(partial(service.running_responses.pop, (tenant, running.response.id)))
-    if asked.stream:
-        return EventStreamResponse(_events(running), running.chat.generation, headers)
-    await _run(request, running)
-    return _json(running.response, headers)
+    return await admit(request, running)
 
 
 def _prepare(
@@ -176,6 +200,10 @@ def _prepare(
     params = chat.generation.params
     return RunningResponse(
         service=service,
+        generation=chat.generation,
+        schemas=chat.schemas,
+        names=RENAMED | names_of_tools(asked.tools or ()),
+        is_streamed=bool(asked.stream),
         tenant=tenant,
         chat=chat,
         response=begun_response(
@@ -188,53 +216,8 @@ def _prepare(
     )
 
 
-def _renamed_fields(chat: Chat) -> dict[str, str]:
-    """Maps the engine's field names to the request's."""
-    field = chat.schemas.field or "grammar"
-    return {"prompt": "input", "logprobs": "top_logprobs", **RENAMED, "grammar": RENAMED.get(field, field)}
-
-
 def _kind(item: dict[str, Any]) -> str:
     return {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}.get(item.get("type", ""), "msg")
-
-
-async def _run(request: Request, running: RunningResponse) -> None:
-    try:
-        await take_whole(request, running.chat.generation, lambda piece: list(running.push(piece)))
-    except GenerationError as error:
-        raise running.fail(error) from None
-    for _ in running.complete():
-        pass
-
-
-async def _events(running: RunningResponse) -> AsyncGenerator[bytes, None]:
-    """OpenAI's order: created, in progress, each item with its parts, the end. There is no `[DONE]`."""
-    generation, response = running.chat.generation, running.response
-    number = 0
-
-    def framed(events: Iterator[Event]) -> bytes:
-        nonlocal number
-        frames = []
-        for event in events:
-            event.sequence_number = number
-            number += 1
-            frames.append(named_frame(event))
-        return b"".join(frames)
-
-    yield framed(iter((ResponseCreated(response), ResponseInProgress(response))))
-    try:
-        async for pieces in generation:
-            if data := b"".join([framed(running.push(piece)) for piece in pieces]):
-                yield data
-    except GenerationError as error:
-        told = running.fail(error)
-        if error.is_cancelled:
-            yield framed(iter((ErrorEvent(told.code, told.message),)))
-        else:
-            yield framed(iter((ResponseFailed(response),)))
-        return
-    if not generation.has_left:
-        yield framed(running.complete())
 
 
 async def get_response(request: Request) -> HttpResponse:
@@ -244,11 +227,11 @@ async def get_response(request: Request) -> HttpResponse:
         raise invalid("stream", "A stored response is not streamed again.", "unsupported_parameter")
     if (running := service.running_responses.get((tenant, response_id))) is not None:
         running.response.output = running.output.items
-        return _json(running.response)
+        return JsonAnswer(running.response)
     stored = service.responses.get(tenant, response_id)
     if stored is None:
         raise _not_found(response_id, "response_id")
-    return _json(stored.response)
+    return JsonAnswer(stored.response)
 
 
 async def delete_response(request: Request) -> HttpResponse:
@@ -256,7 +239,7 @@ async def delete_response(request: Request) -> HttpResponse:
     service, tenant, response_id = _asked_for(request)
     if not service.responses.delete(tenant, response_id):
         raise _not_found(response_id, "response_id")
-    return _json(ResponseDeleted(response_id))
+    return JsonAnswer(ResponseDeleted(response_id))
 
 
 async def cancel_response(request: Request) -> HttpResponse:
@@ -267,11 +250,11 @@ async def cancel_response(request: Request) -> HttpResponse:
         stored = service.responses.get(tenant, response_id)
         if stored is None:
             raise _not_found(response_id, "response_id")
-        return _json(stored.response)
-    running.chat.generation.cancel()
+        return JsonAnswer(stored.response)
+    running.generation.cancel()
     running.response.output = running.output.items
     running.response.status = "cancelled"
-    return _json(running.response)
+    return JsonAnswer(running.response)
 
 
 async def list_input_items(request: Request) -> HttpResponse:
@@ -281,7 +264,7 @@ async def list_input_items(request: Request) -> HttpResponse:
     if stored is None:
         raise _not_found(response_id, "response_id")
     items = stored.input_items[::-1]
-    return _json(ResponseInputItems(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
+    return JsonAnswer(ResponseInputItems(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
 
 
 def _asked_for(request: Request) -> tuple[Service, str | None, str]:
@@ -290,7 +273,3 @@ def _asked_for(request: Request) -> tuple[Service, str | None, str]:
 
 def _not_found(response_id: str, param: str) -> ApiError:
     return ApiError(404, f"There is no stored response {response_id[:100]!r}.", param=param, code="response_not_found")
-
-
-def _json(answer: Any, headers: dict[str, str] | None = None) -> HttpResponse:
-    return JsonAnswer(answer, headers)

@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from runtime.text.pipeline import TextDelta
 from server.openai_api.answers import ChatTokenLogprob
-from server.responses_api.namespaces import Names
+from server.responses_api.input import Names
 from server.responses_api.objects import (
     ArgumentsDelta,
     ArgumentsDone,

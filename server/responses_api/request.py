@@ -21,8 +21,7 @@ from server.openai_api.schema import (
     ToolCall,
 )
 from server.openai_api.schema import ToolChoice as ChatToolChoice
-from server.responses_api.input import ItemMessages
-from server.responses_api.namespaces import flat_name
+from server.responses_api.input import ItemMessages, flat_name
 from server.responses_api.objects import (
     OutputFunctionCall,
     OutputItem,

@@ -58,7 +58,7 @@ class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
 
 class NamespaceTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="namespace"):
-    """The client's functions in a namespace; `server.responses_api.namespaces` renames them for the model."""
+    """The client's functions in a namespace; `server.responses_api.input` gives them the names that the model reads."""
 
     name: Name
     description: str

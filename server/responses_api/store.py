@@ -7,15 +7,25 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from server.openai_api.schema import Message
+from server.requests.generation import Generation
 from server.responses_api.objects import Response
+from server.responses_api.output import ResponseOutput
 
 Key = tuple[str | None, str]
 """Tenant and id: a tenant does not find another's responses."""
+
+
+class Running(Protocol):
+    """A response while it is generated."""
+
+    generation: Generation
+    response: Response
+    output: ResponseOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ import msgspec
 from starlette.requests import Request
 
 from server.config import ServerConfig
-from server.dialect import dialect_of
-from server.errors import ApiError, invalid
+from server.errors import ApiError, dialect_of, invalid
 from server.openai_api.fields import take_table_fields
 from server.transport.cleaning import Cleaner
 from server.transport.exchange import KEY, Exchange

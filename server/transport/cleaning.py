@@ -36,7 +36,7 @@ from server.transport.json_limits import kinds_of
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a chat's content; `server.requests.conversation` reads it."""
+    """A part of a chat's content; `server.requests.prompt` reads it."""
 
     type: str
     text: str | None = None

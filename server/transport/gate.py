@@ -12,8 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.dialect import dialect_of
-from server.errors import ApiError, draining, overloaded
+from server.errors import ApiError, dialect_of, draining, overloaded
 from server.transport.auth import OPEN_PATHS
 from server.transport.drain import PROBES, WATCHERS, Lifecycle
 from server.transport.exchange import KEY, Exchange, new_request_id, request_id_of

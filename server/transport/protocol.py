@@ -28,10 +28,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.config import ServerConfig
 from server.errors import ApiError
-from server.transport.cors import Cors
 from server.transport.crowd import Crowd, Wait
 from server.transport.exchange import new_request_id
 from server.transport.gate import SURPLUS
+from server.transport.origins import Cors
 from server.transport.turns import Turns
 
 logger = logging.getLogger("xserv.server")

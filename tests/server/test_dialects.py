@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from server.config import ServerConfig
-from server.dialect import dialect_of
-from server.errors import ApiError, draining
+from server.errors import ApiError, dialect_of, draining
 from tests.server.conftest import Served, answer_of, serving
 from tests.server.fake_engine import FakeEngineClient
 from tokenizer import Tokenizer

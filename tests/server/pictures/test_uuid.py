@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 
 from server.config import ServerConfig
-from server.pictures.kept import KeptPictures
+from server.pictures.reader import KeptPictures
 from tests.models.vision.chat_model import IMAGE, write_chat_model
 from tests.server.pictures.test_endpoints import OPTIONS, PIXELS, URI, file_of
 from tests.server.real_server import Real, serving_real

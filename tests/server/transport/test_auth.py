@@ -20,8 +20,7 @@ from starlette.routing import Route
 
 from server.app import create_app
 from server.config import ServerConfig, ServerConfigError
-from server.dialect import dialect_of
-from server.errors import ApiError
+from server.errors import ApiError, dialect_of
 from server.transport import auth
 from server.transport.auth import ApiKeys, key_of
 from server.transport.origins import OriginRules, hosts_for

@@ -1,30 +1,148 @@
-"""The chunks of a streamed chat, in OpenAI's order: each choice's role; then deltas, each kind in a chunk of its own;
-each choice's end; the usage.
+"""`POST /v1/chat/completions`: a chat's answer in OpenAI's shape, as chunks or whole.
 
-Most chunks differ only in their text: the JSON around it is encoded once per choice."""
+A stream begins with each choice's role; then the pieces' chunks, of reasoning, text, calls and ends; the usage. Most
+chunks differ only in their text: the JSON around it is encoded once per choice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
 
 from runtime.text.parts import ToolCallDelta
 from runtime.text.pipeline import TextDelta
-from server.openai_api.admitted_chat import Chat
 from server.openai_api.answers import (
+    ChatChoice,
     ChatChunk,
     ChatChunkChoice,
+    ChatCompletion,
     ChatDelta,
+    ChatFinishReason,
+    ChatFunction,
     ChatFunctionDelta,
+    ChatMessage,
+    ChatTokenLogprob,
+    ChatToolCall,
     ChatToolCallDelta,
 )
+from server.openai_api.chat import Chat, prepare_chat
+from server.openai_api.logprobs import prompt_logprobs
+from server.openai_api.schema import ChatCompletionRequest
+from server.requests.answering import Answer, answer
 from server.requests.generation import Piece
-from server.transport.sse import frame
+from server.requests.thinking import settle_thinking
+from server.service import Service, new_id
+from server.transport.body import Body, decode_body
+from server.transport.json_answer import EncodedList
+from server.transport.sse import DONE, frame
 
 _encode = msgspec.json.Encoder().encode
 _PLACE = "TEXT"
+
+
+async def create_chat_completion(request: Request) -> Response:
+    return await answer(request, _prepare)
+
+
+def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> _ChatAnswer:
+    asked = decode_body(body, ChatCompletionRequest, service.config)
+    settle_thinking(asked, service.tokenizer, service.answer_format, body.ignored, body.sent)
+    chat = prepare_chat(service, tenant, asked, new_id("chatcmpl"), arrival_time_s)
+    body.ignored += chat.left_out
+    return _ChatAnswer(
+        service=service,
+        generation=chat.generation,
+        schemas=chat.schemas,
+        names={},
+        is_streamed=chat.is_streamed,
+        chat=chat,
+        chunks=ChatChunks(chat),
+        choices=[_Choice([chat.echo]) for _ in range(chat.params.n)],
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _ChatAnswer(Answer):
+    chat: Chat
+    chunks: ChatChunks
+    choices: list[_Choice]
+
+    def opening(self) -> bytes:
+        return self.chunks.opening()
+
+    def push(self, piece: Piece) -> bytes:
+        return self.chunks.of(piece)
+
+    def closing(self) -> bytes:
+        return (self.chunks.usage() if self.chat.has_usage else b"") + DONE
+
+    def take(self, piece: Piece) -> None:
+        self.choices[piece.choice].add(self.chat, piece.delta)
+
+    async def whole(self) -> ChatCompletion:
+        chat, service = self.chat, self.service
+        return ChatCompletion(
+            id=chat.request_id,
+            created=chat.created,
+            model=service.model_name,
+            system_fingerprint=service.system_fingerprint,
+            choices=[
+                ChatChoice(
+                    index=index,
+                    message=choice.message(),
+                    logprobs=chat.logprobs(choice.logprobs.as_list()),
+                    finish_reason=choice.finish_reason,
+                    stop_reason=choice.stop_reason,
+                    token_ids=choice.token_ids if chat.has_token_ids else UNSET,
+                )
+                for index, choice in enumerate(self.choices)
+            ],
+            usage=chat.usage(),
+            prompt_token_ids=chat.prompt_token_ids if chat.has_token_ids else UNSET,
+            prompt_logprobs=(
+                UNSET
+                if chat.params.prompt_logprobs is None
+                else await prompt_logprobs(self.generation.prompt_logprobs(0), service.tokenizer)
+            ),
+        )
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A choice of an answer that is not streamed, as it grows."""
+
+    texts: list[str]
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: list[ChatToolCall] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: EncodedList[ChatTokenLogprob] = field(default_factory=EncodedList)
+    finish_reason: ChatFinishReason = "stop"
+    stop_reason: int | str | None = None
+
+    def add(self, chat: Chat, delta: TextDelta) -> None:
+        self.texts.append(delta.text)
+        self.reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            if call.id is not None and call.name is not None:
+                self.tool_calls.append(ChatToolCall(call.id, ChatFunction(call.name, "")))
+            self.tool_calls[call.index].function.arguments += call.arguments
+        self.token_ids += delta.token_ids
+        self.logprobs.extend(chat.token_logprobs(delta))
+        if delta.finish_reason is not None:
+            self.finish_reason = chat.finish_reason(delta, has_calls=bool(self.tool_calls))
+            self.stop_reason = delta.stop_reason
+
+    def message(self) -> ChatMessage:
+        content = "".join(self.texts)
+        return ChatMessage(
+            content if content or not self.tool_calls else None,
+            reasoning_content="".join(self.reasoning) or UNSET,
+            tool_calls=self.tool_calls or UNSET,
+        )
 
 
 class ChatChunks:
