@@ -10,12 +10,16 @@ connection has limits:
   503, except for probes, or beyond a few more is not read at all;
 - requests with incomplete bodies start a few at a time (`turns`).
 
+This replaces methods of uvicorn's protocol and reads its private fields, so it knows a range of uvicorn's versions and
+refuses others. To make it unnecessary, uvicorn would have to take limits of a head and of an unread answer.
+
 The alternative, uvicorn on h11 with its limit of incomplete events, was also measured: see docs/server.md."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
 from typing import Any
 
@@ -26,7 +30,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from server.config import ServerConfig
+from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError
 from server.transport.crowd import Crowd, Wait
 from server.transport.exchange import new_request_id
@@ -42,6 +46,21 @@ RESERVED_CONNECTIONS = 64
 
 BACKLOG = 4096
 """Connections that the system keeps until the server takes them; more, and clients try again after a second."""
+
+
+UVICORN_VERSIONS = (0, 34), (0, 55)
+"""The versions whose private parts are known: from the first to below the second, as in pyproject.toml."""
+
+
+def check_uvicorn(version: str) -> None:
+    """Raises `ServerConfigError` for another version: without this protocol no limit for clients would hold."""
+    least, below = (".".join(map(str, each)) for each in UVICORN_VERSIONS)
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or not UVICORN_VERSIONS[0] <= (int(numbers[1]), int(numbers[2])) < UVICORN_VERSIONS[1]:
+        raise ServerConfigError(
+            f"uvicorn {version} is not known: with it the limits of headers, connections and unread answers might not "
+            f"hold; install uvicorn>={least},<{below}"
+        )
 
 
 class _HeadersTooLarge(Exception):
@@ -316,7 +335,8 @@ def limited(app: ASGIApp, config: ServerConfig) -> type[LimitedHttpProtocol]:
 
 def uvicorn_config(app: ASGIApp, config: ServerConfig, *, graceful_timeout_s: int = 5) -> uvicorn.Config:
     """uvicorn's settings for the application: its own log, headers of proxies, websockets and environment variables are
-    left out."""
+    left out. Raises `ServerConfigError` for a version of uvicorn that is not known."""
+    check_uvicorn(uvicorn.__version__)
     return uvicorn.Config(
         app,
         http=limited(app, config),
