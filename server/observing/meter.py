@@ -6,13 +6,10 @@ Every choice counts as a request of its own, as in vLLM, whose `n` fans out. All
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from runtime.engine.messages import EngineOutput, RequestTimes
 from runtime.engine.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from server.observing.metrics import GenerationMetrics
+from server.observing.metrics import GenerationMetrics
 
 
 class RequestMeter:

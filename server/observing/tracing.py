@@ -6,23 +6,20 @@ the answer is over; the exporter has a thread and a bounded queue of its own, an
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.types import Scope
 
 from server.config import ServerConfigError
 from server.transport.exchange import Exchange
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import SpanProcessor
-
 _TRACE_HEADERS = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
 
 
 class Tracing:
-    """An observer of the gate. `processor` gets the finished spans."""
+    """An observer of the gate. `processor`, one of OpenTelemetry's, gets the finished spans."""
 
-    def __init__(self, processor: SpanProcessor, model_name: str) -> None:
+    def __init__(self, processor: Any, model_name: str) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -8,11 +8,11 @@ import binascii
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -77,9 +77,6 @@ class KeptPictures:
             self._num_bytes -= len(file) + _ENTRY_BYTES
 
 
-if TYPE_CHECKING:
-    from server.pictures.fetching import PictureFetcher
-
 LOW_DETAIL_SIDE = 512
 """Pixels of the side of a square that has as many as a picture whose `detail` is "low"; else as many as the model
 takes."""
@@ -142,14 +139,14 @@ class PictureReader:
         most_pixels = support.rule.most_pixels
         self._decoder = PictureDecoder(config.num_image_processes, config.image_timeout_s, most_pixels)
         self._kept = KeptPictures(config.max_kept_image_bytes)
-        self._fetcher: PictureFetcher | None = None
+        self._fetch: Callable[[str], bytes] | None = None
         if config.allow_image_urls:
             if find_spec("httpcore") is None:
                 raise ServerConfigError("allow_image_urls needs httpcore: pip install '.[vision]' in xserv's checkout")
             from server.pictures.fetching import PictureFetcher
 
             places = [Place.of(each) for each in config.allow_image_hosts]
-            self._fetcher = PictureFetcher(places, config.max_image_bytes, config.image_timeout_s)
+            self._fetch = PictureFetcher(places, config.max_image_bytes, config.image_timeout_s).fetch
 
     def rule(self, asked: Mapping[str, Any] | None) -> Rule:
         """How a request's pictures are cut, with its `mm_processor_kwargs`. Raises `ApiError` 400."""
@@ -212,9 +209,9 @@ class PictureReader:
                 raise ImageError("no image is kept under it (any more): send the image with it")
             return kept
         if source.url[:5].lower() != "data:":
-            if self._fetcher is None:
+            if self._fetch is None:
                 raise ImageError("this server fetches no URLs (--allow-image-urls): send the image as a data: URI")
-            return self._fetcher.fetch(source.url)
+            return self._fetch(source.url)
         head = _DATA_URI.match(source.url[:300])
         if head is None:
             raise ImageError("a data: URI must be data:image/…;base64,…")

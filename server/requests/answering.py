@@ -49,7 +49,7 @@ class Answer(ABC):
         """Called when the engine has taken the request."""
 
     def opening(self) -> bytes:
-        """What a stream begins with."""
+        """The first part of a stream."""
         return b""
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Answer(ABC):
 
     @abstractmethod
     def closing(self) -> bytes:
-        """What a stream ends with."""
+        """The last part of a stream."""
 
     def take(self, piece: Piece) -> Awaitable[None] | None:
         """Adds a piece to a whole answer."""
@@ -83,7 +83,7 @@ class Answer(ABC):
 
 
 async def answer(request: Request, prepare: Prepare[Any]) -> Response:
-    """Answers the request. What `prepare` makes is sent as it is, unless it is an `Answer`."""
+    """Answers the request. A value of `prepare` that is no `Answer` is sent as it is."""
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)

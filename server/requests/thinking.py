@@ -14,7 +14,7 @@ from runtime.text.formats import AnswerFormat
 from runtime.text.harmony.system_text import EFFORTS
 from server.errors import invalid, json_text
 from server.openai_api.schema import ChatCompletionRequest, ReasoningEffort
-from tokenizer import Tokenizer
+from tokenizer import ChatTemplateError, Tokenizer
 
 LEVELS: tuple[ReasoningEffort, ...] = get_args(ReasoningEffort)
 """From the least to the most."""
@@ -139,7 +139,6 @@ def _known_levels(tokenizer: Tokenizer, template: str, answer_format: AnswerForm
 def _rendered_levels(tokenizer: Tokenizer, template: str) -> tuple[ReasoningEffort, ...]:
     """The levels that change a conversation's text compared with an unknown word, which gives the medium effort. If no
     level changes this text, all levels are returned, since they may change another one."""
-    from tokenizer import ChatTemplateError
 
     def written(level: str) -> str | None:
         try:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.types import Scope, Send
 
-if TYPE_CHECKING:
-    from server.observing.meter import RequestMeter
-    from server.requests.generation import Generation
+from server.observing.meter import RequestMeter
+from server.requests.generation import Generation
 
 KEY = "xserv.exchange"
 """The exchange's key in the scope."""
