@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
-import html
 import struct
 import sys
 import zlib
@@ -27,6 +26,7 @@ import numpy as np
 
 from numba_kernels.cuda import attention
 from runtime import ops
+from runtime.bench.svg import page, text
 from runtime.device.gpu import Gpu
 from runtime.engine.make_engine import build_engine
 from runtime.errors import InvalidArgumentError, XservError
@@ -137,19 +137,15 @@ def svg_grid(weights: np.ndarray, layers: Sequence[int], heads: Sequence[int], t
     side, is_one = count * scale, len(layers) == len(heads) == 1
     left, top = (110, 130) if is_one else (60, 30)
     width, height = left + len(heads) * (side + GAP) + GAP, top + len(layers) * (side + GAP) + GAP
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-        f'font-size="{min(scale, 14) if is_one else 11}">',
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
+    lines: list[str] = []
     for row, layer in enumerate(layers):
         y = top + row * (side + GAP)
         if not is_one:
-            lines.append(f'<text x="4" y="{y + side / 2:g}">layer {layer}</text>')
+            lines.append(text(4, y + side / 2, f"layer {layer}"))
         for column, head in enumerate(heads):
             x = left + column * (side + GAP)
             if row == 0 and not is_one:
-                lines.append(f'<text x="{x}" y="{top - 8}">head {head}</text>')
+                lines.append(text(x, top - 8, f"head {head}"))
             data = base64.b64encode(png(pixels_of(weights[row, column], 1))).decode()
             lines.append(
                 f'<image x="{x}" y="{y}" width="{side}" height="{side}" style="image-rendering:pixelated" '
@@ -157,12 +153,12 @@ def svg_grid(weights: np.ndarray, layers: Sequence[int], heads: Sequence[int], t
                 f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="none" stroke="#999"/>'
             )
     if is_one:
-        lines.append(f'<text x="4" y="16">layer {layers[0]}, head {heads[0]}</text>')
+        lines.append(text(4, 16, f"layer {layers[0]}, head {heads[0]}"))
         for number, token in enumerate(tokens):
-            text, middle = html.escape(token), (number + 0.8) * scale
-            lines.append(f'<text x="{left - 4}" y="{top + middle:g}" text-anchor="end">{text}</text>')
-            lines.append(f'<text transform="translate({left + middle:g} {top - 4}) rotate(-90)">{text}</text>')
-    return "\n".join([*lines, "</svg>", ""])
+            middle = (number + 0.8) * scale
+            lines.append(text(left - 4, top + middle, token, anchor="end"))
+            lines.append(f'<g transform="translate({left + middle:g} {top - 4}) rotate(-90)">{text(0, 0, token)}</g>')
+    return page(lines, width, height, font_size=min(scale, 14) if is_one else 11)
 
 
 def _scale(weights: np.ndarray) -> int:

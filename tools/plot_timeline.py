@@ -12,11 +12,10 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from runtime.bench.svg import page
+from runtime.bench.svg import page, rectangle, text
 
 COLOURS = {"queued": "#d9d9d9", "prefill": "#3b6fb6", "decode": "#8fb339", "preempted": "#c8553d"}
 _WIDTH, _LABEL, _ROW, _BARS = 1200, 120, 16, 60
@@ -86,13 +85,10 @@ def svg(timeline: Timeline, start_ms: float = 0.0, end_ms: float | None = None) 
     def left(time_ms: float) -> float:
         return _LABEL + (min(max(time_ms, start_ms), end_ms) - start_ms) * scale
 
-    def rectangle(bar: Bar, top: float, height: float, colour: str) -> str:
+    def shape(bar: Bar, top: float, height: float, colour: str) -> str:
         width = max(left(bar.end_ms) - left(bar.start_ms), 0.3)
         what = f"{bar.kind}, {bar.num_tokens} tokens, {bar.start_ms:.2f} to {bar.end_ms:.2f} ms"
-        return (
-            f'<rect x="{left(bar.start_ms):.2f}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}" '
-            f'fill="{colour}"><title>{escape(what)}</title></rect>'
-        )
+        return rectangle(left(bar.start_ms), top, width, height, colour, what)
 
     def is_visible(bar: Bar) -> bool:
         return bar.end_ms > start_ms and bar.start_ms < end_ms
@@ -101,18 +97,15 @@ def svg(timeline: Timeline, start_ms: float = 0.0, end_ms: float | None = None) 
     shown = sorted({bar.row for bar in timeline.bars if is_visible(bar)})
     tops = {row: 34 + _ROW * place for place, row in enumerate(shown)}
     for row, top in tops.items():
-        name = escape(timeline.names[row])
-        parts.append(f'<text x="{_LABEL - 6}" y="{top + 11}" text-anchor="end">{name}</text>')
-    parts += [
-        rectangle(bar, tops[bar.row] + 2, _ROW - 4, COLOURS[bar.kind]) for bar in timeline.bars if is_visible(bar)
-    ]
+        parts.append(text(_LABEL - 6, top + 11, timeline.names[row], anchor="end"))
+    parts += [shape(bar, tops[bar.row] + 2, _ROW - 4, COLOURS[bar.kind]) for bar in timeline.bars if is_visible(bar)]
     floor = 34 + _ROW * len(shown) + 10 + _BARS
     most = max((step.num_tokens for step in timeline.steps), default=1)
-    parts.append(f'<text x="{_LABEL - 6}" y="{floor - _BARS + 11}" text-anchor="end">{most} tokens</text>')
-    parts.append(f'<text x="{_LABEL - 6}" y="{floor}" text-anchor="end">a step</text>')
+    parts.append(text(_LABEL - 6, floor - _BARS + 11, f"{most} tokens", anchor="end"))
+    parts.append(text(_LABEL - 6, floor, "a step", anchor="end"))
     for step in filter(is_visible, timeline.steps):
         height = _BARS * step.num_tokens / most
-        parts.append(rectangle(step, floor - height, height, "#8a8a8a"))
+        parts.append(shape(step, floor - height, height, "#8a8a8a"))
     parts += _ruler(start_ms, end_ms, floor, scale)
     return page(parts, _WIDTH, floor + 30)
 
@@ -121,8 +114,7 @@ def _legend() -> list[str]:
     parts = []
     for place, (kind, colour) in enumerate(COLOURS.items()):
         x = _LABEL + 110 * place
-        parts.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 16}" y="20">{kind}</text>')
+        parts += [rectangle(x, 10, 12, 12, colour), text(x + 16, 20, kind)]
     return parts
 
 
@@ -131,12 +123,11 @@ def _ruler(start_ms: float, end_ms: float, floor: float, scale: float) -> list[s
     step = next(
         unit * 10.0**power for power in range(-4, 9) for unit in (1.0, 2.0, 5.0) if unit * 10.0**power >= span / 10
     )
-    parts = [f'<rect x="{_LABEL}" y="{floor}" width="{span * scale:.1f}" height="1" fill="#222"/>']
+    parts = [rectangle(_LABEL, floor, span * scale, 1, "#222")]
     mark = -(-start_ms // step) * step
     while mark <= end_ms:
         x = _LABEL + (mark - start_ms) * scale
-        parts.append(f'<rect x="{x:.1f}" y="{floor}" width="1" height="4" fill="#222"/>')
-        parts.append(f'<text x="{x:.1f}" y="{floor + 16}" text-anchor="middle">{mark:g} ms</text>')
+        parts += [rectangle(x, floor, 1, 4, "#222"), text(x, floor + 16, f"{mark:g} ms", anchor="middle")]
         mark += step
     return parts
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from runtime.bench.svg import bar, page, text
+
 _COLOURS = ("#3b6fb6", "#d9a441", "#4aa3a2", "#c8553d", "#8fb339", "#8d6a9f", "#8a8a8a")
 _WIDTH, _LABEL, _LINE = 1000, 380, 16
-_STYLE = "text{font:11px sans-serif;fill:#222}.title{font-weight:bold;font-size:13px}"
-
-
-def _page(parts: Sequence[str], height: float) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}"><style>{_STYLE}</style>'
-        '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
 
 
 def profile_svg(report: Mapping[str, Any]) -> str:
@@ -30,20 +24,16 @@ def profile_svg(report: Mapping[str, Any]) -> str:
             (f"{name}: shares by kernel ({report['measured_by']})", [(w["name"], w["share"]) for w in phase["work"]]),
             (f"{name}: the host (ms a step)", [(part, value / longest) for part, value in host.items()]),
         ):
-            parts.append(f'<text x="10" y="{top + 14:.0f}" class="title">{escape(title)}</text>')
+            parts.append(text(10, top + 14, title, style="title"))
             top += 22
             for label, share in rows:
-                width = max(0.5, (_WIDTH - _LABEL - 90) * share)
                 note = f"{host[label]:,.3f}" if label in host else f"{share:.1%}"
                 colour = _COLOURS[1] if label in host else _COLOURS[0]
-                parts.append(
-                    f'<text x="{_LABEL - 6}" y="{top + 11:.0f}" text-anchor="end">{escape(label)}</text>'
-                    f'<rect x="{_LABEL}" y="{top + 1:.0f}" width="{width:.1f}" height="{_LINE - 3}" fill="{colour}"/>'
-                    f'<text x="{_LABEL + width + 4:.1f}" y="{top + 11:.0f}">{note}</text>'
-                )
+                parts.append(text(_LABEL - 6, top + 12, label, anchor="end"))
+                parts.append(bar(_LABEL, top, (_WIDTH - _LABEL - 90) * share, _LINE - 1, colour, note))
                 top += _LINE
             top += 12
-    return _page(parts, top)
+    return page(parts, _WIDTH, top)
 
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80.0, 960.0, 40.0, 520.0
@@ -80,14 +70,14 @@ def roofline_svg(report: Mapping[str, Any], bytes_per_s: float, flops_per_s: flo
     )
     title = f"{report['device']}: {bytes_per_s / 1e12:.2f} TB/s, {flops_per_s / 1e12:,.0f} TFLOP/s ({source})"
     parts = [
-        f'<text x="{_LEFT}" y="20" class="title">{escape(title)}</text>',
+        text(_LEFT, 20, title, style="title"),
         f'<polyline points="{corners}" fill="none" stroke="#222"/>',
-        f'<text x="{_RIGHT}" y="{_BOTTOM + 30}" text-anchor="end">operations a byte of device memory</text>',
-        f'<text x="10" y="{_TOP - 6}">TFLOP/s</text>',
+        text(_RIGHT, _BOTTOM + 30, "operations a byte of device memory", anchor="end"),
+        text(10, _TOP - 6, "TFLOP/s"),
     ]
     for power in range(round(math.log10(low)), round(math.log10(high)) + 1):
         x, _ = at(10.0**power, most)
-        parts.append(f'<text x="{x:.1f}" y="{_BOTTOM + 14}" text-anchor="middle">{10.0**power:g}</text>')
+        parts.append(text(x, _BOTTOM + 14, f"{10.0**power:g}", anchor="middle"))
     goals = list(dict.fromkeys(row["goal"] for row, _, _ in points))
     for row, intensity, rate in points:
         x, y = at(intensity, rate)
@@ -99,5 +89,5 @@ def roofline_svg(report: Mapping[str, Any], bytes_per_s: float, flops_per_s: flo
     for place, goal in enumerate(goals):
         colour = _COLOURS[place % len(_COLOURS)]
         parts.append(f'<circle cx="{_LEFT + 10}" cy="{560 + 16 * place}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{_LEFT + 20}" y="{564 + 16 * place}">{escape(goal)}</text>')
-    return _page(parts, 570 + 16 * len(goals))
+        parts.append(text(_LEFT + 20, 564 + 16 * place, goal))
+    return page(parts, _WIDTH, 570 + 16 * len(goals))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from runtime.bench.environment import finished
@@ -18,7 +17,7 @@ from runtime.bench.load.traces import Trace, random_tokens
 from runtime.bench.metrics import BenchmarkError, check_outputs, percentiles_of
 from runtime.bench.scheduling.engines import like, served
 from runtime.bench.scheduling.timeline_view import chrome_trace
-from runtime.bench.svg import page
+from runtime.bench.svg import bar, page, text
 from runtime.engine.engine import Engine
 
 _PANELS = (
@@ -158,18 +157,15 @@ def svg(report: Mapping[str, Any]) -> str:
     parts: list[str] = []
     top = 10
     for title, names in _PANELS:
-        parts.append(f'<text x="10" y="{top + 14}" class="title">{escape(title)}</text>')
+        parts.append(text(10, top + 14, title, style="title"))
         top += 22
         most = max(result[name] for result in results for name in names) or 1.0
         for result in results:
             middle = top + _LINE * len(names) / 2 + 4
-            parts.append(f'<text x="{_LABEL - 6}" y="{middle:.1f}" text-anchor="end">{escape(result["style"])}</text>')
+            parts.append(text(_LABEL - 6, middle, result["style"], anchor="end"))
             for name, colour in zip(names, _COLOURS):
-                width = max(0.5, (_WIDTH - _LABEL - 90) * result[name] / most)
-                parts.append(
-                    f'<rect x="{_LABEL}" y="{top + 1}" width="{width:.1f}" height="{_LINE - 2}" fill="{colour}"/>'
-                    f'<text x="{_LABEL + width + 4:.1f}" y="{top + _LINE - 3}">{result[name]:,.2f}</text>'
-                )
+                width = (_WIDTH - _LABEL - 90) * result[name] / most
+                parts.append(bar(_LABEL, top, width, _LINE, colour, f"{result[name]:,.2f}"))
                 top += _LINE
             top += 5
         top += 12
