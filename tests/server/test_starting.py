@@ -20,7 +20,7 @@ from tests.server.starting import StartingServer, starting_server
 from tests.waiting import TIMEOUT_S, wait_until
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
-WITHOUT_THE_MODEL = {"/", "/api/version", "/health", "/ready", "/metrics", "/version", "/page/{name}"}
+WITHOUT_THE_MODEL = {"/", "/api/version", "/health", "/ready", "/metrics", "/version", "/page/{name:path}"}
 """What answers while the model is loaded; `/ready` with its own 503."""
 
 
