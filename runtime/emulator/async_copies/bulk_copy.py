@@ -10,38 +10,13 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at
-from runtime.emulator.async_copies.bulk_queue import land_groups, new_record
-from runtime.emulator.async_copies.bulk_records import (
-    COPY,
-    R_BYTES,
-    R_GROUP,
-    R_KIND,
-    R_LANE,
-    R_MBARRIER,
-    R_OPERATION,
-    R_REDUCER,
-    R_SITE,
-    R_SOURCE,
-    R_SOURCE_BLOCK,
-    R_TARGET,
-    R_TARGET_BLOCK,
-    R_TYPE,
-    R_WARP,
-    REDUCE,
-)
-from runtime.emulator.async_copies.bulk_traffic import count_run
+from runtime.emulator.async_copies.bulk_queue import COPY, REDUCE, land_groups, new_copy
 from runtime.emulator.async_copies.cp_async import bulk_groups, commit_bulk
 from runtime.emulator.async_copies.proxy import check_read
 from runtime.emulator.async_copies.reduction import reduction_of
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import (
-    BLOCK_SHARED,
-    DONE,
-    FAILED,
-    LAUNCH_CLUSTER_SIZE,
-    WARP_LAUNCH,
-)
+from runtime.emulator.execution.state import DONE, FAILED, block_at
+from runtime.emulator.execution.traffic import count_run
 from runtime.emulator.memory.checked_ranges import read_any, shared_range, write_any
 from runtime.emulator.memory.cluster_window import (
     aligned,
@@ -51,7 +26,6 @@ from runtime.emulator.memory.cluster_window import (
     shared_host,
 )
 from runtime.emulator.memory.device_memory import IS_BEING_READ, IS_IN_FLIGHT
-from runtime.emulator.memory.pointers import address_of
 from runtime.emulator.races.accesses import LOAD, STORE
 from runtime.emulator.races.clocks import release
 from runtime.emulator.synchronisation.mbarrier_state import locate
@@ -59,24 +33,22 @@ from runtime.emulator.translation.lowering import Lowering, Value, lowers
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Instruction, Integer, Operand
 
-_SIZE = int(FaultKind.ASYNC_SIZE)
-_RANK = int(FaultKind.CLUSTER_RANK)
 NO_REDUCTION = -1
 
 
 @njit
 def start_record(warp, site, lane, kind, size):
     """A record with the fields that every kind has; it belongs to the lane's open bulk group."""
-    record = new_record(warp)
-    record[R_KIND], record[R_SITE], record[R_WARP], record[R_LANE] = kind, site, address_of(warp), lane
-    record[R_GROUP], record[R_BYTES] = bulk_groups(warp, lane), size
+    record = new_copy(warp)
+    record.kind, record.site, record.warp, record.lane = kind, site, warp, lane
+    record.group, record.size = bulk_groups(warp, lane), size
     return record
 
 
 @njit
 def set_mbarrier(warp, record, host):
     """The record completes a transaction of an mbarrier (a host address) instead of belonging to a group."""
-    record[R_GROUP], record[R_MBARRIER] = -1, host
+    record.group, record.mbarrier = -1, host
     release(warp, host)
 
 
@@ -100,7 +72,7 @@ def claim_shared_source(warp, site, lane, block, host, size):
 def _plain(warp, site, lane, target, source, size):
     """The limits of a plain bulk copy. Returns 1 and a fault, or 0."""
     if size <= 0 or size % 16:
-        return report(warp, _SIZE, site, lane, target, size, size, 0, 0)
+        return report(warp, FaultKind.ASYNC_SIZE, site, lane, target, size, size, 0, 0)
     return aligned(warp, site, lane, target, 16) or aligned(warp, site, lane, source, 16)
 
 
@@ -111,7 +83,7 @@ def _copy_in(warp, site, lane, block, target, source, size, mbarrier):
     if claim_shared_target(warp, site, lane, block, host, size, source):
         return 1
     record = start_record(warp, site, lane, COPY, size)
-    record[R_TARGET], record[R_TARGET_BLOCK], record[R_SOURCE] = host, block, source
+    record.target, record.target_block, record.source = host, block, source
     set_mbarrier(warp, record, mbarrier)
     return 0
 
@@ -124,45 +96,46 @@ def bulk_load(
     for lane in range(32):
         if not (mask >> lane) & 1:
             continue
-        target, size = types.int64(targets[lane]) + target_offset, types.int64(sizes[lane])
-        source = types.int64(sources[lane]) + source_offset
+        target, size = targets[lane] + target_offset, types.int64(sizes[lane])
+        source = sources[lane] + source_offset
         if _plain(warp, site, lane, target, source, size):
             return FAILED
         source = read_any(warp, site, lane, source, size)
         if source == 0:
             return FAILED
         block = shared_block(warp, site, lane, target)
-        mbarrier = locate(warp, site, lane, types.int64(mbarriers[lane]) + mbarrier_offset, False)
+        mbarrier = locate(warp, site, lane, mbarriers[lane] + mbarrier_offset, False)
         if block == 0 or mbarrier == 0:
             return FAILED
-        count_run(warp, site, source, size, 1)
+        if warp.launch.traffic:
+            count_run(warp, site, source, size, 1)
         ranks = types.int64(cluster_mask[lane])
         if ranks == 0:
             if _copy_in(warp, site, lane, block, target, source, size, mbarrier):
                 return FAILED
             continue
-        if ranks >> i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]:
-            return report(warp, _RANK, site, lane, target, ranks, i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE], 0, 0)
-        at = mbarrier - i64_at(block)[BLOCK_SHARED]
+        if ranks >> warp.launch.cluster_size:
+            return report(warp, FaultKind.CLUSTER_RANK, site, lane, target, ranks, warp.launch.cluster_size, 0, 0)
+        at = mbarrier - block_at(block).shared
         for rank in range(16):
             if (ranks >> rank) & 1:
                 other = block_of_rank(warp, site, lane, rank)
                 if other == 0:
                     return FAILED
-                there = i64_at(other)[BLOCK_SHARED] + at
+                there = block_at(other).shared + at
                 if _copy_in(warp, site, lane, other, target, source, size, there):
                     return FAILED
     return DONE
 
 
-@operation("bulk_store", "qlqlpiil")
+@operation("bulk_store", "qlqlplll")
 def bulk_store(warp, mask, site, targets, target_offset, sources, source_offset, sizes, reduction, kind, reducer):
     """Shared → global, of a bulk group, perhaps reducing."""
     for lane in range(32):
         if not (mask >> lane) & 1:
             continue
-        target, size = types.int64(targets[lane]) + target_offset, types.int64(sizes[lane])
-        source = types.int64(sources[lane]) + source_offset
+        target, size = targets[lane] + target_offset, types.int64(sizes[lane])
+        source = sources[lane] + source_offset
         if _plain(warp, site, lane, target, source, size):
             return FAILED
         block = shared_block(warp, site, lane, source)
@@ -176,10 +149,11 @@ def bulk_store(warp, mask, site, targets, target_offset, sources, source_offset,
                 return FAILED
             if claim(warp, site, lane, 0, target, size, IS_IN_FLIGHT):
                 return FAILED
-        count_run(warp, site, target, size, 1)
+        if warp.launch.traffic:
+            count_run(warp, site, target, size, 1)
         record = start_record(warp, site, lane, COPY if reduction == NO_REDUCTION else REDUCE, size)
-        record[R_TARGET], record[R_SOURCE], record[R_SOURCE_BLOCK] = target, host, block
-        record[R_OPERATION], record[R_TYPE], record[R_REDUCER] = reduction, kind, reducer
+        record.target, record.source, record.source_block = target, host, block
+        record.operation, record.type, record.reducer = reduction, kind, reducer
     return DONE
 
 
@@ -191,7 +165,7 @@ def bulk_commit(warp, mask, site):
     return DONE
 
 
-@operation("bulk_wait", "ii")
+@operation("bulk_wait", "ll")
 def bulk_wait(warp, mask, site, pending, only_read):
     for lane in range(32):
         if (mask >> lane) & 1 and land_groups(warp, lane, bulk_groups(warp, lane) - pending, only_read):

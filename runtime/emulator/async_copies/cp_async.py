@@ -12,104 +12,97 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at
 from runtime.emulator.async_copies.proxy import wrote
 from runtime.emulator.execution.fault import FaultKind, report
+from runtime.emulator.execution.state import DONE, FAILED
 from runtime.emulator.execution.traffic import count_access
-from runtime.emulator.execution.warp_state import (
-    BLOCK_NUM_WARPS,
-    BLOCK_SHARED,
-    BLOCK_WARPS,
-    DONE,
-    FAILED,
-    LAUNCH_TRAFFIC,
-    WARP_BLOCK,
-    WARP_COPIES,
-    WARP_FIELDS,
-    WARP_LAUNCH,
-)
 from runtime.emulator.memory.checked_ranges import read_any, shared_range
 from runtime.emulator.memory.cluster_window import (
     aligned,
     claim,
     free,
     landed,
-    malloc,
-    realloc,
+    make_room,
     shared_block,
     shared_host,
+    zeroed,
 )
 from runtime.emulator.memory.device_memory import IS_IN_FLIGHT
 from runtime.emulator.memory.pointers import address_of, copy_bytes, fill_bytes, stack_longs
 from runtime.emulator.races.accesses import STORE
+from runtime.emulator.records import Long, Longs, Record, To
 from runtime.emulator.synchronisation.mbarrier_state import add_pending, arrive, locate
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Instruction, Integer, Register
 from runtime.emulator.translation.vectors import I32, splat, truths_of
 
-_SIZE = int(FaultKind.ASYNC_SIZE)
+_ARRIVAL = 0
+"""The size of an entry that is an arrival at the mbarriers in its targets."""
 
-# A warp's list: number of entries, capacity, groups committed by each lane (cp.async, then bulk), entries.
-_COUNT, _CAPACITY, _GROUPS, _BULK_GROUPS, _HEADER = 0, 1, 2, 34, 66
-# An entry: site, lanes still in flight, bytes; then of each lane target, source, source bytes | group << 8.
-_SITE, _LANES, _BYTES, _TARGETS, _SOURCES, _INFO, _ENTRY = 0, 1, 2, 4, 36, 68, 100
-_ARRIVAL = 0  # _BYTES of an entry that is an arrival at the mbarriers in _TARGETS
+
+class CopyEntry(Record):
+    """The copies that one instruction has started."""
+
+    site = Long()
+    lanes = Long()  # still in flight
+    size = Long()  # bytes a lane, or _ARRIVAL
+    targets, sources = Longs(32), Longs(32)  # host addresses
+    info = Longs(32)  # source bytes | group << 8
+
+
+class CopyList(Record):
+    """A warp's copies in flight."""
+
+    count, capacity = Long(), Long()
+    entries = To("CopyEntry")
+    groups, bulk_groups = Longs(32), Longs(32)  # committed by each lane, of cp.async and of bulk copies
+
+
+_ENTRY_BYTES, _LIST_BYTES = CopyEntry.size_bytes, CopyList.size_bytes
 
 
 @njit
 def copies_of(warp):
     """The warp's list, made at first use."""
-    if warp[WARP_COPIES] == 0:
-        warp[WARP_COPIES] = malloc((_HEADER + 16 * _ENTRY) * 8)
-        fill_bytes(warp[WARP_COPIES], 0, _HEADER * 8)
-        i64_at(warp[WARP_COPIES])[_CAPACITY] = 16
-    return i64_at(warp[WARP_COPIES])
+    if not warp.copies:
+        warp.copies = zeroed(_LIST_BYTES)
+    return warp.copies
 
 
 @njit
 def bulk_groups(warp, lane):
     """The bulk groups that a lane has committed."""
-    return copies_of(warp)[_BULK_GROUPS + lane]
+    return copies_of(warp).bulk_groups[lane]
 
 
 @njit
 def commit_bulk(warp, lane):
-    copies_of(warp)[_BULK_GROUPS + lane] += 1
-
-
-@njit
-def _entry_at(warp, index):
-    return i64_at(warp[WARP_COPIES] + (_HEADER + index * _ENTRY) * 8)
+    copies_of(warp).bulk_groups[lane] += 1
 
 
 @njit
 def _new_entry(warp, site, size):
     copies = copies_of(warp)
-    if copies[_COUNT] == copies[_CAPACITY]:
-        capacity = 2 * copies[_CAPACITY]
-        warp[WARP_COPIES] = realloc(warp[WARP_COPIES], (_HEADER + capacity * _ENTRY) * 8)
-        copies = i64_at(warp[WARP_COPIES])
-        copies[_CAPACITY] = capacity
-    entry = _entry_at(warp, copies[_COUNT])
-    copies[_COUNT] += 1
-    entry[_SITE], entry[_LANES], entry[_BYTES] = site, 0, size
+    make_room(copies, _ENTRY_BYTES)
+    entry = copies.entries[copies.count]
+    copies.count += 1
+    entry.site, entry.lanes, entry.size = site, 0, size
     return entry
 
 
 @njit
 def _land_lane(warp, entry, lane):
     """Carries out one lane of an entry. Returns 1 and a fault, or 0."""
-    entry[_LANES] &= ~(1 << lane)
-    size, target = entry[_BYTES], entry[_TARGETS + lane]
+    entry.lanes &= ~(1 << lane)
+    size, target = entry.size, entry.targets[lane]
     if size == _ARRIVAL:
-        return 1 if arrive(warp, entry[_SITE], lane, target, 1, 0) < 0 else 0
-    source_bytes = entry[_INFO + lane] & 0xFF
-    copy_bytes(target, entry[_SOURCES + lane], source_bytes)
+        return 1 if arrive(warp, entry.site, lane, target, 1, 0) < 0 else 0
+    source_bytes = entry.info[lane] & 0xFF
+    copy_bytes(target, entry.sources[lane], source_bytes)
     fill_bytes(target + source_bytes, 0, size - source_bytes)
-    block = warp[WARP_BLOCK]
-    landed(warp, block, target, size)
-    wrote(block, warp, target - i64_at(block)[BLOCK_SHARED], size)
+    landed(warp, address_of(warp.block), target, size)
+    wrote(address_of(warp.block), warp, target - warp.block.shared, size)
     return 0
 
 
@@ -118,22 +111,20 @@ def _sweep(warp):
     """Removes the entries that have landed in all lanes."""
     copies = copies_of(warp)
     kept = 0
-    for index in range(copies[_COUNT]):
-        entry = _entry_at(warp, index)
-        if entry[_LANES] != 0:
+    for index in range(copies.count):
+        if copies.entries[index].lanes != 0:
             if kept != index:
-                copy_bytes(warp[WARP_COPIES] + (_HEADER + kept * _ENTRY) * 8,
-                           warp[WARP_COPIES] + (_HEADER + index * _ENTRY) * 8, _ENTRY * 8)  # fmt: skip
+                copy_bytes(address_of(copies.entries[kept]), address_of(copies.entries[index]), _ENTRY_BYTES)
             kept += 1
-    copies[_COUNT] = kept
+    copies.count = kept
 
 
 @njit
 def _land_lane_before(warp, lane, count):
     """Carries out a lane's entries among the first `count`: those before an arrival."""
     for index in range(count):
-        entry = _entry_at(warp, index)
-        if (entry[_LANES] >> lane) & 1 and _land_lane(warp, entry, lane):
+        entry = copies_of(warp).entries[index]
+        if (entry.lanes >> lane) & 1 and _land_lane(warp, entry, lane):
             return 1
     return 0
 
@@ -141,18 +132,18 @@ def _land_lane_before(warp, lane, count):
 @njit
 def land_arrivals(warp, mbarrier):
     """Carries out the arrivals at an mbarrier that cp.async of any warp of the block owes; 1 and a fault, or 0."""
-    block = i64_at(warp[WARP_BLOCK])
-    for index in range(block[BLOCK_NUM_WARPS]):
-        other = i64_at(block[BLOCK_WARPS] + index * (WARP_FIELDS * 8))
-        if other[WARP_COPIES] == 0:
+    block = warp.block
+    for index in range(block.num_warps):
+        other = block.warps[index]
+        if not other.copies:
             continue
         found = False
-        for at in range(copies_of(other)[_COUNT]):
-            entry = _entry_at(other, at)
-            if entry[_BYTES] != _ARRIVAL:
+        for at in range(other.copies.count):
+            entry = other.copies.entries[at]
+            if entry.size != _ARRIVAL:
                 continue
             for lane in range(32):
-                if (entry[_LANES] >> lane) & 1 and entry[_TARGETS + lane] == mbarrier:
+                if (entry.lanes >> lane) & 1 and entry.targets[lane] == mbarrier:
                     found = True
                     if _land_lane_before(other, lane, at) or _land_lane(other, entry, lane):
                         return 1
@@ -164,31 +155,29 @@ def land_arrivals(warp, mbarrier):
 @njit
 def _count(warp, site, entry, mask, blocks, size):
     """Counts both sides of a copy: its write to shared memory and, unless it fills with zeros, its read."""
-    if i64_at(warp[WARP_LAUNCH])[LAUNCH_TRAFFIC] == 0:
-        return
-    count_access(warp, site, mask, i64_at(address_of(entry) + 8 * _TARGETS), blocks, size)
+    count_access(warp, site, mask, address_of(entry.targets), address_of(blocks), size)
     reading = 0
     for lane in range(32):
         blocks[lane] = 0
-        if (mask >> lane) & 1 and entry[_INFO + lane] & 0xFF:
+        if (mask >> lane) & 1 and entry.info[lane] & 0xFF:
             reading |= 1 << lane
-    count_access(warp, site, reading, i64_at(address_of(entry) + 8 * _SOURCES), blocks, size)
+    count_access(warp, site, reading, address_of(entry.sources), address_of(blocks), size)
 
 
-@operation("cp_async", "qlqlpi")
+@operation("cp_async", "qlqlpl")
 def cp_async(warp, mask, site, targets, target_offset, sources, source_offset, source_sizes, size):
     entry, blocks, row = _new_entry(warp, site, size), stack_longs(32), stack_longs(2)
     for lane in range(32):
         if not (mask >> lane) & 1:
             continue
-        address, source_bytes = types.int64(targets[lane]) + target_offset, types.int64(source_sizes[lane])
-        source = types.int64(sources[lane]) + source_offset
+        address, source_bytes = targets[lane] + target_offset, types.int64(source_sizes[lane])
+        source = sources[lane] + source_offset
         block = shared_block(warp, site, lane, address)
         if block == 0:
             return FAILED
         target = shared_host(block, address)
         if source_bytes > size:
-            return report(warp, _SIZE, site, lane, address, size, source_bytes, 0, 0)
+            return report(warp, FaultKind.ASYNC_SIZE, site, lane, address, size, source_bytes, 0, 0)
         if aligned(warp, site, lane, address, size) or aligned(warp, site, lane, source, size):
             return FAILED
         if source_bytes > 0:
@@ -201,26 +190,27 @@ def cp_async(warp, mask, site, targets, target_offset, sources, source_offset, s
             return FAILED
         if claim(warp, site, lane, block, target, size, IS_IN_FLIGHT):
             return FAILED
-        entry[_TARGETS + lane], entry[_SOURCES + lane] = target, source
-        entry[_INFO + lane] = source_bytes | copies_of(warp)[_GROUPS + lane] << 8
-        entry[_LANES] |= 1 << lane
+        entry.targets[lane], entry.sources[lane] = target, source
+        entry.info[lane] = source_bytes | copies_of(warp).groups[lane] << 8
+        entry.lanes |= 1 << lane
         blocks[lane] = block
-    _count(warp, site, entry, mask, blocks, size)
+    if warp.launch.traffic:
+        _count(warp, site, entry, mask, blocks, size)
     return DONE
 
 
-@operation("cp_async_arrive", "qli")
+@operation("cp_async_arrive", "qll")
 def cp_async_arrive(warp, mask, site, addresses, offset, is_counted):
     """`is_counted` means .noinc: the arrival is one of those that the mbarrier expects."""
     entry = _new_entry(warp, site, _ARRIVAL)
     for lane in range(32):
         if (mask >> lane) & 1:
-            host = locate(warp, site, lane, types.int64(addresses[lane]) + offset, False)
+            host = locate(warp, site, lane, addresses[lane] + offset, False)
             if host == 0 or (not is_counted and add_pending(warp, site, lane, host, 1)):
                 return FAILED
-            entry[_TARGETS + lane] = host
-            entry[_INFO + lane] = (1 << 40) << 8  # of no group
-            entry[_LANES] |= 1 << lane
+            entry.targets[lane] = host
+            entry.info[lane] = (1 << 40) << 8  # of no group
+            entry.lanes |= 1 << lane
     return DONE
 
 
@@ -228,7 +218,7 @@ def cp_async_arrive(warp, mask, site, addresses, offset, is_counted):
 def cp_async_commit(warp, mask, site):
     copies = copies_of(warp)
     for lane in range(32):
-        copies[_GROUPS + lane] += (mask >> lane) & 1
+        copies.groups[lane] += (mask >> lane) & 1
     return DONE
 
 
@@ -236,13 +226,13 @@ def cp_async_commit(warp, mask, site):
 def cp_async_wait(warp, mask, site, pending):
     """Waits for all groups but the last `pending`; for every copy, committed or not, if that is -1."""
     copies = copies_of(warp)
-    for index in range(copies[_COUNT]):
-        entry = _entry_at(warp, index)
-        lanes = entry[_LANES] & mask
-        if entry[_BYTES] == _ARRIVAL:
+    for index in range(copies.count):
+        entry = copies_of(warp).entries[index]
+        lanes = entry.lanes & mask
+        if entry.size == _ARRIVAL:
             continue
         for lane in range(32):
-            is_covered = pending < 0 or (entry[_INFO + lane] >> 8) < copies[_GROUPS + lane] - pending
+            is_covered = pending < 0 or (entry.info[lane] >> 8) < copies.groups[lane] - pending
             if (lanes >> lane) & 1 and is_covered and _land_lane(warp, entry, lane):
                 return FAILED
     _sweep(warp)
@@ -250,17 +240,25 @@ def cp_async_wait(warp, mask, site, pending):
 
 
 @njit
+def drop_copies(warp):
+    """Frees the list."""
+    if warp.copies:
+        free(address_of(warp.copies.entries))
+        free(address_of(warp.copies))
+        warp.copies = 0
+
+
+@njit
 def close_copies(warp):
     """Forgets the copies in flight and frees the list. An arrival that follows copies is still carried out."""
     failed = 0
-    if warp[WARP_COPIES] != 0:
-        for index in range(copies_of(warp)[_COUNT]):
-            entry = _entry_at(warp, index)
+    if warp.copies:
+        for index in range(copies_of(warp).count):
+            entry = copies_of(warp).entries[index]
             for lane in range(32):
-                if (entry[_LANES] >> lane) & 1 and not failed:
+                if (entry.lanes >> lane) & 1 and not failed:
                     failed = _land_lane(warp, entry, lane)
-        free(warp[WARP_COPIES])
-        warp[WARP_COPIES] = 0
+        drop_copies(warp)
     return failed
 
 

@@ -17,20 +17,10 @@ from __future__ import annotations
 from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at, u32_at
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import (
-    BLOCK_NUM_WARPS,
-    BLOCK_PROXY,
-    BLOCK_PROXY_TIME,
-    BLOCK_SHARED,
-    BLOCK_WARPS,
-    WARP_BLOCK,
-    WARP_FIELDS,
-    WARP_INDEX,
-    WARP_PROXY_SEEN,
-)
+from runtime.emulator.execution.state import block_at
+from runtime.emulator.memory.pointers import address_of
 from runtime.emulator.translation.ptx import Kernel
 
-_MISSING_FENCE = int(FaultKind.MISSING_PROXY_FENCE)
 _WARPS = 32
 _HEADER_BYTES = 8 * _WARPS  # for each warp: its writes before this time are fenced
 
@@ -44,18 +34,18 @@ def needs_proxy(kernel: Kernel) -> bool:
 
 
 def proxy_bytes(shared_bytes: int) -> int:
-    """Bytes of the array at BLOCK_PROXY, which is zeroed when a block starts."""
+    """Bytes of the array at `Block.proxy`, which is zeroed when a block starts."""
     return _HEADER_BYTES + (shared_bytes + 3) // 4 * 4
 
 
 @njit
 def wrote(block, warp, offset, size):
     """A warp of this block stored `size` bytes at an offset of the block's shared memory, through the generic proxy."""
-    fields = i64_at(block)
-    if fields[BLOCK_PROXY] == 0 or block != warp[WARP_BLOCK]:
+    fields = block_at(block)
+    if fields.proxy == 0 or block != address_of(warp.block):
         return
-    stamps = u32_at(fields[BLOCK_PROXY] + _HEADER_BYTES)
-    stamp = (fields[BLOCK_PROXY_TIME] + 1) << 5 | warp[WARP_INDEX]
+    stamps = u32_at(fields.proxy + _HEADER_BYTES)
+    stamp = (fields.proxy_time + 1) << 5 | warp.index
     for word in range(offset >> 2, (offset + size + 3) >> 2):
         stamps[word] = stamp
 
@@ -63,55 +53,55 @@ def wrote(block, warp, offset, size):
 @njit
 def barrier_passed(block, waiting):
     """A barrier of the block is complete; `waiting` is the mask of the warps that wait at it."""
-    if block[BLOCK_PROXY] != 0:
-        block[BLOCK_PROXY_TIME] += 1
-        for index in range(block[BLOCK_NUM_WARPS]):
+    if block.proxy != 0:
+        block.proxy_time += 1
+        for index in range(block.num_warps):
             if (waiting >> index) & 1:
-                i64_at(block[BLOCK_WARPS] + index * (WARP_FIELDS * 8))[WARP_PROXY_SEEN] = block[BLOCK_PROXY_TIME]
+                block.warps[index].proxy_seen = block.proxy_time
 
 
 @njit
 def synchronised(warp):
     """The warp saw an mbarrier's phase, or the cluster barrier's, complete."""
-    fields = i64_at(warp[WARP_BLOCK])
-    if fields[BLOCK_PROXY] != 0:
-        fields[BLOCK_PROXY_TIME] += 1
-        warp[WARP_PROXY_SEEN] = fields[BLOCK_PROXY_TIME]
+    fields = warp.block
+    if fields.proxy != 0:
+        fields.proxy_time += 1
+        warp.proxy_seen = fields.proxy_time
 
 
 @njit
 def fence(warp):
     """The warp executed fence.proxy.async."""
-    fields = i64_at(warp[WARP_BLOCK])
-    if fields[BLOCK_PROXY] == 0:
+    fields = warp.block
+    if fields.proxy == 0:
         return
-    fenced = i64_at(fields[BLOCK_PROXY])
-    fields[BLOCK_PROXY_TIME] += 1
+    fenced = i64_at(fields.proxy)
+    fields.proxy_time += 1
     for other in range(_WARPS):
-        fenced[other] = max(fenced[other], warp[WARP_PROXY_SEEN])
-    fenced[warp[WARP_INDEX]] = fields[BLOCK_PROXY_TIME]
+        fenced[other] = max(fenced[other], warp.proxy_seen)
+    fenced[warp.index] = fields.proxy_time
 
 
 @njit
 def check_read(warp, site, lane, block, host, size):
     """0, or 1 and a fault: whether bytes of shared memory may be read through the async proxy now."""
-    fields = i64_at(block)
-    if fields[BLOCK_PROXY] == 0:
+    fields = block_at(block)
+    if fields.proxy == 0:
         return 0
-    stamps = u32_at(fields[BLOCK_PROXY] + _HEADER_BYTES)
-    offset = host - fields[BLOCK_SHARED]
+    stamps = u32_at(fields.proxy + _HEADER_BYTES)
+    offset = host - fields.shared
     first, last = offset >> 2, (offset + size + 3) >> 2
     seen = 0
     for word in range(first, last):
         seen |= stamps[word]
     if seen == 0:
         return 0
-    fenced = i64_at(fields[BLOCK_PROXY])
+    fenced = i64_at(fields.proxy)
     for word in range(first, last):
         stamp = stamps[word]
         if stamp != 0:
             writer = stamp & 31
             if (stamp >> 5) > fenced[writer]:
-                return report(warp, _MISSING_FENCE, site, lane, word * 4, writer, 0, 0, 0)
+                return report(warp, FaultKind.MISSING_PROXY_FENCE, site, lane, word * 4, writer, 0, 0, 0)
             stamps[word] = 0
     return 0

@@ -18,8 +18,7 @@ from numba_kernels.cache import njit
 from numba_kernels.pointers import f32_at, f64_at, i32_at, i64_at, u16_at, u32_at, u64_at
 from runtime.emulator.async_copies.tensor_map import BF16, F16, F32, F64, S32, S64, U32, U64
 from runtime.emulator.memory.pointers import address_of, stack_longs
-from runtime.emulator.translation.operation_calls import by_address
-from runtime.emulator.translation.operations import operation
+from runtime.emulator.translation.operations import call_operation, operation
 
 intrinsic: Any = _intrinsic  # numba's stub takes the typing context for an argument of the call
 
@@ -171,7 +170,7 @@ def reduce(warp, site, reducer, operation, element_type, target, source, count):
     arguments = stack_longs(5)
     arguments[0], arguments[1], arguments[2] = operation, element_type, target
     arguments[3], arguments[4] = source, count
-    return by_address(reducer, warp, types.uint32(0), types.int32(site), address_of(arguments))
+    return call_operation(reducer, warp, site, address_of(arguments))
 
 
 def reduction_of(parts: tuple[str, ...]) -> tuple[int, int] | None:

@@ -20,21 +20,7 @@ from runtime.emulator.async_copies.bulk_copy import (
     set_mbarrier,
     start_record,
 )
-from runtime.emulator.async_copies.bulk_records import (
-    R_COORDINATES,
-    R_MAP,
-    R_MOVER,
-    R_OFFSET,
-    R_OPERATION,
-    R_REDUCER,
-    R_SOURCE,
-    R_SOURCE_BLOCK,
-    R_TARGET,
-    R_TARGET_BLOCK,
-    TENSOR_LOAD,
-    TENSOR_REDUCE,
-    TENSOR_STORE,
-)
+from runtime.emulator.async_copies.bulk_queue import TENSOR_LOAD, TENSOR_REDUCE, TENSOR_STORE
 from runtime.emulator.async_copies.reduction import REDUCTIONS
 from runtime.emulator.async_copies.swizzle import SWIZZLE_BYTES
 from runtime.emulator.async_copies.tensor_map import (
@@ -57,17 +43,7 @@ from runtime.emulator.async_copies.tensor_map import (
 )
 from runtime.emulator.async_copies.tensor_tile import count_tile
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import (
-    BLOCK_MAP_FENCE,
-    BLOCK_SHARED,
-    DONE,
-    FAILED,
-    LAUNCH_ARENA,
-    LAUNCH_ARENA_BYTES,
-    LAUNCH_CLUSTER_SIZE,
-    WARP_BLOCK,
-    WARP_LAUNCH,
-)
+from runtime.emulator.execution.state import DONE, FAILED, block_at
 from runtime.emulator.memory.checked_ranges import read_any, write_any
 from runtime.emulator.memory.cluster_window import aligned, block_of_rank, landed, shared_block, shared_host
 from runtime.emulator.memory.pointers import address_of, copy_bytes
@@ -75,10 +51,6 @@ from runtime.emulator.synchronisation.mbarrier_state import locate
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Address, Instruction, Integer, Operand, Vector
-
-_MAP = int(FaultKind.TENSOR_MAP)
-_MAP_FENCE = int(FaultKind.MISSING_TENSOR_MAP_FENCE)
-_RANK = int(FaultKind.CLUSTER_RANK)
 
 # The fault of a map: the field of the fault's message.
 _NOT_A_MAP, _WRONG_RANK, _WRONG_TYPE, _WRONG_ADDRESS, _WRONG_STRIDE, _WRONG_ROW, _WRONG_SWIZZLE, _WRONG_INTERLEAVE = (
@@ -94,10 +66,10 @@ def _usable_map(warp, site, lane, address, rank):
     host = read_any(warp, site, lane, address, MAP_BYTES)
     if host == 0:
         return 0
-    launch = i64_at(warp[WARP_LAUNCH])
-    in_device_memory = launch[LAUNCH_ARENA] <= host < launch[LAUNCH_ARENA] + launch[LAUNCH_ARENA_BYTES]
-    if in_device_memory and i64_at(warp[WARP_BLOCK])[BLOCK_MAP_FENCE] == 0:
-        report(warp, _MAP_FENCE, site, lane, host, 0, 0, 0, 0)
+    launch = warp.launch
+    in_device_memory = launch.arena <= host < launch.arena + launch.arena_bytes
+    if in_device_memory and warp.block.has_map_fence == 0:
+        report(warp, FaultKind.MISSING_TENSOR_MAP_FENCE, site, lane, host, 0, 0, 0, 0)
         return 0
     words = i64_at(host)
     field, value = -1, types.int64(0)
@@ -122,7 +94,7 @@ def _usable_map(warp, site, lane, address, rank):
         if field < 0 and (stride <= 0 or stride % 16):
             field, value = _WRONG_STRIDE, stride
     if field >= 0:
-        report(warp, _MAP, site, lane, host, field, value, 0, 0)
+        report(warp, FaultKind.TENSOR_MAP, site, lane, host, field, value, 0, 0)
         return 0
     return host
 
@@ -130,9 +102,9 @@ def _usable_map(warp, site, lane, address, rank):
 @njit
 def _fill(record, map_host, coordinates, offset, mover):
     for dimension in range(5):
-        record[R_COORDINATES + dimension] = coordinates[dimension]
-    copy_bytes(address_of(record) + R_MAP * 8, map_host, MAP_BYTES)
-    record[R_OFFSET], record[R_MOVER] = offset, mover
+        record.coordinates[dimension] = coordinates[dimension]
+    copy_bytes(address_of(record.map), map_host, MAP_BYTES)
+    record.offset, record.mover = offset, mover
 
 
 @njit
@@ -142,8 +114,8 @@ def _load_into(warp, site, lane, block, target, map_host, coordinates, mbarrier,
     if aligned(warp, site, lane, target, 128) or claim_shared_target(warp, site, lane, block, host, size, 0):
         return 1
     record = start_record(warp, site, lane, TENSOR_LOAD, size)
-    record[R_TARGET], record[R_TARGET_BLOCK] = host, block
-    _fill(record, map_host, coordinates, host - i64_at(block)[BLOCK_SHARED], mover)
+    record.target, record.target_block = host, block
+    _fill(record, map_host, coordinates, host - block_at(block).shared, mover)
     set_mbarrier(warp, record, mbarrier)
     return 0
 
@@ -157,7 +129,7 @@ def _lane_coordinates(lane, c0, c1, c2, c3, c4):
     )  # fmt: skip
 
 
-@operation("tensor_load", "qlqlpppppiqlpl")
+@operation("tensor_load", "qlqlppppplqlpl")
 def tensor_load(
     warp, mask, site, targets, target_offset, maps, map_offset, c0, c1, c2, c3, c4, rank, mbarriers, mbarrier_offset,
     cluster_mask, mover,
@@ -165,42 +137,43 @@ def tensor_load(
     for lane in range(32):
         if not (mask >> lane) & 1:
             continue
-        map_host = _usable_map(warp, site, lane, types.int64(maps[lane]) + map_offset, rank)
-        target = types.int64(targets[lane]) + target_offset
+        map_host = _usable_map(warp, site, lane, maps[lane] + map_offset, rank)
+        target = targets[lane] + target_offset
         block = shared_block(warp, site, lane, target)
-        mbarrier = locate(warp, site, lane, types.int64(mbarriers[lane]) + mbarrier_offset, False)
+        mbarrier = locate(warp, site, lane, mbarriers[lane] + mbarrier_offset, False)
         if map_host == 0 or block == 0 or mbarrier == 0:
             return FAILED
         coordinates = _lane_coordinates(lane, c0, c1, c2, c3, c4)
-        count_tile(warp, site, i64_at(map_host), coordinates)
+        if warp.launch.traffic:
+            count_tile(warp, site, i64_at(map_host), coordinates)
         ranks = types.int64(cluster_mask[lane])
         if ranks == 0:
             if _load_into(warp, site, lane, block, target, map_host, coordinates, mbarrier, mover):
                 return FAILED
             continue
-        if ranks >> i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]:
-            return report(warp, _RANK, site, lane, target, ranks, i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE], 0, 0)
-        at = mbarrier - i64_at(block)[BLOCK_SHARED]
+        if ranks >> warp.launch.cluster_size:
+            return report(warp, FaultKind.CLUSTER_RANK, site, lane, target, ranks, warp.launch.cluster_size, 0, 0)
+        at = mbarrier - block_at(block).shared
         for index in range(16):
             if (ranks >> index) & 1:
                 other = block_of_rank(warp, site, lane, index)
                 if other == 0:
                     return FAILED
-                there = i64_at(other)[BLOCK_SHARED] + at
+                there = block_at(other).shared + at
                 if _load_into(warp, site, lane, other, target, map_host, coordinates, there, mover):
                     return FAILED
     return DONE
 
 
-@operation("tensor_store", "qlpppppiqlill")
+@operation("tensor_store", "qlppppplqllll")
 def tensor_store(
     warp, mask, site, maps, map_offset, c0, c1, c2, c3, c4, rank, sources, source_offset, reduction, mover, reducer
 ):
     for lane in range(32):
         if not (mask >> lane) & 1:
             continue
-        map_host = _usable_map(warp, site, lane, types.int64(maps[lane]) + map_offset, rank)
-        source = types.int64(sources[lane]) + source_offset
+        map_host = _usable_map(warp, site, lane, maps[lane] + map_offset, rank)
+        source = sources[lane] + source_offset
         block = shared_block(warp, site, lane, source)
         if map_host == 0 or block == 0:
             return FAILED
@@ -208,11 +181,12 @@ def tensor_store(
         if aligned(warp, site, lane, source, 128) or claim_shared_source(warp, site, lane, block, host, size):
             return FAILED
         coordinates = _lane_coordinates(lane, c0, c1, c2, c3, c4)
-        count_tile(warp, site, i64_at(map_host), coordinates)
+        if warp.launch.traffic:
+            count_tile(warp, site, i64_at(map_host), coordinates)
         record = start_record(warp, site, lane, TENSOR_STORE if reduction == NO_REDUCTION else TENSOR_REDUCE, size)
-        record[R_SOURCE], record[R_SOURCE_BLOCK] = host, block
-        record[R_OPERATION], record[R_REDUCER] = reduction, reducer
-        _fill(record, map_host, coordinates, host - i64_at(block)[BLOCK_SHARED], mover)
+        record.source, record.source_block = host, block
+        record.operation, record.reducer = reduction, reducer
+        _fill(record, map_host, coordinates, host - block_at(block).shared, mover)
     return DONE
 
 
@@ -221,24 +195,24 @@ def tensor_map_prefetch(warp, mask, site, maps, map_offset):
     """Checks a map; there is no descriptor cache."""
     for lane in range(32):
         if (mask >> lane) & 1:
-            address = types.int64(maps[lane]) + map_offset
+            address = maps[lane] + map_offset
             if aligned(warp, site, lane, address, 64) or read_any(warp, site, lane, address, MAP_BYTES) == 0:
                 return FAILED
     return DONE
 
 
-@operation("tensor_map_replace", "qliiq")
+@operation("tensor_map_replace", "qlllq")
 def tensor_map_replace(warp, mask, site, maps, map_offset, field, dimension, values):
     """Writes one field. `field`: a word of the map, or for MAP_KINDS a shift of 0, 8, 16, 24 or 32 in `dimension`."""
     for lane in range(32):
         if (mask >> lane) & 1:
-            address = types.int64(maps[lane]) + map_offset
+            address = maps[lane] + map_offset
             if aligned(warp, site, lane, address, 64) or read_any(warp, site, lane, address, MAP_BYTES) == 0:
                 return FAILED
             host = write_any(warp, site, lane, address, MAP_BYTES, 0)
             if host == 0:
                 return FAILED
-            words, value = i64_at(host), types.int64(values[lane])
+            words, value = i64_at(host), values[lane]
             if field == MAP_KINDS:
                 words[field] = words[field] & ~(0xFF << dimension) | (value & 0xFF) << dimension
             elif field in (MAP_BOX, MAP_STEPS):
@@ -254,8 +228,8 @@ def tensor_map_publish(warp, mask, site, targets, target_offset, sources, source
     """tensormap.cp_fenceproxy: one copy of 128 bytes by the warp."""
     for lane in range(32):
         if (mask >> lane) & 1:
-            target = types.int64(targets[lane]) + target_offset
-            source = types.int64(sources[lane]) + source_offset
+            target = targets[lane] + target_offset
+            source = sources[lane] + source_offset
             if aligned(warp, site, lane, target, 128) or aligned(warp, site, lane, source, 128):
                 return FAILED
             source = read_any(warp, site, lane, source, MAP_BYTES)
@@ -270,7 +244,7 @@ def tensor_map_publish(warp, mask, site, targets, target_offset, sources, source
 @operation("tensor_map_acquire", "")
 def tensor_map_acquire(warp, mask, site):
     if mask:
-        i64_at(warp[WARP_BLOCK])[BLOCK_MAP_FENCE] = 1
+        warp.block.has_map_fence = 1
     return DONE
 
 

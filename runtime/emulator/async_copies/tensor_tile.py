@@ -9,25 +9,9 @@ out-of-bound access, swizzling modes).
 
 from __future__ import annotations
 
-from numba import types
-
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at, u16_at, u32_at, u64_at
-from runtime.emulator.async_copies.bulk_records import (
-    R_COORDINATES,
-    R_KIND,
-    R_LANE,
-    R_MAP,
-    R_OFFSET,
-    R_OPERATION,
-    R_REDUCER,
-    R_SNAPSHOT,
-    R_TARGET,
-    TENSOR_LOAD,
-    TENSOR_REDUCE,
-    TENSOR_STORE,
-)
-from runtime.emulator.async_copies.bulk_traffic import count_run
+from numba_kernels.pointers import u16_at, u32_at, u64_at
+from runtime.emulator.async_copies.bulk_queue import TENSOR_LOAD, TENSOR_REDUCE, TENSOR_STORE, copy_at
 from runtime.emulator.async_copies.reduction import reduce
 from runtime.emulator.async_copies.swizzle import swizzled
 from runtime.emulator.async_copies.tensor_map import (
@@ -42,7 +26,7 @@ from runtime.emulator.async_copies.tensor_map import (
     map_swizzle,
     map_type,
 )
-from runtime.emulator.execution.warp_state import LAUNCH_TRAFFIC, WARP_LAUNCH
+from runtime.emulator.execution.traffic import count_run
 from runtime.emulator.memory.checked_ranges import global_range
 from runtime.emulator.memory.cluster_window import landed
 from runtime.emulator.memory.pointers import address_of, copy_bytes, fill_bytes
@@ -117,8 +101,6 @@ def count_tile(warp, site, words, coordinates):
     """Counts one TMA copy's traffic with device memory: a request, and the sectors of each row inside of the tensor.
 
     `coordinates`: int64 tuple or pointer. Multicast to several blocks reads once."""
-    if i64_at(warp[WARP_LAUNCH])[LAUNCH_TRAFFIC] == 0:
-        return
     first, last = inner_part(words, coordinates[0])
     size = ((last - first - 1) * map_step(words, 0) + 1) * element_bytes(map_type(words))
     for index in range(num_rows(words)):
@@ -131,10 +113,10 @@ def count_tile(warp, site, words, coordinates):
 @operation("move_tile", "l")
 def move_tile(warp, mask, site, record_address):
     """Moves the tile that a record of bulk_queue.py describes, into shared memory or out of the snapshot of it."""
-    record = i64_at(record_address)
-    words, coordinates = i64_at(record_address + R_MAP * 8), i64_at(record_address + R_COORDINATES * 8)
-    direction, lane, offset = record[R_KIND] - TENSOR_LOAD, types.int32(record[R_LANE]), record[R_OFFSET]
-    tile = record[R_TARGET] if direction == TILE_LOAD else record[R_SNAPSHOT]
+    record = copy_at(record_address)
+    words, coordinates = record.map, record.coordinates
+    direction, lane, offset = record.kind - TENSOR_LOAD, record.lane, record.offset
+    tile = record.target if direction == TILE_LOAD else record.snapshot
     kind, mode, fill = map_type(words), map_swizzle(words), map_fill(words)
     element = element_bytes(kind)
     extent, step = map_extent(words, 0), map_step(words, 0)
@@ -165,7 +147,7 @@ def move_tile(warp, mask, site, record_address):
                 if global_range(warp, site, lane, to, count * element, action, of):
                     return 1
                 if direction == TILE_REDUCE:
-                    reduce(warp, site, record[R_REDUCER], record[R_OPERATION], kind, to, of, count)
+                    reduce(warp, site, record.reducer, record.operation, kind, to, of, count)
                 else:
                     copy_bytes(to, of, count * element)
                     landed(warp, 0, to, count * element)

@@ -227,7 +227,7 @@ class LaunchFunctions(ModuleFunctions):
         self.num_launches += 1
         order = self.order.launch_fields(work, machine)
         try:
-            counted = self._run(kernel_launch, 0 if order is None else order.ctypes.data)
+            counted = self._run(kernel_launch, 0 if order is None else order.pointer)
         except EmulatorFault as fault:
             if fault.kind != FaultKind.MISSING_EVENT:
                 raise

@@ -1,26 +1,25 @@
 """Faults of an emulated kernel: their kinds, the record that compiled code fills, the exception made of it.
 
-The record is int64[16]: kind, site (index of the instruction), lane, warp, linear block, address, then auxiliary
-numbers whose meaning is the kind's own. A kind's message may use {address:#x}, {a}, {b}, {c}, {d}.
+A kind's message may use {address:#x} and {a}, {b}, {c}, {d}, numbers whose meaning is the kind's own.
 """
+
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
 
-from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at
-from runtime.emulator.execution.warp_state import (
-    BLOCK_LINEAR,
-    LAUNCH_FAULT,
-    WARP_BLOCK,
-    WARP_INDEX,
-    WARP_LAUNCH,
-)
+from runtime.emulator.records import Long, Record
+from runtime.emulator.translation.operations import compiled_once
 from runtime.errors import DeviceError
 
-RECORD_FIELDS = 16
+
+class Fault(Record):
+    """The first fault of an OS thread of a launch; `kind` is 0 before it."""
+
+    kind, site, lane = Long(), Long(), Long()  # site: the instruction's index
+    warp, block = Long(), Long()  # numbers: in the block, and `Block.linear`
+    address, a, b, c, d = Long(), Long(), Long(), Long(), Long()
 
 
 class FaultKind(IntEnum):
@@ -139,21 +138,14 @@ MESSAGES: dict[FaultKind, str] = {
 }
 
 
-@njit
+@compiled_once("llllllll")
 def report(warp, kind, site, lane, address, a, b, c, d):
     """Fills the fault record (the first fault stays) and returns 1, for an operation to return."""
-    record = i64_at(i64_at(warp[WARP_LAUNCH])[LAUNCH_FAULT])
-    if record[0] == 0:
-        record[0] = kind
-        record[1] = site
-        record[2] = lane
-        record[3] = warp[WARP_INDEX]
-        record[4] = i64_at(warp[WARP_BLOCK])[BLOCK_LINEAR]
-        record[5] = address
-        record[6] = a
-        record[7] = b
-        record[8] = c
-        record[9] = d
+    fault = warp.launch.fault
+    if fault.kind == 0:
+        fault.kind, fault.site, fault.lane = kind, site, lane
+        fault.warp, fault.block, fault.address = warp.index, warp.block.linear, address
+        fault.a, fault.b, fault.c, fault.d = a, b, c, d
     return 1
 
 
@@ -188,7 +180,6 @@ class EmulatorFault(DeviceError):
         super().__init__(f"{kind.name}: {detail}\n  kernel {kernel}, {where}\n  PTX line {line}: {text.strip()}")
 
 
-def message_of(kind: FaultKind, record: Any) -> str:
+def message_of(kind: FaultKind, fault: Fault) -> str:
     """The sentence for a filled record."""
-    a, b, c, d = (int(value) for value in record[6:10])
-    return MESSAGES[kind].format(address=int(record[5]), a=a, b=b, c=c, d=d)
+    return MESSAGES[kind].format(address=fault.address, a=fault.a, b=fault.b, c=fault.c, d=fault.d)

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import IntFlag
 from typing import Any
 
@@ -15,33 +14,25 @@ import numpy as np
 
 from runtime.device.collection import NO_COLLECTION
 from runtime.emulator.async_copies.proxy import proxy_bytes
-from runtime.emulator.execution import counters, warp_state
+from runtime.emulator.execution import counters
 from runtime.emulator.execution.counters import Counters
 from runtime.emulator.execution.deadlock import who_waits
-from runtime.emulator.execution.fault import RECORD_FIELDS, EmulatorFault, FaultKind, message_of
-from runtime.emulator.execution.residency import Slot, SlotShape, lay_out
-from runtime.emulator.execution.traffic import TRAFFIC_FIELDS, traffic_of
-from runtime.emulator.execution.warp_scheduler import (
-    FAULTED,
-    NEEDS_SLOT,
-    Q_COUNT,
-    Q_FACTOR,
-    Q_SHIFT,
-    QUEUE_FIELDS,
-    abandon,
-    run_clusters,
-)
-from runtime.emulator.execution.warp_state import (
+from runtime.emulator.execution.fault import EmulatorFault, Fault, FaultKind, message_of
+from runtime.emulator.execution.residency import Shape, SlotBuffer, lay_out, round_up
+from runtime.emulator.execution.state import (
     CHECK_ASYNC,
     CHECK_MEMORY,
     CHECK_RACES,
     CHECK_UNINITIALIZED,
     COUNT_MEMORY,
+    Launch,
 )
+from runtime.emulator.execution.traffic import TrafficCounts, traffic_of
+from runtime.emulator.execution.warp_scheduler import FAULTED, NEEDS_SLOT, Grid, abandon, run_clusters
 from runtime.emulator.memory.device_memory import Machine
 from runtime.emulator.memory.fault_description import LaunchShape, explain, is_memory_fault, kind_of
 from runtime.emulator.races.launch_memory import RaceMemory
-from runtime.emulator.translation.operations import compile_operation
+from runtime.emulator.translation.operations import compile_operation, compiled
 from runtime.emulator.translation.program import LoadedKernel, Program, load
 from runtime.errors import InvalidArgumentError
 
@@ -70,16 +61,24 @@ _SLOTS_WITH_SEED = 4
 _NUM_SMS = 132
 
 
-@dataclass(slots=True)
 class _Worker:
     """Data of one OS thread of a launch."""
 
-    fields: Any  # the launch array
-    record: Any  # the fault record
-    counts: Any
-    traffic: Any
-    slots: list[Slot]
-    random: Any
+    def __init__(self, kernel: LoadedKernel, shape: Shape) -> None:
+        self.launch, self.fault = Launch.new(), Fault.new()
+        self.counts = np.zeros(2 * len(kernel.translation.chunks) + 1, dtype=np.int64)
+        self.traffic = np.zeros(len(kernel.kernel.instructions) * TrafficCounts.size_words, dtype=np.int64)
+        self.seed = np.zeros(1, dtype=np.int64)
+        self._shape, self._slots = shape, list[SlotBuffer]()
+        self.slots = np.zeros(0, dtype=np.int64)  # their addresses
+
+    def add_slot(self) -> None:
+        self._slots.append(SlotBuffer(self._shape))
+        compiled(lay_out)(self._slots[-1].address, self.launch.pointer, self._shape.pointer)
+        self.slots = np.array([slot.address for slot in self._slots], dtype=np.int64)
+
+    def abandon(self) -> None:
+        compiled(abandon)(self.slots.ctypes.data, len(self.slots))
 
 
 def _dim3(name: str, value: Dim3) -> Dim3:
@@ -159,25 +158,22 @@ class _Run:
         self.checks, self.is_dependent, self.stream_order = checks, is_dependent, 0
         self.dynamic_bytes = shared_bytes
         self.shared_total = kernel.shared.total_bytes(shared_bytes)
-        has_shadow = bool(checks & (Checks.MEMORY | Checks.UNINITIALIZED))
-        self.shape = SlotShape(
-            self.cluster_size,
-            self.num_warps,
-            self.translation.register_bytes,
-            self.shared_total,
-            has_shadow,
-            kernel.local_bytes,
-            proxy_bytes(self.shared_total) if kernel.needs_proxy and checks & Checks.ASYNC else 0,
-            self.translation.reads_undefined,
-        )
         self._shadow = np.frombuffer(kernel.shared.shadow(shared_bytes), dtype=np.uint8)
-        self._shape = self.shape.as_array(self._shadow.ctypes.data)
+        has_shadow = bool(checks & (Checks.MEMORY | Checks.UNINITIALIZED))
+        shape = self.shape = Shape.new()
+        shape.num_blocks, shape.num_warps = self.cluster_size, self.num_warps
+        shape.registers, shape.shared = round_up(self.translation.register_bytes), round_up(self.shared_total)
+        shape.local = round_up(32 * kernel.local_bytes)
+        shape.shared_shadow, shape.local_shadow = has_shadow * shape.shared, has_shadow * shape.local
+        if kernel.needs_proxy and checks & Checks.ASYNC:
+            shape.proxy = round_up(proxy_bytes(self.shared_total))
+        shape.shadow_image, shape.clears_registers = self._shadow.ctypes.data, self.translation.reads_undefined
         self._parameters = np.frombuffer(parameters + bytes(16), dtype=np.uint8)
         missing = [name for name in kernel.variables if name not in variables]
         if missing:
             raise InvalidArgumentError(f"launch: no address for variable {missing[0]}", param="variables")
         self._symbols = np.array([variables[name] for name in kernel.variables] or [0], dtype=np.int64)
-        self._queue = np.zeros(QUEUE_FIELDS, dtype=np.int64)
+        self._grid = Grid.new()
         others = machine.regions()[1:]
         self._regions = np.array([len(others), *(value for region in others for value in region)], dtype=np.int64)
 
@@ -186,8 +182,8 @@ class _Run:
         alone = self.kernel.communicates or work < _WORK_FOR_COMPANY or self.num_clusters < 2
         if alone or self.checks & Checks.RACES:
             num_threads = 1
-        self._queue[Q_COUNT] = self.num_clusters
-        self._queue[Q_FACTOR], self._queue[Q_SHIFT] = _order(self.num_clusters, seed)
+        self._grid.count = self.num_clusters
+        self._grid.factor, self._grid.shift = _order(self.num_clusters, seed)
         races = None
         if self.checks & Checks.RACES:
             races = RaceMemory(
@@ -206,109 +202,91 @@ class _Run:
             else:
                 _on_threads(self._work, workers)
             for worker in workers:
-                if worker.record[0]:
+                if worker.fault.kind:
                     fault = self._exception(worker)
                     for other in workers:
-                        abandon(np.array([slot.address for slot in other.slots], dtype=np.int64))
+                        other.abandon()
                     raise fault
             counts = sum(worker.counts for worker in workers)
             found = counters.expand(self.kernel.kernel.instructions, self.translation.chunks, counts)
             if self.checks & Checks.TRAFFIC:
-                found.traffic = traffic_of(sum(worker.traffic for worker in workers))
+                found.traffic = traffic_of(np.sum([worker.traffic for worker in workers], axis=0).tolist())
             return found
         finally:
             if races is not None:
                 races.close()
 
     def _worker(self, index: int, seed: int, races: RaceMemory | None) -> _Worker:
-        fields = np.zeros(warp_state.LAUNCH_FIELDS, dtype=np.int64)
-        record = np.zeros(RECORD_FIELDS, dtype=np.int64)
-        counts = np.zeros(2 * len(self.translation.chunks) + 1, dtype=np.int64)
-        traffic = np.zeros(len(self.kernel.kernel.instructions) * TRAFFIC_FIELDS, dtype=np.int64)
-        fields[warp_state.LAUNCH_PARAMETERS] = self._parameters.ctypes.data
-        fields[warp_state.LAUNCH_PARAMETER_BYTES] = len(self._parameters) - 16
-        fields[warp_state.LAUNCH_GRID_X : warp_state.LAUNCH_GRID_Z + 1] = self.grid
-        fields[warp_state.LAUNCH_BLOCK_X : warp_state.LAUNCH_BLOCK_Z + 1] = self.block
-        fields[warp_state.LAUNCH_CLUSTER_X : warp_state.LAUNCH_CLUSTER_Z + 1] = self.cluster
-        fields[warp_state.LAUNCH_NUM_WARPS] = self.num_warps
-        fields[warp_state.LAUNCH_THREADS] = math.prod(self.block)
-        fields[warp_state.LAUNCH_CLUSTER_SIZE] = self.cluster_size
-        fields[warp_state.LAUNCH_SHARED_BYTES] = self.kernel.shared.static_bytes + self.dynamic_bytes
-        fields[warp_state.LAUNCH_DYNAMIC_SHARED_BYTES] = self.dynamic_bytes
-        fields[warp_state.LAUNCH_CHECKS] = int(self.checks)
-        fields[warp_state.LAUNCH_SEED] = seed
-        fields[warp_state.LAUNCH_FAULT] = record.ctypes.data
-        fields[warp_state.LAUNCH_COUNTERS] = counts.ctypes.data
-        if self.checks & Checks.TRAFFIC:
-            fields[warp_state.LAUNCH_TRAFFIC] = traffic.ctypes.data
-        fields[warp_state.LAUNCH_REGIONS] = self._regions.ctypes.data if self._regions[0] else 0
+        worker = _Worker(self.kernel, self.shape)
+        launch = worker.launch
+        launch.parameters, launch.parameter_bytes = self._parameters.ctypes.data, len(self._parameters) - 16
+        launch.grid_x, launch.grid_y, launch.grid_z = self.grid
+        launch.block_x, launch.block_y, launch.block_z = self.block
+        launch.cluster_x, launch.cluster_y, launch.cluster_z = self.cluster
+        launch.num_warps, launch.num_threads = self.num_warps, math.prod(self.block)
+        launch.cluster_size = self.cluster_size
+        launch.shared_bytes = self.kernel.shared.static_bytes + self.dynamic_bytes
+        launch.dynamic_shared_bytes = self.dynamic_bytes
+        launch.checks = int(self.checks)
+        launch.fault, launch.counters = worker.fault.pointer, worker.counts.ctypes.data
+        launch.traffic = worker.traffic.ctypes.data if self.checks & Checks.TRAFFIC else 0
+        launch.regions = self._regions.ctypes.data if self._regions[0] else 0
         if self.kernel.leaves_work:
-            fields[warp_state.LAUNCH_CLOSE_WARP] = compile_operation("close_warp")
-            fields[warp_state.LAUNCH_CLOSE_BLOCK] = compile_operation("close_block")
-        fields[warp_state.LAUNCH_ARENA] = self.machine.base
-        fields[warp_state.LAUNCH_ARENA_BYTES] = self.machine.span
-        fields[warp_state.LAUNCH_ARENA_SHADOW] = self.machine.base + self.machine.shadow_delta
-        fields[warp_state.LAUNCH_LOCAL_BYTES] = self.kernel.local_bytes
-        fields[warp_state.LAUNCH_THREAD_INDEX] = index
-        fields[warp_state.LAUNCH_SYMBOLS] = self._symbols.ctypes.data
-        fields[warp_state.LAUNCH_NUM_SMS] = _NUM_SMS
-        fields[warp_state.LAUNCH_DEPENDENT] = int(self.is_dependent)
-        fields[warp_state.LAUNCH_STREAM_ORDER] = self.stream_order
-        fields[warp_state.LAUNCH_GLOBAL_RACES] = races.address(index) if races is not None else 0
-        random = np.array([(seed * 0x9E3779B97F4A7C15 + index + 1) % (1 << 63) if seed else 0], dtype=np.int64)
-        slots = [Slot(self.shape) for _ in range(min(self.num_clusters, _SLOTS_WITH_SEED if seed else 1))]
-        worker = _Worker(fields, record, counts, traffic, slots, random)
-        for slot in slots:
-            lay_out(slot.address, fields.ctypes.data, self._shape)
+            launch.close_warp = compile_operation("close_warp")
+            launch.close_block = compile_operation("close_block")
+        launch.arena, launch.arena_bytes = self.machine.base, self.machine.span
+        launch.arena_shadow = self.machine.base + self.machine.shadow_delta
+        launch.local_bytes = self.kernel.local_bytes
+        launch.symbols = self._symbols.ctypes.data
+        launch.num_sms = _NUM_SMS
+        launch.is_dependent = int(self.is_dependent)
+        launch.stream_order = self.stream_order
+        launch.races = races.address(index) if races is not None else 0
+        worker.seed[0] = (seed * 0x9E3779B97F4A7C15 + index + 1) % (1 << 63) if seed else 0
+        for _ in range(min(self.num_clusters, _SLOTS_WITH_SEED if seed else 1)):
+            worker.add_slot()
         return worker
 
     def _work(self, worker: _Worker) -> None:
+        run = compiled(run_clusters)
         while True:
-            addresses = np.array([slot.address for slot in worker.slots], dtype=np.int64)
-            state = run_clusters(
-                self._queue.ctypes.data,
-                worker.fields.ctypes.data,
-                self.translation.code.address,
-                addresses,
-                len(addresses),
-                self._shape,
-                self.shared_total,
-                worker.random,
-            )
+            state = run(
+                self._grid.pointer, worker.launch.pointer, self.translation.code.address, worker.slots.ctypes.data,
+                len(worker.slots), self.shape.pointer, self.shared_total, worker.seed.ctypes.data,
+            )  # fmt: skip
             if state != NEEDS_SLOT or len(worker.slots) == _MAX_SLOTS:
                 assert state != NEEDS_SLOT, f"{_MAX_SLOTS} clusters poll at once"
-                assert (state == FAULTED) == bool(worker.record[0])
+                assert (state == FAULTED) == bool(worker.fault.kind)
                 return
-            worker.slots.append(Slot(self.shape))
-            lay_out(worker.slots[-1].address, worker.fields.ctypes.data, self._shape)
+            worker.add_slot()
 
     def _exception(self, worker: _Worker) -> EmulatorFault:
-        kind, site, lane, warp, linear, address = (int(value) for value in worker.record[:6])
-        fault = FaultKind(kind)
-        detail = message_of(fault, worker.record)
-        if is_memory_fault(fault):
-            fault = kind_of(fault, worker.record, self.machine)
+        fault = worker.fault
+        kind, site, linear = FaultKind(fault.kind), fault.site, fault.block
+        detail = message_of(kind, fault)
+        if is_memory_fault(kind):
+            kind = kind_of(kind, fault, self.machine)
             shape = LaunchShape(self.grid, self.block, self.cluster, self.dynamic_bytes)
-            detail = explain(fault, worker.record, self.machine, self.kernel.shared, shape)
-        if fault == FaultKind.ASSERT:
-            message, file = (self._text_at(int(place)) for place in worker.record[6:8])
-            detail = f"assertion {message!r} failed ({file}:{int(worker.record[8])})"
-        if fault == FaultKind.DEADLOCK:
-            detail += "".join(f"\n  {line}" for line in who_waits(worker.slots, self.kernel))
+            detail = explain(kind, fault, self.machine, self.kernel.shared, shape)
+        if kind == FaultKind.ASSERT:
+            message, file = self._text_at(fault.a), self._text_at(fault.b)
+            detail = f"assertion {message!r} failed ({file}:{fault.c})"
+        if kind == FaultKind.DEADLOCK:
+            detail += "".join(f"\n  {line}" for line in who_waits(worker.slots.tolist(), self.kernel))
         instructions = self.kernel.kernel.instructions
         line = instructions[site].line if 0 <= site < len(instructions) else 0
-        thread = 32 * warp + lane
+        thread = 32 * fault.warp + fault.lane
         width, height, _ = self.block
         grid_x, grid_y, _ = self.grid
         return EmulatorFault(
-            fault,
+            kind,
             detail,
             kernel=self.kernel.name,
             line=line,
             text=self.kernel.module.lines[line - 1] if line else "",
             block=(linear % grid_x, linear // grid_x % grid_y, linear // (grid_x * grid_y)),
             thread=(thread % width, thread // width % height, thread // (width * height)),
-            address=address,
+            address=fault.address,
         )
 
     def _text_at(self, address: int) -> str:

@@ -3,23 +3,27 @@
 A sector is 32 aligned bytes. A wavefront serves each of the 32 four-byte banks once; lanes that access the same word of
 a bank are served together. 8-byte accesses go by half warps, 16-byte ones by quarters (CUDA programming guide, "Shared
 memory", and Nsight Compute's metrics of the same names).
-
-Each OS thread of a launch has TRAFFIC_FIELDS int64 for each instruction, at launch[LAUNCH_TRAFFIC].
 """
+
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at
-from runtime.emulator.execution.warp_state import BLOCK_SHARED, LAUNCH_TRAFFIC, WARP_LAUNCH
+from runtime.emulator.execution.state import block_at
 from runtime.emulator.memory.pointers import stack_longs
+from runtime.emulator.records import Long, Record
+from runtime.emulator.translation.operations import compiled_once
 
-GLOBAL_REQUESTS, GLOBAL_SECTORS, GLOBAL_BYTES = 0, 1, 2
-SHARED_REQUESTS, SHARED_WAVEFRONTS, SHARED_IDEAL, SHARED_BYTES = 3, 4, 5, 6
-TRAFFIC_FIELDS = 8
+
+class TrafficCounts(Record):
+    """An OS thread's counts for one instruction, as in `Traffic`; at launch.traffic."""
+
+    global_requests, global_sectors, global_bytes = Long(), Long(), Long()
+    shared_requests, shared_wavefronts, shared_ideal, shared_bytes = Long(), Long(), Long(), Long()
 
 
 @dataclass(slots=True)
@@ -60,72 +64,75 @@ class Traffic:
 def traffic_of(fields: Sequence[int]) -> dict[int, Traffic]:
     """Flat counters of a launch → instruction index: Traffic, without the instructions that moved no data."""
     found = {}
-    for site in range(len(fields) // TRAFFIC_FIELDS):
-        numbers = [int(value) for value in fields[site * TRAFFIC_FIELDS : (site + 1) * TRAFFIC_FIELDS - 1]]
+    words = TrafficCounts.size_words
+    for site in range(len(fields) // words):
+        numbers = [int(value) for value in fields[site * words : (site + 1) * words]]
         if any(numbers):
             found[site] = Traffic(*numbers)
     return found
 
 
-@njit
-def count_access(warp, site, mask, places, blocks, size):
-    """Counts one warp instruction. `places`: host address of each lane; `blocks`: 0 for device memory, a block array's
-    address for shared memory, negative for neither; `size`: bytes a lane."""
-    launch = i64_at(warp[WARP_LAUNCH])
-    if launch[LAUNCH_TRAFFIC] == 0 or mask == 0:
-        return
-    fields = i64_at(launch[LAUNCH_TRAFFIC] + site * (TRAFFIC_FIELDS * 8))
-    sectors, lanes = 0, 0
+# A launch that does not count has launch.traffic 0: callers ask first. What follows is compiled for nobody else.
+
+
+@compiled_once("lllll")
+def count_access(warp, site, mask, place_address, block_address, size):
+    """Counts one warp instruction. At `place_address` the host addresses of the lanes, at `block_address` for each 0
+    for device memory, a block's address for shared memory, or a negative number; `size`: bytes a lane."""
+    places, blocks = i64_at(place_address), i64_at(block_address)
+    counts = warp.launch.traffic[site]
+    num_sectors, num_lanes = 0, 0
     seen = stack_longs(32)
     for lane in range(32):
         if (mask >> lane) & 1 and blocks[lane] == 0:
-            lanes += 1
-            sector, index = places[lane] >> 5, sectors - 1
+            num_lanes += 1
+            sector, index = places[lane] >> 5, num_sectors - 1
             while index >= 0 and seen[index] != sector:
                 index -= 1
             if index < 0:
-                seen[sectors] = sector
-                sectors += 1
-    if lanes:
-        fields[GLOBAL_REQUESTS] += 1
-        fields[GLOBAL_SECTORS] += sectors
-        fields[GLOBAL_BYTES] += lanes * size
-    _count_shared(fields, mask, places, blocks, size)
-
-
-@njit
-def _count_shared(fields, mask, places, blocks, size):
+                seen[num_sectors] = sector
+                num_sectors += 1
+    if num_lanes:
+        counts.global_requests += 1
+        counts.global_sectors += num_sectors
+        counts.global_bytes += num_lanes * size
     group = 32 if size <= 4 else 128 // size  # lanes served together
     words = max(1, size // 4)
     depths, wanted = stack_longs(32), stack_longs(1024)  # of each bank: how many words, and which
     total = 0
     for first in range(0, 32, group):
-        deepest, lanes = 0, 0
+        deepest, num_lanes = 0, 0
         for bank in range(32):
             depths[bank] = 0
         for lane in range(first, first + group):
             if (mask >> lane) & 1 and blocks[lane] > 0:
-                lanes += 1
-                start = (places[lane] - i64_at(blocks[lane])[BLOCK_SHARED]) >> 2
+                num_lanes += 1
+                start = (places[lane] - block_at(blocks[lane]).shared) >> 2
                 for word in range(start, start + words):
-                    deepest = max(deepest, _want(depths, wanted, word, blocks[lane]))
-        if lanes:
-            fields[SHARED_WAVEFRONTS] += deepest
-            fields[SHARED_IDEAL] += 1
-            total += lanes
+                    bank, name = word & 31, word + (blocks[lane] << 13)
+                    index = 0
+                    while index < depths[bank] and wanted[bank * 32 + index] != name:
+                        index += 1
+                    if index == depths[bank]:
+                        wanted[bank * 32 + index] = name
+                        depths[bank] += 1
+                    deepest = max(deepest, depths[bank])
+        if num_lanes:
+            counts.shared_wavefronts += deepest
+            counts.shared_ideal += 1
+            total += num_lanes
     if total:
-        fields[SHARED_REQUESTS] += 1
-        fields[SHARED_BYTES] += total * size
+        counts.shared_requests += 1
+        counts.shared_bytes += total * size
+    return 0
 
 
-@njit
-def _want(depths, wanted, word, block_address):
-    """Notes an access to a word of a block's shared memory; returns how many words of its bank are accessed."""
-    bank, name = word & 31, word + (block_address << 13)
-    depth = depths[bank]
-    for index in range(depth):
-        if wanted[bank * 32 + index] == name:
-            return depth
-    wanted[bank * 32 + depth] = name
-    depths[bank] = depth + 1
-    return depth + 1
+@compiled_once("llll")
+def count_run(warp, site, address, size, requests):
+    """Adds `size` neighbouring bytes of device memory from a host address on, and `requests`."""
+    counts = warp.launch.traffic[site]
+    counts.global_requests += requests
+    if size > 0:
+        counts.global_sectors += ((address + size - 1) >> 5) - (address >> 5) + 1
+        counts.global_bytes += size
+    return 0

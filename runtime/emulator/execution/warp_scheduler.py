@@ -6,54 +6,31 @@ for another one beside it, since it may wait for another block. If every warp of
 moved, it is a deadlock: warps block only on their own cluster.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
 from __future__ import annotations
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i32_at, i64_at
+from numba_kernels.pointers import i64_at
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.residency import (
-    P_BLOCKS,
-    P_WARPS,
-    S_BLOCKS,
-    S_CLUSTER,
-    S_IDLE_ROUNDS,
-    S_IS_RUNNING,
-    S_LIVE_WARPS,
-    S_NUM_BLOCKS,
-    S_ORDER,
-    S_POLLING_ROUNDS,
-    begin_cluster,
-)
-from runtime.emulator.execution.warp_state import (
-    BLOCK_EXITED_WARPS,
-    BLOCK_LAUNCH,
-    BLOCK_NUM_WARPS,
-    BLOCK_PROGRESS,
-    BLOCK_WARPS,
-    BLOCKED,
-    EXITED,
-    FAULT,
-    LAUNCH_CLOSE_BLOCK,
-    LAUNCH_CLOSE_WARP,
-    LAUNCH_STEPS,
-    WARP_FIELDS,
-    WARP_LANES,
-    WARP_LAUNCH,
-    WARP_LIVE,
-    WARP_PCS,
-    WARP_SITE,
-    WARP_STATE,
-    YIELDED,
-)
-from runtime.emulator.memory.pointers import address_of, atomic_add_u64, call_operation, call_run, trailing_zeros
+from runtime.emulator.execution.residency import begin_cluster, shape_at, slot_at
+from runtime.emulator.execution.state import BLOCKED, EXITED, FAULT, YIELDED, launch_at
+from runtime.emulator.memory.pointers import atomic_add_u64, call_run, trailing_zeros
+from runtime.emulator.records import Long, Record, at
 from runtime.emulator.synchronisation.barriers import settle_barriers
+from runtime.emulator.translation.operations import call_operation
 
-# --- what OS threads of a launch share: int64 array ---
-Q_NEXT = 0  # clusters handed out
-Q_COUNT = 1  # clusters of the grid
-Q_STOP = 2  # 1 after a fault
-Q_FACTOR, Q_SHIFT = 3, 4  # cluster = (number * factor + shift) % count
-QUEUE_FIELDS = 8
+
+class Grid(Record):
+    """The clusters of a launch, shared by its OS threads."""
+
+    next = Long()  # clusters handed out; the first field
+    count = Long()  # clusters of the grid
+    stop = Long()  # 1 after a fault
+    factor, shift = Long(), Long()  # cluster = (number * factor + shift) % count
+
+
+grid_at = at(Grid)
 
 # --- what run_clusters returns ---
 ALL_DONE, FAULTED, NEEDS_SLOT = 0, 1, 2
@@ -84,12 +61,12 @@ def _shuffle(order, count, random):
 @njit
 def _exit_warp(slot, block, warp):
     """Returns 1 and a fault, or 0."""
-    close = i64_at(warp[WARP_LAUNCH])[LAUNCH_CLOSE_WARP]
-    if close and call_operation(close, address_of(warp), warp[WARP_LANES], 0):
+    close = warp.launch.close_warp
+    if close and call_operation(close, warp, 0, 0):
         return 1
-    slot[S_LIVE_WARPS] -= 1
-    block[BLOCK_EXITED_WARPS] += 1
-    block[BLOCK_PROGRESS] += 1
+    slot.live_warps -= 1
+    block.num_exited_warps += 1
+    block.progress += 1
     settle_barriers(block)
     return 0
 
@@ -97,59 +74,51 @@ def _exit_warp(slot, block, warp):
 @njit
 def _close_cluster(slot):
     """The slot's cluster has ended or is given up."""
-    slot[S_IS_RUNNING] = 0
-    for rank in range(slot[S_NUM_BLOCKS]):
-        block = i64_at(i64_at(slot[S_BLOCKS])[rank])
-        close = i64_at(block[BLOCK_LAUNCH])[LAUNCH_CLOSE_BLOCK]
+    slot.is_running = 0
+    for rank in range(slot.num_blocks):
+        block = slot.blocks[rank]
+        close = block.launch.close_block
         if close:
-            call_operation(close, block[BLOCK_WARPS], 1, 0)
+            call_operation(close, block.warps, 0, 0)
 
 
-@njit
-def abandon(slots):
+def abandon(slots, num_slots):
     """After a launch that is given up: the clusters that still run are closed."""
-    for index in range(len(slots)):
-        slot = i64_at(slots[index])
-        if slot[S_IS_RUNNING]:
+    for index in range(num_slots):
+        slot = slot_at(i64_at(slots)[index])
+        if slot.is_running:
             _close_cluster(slot)
-
-
-@njit
-def _moved(slot, launch):
-    """A number that rises with each event in the cluster that a blocked warp may wait for."""
-    total = launch[LAUNCH_STEPS]
-    for rank in range(slot[S_NUM_BLOCKS]):
-        total += i64_at(i64_at(slot[S_BLOCKS])[rank])[BLOCK_PROGRESS]
-    return total
+    return 0
 
 
 @njit
 def _progress(slot):
+    """A number that rises with each event in the cluster that a blocked warp may wait for, but for steps."""
     total = 0
-    for rank in range(slot[S_NUM_BLOCKS]):
-        total += i64_at(i64_at(slot[S_BLOCKS])[rank])[BLOCK_PROGRESS]
+    for rank in range(slot.num_blocks):
+        total += slot.blocks[rank].progress
     return total
 
 
 @njit
 def _run_round(slot, launch, run, shape, random):
     """Every live warp of a cluster runs once. Returns FAULT, or 0."""
-    num_warps = shape[P_WARPS]
-    count = shape[P_BLOCKS] * num_warps
-    order = i64_at(slot[S_ORDER])
+    num_warps = shape.num_warps
+    count = shape.num_blocks * num_warps
+    order = slot.order
     if random[0] != 0:
         _shuffle(order, count, random)
-    moved, progress = _moved(slot, launch), _progress(slot)
+    progress = _progress(slot)
+    moved = launch.steps + progress
     any_yielded = False
     for turn in range(count):
         number = order[turn]
-        block = i64_at(i64_at(slot[S_BLOCKS])[number // num_warps])
-        address = block[BLOCK_WARPS] + number % num_warps * (WARP_FIELDS * 8)
-        warp = i64_at(address)
-        if warp[WARP_STATE] == EXITED:
+        block = slot.blocks[number // num_warps]
+        warp = block.warps[number % num_warps]
+        if warp.state == EXITED:
             continue
-        state = call_run(run, address)
-        warp[WARP_STATE] = state
+        state = call_run(run, warp)
+        warp.state = state
         if state == FAULT:
             return FAULT
         if state == EXITED:
@@ -157,67 +126,69 @@ def _run_round(slot, launch, run, shape, random):
                 return FAULT
         elif state == YIELDED:
             any_yielded = True
-    slot[S_POLLING_ROUNDS] = slot[S_POLLING_ROUNDS] + 1 if any_yielded and progress == _progress(slot) else 0
-    slot[S_IDLE_ROUNDS] = slot[S_IDLE_ROUNDS] + 1 if not any_yielded and moved == _moved(slot, launch) else 0
+    after = _progress(slot)
+    slot.polling_rounds = slot.polling_rounds + 1 if any_yielded and progress == after else 0
+    slot.idle_rounds = slot.idle_rounds + 1 if not any_yielded and moved == launch.steps + after else 0
     return 0
 
 
 @njit
 def _report_deadlock(slot, shape):
     """The fault names the first warp that still lives; launch.py describes the others."""
-    for rank in range(shape[P_BLOCKS]):
-        block = i64_at(i64_at(slot[S_BLOCKS])[rank])
-        for index in range(block[BLOCK_NUM_WARPS]):
-            warp = i64_at(block[BLOCK_WARPS] + index * WARP_FIELDS * 8)
-            if warp[WARP_STATE] != EXITED:
-                lane = trailing_zeros(warp[WARP_LIVE])
-                site = warp[WARP_SITE] if warp[WARP_STATE] == BLOCKED else i32_at(warp[WARP_PCS])[lane]
-                report(warp, FaultKind.DEADLOCK, site, lane, 0, slot[S_CLUSTER], 0, 0, 0)
+    for rank in range(shape.num_blocks):
+        block = slot.blocks[rank]
+        for index in range(block.num_warps):
+            warp = block.warps[index]
+            if warp.state != EXITED:
+                lane = trailing_zeros(warp.live)
+                site = warp.site if warp.state == BLOCKED else warp.pcs[lane]
+                report(warp, FaultKind.DEADLOCK, site, lane, 0, slot.cluster, 0, 0, 0)
                 return
 
 
-@njit
-def run_clusters(queue_address, launch_address, run, slots, num_slots, shape, shared_bytes, random):
+def run_clusters(grid_address, launch_address, run, slots_address, num_slots, shape_address, shared_bytes, random_at):
     """Runs clusters until the grid is done (ALL_DONE), a fault occurs (FAULTED, see the record), or all slots
     only poll (NEEDS_SLOT: call again with one more, laid out).
 
     Args:
-        slots: int64 array of slot addresses.
-        random: int64 array whose first element is the seed's state, or 0 for the natural order.
+        run: address of the translated kernel.
+        slots_address: of the addresses of slots.
+        random_at: address of the state of the seed, or of a 0 for the natural order.
     """
-    queue, launch = i64_at(queue_address), i64_at(launch_address)
+    queue, launch, shape = grid_at(grid_address), launch_at(launch_address), shape_at(shape_address)
+    slots, random = i64_at(slots_address), i64_at(random_at)
     running = 0
     for index in range(num_slots):
-        running += i64_at(slots[index])[S_IS_RUNNING]
+        running += slot_at(slots[index]).is_running
     while True:
         all_poll = True
         for index in range(num_slots):
-            slot = i64_at(slots[index])
-            if slot[S_IS_RUNNING] == 0:
-                if queue[Q_NEXT] >= queue[Q_COUNT]:
+            slot = slot_at(slots[index])
+            if slot.is_running == 0:
+                if queue.next >= queue.count:
                     continue
-                number = int(atomic_add_u64(queue_address + Q_NEXT * 8, 1))
-                if number >= queue[Q_COUNT]:
+                number = int(atomic_add_u64(grid_address, 1))
+                if number >= queue.count:
                     continue
-                cluster = (number * queue[Q_FACTOR] + queue[Q_SHIFT]) % queue[Q_COUNT]
-                begin_cluster(slots[index], launch_address, shape, cluster, shared_bytes)
+                cluster = (number * queue.factor + queue.shift) % queue.count
+                begin_cluster(slot, launch, shape, cluster, shared_bytes)
                 running += 1
-            if queue[Q_STOP]:
+            if queue.stop:
                 return ALL_DONE
             if _run_round(slot, launch, run, shape, random) == FAULT:
-                queue[Q_STOP] = 1
+                queue.stop = 1
                 return FAULTED
-            if slot[S_LIVE_WARPS] == 0:
+            if slot.live_warps == 0:
                 _close_cluster(slot)
                 running -= 1
                 all_poll = False
-            elif slot[S_IDLE_ROUNDS] >= _IDLE_BEFORE_DEADLOCK or slot[S_POLLING_ROUNDS] >= _POLLS_BEFORE_DEADLOCK:
+            elif slot.idle_rounds >= _IDLE_BEFORE_DEADLOCK or slot.polling_rounds >= _POLLS_BEFORE_DEADLOCK:
                 _report_deadlock(slot, shape)
-                queue[Q_STOP] = 1
+                queue.stop = 1
                 return FAULTED
-            elif slot[S_POLLING_ROUNDS] < _POLLS_BEFORE_COMPANY:
+            elif slot.polling_rounds < _POLLS_BEFORE_COMPANY:
                 all_poll = False
-        if running == 0 and queue[Q_NEXT] >= queue[Q_COUNT]:
+        if running == 0 and queue.next >= queue.count:
             return ALL_DONE
-        if all_poll and queue[Q_NEXT] < queue[Q_COUNT]:
+        if all_poll and queue.next < queue.count:
             return NEEDS_SLOT

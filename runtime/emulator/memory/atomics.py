@@ -16,16 +16,8 @@ from numba_kernels.cache import njit
 from numba_kernels.pointers import f32_at, f64_at, i64_at, u32_at, u64_at
 from runtime.emulator.async_copies.proxy import wrote
 from runtime.emulator.async_copies.reduction import bf16_of_float, float_of_bf16, float_of_half, half_of_float
+from runtime.emulator.execution.state import CHECK_RACES, COUNT_MEMORY, block_at
 from runtime.emulator.execution.traffic import count_access
-from runtime.emulator.execution.warp_state import (
-    BLOCK_PROXY,
-    BLOCK_SHARED,
-    CHECK_RACES,
-    COUNT_MEMORY,
-    LAUNCH_CHECKS,
-    WARP_CLOCK,
-    WARP_LAUNCH,
-)
 from runtime.emulator.memory.careful_access import (
     IS_RELEASE,
     IS_STRONG,
@@ -53,7 +45,7 @@ from runtime.emulator.memory.pointers import address_of, stack_longs
 from runtime.emulator.races.clocks import SCOPE_GPU, strong_read, strong_write
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.modifiers import Modifiers
-from runtime.emulator.translation.operations import operation
+from runtime.emulator.translation.operations import compiled_once, operation
 from runtime.emulator.translation.ptx import TYPE_BYTES, Instruction, Operand, Sink, Vector
 
 ADD, INC, DEC, MIN, MAX, AND, OR, XOR, EXCH, CAS = range(10)
@@ -169,7 +161,7 @@ def _enter(warp, site, lane, address, size, space, flags, place):
         return 1
     if check_bytes(warp, site, lane, address, size, ATOMIC, space, place[SHADOW]):
         return 1
-    if warp[WARP_CLOCK] != 0 and place[BLOCK] >= 0 and i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_RACES:
+    if warp.clock and place[BLOCK] >= 0 and warp.launch.checks & CHECK_RACES:
         strong_read(warp, place[HOST], flags >> SCOPE_SHIFT)
         if races_of_lane(warp, site, place[HOST], place[BLOCK], size, lane, ATOMIC, flags | IS_STRONG, False):
             return 1
@@ -180,12 +172,12 @@ def _enter(warp, site, lane, address, size, space, flags, place):
 @njit
 def _leave(warp, place, size):
     mark_written(place[SHADOW], size)
-    if place[BLOCK] > 0 and i64_at(place[BLOCK])[BLOCK_PROXY]:
-        wrote(place[BLOCK], warp, place[HOST] - i64_at(place[BLOCK])[BLOCK_SHARED], size)
+    if place[BLOCK] > 0 and block_at(place[BLOCK]).proxy:
+        wrote(place[BLOCK], warp, place[HOST] - block_at(place[BLOCK]).shared, size)
 
 
-@njit
-def _run(warp, mask, site, addresses, offset, space, code, size, align, flags, target, operands, others, is_wide):
+@compiled_once("llqllllllllll")
+def atomic(warp, mask, site, addresses, offset, space, code, size, align, flags, target, operands, others, is_wide):
     """Slots come as addresses. `code` is kind << 8 | operation; `align` is the address's alignment."""
     kind, code = code >> 8, code & 255
     place, places, blocks = stack_longs(3), stack_longs(32), stack_longs(32)
@@ -193,7 +185,7 @@ def _run(warp, mask, site, addresses, offset, space, code, size, align, flags, t
     for lane in range(32):
         if not (mask >> lane) & 1:
             continue
-        address = types.int64(addresses[lane]) + offset
+        address = addresses[lane] + offset
         if align > size and locate(warp, site, lane, address, align, ATOMIC, space, place):
             return 1
         if _enter(warp, site, lane, address, size, space, flags, place):
@@ -211,45 +203,45 @@ def _run(warp, mask, site, addresses, offset, space, code, size, align, flags, t
         else:
             u32_at(target)[lane] = types.uint32(old)
         _leave(warp, place, size)
-    if i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & COUNT_MEMORY:
-        count_access(warp, site, mask, places, blocks, size)
+    if warp.launch.checks & COUNT_MEMORY:
+        count_access(warp, site, mask, address_of(places), address_of(blocks), size)
     return 0
 
 
-@operation("atomic_32", "qliiiiippp")
+@operation("atomic_32", "qllllllppp")
 def atomic_32(warp, mask, site, addresses, offset, space, code, size, align, flags, target, operands, others):
-    return _run(
-        warp, mask, site, addresses, offset, types.int64(space), types.int64(code), types.int64(size),
-        types.int64(align), types.int64(flags), address_of(target), address_of(operands), address_of(others), False,
+    return atomic(
+        warp, mask, site, addresses, offset, space, code, size, align, flags, address_of(target), address_of(operands),
+        address_of(others), 0,
     )  # fmt: skip
 
 
-@operation("atomic_64", "qliiiiiqqq")
+@operation("atomic_64", "qllllllqqq")
 def atomic_64(warp, mask, site, addresses, offset, space, code, size, align, flags, target, operands, others):
-    return _run(
-        warp, mask, site, addresses, offset, types.int64(space), types.int64(code), types.int64(size),
-        types.int64(align), types.int64(flags), address_of(target), address_of(operands), address_of(others), True,
+    return atomic(
+        warp, mask, site, addresses, offset, space, code, size, align, flags, address_of(target), address_of(operands),
+        address_of(others), 1,
     )  # fmt: skip
 
 
-@operation("atomic_128", "qliiiqqq")
+@operation("atomic_128", "qllllqqq")
 def atomic_128(warp, mask, site, addresses, offset, space, code, flags, target, operands, others):
     """exch and cas of 16 bytes; slots hold 32 low halves, then 32 high ones."""
     place = stack_longs(3)
     for lane in range(32):
         if not (mask >> lane) & 1:
             continue
-        address = types.int64(addresses[lane]) + offset
-        if _enter(warp, site, lane, address, types.int64(16), types.int64(space), types.int64(flags), place):
+        address = addresses[lane] + offset
+        if _enter(warp, site, lane, address, 16, space, flags, place):
             return 1
-        memory = u64_at(place[HOST])
+        memory = i64_at(place[HOST])
         low, high = memory[0], memory[1]
         if code == EXCH:
             memory[0], memory[1] = operands[lane], operands[lane + 32]
         elif low == operands[lane] and high == operands[lane + 32]:
             memory[0], memory[1] = others[lane], others[lane + 32]
         target[lane], target[lane + 32] = low, high
-        _leave(warp, place, types.int64(16))
+        _leave(warp, place, 16)
     return 0
 
 

@@ -8,24 +8,11 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at, u8_at, u16_at, u32_at, u64_at
+from numba_kernels.pointers import u8_at, u16_at, u32_at, u64_at
 from runtime.emulator.async_copies.proxy import wrote
 from runtime.emulator.execution.fault import FaultKind, report
+from runtime.emulator.execution.state import CHECK_RACES, COUNT_MEMORY, block_at
 from runtime.emulator.execution.traffic import count_access
-from runtime.emulator.execution.warp_state import (
-    BLOCK_PROXY,
-    BLOCK_SHARED,
-    BLOCK_SHARED_BYTES,
-    BLOCK_SHARED_SHADOW,
-    CHECK_RACES,
-    COUNT_MEMORY,
-    LAUNCH_ARENA,
-    LAUNCH_ARENA_BYTES,
-    LAUNCH_ARENA_SHADOW,
-    LAUNCH_CHECKS,
-    WARP_CLOCK,
-    WARP_LAUNCH,
-)
 from runtime.emulator.memory.locate import (
     BLOCK,
     GLOBAL,
@@ -38,10 +25,10 @@ from runtime.emulator.memory.locate import (
     locate,
     mark_written,
 )
-from runtime.emulator.memory.pointers import bytes_equal, stack_longs
+from runtime.emulator.memory.pointers import address_of, bytes_equal, stack_longs
 from runtime.emulator.races.accesses import ACCESS_NC, ACCESS_SAME, ACCESS_STRONG, lane_races, run_is_fine
 from runtime.emulator.races.clocks import SCOPE_GPU, strong_read, strong_write
-from runtime.emulator.translation.operations import operation
+from runtime.emulator.translation.operations import compiled_once
 
 # --- an instruction's modifiers, as bits of `flags` ---
 IS_STORE = 1
@@ -51,9 +38,6 @@ IS_STRONG = 8  # .volatile, .relaxed, .acquire, .release
 IS_RELEASE = 16
 IS_NC = 32
 SCOPE_SHIFT = 8  # one of clocks.SCOPE_…
-
-_OUT_OF_BOUNDS = int(FaultKind.OUT_OF_BOUNDS)
-_LANES_DIFFER = int(FaultKind.LANES_DIFFER)
 
 
 @njit
@@ -162,20 +146,20 @@ def _after_store(warp, site, mask, places, blocks, shadows, slots, size, count, 
         if mask >> lane & 1:
             mark_written(shadows[lane], total)
             if blocks[lane] > 0:
-                block = i64_at(blocks[lane])
-                if block[BLOCK_PROXY]:
-                    wrote(blocks[lane], warp, places[lane] - block[BLOCK_SHARED], total)
+                block = block_at(blocks[lane])
+                if block.proxy:
+                    wrote(blocks[lane], warp, places[lane] - block.shared, total)
     if checks & CHECK_RACES:
         for lane in range(32):
             if mask >> lane & 1 and not _is_same(places, slots, lane, size, count, is_wide):
                 shown = places[lane]
                 if blocks[lane] > 0:
-                    shown -= i64_at(blocks[lane])[BLOCK_SHARED]
-                return report(warp, _LANES_DIFFER, site, lane, shown, STORE, total, space, shown)
+                    shown -= block_at(blocks[lane]).shared
+                return report(warp, FaultKind.LANES_DIFFER, site, lane, shown, STORE, total, space, shown)
     return 0
 
 
-@operation("memory_careful", "qliiiiillllllll")
+@compiled_once("llqllllllllllllll")
 def memory_careful(
     warp, mask, site, addresses, offset, space, size, count, is_wide, flags, s0, s1, s2, s3, s4, s5, s6, s7
 ):  # fmt: skip
@@ -183,20 +167,20 @@ def memory_careful(
     places, blocks, shadows, slots = stack_longs(32), stack_longs(32), stack_longs(32), stack_longs(8)
     place = stack_longs(3)
     slots[0], slots[1], slots[2], slots[3], slots[4], slots[5], slots[6], slots[7] = s0, s1, s2, s3, s4, s5, s6, s7
-    checks = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS]
+    checks = warp.launch.checks
     total = size * count
     action = STORE if flags & IS_STORE else LOAD
     for lane in range(32):
         if mask >> lane & 1:
-            address = types.int64(addresses[lane]) + offset
+            address = addresses[lane] + offset
             if locate(warp, site, lane, address, total, action, space, place):
                 return 1
             places[lane], blocks[lane], shadows[lane] = place[HOST], place[BLOCK], place[SHADOW]
             if check_bytes(warp, site, lane, address, total, action, space, place[SHADOW]):
                 return 1
     if checks & COUNT_MEMORY:
-        count_access(warp, site, mask, places, blocks, total)
-    is_racing = warp[WARP_CLOCK] != 0 and checks & CHECK_RACES != 0
+        count_access(warp, site, mask, address_of(places), address_of(blocks), total)
+    is_racing = checks & CHECK_RACES != 0 and bool(warp.clock)
     if is_racing and _check_races(warp, site, mask, places, blocks, slots, size, count, is_wide, flags):
         return 1
     _move_lanes(mask, places, slots, size, count, is_wide, action == STORE)
@@ -231,12 +215,12 @@ def note_range(warp, site, lane, block_address, host, size, action, source):
     `block_address`: the block whose shared memory it is, 0 for device memory. `source`: the host address of the bytes
     that a store writes; 0 for a load, or where they do not lie in one piece. Returns 1 with a fault reported, or 0.
     """
-    if warp[WARP_CLOCK] == 0:
+    if not warp.clock:
         return 0
-    launch = i64_at(warp[WARP_LAUNCH])
-    if not launch[LAUNCH_CHECKS] & CHECK_RACES:
+    launch = warp.launch
+    if not launch.checks & CHECK_RACES:
         return 0
-    if block_address == 0 and not 0 <= host - launch[LAUNCH_ARENA] <= launch[LAUNCH_ARENA_BYTES] - size:
+    if block_address == 0 and not 0 <= host - launch.arena <= launch.arena_bytes - size:
         return 0
     flags = SCOPE_GPU << SCOPE_SHIFT
     same = source != 0 and bytes_equal(host, source, size)
@@ -250,19 +234,19 @@ def check_range(warp, site, lane, block_address, host, size, action, source):
     A store is marked as written only when it lands. `source` is as in `note_range`. Returns 1 with a fault
     reported, or 0.
     """
-    launch = i64_at(warp[WARP_LAUNCH])
+    launch = warp.launch
     if block_address != 0:
-        block = i64_at(block_address)
-        offset = host - block[BLOCK_SHARED]
-        if offset < 0 or offset + size > block[BLOCK_SHARED_BYTES]:
-            return report(warp, _OUT_OF_BOUNDS, site, lane, offset, action, size, SHARED, offset)
-        shadow = block[BLOCK_SHARED_SHADOW] + offset if block[BLOCK_SHARED_SHADOW] else 0
+        block = block_at(block_address)
+        offset = host - block.shared
+        if offset < 0 or offset + size > block.shared_bytes:
+            return report(warp, FaultKind.OUT_OF_BOUNDS, site, lane, offset, action, size, SHARED, offset)
+        shadow = block.shared_shadow + offset if block.shared_shadow else 0
         if check_bytes(warp, site, lane, offset, size, action, SHARED, shadow):
             return 1
     else:
-        relative = host - launch[LAUNCH_ARENA]
-        if not 0 <= relative <= launch[LAUNCH_ARENA_BYTES] - size:
-            return report(warp, _OUT_OF_BOUNDS, site, lane, host, action, size, GLOBAL, host)
-        if check_bytes(warp, site, lane, host, size, action, GLOBAL, launch[LAUNCH_ARENA_SHADOW] + relative):
+        relative = host - launch.arena
+        if not 0 <= relative <= launch.arena_bytes - size:
+            return report(warp, FaultKind.OUT_OF_BOUNDS, site, lane, host, action, size, GLOBAL, host)
+        if check_bytes(warp, site, lane, host, size, action, GLOBAL, launch.arena_shadow + relative):
             return 1
     return note_range(warp, site, lane, block_address, host, size, action, source)

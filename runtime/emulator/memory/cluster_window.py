@@ -11,37 +11,31 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at, u8_at
+from numba_kernels.pointers import u8_at
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import (
-    BLOCK_CLUSTER,
-    BLOCK_EXITED_WARPS,
-    BLOCK_NUM_WARPS,
-    BLOCK_SHARED,
-    BLOCK_SHARED_BYTES,
-    BLOCK_SHARED_SHADOW,
-    LAUNCH_ARENA,
-    LAUNCH_ARENA_BYTES,
-    LAUNCH_ARENA_SHADOW,
-    LAUNCH_CLUSTER_SIZE,
-    SHARED_OFFSET_MASK,
-    SHARED_RANK_SHIFT,
-    SHARED_WINDOW,
-    WARP_BLOCK,
-    WARP_LAUNCH,
-)
+from runtime.emulator.execution.state import SHARED_OFFSET_MASK, SHARED_RANK_SHIFT, SHARED_WINDOW, block_at
 from runtime.emulator.memory.device_memory import IS_BEING_READ, IS_IN_FLIGHT, IS_INITIALISED
-
-_CLUSTER_RANK = int(FaultKind.CLUSTER_RANK)
-_NOT_SHARED = int(FaultKind.NOT_SHARED)
-_BLOCK_EXITED = int(FaultKind.BLOCK_EXITED)
-_IN_FLIGHT = int(FaultKind.IN_FLIGHT)
-_SOURCE_IN_FLIGHT = int(FaultKind.SOURCE_IN_FLIGHT)
-_ALIGNMENT = int(FaultKind.ASYNC_ALIGNMENT)
+from runtime.emulator.memory.pointers import address_of, fill_bytes
 
 malloc = types.ExternalFunction("malloc", types.int64(types.int64))
 realloc = types.ExternalFunction("realloc", types.int64(types.int64, types.int64))
 free = types.ExternalFunction("free", types.void(types.int64))
+
+
+@njit
+def zeroed(size):
+    """The address of new memory, to be freed."""
+    address = malloc(size)
+    fill_bytes(address, 0, size)
+    return address
+
+
+@njit
+def make_room(queue, entry_bytes):
+    """Room for one more entry of a list: a record with `count`, `capacity` and `entries`."""
+    if queue.count == queue.capacity:
+        queue.capacity = 2 * queue.capacity + 16
+        queue.entries = realloc(address_of(queue.entries), queue.capacity * entry_bytes)
 
 
 @njit
@@ -53,59 +47,58 @@ def is_shared(address):
 @njit
 def block_of_rank(warp, site, lane, rank):
     """The block array of a rank of the warp's cluster; 0 and a fault if there is none or it has exited."""
-    launch = i64_at(warp[WARP_LAUNCH])
-    if rank < 0 or rank >= launch[LAUNCH_CLUSTER_SIZE]:
-        report(warp, _CLUSTER_RANK, site, lane, 0, rank, launch[LAUNCH_CLUSTER_SIZE], 0, 0)
+    launch = warp.launch
+    if rank < 0 or rank >= launch.cluster_size:
+        report(warp, FaultKind.CLUSTER_RANK, site, lane, 0, rank, launch.cluster_size, 0, 0)
         return 0
-    found = i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])[rank]
-    block = i64_at(found)
-    if found != warp[WARP_BLOCK] and block[BLOCK_EXITED_WARPS] == block[BLOCK_NUM_WARPS]:
-        report(warp, _BLOCK_EXITED, site, lane, 0, rank, 0, 0, 0)
+    block = warp.block.cluster[rank]
+    if rank != warp.block.rank and block.num_exited_warps == block.num_warps:
+        report(warp, FaultKind.BLOCK_EXITED, site, lane, 0, rank, 0, 0, 0)
         return 0
-    return found
+    return address_of(block)
 
 
 @njit
 def shared_block(warp, site, lane, address):
     """The block array that a shared address lies in; 0 and a fault if it is none."""
     if not is_shared(address):
-        report(warp, _NOT_SHARED, site, lane, address, 0, 0, 0, 0)
+        report(warp, FaultKind.NOT_SHARED, site, lane, address, 0, 0, 0, 0)
         return 0
     rank = ((address & 0xFFFFFFFF) >> SHARED_RANK_SHIFT) - 1
-    return warp[WARP_BLOCK] if rank < 0 else block_of_rank(warp, site, lane, rank)
+    return address_of(warp.block) if rank < 0 else block_of_rank(warp, site, lane, rank)
 
 
 @njit
 def shared_host(block, address):
     """The host address of a shared address within its block."""
-    return i64_at(block)[BLOCK_SHARED] + (address & SHARED_OFFSET_MASK)
+    return block_at(block).shared + (address & SHARED_OFFSET_MASK)
 
 
 @njit
 def shadow_of(warp, block, host):
     """The address of a host byte's shadow byte, in shared memory of `block` or (0) device memory; 0 if unchecked."""
     if block != 0:
-        fields = i64_at(block)
-        if fields[BLOCK_SHARED_SHADOW] == 0:
+        fields = block_at(block)
+        if fields.shared_shadow == 0:
             return 0
-        return host - fields[BLOCK_SHARED] + fields[BLOCK_SHARED_SHADOW]
-    launch = i64_at(warp[WARP_LAUNCH])
-    inside = launch[LAUNCH_ARENA] <= host < launch[LAUNCH_ARENA] + launch[LAUNCH_ARENA_BYTES]
-    return host - launch[LAUNCH_ARENA] + launch[LAUNCH_ARENA_SHADOW] if inside else 0
+        return host - fields.shared + fields.shared_shadow
+    launch = warp.launch
+    inside = launch.arena <= host < launch.arena + launch.arena_bytes
+    return host - launch.arena + launch.arena_shadow if inside else 0
 
 
 @njit
 def aligned(warp, site, lane, address, multiple):
     """0, or 1 and a fault: whether an address is a multiple of `multiple` bytes (a power of two)."""
     if address & (multiple - 1):
-        return report(warp, _ALIGNMENT, site, lane, address, multiple, 0, 0, 0)
+        return report(warp, FaultKind.ASYNC_ALIGNMENT, site, lane, address, multiple, 0, 0, 0)
     return 0
 
 
 @njit
 def in_shared(block, host, size):
-    fields = i64_at(block)
-    return fields[BLOCK_SHARED] <= host and host + size <= fields[BLOCK_SHARED] + fields[BLOCK_SHARED_BYTES]
+    fields = block_at(block)
+    return fields.shared <= host and host + size <= fields.shared + fields.shared_bytes
 
 
 @njit
@@ -124,7 +117,7 @@ def claim(warp, site, lane, block, host, size, bit):
         shadow[index] |= bit
     forbidden = IS_IN_FLIGHT | (IS_BEING_READ if bit == IS_IN_FLIGHT else 0)
     if seen & forbidden:
-        kind = _IN_FLIGHT if seen & IS_IN_FLIGHT else _SOURCE_IN_FLIGHT
+        kind = FaultKind.IN_FLIGHT if seen & IS_IN_FLIGHT else FaultKind.SOURCE_IN_FLIGHT
         return report(warp, kind, site, lane, host, site, 0, 0, 0)
     return 0
 

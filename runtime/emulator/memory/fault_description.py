@@ -6,11 +6,10 @@ the launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.emulator.execution.fault import FaultKind
-from runtime.emulator.execution.warp_state import SHARED_OFFSET_MASK, SHARED_RANK_SHIFT
+from runtime.emulator.execution.fault import Fault, FaultKind
+from runtime.emulator.execution.state import SHARED_OFFSET_MASK, SHARED_RANK_SHIFT
 from runtime.emulator.memory.device_memory import Machine
 from runtime.emulator.memory.locate import (
     ACTIONS,
@@ -91,17 +90,17 @@ def is_memory_fault(kind: FaultKind) -> bool:
     return FaultKind.OUT_OF_BOUNDS <= kind <= FaultKind.IMMUTABLE_WRITTEN
 
 
-def kind_of(kind: FaultKind, record: Sequence[int], machine: Machine) -> FaultKind:
+def kind_of(kind: FaultKind, fault: Fault, machine: Machine) -> FaultKind:
     """The kind of a record: shadow bytes alone do not distinguish freed memory from memory never allocated."""
-    in_device_memory = int(record[8]) in (GENERIC, GLOBAL, CONST)
-    if kind == FaultKind.OUT_OF_BOUNDS and in_device_memory and machine.is_freed(int(record[5])):
+    in_device_memory = fault.c in (GENERIC, GLOBAL, CONST)
+    if kind == FaultKind.OUT_OF_BOUNDS and in_device_memory and machine.is_freed(fault.address):
         return FaultKind.ACCESS_AFTER_FREE
     return kind
 
 
-def explain(kind: FaultKind, record: Sequence[int], machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:
+def explain(kind: FaultKind, fault: Fault, machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:
     """The sentence for a memory fault's record (its numbers are documented in execution/fault.py and locate.py)."""
-    _, _, _, _, block, address, a, b, c, d = (int(value) for value in record[:10])
+    block, address, a, b, c, d = fault.block, fault.address, fault.a, fault.b, fault.c, fault.d
     if kind in _RACES:
         is_shared = a == IN_SHARED
         place = _place(address, SHARED_CLUSTER if is_shared else GLOBAL, machine, layout, shape)

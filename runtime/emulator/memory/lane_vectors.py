@@ -27,6 +27,7 @@ class _Access:
         self.builder, self.size, self.count, self.total, self.slot_bits = builder, size, count, size * count, slot_bits
         (self.addresses, self.offset, self.mask, self.start, self.limit, self.host, self.shadow, self.need,
          self.want, *self.slots) = arguments  # fmt: skip
+        self.mask = builder.trunc(self.mask, WORD)
         self.element = ir.IntType(8 * size)
         self.truths = builder.bitcast(self.mask, I1)
         self.is_checked = builder.icmp_unsigned("!=", self.shadow, ir.Constant(LONG, 0))
@@ -254,7 +255,7 @@ def _make(size: int, count: int, slot_bits: int, is_store: bool) -> Any:
         if len(slots) != count:
             raise TypeError(f"{count} slots expected")
         longs = (types.int64,) * 6
-        signature = types.int32(addresses, types.int64, types.uint32, *longs, types.BaseTuple.from_types(slots))
+        signature = types.int32(addresses, types.int64, types.int64, *longs, types.BaseTuple.from_types(slots))
 
         def generate(context, builder, signature, arguments):
             *plain, packed = arguments

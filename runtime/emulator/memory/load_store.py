@@ -6,7 +6,7 @@ race checker alone.
 
 from __future__ import annotations
 
-from runtime.emulator.execution import warp_state
+from runtime.emulator.execution.state import LANES, LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW, Launch
 from runtime.emulator.memory import quick_access
 from runtime.emulator.memory.careful_access import (
     IS_HALF,
@@ -110,7 +110,7 @@ def lower_load(low: Lowering, ins: Instruction) -> None:
     address, offset = low.address(source, 64)
     if size == 16:
         wide = low.destination(items[0], 128)
-        parts = [wide, low.builder.gep(wide, [low.i64(warp_state.LANES)])]
+        parts = [wide, low.builder.gep(wide, [low.i64(LANES)])]
         low.call("load_64x2", address, offset, space, 8, flags, *parts)
         return
     is_signed = kind in ("s8", "s16")
@@ -132,7 +132,7 @@ def _load_parameter(low: Lowering, name: str, offset: int, kind: str, size: int,
         raise low.refuse(f"bytes {offset} to {offset + size * len(items)} of a parameter of {size_bytes}")
     if size == 16:
         raise low.refuse("a .b128 parameter")
-    base = low.launch_field(warp_state.LAUNCH_PARAMETERS)
+    base = low.launch_field(Launch.parameters)
     for index, item in enumerate(items):
         element = INTEGERS[8 * size].element
         at = low.builder.add(base, low.i64(start + offset + index * size))
@@ -162,7 +162,7 @@ def lower_store(low: Lowering, ins: Instruction) -> None:
     address, offset = low.address(target, 64)
     if size == 16:
         wide = low.slot(items[0], 128)
-        parts = [wide, low.builder.gep(wide, [low.i64(warp_state.LANES)])]
+        parts = [wide, low.builder.gep(wide, [low.i64(LANES)])]
         low.call("store_64x2", address, offset, space, 8, flags, *parts)
         return
     bits = 64 if size == 8 else 32
@@ -173,8 +173,8 @@ def lower_store(low: Lowering, ins: Instruction) -> None:
 # --- addresses ---
 
 _WINDOWS = {
-    GLOBAL: 0, CONST: 0, SHARED: warp_state.SHARED_WINDOW, SHARED_CLUSTER: warp_state.SHARED_WINDOW,
-    LOCAL: warp_state.LOCAL_WINDOW, PARAM: warp_state.PARAM_WINDOW,
+    GLOBAL: 0, CONST: 0, SHARED: SHARED_WINDOW, SHARED_CLUSTER: SHARED_WINDOW,
+    LOCAL: LOCAL_WINDOW, PARAM: PARAM_WINDOW,
 }  # fmt: skip
 
 

@@ -111,27 +111,14 @@ def fill_bytes(typing_context, target, value, count):
 
 @intrinsic
 def call_run(typing_context, function, warp):
-    """Calls a translated kernel, ``int32 run(int64* warp)``, by its address."""
+    """Calls a translated kernel, ``int32 run(warp)``, by its address."""
 
     def generate(context, builder, signature, arguments):
         type_ = ir.FunctionType(_I32, [_I64.as_pointer()])
         run = builder.inttoptr(arguments[0], type_.as_pointer())
-        return builder.call(run, [builder.inttoptr(arguments[1], _I64.as_pointer())])
+        return builder.call(run, arguments[1:])
 
-    return types.int32(types.int64, types.int64), generate
-
-
-@intrinsic
-def call_operation(typing_context, function, warp, mask, site):
-    """Calls an operation without arguments of its own (translation/operations.py) by its address."""
-
-    def generate(context, builder, signature, arguments):
-        type_ = ir.FunctionType(_I32, [_I64.as_pointer(), _I32, _I32])
-        called = builder.inttoptr(arguments[0], type_.as_pointer())
-        warp_array = builder.inttoptr(arguments[1], _I64.as_pointer())
-        return builder.call(called, [warp_array, builder.trunc(arguments[2], _I32), builder.trunc(arguments[3], _I32)])
-
-    return types.int32(types.int64, types.int64, types.int64, types.int64), generate
+    return types.int32(types.int64, warp), generate
 
 
 @intrinsic(prefer_literal=True)

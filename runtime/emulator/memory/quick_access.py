@@ -9,50 +9,28 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at
-from runtime.emulator.execution.warp_state import (
-    BLOCK_PROXY,
-    BLOCK_SHARED,
-    BLOCK_SHARED_BYTES,
-    BLOCK_SHARED_SHADOW,
-    CHECK_MEMORY,
-    CHECK_RACES,
-    CHECK_UNINITIALIZED,
-    COUNT_MEMORY,
-    LAUNCH_ARENA,
-    LAUNCH_ARENA_BYTES,
-    LAUNCH_ARENA_SHADOW,
-    LAUNCH_CHECKS,
-    LAUNCH_STREAM_ORDER,
-    SHARED_WINDOW,
-    WARP_BEFORE_DEPENDENCY,
-    WARP_BLOCK,
-    WARP_CLOCK,
-    WARP_LAUNCH,
-)
-from runtime.emulator.memory.careful_access import IS_SIGNED, IS_STORE, IS_STRONG, extend_sign
+from runtime.emulator.execution.state import CHECK_MEMORY, CHECK_RACES, CHECK_UNINITIALIZED, COUNT_MEMORY, SHARED_WINDOW
+from runtime.emulator.memory.careful_access import IS_SIGNED, IS_STORE, IS_STRONG, extend_sign, memory_careful
 from runtime.emulator.memory.lane_vectors import load_lanes, store_lanes
 from runtime.emulator.memory.locate import CONST, GENERIC, GLOBAL, SHARED, SHARED_CLUSTER
-from runtime.emulator.memory.pointers import addresses_of, trailing_zeros
+from runtime.emulator.memory.pointers import address_of, addresses_of, trailing_zeros
 from runtime.emulator.races.accesses import warp_is_fine
 from runtime.emulator.races.stream_touch import touch_lanes
-from runtime.emulator.translation.operation_calls import by_symbol
 from runtime.emulator.translation.operations import OPERATIONS as OPERATIONS
 from runtime.emulator.translation.operations import operation
 
 _EVERY_BYTE = 0x0101010101010101
-_CAREFUL = by_symbol("memory_careful", "qliiiiillllllll")
 
 
 @njit
 def window_of(warp, addresses, offset, mask, space, flags, total):
     """The likely window of a warp access of `total` bytes a lane: (start, bytes, host, shadow, need, want) for
     `lane_vectors`. Zero bytes where only the careful way will do. The race checker has run."""
-    block, launch = i64_at(warp[WARP_BLOCK]), i64_at(warp[WARP_LAUNCH])
-    checks = launch[LAUNCH_CHECKS]
+    block, launch = warp.block, warp.launch
+    checks = launch.checks
     start, size, host, shadow = types.int64(0), types.int64(0), types.int64(0), types.int64(0)
-    is_racing = checks & CHECK_RACES != 0 and warp[WARP_CLOCK] != 0
-    if checks & COUNT_MEMORY or warp[WARP_BEFORE_DEPENDENCY] or (is_racing and flags & IS_STRONG):
+    is_racing = checks & CHECK_RACES != 0 and bool(warp.clock)
+    if checks & COUNT_MEMORY or warp.is_before_dependency or (is_racing and flags & IS_STRONG):
         return start, size, host, shadow, start, start
     block_address = types.int64(0)
     inside = space
@@ -61,13 +39,13 @@ def window_of(warp, addresses, offset, mask, space, flags, total):
         inside = SHARED if first >= SHARED_WINDOW else GLOBAL
         start = types.int64(SHARED_WINDOW) if first >= SHARED_WINDOW else start
     if inside in (GLOBAL, CONST):
-        start, size, host = launch[LAUNCH_ARENA], launch[LAUNCH_ARENA_BYTES], launch[LAUNCH_ARENA]
-        shadow = launch[LAUNCH_ARENA_SHADOW]
-        if launch[LAUNCH_STREAM_ORDER] and touch_lanes(launch, addresses, offset, mask, flags & IS_STORE != 0):
+        start, size, host = launch.arena, launch.arena_bytes, launch.arena
+        shadow = launch.arena_shadow
+        if launch.stream_order and touch_lanes(launch, addresses, offset, mask, flags & IS_STORE != 0):
             size = types.int64(0)
-    elif inside in (SHARED, SHARED_CLUSTER) and not (flags & IS_STORE and block[BLOCK_PROXY]):
-        size, host, shadow = block[BLOCK_SHARED_BYTES], block[BLOCK_SHARED], block[BLOCK_SHARED_SHADOW]
-        block_address = warp[WARP_BLOCK]
+    elif inside in (SHARED, SHARED_CLUSTER) and not (flags & IS_STORE and block.proxy):
+        size, host, shadow = block.shared_bytes, block.shared, block.shared_shadow
+        block_address = address_of(warp.block)
     if (
         is_racing
         and size
@@ -97,7 +75,7 @@ def _of_size(move, count, is_wide):
         if move(addresses, offset, mask, start, limit, host, shadow, need, want, *slots):
             return 0
         places = addresses_of(slots)
-        return _CAREFUL(warp, mask, site, addresses, offset, space, size, count, is_wide, flags, *places)
+        return memory_careful(warp, mask, site, addresses, offset, space, size, count, is_wide, flags, *places)
 
     return access
 
@@ -118,7 +96,7 @@ def _of_any_size(make, count):
             done = one(addresses, offset, mask, start, limit, host, shadow, need, want, *slots)
         places = addresses_of(slots)
         if not done:
-            return _CAREFUL(warp, mask, site, addresses, offset, space, size, count, 0, flags, *places)
+            return memory_careful(warp, mask, site, addresses, offset, space, size, count, 0, flags, *places)
         if flags & IS_SIGNED:
             for index in range(count):
                 extend_sign(mask, places[index], size, 0, flags)
@@ -160,8 +138,8 @@ def _with_8_slots(access):
 
 for _name, _make in (("load", load_lanes), ("store", store_lanes)):
     for _count, _with_slots in ((1, _with_1_slot), (2, _with_2_slots), (4, _with_4_slots)):
-        operation(f"{_name}_32x{_count}", "qliii" + "p" * _count)(_with_slots(_of_any_size(_make, _count)))
-        operation(f"{_name}_64x{_count}", "qliii" + "q" * _count)(
+        operation(f"{_name}_32x{_count}", "qllll" + "p" * _count)(_with_slots(_of_any_size(_make, _count)))
+        operation(f"{_name}_64x{_count}", "qllll" + "q" * _count)(
             _with_slots(_of_size(_make(8, _count, 64), _count, 1))
         )
-    operation(f"{_name}_32x8", "qliii" + "p" * 8)(_with_8_slots(_of_size(_make(4, 8, 32), 8, 0)))
+    operation(f"{_name}_32x8", "qllll" + "p" * 8)(_with_8_slots(_of_size(_make(4, 8, 32), 8, 0)))

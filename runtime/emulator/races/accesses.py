@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at
-from runtime.emulator.execution.warp_state import WARP_CLOCK
 from runtime.emulator.memory.pointers import address_of
-from runtime.emulator.races.clocks import CALL_LANE, CALL_RUN, CALL_WARP, CLOCK_RACES, RACES_CALLS, call_address
+from runtime.emulator.races.clocks import CALL_LANE, CALL_RUN, CALL_WARP, call_address
 from runtime.emulator.translation.ptx import TYPE_BYTES, Instruction
 
 IN_SHARED, IN_GLOBAL = 0, 1
@@ -21,24 +19,24 @@ ACCESS_STRONG, ACCESS_NC, ACCESS_SAME = 1, 2, 4
 def lane_races(warp, site, place, block_address, size, lane, action, flags):
     """Checks one lane's access, of `action`, with ACCESS_… flags, at host address `place` (of the shared memory of
     a block, or of device memory where `block_address` is 0). Returns 1 with a fault reported, or 0."""
-    races = i64_at(i64_at(warp[WARP_CLOCK])[CLOCK_RACES])
-    entry = races[RACES_CALLS + CALL_LANE]
+    races = warp.clock.races
+    entry = races.calls[CALL_LANE]
     return call_address(entry, address_of(warp), site, place, block_address, size, lane, action, flags)
 
 
 @njit
 def run_is_fine(warp, first, block_address, size, is_store, lane, lane_bytes):
     """Whether a plain access of lanes from `lane` on to a contiguous range can be no race; then it has been noted."""
-    races = i64_at(i64_at(warp[WARP_CLOCK])[CLOCK_RACES])
-    entry = races[RACES_CALLS + CALL_RUN]
+    races = warp.clock.races
+    entry = races.calls[CALL_RUN]
     return call_address(entry, address_of(warp), first, block_address, size, is_store, lane, lane_bytes) != 0
 
 
 @njit
 def warp_is_fine(warp, mask, addresses, offset, start, limit, block_address, size, is_store):
     """The same of a whole warp's plain access, `size` bytes a lane: see `race_rules.warp_entry`."""
-    races = i64_at(i64_at(warp[WARP_CLOCK])[CLOCK_RACES])
-    entry, shape = races[RACES_CALLS + CALL_WARP], size | (256 if is_store else 0)
+    races = warp.clock.races
+    entry, shape = races.calls[CALL_WARP], size | (256 if is_store else 0)
     return (
         call_address(entry, address_of(warp), mask, address_of(addresses), offset, start, limit, block_address, shape)
         != 0

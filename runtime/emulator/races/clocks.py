@@ -1,6 +1,6 @@
 """The order between warps: the race checker's view of barriers, fences and atomics.
 
-Entries to `vector_clocks.py` for all operations: cheap where races are not checked (warp[WARP_CLOCK] is 0), and small,
+Entries to `vector_clocks.py` for all operations: cheap where races are not checked (warp.clock is 0), and small,
 since the work is in functions that are compiled once and called by address. Also the layout of the race checker's data.
 
 A strong write (an atomic, .relaxed, .release, .volatile) publishes the accesses covered by fences of its warp, and of
@@ -16,61 +16,71 @@ from numba import types
 from numba.extending import intrinsic
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at
-from runtime.emulator.execution.warp_state import BLOCK_LAUNCH, LAUNCH_GLOBAL_RACES, WARP_CLOCK
 from runtime.emulator.memory.pointers import address_of
+from runtime.emulator.records import Long, Longs, Record, To, at
 
 SCOPE_CTA, SCOPE_CLUSTER, SCOPE_GPU = 1, 2, 3
 
-# --- one OS thread's data of a launch: int64 array at launch[LAUNCH_GLOBAL_RACES] ---
-RACES_BASE = 0  # clocks up to here are of earlier launches
-RACES_CLOCK = 1  # the highest clock given out on this thread
-RACES_NEXT = 2  # memory for vectors, taken from here upwards
-RACES_TABLE = 3  # address of the hash table of published vectors
-RACES_TABLE_USED = 4
-RACES_AGENTS = 5  # warps of the launch
-RACES_WIDTH = 6  # warps of a cluster
-RACES_SHIFT = 7  # log2 of the bytes a shadow entry stands for
-RACES_GLOBAL_WRITES = 8  # address of uint64 for each granule of the arena
-RACES_GLOBAL_READS = 9  # address of 2 uint64 for each granule of the arena
-RACES_VERSION = 10  # counts changes of vectors over all warps
-RACES_SHARED_GRANULES = 11
-RACES_SCRATCH = 12  # address of a vector over a cluster
-RACES_CALLS = 13  # addresses of the compiled entries: CALL_… are offsets from here
-RACES_FIELDS = 24
 
-# --- a block's data: int64 array at block[BLOCK_SHARED_RACES] ---
-SHARED_WRITES = 0  # address of uint64 for each granule: epoch of the last write
-SHARED_LATEST_READ = 1  # address of uint32 for each granule: the highest clock of a read
-SHARED_READS = 2  # address of uint32[warps of the cluster, granules]: the clock of each warp's last read
-SHARED_GRANULES = 3
-SHARED_BASE = 4  # the clock at which the block began
-SHARED_WARP_CLOCKS = 5  # address of the first warp's record
-SHARED_FIELDS = 8
+class Races(Record):
+    """What the checker keeps for one OS thread of a launch."""
 
-# --- what a warp keeps: int64 array at warp[WARP_CLOCK] ---
-CLOCK_NOW = 0
-CLOCK_FLOOR = 1  # everything of the cluster up to this clock is ordered before the warp
-CLOCK_INDEX = 2  # of the warp in its cluster
-CLOCK_VECTOR = 3  # address of uint32[3, stride]: the vector; covered by fences of any scope; of gpu scope
-CLOCK_STRIDE = 4  # warps of the cluster, rounded up to 16
-CLOCK_HAS_FENCE = 6  # bit 0: the second row is in use, bit 1: the third is
-CLOCK_OTHERS = 7  # address of uint32[warps of the launch], or 0 before any order with other clusters
-CLOCK_OTHERS_VERSION = 8
-CLOCK_CLUSTER = 9  # the number of the cluster's first warp among all warps of the launch
-CLOCK_RACES = 10  # address of the launch's array
-CLOCK_OTHERS_MEMORY = 11  # CLOCK_OTHERS's memory when needed; kept from block to block
-CLOCK_FIELDS = 16
+    base = Long()  # clocks up to here are of earlier launches
+    clock = Long()  # the highest clock given out on this thread
+    next = Long()  # memory for vectors, taken from here upwards
+    table = To("Entry")  # hash table of published vectors
+    table_used = Long()
+    agents = Long()  # warps of the launch
+    width = Long()  # warps of a cluster
+    shift = Long()  # log2 of the bytes a shadow entry stands for
+    global_writes = Long()  # address of uint64 for each granule of the arena
+    global_reads = Long()  # address of 2 uint64 for each granule of the arena
+    version = Long()  # counts changes of vectors over all warps
+    shared_granules = Long()
+    scratch = Long()  # address of a vector over a cluster
+    calls = Longs(5)  # addresses of the compiled entries, by CALL_…
 
-# --- an entry of the hash table ---
-ENTRY_KEY = 0
-ENTRY_PENDING = 1  # rows as CLOCK_VECTOR's: arrived, phase not complete
-ENTRY_COMPLETED = 2  # rows as CLOCK_VECTOR's: a waiter is ordered after them
-ENTRY_LAUNCH = 3  # vector over all warps, published at gpu scope
-ENTRY_CLUSTER = 4  # vector over a cluster, published at a smaller scope
-ENTRY_CLUSTER_OWNER = 5  # CLOCK_CLUSTER of the cluster that ENTRY_CLUSTER is of
-ENTRY_HAS_FENCE = 6  # CLOCK_HAS_FENCE of pending (bits 0 and 1) and completed (bits 2 and 3)
-ENTRY_FIELDS = 8
+
+class SharedRaces(Record):
+    """What it keeps for a block."""
+
+    writes = Long()  # address of uint64 for each granule: epoch of the last write
+    latest_read = Long()  # address of uint32 for each granule: the highest clock of a read
+    reads = Long()  # address of uint32[warps of the cluster, granules]: the clock of each warp's last read
+    granules = Long()
+    base = Long()  # the clock at which the block began
+    warp_clocks = Long()  # address of the first warp's record
+
+
+class Clock(Record):
+    """What it keeps for a warp; the vector follows the record."""
+
+    now = Long()
+    floor = Long()  # everything of the cluster up to this clock is ordered before the warp
+    index = Long()  # of the warp in its cluster
+    vector = Long()  # address of uint32[3, stride]: the vector; covered by fences of any scope; of gpu scope
+    stride = Long()  # warps of the cluster, rounded up to 16
+    has_fence = Long()  # bit 0: the second row is in use, bit 1: the third is
+    others = Long()  # address of uint32[warps of the launch], or 0 before any order with other clusters
+    others_version = Long()
+    cluster = Long()  # the number of the cluster's first warp among all warps of the launch
+    races = To("Races")
+    others_memory = Long()  # memory for `others` when needed; kept from block to block
+
+
+class Entry(Record):
+    """An entry of the hash table: the vectors published under a key."""
+
+    key = Long()
+    pending = Long()  # rows as Clock.vector's: arrived, phase not complete
+    completed = Long()  # rows as Clock.vector's: a waiter is ordered after them
+    launch = Long()  # vector over all warps, published at gpu scope
+    cluster = Long()  # vector over a cluster, published at a smaller scope
+    cluster_owner = Long()  # Clock.cluster of the cluster that `cluster` is of
+    has_fence = Long()  # Clock.has_fence of pending (bits 0 and 1) and completed (bits 2 and 3)
+
+
+races_at, shared_races_at, clock_at, entry_at = at(Races), at(SharedRaces), at(Clock), at(Entry)
 TABLE_ENTRIES = 16384
 TABLE_LIMIT = 8192
 """Addresses of atomics beyond so many share one entry: then a race may be missed; none is invented."""
@@ -98,9 +108,9 @@ def call_address(typing_context, function, *arguments):
 
 @njit
 def _order(what, warp, key, scope, is_release):
-    if warp[WARP_CLOCK] != 0:
-        races = i64_at(i64_at(warp[WARP_CLOCK])[CLOCK_RACES])
-        call_address(races[RACES_CALLS + CALL_ORDER], what, address_of(warp), key, scope, is_release)
+    if warp.clock:
+        races = warp.clock.races
+        call_address(races.calls[CALL_ORDER], what, address_of(warp), key, scope, is_release)
 
 
 @njit
@@ -165,10 +175,10 @@ def on_arrive(warp, block, key):
 
 @njit
 def _block(block, key, waiting):
-    launch = i64_at(block[BLOCK_LAUNCH])
-    if launch[LAUNCH_GLOBAL_RACES] != 0:
-        races = i64_at(launch[LAUNCH_GLOBAL_RACES])
-        call_address(races[RACES_CALLS + CALL_BLOCK], address_of(block), key, waiting)
+    launch = block.launch
+    if launch.races:
+        races = launch.races
+        call_address(races.calls[CALL_BLOCK], address_of(block), key, waiting)
 
 
 @njit
@@ -179,6 +189,6 @@ def start_block(block):
 
 @njit
 def on_barrier(block, key, waiting):
-    """Named barrier `key` is complete; `waiting` is the mask of the warps (by WARP_INDEX) that waited at it."""
+    """Named barrier `key` is complete; `waiting` is the mask of the warps (by index) that waited at it."""
     if waiting != 0:
         _block(block, key, waiting)

@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from typing import Any
-
-from numba import types
-
-from numba_kernels.cache import compile_c_function
 from runtime.emulator.memory.device_memory import Machine, Mapping
 from runtime.emulator.races import rules, vector_clocks
-from runtime.emulator.races.clocks import (
-    CALL_BLOCK,
-    CALL_LANE,
-    CALL_ORDER,
-    CALL_RUN,
-    CALL_WARP,
-    ENTRY_FIELDS,
-    RACES_AGENTS,
-    RACES_BASE,
-    RACES_CALLS,
-    RACES_CLOCK,
-    RACES_FIELDS,
-    RACES_GLOBAL_READS,
-    RACES_GLOBAL_WRITES,
-    RACES_NEXT,
-    RACES_SCRATCH,
-    RACES_SHARED_GRANULES,
-    RACES_SHIFT,
-    RACES_TABLE,
-    RACES_WIDTH,
-    TABLE_ENTRIES,
-)
+from runtime.emulator.races.clocks import TABLE_ENTRIES, Entry, Races
+from runtime.emulator.translation.operations import compiled_address
 
-
-@functools.cache
-def _entries() -> dict[int, Any]:
-    """The compiled rules by CALL_…; kept alive here."""
-    functions = {
-        CALL_ORDER: (vector_clocks.order_entry, 5),
-        CALL_BLOCK: (vector_clocks.block_entry, 3),
-        CALL_LANE: (rules.lane_entry, 8),
-        CALL_RUN: (rules.run_entry, 7),
-        CALL_WARP: (rules.warp_entry, 8),
-    }
-    return {
-        number: compile_c_function(entry.py_func, types.int64(*(types.int64,) * count))
-        for number, (entry, count) in functions.items()
-    }
-
-
+_ENTRIES = (vector_clocks.order_entry, vector_clocks.block_entry, rules.lane_entry, rules.run_entry, rules.warp_entry)
+"""By CALL_…; compiled for the first launch that checks races."""
 _RACE_BYTES = 1 << 40
 _CLOCK_LIMIT = 1 << 30
 
 
 class RaceMemory:
-    """The race checker's data of one launch: one array for each OS thread, and the machine's global shadow.
+    """The race checker's data of one launch: one record for each OS thread, and the machine's global shadow.
 
     Args:
         machine: whose memory the kernel runs on.
@@ -64,7 +22,7 @@ class RaceMemory:
         num_warps: of a block.
         cluster_size: blocks a cluster.
         num_blocks: of the grid.
-        shared_bytes: of a block, as BLOCK_SHARED_BYTES.
+        shared_bytes: of a block, as `Block.shared_bytes`.
         num_threads: OS threads.
     """
 
@@ -85,31 +43,25 @@ class RaceMemory:
         width = num_warps * cluster_size
         for thread in range(num_threads):
             address = self._mapping.address + thread * (_RACE_BYTES // num_threads)
-            table = address + RACES_FIELDS * 8
-            scratch = table + (TABLE_ENTRIES + 1) * ENTRY_FIELDS * 8
-            fields = (ctypes.c_int64 * RACES_FIELDS).from_address(address)
-            fields[RACES_BASE] = fields[RACES_CLOCK] = clock
-            fields[RACES_TABLE] = table
-            fields[RACES_SCRATCH] = scratch
-            fields[RACES_NEXT] = (scratch + (width + 15) * 12 + 63) // 64 * 64
-            fields[RACES_AGENTS] = num_blocks * num_warps
-            fields[RACES_WIDTH] = width
-            fields[RACES_SHIFT] = shift
-            fields[RACES_GLOBAL_WRITES] = shadow
-            fields[RACES_GLOBAL_READS] = shadow + granules * 8
-            fields[RACES_SHARED_GRANULES] = (shared_bytes >> shift) + 1
-            for number, entry in _entries().items():
-                fields[RACES_CALLS + number] = entry.address
+            races = Races(address)
+            races.base = races.clock = clock
+            races.table = address + Races.size_bytes
+            races.scratch = races.table + (TABLE_ENTRIES + 1) * Entry.size_bytes
+            races.next = (races.scratch + (width + 15) * 12 + 63) // 64 * 64
+            races.agents, races.width, races.shift = num_blocks * num_warps, width, shift
+            races.global_writes, races.global_reads = shadow, shadow + granules * 8
+            races.shared_granules = (shared_bytes >> shift) + 1
+            for number, entry in enumerate(_ENTRIES):
+                races[Races.calls.index + number] = compiled_address(entry)
             self._addresses.append(address)
 
     def address(self, thread: int) -> int:
-        """The value of LAUNCH_GLOBAL_RACES in an OS thread's launch array."""
+        """The value of `Launch.races` for an OS thread."""
         return self._addresses[thread]
 
     def close(self) -> None:
         """Ends the launch: its writes are ordered before the next."""
         for address in self._addresses:
-            fields = (ctypes.c_int64 * RACES_FIELDS).from_address(address)
-            self._machine.race_clock = max(self._machine.race_clock, fields[RACES_CLOCK])
+            self._machine.race_clock = max(self._machine.race_clock, Races(address).clock)
         self._addresses = []
         self._mapping.close()

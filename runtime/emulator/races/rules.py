@@ -21,14 +21,7 @@ from numba import types
 from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at, u32_at, u64_at
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import (
-    BLOCK_SHARED,
-    BLOCK_SHARED_RACES,
-    LAUNCH_ARENA,
-    LAUNCH_ARENA_BYTES,
-    WARP_CLOCK,
-    WARP_LAUNCH,
-)
+from runtime.emulator.execution.state import block_at, warp_at
 from runtime.emulator.races.accesses import (
     ACCESS_NC,
     ACCESS_SAME,
@@ -37,23 +30,6 @@ from runtime.emulator.races.accesses import (
     IN_SHARED,
     LOAD,
     STORE,
-)
-from runtime.emulator.races.clocks import (
-    CLOCK_CLUSTER,
-    CLOCK_FLOOR,
-    CLOCK_INDEX,
-    CLOCK_NOW,
-    CLOCK_RACES,
-    CLOCK_VECTOR,
-    RACES_BASE,
-    RACES_GLOBAL_READS,
-    RACES_GLOBAL_WRITES,
-    RACES_SHIFT,
-    RACES_WIDTH,
-    SHARED_GRANULES,
-    SHARED_LATEST_READ,
-    SHARED_READS,
-    SHARED_WRITES,
 )
 from runtime.emulator.races.shadow_vectors import (
     CHUNK,
@@ -66,18 +42,12 @@ from runtime.emulator.races.shadow_vectors import (
 )
 from runtime.emulator.races.vector_clocks import known
 
-_READ_AFTER_WRITE = int(FaultKind.RACE_READ_AFTER_WRITE)
-_WRITE_AFTER_WRITE = int(FaultKind.RACE_WRITE_AFTER_WRITE)
-_WRITE_AFTER_READ = int(FaultKind.RACE_WRITE_AFTER_READ)
-_WITHIN_WARP = int(FaultKind.RACE_WITHIN_WARP)
-_NC_WRITTEN = int(FaultKind.NC_WRITTEN)
-
 _STRONG = 32
 
 
 @njit
 def _epoch(record, agent, lane, strong):
-    return (record[CLOCK_NOW] << 32) | (agent << 6) | (strong << 5) | lane
+    return (record.now << 32) | (agent << 6) | (strong << 5) | lane
 
 
 @njit
@@ -141,11 +111,11 @@ def _fill(address, count, value):
 @njit
 def _shared_read_run(record, area, offset, size):
     """A plain read of `size` bytes by one warp."""
-    races = i64_at(record[CLOCK_RACES])
-    shift = races[RACES_SHIFT]
+    races = record.races
+    shift = races.shift
     first = offset >> shift
     count = ((offset + size - 1) >> shift) - first + 1
-    if _highest(area[SHARED_WRITES] + first * 8, count) >> 32 > record[CLOCK_FLOOR]:
+    if _highest(area.writes + first * 8, count) >> 32 > record.floor:
         return False
     _note_shared_read(record, area, first, count)
     return True
@@ -153,9 +123,9 @@ def _shared_read_run(record, area, offset, size):
 
 @njit
 def _note_shared_read(record, area, first, count):
-    now = record[CLOCK_NOW]
-    row = area[SHARED_READS] + (record[CLOCK_INDEX] * area[SHARED_GRANULES] + first) * 4
-    latest = area[SHARED_LATEST_READ] + first * 4
+    now = record.now
+    row = area.reads + (record.index * area.granules + first) * 4
+    latest = area.latest_read + first * 4
     while count >= CHUNK:
         fill_16_words(row, now)
         raise_16_words(latest, now)
@@ -173,42 +143,44 @@ def _note_shared_read(record, area, first, count):
 @njit
 def _shared_write_run(record, area, offset, size, lane, lane_bytes):
     """A plain write by lanes from `lane` on, `lane_bytes` each."""
-    races = i64_at(record[CLOCK_RACES])
-    shift = races[RACES_SHIFT]
+    races = record.races
+    shift = races.shift
     first = offset >> shift
     count = ((offset + size - 1) >> shift) - first + 1
-    floor = record[CLOCK_FLOOR]
-    if _highest(area[SHARED_WRITES] + first * 8, count) >> 32 > floor:
+    floor = record.floor
+    if _highest(area.writes + first * 8, count) >> 32 > floor:
         return False
-    if _highest_clock(area[SHARED_LATEST_READ] + first * 4, count) > floor:
+    if _highest_clock(area.latest_read + first * 4, count) > floor:
         return False
     lane_shift = 0
     while (1 << (lane_shift + shift)) < lane_bytes:
         lane_shift += 1
-    _set_run(area[SHARED_WRITES] + first * 8, count, _epoch(record, record[CLOCK_INDEX], lane, 0), lane_shift)
+    _set_run(area.writes + first * 8, count, _epoch(record, record.index, lane, 0), lane_shift)
     return True
 
 
 @njit
 def _shared_read_lane(warp, site, record, area, offset, size, lane, strong):
     """A read by one lane. Returns 1 with the fault reported, or 0."""
-    races = i64_at(record[CLOCK_RACES])
-    shift = races[RACES_SHIFT]
+    races = record.races
+    shift = races.shift
     first = offset >> shift
     count = ((offset + size - 1) >> shift) - first + 1
-    writes = i64_at(area[SHARED_WRITES] + first * 8)
-    vector = u32_at(record[CLOCK_VECTOR])
+    writes = i64_at(area.writes + first * 8)
+    vector = u32_at(record.vector)
     for index in range(count):
         epoch = writes[index]
         clock = epoch >> 32
-        if clock > record[CLOCK_FLOOR] and not (strong and epoch & _STRONG):
+        if clock > record.floor and not (strong and epoch & _STRONG):
             writer = (epoch & 0xFFFFFFFF) >> 6
             at = offset + (index << shift)
-            if writer == record[CLOCK_INDEX]:
-                if clock == record[CLOCK_NOW] and epoch & 31 != lane and not strong and not epoch & _STRONG:
-                    return report(warp, _WITHIN_WARP, site, lane, at, IN_SHARED, size, writer, epoch & 31)
+            if writer == record.index:
+                if clock == record.now and epoch & 31 != lane and not strong and not epoch & _STRONG:
+                    return report(warp, FaultKind.RACE_WITHIN_WARP, site, lane, at, IN_SHARED, size, writer, epoch & 31)
             elif clock > vector[writer]:
-                return report(warp, _READ_AFTER_WRITE, site, lane, at, IN_SHARED, size, writer, epoch & 31)
+                return report(
+                    warp, FaultKind.RACE_READ_AFTER_WRITE, site, lane, at, IN_SHARED, size, writer, epoch & 31
+                )
     if not strong:
         _note_shared_read(record, area, first, count)
     return 0
@@ -217,28 +189,30 @@ def _shared_read_lane(warp, site, record, area, offset, size, lane, strong):
 @njit
 def _shared_write_lane(warp, site, record, area, offset, size, lane, strong, same):
     """A write by one lane; with `same` the value is already there. Returns 1 with the fault reported, or 0."""
-    races = i64_at(record[CLOCK_RACES])
-    shift, width = races[RACES_SHIFT], races[RACES_WIDTH]
+    races = record.races
+    shift, width = races.shift, races.width
     first = offset >> shift
     count = ((offset + size - 1) >> shift) - first + 1
-    writes = i64_at(area[SHARED_WRITES] + first * 8)
-    latest = u32_at(area[SHARED_LATEST_READ] + first * 4)
-    vector = u32_at(record[CLOCK_VECTOR])
-    me = record[CLOCK_INDEX]
+    writes = i64_at(area.writes + first * 8)
+    latest = u32_at(area.latest_read + first * 4)
+    vector = u32_at(record.vector)
+    me = record.index
     mine = _epoch(record, me, lane, strong)
     for index in range(count):
         epoch = writes[index]
         clock = epoch >> 32
         at = offset + (index << shift)
-        if clock > record[CLOCK_FLOOR] and not same and not (strong and epoch & _STRONG):
+        if clock > record.floor and not same and not (strong and epoch & _STRONG):
             writer = (epoch & 0xFFFFFFFF) >> 6
             if writer != me and clock > vector[writer]:
-                return report(warp, _WRITE_AFTER_WRITE, site, lane, at, IN_SHARED, size, writer, epoch & 31)
-        if latest[index] > record[CLOCK_FLOOR] and not same:
-            reads = u32_at(area[SHARED_READS] + (first + index) * 4)
+                return report(
+                    warp, FaultKind.RACE_WRITE_AFTER_WRITE, site, lane, at, IN_SHARED, size, writer, epoch & 31
+                )
+        if latest[index] > record.floor and not same:
+            reads = u32_at(area.reads + (first + index) * 4)
             for reader in range(width):
-                if reader != me and reads[reader * area[SHARED_GRANULES]] > vector[reader]:
-                    return report(warp, _WRITE_AFTER_READ, site, lane, at, IN_SHARED, size, reader, -1)
+                if reader != me and reads[reader * area.granules] > vector[reader]:
+                    return report(warp, FaultKind.RACE_WRITE_AFTER_READ, site, lane, at, IN_SHARED, size, reader, -1)
         writes[index] = mine
     return 0
 
@@ -249,87 +223,89 @@ def _shared_write_lane(warp, site, record, area, offset, size, lane, strong, sam
 @njit
 def _reads_of(races, launch, agent):
     """The address of the read epochs that this warp's cluster writes."""
-    granules = launch[LAUNCH_ARENA_BYTES] >> races[RACES_SHIFT]
-    parity = (agent // races[RACES_WIDTH]) & 1
-    return races[RACES_GLOBAL_READS] + parity * granules * 8
+    granules = launch.arena_bytes >> races.shift
+    parity = (agent // races.width) & 1
+    return races.global_reads + parity * granules * 8
 
 
 @njit
 def _global_read_run(warp, record, address, size):
     """A plain read of `size` bytes by one warp."""
-    races, launch = i64_at(record[CLOCK_RACES]), i64_at(warp[WARP_LAUNCH])
-    shift = races[RACES_SHIFT]
-    first = (address - launch[LAUNCH_ARENA]) >> shift
-    count = ((address - launch[LAUNCH_ARENA] + size - 1) >> shift) - first + 1
-    if _highest(races[RACES_GLOBAL_WRITES] + first * 8, count) >> 32 > races[RACES_BASE]:
+    races, launch = record.races, warp.launch
+    shift = races.shift
+    first = (address - launch.arena) >> shift
+    count = ((address - launch.arena + size - 1) >> shift) - first + 1
+    if _highest(races.global_writes + first * 8, count) >> 32 > races.base:
         return False
-    cluster = record[CLOCK_CLUSTER]
-    _fill(_reads_of(races, launch, cluster) + first * 8, count, _epoch(record, cluster + record[CLOCK_INDEX], 0, 0))
+    cluster = record.cluster
+    _fill(_reads_of(races, launch, cluster) + first * 8, count, _epoch(record, cluster + record.index, 0, 0))
     return True
 
 
 @njit
 def _global_write_run(warp, record, address, size, lane, lane_bytes):
     """A plain write by lanes from `lane` on, `lane_bytes` each."""
-    races, launch = i64_at(record[CLOCK_RACES]), i64_at(warp[WARP_LAUNCH])
-    shift, base = races[RACES_SHIFT], races[RACES_BASE]
-    first = (address - launch[LAUNCH_ARENA]) >> shift
-    count = ((address - launch[LAUNCH_ARENA] + size - 1) >> shift) - first + 1
-    if _highest(races[RACES_GLOBAL_WRITES] + first * 8, count) >> 32 > base:
+    races, launch = record.races, warp.launch
+    shift, base = races.shift, races.base
+    first = (address - launch.arena) >> shift
+    count = ((address - launch.arena + size - 1) >> shift) - first + 1
+    if _highest(races.global_writes + first * 8, count) >> 32 > base:
         return False
-    granules = launch[LAUNCH_ARENA_BYTES] >> shift
-    if _highest(races[RACES_GLOBAL_READS] + first * 8, count) >> 32 > base:
+    granules = launch.arena_bytes >> shift
+    if _highest(races.global_reads + first * 8, count) >> 32 > base:
         return False
-    if _highest(races[RACES_GLOBAL_READS] + (granules + first) * 8, count) >> 32 > base:
+    if _highest(races.global_reads + (granules + first) * 8, count) >> 32 > base:
         return False
     lane_shift = 0
     while (1 << (lane_shift + shift)) < lane_bytes:
         lane_shift += 1
-    agent = record[CLOCK_CLUSTER] + record[CLOCK_INDEX]
-    _set_run(races[RACES_GLOBAL_WRITES] + first * 8, count, _epoch(record, agent, lane, 0), lane_shift)
+    agent = record.cluster + record.index
+    _set_run(races.global_writes + first * 8, count, _epoch(record, agent, lane, 0), lane_shift)
     return True
 
 
 @njit
 def _global_read_lane(warp, site, record, address, size, lane, strong, is_nc):
     """A read by one lane; `is_nc`: through the read-only path. Returns 1 with the fault reported, or 0."""
-    races, launch = i64_at(record[CLOCK_RACES]), i64_at(warp[WARP_LAUNCH])
-    shift = races[RACES_SHIFT]
-    first = (address - launch[LAUNCH_ARENA]) >> shift
-    count = ((address - launch[LAUNCH_ARENA] + size - 1) >> shift) - first + 1
-    writes = i64_at(races[RACES_GLOBAL_WRITES] + first * 8)
-    me = record[CLOCK_CLUSTER] + record[CLOCK_INDEX]
+    races, launch = record.races, warp.launch
+    shift = races.shift
+    first = (address - launch.arena) >> shift
+    count = ((address - launch.arena + size - 1) >> shift) - first + 1
+    writes = i64_at(races.global_writes + first * 8)
+    me = record.cluster + record.index
     for index in range(count):
         epoch = writes[index]
         clock = epoch >> 32
-        if clock > races[RACES_BASE]:
+        if clock > races.base:
             writer = (epoch & 0xFFFFFFFF) >> 6
             at = address + (index << shift)
             if is_nc:
-                return report(warp, _NC_WRITTEN, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
+                return report(warp, FaultKind.NC_WRITTEN, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
             if strong and epoch & _STRONG:
                 continue
             if writer == me:
-                if clock == record[CLOCK_NOW] and epoch & 31 != lane and not strong and not epoch & _STRONG:
-                    return report(warp, _WITHIN_WARP, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
+                if clock == record.now and epoch & 31 != lane and not strong and not epoch & _STRONG:
+                    return report(warp, FaultKind.RACE_WITHIN_WARP, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
             elif clock > known(record, races, writer):
-                return report(warp, _READ_AFTER_WRITE, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
+                return report(
+                    warp, FaultKind.RACE_READ_AFTER_WRITE, site, lane, at, IN_GLOBAL, size, writer, epoch & 31
+                )
     if not strong:
-        _fill(_reads_of(races, launch, record[CLOCK_CLUSTER]) + first * 8, count, _epoch(record, me, lane, 0))
+        _fill(_reads_of(races, launch, record.cluster) + first * 8, count, _epoch(record, me, lane, 0))
     return 0
 
 
 @njit
 def _global_write_lane(warp, site, record, address, size, lane, strong, same):
     """A write by one lane; with `same` the value is already there. Returns 1 with the fault reported, or 0."""
-    races, launch = i64_at(record[CLOCK_RACES]), i64_at(warp[WARP_LAUNCH])
-    shift, base = races[RACES_SHIFT], races[RACES_BASE]
-    first = (address - launch[LAUNCH_ARENA]) >> shift
-    count = ((address - launch[LAUNCH_ARENA] + size - 1) >> shift) - first + 1
-    granules = launch[LAUNCH_ARENA_BYTES] >> shift
-    writes = i64_at(races[RACES_GLOBAL_WRITES] + first * 8)
-    reads = i64_at(races[RACES_GLOBAL_READS] + first * 8)
-    me = record[CLOCK_CLUSTER] + record[CLOCK_INDEX]
+    races, launch = record.races, warp.launch
+    shift, base = races.shift, races.base
+    first = (address - launch.arena) >> shift
+    count = ((address - launch.arena + size - 1) >> shift) - first + 1
+    granules = launch.arena_bytes >> shift
+    writes = i64_at(races.global_writes + first * 8)
+    reads = i64_at(races.global_reads + first * 8)
+    me = record.cluster + record.index
     mine = _epoch(record, me, lane, strong)
     for index in range(count):
         at = address + (index << shift)
@@ -338,23 +314,26 @@ def _global_write_lane(warp, site, record, address, size, lane, strong, same):
         if clock > base and not same and not (strong and epoch & _STRONG):
             writer = (epoch & 0xFFFFFFFF) >> 6
             if writer != me and clock > known(record, races, writer):
-                return report(warp, _WRITE_AFTER_WRITE, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
+                return report(
+                    warp, FaultKind.RACE_WRITE_AFTER_WRITE, site, lane, at, IN_GLOBAL, size, writer, epoch & 31
+                )
         if not same:
             for parity in range(2):
                 read = reads[parity * granules + index]
                 if read >> 32 > base:
                     reader = (read & 0xFFFFFFFF) >> 6
                     if reader != me and read >> 32 > known(record, races, reader):
-                        return report(warp, _WRITE_AFTER_READ, site, lane, at, IN_GLOBAL, size, reader, -1)
+                        return report(
+                            warp, FaultKind.RACE_WRITE_AFTER_READ, site, lane, at, IN_GLOBAL, size, reader, -1
+                        )
         writes[index] = mine
     return 0
 
 
-@njit
 def lane_entry(warp_address, site, place, block_address, size, lane, action, flags):
     """Checks one lane's access. Returns 1 with a fault reported, or 0."""
-    warp = i64_at(warp_address)
-    record = i64_at(warp[WARP_CLOCK])
+    warp = warp_at(warp_address)
+    record = warp.clock
     strong, is_nc, same = flags & ACCESS_STRONG, (flags & ACCESS_NC) >> 1, (flags & ACCESS_SAME) >> 2
     if block_address == 0:
         if action != STORE and _global_read_lane(warp, site, record, place, size, lane, strong, is_nc):
@@ -362,8 +341,8 @@ def lane_entry(warp_address, site, place, block_address, size, lane, action, fla
         if action == LOAD:
             return types.int64(0)
         return types.int64(_global_write_lane(warp, site, record, place, size, lane, strong, same))
-    block = i64_at(block_address)
-    area, offset = i64_at(block[BLOCK_SHARED_RACES]), place - block[BLOCK_SHARED]
+    block = block_at(block_address)
+    area, offset = block.shared_races, place - block.shared
     if action != STORE and _shared_read_lane(warp, site, record, area, offset, size, lane, strong):
         return types.int64(1)
     if action == LOAD:
@@ -374,20 +353,19 @@ def lane_entry(warp_address, site, place, block_address, size, lane, action, fla
 @njit
 def run_entry(warp_address, first, block_address, size, is_store, lane, lane_bytes):
     """A contiguous range of lanes from `lane` on. Returns 1 if there can be no race, having noted it, or 0."""
-    warp = i64_at(warp_address)
-    record = i64_at(warp[WARP_CLOCK])
+    warp = warp_at(warp_address)
+    record = warp.clock
     if block_address == 0:
         if is_store:
             return types.int64(_global_write_run(warp, record, first, size, lane, lane_bytes))
         return types.int64(_global_read_run(warp, record, first, size))
-    block = i64_at(block_address)
-    area, offset = i64_at(block[BLOCK_SHARED_RACES]), first - block[BLOCK_SHARED]
+    block = block_at(block_address)
+    area, offset = block.shared_races, first - block.shared
     if is_store:
         return types.int64(_shared_write_run(record, area, offset, size, lane, lane_bytes))
     return types.int64(_shared_read_run(record, area, offset, size))
 
 
-@njit
 def warp_entry(warp_address, mask, addresses_address, offset, start, limit, block_address, shape):
     """A whole warp's plain access. Returns 1 if there can be no race, having noted it, or 0.
 
@@ -396,7 +374,7 @@ def warp_entry(warp_address, mask, addresses_address, offset, start, limit, bloc
     """
     addresses = i64_at(addresses_address)
     is_store, size = shape >> 8, shape & 255
-    base = i64_at(block_address)[BLOCK_SHARED] if block_address != 0 else start
+    base = block_at(block_address).shared if block_address != 0 else start
     shift = offset - start
     lane, above = types.int64(0), types.int64(-1)
     while lane < 32:

@@ -25,7 +25,7 @@ import numpy as np
 
 from runtime.emulator.driver.work_queues import Queue, Work
 from runtime.emulator.memory.device_memory import Machine, Mapping
-from runtime.emulator.races.stream_touch import CELLS, GRANULE_SHIFT, MAX_SEQUENCE, ORDER_FIELDS, SEQUENCE_BITS
+from runtime.emulator.races.stream_touch import CELLS, GRANULE_SHIFT, MAX_SEQUENCE, SEQUENCE_BITS, StreamTouch
 
 GRANULE_BYTES = 1 << GRANULE_SHIFT
 MAX_SLOTS = 256
@@ -195,16 +195,17 @@ class StreamOrder:
         else:
             cells[first:last] = 0
 
-    def launch_fields(self, work: Work, machine: Machine) -> Any:
-        """The data for `launch` to check a kernel: an array, passed by address, which must outlive the launch.
+    def launch_fields(self, work: Work, machine: Machine) -> StreamTouch | None:
+        """The data for `launch` to check a kernel; it must outlive the launch.
 
         None where the work is not checked.
         """
         if work.clock is None:
             return None
-        fields = np.zeros(ORDER_FIELDS, np.int64)
-        fields[:] = self.cells(machine)[0], machine.base, machine.span, work.clock.ctypes.data, work.epoch
-        return fields
+        touch = StreamTouch.new()
+        touch.cells, touch.arena, touch.arena_bytes = self.cells(machine)[0], machine.base, machine.span
+        touch.clock, touch.epoch = work.clock.ctypes.data, work.epoch
+        return touch
 
     def conflict_at(self, work: Work, machine: Machine, address: int) -> Conflict | None:
         """The conflict at which a kernel has stopped."""

@@ -1,27 +1,29 @@
-"""A kernel's accesses to device memory, for the checker of streams: `stream_order.py`, in compiled code.
-
-The launch array's LAUNCH_STREAM_ORDER is the address of five int64: the cells' address, the arena's, its bytes, the
-address of the work's vector clock (uint32 a slot), its epoch. Or it is 0, where streams are not checked.
-"""
+"""A kernel's accesses to device memory, for the checker of streams: `stream_order.py`, in compiled code."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
 
 from __future__ import annotations
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at, u32_at
+from numba_kernels.pointers import u32_at
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import LAUNCH_STREAM_ORDER, WARP_LAUNCH
+from runtime.emulator.records import Long, Record, Words
 
-ORDER_CELLS, ORDER_ARENA, ORDER_ARENA_BYTES, ORDER_CLOCK, ORDER_EPOCH = range(5)
-ORDER_FIELDS = 5
+
+class StreamTouch(Record):
+    """A launch's data of the checker, at launch.stream_order if streams are checked."""
+
+    cells = Long()  # address of the granules' cells
+    arena, arena_bytes = Long(), Long()
+    clock = Words()  # the work's vector clock
+    epoch = Long()
+
+
 GRANULE_SHIFT = 5
 CELLS = 4
 """uint32 a granule: the epoch of its last write, then of three reads."""
 SEQUENCE_BITS = 24
 MAX_SEQUENCE = (1 << SEQUENCE_BITS) - 1
-
-_MISSING_EVENT = int(FaultKind.MISSING_EVENT)
 
 
 @njit
@@ -32,9 +34,9 @@ def _is_unordered(clock, epoch):
 @njit
 def _touch(order, granule, is_write):
     """Notes a read or write of a granule; True if it is unordered with another stream's access there."""
-    cells = u32_at(order[ORDER_CELLS] + granule * (4 * CELLS))
-    epoch = order[ORDER_EPOCH]
-    clock = u32_at(order[ORDER_CLOCK])
+    cells = u32_at(order.cells + granule * (4 * CELLS))
+    epoch = order.epoch
+    clock = order.clock
     if cells[0] != epoch and _is_unordered(clock, cells[0]):
         return True
     if is_write:
@@ -61,13 +63,13 @@ def _touch(order, granule, is_write):
 @njit
 def touch_lanes(launch, addresses, offset, mask, is_write):
     """A warp's aligned accesses of at most 32 bytes a lane: each lies in one granule. True where one is at fault."""
-    order = i64_at(launch[LAUNCH_STREAM_ORDER])
+    order = launch.stream_order
     before = -1
     for lane in range(32):
         if mask >> lane & 1:
-            relative = int(addresses[lane]) + offset - order[ORDER_ARENA]
+            relative = int(addresses[lane]) + offset - order.arena
             granule = relative >> GRANULE_SHIFT
-            if granule != before and 0 <= relative < order[ORDER_ARENA_BYTES]:
+            if granule != before and 0 <= relative < order.arena_bytes:
                 before = granule
                 if _touch(order, granule, is_write):
                     return True
@@ -77,14 +79,14 @@ def touch_lanes(launch, addresses, offset, mask, is_write):
 @njit
 def touch_range(warp, site, lane, address, size, is_write):
     """A range of device memory that one lane touches. Returns 1 with a fault reported, or 0."""
-    launch = i64_at(warp[WARP_LAUNCH])
-    if launch[LAUNCH_STREAM_ORDER] == 0 or size <= 0:
+    launch = warp.launch
+    if not launch.stream_order or size <= 0:
         return 0
-    order = i64_at(launch[LAUNCH_STREAM_ORDER])
-    relative = address - order[ORDER_ARENA]
-    if 0 <= relative <= order[ORDER_ARENA_BYTES] - size:
+    order = launch.stream_order
+    relative = address - order.arena
+    if 0 <= relative <= order.arena_bytes - size:
         for granule in range(relative >> GRANULE_SHIFT, ((relative + size - 1) >> GRANULE_SHIFT) + 1):
             if _touch(order, granule, is_write):
-                at = order[ORDER_ARENA] + (granule << GRANULE_SHIFT)
-                return report(warp, _MISSING_EVENT, site, lane, at, 1 if is_write else 0, size, 0, 0)
+                at = order.arena + (granule << GRANULE_SHIFT)
+                return report(warp, FaultKind.MISSING_EVENT, site, lane, at, 1 if is_write else 0, size, 0, 0)
     return 0

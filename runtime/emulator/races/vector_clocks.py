@@ -19,119 +19,63 @@ from numba import types
 
 from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at, u32_at
-from runtime.emulator.execution.warp_state import (
-    BLOCK_CLUSTER,
-    BLOCK_LAUNCH,
-    BLOCK_NUM_WARPS,
-    BLOCK_RANK,
-    BLOCK_SHARED_RACES,
-    BLOCK_WARPS,
-    BLOCK_X,
-    BLOCK_Y,
-    BLOCK_Z,
-    LAUNCH_CLUSTER_SIZE,
-    LAUNCH_CLUSTER_X,
-    LAUNCH_CLUSTER_Y,
-    LAUNCH_CLUSTER_Z,
-    LAUNCH_GLOBAL_RACES,
-    LAUNCH_GRID_X,
-    LAUNCH_GRID_Y,
-    WARP_CLOCK,
-    WARP_FIELDS,
-)
+from runtime.emulator.execution.state import block_at, warp_at
 from runtime.emulator.memory.pointers import address_of, copy_bytes, fill_bytes, popcount
 from runtime.emulator.races.clocks import (
     ACQUIRE,
-    CLOCK_CLUSTER,
-    CLOCK_FIELDS,
-    CLOCK_FLOOR,
-    CLOCK_HAS_FENCE,
-    CLOCK_INDEX,
-    CLOCK_NOW,
-    CLOCK_OTHERS,
-    CLOCK_OTHERS_MEMORY,
-    CLOCK_OTHERS_VERSION,
-    CLOCK_RACES,
-    CLOCK_STRIDE,
-    CLOCK_VECTOR,
     COMPLETE,
     CREATE,
-    ENTRY_CLUSTER,
-    ENTRY_CLUSTER_OWNER,
-    ENTRY_COMPLETED,
-    ENTRY_FIELDS,
-    ENTRY_HAS_FENCE,
-    ENTRY_KEY,
-    ENTRY_LAUNCH,
-    ENTRY_PENDING,
     FENCE,
     FIND,
     MUST_CREATE,
     OVERFLOW_KEY,
-    RACES_AGENTS,
-    RACES_CLOCK,
-    RACES_NEXT,
-    RACES_SCRATCH,
-    RACES_SHARED_GRANULES,
-    RACES_TABLE,
-    RACES_TABLE_USED,
-    RACES_VERSION,
-    RACES_WIDTH,
     RELEASE,
     SCOPE_GPU,
-    SHARED_BASE,
-    SHARED_FIELDS,
-    SHARED_GRANULES,
-    SHARED_LATEST_READ,
-    SHARED_READS,
-    SHARED_WARP_CLOCKS,
-    SHARED_WRITES,
     STRONG_WRITE,
     TABLE_ENTRIES,
     TABLE_LIMIT,
     WARP_BARRIER,
+    Clock,
+    SharedRaces,
     barrier_key,
-)
+    clock_at,
+    entry_at,
+    shared_races_at,
+)  # fmt: skip
+
+_CLOCK_BYTES, _SHARED_BYTES = Clock.size_bytes, SharedRaces.size_bytes
 
 
 @njit
 def take(races, size_bytes):
     """Fresh zeroed memory, 64-byte aligned, that stays until the launch ends."""
-    address = races[RACES_NEXT]
-    races[RACES_NEXT] = address + (size_bytes + 63) // 64 * 64
+    address = races.next
+    races.next = address + (size_bytes + 63) // 64 * 64
     return address
 
 
 @njit
 def entry_of(races, key, create):
-    """The address of the table's entry for a key, or 0 where there is none and `create` is FIND."""
+    """The table's entry for a key; one at address 0 where there is none and `create` is FIND."""
     slot = ((key >> 2) * 0x9E3779B1 >> 7) & (TABLE_ENTRIES - 1)
-    while True:
-        address = races[RACES_TABLE] + slot * (ENTRY_FIELDS * 8)
-        entry = i64_at(address)
-        if entry[ENTRY_KEY] == key:
-            return address
-        if entry[ENTRY_KEY] == 0:
-            break
+    while races.table[slot].key != 0 and races.table[slot].key != key:
         slot = (slot + 1) & (TABLE_ENTRIES - 1)
-    if races[RACES_TABLE_USED] >= TABLE_LIMIT and create != MUST_CREATE:  # the overflow entry, after the hashed ones
-        address = races[RACES_TABLE] + TABLE_ENTRIES * (ENTRY_FIELDS * 8)
-        i64_at(address)[ENTRY_KEY] = OVERFLOW_KEY
-        return address
+    if races.table[slot].key == key:
+        return races.table[slot]
+    if races.table_used >= TABLE_LIMIT and create != MUST_CREATE:  # the overflow entry, after the hashed ones
+        races.table[TABLE_ENTRIES].key = OVERFLOW_KEY
+        return races.table[TABLE_ENTRIES]
     if create == FIND:
-        return address * 0
-    entry = i64_at(address)
-    entry[ENTRY_KEY] = key
-    races[RACES_TABLE_USED] += 1
-    return address
+        return entry_at(0)
+    races.table[slot].key = key
+    races.table_used += 1
+    return races.table[slot]
 
 
 @njit
-def _vector(races, entry, field, count):
+def vector_or(races, address, count):
     """An entry's vector, made at first use."""
-    if entry[field] == 0:
-        entry[field] = take(races, count * 4)
-    return entry[field]
+    return take(races, count * 4) if address == 0 else address
 
 
 @njit
@@ -154,182 +98,177 @@ def _is_ahead(source_address, target_address, count):
 @njit
 def _settle(record, races):
     """Recomputes the floor after the vector has changed."""
-    vector = u32_at(record[CLOCK_VECTOR])
+    vector = u32_at(record.vector)
     lowest = vector[0]
-    for index in range(races[RACES_WIDTH]):
+    for index in range(races.width):
         lowest = min(lowest, vector[index])
-    record[CLOCK_FLOOR] = lowest
+    record.floor = lowest
 
 
 @njit
 def tick(record, races):
     """Separates the warp's later accesses from earlier ones."""
-    now = record[CLOCK_NOW] + 1
-    record[CLOCK_NOW] = now
-    u32_at(record[CLOCK_VECTOR])[record[CLOCK_INDEX]] = now
-    races[RACES_CLOCK] = max(races[RACES_CLOCK], now)
+    now = record.now + 1
+    record.now = now
+    u32_at(record.vector)[record.index] = now
+    races.clock = max(races.clock, now)
 
 
 @njit
 def _start_block(block):
     """Gives a block that begins, and its warps, their clocks. The cluster's rank 0 comes first."""
-    launch = i64_at(block[BLOCK_LAUNCH])
-    races = i64_at(launch[LAUNCH_GLOBAL_RACES])
-    width, num_warps, rank = races[RACES_WIDTH], block[BLOCK_NUM_WARPS], block[BLOCK_RANK]
+    launch = block.launch
+    races = launch.races
+    width, num_warps, rank = races.width, block.num_warps, block.rank
     stride = (width + 15) // 16 * 16
-    record_bytes = CLOCK_FIELDS * 8 + stride * 12
-    entry = i64_at(entry_of(races, address_of(block), MUST_CREATE))
-    if entry[ENTRY_PENDING] == 0:  # this place has not been used in this launch
-        granules = races[RACES_SHARED_GRANULES]
-        area_address = take(races, SHARED_FIELDS * 8)
-        entry[ENTRY_PENDING] = area_address
-        area = i64_at(area_address)
-        area[SHARED_WRITES] = take(races, granules * 8)
-        area[SHARED_LATEST_READ] = take(races, granules * 4)
-        area[SHARED_READS] = take(races, granules * 4 * width)
-        area[SHARED_GRANULES] = granules
-        area[SHARED_WARP_CLOCKS] = take(races, record_bytes * num_warps)
-    area = i64_at(entry[ENTRY_PENDING])
-    block[BLOCK_SHARED_RACES] = entry[ENTRY_PENDING]
+    record_bytes = _CLOCK_BYTES + stride * 12
+    entry = entry_of(races, address_of(block), MUST_CREATE)
+    if entry.pending == 0:  # this place has not been used in this launch
+        granules = races.shared_granules
+        area_address = take(races, _SHARED_BYTES)
+        entry.pending = area_address
+        area = shared_races_at(area_address)
+        area.writes = take(races, granules * 8)
+        area.latest_read = take(races, granules * 4)
+        area.reads = take(races, granules * 4 * width)
+        area.granules = granules
+        area.warp_clocks = take(races, record_bytes * num_warps)
+    area = shared_races_at(entry.pending)
+    block.shared_races = entry.pending
     if rank == 0:
-        area[SHARED_BASE] = races[RACES_CLOCK]
-        races[RACES_CLOCK] += 1
+        area.base = races.clock
+        races.clock += 1
     else:
-        first = i64_at(i64_at(block[BLOCK_CLUSTER])[0])
-        area[SHARED_BASE] = i64_at(first[BLOCK_SHARED_RACES])[SHARED_BASE]
-    base = area[SHARED_BASE]
-    cx, cy, cz = launch[LAUNCH_CLUSTER_X], launch[LAUNCH_CLUSTER_Y], launch[LAUNCH_CLUSTER_Z]
-    clusters_x, clusters_y = launch[LAUNCH_GRID_X] // cx, launch[LAUNCH_GRID_Y] // cy
-    cluster = block[BLOCK_X] // cx + clusters_x * (block[BLOCK_Y] // cy + clusters_y * (block[BLOCK_Z] // cz))
+        first = block.cluster[0]
+        area.base = first.shared_races.base
+    base = area.base
+    cx, cy, cz = launch.cluster_x, launch.cluster_y, launch.cluster_z
+    clusters_x, clusters_y = launch.grid_x // cx, launch.grid_y // cy
+    cluster = block.x // cx + clusters_x * (block.y // cy + clusters_y * (block.z // cz))
     for index in range(num_warps):
-        warp = i64_at(block[BLOCK_WARPS] + index * (WARP_FIELDS * 8))
-        address = area[SHARED_WARP_CLOCKS] + index * record_bytes
-        warp[WARP_CLOCK] = address
-        record = i64_at(address)
-        vector_address = address + CLOCK_FIELDS * 8
-        record[CLOCK_NOW] = base + 1
-        record[CLOCK_FLOOR] = base
-        record[CLOCK_INDEX] = rank * num_warps + index
-        record[CLOCK_VECTOR] = vector_address
-        record[CLOCK_STRIDE] = stride
-        record[CLOCK_HAS_FENCE] = 0
+        warp = block.warps[index]
+        address = area.warp_clocks + index * record_bytes
+        warp.clock = address
+        record = clock_at(address)
+        vector_address = address + _CLOCK_BYTES
+        record.now = base + 1
+        record.floor = base
+        record.index = rank * num_warps + index
+        record.vector = vector_address
+        record.stride = stride
+        record.has_fence = 0
         fill_bytes(vector_address, 0, stride * 12)
-        record[CLOCK_OTHERS] = 0
-        record[CLOCK_OTHERS_VERSION] = 0
-        record[CLOCK_CLUSTER] = cluster * launch[LAUNCH_CLUSTER_SIZE] * num_warps
-        record[CLOCK_RACES] = launch[LAUNCH_GLOBAL_RACES]
+        record.others = 0
+        record.others_version = 0
+        record.cluster = cluster * launch.cluster_size * num_warps
+        record.races = address_of(launch.races)
         vector = u32_at(vector_address)
         for other in range(width):
             vector[other] = base
-        vector[record[CLOCK_INDEX]] = base + 1
+        vector[record.index] = base + 1
 
 
 @njit
 def _rows(record, has_fence):
     """How many numbers of CLOCK_VECTOR's rows to join: the first row, or all three where fences have been."""
-    return 3 * record[CLOCK_STRIDE] if has_fence else record[CLOCK_STRIDE]
+    return 3 * record.stride if has_fence else record.stride
 
 
 @njit
 def _release(warp, key, is_release):
     """An arrival at the object `key` (such as the host address of an mbarrier), held back until `complete`. Without a
     release it brings the accesses that fences have covered."""
-    record = i64_at(warp[WARP_CLOCK])
-    races = i64_at(record[CLOCK_RACES])
-    entry = i64_at(entry_of(races, key, MUST_CREATE))
-    vector, stride, has_fence = record[CLOCK_VECTOR], record[CLOCK_STRIDE], record[CLOCK_HAS_FENCE]
-    pending = _vector(races, entry, ENTRY_PENDING, 3 * stride)
+    record = warp.clock
+    races = record.races
+    entry = entry_of(races, key, MUST_CREATE)
+    vector, stride, has_fence = record.vector, record.stride, record.has_fence
+    pending = entry.pending = vector_or(races, entry.pending, 3 * stride)
     if is_release:
         _join(pending, vector, _rows(record, has_fence))
     elif has_fence:
         _join(pending, vector + stride * 4, stride)
         _join(pending + stride * 4, vector + stride * 4, 2 * stride)
-    entry[ENTRY_HAS_FENCE] |= has_fence
+    entry.has_fence |= has_fence
     tick(record, races)
 
 
 @njit
 def _complete(warp, key):
     """The phase of `key` is complete: later acquirers are ordered after all arrivals."""
-    record = i64_at(warp[WARP_CLOCK])
-    races = i64_at(record[CLOCK_RACES])
-    entry = i64_at(entry_of(races, key, MUST_CREATE))
-    count = 3 * record[CLOCK_STRIDE]
-    pending = _vector(races, entry, ENTRY_PENDING, count)
-    completed = _vector(races, entry, ENTRY_COMPLETED, count)
+    record = warp.clock
+    races = record.races
+    entry = entry_of(races, key, MUST_CREATE)
+    count = 3 * record.stride
+    pending = entry.pending = vector_or(races, entry.pending, count)
+    completed = entry.completed = vector_or(races, entry.completed, count)
     copy_bytes(completed, pending, count * 4)
     fill_bytes(pending, 0, count * 4)
-    entry[ENTRY_HAS_FENCE] = (entry[ENTRY_HAS_FENCE] & 3) << 2
+    entry.has_fence = (entry.has_fence & 3) << 2
 
 
 @njit
 def _acquire(warp, key):
     """A wait on `key` has succeeded."""
-    record = i64_at(warp[WARP_CLOCK])
-    races = i64_at(record[CLOCK_RACES])
-    address = entry_of(races, key, FIND)
-    if address == 0:
+    record = warp.clock
+    races = record.races
+    entry = entry_of(races, key, FIND)
+    if not entry or entry.completed == 0:
         return
-    entry = i64_at(address)
-    if entry[ENTRY_COMPLETED] == 0:
-        return
-    has_fence = entry[ENTRY_HAS_FENCE] >> 2
+    has_fence = entry.has_fence >> 2
     count = _rows(record, has_fence)
-    if _is_ahead(entry[ENTRY_COMPLETED], record[CLOCK_VECTOR], count):
-        _join(record[CLOCK_VECTOR], entry[ENTRY_COMPLETED], count)
-        record[CLOCK_HAS_FENCE] |= has_fence
+    if _is_ahead(entry.completed, record.vector, count):
+        _join(record.vector, entry.completed, count)
+        record.has_fence |= has_fence
         _settle(record, races)
 
 
 @njit
 def _on_barrier(block, key, waiting):
-    """Named barrier `key` is complete; `waiting` is the mask of the warps (by WARP_INDEX) that waited at it."""
-    launch = i64_at(block[BLOCK_LAUNCH])
-    races = i64_at(launch[LAUNCH_GLOBAL_RACES])
-    width, num_warps = races[RACES_WIDTH], block[BLOCK_NUM_WARPS]
-    joined_address, stride = races[RACES_SCRATCH], (width + 15) // 16 * 16
+    """Named barrier `key` is complete; `waiting` is the mask of the warps (by index) that waited at it."""
+    launch = block.launch
+    races = launch.races
+    width, num_warps = races.width, block.num_warps
+    joined_address, stride = races.scratch, (width + 15) // 16 * 16
     fill_bytes(joined_address, 0, stride * 12)
-    warps = block[BLOCK_WARPS]
+    warps = block.warps
     version, is_uneven, others, has_fence = 0, False, 0, 0
     for index in range(num_warps):
         if waiting >> index & 1:
-            record = i64_at(i64_at(warps + index * (WARP_FIELDS * 8))[WARP_CLOCK])
-            _join(joined_address, record[CLOCK_VECTOR], _rows(record, record[CLOCK_HAS_FENCE]))
-            has_fence |= record[CLOCK_HAS_FENCE]
-            is_uneven |= others != 0 and version != record[CLOCK_OTHERS_VERSION]
-            version = record[CLOCK_OTHERS_VERSION]
+            record = warps[index].clock
+            _join(joined_address, record.vector, _rows(record, record.has_fence))
+            has_fence |= record.has_fence
+            is_uneven |= others != 0 and version != record.others_version
+            version = record.others_version
             others += 1
-    entry_address = entry_of(races, barrier_key(address_of(block), key), FIND)
+    entry = entry_of(races, barrier_key(address_of(block), key), FIND)
     has_arrivals = False
-    if entry_address != 0:
-        entry = i64_at(entry_address)
-        if entry[ENTRY_PENDING]:
-            has_arrivals = True
-            _join(joined_address, entry[ENTRY_PENDING], stride * 3)
-            fill_bytes(entry[ENTRY_PENDING], 0, stride * 12)
-            has_fence |= entry[ENTRY_HAS_FENCE] & 3
-            entry[ENTRY_HAS_FENCE] = 0
+    if entry and entry.pending:
+        has_arrivals = True
+        _join(joined_address, entry.pending, stride * 3)
+        fill_bytes(entry.pending, 0, stride * 12)
+        has_fence |= entry.has_fence & 3
+        entry.has_fence = 0
     joined = u32_at(joined_address)
     highest = joined[0]
     for index in range(width):
         highest = max(highest, joined[index])
     if popcount(waiting) == num_warps and not has_arrivals:
         # The whole block: all go on at a clock above `highest`, so up to there all is ordered.
-        first = block[BLOCK_RANK] * num_warps
+        first = block.rank * num_warps
         for index in range(num_warps):
             joined[first + index] = highest
     lowest = joined[0]
     for index in range(width):
         lowest = min(lowest, joined[index])
-    races[RACES_CLOCK] = max(races[RACES_CLOCK], highest + 1)
+    races.clock = max(races.clock, highest + 1)
     for index in range(num_warps):
         if waiting >> index & 1:
-            record = i64_at(i64_at(warps + index * (WARP_FIELDS * 8))[WARP_CLOCK])
-            copy_bytes(record[CLOCK_VECTOR], joined_address, _rows(record, has_fence) * 4)
-            record[CLOCK_HAS_FENCE] = has_fence
-            u32_at(record[CLOCK_VECTOR])[record[CLOCK_INDEX]] = highest + 1
-            record[CLOCK_NOW] = highest + 1
-            record[CLOCK_FLOOR] = lowest
+            record = warps[index].clock
+            copy_bytes(record.vector, joined_address, _rows(record, has_fence) * 4)
+            record.has_fence = has_fence
+            u32_at(record.vector)[record.index] = highest + 1
+            record.now = highest + 1
+            record.floor = lowest
     if is_uneven:
         _share_others(races, warps, num_warps, waiting)
 
@@ -337,75 +276,75 @@ def _on_barrier(block, key, waiting):
 @njit
 def _share_others(races, warps, num_warps, waiting):
     """Shares the warps' order after other clusters among all warps of a barrier."""
-    count = races[RACES_AGENTS]
-    races[RACES_VERSION] += 1
+    count = races.agents
+    races.version += 1
     for index in range(num_warps):
         if waiting >> index & 1:
-            mine = i64_at(i64_at(warps + index * (WARP_FIELDS * 8))[WARP_CLOCK])
+            mine = warps[index].clock
             others = i64_at(others_of(mine, races))
             for source in range(num_warps):
                 if waiting >> source & 1:
-                    record = i64_at(i64_at(warps + source * (WARP_FIELDS * 8))[WARP_CLOCK])
-                    if record[CLOCK_OTHERS]:
-                        _join(address_of(others), record[CLOCK_OTHERS], count)
-            mine[CLOCK_OTHERS_VERSION] = races[RACES_VERSION]
+                    record = warps[source].clock
+                    if record.others:
+                        _join(address_of(others), record.others, count)
+            mine.others_version = races.version
 
 
 @njit
 def others_of(record, races):
     """The address of the warp's vector over all warps, which it has from now on."""
-    if record[CLOCK_OTHERS] == 0:
-        size_bytes = races[RACES_AGENTS] * 4
-        if record[CLOCK_OTHERS_MEMORY] == 0:
-            record[CLOCK_OTHERS_MEMORY] = take(races, size_bytes)
-        record[CLOCK_OTHERS] = record[CLOCK_OTHERS_MEMORY]
-        fill_bytes(record[CLOCK_OTHERS], 0, size_bytes)
-    return record[CLOCK_OTHERS]
+    if record.others == 0:
+        size_bytes = races.agents * 4
+        if record.others_memory == 0:
+            record.others_memory = take(races, size_bytes)
+        record.others = record.others_memory
+        fill_bytes(record.others, 0, size_bytes)
+    return record.others
 
 
 @njit
 def _on_warp_barrier(warp):
     """bar.warp.sync: the others may read lanes' earlier writes."""
-    record = i64_at(warp[WARP_CLOCK])
-    tick(record, i64_at(record[CLOCK_RACES]))
+    record = warp.clock
+    tick(record, record.races)
 
 
 @njit
 def _on_fence(warp, scope):
     """membar or fence (not of a proxy): later strong writes of the warp publish the accesses before it."""
-    record = i64_at(warp[WARP_CLOCK])
-    races = i64_at(record[CLOCK_RACES])
-    vector, stride = record[CLOCK_VECTOR], record[CLOCK_STRIDE]
+    record = warp.clock
+    races = record.races
+    vector, stride = record.vector, record.stride
     copy_bytes(vector + stride * 4, vector, stride * 4)
-    record[CLOCK_HAS_FENCE] |= 1
+    record.has_fence |= 1
     if scope >= SCOPE_GPU:
         copy_bytes(vector + stride * 8, vector, stride * 4)
-        record[CLOCK_HAS_FENCE] |= 2
+        record.has_fence |= 2
     tick(record, races)
 
 
 @njit
 def _strong_write(warp, address, scope, is_release):
     """A strong write (an atomic, say) at host address `address`: publishes accesses that the warp's fences cover."""
-    record = i64_at(warp[WARP_CLOCK])
-    races = i64_at(record[CLOCK_RACES])
-    if not is_release and record[CLOCK_HAS_FENCE] == 0:
+    record = warp.clock
+    races = record.races
+    if not is_release and record.has_fence == 0:
         return
-    width = races[RACES_WIDTH]
-    entry = i64_at(entry_of(races, address, CREATE))
+    width = races.width
+    entry = entry_of(races, address, CREATE)
     wide = is_release and scope >= SCOPE_GPU
-    if scope >= SCOPE_GPU and (wide or record[CLOCK_HAS_FENCE] & 2):
-        everyone = _vector(races, entry, ENTRY_LAUNCH, races[RACES_AGENTS])
-        source = record[CLOCK_VECTOR] + (0 if wide else record[CLOCK_STRIDE] * 8)
-        _join(everyone + record[CLOCK_CLUSTER] * 4, source, width)
-        if record[CLOCK_OTHERS]:
-            _join(everyone, record[CLOCK_OTHERS], races[RACES_AGENTS])
-    nearby = _vector(races, entry, ENTRY_CLUSTER, width)
-    if entry[ENTRY_CLUSTER_OWNER] != record[CLOCK_CLUSTER]:
-        entry[ENTRY_CLUSTER_OWNER] = record[CLOCK_CLUSTER]
+    if scope >= SCOPE_GPU and (wide or record.has_fence & 2):
+        everyone = entry.launch = vector_or(races, entry.launch, races.agents)
+        source = record.vector + (0 if wide else record.stride * 8)
+        _join(everyone + record.cluster * 4, source, width)
+        if record.others:
+            _join(everyone, record.others, races.agents)
+    nearby = entry.cluster = vector_or(races, entry.cluster, width)
+    if entry.cluster_owner != record.cluster:
+        entry.cluster_owner = record.cluster
         fill_bytes(nearby, 0, width * 4)
-    if is_release or record[CLOCK_HAS_FENCE] & 1:
-        _join(nearby, record[CLOCK_VECTOR] + (0 if is_release else record[CLOCK_STRIDE] * 4), width)
+    if is_release or record.has_fence & 1:
+        _join(nearby, record.vector + (0 if is_release else record.stride * 4), width)
     if is_release:
         tick(record, races)
 
@@ -413,27 +352,26 @@ def _strong_write(warp, address, scope, is_release):
 @njit
 def _strong_read(warp, address, scope):
     """A strong read (an atomic, say) at host address `address`: orders the warp after accesses published there."""
-    record = i64_at(warp[WARP_CLOCK])
-    races = i64_at(record[CLOCK_RACES])
-    found = entry_of(races, address, FIND)
-    if found == 0:
+    record = warp.clock
+    races = record.races
+    entry = entry_of(races, address, FIND)
+    if not entry:
         return
-    entry = i64_at(found)
-    width = races[RACES_WIDTH]
+    width = races.width
     has_changed = False
-    is_mine = entry[ENTRY_CLUSTER] != 0 and entry[ENTRY_CLUSTER_OWNER] == record[CLOCK_CLUSTER]
-    if is_mine and _is_ahead(entry[ENTRY_CLUSTER], record[CLOCK_VECTOR], width):
-        _join(record[CLOCK_VECTOR], entry[ENTRY_CLUSTER], width)
+    is_mine = entry.cluster != 0 and entry.cluster_owner == record.cluster
+    if is_mine and _is_ahead(entry.cluster, record.vector, width):
+        _join(record.vector, entry.cluster, width)
         has_changed = True
-    if entry[ENTRY_LAUNCH] and scope >= SCOPE_GPU:
+    if entry.launch and scope >= SCOPE_GPU:
         others = others_of(record, races)
-        if _is_ahead(entry[ENTRY_LAUNCH], others, races[RACES_AGENTS]):
-            _join(others, entry[ENTRY_LAUNCH], races[RACES_AGENTS])
-            races[RACES_VERSION] += 1
-            record[CLOCK_OTHERS_VERSION] = races[RACES_VERSION]
-        mine = others + record[CLOCK_CLUSTER] * 4
-        if _is_ahead(mine, record[CLOCK_VECTOR], width):
-            _join(record[CLOCK_VECTOR], mine, width)
+        if _is_ahead(entry.launch, others, races.agents):
+            _join(others, entry.launch, races.agents)
+            races.version += 1
+            record.others_version = races.version
+        mine = others + record.cluster * 4
+        if _is_ahead(mine, record.vector, width):
+            _join(record.vector, mine, width)
             has_changed = True
     if has_changed:
         _settle(record, races)
@@ -442,18 +380,17 @@ def _strong_read(warp, address, scope):
 @njit
 def known(record, races, agent):
     """The highest clock of a warp, by its number in the launch, that the record's warp is ordered after."""
-    local = agent - record[CLOCK_CLUSTER]
-    if 0 <= local < races[RACES_WIDTH]:
-        return u32_at(record[CLOCK_VECTOR])[local]
-    if record[CLOCK_OTHERS]:
-        return u32_at(record[CLOCK_OTHERS])[agent]
-    return u32_at(record[CLOCK_VECTOR])[0] * 0
+    local = agent - record.cluster
+    if 0 <= local < races.width:
+        return u32_at(record.vector)[local]
+    if record.others:
+        return u32_at(record.others)[agent]
+    return u32_at(record.vector)[0] * 0
 
 
-@njit
 def order_entry(what, warp_address, key, scope, is_release):
     """One warp's events, by the entry's number in `clocks.py`."""
-    warp = i64_at(warp_address)
+    warp = warp_at(warp_address)
     if what == RELEASE:
         _release(warp, key, is_release)
     elif what == COMPLETE:
@@ -471,11 +408,10 @@ def order_entry(what, warp_address, key, scope, is_release):
     return types.int64(0)
 
 
-@njit
 def block_entry(block_address, key, waiting):
     """A block begins (key -1), or its barrier `key` is complete."""
     if key < 0:
-        _start_block(i64_at(block_address))
+        _start_block(block_at(block_address))
     else:
-        _on_barrier(i64_at(block_address), key, waiting)
+        _on_barrier(block_at(block_address), key, waiting)
     return types.int64(0)

@@ -10,46 +10,23 @@ from __future__ import annotations
 from numba import types
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at
 from runtime.emulator.async_copies.proxy import fence, synchronised
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import (
-    BLOCK_CLUSTER,
-    BLOCK_CLUSTER_BARRIER,
-    BLOCK_NUM_WARPS,
-    BLOCK_WARPS,
+from runtime.emulator.execution.state import (
     DONE,
     FULL_MASK,
-    LAUNCH_CLUSTER_SIZE,
     RETRY,
     SHARED_OFFSET_MASK,
     SHARED_RANK_SHIFT,
     SHARED_WINDOW,
-    WARP_BEFORE_DEPENDENCY,
-    WARP_BLOCK,
-    WARP_CLUSTER_PHASE,
-    WARP_FIELDS,
-    WARP_HIDES_BARRIER,
-    WARP_LANES,
-    WARP_LAUNCH,
-    WARP_LIVE,
-    WARP_MAX_REGISTERS,
 )
 from runtime.emulator.memory.cluster_window import is_shared
-from runtime.emulator.memory.pointers import trailing_zeros
+from runtime.emulator.memory.pointers import address_of, trailing_zeros
 from runtime.emulator.races.clocks import acquire, arrive_relaxed, complete, release
 from runtime.emulator.synchronisation.mbarrier_state import progress
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Instruction, Pair, Sink
-
-_RANK = int(FaultKind.CLUSTER_RANK)
-_NOT_SHARED = int(FaultKind.NOT_SHARED)
-_BARRIER = int(FaultKind.CLUSTER_BARRIER)
-_DIVERGENT = int(FaultKind.DIVERGENT_ALIGNED)
-_MEMBER = int(FaultKind.LANE_NOT_IN_MASK)
-_BUDGET = int(FaultKind.REGISTER_BUDGET)
-_MISSING_FENCE = int(FaultKind.MISSING_INIT_FENCE)
 
 _ALIGNED, _RELAXED = 1, 2
 
@@ -57,15 +34,15 @@ _ALIGNED, _RELAXED = 1, 2
 @njit
 def _all_arrived(warp, generation):
     """Whether every lane of the cluster has arrived in this generation or exited."""
-    cluster = i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
-    for rank in range(i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]):
-        block = i64_at(cluster[rank])
-        for index in range(block[BLOCK_NUM_WARPS]):
-            other = i64_at(block[BLOCK_WARPS] + index * (WARP_FIELDS * 8))
-            phase = other[WARP_CLUSTER_PHASE]
+    cluster = warp.block.cluster
+    for rank in range(warp.launch.cluster_size):
+        block = cluster[rank]
+        for index in range(block.num_warps):
+            other = block.warps[index]
+            phase = other.cluster_phase
             here = phase & FULL_MASK if phase >> 32 == generation else 0
-            here |= other[WARP_LANES] & ~other[WARP_LIVE]
-            if here != other[WARP_LANES]:
+            here |= other.lanes & ~other.live
+            if here != other.lanes:
                 return False
     return True
 
@@ -73,49 +50,49 @@ def _all_arrived(warp, generation):
 @njit
 def _settle(warp):
     """Ends the cluster barrier's phase if all have arrived. Returns the generation under way."""
-    state = i64_at(i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])[0])
-    generation = state[BLOCK_CLUSTER_BARRIER]
+    state = warp.block.cluster[0]
+    generation = state.cluster_generation
     if _all_arrived(warp, generation):
-        complete(warp, i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
+        complete(warp, address_of(warp.block.cluster))
         generation += 1
-        state[BLOCK_CLUSTER_BARRIER] = generation
+        state.cluster_generation = generation
         progress(warp)
     return generation
 
 
-@operation("cluster_arrive", "i")
+@operation("cluster_arrive", "l")
 def cluster_arrive(warp, mask, site, flags):
-    if flags & _ALIGNED and mask != warp[WARP_LIVE]:
-        return report(warp, _DIVERGENT, site, 0, 0, mask, warp[WARP_LIVE], 0, 0)
-    state = i64_at(i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])[0])
-    generation, lanes = state[BLOCK_CLUSTER_BARRIER], types.int64(mask)
-    phase = warp[WARP_CLUSTER_PHASE]
+    if flags & _ALIGNED and mask != warp.live:
+        return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, warp.live, 0, 0)
+    state = warp.block.cluster[0]
+    generation, lanes = state.cluster_generation, mask
+    phase = warp.cluster_phase
     arrived = phase & FULL_MASK
     if arrived & lanes or (arrived and phase >> 32 != generation):
-        return report(warp, _BARRIER, site, 0, 0, arrived, 0, 0, 0)
+        return report(warp, FaultKind.CLUSTER_BARRIER, site, 0, 0, arrived, 0, 0, 0)
     if flags & _RELAXED:
-        if warp[WARP_HIDES_BARRIER]:
-            return report(warp, _MISSING_FENCE, site, 0, 0, 0, 0, 0, 0)
-        arrive_relaxed(warp, i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
+        if warp.hides_barrier:
+            return report(warp, FaultKind.MISSING_INIT_FENCE, site, 0, 0, 0, 0, 0, 0)
+        arrive_relaxed(warp, address_of(warp.block.cluster))
     else:
-        warp[WARP_HIDES_BARRIER] = 0
-        release(warp, i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
-    warp[WARP_CLUSTER_PHASE] = generation << 32 | arrived | lanes
+        warp.hides_barrier = 0
+        release(warp, address_of(warp.block.cluster))
+    warp.cluster_phase = generation << 32 | arrived | lanes
     _settle(warp)
     return DONE
 
 
-@operation("cluster_wait", "i")
+@operation("cluster_wait", "l")
 def cluster_wait(warp, mask, site, flags):
-    if flags & _ALIGNED and mask != warp[WARP_LIVE]:
-        return report(warp, _DIVERGENT, site, 0, 0, mask, warp[WARP_LIVE], 0, 0)
-    phase, lanes = warp[WARP_CLUSTER_PHASE], types.int64(mask)
+    if flags & _ALIGNED and mask != warp.live:
+        return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, warp.live, 0, 0)
+    phase, lanes = warp.cluster_phase, mask
     if lanes & ~phase:
-        return report(warp, _BARRIER, site, 0, 0, lanes & ~phase, 0, 0, 0)
+        return report(warp, FaultKind.CLUSTER_BARRIER, site, 0, 0, lanes & ~phase, 0, 0, 0)
     if _settle(warp) == phase >> 32:
         return RETRY
-    warp[WARP_CLUSTER_PHASE] = phase & ~lanes
-    acquire(warp, i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
+    warp.cluster_phase = phase & ~lanes
+    acquire(warp, address_of(warp.block.cluster))
     synchronised(warp)
     return DONE
 
@@ -123,14 +100,14 @@ def cluster_wait(warp, mask, site, flags):
 @operation("map_rank", "qqp")
 def map_rank(warp, mask, site, target, addresses, ranks):
     """mapa: the same place of shared memory in another block of the cluster."""
-    size = i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]
+    size = warp.launch.cluster_size
     for lane in range(32):
         if (mask >> lane) & 1:
-            address, rank = types.int64(addresses[lane]), types.int64(ranks[lane])
+            address, rank = addresses[lane], types.int64(ranks[lane])
             if not is_shared(address):
-                return report(warp, _NOT_SHARED, site, lane, address, 0, 0, 0, 0)
+                return report(warp, FaultKind.NOT_SHARED, site, lane, address, 0, 0, 0, 0)
             if rank >= size:
-                return report(warp, _RANK, site, lane, address, rank, size, 0, 0)
+                return report(warp, FaultKind.CLUSTER_RANK, site, lane, address, rank, size, 0, 0)
             window = SHARED_WINDOW if address >= SHARED_WINDOW else 0
             target[lane] = types.uint64(window | (rank + 1) << SHARED_RANK_SHIFT | address & SHARED_OFFSET_MASK)
     return DONE
@@ -143,8 +120,8 @@ def elect(warp, mask, site, leader, elected, members):
     for lane in range(32):
         if (mask >> lane) & 1:
             wanted = types.uint32(members[lane])
-            if not (wanted >> types.uint32(lane)) & 1 or types.int64(wanted) & warp[WARP_LIVE] & ~types.int64(mask):
-                return report(warp, _MEMBER, site, lane, 0, wanted, 0, 0, 0)
+            if not (wanted >> types.uint32(lane)) & 1 or types.int64(wanted) & warp.live & ~mask:
+                return report(warp, FaultKind.LANE_NOT_IN_MASK, site, lane, 0, wanted, 0, 0, 0)
             first = trailing_zeros(wanted)
             leader[lane] = types.uint32(first)
             if first == lane:
@@ -155,7 +132,7 @@ def elect(warp, mask, site, leader, elected, members):
 @operation("init_fence", "")
 def init_fence(warp, mask, site):
     if mask:
-        warp[WARP_HIDES_BARRIER] = 0
+        warp.hides_barrier = 0
     return DONE
 
 
@@ -166,24 +143,24 @@ def proxy_fence(warp, mask, site):
     return DONE
 
 
-@operation("set_max_registers", "iii")
+@operation("set_max_registers", "lll")
 def set_max_registers(warp, mask, site, count, grows, at_launch):
     """setmaxnreg. An increase waits until the warps of the block leave it enough of the 65,536 registers."""
     if mask != FULL_MASK:
-        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
-    now = warp[WARP_MAX_REGISTERS] if warp[WARP_MAX_REGISTERS] else at_launch
+        return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, FULL_MASK, 0, 0)
+    now = warp.max_registers if warp.max_registers else at_launch
     if (grows and count < now) or (not grows and count > now):
-        return report(warp, _BUDGET, site, 0, 0, count, now, at_launch, 0)
+        return report(warp, FaultKind.REGISTER_BUDGET, site, 0, 0, count, now, at_launch, 0)
     if grows:
-        block = i64_at(warp[WARP_BLOCK])
+        block = warp.block
         taken = 0
-        for index in range(block[BLOCK_NUM_WARPS]):
-            other = i64_at(block[BLOCK_WARPS] + index * (WARP_FIELDS * 8))
-            if other[WARP_LIVE] != 0:
-                taken += other[WARP_MAX_REGISTERS] if other[WARP_MAX_REGISTERS] else at_launch
+        for index in range(block.num_warps):
+            other = block.warps[index]
+            if other.live != 0:
+                taken += other.max_registers if other.max_registers else at_launch
         if (taken - now + count) * 32 > 65536:
             return RETRY
-    warp[WARP_MAX_REGISTERS] = count
+    warp.max_registers = count
     progress(warp)
     return DONE
 
@@ -191,7 +168,7 @@ def set_max_registers(warp, mask, site, count, grows, at_launch):
 @operation("dependency_wait", "")
 def dependency_wait(warp, mask, site):
     if mask:
-        warp[WARP_BEFORE_DEPENDENCY] = 0
+        warp.is_before_dependency = 0
     return DONE
 
 

@@ -1,14 +1,15 @@
 """Control flow and instructions of whole warps: branches, exits, barriers, fences, traps."""
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir
 
-from numba_kernels.pointers import i32_at
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import DONE, DONE_BUT_YIELD, WARP_HIDES_BARRIER, WARP_PCS
+from runtime.emulator.execution.state import DONE, DONE_BUT_YIELD
 from runtime.emulator.memory.pointers import trailing_zeros
 from runtime.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU, on_fence, on_warp_barrier
 from runtime.emulator.synchronisation import barriers, gathering  # noqa: F401 (registers their operations)
@@ -17,8 +18,6 @@ from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Address, Instruction, Integer, Operand, Symbol, Vector
 from runtime.emulator.translation.vectors import WORD
-
-Warp = Any
 
 
 def _only(low: Lowering, ins: Instruction, *known: str) -> None:
@@ -53,9 +52,9 @@ def lower_branch_by_index(low: Lowering, ins: Instruction) -> None:
     low.flow.leave_to(targets)
 
 
-@operation("branch_by_index", "ppi")
-def branch_by_index(warp: Warp, mask: int, site: int, indices: Any, targets: Any, count: int) -> int:
-    pcs = i32_at(warp[WARP_PCS])
+@operation("branch_by_index", "ppl")
+def branch_by_index(warp, mask, site, indices, targets, count):
+    pcs = warp.pcs
     for lane in range(32):
         if (mask >> lane) & 1:
             index = int(indices[lane])
@@ -80,8 +79,8 @@ def lower_trap(low: Lowering, ins: Instruction) -> None:
 
 
 @operation("trap", "")
-def trap(warp: Warp, mask: int, site: int) -> int:
-    return report(warp, FaultKind.TRAP, site, trailing_zeros(int(mask)), 0, 0, 0, 0, 0)
+def trap(warp, mask, site):
+    return report(warp, FaultKind.TRAP, site, trailing_zeros(mask), 0, 0, 0, 0, 0)
 
 
 @lowers("activemask")
@@ -99,7 +98,7 @@ def lower_nanosleep(low: Lowering, ins: Instruction) -> None:
 
 
 @operation("sleep", "")
-def sleep(warp: Warp, mask: int, site: int) -> int:
+def sleep(warp, mask, site):
     return DONE_BUT_YIELD
 
 
@@ -111,7 +110,7 @@ def lower_warp_barrier(low: Lowering, ins: Instruction) -> None:
 
 
 @operation("warp_barrier", "")
-def warp_barrier(warp: Warp, mask: int, site: int) -> int:
+def warp_barrier(warp, mask, site):
     on_warp_barrier(warp)
     return DONE
 
@@ -168,11 +167,11 @@ _RESTRICTED = (
 _SCOPES = {"cta": SCOPE_CTA, "cluster": SCOPE_CLUSTER, "gl": SCOPE_GPU, "gpu": SCOPE_GPU, "sys": SCOPE_GPU}
 
 
-@operation("fence", "i")
-def fence(warp: Warp, mask: int, site: int, scope: int) -> int:
+@operation("fence", "l")
+def fence(warp, mask, site, scope):
     on_fence(warp, scope)
     if scope >= SCOPE_CLUSTER:
-        warp[WARP_HIDES_BARRIER] = 0
+        warp.hides_barrier = 0
     return DONE
 
 
@@ -205,8 +204,8 @@ def lower_call(low: Lowering, ins: Instruction) -> None:
 
 
 @operation("assertion_failed", "qqp")
-def assertion_failed(warp: Warp, mask: int, site: int, messages: Any, files: Any, lines: Any) -> int:
+def assertion_failed(warp, mask, site, messages, files, lines):
     if mask == 0:
         return DONE
-    lane = trailing_zeros(int(mask))
+    lane = trailing_zeros(mask)
     return report(warp, FaultKind.ASSERT, site, lane, 0, messages[lane], files[lane], lines[lane], 0)

@@ -18,18 +18,9 @@ from runtime.emulator.async_copies.bulk_queue import land_for
 from runtime.emulator.async_copies.cp_async import land_arrivals
 from runtime.emulator.async_copies.proxy import synchronised
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import (
-    BLOCK_PROGRESS,
-    DONE,
-    DONE_BUT_YIELD,
-    FAILED,
-    RETRY,
-    WARP_BLOCK,
-    WARP_HIDES_BARRIER,
-    WARP_POLLS,
-    WARP_POLLS_PROGRESS,
-)
+from runtime.emulator.execution.state import DONE, DONE_BUT_YIELD, FAILED, RETRY
 from runtime.emulator.memory.cluster_window import landed
+from runtime.emulator.memory.pointers import address_of
 from runtime.emulator.races.clocks import acquire
 from runtime.emulator.synchronisation.mbarrier_state import (
     MAX_COUNT,
@@ -44,7 +35,6 @@ from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Address, Instruction, Integer, Sink
 
-_ARRIVALS = int(FaultKind.MBARRIER_ARRIVALS)
 _MOST_POLLS = 1 << 14
 _DROP, _NO_COMPLETE, _EXPECT = 1, 2, 4
 _WAIT_PARITY, _WAIT_BLOCKS = 1, 2
@@ -54,15 +44,15 @@ _WAIT_PARITY, _WAIT_BLOCKS = 1, 2
 def mbarrier_init(warp, mask, site, addresses, offset, counts):
     for lane in range(32):
         if (mask >> lane) & 1:
-            address, count = types.int64(addresses[lane]) + offset, types.int64(counts[lane])
+            address, count = addresses[lane] + offset, types.int64(counts[lane])
             host = locate(warp, site, lane, address, True)
             if host == 0:
                 return FAILED
             if count < 1 or count > MAX_COUNT:
-                return report(warp, _ARRIVALS, site, lane, address, count, 0, 0, 0)
+                return report(warp, FaultKind.MBARRIER_ARRIVALS, site, lane, address, count, 0, 0, 0)
             i64_at(host)[0] = fresh(count)
-            landed(warp, warp[WARP_BLOCK], host, 8)
-            warp[WARP_HIDES_BARRIER] = 1
+            landed(warp, address_of(warp.block), host, 8)
+            warp.hides_barrier = 1
     return DONE
 
 
@@ -70,19 +60,19 @@ def mbarrier_init(warp, mask, site, addresses, offset, counts):
 def mbarrier_inval(warp, mask, site, addresses, offset):
     for lane in range(32):
         if (mask >> lane) & 1:
-            host = locate(warp, site, lane, types.int64(addresses[lane]) + offset, False)
+            host = locate(warp, site, lane, addresses[lane] + offset, False)
             if host == 0:
                 return FAILED
             i64_at(host)[0] = 0
     return DONE
 
 
-@operation("mbarrier_arrive", "qqlpi")
+@operation("mbarrier_arrive", "qqlpl")
 def mbarrier_arrive(warp, mask, site, states, addresses, offset, counts, flags):
     """`counts` are arrivals, or with _EXPECT the bytes to expect before one arrival."""
     for lane in range(32):
         if (mask >> lane) & 1:
-            host = locate(warp, site, lane, types.int64(addresses[lane]) + offset, False)
+            host = locate(warp, site, lane, addresses[lane] + offset, False)
             if host == 0:
                 return FAILED
             before, count = i64_at(host)[0], types.int64(counts[lane])
@@ -91,18 +81,18 @@ def mbarrier_arrive(warp, mask, site, states, addresses, offset, counts, flags):
                     return FAILED
                 count = 1
             if flags & _NO_COMPLETE and count >= pending_of(before):
-                return report(warp, _ARRIVALS, site, lane, host, count, pending_of(before) - 1, 0, 0)
+                return report(warp, FaultKind.MBARRIER_ARRIVALS, site, lane, host, count, pending_of(before) - 1, 0, 0)
             if arrive(warp, site, lane, host, count, flags & _DROP) < 0:
                 return FAILED
-            states[lane] = types.uint64(before)
+            states[lane] = before
     return DONE
 
 
-@operation("mbarrier_transactions", "qlpi")
+@operation("mbarrier_transactions", "qlpl")
 def mbarrier_transactions(warp, mask, site, addresses, offset, counts, sign):
     for lane in range(32):
         if (mask >> lane) & 1:
-            host = locate(warp, site, lane, types.int64(addresses[lane]) + offset, False)
+            host = locate(warp, site, lane, addresses[lane] + offset, False)
             if host == 0 or add_transactions(warp, site, lane, host, types.int64(counts[lane]) * sign) < 0:
                 return FAILED
     return DONE
@@ -111,23 +101,23 @@ def mbarrier_transactions(warp, mask, site, addresses, offset, counts, sign):
 @njit
 def _polls_in_vain(warp):
     """Whether a warp has polled so often, without progress in its block, that it may as well wait."""
-    progress = i64_at(warp[WARP_BLOCK])[BLOCK_PROGRESS]
-    if warp[WARP_POLLS_PROGRESS] != progress:
-        warp[WARP_POLLS_PROGRESS], warp[WARP_POLLS] = progress, 0
-    warp[WARP_POLLS] += 1
-    return warp[WARP_POLLS] > _MOST_POLLS
+    progress = warp.block.progress
+    if warp.polled_progress != progress:
+        warp.polled_progress, warp.num_polls = progress, 0
+    warp.num_polls += 1
+    return warp.num_polls > _MOST_POLLS
 
 
-@operation("mbarrier_wait", "pqlqi")
+@operation("mbarrier_wait", "pqlql")
 def mbarrier_wait(warp, mask, site, result, addresses, offset, wanted, flags):
     """`wanted` is the parity of the phase to wait for, or the state that an arrive gave."""
     done = types.uint32(0)
     for lane in range(32):
         if (mask >> lane) & 1:
-            host = locate(warp, site, lane, types.int64(addresses[lane]) + offset, False)
+            host = locate(warp, site, lane, addresses[lane] + offset, False)
             if host == 0:
                 return FAILED
-            token = types.int64(wanted[lane])
+            token = wanted[lane]
             parity = token & 1 if flags & _WAIT_PARITY else parity_of(token)
             if parity_of(i64_at(host)[0]) == parity and (land_arrivals(warp, host) or land_for(warp, host)):
                 return FAILED

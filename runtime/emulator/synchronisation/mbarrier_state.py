@@ -11,13 +11,6 @@ from __future__ import annotations
 from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import (
-    BLOCK_CLUSTER,
-    BLOCK_PROGRESS,
-    LAUNCH_CLUSTER_SIZE,
-    WARP_BLOCK,
-    WARP_LAUNCH,
-)
 from runtime.emulator.memory.cluster_window import (
     aligned,
     in_shared,
@@ -34,10 +27,6 @@ _BIAS = 1 << 21
 _TX_FIELD = (1 << 22) - 1
 _PARITY = 1 << 62
 _VALID = -(1 << 63)
-
-_INVALID = int(FaultKind.MBARRIER_INVALID)
-_ARRIVALS = int(FaultKind.MBARRIER_ARRIVALS)
-_TRANSACTIONS = int(FaultKind.MBARRIER_TRANSACTIONS)
 
 
 @njit
@@ -70,9 +59,9 @@ def parity_of(word):
 @njit
 def progress(warp):
     """Counts an event that a blocked warp of the cluster may have waited for."""
-    cluster = i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
-    for rank in range(i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]):
-        i64_at(cluster[rank])[BLOCK_PROGRESS] += 1
+    cluster = warp.block.cluster
+    for rank in range(warp.launch.cluster_size):
+        cluster[rank].progress += 1
 
 
 @njit
@@ -85,13 +74,13 @@ def locate(warp, site, lane, address, is_new):
     if aligned(warp, site, lane, address, 8):
         return 0
     if not in_shared(block, host, 8):
-        report(warp, _INVALID, site, lane, address, 0, 0, 0, 0)
+        report(warp, FaultKind.MBARRIER_INVALID, site, lane, address, 0, 0, 0, 0)
         return 0
     if not is_new:
         at = shadow_of(warp, block, host)
         shadow = i64_at(at)[0] if at != 0 else IS_INITIALISED
         if not shadow & IS_INITIALISED or shadow & IS_IN_FLIGHT or not is_valid(i64_at(host)[0]):
-            report(warp, _INVALID, site, lane, address, 0, 0, 0, 0)
+            report(warp, FaultKind.MBARRIER_INVALID, site, lane, address, 0, 0, 0, 0)
             return 0
     return host
 
@@ -115,7 +104,7 @@ def add_transactions(warp, site, lane, host, count):
     word = i64_at(host)[0]
     total = transactions_of(word) + count
     if total < -MAX_COUNT or total > MAX_COUNT:
-        report(warp, _TRANSACTIONS, site, lane, host, total, 0, 0, 0)
+        report(warp, FaultKind.MBARRIER_TRANSACTIONS, site, lane, host, total, 0, 0, 0)
         return -1
     i64_at(host)[0] = word & ~(_TX_FIELD << 40) | (total + _BIAS) << 40
     return _settle(warp, host) if count < 0 else 0
@@ -126,7 +115,7 @@ def arrive(warp, site, lane, host, count, drop):
     """`count` arrivals; with `drop` the next phases expect as many fewer. Result as `add_transactions`."""
     word = i64_at(host)[0]
     if count < 1 or count > pending_of(word):
-        report(warp, _ARRIVALS, site, lane, host, count, pending_of(word), 0, 0)
+        report(warp, FaultKind.MBARRIER_ARRIVALS, site, lane, host, count, pending_of(word), 0, 0)
         return -1
     release(warp, host)
     word -= count
@@ -141,6 +130,6 @@ def add_pending(warp, site, lane, host, count):
     """More arrivals pending in this phase, which will come from cp.async. Returns 1 and a fault, or 0."""
     word = i64_at(host)[0]
     if pending_of(word) + count > MAX_COUNT:
-        return report(warp, _ARRIVALS, site, lane, host, count, pending_of(word), 0, 0)
+        return report(warp, FaultKind.MBARRIER_ARRIVALS, site, lane, host, count, pending_of(word), 0, 0)
     i64_at(host)[0] = word + count
     return 0

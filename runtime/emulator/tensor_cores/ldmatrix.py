@@ -8,23 +8,12 @@ or with `.trans` of column l // 4 (PTX ISA, "Warp-level matrix load instruction:
 
 from __future__ import annotations
 
-from numba import types
-
 from numba_kernels.cache import njit
-from numba_kernels.pointers import i64_at, u16_at, u32_at
+from numba_kernels.pointers import u16_at, u32_at
 from runtime.emulator.async_copies.proxy import wrote
 from runtime.emulator.execution.fault import FaultKind, report
+from runtime.emulator.execution.state import CHECK_RACES, DONE, FAILED, FULL_MASK
 from runtime.emulator.execution.traffic import count_access
-from runtime.emulator.execution.warp_state import (
-    CHECK_RACES,
-    DONE,
-    FAILED,
-    FULL_MASK,
-    LAUNCH_CHECKS,
-    LAUNCH_TRAFFIC,
-    WARP_BLOCK,
-    WARP_LAUNCH,
-)
 from runtime.emulator.memory.checked_ranges import shared_range
 from runtime.emulator.memory.cluster_window import aligned, landed, shared_block, shared_host
 from runtime.emulator.memory.locate import SHARED
@@ -34,9 +23,6 @@ from runtime.emulator.tensor_cores.products import scratch_words
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Instruction, Operand, Vector
-
-_DIVERGENT = int(FaultKind.DIVERGENT_ALIGNED)
-_LANES_DIFFER = int(FaultKind.LANES_DIFFER)
 
 
 @njit
@@ -62,23 +48,23 @@ def _transpose(words, out):
 @njit
 def _count(warp, site, addresses, offset, count):
     """Counts `count` matrices of eight rows, all of addresses that have been found good."""
-    if i64_at(warp[WARP_LAUNCH])[LAUNCH_TRAFFIC] == 0:
+    if not warp.launch.traffic:
         return
     places, blocks = stack_longs(32), stack_longs(32)
     for lane in range(8 * count):
-        address = types.int64(addresses[lane]) + offset
+        address = addresses[lane] + offset
         blocks[lane] = shared_block(warp, site, lane, address)
         places[lane] = shared_host(blocks[lane], address)
-    count_access(warp, site, (1 << (8 * count)) - 1, places, blocks, 16)
+    count_access(warp, site, (1 << (8 * count)) - 1, address_of(places), address_of(blocks), 16)
 
 
-@operation("ldmatrix", "ppppqlii")
+@operation("ldmatrix", "ppppqlll")
 def ldmatrix(warp, mask, site, d0, d1, d2, d3, addresses, offset, count, is_transposed):
     if mask != FULL_MASK:
-        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+        return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, FULL_MASK, 0, 0)
     words = scratch_words(128)
     for lane in range(8 * count):
-        host = _row_address(warp, site, lane, types.int64(addresses[lane]) + offset, LOAD, 0)
+        host = _row_address(warp, site, lane, addresses[lane] + offset, LOAD, 0)
         if host == 0:
             return FAILED
         copy_bytes(address_of(words) + lane * 16, host, 16)
@@ -93,10 +79,10 @@ def ldmatrix(warp, mask, site, d0, d1, d2, d3, addresses, offset, count, is_tran
     return DONE
 
 
-@operation("stmatrix", "qlppppii")
+@operation("stmatrix", "qlppppll")
 def stmatrix(warp, mask, site, addresses, offset, s0, s1, s2, s3, count, is_transposed):
     if mask != FULL_MASK:
-        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+        return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, FULL_MASK, 0, 0)
     words, hosts = scratch_words(128), stack_longs(32)
     for matrix in range(count):
         source = s0 if matrix == 0 else s1 if matrix == 1 else s2 if matrix == 2 else s3
@@ -106,18 +92,18 @@ def stmatrix(warp, mask, site, addresses, offset, s0, s1, s2, s3, count, is_tran
         else:
             copy_bytes(address_of(rows), address_of(source), 128)
     for lane in range(8 * count):
-        address, row = types.int64(addresses[lane]) + offset, address_of(words) + lane * 16
+        address, row = addresses[lane] + offset, address_of(words) + lane * 16
         hosts[lane] = _row_address(warp, site, lane, address, STORE, row)
         if hosts[lane] == 0:
             return FAILED
         copy_bytes(hosts[lane], row, 16)
-        landed(warp, warp[WARP_BLOCK], hosts[lane], 16)
-        wrote(warp[WARP_BLOCK], warp, address & 0xFFFFFF, 16)
-    if i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_RACES:
+        landed(warp, address_of(warp.block), hosts[lane], 16)
+        wrote(address_of(warp.block), warp, address & 0xFFFFFF, 16)
+    if warp.launch.checks & CHECK_RACES:
         for lane in range(8 * count):
             if not bytes_equal(hosts[lane], address_of(words) + lane * 16, 16):
-                shown = types.int64(addresses[lane]) + offset
-                return report(warp, _LANES_DIFFER, site, lane, shown, STORE, 16, SHARED, shown)
+                shown = addresses[lane] + offset
+                return report(warp, FaultKind.LANES_DIFFER, site, lane, shown, STORE, 16, SHARED, shown)
     _count(warp, site, addresses, offset, count)
     return DONE
 
@@ -125,7 +111,7 @@ def stmatrix(warp, mask, site, addresses, offset, s0, s1, s2, s3, count, is_tran
 @operation("movmatrix", "pp")
 def movmatrix(warp, mask, site, target, source):
     if mask != FULL_MASK:
-        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+        return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, FULL_MASK, 0, 0)
     words = scratch_words(32)
     _transpose(source, words)
     copy_bytes(address_of(target), address_of(words), 128)

@@ -13,7 +13,7 @@ from numba import types
 
 from numba_kernels.pointers import f64_at, intrinsic
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import DONE, FULL_MASK
+from runtime.emulator.execution.state import DONE, FULL_MASK
 from runtime.emulator.memory.pointers import address_of, copy_bytes, stack_longs
 from runtime.emulator.tensor_cores.products import (
     ACC_F16,
@@ -32,8 +32,6 @@ from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.operations import OPERATIONS, made_from_name, operation
 from runtime.emulator.translation.ptx import Instruction, Vector
 
-_DIVERGENT = int(FaultKind.DIVERGENT_ALIGNED)
-
 
 @made_from_name("mma")
 @functools.cache
@@ -48,7 +46,7 @@ def mma_operation(code_a: int, code_b: int, accumulator: int, k: int) -> str:
 
     def mma(warp, mask, site, d0, d1, d2, d3, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
         if mask != FULL_MASK:
-            return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+            return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, FULL_MASK, 0, 0)
         a, b = scratch_floats(size_a), scratch_floats(size_b)
         spread_a(code_a, 0, a0, a)
         spread_a(code_a, 1, a1, a)
@@ -80,7 +78,7 @@ def mma_f64(warp, mask, site, d0, d1, a, b, c0, c1):
     """8 x 8 += (8 x 4)(4 x 8): lane 4 g + t has row g, column t of A, row t, column g of B, and columns 2 t and 2 t + 1
     of row g of C."""
     if mask != FULL_MASK:
-        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+        return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, FULL_MASK, 0, 0)
     sums = stack_longs(64)  # both results: D may be A, B or C
     left, right, total = f64_at(address_of(a)), f64_at(address_of(b)), f64_at(address_of(sums))
     first, second = f64_at(address_of(c0)), f64_at(address_of(c1))

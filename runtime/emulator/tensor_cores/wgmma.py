@@ -23,29 +23,16 @@ from typing import Any
 from numba import types
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import f32_at, i32_at, i64_at, u8_at, u16_at, u32_at, u64_at
+from numba_kernels.pointers import f32_at, i32_at, u8_at, u16_at, u32_at, u64_at
 from runtime.emulator.async_copies.proxy import check_read
 from runtime.emulator.async_copies.swizzle import swizzled
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.warp_state import (
-    BLOCK_NUM_WARPS,
-    BLOCK_SHARED,
-    BLOCK_SHARED_BYTES,
-    CHECK_ASYNC,
-    DONE,
-    FAILED,
-    FULL_MASK,
-    LAUNCH_CHECKS,
-    WARP_BLOCK,
-    WARP_INDEX,
-    WARP_LAUNCH,
-    WARP_REGISTERS,
-    WARP_WGMMA,
-)
+from runtime.emulator.execution.state import CHECK_ASYNC, DONE, FAILED, FULL_MASK, block_at
 from runtime.emulator.memory.checked_ranges import shared_range
-from runtime.emulator.memory.cluster_window import free, malloc, realloc
-from runtime.emulator.memory.pointers import address_of, copy_bytes, fill_bytes
+from runtime.emulator.memory.cluster_window import free, make_room, zeroed
+from runtime.emulator.memory.pointers import address_of, copy_bytes
 from runtime.emulator.races.accesses import LOAD
+from runtime.emulator.records import Ints, Long, Record, To, at
 from runtime.emulator.tensor_cores.products import (
     ACC_F16,
     ACC_F32,
@@ -63,22 +50,35 @@ from runtime.emulator.tensor_cores.products import (
 )
 from runtime.emulator.tensor_cores.wgmma_registers import ACCUMULATES, IS_READ, WRITTEN
 from runtime.emulator.translation.lowering import Lowering, lowers
-from runtime.emulator.translation.operation_calls import by_address
-from runtime.emulator.translation.operations import made_from_name, operation
+from runtime.emulator.translation.operations import call_operation, made_from_name, operation
 from runtime.emulator.translation.ptx import Instruction, Integer, Register, Vector
 
-_DIVERGENT = int(FaultKind.DIVERGENT_ALIGNED)
-_TOUCHED = int(FaultKind.ACCUMULATOR_IN_FLIGHT)
-_NO_FENCE = int(FaultKind.MISSING_WGMMA_FENCE)
-_DESCRIPTOR = int(FaultKind.WGMMA_DESCRIPTOR)
-_SOURCE = int(FaultKind.SOURCE_IN_FLIGHT)
-_WARPGROUP = int(FaultKind.WARPGROUP)
 
-# A warp's list: number of records, capacity, committed groups, fences executed; then records.
-_COUNT, _CAPACITY, _GROUPS, _FENCES, _HEADER = 0, 1, 2, 3, 4
-(
-    G_SITE, G_GROUP, G_RUN, G_TABLE, G_A, G_B, G_KEEP, G_FLAGS, G_COLUMNS, G_DIGEST, G_RECORD,
-) = range(11)  # fmt: skip
+class Wgmma(Record):
+    """An instruction in flight."""
+
+    site = Long()
+    group = Long()
+    run = Long()  # address of the operation that carries it out
+    table = Ints()  # see T_…
+    a, b = Long(), Long()  # descriptors
+    keep = Long()  # whether it adds to its accumulators
+    flags = Long()
+    columns = Long()
+    digest = Long()  # of the shared memory that it reads
+
+
+class WgmmaList(Record):
+    """A warp's instructions in flight."""
+
+    count, capacity = Long(), Long()
+    entries = To("Wgmma")
+    groups = Long()  # committed
+    fences = Long()  # executed
+
+
+wgmma_at = at(Wgmma)
+_WGMMA_BYTES, _LIST_BYTES = Wgmma.size_bytes, WgmmaList.size_bytes
 _A_IN_REGISTERS, _A_MN_MAJOR, _B_MN_MAJOR, _NEGATED = 1, 2, 4, 8
 
 # The table of an instruction (int32): accumulators, A registers (4 or 0), offset of the state bytes, then the
@@ -117,15 +117,15 @@ def _place(descriptor, is_mn_major, index, first_row):
 @njit
 def _digest_of(warp, record):
     """A digest of the shared memory that a warp answers for: its rows of A, a quarter of B."""
-    shared = i64_at(warp[WARP_BLOCK])[BLOCK_SHARED]
-    part, flags = warp[WARP_INDEX] & 3, record[G_FLAGS]
+    shared = warp.block.shared
+    part, flags = warp.index & 3, record.flags
     digest = types.uint64(0)
     for operand in range(2):
         if operand == 0 and flags & _A_IN_REGISTERS:
             continue
         mn_major = (flags & (_A_MN_MAJOR if operand == 0 else _B_MN_MAJOR)) != 0
-        descriptor = record[G_A] if operand == 0 else record[G_B]
-        rows = 16 if operand == 0 else record[G_COLUMNS]
+        descriptor = record.a if operand == 0 else record.b
+        rows = 16 if operand == 0 else record.columns
         first = 16 * part if operand == 0 else 0
         for block in range(rows // 8):
             if operand == 1 and (block & 3) != part:
@@ -140,25 +140,25 @@ def _digest_of(warp, record):
 @njit
 def _check_operand(warp, site, record, operand):
     """Bounds always; life, initialisation, races and the proxy fence by the launch's checks."""
-    block = warp[WARP_BLOCK]
-    fields = i64_at(block)
-    checks = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS]
-    part, flags = warp[WARP_INDEX] & 3, record[G_FLAGS]
+    block = address_of(warp.block)
+    fields = block_at(block)
+    checks = warp.launch.checks
+    part, flags = warp.index & 3, record.flags
     mn_major = (flags & (_A_MN_MAJOR if operand == 0 else _B_MN_MAJOR)) != 0
-    descriptor = record[G_A] if operand == 0 else record[G_B]
-    rows = 64 if operand == 0 else record[G_COLUMNS]
+    descriptor = record.a if operand == 0 else record.b
+    rows = 64 if operand == 0 else record.columns
     if (descriptor >> 49) & 7:
-        return report(warp, _DESCRIPTOR, site, 0, 0, descriptor, 0, 0, 0)
+        return report(warp, FaultKind.WGMMA_DESCRIPTOR, site, 0, 0, descriptor, 0, 0, 0)
     for block_row in range(rows // 8):
         mine = block_row // 2 == part if operand == 0 else (block_row & 3) == part
         if not mine:
             continue
         for index in range(16):
             address = _place(descriptor, mn_major, index, 8 * block_row)
-            if address + 16 > fields[BLOCK_SHARED_BYTES]:
-                return report(warp, _DESCRIPTOR, site, 0, address, descriptor, 0, 0, 0)
+            if address + 16 > fields.shared_bytes:
+                return report(warp, FaultKind.WGMMA_DESCRIPTOR, site, 0, address, descriptor, 0, 0, 0)
             if checks:
-                host = fields[BLOCK_SHARED] + address
+                host = fields.shared + address
                 if shared_range(warp, site, 0, block, host, 16, LOAD, 0) or check_read(warp, site, 0, block, host, 16):
                     return 1
     return 0
@@ -166,22 +166,15 @@ def _check_operand(warp, site, record, operand):
 
 @njit
 def _list_of(warp):
-    if warp[WARP_WGMMA] == 0:
-        warp[WARP_WGMMA] = malloc((_HEADER + 16 * G_RECORD) * 8)
-        fill_bytes(warp[WARP_WGMMA], 0, _HEADER * 8)
-        i64_at(warp[WARP_WGMMA])[_CAPACITY] = 16
-    return i64_at(warp[WARP_WGMMA])
-
-
-@njit
-def _record_at(warp, index):
-    return i64_at(warp[WARP_WGMMA] + (_HEADER + index * G_RECORD) * 8)
+    if not warp.wgmma:
+        warp.wgmma = zeroed(_LIST_BYTES)
+    return warp.wgmma
 
 
 @njit
 def _set_state(warp, table, set_bits):
     """Marks an instruction's registers as used by it, or (0) as free."""
-    states = u8_at(warp[WARP_REGISTERS] + table[T_STATE])
+    states = u8_at(warp.registers + table[T_STATE])
     count, fragments = table[T_ACCUMULATORS], table[T_A]
     numbers = T_OFFSETS + count + fragments
     for index in range(count + fragments):
@@ -190,52 +183,48 @@ def _set_state(warp, table, set_bits):
         states[number] = states[number] | bit if set_bits else states[number] & ~(ACCUMULATES | IS_READ)
 
 
-@operation("wgmma_issue", "llqqpii")
+@operation("wgmma_issue", "llqqpll")
 def wgmma_issue(warp, mask, site, run, table_address, a, b, keep, flags, columns):
     """Records one instruction. `a` is A's descriptor, unless in registers; `keep` is the mask of lanes with scale-d."""
     if mask != FULL_MASK:
-        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
-    block = i64_at(warp[WARP_BLOCK])
-    if block[BLOCK_NUM_WARPS] % 4:
-        return report(warp, _WARPGROUP, site, 0, 0, warp[WARP_INDEX], block[BLOCK_NUM_WARPS], 0, 0)
+        return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, FULL_MASK, 0, 0)
+    block = warp.block
+    if block.num_warps % 4:
+        return report(warp, FaultKind.WARPGROUP, site, 0, 0, warp.index, block.num_warps, 0, 0)
     table = i32_at(table_address)
-    states = u8_at(warp[WARP_REGISTERS] + table[T_STATE])
+    states = u8_at(warp.registers + table[T_STATE])
     count, fragments = table[T_ACCUMULATORS], table[T_A]
     numbers = T_OFFSETS + count + fragments
-    fences = _list_of(warp)[_FENCES]
+    fences = _list_of(warp).fences
     for index in range(count + fragments):
         state = states[table[numbers + index]]
         if state & WRITTEN or fences == 0:
-            return report(warp, _NO_FENCE, site, 0, 0, index, 0, 0, 0)
+            return report(warp, FaultKind.MISSING_WGMMA_FENCE, site, 0, 0, index, 0, 0, 0)
         if state & (IS_READ if index < count else ACCUMULATES):
-            return report(warp, _TOUCHED, site, 0, 0, index, 0, 0, 0)
+            return report(warp, FaultKind.ACCUMULATOR_IN_FLIGHT, site, 0, 0, index, 0, 0, 0)
     header = _list_of(warp)
-    if header[_COUNT] == header[_CAPACITY]:
-        capacity = 2 * header[_CAPACITY]
-        warp[WARP_WGMMA] = realloc(warp[WARP_WGMMA], (_HEADER + capacity * G_RECORD) * 8)
-        header = i64_at(warp[WARP_WGMMA])
-        header[_CAPACITY] = capacity
-    record = _record_at(warp, header[_COUNT])
-    record[G_SITE], record[G_GROUP], record[G_RUN], record[G_TABLE] = site, header[_GROUPS], run, table_address
-    record[G_A], record[G_B] = types.int64(a[0]), types.int64(b[0])
-    record[G_KEEP], record[G_FLAGS], record[G_COLUMNS] = keep[0] & 1, flags, columns
+    make_room(header, _WGMMA_BYTES)
+    record = header.entries[header.count]
+    record.site, record.group, record.run, record.table = site, header.groups, run, table_address
+    record.a, record.b = a[0], b[0]
+    record.keep, record.flags, record.columns = keep[0] & 1, flags, columns
     if not flags & _A_IN_REGISTERS and _check_operand(warp, site, record, 0):
         return FAILED
     if _check_operand(warp, site, record, 1):
         return FAILED
-    if i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_ASYNC:
-        record[G_DIGEST] = _digest_of(warp, record)
-    header[_COUNT] += 1
+    if warp.launch.checks & CHECK_ASYNC:
+        record.digest = _digest_of(warp, record)
+    header.count += 1
     _set_state(warp, table, True)
     return DONE
 
 
-@operation("wgmma_fence", "ii")
+@operation("wgmma_fence", "ll")
 def wgmma_fence(warp, mask, site, offset, count):
     if mask != FULL_MASK:
-        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
-    _list_of(warp)[_FENCES] += 1
-    states = u8_at(warp[WARP_REGISTERS] + offset)
+        return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, FULL_MASK, 0, 0)
+    _list_of(warp).fences += 1
+    states = u8_at(warp.registers + offset)
     for index in range(count):
         states[index] &= ~WRITTEN
     return DONE
@@ -244,48 +233,48 @@ def wgmma_fence(warp, mask, site, offset, count):
 @operation("wgmma_commit", "")
 def wgmma_commit(warp, mask, site):
     if mask != FULL_MASK:
-        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
-    _list_of(warp)[_GROUPS] += 1
+        return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, FULL_MASK, 0, 0)
+    _list_of(warp).groups += 1
     return DONE
 
 
-@operation("wgmma_wait", "i")
+@operation("wgmma_wait", "l")
 def wgmma_wait(warp, mask, site, pending):
     if mask != FULL_MASK:
-        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+        return report(warp, FaultKind.DIVERGENT_ALIGNED, site, 0, 0, mask, FULL_MASK, 0, 0)
     header = _list_of(warp)
-    checked = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_ASYNC
+    checked = warp.launch.checks & CHECK_ASYNC
     done = 0
-    while done < header[_COUNT] and _record_at(warp, done)[G_GROUP] < header[_GROUPS] - pending:
-        record = _record_at(warp, done)
-        issued = types.int32(record[G_SITE])
-        if checked and _digest_of(warp, record) != record[G_DIGEST]:
-            return report(warp, _SOURCE, record[G_SITE], 0, (record[G_B] << 4) & 0x3FFF0, site, 0, 0, 0)
-        if by_address(record[G_RUN], warp, mask, issued, address_of(record)):
+    while done < header.count and header.entries[done].group < header.groups - pending:
+        record = header.entries[done]
+        if checked and _digest_of(warp, record) != record.digest:
+            return report(warp, FaultKind.SOURCE_IN_FLIGHT, record.site, 0, (record.b << 4) & 0x3FFF0, site, 0, 0, 0)
+        if call_operation(record.run, warp, record.site, address_of(record)):
             return FAILED
-        _set_state(warp, i32_at(record[G_TABLE]), False)
+        _set_state(warp, record.table, False)
         done += 1
-    for index in range(done, header[_COUNT]):
-        copy_bytes(address_of(_record_at(warp, index - done)), address_of(_record_at(warp, index)), G_RECORD * 8)
-        _set_state(warp, i32_at(_record_at(warp, index - done)[G_TABLE]), True)
-    header[_COUNT] -= done
+    for index in range(done, header.count):
+        copy_bytes(address_of(header.entries[index - done]), address_of(header.entries[index]), _WGMMA_BYTES)
+        _set_state(warp, header.entries[index - done].table, True)
+    header.count -= done
     return DONE
 
 
 @operation("wgmma_touched", "")
 def wgmma_touched(warp, mask, site):
-    return report(warp, _TOUCHED, site, 0, 0, 0, 0, 0, 0)
+    return report(warp, FaultKind.ACCUMULATOR_IN_FLIGHT, site, 0, 0, 0, 0, 0, 0)
 
 
 @njit
 def close_wgmma(warp):
     """Frees the list. The site of an instruction that was never waited for, or -1."""
     site = -1
-    if warp[WARP_WGMMA] != 0:
-        if _list_of(warp)[_COUNT] != 0:
-            site = _record_at(warp, 0)[G_SITE]
-        free(warp[WARP_WGMMA])
-        warp[WARP_WGMMA] = 0
+    if warp.wgmma:
+        if _list_of(warp).count != 0:
+            site = warp.wgmma.entries[0].site
+        free(address_of(warp.wgmma.entries))
+        free(address_of(warp.wgmma))
+        warp.wgmma = 0
     return site
 
 
@@ -320,29 +309,29 @@ def run_operation(code_a: int, code_b: int, accumulator: int) -> str:
     slots = 2 if accumulator == ACC_F16 else 4
 
     def run(warp, mask, site, record_address):
-        record = i64_at(record_address)
-        table, flags = i32_at(record[G_TABLE]), record[G_FLAGS]
-        shared, registers = i64_at(warp[WARP_BLOCK])[BLOCK_SHARED], warp[WARP_REGISTERS]
+        record = wgmma_at(record_address)
+        table, flags = record.table, record.flags
+        shared, registers = warp.block.shared, warp.registers
         a, b, words = scratch_floats(size_a), scratch_floats(size_b), scratch_words(128)
         if flags & _A_IN_REGISTERS:
             for index in range(4):
                 offset = types.int64(table[T_OFFSETS + table[T_ACCUMULATORS] + index])
                 copy_bytes(address_of(words) + index * 128, registers + offset, 128)
         else:
-            _gather_a(record[G_A], (flags & _A_MN_MAJOR) != 0, shared, 16 * (warp[WARP_INDEX] & 3), words)
+            _gather_a(record.a, (flags & _A_MN_MAJOR) != 0, shared, 16 * (warp.index & 3), words)
         for index in range(4):
             spread_a(code_a, index, u32_at(address_of(words) + index * 128), a)
         negate = types.int32(1 if flags & _NEGATED else 0)
-        keep = types.int32(record[G_KEEP])
-        for block in range(record[G_COLUMNS] // 8):
+        keep = types.int32(record.keep)
+        for block in range(record.columns // 8):
             if is_half and flags & _B_MN_MAJOR:
                 for k in range(16):
-                    row = u16_at(shared + _chunk_mn(record[G_B], block, k))
+                    row = u16_at(shared + _chunk_mn(record.b, block, k))
                     spread_b_row(row_code, row, f32_at(address_of(b) + k * 32))
             else:
                 for column in range(8):
                     for chunk in range(2):
-                        source = shared + _chunk(record[G_B], 8 * block + column, chunk)
+                        source = shared + _chunk(record.b, 8 * block + column, chunk)
                         copy_bytes(address_of(words) + chunk * 128 + column * 16, source, 16)
                 spread_b(code_b, 0, words, b)
                 spread_b(code_b, 1, u32_at(address_of(words) + 128), b)

@@ -10,8 +10,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.emulator.execution import warp_state
 from runtime.emulator.execution.fault import FaultKind
+from runtime.emulator.execution.state import (
+    BLOCKED,
+    DONE,
+    DONE_BUT_YIELD,
+    EXITED,
+    FAILED,
+    FAULT,
+    YIELDED,
+    Launch,
+    Warp,
+)  # fmt: skip
 from runtime.emulator.translation.basic_blocks import Block
 from runtime.emulator.translation.lowering import Lowering, lowering_of
 from runtime.emulator.translation.ptx import Operand
@@ -50,13 +60,13 @@ class Flow:
         self.next = builder.alloca(WORD)  # where they go on
         self.some = builder.alloca(WORD)  # those of them that take a branch
         self.elsewhere = builder.alloca(WORD)  # where those go on
-        registers = low.warp_field(warp_state.WARP_REGISTERS)
+        registers = low.warp_field(Warp.registers)
         low.registers = {kind: builder.inttoptr(registers, kind.as_pointer()) for kind in SLOT_KINDS}
-        low.launch = builder.inttoptr(low.warp_field(warp_state.WARP_LAUNCH), LONG.as_pointer())
-        low.counters = builder.inttoptr(low.launch_field(warp_state.LAUNCH_COUNTERS), LONG.as_pointer())
-        self.pcs = builder.inttoptr(low.warp_field(warp_state.WARP_PCS), I32.as_pointer())
-        low.set_warp_field(warp_state.WARP_STALLED, low.i64(0))
-        low.set_warp_field(warp_state.WARP_YIELDED, low.i64(0))
+        low.launch = builder.inttoptr(low.warp_field(Warp.launch), LONG.as_pointer())
+        low.counters = builder.inttoptr(low.launch_field(Launch.counters), LONG.as_pointer())
+        self.pcs = builder.inttoptr(low.warp_field(Warp.pcs), I32.as_pointer())
+        low.set_warp_field(Warp.stalled, low.i64(0))
+        low.set_warp_field(Warp.has_yielded, low.i64(0))
         builder.branch(self.pick)
         self.body(0)
         for block in low.blocks:
@@ -99,7 +109,7 @@ class Flow:
         low, builder = self.low, self.builder
         result = low.yield_result
         self._finish(index)
-        yields = builder.icmp_unsigned("==", result, low.i32(warp_state.DONE_BUT_YIELD))
+        yields = builder.icmp_unsigned("==", result, low.i32(DONE_BUT_YIELD))
         builder.cbranch(yields, self.target(index, yields=True), self.target(index))
         if index < low.block.end:
             self._begin(index)
@@ -122,8 +132,8 @@ class Flow:
         builder.branch(self.pick)
         # pick: the smallest counter among the lanes that can run
         builder.position_at_end(self.pick)
-        live = builder.trunc(low.warp_field(warp_state.WARP_LIVE), WORD)
-        stalled = builder.trunc(low.warp_field(warp_state.WARP_STALLED), WORD)
+        live = builder.trunc(low.warp_field(Warp.live), WORD)
+        stalled = builder.trunc(low.warp_field(Warp.stalled), WORD)
         ready = builder.and_(live, builder.not_(stalled))
         some_ready = low.function.append_basic_block("ready")
         builder.cbranch(builder.icmp_unsigned("==", ready, low.i32(0)), self.idle, some_ready)
@@ -145,18 +155,18 @@ class Flow:
         )
         builder.cbranch(builder.icmp_unsigned("==", live, low.i32(0)), exited, waiting)
         builder.position_at_end(exited)
-        builder.ret(low.i32(warp_state.EXITED))
+        builder.ret(low.i32(EXITED))
         builder.position_at_end(waiting)
-        is_parked = builder.icmp_unsigned("==", low.warp_field(warp_state.WARP_PARKED), builder.zext(live, LONG))
+        is_parked = builder.icmp_unsigned("==", low.warp_field(Warp.parked), builder.zext(live, LONG))
         builder.cbranch(is_parked, parked, blocked)
         builder.position_at_end(parked)
-        builder.call(low.operation("report_parked"), [low.warp, live, low.i32(0)])
-        builder.ret(low.i32(warp_state.FAULT))
+        low.invoke("report_parked", live, 0)
+        builder.ret(low.i32(FAULT))
         builder.position_at_end(blocked)
-        yielded = builder.icmp_unsigned("!=", low.warp_field(warp_state.WARP_YIELDED), low.i64(0))
-        builder.ret(builder.select(yielded, low.i32(warp_state.YIELDED), low.i32(warp_state.BLOCKED)))
+        yielded = builder.icmp_unsigned("!=", low.warp_field(Warp.has_yielded), low.i64(0))
+        builder.ret(builder.select(yielded, low.i32(YIELDED), low.i32(BLOCKED)))
         builder.position_at_end(self.fault)
-        builder.ret(low.i32(warp_state.FAULT))
+        builder.ret(low.i32(FAULT))
 
     # --- places ---
 
@@ -177,12 +187,12 @@ class Flow:
         with builder.goto_block(block):
             if yields:
                 self._stall()
-                low.set_warp_field(warp_state.WARP_YIELDED, low.i64(1))
+                low.set_warp_field(Warp.has_yielded, low.i64(1))
                 builder.store(low.i32(index), self.next)
                 builder.branch(self.go)
             else:
                 away = low.function.append_basic_block(f"away{index}")
-                live = builder.trunc(low.warp_field(warp_state.WARP_LIVE), WORD)
+                live = builder.trunc(low.warp_field(Warp.live), WORD)
                 together = builder.icmp_unsigned("==", builder.load(self.active), live)
                 builder.cbranch(together, body, away)
                 builder.position_at_end(away)
@@ -194,8 +204,8 @@ class Flow:
         """Sets lanes aside until no other lane of the warp can run."""
         low, builder = self.low, self.builder
         lanes = builder.load(self.active) if lanes is None else lanes
-        stalled = low.warp_field(warp_state.WARP_STALLED)
-        low.set_warp_field(warp_state.WARP_STALLED, builder.or_(stalled, builder.zext(lanes, LONG)))
+        stalled = low.warp_field(Warp.stalled)
+        low.set_warp_field(Warp.stalled, builder.or_(stalled, builder.zext(lanes, LONG)))
 
     def polls(self, target: int) -> bool:
         """Whether a jump from this instruction back to `target` closes a loop that waits for memory to change."""
@@ -223,7 +233,7 @@ class Flow:
         low, builder = self.low, self.builder
         lanes = builder.zext(intrinsic(builder, "ctpop", WORD, [low.chunk_mask]), LONG)
         for array, index, step in (
-            (low.launch, warp_state.LAUNCH_STEPS, low.i64(1)),
+            (low.launch, Launch.steps.index, low.i64(1)),
             (low.counters, 2 * number, low.i64(1)),
             (low.counters, 2 * number + 1, lanes),
         ):
@@ -257,7 +267,7 @@ class Flow:
         builder.position_at_end(parted)
         if yields:
             self._stall(taken)
-            low.set_warp_field(warp_state.WARP_YIELDED, low.i64(1))
+            low.set_warp_field(Warp.has_yielded, low.i64(1))
         self._part(taken, index, otherwise)
 
     def _part(self, some: Value, index: int, otherwise: int) -> None:
@@ -277,7 +287,7 @@ class Flow:
             self.body(index)
         if yields:
             self._stall()
-            self.low.set_warp_field(warp_state.WARP_YIELDED, self.low.i64(1))
+            self.low.set_warp_field(Warp.has_yielded, self.low.i64(1))
         self.builder.branch(self.pick)
         self.low.is_terminated = True
 
@@ -301,11 +311,11 @@ class Flow:
             builder.cbranch(builder.icmp_unsigned("==", lanes, low.i32(0)), others, leave)
             builder.position_at_end(leave)
         left = builder.and_(low.chunk_mask, builder.not_(lanes))
-        live = builder.and_(builder.trunc(low.warp_field(warp_state.WARP_LIVE), WORD), builder.not_(lanes))
-        low.set_warp_field(warp_state.WARP_LIVE, live)
+        live = builder.and_(builder.trunc(low.warp_field(Warp.live), WORD), builder.not_(lanes))
+        low.set_warp_field(Warp.live, live)
         builder.store(left, self.active)
         if low.has_loose_barriers:
-            builder.call(low.operation("lanes_exited"), [low.warp, lanes, low.i32(low.site)])
+            low.invoke("lanes_exited", lanes, low.site)
         if others is None:
             builder.branch(self.pick)
         else:
@@ -336,15 +346,15 @@ class Flow:
         low, builder = self.low, self.builder
         leave, retry, on = map(low.function.append_basic_block, ("leave", "retry", "on"))
         goes_on = builder.or_(
-            builder.icmp_unsigned("==", result, low.i32(warp_state.DONE)),
-            builder.icmp_unsigned("==", result, low.i32(warp_state.DONE_BUT_YIELD)),
+            builder.icmp_unsigned("==", result, low.i32(DONE)),
+            builder.icmp_unsigned("==", result, low.i32(DONE_BUT_YIELD)),
         )
         builder.cbranch(goes_on, on, leave)
         builder.position_at_end(leave)
-        builder.cbranch(builder.icmp_unsigned("==", result, low.i32(warp_state.FAILED)), self.fault, retry)
+        builder.cbranch(builder.icmp_unsigned("==", result, low.i32(FAILED)), self.fault, retry)
         builder.position_at_end(retry)
         self._stall()
-        low.set_warp_field(warp_state.WARP_SITE, low.i64(low.site))
+        low.set_warp_field(Warp.site, low.i64(low.site))
         builder.store(low.i32(low.site), self.next)
         builder.branch(self.go)
         builder.position_at_end(on)
@@ -363,8 +373,7 @@ class Flow:
             whole = builder.icmp_unsigned("==", low.mask, low.chunk_mask)
             builder.cbranch(builder.or_(none, whole), on, apart)
             builder.position_at_end(apart)
-            given = [low.warp, low.mask, low.i32(low.site), low.i32(kind)]
-            builder.call(low.operation("report_divergence"), given)
+            low.invoke("report_divergence", low.mask, low.site, kind)
             builder.branch(self.fault)
             builder.position_at_end(on)
 
@@ -377,11 +386,10 @@ class Flow:
         """Calls an operation of gathering.py, which sets the lanes aside itself unless it returns DONE."""
         low, builder = self.low, self.builder
         on, ask = map(low.function.append_basic_block, ("gathered", "ask"))
-        given = [low.warp, low.chunk_mask, low.i32(low.site), *arguments]
-        result = builder.call(low.operation(name), given)
-        builder.cbranch(builder.icmp_unsigned("==", result, low.i32(warp_state.DONE)), on, ask)
+        result = low.invoke(name, low.chunk_mask, low.site, *arguments)
+        builder.cbranch(builder.icmp_unsigned("==", result, low.i32(DONE)), on, ask)
         builder.position_at_end(ask)
-        builder.cbranch(builder.icmp_unsigned("==", result, low.i32(warp_state.FAILED)), self.fault, self.pick)
+        builder.cbranch(builder.icmp_unsigned("==", result, low.i32(FAILED)), self.fault, self.pick)
         builder.position_at_end(on)
 
     def _fill_head(self) -> None:
@@ -393,17 +401,16 @@ class Flow:
                 return
             kind, site = self.needs
             gather = low.function.append_basic_block("gather")
-            live = builder.trunc(low.warp_field(warp_state.WARP_LIVE), WORD)
+            live = builder.trunc(low.warp_field(Warp.live), WORD)
             missing = builder.zext(builder.xor(live, builder.load(self.active)), LONG)
-            loose = builder.or_(missing, low.warp_field(warp_state.WARP_PARKED))
+            loose = builder.or_(missing, low.warp_field(Warp.parked))
             builder.cbranch(builder.icmp_unsigned("==", loose, low.i64(0)), self.code, gather)
             builder.position_at_end(gather)
             ask = low.function.append_basic_block("ask")
-            given = [low.warp, builder.load(self.active), low.i32(site), low.i32(self.first), low.i32(kind)]
-            result = builder.call(low.operation("gather_all"), given)
-            builder.cbranch(builder.icmp_unsigned("==", result, low.i32(warp_state.DONE)), self.code, ask)
+            result = low.invoke("gather_all", builder.load(self.active), site, self.first, kind)
+            builder.cbranch(builder.icmp_unsigned("==", result, low.i32(DONE)), self.code, ask)
             builder.position_at_end(ask)
-            builder.cbranch(builder.icmp_unsigned("==", result, low.i32(warp_state.FAILED)), self.fault, self.pick)
+            builder.cbranch(builder.icmp_unsigned("==", result, low.i32(FAILED)), self.fault, self.pick)
 
 
 _POLLING = {"volatile", "acquire", "relaxed", "acq_rel"}

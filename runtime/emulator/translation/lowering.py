@@ -11,8 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from runtime.emulator.execution import warp_state
 from runtime.emulator.execution.fault import FaultKind
+from runtime.emulator.execution.state import FULL_MASK, LANES, Launch
 from runtime.emulator.translation import predefined_registers
 from runtime.emulator.translation.operations import OPERATIONS
 from runtime.emulator.translation.ptx import (
@@ -149,7 +149,7 @@ class Lowering(Registers):
         element = wanted.element
         bits = {str(F32.element): 32, str(F64.element): 64}.get(str(element)) or element.width
         have = raw.type.element.width
-        integers = ir.VectorType(ir.IntType(bits), warp_state.LANES)
+        integers = ir.VectorType(ir.IntType(bits), LANES)
         if have > bits:
             raw = self.builder.trunc(raw, integers)
         elif have < bits:
@@ -184,8 +184,8 @@ class Lowering(Registers):
             return self.i64(self.locals[name])
         if name not in self.symbols:
             raise self.refuse(f"unknown symbol {name}")
-        table = self._pointer(self.launch_field(warp_state.LAUNCH_SYMBOLS), LONG)
-        return self.field(table, self.symbols.index(name))
+        table = self._pointer(self.launch_field(Launch.symbols), LONG)
+        return self.element(table, self.symbols.index(name))
 
     # --- writing results ---
 
@@ -325,11 +325,16 @@ class Lowering(Registers):
         found = OPERATIONS[name]
         function = self.ir.globals.get(found.symbol)
         if function is None:
-            kinds = {"p": WORD.as_pointer(), "q": LONG.as_pointer(), "i": WORD, "l": LONG}
-            types = [LONG.as_pointer(), WORD, WORD, *(kinds[kind] for kind in found.kinds)]
+            kinds = {"p": WORD.as_pointer(), "q": LONG.as_pointer(), "l": LONG}
+            types = [LONG.as_pointer(), LONG, LONG, *(kinds[kind] for kind in found.kinds)]
             function = ir.Function(self.ir, ir.FunctionType(WORD, types), found.symbol)
             self.operations.append(name)
         return function
+
+    def invoke(self, name: str, mask: Value, site: int, *arguments: Value | int) -> Value:
+        """Calls an operation, whatever comes of it."""
+        given = [self.warp, self.wide(mask), self.i64(site), *map(self.wide, arguments)]
+        return self.builder.call(self.operation(name), given)
 
     def call(self, name: str, *arguments: Value | int, blocks: bool = False) -> Value:
         """Calls an operation with this instruction's mask and site. Pointers come from slot() and destination().
@@ -345,12 +350,7 @@ class Lowering(Registers):
         if blocks and self.chunk_start != self.site:
             raise AssertionError(f"{self.instruction.opcode}: resume_here() before a call that may block")
         builder, function = self.builder, self.operation(name)
-        given = [self.warp, self.mask, self.i32(self.site)]
-        for kind, argument in zip(operation.kinds, arguments):
-            if isinstance(argument, int):
-                given.append(self.i32(argument) if kind == "i" else self.i64(argument))
-            else:
-                given.append(argument)
+        given = [self.warp, self.wide(self.mask), self.i64(self.site), *map(self.wide, arguments)]
         if self.instruction.guard is None or blocks:
             result = builder.call(function, given)
         else:
@@ -384,7 +384,7 @@ class Lowering(Registers):
         before, inside, after = builder.block, builder.append_basic_block("if"), builder.append_basic_block("endif")
         builder.cbranch(builder.icmp_unsigned("!=", condition, condition.type(0)), inside, after)
         builder.position_at_end(inside)
-        called = builder.call(function, [self.warp, self.mask, self.i32(self.site)])
+        called = builder.call(function, [self.warp, self.wide(self.mask), self.i64(self.site)])
         builder.branch(after)
         builder.position_at_end(after)
         result = builder.phi(WORD)
@@ -404,7 +404,7 @@ class Lowering(Registers):
         """
         if members is None:
             self.flow.converge(FaultKind.DIVERGENT_ALIGNED)
-        elif isinstance(members, Integer) and members.value % (1 << 32) == warp_state.FULL_MASK:
+        elif isinstance(members, Integer) and members.value % (1 << 32) == FULL_MASK:
             self.flow.converge(FaultKind.DEADLOCK)
         else:
             self.flow.gather(members)

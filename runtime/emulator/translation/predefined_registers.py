@@ -10,7 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from runtime.emulator.execution import warp_state
+from runtime.emulator.execution.state import Block, Launch, Warp
+from runtime.emulator.records import Field
 from runtime.emulator.translation.vectors import I32, LONG, WORD
 
 Value = Any
@@ -19,19 +20,27 @@ TID_SLOTS = {"%tid.x": 0, "%tid.y": 128, "%tid.z": 256}
 FIXED_SLOT_BYTES = 384
 
 _AXES = ("x", "y", "z")
-_BLOCK_FIELDS = {f"%ctaid.{axis}": warp_state.BLOCK_X + index for index, axis in enumerate(_AXES)}
-_BLOCK_FIELDS["%cluster_ctarank"] = warp_state.BLOCK_RANK
+_INDEX, _GRID = (Block.x, Block.y, Block.z), (Launch.grid_x, Launch.grid_y, Launch.grid_z)
+_THREADS = Launch.block_x, Launch.block_y, Launch.block_z
+_CLUSTER = Launch.cluster_x, Launch.cluster_y, Launch.cluster_z
+
+
+def _by_axis(name: str, fields: tuple[Field, ...]) -> dict[str, Field]:
+    return {f"{name}.{axis}": field for axis, field in zip(_AXES, fields)}
+
+
+_BLOCK_FIELDS = _by_axis("%ctaid", _INDEX) | {"%cluster_ctarank": Block.rank}
 _LAUNCH_FIELDS = {
-    **{f"%nctaid.{axis}": warp_state.LAUNCH_GRID_X + index for index, axis in enumerate(_AXES)},
-    **{f"%ntid.{axis}": warp_state.LAUNCH_BLOCK_X + index for index, axis in enumerate(_AXES)},
-    **{f"%cluster_nctaid.{axis}": warp_state.LAUNCH_CLUSTER_X + index for index, axis in enumerate(_AXES)},
-    "%cluster_nctarank": warp_state.LAUNCH_CLUSTER_SIZE,
-    "%nwarpid": warp_state.LAUNCH_NUM_WARPS,
-    "%dynamic_smem_size": warp_state.LAUNCH_DYNAMIC_SHARED_BYTES,
-    "%total_smem_size": warp_state.LAUNCH_SHARED_BYTES,
-    "%aggr_smem_size": warp_state.LAUNCH_SHARED_BYTES,
-    "%nsmid": warp_state.LAUNCH_NUM_SMS,
-    "%gridid": warp_state.LAUNCH_NUMBER,
+    **_by_axis("%nctaid", _GRID),
+    **_by_axis("%ntid", _THREADS),
+    **_by_axis("%cluster_nctaid", _CLUSTER),
+    "%cluster_nctarank": Launch.cluster_size,
+    "%nwarpid": Launch.num_warps,
+    "%dynamic_smem_size": Launch.dynamic_shared_bytes,
+    "%total_smem_size": Launch.shared_bytes,
+    "%aggr_smem_size": Launch.shared_bytes,
+    "%nsmid": Launch.num_sms,
+    "%gridid": Launch.number,
 }
 _LANE_MASKS = {
     "%lanemask_eq": [1 << lane for lane in range(32)],
@@ -62,21 +71,21 @@ def _scalar(low: Any, name: str) -> Value:
     if name in _LAUNCH_FIELDS:
         return low.launch_field(_LAUNCH_FIELDS[name])
     if name == "%warpid":
-        return low.warp_field(warp_state.WARP_INDEX)
+        return low.warp_field(Warp.index)
     if name == "%smid":
-        return builder.urem(low.block_field(warp_state.BLOCK_LINEAR), low.launch_field(warp_state.LAUNCH_NUM_SMS))
+        return builder.urem(low.block_field(Block.linear), low.launch_field(Launch.num_sms))
     if name == "%is_explicit_cluster":
-        size = low.launch_field(warp_state.LAUNCH_CLUSTER_SIZE)
+        size = low.launch_field(Launch.cluster_size)
         return builder.zext(builder.icmp_unsigned(">", size, low.i64(1)), LONG)
     kind, _, axis = name[1:].partition(".")
     if axis not in _AXES or kind not in ("clusterid", "nclusterid", "cluster_ctaid"):
         raise low.refuse(f"special register {name}")
     index = _AXES.index(axis)
-    size = low.launch_field(warp_state.LAUNCH_CLUSTER_X + index)
+    size = low.launch_field(_CLUSTER[index])
     if kind == "nclusterid":
-        return builder.udiv(low.launch_field(warp_state.LAUNCH_GRID_X + index), size)
+        return builder.udiv(low.launch_field(_GRID[index]), size)
     divide = builder.udiv if kind == "clusterid" else builder.urem
-    return divide(low.block_field(warp_state.BLOCK_X + index), size)
+    return divide(low.block_field(_INDEX[index]), size)
 
 
 def value(low: Any, name: str) -> Value:

@@ -13,7 +13,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from runtime.emulator.execution import warp_state
+from runtime.emulator.execution.state import LANES, Warp
+from runtime.emulator.records import Field
 from runtime.emulator.tensor_cores.wgmma_registers import WgmmaRegisters
 from runtime.emulator.translation import predefined_registers
 from runtime.emulator.translation.basic_blocks import Block, split
@@ -60,7 +61,7 @@ class Registers:
         chunk_mask: i32, the lanes that execute the chunk.
         chunk_start: the instruction at which the chunk begins.
         site, instruction: the instruction's index in the kernel, and itself.
-        warp: ``int64*``, the warp's array (execution/warp_state.py).
+        warp: ``int64*``, the warp's record (execution/state.py).
         register_bytes: size of a warp's register file so far.
         status: i32, returned by operations of this chunk, or-ed; None before the first.
     """
@@ -117,29 +118,34 @@ class Registers:
 
     def splat(self, scalar: Value) -> Value:
         """A scalar in every lane."""
-        vector = ir.VectorType(scalar.type, warp_state.LANES)
+        vector = ir.VectorType(scalar.type, LANES)
         undefined = ir.Constant(vector, ir.Undefined)
         first = self.builder.insert_element(undefined, scalar, ir.Constant(WORD, 0))
-        zeros = ir.Constant(ir.VectorType(WORD, warp_state.LANES), None)
+        zeros = ir.Constant(ir.VectorType(WORD, LANES), None)
         return self.builder.shuffle_vector(first, undefined, zeros)
 
-    def field(self, array: Value, index: int) -> Value:
+    def element(self, array: Value, index: int) -> Value:
         """``array[index]`` of an ``int64*``."""
         return self.builder.load(self.builder.gep(array, [self.i64(index)]))
 
-    def warp_field(self, index: int) -> Value:
-        return self.field(self.warp, index)
+    def warp_field(self, field: Field) -> Value:
+        return self.element(self.warp, field.index)
 
-    def block_field(self, index: int) -> Value:
-        return self.field(self._pointer(self.warp_field(warp_state.WARP_BLOCK), LONG), index)
+    def block_field(self, field: Field) -> Value:
+        return self.element(self._pointer(self.warp_field(Warp.block), LONG), field.index)
 
-    def launch_field(self, index: int) -> Value:
-        return self.field(self.launch, index)
+    def launch_field(self, field: Field) -> Value:
+        return self.element(self.launch, field.index)
 
-    def set_warp_field(self, index: int, value: Value) -> None:
-        """``warp[index] = value``, an i64, or an i32 that is widened with zeros."""
-        wide = value if value.type == LONG else self.builder.zext(value, LONG)
-        self.builder.store(wide, self.builder.gep(self.warp, [self.i64(index)]))
+    def set_warp_field(self, field: Field, value: Value) -> None:
+        """Sets a field to an i64, or to an i32 that is widened with zeros."""
+        self.builder.store(self.wide(value), self.builder.gep(self.warp, [self.i64(field.index)]))
+
+    def wide(self, value: Value | int) -> Value:
+        """A number, an i64, or an i32 that is widened with zeros, as i64."""
+        if isinstance(value, int):
+            return self.i64(value)
+        return self.builder.zext(value, LONG) if value.type == WORD else value
 
     def _pointer(self, address: Value, element: Any) -> Value:
         return self.builder.inttoptr(address, element.as_pointer())

@@ -40,7 +40,7 @@ class SharedLayout:
         return self.dynamic_offset + dynamic_bytes
 
     def shadow(self, dynamic_bytes: int) -> bytes:
-        """The shadow of a block that starts, a byte for each of `total_bytes`: to be copied to BLOCK_SHARED_SHADOW."""
+        """The shadow of a block that starts, a byte for each of `total_bytes`, for `Block.shared_shadow`."""
         states = bytearray(self.total_bytes(dynamic_bytes))
         for start, size in (*self.live, (self.dynamic_offset, dynamic_bytes)):
             states[start : start + size] = bytes([IS_ALLOCATED]) * size
@@ -131,7 +131,7 @@ def place_variables(machine: Machine, module: Module) -> dict[str, int]:
 
 
 def used_variables(module: Module, kernel: Kernel) -> list[str]:
-    """The .global and .const variables that a kernel names, in the order of its symbol table (LAUNCH_SYMBOLS)."""
+    """The .global and .const variables that a kernel names, in the order of its symbol table (`Launch.symbols`)."""
     named: set[str] = set()
     pending: list[Operand | None] = [operand for ins in kernel.instructions for operand in ins.operands]
     while pending:
