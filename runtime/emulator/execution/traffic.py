@@ -72,7 +72,7 @@ def traffic_of(fields: Sequence[int]) -> dict[int, Traffic]:
     return found
 
 
-# A launch that does not count has launch.traffic 0: callers ask first. What follows is compiled for nobody else.
+# If a launch does not count, launch.traffic is 0: callers ask first.
 
 
 @compiled_once("lllll")

@@ -157,7 +157,7 @@ def result_of(code, kind, old, operand, other, size):
 @njit
 def _enter(warp, site, lane, address, size, space, flags, place):
     """Everything before the lane's read-modify-write. Returns 1 with a fault reported, or 0."""
-    if locate(warp, site, lane, address, size, ATOMIC, space, place):
+    if locate(warp, site, lane, address, size, ATOMIC, space, address_of(place)):
         return 1
     if check_bytes(warp, site, lane, address, size, ATOMIC, space, place[SHADOW]):
         return 1
@@ -186,7 +186,7 @@ def atomic(warp, mask, site, addresses, offset, space, code, size, align, flags,
         if not (mask >> lane) & 1:
             continue
         address = addresses[lane] + offset
-        if align > size and locate(warp, site, lane, address, align, ATOMIC, space, place):
+        if align > size and locate(warp, site, lane, address, align, ATOMIC, space, address_of(place)):
             return 1
         if _enter(warp, site, lane, address, size, space, flags, place):
             return 1

@@ -173,7 +173,7 @@ def memory_careful(
     for lane in range(32):
         if mask >> lane & 1:
             address = addresses[lane] + offset
-            if locate(warp, site, lane, address, total, action, space, place):
+            if locate(warp, site, lane, address, total, action, space, address_of(place)):
                 return 1
             places[lane], blocks[lane], shadows[lane] = place[HOST], place[BLOCK], place[SHADOW]
             if check_bytes(warp, site, lane, address, total, action, space, place[SHADOW]):

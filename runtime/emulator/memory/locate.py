@@ -35,6 +35,7 @@ from runtime.emulator.races.accesses import ATOMIC as ATOMIC
 from runtime.emulator.races.accesses import LOAD as LOAD
 from runtime.emulator.races.accesses import STORE as STORE
 from runtime.emulator.races.stream_touch import touch_range
+from runtime.emulator.translation.operations import compiled_once
 
 ACTIONS = {LOAD: "load", STORE: "store", ATOMIC: "atomic"}
 GENERIC, GLOBAL, SHARED, SHARED_CLUSTER, LOCAL, PARAM, CONST = range(7)
@@ -121,14 +122,15 @@ def global_place(warp, site, lane, address, size, action, space, place):
     return report(warp, FaultKind.OUT_OF_BOUNDS, site, lane, address, action, size, space, address)
 
 
-@njit
-def locate(warp, site, lane, address, size, action, space, place):
-    """Fills `place` for the `size` bytes (a power of two) at a lane's address. Returns 1 with a fault reported, or 0.
+@compiled_once("lllllll")
+def locate(warp, site, lane, address, size, action, space, place_address):
+    """Fills the place at `place_address` for the `size` bytes (a power of two) at a lane's address.
 
+    Returns 1 with a fault reported, or 0.
     The address is a device address, a shared one, an offset, or generic, by `space`. `check_bytes` checks the bytes
     themselves.
     """
-    launch = warp.launch
+    launch, place = warp.launch, i64_at(place_address)
     if address & (size - 1):
         return report(warp, FaultKind.MISALIGNED, site, lane, address, action, size, space, address)
     inside, plain = space, address
@@ -162,7 +164,7 @@ def locate(warp, site, lane, address, size, action, space, place):
     return 0
 
 
-@njit
+@compiled_once("lllllll")
 def check_bytes(warp, site, lane, address, size, action, space, shadow_address):
     """Looks at the shadow of a located range. Returns 1 with a fault reported, or 0."""
     checks = warp.launch.checks

@@ -23,7 +23,7 @@ SCOPE_CTA, SCOPE_CLUSTER, SCOPE_GPU = 1, 2, 3
 
 
 class Races(Record):
-    """What the checker keeps for one OS thread of a launch."""
+    """The checker's data of one OS thread of a launch."""
 
     base = Long()  # clocks up to here are of earlier launches
     clock = Long()  # the highest clock given out on this thread
@@ -42,7 +42,7 @@ class Races(Record):
 
 
 class SharedRaces(Record):
-    """What it keeps for a block."""
+    """The checker's data of a block."""
 
     writes = Long()  # address of uint64 for each granule: epoch of the last write
     latest_read = Long()  # address of uint32 for each granule: the highest clock of a read
@@ -53,7 +53,7 @@ class SharedRaces(Record):
 
 
 class Clock(Record):
-    """What it keeps for a warp; the vector follows the record."""
+    """The checker's data of a warp; the vector follows the record."""
 
     now = Long()
     floor = Long()  # everything of the cluster up to this clock is ordered before the warp
