@@ -17,12 +17,10 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from runtime import LLM, SamplingParams
 from tools.demo_model import experts_evaluation, tasks, vision_evaluation
-
-if TYPE_CHECKING:
-    from runtime import LLM
 
 MAX_ANSWER_TOKENS = 64
 
@@ -32,8 +30,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def ask(llm: LLM, conversations: list[list[tasks.Message]]) -> list[str]:
     """The greedy answer to each conversation, all in one batch."""
-    from runtime import SamplingParams
-
     params = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
     return [output.outputs[0].text for output in llm.chat(conversations, params)]
 
@@ -63,8 +59,6 @@ def main() -> None:
     parser.add_argument("--show-wrong", action="store_true", help="print each wrong answer on stderr")
     parser.add_argument("--check", action="store_true", help="exit with status 1 where a goal is missed")
     args = parser.parse_args()
-
-    from runtime import LLM
 
     options: dict[str, Any] = {"quantization": args.quantization}
     if args.device is not None:

@@ -30,6 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from packaging.requirements import Requirement  # noqa: E402
+from packaging.utils import canonicalize_name  # noqa: E402
+
 from runtime.device.kernel_bundle import Bundle, merge_bundles  # noqa: E402
 from tools.gpu.checking.elf_symbols import undefined_symbols  # noqa: E402
 from tools.gpu.checking.unpack import PACKAGES  # noqa: E402
@@ -142,9 +145,6 @@ def write_packages(folder: Path, python: str) -> None:
 
 def needs(name: str) -> str:
     """The versions of a package that this project and the other bundled packages accept."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
     found: set[str] = set()
     for package in ("xserv", *CARRIED):
         for text in requires(package) or ():

@@ -29,8 +29,11 @@ from models.families import known_architectures
 from models.gguf.architectures import ARCHITECTURES
 from models.quantized.scheme import _READERS
 from models.registry import declare_model
+from numba_kernels.cuda.registry import specialisations
 from runtime.cli import app
+from runtime.device.kernel_cache import KernelCache, is_meant_for
 from runtime.engine.messages import EngineStats, RankInfo, RoutingStats
+from runtime.engine.process.compile_kernels import Wanted, compile_kernels
 from runtime.errors import XservError
 from runtime.linear.format import FORMATS, GGML_FORMATS, GROUP_FORMATS, QUANTIZATIONS
 from server.app import Application
@@ -170,10 +173,6 @@ def loadable() -> dict[str, Any]:
 
 def kernels(arch: str) -> dict[str, str]:
     """A digest of each kernel's PTX."""
-    from numba_kernels.cuda.registry import specialisations
-    from runtime.device.kernel_cache import KernelCache, is_meant_for
-    from runtime.engine.process.compile_kernels import Wanted, compile_kernels
-
     compile_kernels(Wanted(arch=arch, is_ptx=True), lambda *_: None)
     get, meant = KernelCache().get, (each for each in specialisations() if is_meant_for(each, arch))
     return {each.name: _digest(str(get(each, arch, is_ptx=True).image)) for each in meant}

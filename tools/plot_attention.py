@@ -24,9 +24,11 @@ from unittest.mock import patch
 
 import numpy as np
 
+from models.checkpoints.hub import resolve_model
 from numba_kernels.cuda import attention
 from runtime import ops
 from runtime.bench.svg import page, text
+from runtime.device.device import best_device
 from runtime.device.gpu import Gpu
 from runtime.engine.make_engine import build_engine
 from runtime.errors import InvalidArgumentError, XservError
@@ -186,9 +188,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _draw(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from models.checkpoints.hub import resolve_model
-    from runtime.device.device import best_device
-
     device = options.device
     if device == "auto":
         device = best_device().type if best_device().kind == "cuda" else "emulated"

@@ -16,19 +16,19 @@ import argparse
 import json
 import random
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
 from tools.demo_model import tasks, training
 from tools.demo_model import tokenizer as demo_tokenizer
 from tools.demo_model.drafter import Drafter, DrafterShape
-from tools.demo_model.model import DemoModel, Shape
-from tools.train_demo_model import ROW_LENGTHS, make_batch
+from tools.train_demo_model import sample_ids
 
 MODEL = Path("models/demo")
 
@@ -49,20 +49,25 @@ def columns_of(is_answer: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def run_model(model: DemoModel, token_ids: Tensor, layers: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+def run_model(model: Any, token_ids: Tensor, layers: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
     """The hidden states after `layers`, and the final ones."""
-    tokens = token_ids.shape[1]
-    kept: list[Tensor] = []
-    x = F.embedding(token_ids, model.embedding)
-    final = model.decode(x, model.cos[:tokens], model.sin[:tokens], [], kept)
-    return [kept[layer - 1] for layer in layers], final
+    kept: dict[int, Tensor] = {}
+    hooks = [
+        model.model.layers[layer - 1].register_forward_hook(lambda *found, layer=layer: kept.update({layer: found[-1]}))
+        for layer in layers
+    ]
+    final = model.model(token_ids, use_cache=False).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    return [kept[layer] for layer in layers], final
 
 
 class Trial:
     """A model, its drafter, and the steps ahead that it is trained for."""
 
-    def __init__(self, model: DemoModel, drafter: Drafter, tokenizer: Tokenizer, num_steps: int, decay: float) -> None:
+    def __init__(self, model: Any, drafter: Drafter, tokenizer: Tokenizer, num_steps: int, decay: float) -> None:
         self.model, self.drafter, self.tokenizer = model, drafter, tokenizer
+        self.embedding = model.model.embed_tokens.weight
         self.num_steps, self.decay = num_steps, decay
         self.assistant_id = cast(int, tokenizer.token_to_id(demo_tokenizer.ASSISTANT))
         self.end_id = cast(int, tokenizer.token_to_id(demo_tokenizer.END))
@@ -73,7 +78,7 @@ class Trial:
         columns, is_there = columns_of(is_answer)
         kept, final = run_model(self.model, token_ids, self.drafter.shape.layers)
         total, last = torch.zeros(()), token_ids.shape[1] - 1
-        steps = self.drafter.steps(token_ids, kept, self.model.embedding, columns, self.num_steps)
+        steps = self.drafter.steps(token_ids, kept, self.embedding, columns, self.num_steps)
         for step, hidden in enumerate(steps):
             drawn_at = columns + 2 + step
             is_there = is_there & (drawn_at <= last) & is_answer.gather(1, drawn_at.clamp(max=last))
@@ -81,8 +86,8 @@ class Trial:
                 break
             behind = (drawn_at - 1).clamp(max=last).unsqueeze(-1).expand(-1, -1, final.shape[-1])
             with torch.no_grad():
-                wanted = self.model.logits(final.gather(1, behind)[is_there]).softmax(-1)
-            given = self.model.logits(hidden[is_there])
+                wanted = self.model.lm_head(final.gather(1, behind)[is_there]).softmax(-1)
+            given = self.model.lm_head(hidden[is_there])
             total = total + self.decay**step * F.cross_entropy(given, wanted)
         return total
 
@@ -96,7 +101,7 @@ class Trial:
             ids = torch.tensor([self.tokenizer.encode(text).ids])
             is_answer = answer_tokens(ids, self.assistant_id, self.end_id)
             kept, final = run_model(self.model, ids, self.drafter.shape.layers)
-            said = self.model.logits(final).argmax(-1)[0]  # after each token
+            said = self.model.lm_head(final).argmax(-1)[0]  # after each token
             places = is_answer[0].nonzero()[:, 0].tolist()
             if said[places[0] - 1 : -1].tolist() != ids[0, places[0] :].tolist():
                 continue
@@ -104,8 +109,8 @@ class Trial:
             if not columns.numel():
                 continue
             right = []
-            for step, hidden in enumerate(self.drafter.steps(ids, kept, self.model.embedding, columns, most)):
-                guessed = self.model.logits(hidden).argmax(-1)[0]
+            for step, hidden in enumerate(self.drafter.steps(ids, kept, self.embedding, columns, most)):
+                guessed = self.model.lm_head(hidden).argmax(-1)[0]
                 ahead = columns[0] + 2 + step
                 right.append((ahead < ids.shape[1]) & (guessed == ids[0, ahead.clamp(max=ids.shape[1] - 1)]))
             lengths = torch.stack(right).int().cumprod(0).sum(0).tolist()
@@ -151,46 +156,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=MODEL / "drafter")
     parser.add_argument("--checkpoint", type=Path, default=Path("scratch/drafter_checkpoint.pt"))
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--unrolled", type=int, default=7, help="tokens ahead that are trained")
     parser.add_argument("--step-decay", type=float, default=0.9, help="weight of each further token")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--muon-lr", type=float, default=0.02)
-    parser.add_argument("--adam-lr", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--warmup", type=float, default=0.02)
-    parser.add_argument("--decay", type=float, default=0.5)
-    parser.add_argument("--log-every", type=int, default=20)
-    parser.add_argument("--eval-every", type=int, default=100)
+    parser.add_argument("--num", type=int, default=100, help="questions of a task at the end")
+    training.arguments(parser, steps=1200, log_every=20, eval_every=100)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    model = DemoModel(Shape())
-    model.load(load_file(MODEL / "model.safetensors"))
-    model.requires_grad_(False)
+    model: Any = Qwen3ForCausalLM.from_pretrained(MODEL, dtype=torch.float32).requires_grad_(False)
     drafter = Drafter(DrafterShape())
-    print(f"{sum(parameter.numel() for parameter in drafter.parameters()):,} parameters", flush=True)
     trial = Trial(model, drafter, Tokenizer.from_file(str(MODEL / "tokenizer.json")), args.unrolled, args.step_decay)
 
     def loss_of(step: int) -> tuple[Tensor, Tensor]:
         rng = random.Random(f"drafter/{args.seed}/{step}")
-        tokens = rng.choices(list(ROW_LENGTHS), weights=list(ROW_LENGTHS.values()))[0]
-        loss = trial.loss(make_batch(trial.tokenizer, rng, args.batch_tokens // tokens, tokens - 1))
+        loss = trial.loss(sample_ids(trial.tokenizer, rng, args.batch_tokens, 0))
         return loss, loss
 
     def lengths(num: int, seed: int) -> dict[str, float]:
         turns = [turn for task in tasks.TASKS for turn in tasks.held_out_questions(task, num, seed)]
         return mean_lengths(trial.accepted(turns, 7))
 
-    training.train(drafter, drafter.matrices(), loss_of, lambda: lengths(10, 1), args)
-    for parameter in drafter.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16).float()
+    training.train(drafter, loss_of, lambda: lengths(10, 1), args, drafter.matrices())
+    training.round_to_bfloat16(drafter)
     save(drafter, args.out)
     print(f"saved to {args.out}")
-    for task, length in lengths(100, 0).items():
+    for task, length in lengths(args.num, 0).items():
         print(f"{task}: {length:.2f} tokens a step")
 
 

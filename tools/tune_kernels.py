@@ -15,7 +15,7 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from numba_kernels.cuda import gemm  # noqa: E402
-from numba_kernels.cuda.tables import FOLDER, read  # noqa: E402
-from runtime.bench.kernels.cases import product_case  # noqa: E402
+from numba_kernels.cuda.gemm import hopper  # noqa: E402
+from numba_kernels.cuda.gemm.hopper_ring import Tile  # noqa: E402
+from numba_kernels.cuda.tables import FOLDER, Choice, read  # noqa: E402
+from runtime.bench.kernels.cases import Inputs, product_case  # noqa: E402
 from runtime.bench.kernels.table import prepare, verify  # noqa: E402
 from runtime.bench.kernels.timing import Stopwatch  # noqa: E402
 from runtime.device.gpu import Gpu  # noqa: E402
@@ -37,22 +39,36 @@ QUICK_SHAPES, QUICK_ROWS = ((128, 64),), (1, 72)
 NUM_RUNS = 15
 
 
-def measure(gpu: Gpu, stopwatch: Stopwatch, m: int, n: int, k: int, dtype: str) -> dict[str, Any]:
-    """The entry of one product: the fastest candidate, and the times of all.
+def competitors_of(
+    gpu: Gpu, m: int, n: int, k: int, dtype: str, *, more: Sequence[tuple[Tile, int]] = (), is_verified: bool = True
+) -> tuple[Inputs, dict[str, Callable[[], None]], dict[str, Choice]]:
+    """The arrays, which live as long as the first result; a run of each candidate, verified; and what it chooses.
+    `more`: Hopper's tiles with splits of K.
 
     Raises AssertionError if a candidate's result is wrong.
     """
     case = product_case("auto", m, n, k, dtype)
     inputs, ready = prepare(gpu, case, m + n + k)
-    competitors, choices = {}, {}
     product = gemm.Product(m, n, k, dtype, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
-    for choice in gemm.candidates(product, machine):
-        launch = gemm.plan(product, machine, choice.tier, choice.tile)
+    choices = {f"{each.tier} {each.tile}".strip(): each for each in gemm.candidates(product, machine)}
+    launches = {name: gemm.plan(product, machine, each.tier, each.tile) for name, each in choices.items()}
+    if not hopper.why_not(product, machine):
+        launches |= {f"hopper {tile}/{parts}": hopper.plan_tile(product, machine, tile, parts) for tile, parts in more}
+    runs = {}
+    for name, launch in launches.items():
         run = inputs.bind((launch, (*ready.operands, 0, 0, ready.out, m, n, k, 0, *gemm.NO_SQUARES)))
-        name = f"{choice.tier} {choice.tile}".strip()
-        verify(gpu, case, ready, run, name)
-        competitors[name], choices[name] = run, choice
+        if is_verified:
+            verify(gpu, case, ready, run, name)
+        else:
+            run()
+        runs[name] = run
+    return inputs, runs, choices
+
+
+def measure(gpu: Gpu, stopwatch: Stopwatch, m: int, n: int, k: int, dtype: str) -> dict[str, Any]:
+    """The entry of one product: the fastest candidate, and the times of all. Raises AssertionError for a wrong one."""
+    _inputs, competitors, choices = competitors_of(gpu, m, n, k, dtype)
     times = stopwatch.times(competitors)
     best = min(times, key=lambda name: times[name].median_us)
     return {

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numba
+
 from runtime.bench.metrics import check_finite
 from runtime.engine.messages import EngineInfo
 
@@ -31,8 +33,6 @@ def describe_machine() -> dict[str, Any]:
 
 def describe_engine(info: EngineInfo) -> dict[str, Any]:
     """The model and the settings that change its speed, and the machine."""
-    import numba
-
     return {
         "model": info.model_name,
         "architecture": info.architecture,

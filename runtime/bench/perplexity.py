@@ -1,4 +1,4 @@
-"""Perplexity of a text over windows, computed by the engine's own prompt_logprobs.
+"""Perplexity of a text over windows.
 
 The text's ids are cut into windows, each ``stride`` tokens after the previous one. A window scores its new tokens, with
 the rest as their context; the first scores all but its first token. So every token but the first is scored once, and
@@ -16,10 +16,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from runtime.llm import LLM
+from typing import Any
 
 LONGEST_WINDOW = 1024
 """Unless a window is named, where the model has as many positions."""
@@ -55,21 +52,6 @@ def windows(num_tokens: int, window: int, stride: int) -> list[Window]:
     return found
 
 
-def log_probabilities(llm: LLM, token_ids: Sequence[int], cut: Sequence[Window]) -> Iterator[list[float]]:
-    """For each window the log probabilities of its scored tokens, by the engine, many windows per batch."""
-    from runtime import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    for first in range(0, len(cut), 512):
-        part = cut[first : first + 512]
-        outputs = llm.generate([token_ids[each.start : each.end] for each in part], params, use_tqdm=False)
-        for each, output in zip(part, outputs, strict=True):
-            assert output.prompt_logprobs is not None, output.outputs[0].error
-            entries = output.prompt_logprobs[each.first_scored - each.start :]
-            ids = token_ids[each.first_scored : each.end]
-            yield [entry[token_id].logprob for entry, token_id in zip(entries, ids, strict=True) if entry is not None]
-
-
 def summary(scores: Iterator[list[float]], token_ids: Sequence[int], window: int, stride: int) -> dict[str, Any]:
     """The report of a run. Raises ``ValueError`` unless every token but the first has a finite score."""
     found = [score for of_window in scores for score in of_window]
@@ -89,16 +71,3 @@ def window_and_stride(window: int | None, stride: int | None, positions: int) ->
     """The given ones, or ``LONGEST_WINDOW`` or all of a model's positions, and half a window."""
     chosen = window or min(LONGEST_WINDOW, positions)
     return chosen, stride or max(1, chosen // 2)
-
-
-def measure(llm: LLM, text: str, window: int | None, stride: int | None, max_tokens: int | None) -> dict[str, Any]:
-    """The report over a text. Raises ``InvalidArgumentError`` for windows that do not fit it."""
-    from runtime.errors import InvalidArgumentError
-
-    token_ids = llm.get_tokenizer().encode(text)[:max_tokens]
-    window, stride = window_and_stride(window, stride, llm.client.info.max_model_len - 1)  # one more token is sampled
-    try:
-        cut = windows(len(token_ids), window, stride)
-    except ValueError as error:
-        raise InvalidArgumentError(str(error)) from None
-    return summary(log_probabilities(llm, token_ids, cut), token_ids, window, stride)

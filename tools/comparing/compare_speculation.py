@@ -41,6 +41,7 @@ from models.drafters.mtp import load_mtp
 from models.experts import MoeConfig
 from runtime.engine.config import OWN_DRAFTER, EngineConfig
 from runtime.engine.engine import Engine
+from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 from runtime.engine.make_engine import engine_over, limits_of, loaded_model
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
@@ -253,8 +254,6 @@ def _request(
     if not can_say_json:
         params.pop("structured_outputs", None)
     if "structured_outputs" in params:
-        from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
-
         params["structured_outputs"] = StructuredOutputsParams(json=SCHEMA)
         params["ignore_eos"] = False
     if tokenizer is not None and rng.random() < 0.3:  # short ones, which occur in answers

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tools.demo_model.model import rotated
-
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
@@ -60,9 +58,9 @@ class Drafter(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def matrices(self) -> list[nn.Parameter]:
+    def matrices(self) -> dict[str, nn.Parameter]:
         """The parameters that Muon updates."""
-        return [self.fc, self.query, self.key_value, self.output, self.gate_up, self.down]
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.ndim >= 2}
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.rms_norm_eps) * weight
@@ -135,3 +133,9 @@ class Drafter(nn.Module):
             "norm": self.final_norm,
         }
         return {f"{name}.weight": w.detach().to(torch.bfloat16).contiguous().clone() for name, w in state.items()}
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [rows, heads, tokens, head_dim] turned, each pair of halves by its token's angle."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -10,16 +10,13 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from runtime import LLM, SamplingParams
 from runtime.text.harmony.message import HarmonyMessage, special_ids
 from runtime.text.harmony.parse import MessageParser
 from tools.demo_model import harmony_tasks
 from tools.demo_model.harmony_tasks import Exercise, Setting
 from tools.demo_model.tasks import Score
-
-if TYPE_CHECKING:
-    from runtime import LLM
 
 MAX_ANSWER_TOKENS = 96
 # name: task, whether there is a tool
@@ -94,8 +91,6 @@ def missed_goals(scores: list[Score]) -> list[str]:
 
 def _answers(llm: LLM, prompts: list[list[int]]) -> list[list[HarmonyMessage]]:
     """Greedy answers to the prompts."""
-    from runtime import SamplingParams
-
     tokenizer = llm.get_tokenizer()
     ids = special_ids(tokenizer)
     assert ids is not None

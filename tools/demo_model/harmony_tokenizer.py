@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -53,3 +54,13 @@ def build_tokenizer(texts: list[str], vocab_size: int, special: Sequence[str] = 
     assert found == vocab_size - len(special), f"the texts give {found} tokens, not {vocab_size - len(special)}"
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
+
+
+def kept_tokenizer(
+    kept: Path, texts: Callable[[], list[str]], vocab_size: int, special: Sequence[str] = (PAD, *SPECIAL_TOKENS)
+) -> Tokenizer:
+    """The tokenizer beside a checkpoint, or a new one, which is saved there."""
+    if not kept.exists():
+        build_tokenizer(texts(), vocab_size, special).save(str(kept))
+    found: Tokenizer = Tokenizer.from_file(str(kept))
+    return found

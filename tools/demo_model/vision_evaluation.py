@@ -7,14 +7,12 @@ is right if it equals the expected one.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from runtime import LLM, SamplingParams
 from tools.demo_model import picture_tasks
 from tools.demo_model.picture_tasks import Seen
 from tools.demo_model.tasks import Score
-
-if TYPE_CHECKING:
-    from runtime import LLM
 
 MAX_ANSWER_TOKENS = 64
 GOAL, LEAST = 95.0, 90.0
@@ -23,8 +21,6 @@ GOAL, LEAST = 95.0, 90.0
 
 def evaluate(llm: LLM, num: int, seed: int) -> tuple[list[Score], list[str]]:
     """Scores of `num` questions of each task, and a line for each wrong answer."""
-    from runtime import SamplingParams
-
     asked = {task: [seen for seen, _ in found] for task, found in picture_tasks.held_out(num, seed).items()}
     rng = random.Random(f"none/{seed}")
     asked["none"] = [picture_tasks.sample_unseen(rng) for _ in range(num)]

@@ -25,7 +25,15 @@ from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph
 from runtime.device.nccl import NcclComm, NcclError, candidates, open_nccl
 from runtime.dtype import DType, float32
+from runtime.engine.config import EngineConfig
+from runtime.engine.make_engine import engine_of, lone_rank
+from runtime.engine.messages import EngineRequest
+from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.ranks import group, joining
+from runtime.engine.sampling_params import SamplingParams
+from runtime.nccl_communicator import NUM_SLOTS, NcclCommunicator
 from runtime.rank_notices import Notices, notices_bytes, shared_memory
+from runtime.tensor.tensor import Tensor
 from tools.gpu.sections import ROOT, Case, Options, Result
 from tools.gpu.serving.asking import DEMO, ask, first_difference, ids_of
 
@@ -167,9 +175,6 @@ def _in_graph(comm: NcclComm) -> Result:
 
 def _communicator(comm: NcclComm) -> Result:
     """The communicator's calls that models use."""
-    from runtime.nccl_communicator import NUM_SLOTS, NcclCommunicator
-    from runtime.tensor.tensor import Tensor
-
     memory = shared_memory(notices_bytes(1))
     try:
         ours = NcclCommunicator(comm.gpu, comm, Notices.open(memory, 0, 1), comm)
@@ -316,12 +321,6 @@ def _split_model(options: Options, two_ranks: Callable[[], tuple[list[dict[str, 
 
 def _answers(options: Options, prompts: list[list[int]], length: int, num_ranks: int) -> list[list[int]]:
     """Greedy answers."""
-    from runtime.engine.config import EngineConfig
-    from runtime.engine.make_engine import engine_of, lone_rank
-    from runtime.engine.messages import EngineRequest
-    from runtime.engine.process.client import ThreadEngineClient
-    from runtime.engine.sampling_params import SamplingParams
-
     config = EngineConfig(
         device=options.device, tensor_parallel_size=num_ranks, exact=True, num_blocks=64, max_model_len=128,
         max_num_seqs=8, seed=0,
@@ -341,8 +340,6 @@ def _answers(options: Options, prompts: list[list[int]], length: int, num_ranks:
 @contextlib.contextmanager
 def _ranks_on_one_gpu() -> Iterator[None]:
     """Gives all ranks of an engine the first one's device, and allows NCCL to share it."""
-    from runtime.engine.ranks import group, joining
-
     before, environment = joining.device_of_rank, {name: os.environ.get(name) for name in SHARED_GPU}
     for module in (group, joining):
         vars(module)["device_of_rank"] = lambda device, rank: device

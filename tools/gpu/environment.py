@@ -9,6 +9,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
+from runtime.bench.environment import describe_machine
+from runtime.device.errors import CompileError
+from runtime.device.gpu import Gpu
+from runtime.device.kernel_cache import KernelCache
+from runtime.device.kernel_key import tool_versions
+from runtime.device.toolkit import require_compiler
 from tools.gpu.sections import ROOT, Case, Options, Result
 
 PACKAGES = (
@@ -31,8 +37,6 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 def _machine() -> Result:
-    from runtime.bench.environment import describe_machine
-
     return describe_machine() | {"commit": _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")}
 
 
@@ -61,19 +65,12 @@ def _nvidia_smi() -> Result:
 
 
 def _device(options: Options) -> Result:
-    from runtime.device.gpu import Gpu
-
     gpu = Gpu.of(options.device)
     return asdict(gpu.properties) | {"arch": gpu.arch, "driver": gpu.driver.call("cuDriverGetVersion")}
 
 
 def _kernels() -> Result:
     """The bundles in the cache of kernels, and the compiler, if installed."""
-    from runtime.device.errors import CompileError
-    from runtime.device.kernel_cache import KernelCache
-    from runtime.device.kernel_key import tool_versions
-    from runtime.device.toolkit import require_compiler
-
     try:
         require_compiler()
         compiler = tool_versions()

@@ -12,16 +12,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel
+from dflash.model import DFlashDraftModel
+from transformers import Qwen3Config
 
 from tests.models.drafters.dflash_cases import CASES, FOLDER, NUM_TOKENS, draft_tensors, given, target_tensors
 
 
 def main() -> None:
-    import torch
-    from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel
-    from dflash.model import DFlashDraftModel
-    from transformers import Qwen3Config
-
     torch.set_default_dtype(torch.float64)
     FOLDER.mkdir(exist_ok=True)
     for case, fields in CASES.items():

@@ -11,18 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.eagle3 import Eagle3SpeculatorConfig
+from speculators.models.eagle3.core import Eagle3DraftModel
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from transformers import AutoConfig
 
 from tests.models.drafters.eagle3_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, TARGET_LAYERS
 
 
 def main() -> None:
-    import torch
-    from speculators.config import SpeculatorsConfig, VerifierConfig
-    from speculators.models.eagle3 import Eagle3SpeculatorConfig
-    from speculators.models.eagle3.core import Eagle3DraftModel
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from transformers import AutoConfig
-
     for seed, (case, (layer, own)) in enumerate(CASES.items()):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(**layer)

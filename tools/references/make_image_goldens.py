@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import transformers
+from PIL import Image, ImageOps
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as oracle
 
 from tests.runtime.images.pictures import FIXED, PICTURES, SIDES, SIZES, SMALL_SIZES, picture_bytes, small_picture
 
@@ -27,9 +30,6 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    import transformers
-    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as oracle
-
     grids = {
         name: [
             oracle.smart_resize(
@@ -61,8 +61,6 @@ def main() -> None:
 
 def opened(name: str) -> Any:
     """A picture, upright. Greys of 16 bits are scaled to 8 beforehand: transformers clips them."""
-    from PIL import Image, ImageOps
-
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(picture_bytes(name))))
     if image.mode == "I;16":
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -72,8 +70,6 @@ def opened(name: str) -> Any:
 def make_sides() -> None:
     """Pixtral's processor: each picture's height and width, and the digest of its pixels, channels first. A picture is
     None if a side would have no pixels."""
-    import transformers
-
     found: dict[str, Any] = {}
     for name, settings in SIDES.items():
         raw = transformers.PixtralImageProcessorPil(**settings, do_rescale=False, do_normalize=False)
@@ -97,8 +93,6 @@ def make_sides() -> None:
 
 
 def make_fixed() -> None:
-    import transformers
-
     found: dict[str, Any] = {}
     for name, case in FIXED.items():
         settings = {field: value for field, value in case.items() if field != "processor"}

@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
 
 from tests.models.driver import mean_relative_error, relative_error
 from tests.models.golden_weights import golden_tensor
@@ -30,9 +32,6 @@ def main() -> None:
 
 
 def make_case(module: ModuleType, case: str) -> None:
-    import torch
-    import transformers
-
     config = transformers.AutoConfig.for_model(**json.loads(json.dumps(module.CASES[case])))
     config._attn_implementation = "eager"
     model: Any = transformers.AutoModelForImageTextToText.from_config(config).eval()
@@ -71,8 +70,6 @@ def make_case(module: ModuleType, case: str) -> None:
 
 def logits_of(model: Any, ids: list[int], pixels: Any, **more: Any) -> np.ndarray[Any, Any]:
     """Logits of all positions; Gemma gets a mask of pictures, so that their tokens see each other."""
-    import torch
-
     if model.config.model_type == "gemma3":
         more["token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in ids]])
     made = model(input_ids=torch.tensor([ids]), pixel_values=pixels, **more)

@@ -13,6 +13,8 @@ import json
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.drafters.mtp_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, prediction_tensors
 from tests.models.folders import golden_tensors, load_golden
@@ -20,9 +22,6 @@ from tests.models.golden_weights import named_tensors, stored_tensors
 
 
 def main() -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     FOLDER.mkdir(exist_ok=True)
     for case in CASES:
         golden = load_golden(case)

@@ -11,12 +11,12 @@ import json
 import tempfile
 from pathlib import Path
 
+from transformers import AutoTokenizer, __version__
+
 from tests.tokenizer.class_cases import EXPECTED, TEXTS, cases
 
 
 def main() -> None:
-    from transformers import AutoTokenizer, __version__
-
     names_by_ids: dict[str, list[str]] = {}
     for name, files in cases().items():
         with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
+from safetensors.numpy import save_file
 
 from tests.models.golden_weights import golden_tensor
 from tests.models.vision import gemma3_cases, llava_cases, pixtral_cases
@@ -34,9 +37,6 @@ def main() -> None:
 def make_configs() -> None:
     """`resaved_configs.json`: the configs of all families' cases, written by `save_pretrained` of a model loaded by
     `from_pretrained(dtype=...)`."""
-    import torch
-    import transformers
-
     found = {}
     for case, config in (CASES | llava_cases.CASES | pixtral_cases.CASES | gemma3_cases.CASES).items():
         made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
@@ -50,9 +50,6 @@ def make_configs() -> None:
 
 
 def make_case(case: str) -> None:
-    import torch
-    import transformers
-
     config = transformers.AutoConfig.for_model(**CASES[case])
     config._attn_implementation = "eager"
     model: Any = transformers.AutoModelForImageTextToText.from_config(config).eval()
@@ -97,9 +94,6 @@ def make_case(case: str) -> None:
 
 def check_stored(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     """Checks that transformers makes this model of the tests' checkpoint."""
-    import torch
-    from safetensors.numpy import save_file
-
     with TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         save_file(stored_tensors(shapes), Path(folder) / "model.safetensors", metadata={"format": "pt"})
@@ -111,8 +105,6 @@ def check_stored(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
 def positions_of(model: Any, ids: Any, kinds: Any, grids: Any) -> tuple[Any, Any]:
     """transformers' `get_rope_index`. It treats a run of picture tokens as one picture: of two adjacent ones, the
     second is given as a video of one frame, which has the same axis rule."""
-    import torch
-
     kinds = kinds.clone()
     first = int(torch.nonzero(kinds[0])[0])
     count = GRIDS[0][0] * GRIDS[0][1] // 4

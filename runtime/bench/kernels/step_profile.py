@@ -13,19 +13,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
+from runtime.backends import cpu, cpu_sampling
 from runtime.bench.environment import describe_engine
+from runtime.bench.kernels.counted import Counts, counting
 from runtime.bench.load.prompts import random_prompts
 from runtime.bench.metrics import BenchmarkError, check_finite
 from runtime.bench.scheduling.engines import Stepper, local
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from runtime.device.gpu import Gpu
-    from runtime.engine.engine import Engine
-    from runtime.engine.timeline import StepRecord
+from runtime.device.gpu import Gpu
+from runtime.emulator.driver.architectures import model_of
+from runtime.engine.engine import Engine
+from runtime.engine.timeline import StepRecord
 
 HOST_PARTS = ("schedule", "prepare", "run", "commit")
 CPU_OPERATIONS = {
@@ -54,8 +54,6 @@ Ledger = dict[str, Spent]
 @contextmanager
 def _clocked(ledger: Ledger) -> Iterator[None]:
     """Clocks the cpu's operations. Nested operations count for both."""
-    from runtime.backends import cpu, cpu_sampling
-
     modules = {"cpu": cpu, "cpu_sampling": cpu_sampling}
     depth = [0]
 
@@ -118,8 +116,6 @@ def _timed_launches(gpu: Gpu, ledger: Ledger) -> Iterator[None]:
 @contextmanager
 def _counted_launches(gpu: Gpu, ledger: Ledger) -> Iterator[None]:
     """Counts each kernel's work on an emulated device."""
-    from runtime.bench.kernels.counted import Counts, counting
-
     launch = gpu.launch
     runs: dict[str, int] = {}
 
@@ -151,8 +147,6 @@ def _watched(engine: Engine, ledger: Ledger) -> Iterator[None]:
         with _clocked(ledger):
             yield
         return
-    from runtime.device.gpu import Gpu
-
     gpu = Gpu.of(device)
     with (_counted_launches if gpu.driver.is_emulated else _timed_launches)(gpu, ledger):
         yield
@@ -243,8 +237,6 @@ def _phase(engine: Engine, ledger: Ledger, records: Sequence[StepRecord]) -> dic
 
 def _bound_ms(engine: Engine, counted: dict[str, int]) -> float:
     """The lower bound of the emulated product: by memory, tensor cores, or issued PTX instructions."""
-    from runtime.emulator.driver.architectures import model_of
-
     device = local(engine).model.device
     assert device.arch is not None
     model = model_of(device.arch)

@@ -15,6 +15,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors.numpy import save_file
 
 from runtime.bench.scheduling.roofline import PRESETS
 
@@ -126,8 +127,6 @@ def draw_normal(
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
     """Writes a model folder: the configuration, one file of weights, and the last id as the end of sequence."""
-    from safetensors.numpy import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     last_id = config["vocab_size"] - 1

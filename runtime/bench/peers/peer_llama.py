@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 VARIANTS = ("flash-512", "plain-512", "flash-128", "plain-128")
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 
@@ -59,8 +61,6 @@ OTHER_NAMES = {
 
 def stored_tensors(path: Path) -> Iterator[tuple[str, Any]]:
     """Name and values (float32) of each tensor of a safetensors file of float32 or bfloat16."""
-    import numpy as np
-
     raw = np.memmap(path, np.uint8, "r")
     start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
     for name, entry in json.loads(raw[8:start].tobytes()).items():
@@ -92,7 +92,6 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     """The folder's model as GGUF, its matrices as `dtype`; vectors and positions stay float32. It has no tokenizer: ids
     go in, ids come out."""
     import gguf
-    import numpy as np
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = config["model_type"]
@@ -139,8 +138,6 @@ class Batch:
     """A `llama_batch` of `num_tokens`; `token` and `position` are arrays over its fields."""
 
     def __init__(self, api: Any, sequences: list[int], wants_logits: list[bool]) -> None:
-        import numpy as np
-
         self._api = api
         count = len(sequences)
         self.batch = api.llama_batch_init(count, 0, 1)
@@ -219,8 +216,6 @@ class Peer:
 
     def _decode(self, context: Any, batch: Batch, num_outputs: int) -> Any:
         """Logits `[num_outputs, vocab]`, valid until the next call."""
-        import numpy as np
-
         status = self.api.llama_decode(context, batch.batch)
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status}")
@@ -228,8 +223,6 @@ class Peer:
         return np.ctypeslib.as_array(pointer, (num_outputs, self.vocab_size))
 
     def logits(self, token_ids: list[int], path: str) -> dict[str, Any]:
-        import numpy as np
-
         count = len(token_ids)
         context = self._open(1, count, VARIANTS[0], count)
         batch = Batch(self.api, [0] * count, [True] * count)
@@ -240,8 +233,6 @@ class Peer:
 
     def generate(self, prompts: list[list[int]], new_tokens: int, variant: str) -> dict[str, Any]:
         """Greedy tokens; `prefill_s` until the first token of every prompt, `decode_s` for the others."""
-        import numpy as np
-
         count, length = len(prompts), len(prompts[0])
         context = self._open(count, length + new_tokens, variant, count * length)
         sequences = [sequence for sequence in range(count) for _ in range(length)]

@@ -11,6 +11,8 @@ around the model's own forward: `logits_to_keep=1`, argmax on the tensor, tokens
 import time
 from typing import Any
 
+import numpy
+
 
 class Peer:
     """One loaded model and its requests."""
@@ -38,8 +40,6 @@ class Peer:
         }
 
     def logits(self, token_ids: list[int], path: str) -> dict[str, Any]:
-        import numpy
-
         with self.torch.inference_mode():
             logits = self.model(self.torch.tensor([token_ids]), use_cache=False).logits[0]
         numpy.save(path, logits.float().numpy())

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 from runtime.bench.metrics import BenchmarkError
@@ -104,8 +105,6 @@ def _one_pattern(fields: Any) -> str | None:
 
 def default_texts() -> dict[str, str]:
     """English prose and code of the running Python: its language reference and its standard library."""
-    from pydoc_data.topics import topics
-
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     code = "".join(source.read_text(encoding="utf-8", errors="replace") for source in sources)
     return {"prose": "\n".join(topics.values()), "code": code}

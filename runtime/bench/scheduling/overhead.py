@@ -18,13 +18,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from cuda.bindings import driver as bindings
 
 from runtime import ops
 from runtime.batch import Batch
 from runtime.bench.environment import finished
 from runtime.bench.metrics import BenchmarkError
 from runtime.device.device import Device
+from runtime.device.driver import Driver
+from runtime.device.gpu import Gpu
+from runtime.device.kernel_list import KernelList
 from runtime.dtype import float32
+from runtime.emulator.driver.dry_driver import DryDriver
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.limits import EngineLimits, resolve
@@ -175,13 +180,6 @@ def measure_graphs(num_seqs: int, context_len: int, num_steps: int, seed: int = 
 
 def _dry_device() -> str:
     """A dummy GPU."""
-    from cuda.bindings import driver as bindings  # these and the next need the GPU libraries, which may be missing
-
-    from runtime.device.driver import Driver
-    from runtime.device.gpu import Gpu
-    from runtime.device.kernel_list import KernelList
-    from runtime.emulator.driver.dry_driver import DryDriver
-
     driver = Driver(DryDriver(DRY_ARCH), bindings, arch=DRY_ARCH)
     driver.call("cuInit", 0)
     device = Device(f"emulated:{DRY_ARCH}")

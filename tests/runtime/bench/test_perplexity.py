@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import LLM
-from runtime.bench.perplexity import Window, log_probabilities, summary, windows
+from runtime.bench.engine_perplexity import log_probabilities
+from runtime.bench.perplexity import Window, summary, windows
 from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
 from tests.runtime.commands.running import ROOT, invoke
 

@@ -14,6 +14,9 @@ import sys
 import time
 from typing import Any
 
+from runtime.engine.sampling_params import SamplingParams
+from runtime.llm import LLM
+
 
 class Side:
     """One loaded model."""
@@ -22,8 +25,6 @@ class Side:
         self.llm: Any = None
 
     def load(self, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-        from runtime.llm import LLM
-
         if self.llm is not None:
             self.llm.close()
         self.llm = LLM(folder, device="cpu", skip_tokenizer_init=True, **settings)
@@ -31,8 +32,6 @@ class Side:
 
     def run(self, prompts: list[list[int]], new_tokens: int, salt: str) -> dict[str, Any]:
         """Greedy tokens of all prompts, none of which are in the prefix cache."""
-        from runtime.engine.sampling_params import SamplingParams
-
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         given = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
         begun = time.process_time()

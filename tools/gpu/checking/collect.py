@@ -16,8 +16,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device import device as device_module
 from runtime.device import gpu as gpu_module
 from runtime.device import nccl as nccl_module
@@ -33,12 +34,12 @@ from runtime.device.kernel_list import KernelList
 from runtime.device.nccl import Nccl
 from runtime.emulator.driver.dry_driver import DryDriver
 from runtime.emulator.nccl.dry_nccl import DryNccl
+from runtime.engine.config import EngineConfig
+from runtime.engine.model_kernels import kernels_of_model
 from tools.gpu.checking import lenient
 from tools.gpu.checking.worker import outcome
 from tools.gpu.sections import Options, Section, find
-
-if TYPE_CHECKING:
-    from numba_kernels.cuda.specialisation import Specialisation
+from tools.gpu.serving.models import config_of, quick_weights_of
 
 EXPECTED = ("AssertionError", "Failed: DID NOT RAISE", "BenchmarkError")
 """Errors that comparisons of zeros end in. Any other may hide launches."""
@@ -105,10 +106,6 @@ def run_dry(section: Section, options: Options) -> dict[str, str]:
 
 def served(section: Section, options: Options, arch: str) -> list[Specialisation]:
     """The kernels for serving the section's models, in batches and prompts of all kinds."""
-    from runtime.engine.config import EngineConfig
-    from runtime.engine.model_kernels import kernels_of_model
-    from tools.gpu.serving.models import config_of, quick_weights_of
-
     found = []
     for name in section.models:
         with tempfile.TemporaryDirectory() as folder, quick_weights_of(name):

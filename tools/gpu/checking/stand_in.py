@@ -21,6 +21,7 @@ from runtime.device.device import CPU, Device
 from runtime.device.driver import Driver
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelCache
+from tests.runtime.device import emulated
 from tools.gpu.sections import Options
 
 MEMORY_BYTES = 6 << 30
@@ -57,8 +58,6 @@ class StandIn:
         for module in (device_module, gpu_module):
             vars(module)["open_driver"] = lambda arch=None: driver
         vars(device_module)["best_device"] = lambda: CPU  # for tests that name no device
-        from tests.runtime.device import emulated
-
         emulated.new_gpu = new_gpu
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,6 +22,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from runtime.device.gpu import Gpu
+from runtime.errors import DeviceError
 from tools.gpu.sections import Case, Options, Section, find
 
 LOST = 3
@@ -87,9 +89,6 @@ def outcome(case: Case) -> dict[str, Any]:
 
 def is_lost(options: Options) -> bool:
     """Whether the device no longer responds."""
-    from runtime.device.gpu import Gpu
-    from runtime.errors import DeviceError
-
     try:
         Gpu.of(options.device).synchronize()
     except DeviceError:

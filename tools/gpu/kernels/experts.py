@@ -1,129 +1,228 @@
-"""Mixtures of experts against numpy, at sizes of serving: few tokens and many, in 16 bits and packed."""
+"""Mixtures of experts: one declaration of a layer's step, verified, timed beside dense products, and tuned by tiles.
+
+Experts' matrices are at most `KINDS` distinct ones, each expert's in memory of its own. A result is compared with
+numpy's for rows from the first to the last.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from unittest.mock import patch
 
-import ml_dtypes
 import numpy as np
 
-from models.quantized.on_load import ROUNDINGS
+from numba_kernels.cuda.experts import hopper
 from numba_kernels.cuda.gemm.epilogue import LIMIT, SLOPE
+from numba_kernels.cuda.gemm.hopper import ARCH
+from numba_kernels.cuda.gemm.hopper_ring import Tile
 from runtime import ops
+from runtime.backends import cuda_experts
 from runtime.bench.kernels.cases import TOLERANCE, Array, Inputs, sampled
+from runtime.bench.kernels.timing import Stopwatch
 from runtime.device.gpu import Gpu
-from runtime.dtype import float32
 from runtime.linear.experts import ExpertsWeight
-from runtime.linear.options import LoadOptions
-from runtime.linear.packed_matrix import MatrixPart, prepare_packed
-from runtime.linear.quantise import Rounding, quantise
-from runtime.linear.weight import LinearWeight
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
+from tools.gpu.kernels.packed_layers import Layer, float_layer, packed_layer
+from tools.gpu.kernels.quantized import errors, put
+from tools.gpu.kernels.quantized_speed import Recorded, timed
+from tools.gpu.kernels.speed import stopwatch_of
 from tools.gpu.sections import Case, Options, Result
+from tools.gpu.serving.quick_weights import copied
 
-_ROUNDINGS = ROUNDINGS | {"int8": Rounding("int8", (1, 0), np.dtype(np.float32))}
+MIXTURES = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 768)}
+"""Experts, how many of them a token chooses, hidden, inner."""
+ROWS_OF_EXPERT = 128
+"""Rows of each expert in a prompt."""
+KINDS = 16
+TUNED_ROWS = {
+    ("gpt-oss-20b", "mxfp4"): (128, 8, 512, 64, 2, 256, 32), ("gpt-oss-20b", "bf16"): (32, 64, 128, 192, 256),
+    ("qwen3-30b-a3b", "bf16"): (32, 64, 128, 256),
+}  # fmt: skip
+"""Rows of each expert, by model and format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A layer's experts, and the tokens of a step. `weight`: "bf16", or one of `_ROUNDINGS`."""
+    """A step's tokens over a layer's experts. `format`: "bf16", or one of `packed_layers.FORMATS`."""
 
+    model: str
+    format: str
     tokens: int
     num_experts: int
     top_k: int
     hidden: int
     inner: int
-    weight: str = "bf16"
     activation: str = "silu"
 
     @property
     def name(self) -> str:
-        sizes = f"{self.tokens} tokens, {self.top_k} of {self.num_experts} experts, {self.hidden} x {self.inner}"
-        return f"{sizes}, {self.weight}, {self.activation}"
+        sizes = f"{self.top_k} of {self.num_experts} experts, {self.hidden} x {self.inner}"
+        return f"{self.model or sizes}, {self.format}, {self.tokens} tokens"
+
+    def weights(self, gpu: Gpu) -> tuple[tuple[ExpertsWeight, ExpertsWeight], list[list[Layer]]]:
+        """Gate and up, and down; and the distinct layers of both."""
+        return _weights(gpu, self.format, self.num_experts, self.hidden, self.inner)
+
+    def routing(self, gpu: Gpu) -> tuple[Array, Array, Routing]:
+        """The chosen experts, each as often where that is possible, their shares, and both on the device."""
+        rng, shape = np.random.default_rng(0), (self.tokens, self.num_experts)
+        ids = np.argsort(rng.random(shape), 1)[:, : self.top_k].astype(np.int32)
+        if self.tokens * self.top_k % self.num_experts == 0:
+            turns = np.arange(self.tokens * self.top_k).reshape(self.tokens, -1)
+            ids = rng.permutation(self.num_experts)[turns % self.num_experts].astype(np.int32)
+        shares = rng.uniform(size=ids.shape).astype(np.float32)
+        rule = RoutingRule(num_experts=self.num_experts, top_k=self.top_k)
+        on_gpu = put(gpu, ids), put(gpu, shares)
+        for each in on_gpu:  # the second product reads them before the first has ended
+            each.storage.freeze()
+        return ids, shares, Routing(*on_gpu, rule)
+
+    def rows(self, gpu: Gpu) -> Array:
+        return Inputs(gpu, 1).normal((self.tokens, self.hidden), "bf16")
+
+
+@functools.lru_cache(maxsize=1)  # kept for all token counts, which follow each other
+def _weights(
+    gpu: Gpu, format: str, num_experts: int, hidden: int, inner: int
+) -> tuple[tuple[ExpertsWeight, ExpertsWeight], list[list[Layer]]]:
+    layers, made = [], []
+    for width, depth in ((2 * inner, hidden), (hidden, inner)):
+        make = float_layer if format == "bf16" else functools.partial(packed_layer, name=format)
+        layers.append([make(gpu, width=width, depth=depth, seed=seed) for seed in range(min(KINDS, num_experts))])
+        weights = [layers[-1][expert % KINDS].weight for expert in range(num_experts)]
+        made.append(ExpertsWeight([each if at < KINDS else copied(each) for at, each in enumerate(weights)]))
+    return (made[0], made[1]), layers
+
+
+def expected(x: Array, ids: Array, shares: Array, layers: list[list[Layer]], activation: str) -> Array:
+    """Tokens' sums over their experts, float32; intermediate results are rounded as on the device."""
+    total = np.zeros(x.shape, np.float32)
+    for kind, (gate_up, down) in enumerate(zip(*layers, strict=True)):
+        gate, up = np.split(gate_up.expected(x), 2, 1)
+        slope = 1.0
+        if activation == "clamped_silu":
+            gate, up, slope = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT) + 1, SLOPE
+        inner = (gate / (1 + np.exp(-slope * gate)) * up).astype(x.dtype)
+        share = np.where(ids % len(layers[0]) == kind, shares, 0).sum(1, keepdims=True)
+        total += share * down.expected(inner)
+    return total
+
+
+def check(mixture: Mixture, result: Tensor, x: Array, ids: Array, shares: Array, layers: list[list[Layer]]) -> Result:
+    """The errors of a result. Raises AssertionError if it is wrong."""
+    some = sampled(mixture.tokens)
+    found = result.to("cpu").array.astype(np.float32)[some]
+    return errors(found, expected(x[some], ids[some], shares[some], layers, mixture.activation))
 
 
 def cases(options: Options) -> Iterator[Case]:
     """Few tokens that read their experts directly, some that stream them in tiles of 16 rows, and many in large
-    tiles."""
+    tiles. Nothing is timed."""
     gpu = Gpu.of(options.device)
     if options.is_quick:
-        found = [Mixture(2, 3, 2, 64, 32, "mxfp4", "clamped_silu"), Mixture(6, 3, 2, 64, 32)]
+        found = [Mixture("", "mxfp4", 2, 3, 2, 64, 32, "clamped_silu"), Mixture("", "bf16", 6, 3, 2, 64, 32)]
     else:
-        found = [Mixture(tokens, 16, 4, 2048, 768) for tokens in (1, 4, 5, 64, 200, 333, 500, 4000)]
-        found += [Mixture(tokens, 5, 4, 2880, 2880, "mxfp4", "clamped_silu") for tokens in (1, 3, 16, 300)]
+        found = [Mixture("", "bf16", tokens, 16, 4, 2048, 768) for tokens in (1, 4, 5, 64, 200, 333, 500, 4000)]
+        found += [Mixture("", "mxfp4", tokens, 5, 4, 2880, 2880, "clamped_silu") for tokens in (1, 3, 16, 300)]
         found += [
-            Mixture(tokens, 8, 2, 1024, 512, weight)
-            for weight in ("int4", "int8", "fp8") for tokens in (1, 9, 400, 1600)
+            Mixture("", weight, tokens, 8, 2, 1024, 512)
+            for weight in ("int4 g32", "int8", "fp8") for tokens in (1, 9, 400, 1600)
         ]  # fmt: skip
     for each in found:
-        yield Case(each.name, functools.partial(check, gpu, each))
+        yield Case(each.name, functools.partial(_verified, options, gpu, each))
 
 
-def check(gpu: Gpu, wanted: Mixture, seed: int = 0) -> Result:
-    """Runs a layer and compares rows from the first to the last. Raises AssertionError if it is wrong."""
-    inputs, rng = Inputs(gpu, seed + 1), np.random.default_rng(seed)
-    gate_up, down, matrices = _layer(gpu, wanted.num_experts, wanted.hidden, wanted.inner, wanted.weight)
-    rule = RoutingRule(num_experts=wanted.num_experts, top_k=wanted.top_k)
-    ids = np.argsort(rng.random((wanted.tokens, wanted.num_experts)), 1)[:, : wanted.top_k].astype(np.int32)
-    shares = rng.uniform(size=ids.shape).astype(np.float32)
-    x = inputs.normal((wanted.tokens, wanted.hidden), "bf16")
-    chosen = Routing(_put(gpu, ids), _put(gpu, shares), rule)
-    result = ops.experts(_put(gpu, x), chosen, gate_up, down, wanted.activation)  # type: ignore[arg-type]
-    found = result.to("cpu").array.astype(np.float32)
-    some = sampled(wanted.tokens)
-    expected = np.array([_expected(x[row], ids[row], shares[row], matrices, wanted.activation) for row in some])
-    error = float(np.abs(found[some] - expected).max() / np.abs(expected).max())
-    if not error <= TOLERANCE["bf16"]:
-        raise AssertionError(f"off by {error:.3g} of the largest value, {np.isnan(found).mean():.1%} are NaN")
-    return {"error_share": error}
+def _verified(options: Options, gpu: Gpu, mixture: Mixture) -> Result:
+    (weights, layers), x, (ids, shares, chosen) = mixture.weights(gpu), mixture.rows(gpu), mixture.routing(gpu)
+    result = ops.experts(put(gpu, x), chosen, *weights, mixture.activation)  # type: ignore[arg-type]
+    return {} if options.is_dry else check(mixture, result, x, ids, shares, layers)
 
 
-@functools.lru_cache(maxsize=1)  # cases of one layer follow each other
-def _layer(
-    gpu: Gpu, num_experts: int, hidden: int, inner: int, weight: str
-) -> tuple[ExpertsWeight, ExpertsWeight, list[list[Array]]]:
-    """Gate and up, down, and the matrices of both in float32, a bias in the last column."""
-    inputs = Inputs(gpu, 0)
-    matrices: list[list[Array]] = [[], []]
-    made: list[list[LinearWeight]] = [[], []]
-    for number, (rows, depth) in enumerate(((2 * inner, hidden), (hidden, inner))):
-        for _ in range(num_experts):
-            matrix, bias = inputs.normal((rows, depth), "bf16", depth**-0.5), inputs.normal((rows,), "f32")
-            prepared, kept = _prepared(gpu, matrix, bias, weight)
-            made[number].append(prepared)
-            matrices[number].append(np.concatenate([kept, bias[:, None]], 1))
-    gate_up, down = (ExpertsWeight(each) for each in made)
-    return gate_up, down, matrices
+def speed(options: Options) -> Iterator[Case]:
+    """One token, few, and prompts with `ROWS_OF_EXPERT` rows per expert and four times as many, compared with dense
+    bfloat16 products of as many rows of these sizes."""
+    stopwatch = stopwatch_of(options)
+    found = [Mixture("tiny", "mxfp4", 2, 4, 2, 64, 64)]
+    if not options.is_quick:
+        found.clear()
+        for model, sizes in MIXTURES.items():
+            prompt = ROWS_OF_EXPERT * sizes[0] // sizes[1]
+            for name in ("mxfp4", "bf16") if model == "gpt-oss-20b" else ("bf16", "fp8 blocks", "int4 g128", "mxfp4"):
+                found += [Mixture(model, name, tokens, *sizes) for tokens in (1, 16, prompt, 4 * prompt, 4, 64)]
+    for each in found:
+        yield Case(each.name, functools.partial(_speed, options, stopwatch, each))
 
 
-def _put(gpu: Gpu, array: Array) -> Tensor:
-    return Tensor.from_numpy(np.ascontiguousarray(array)).to(gpu.device)
+def _speed(options: Options, stopwatch: Stopwatch, mixture: Mixture) -> Result:
+    gpu, tokens = stopwatch.gpu, mixture.tokens
+    (weights, layers), x, (ids, shares, chosen) = mixture.weights(gpu), mixture.rows(gpu), mixture.routing(gpu)
+    on_gpu = put(gpu, x)
+    ours = Recorded(gpu, lambda: ops.experts(on_gpu, chosen, *weights, "silu"))
+    dense, touched = _dense(gpu, mixture), np.unique(ids).size
+    row: Result = {
+        "sizes": [tokens, mixture.num_experts, mixture.top_k, mixture.hidden, mixture.inner],
+        "kernels": ours.kernels, "touched": touched, "dense_kernels": dense.kernels,
+    }  # fmt: skip
+    if not options.is_dry:
+        row |= check(mixture, ours.result, x, ids, shares, layers)
+    least_bytes = touched * sum(part.experts[0].size_bytes for part in weights) + 4 * tokens * mixture.hidden
+    flops = 2.0 * tokens * mixture.top_k * 3 * mixture.hidden * mixture.inner
+    return row | timed(stopwatch, {"ours": ours, "bf16": dense}, least_bytes, flops)
 
 
-def _prepared(gpu: Gpu, matrix: Array, bias: Array, weight: str) -> tuple[LinearWeight, Array]:
-    """The map on the device, and its matrix, float32."""
-    options = LoadOptions.parse(device=str(gpu.device), dtype="bfloat16")
-    terms = Tensor.from_numpy(bias)
-    if weight == "bf16":
-        return ops.prepare_linear(Tensor.from_numpy(matrix), terms, options), matrix.astype(np.float32)
-    quantised = quantise(matrix.astype(np.float32), _ROUNDINGS[weight])
-    part = MatrixPart(quantised, slice(0, matrix.shape[0]), slice(0, matrix.shape[1]))
-    return prepare_packed([part], [terms], options, None), quantised.dequantise(float32)
+def _dense(gpu: Gpu, mixture: Mixture) -> Recorded:
+    """Dense gate and up, and down, of one expert's size over as many rows as all experts have."""
+    rows = mixture.tokens * mixture.top_k
+    x = put(gpu, Inputs(gpu, 2).normal((rows, mixture.hidden), "bf16"))
+    gate_up = float_layer(gpu, 2 * mixture.inner, mixture.hidden).weight
+    down = float_layer(gpu, mixture.hidden, mixture.inner).weight
+    return Recorded(gpu, lambda: ops.linear(ops.linear_glu(x, gate_up, "silu"), down))
 
 
-def _expected(x: Array, ids: Array, shares: Array, matrices: list[list[Array]], activation: str) -> Array:
-    """A token's row, float32; intermediate results are rounded as on the device."""
-    row, total = np.append(x.astype(np.float32), np.float32(1)), np.zeros(x.shape, np.float32)
-    for expert, share in zip(ids, shares):
-        gate, up = np.split(matrices[0][expert] @ row, 2)
-        if activation == "clamped_silu":
-            gate, up = np.minimum(gate, LIMIT), np.clip(up, -LIMIT, LIMIT) + 1
-            inner = gate / (1 + np.exp(-SLOPE * gate)) * up
-        else:
-            inner = gate / (1 + np.exp(-gate)) * up
-        rounded = inner.astype(ml_dtypes.bfloat16).astype(np.float32)
-        total += share * (matrices[1][expert] @ np.append(rounded, np.float32(1)))
-    return total
+def tuning(options: Options) -> Iterator[Case]:
+    """Finds the fastest tile by rows per expert, which `runtime.backends.cuda_experts` chooses by models: `mma.sync`
+    beside each tile of `wgmma`, for quantised experts dequantised before it, or unpacked by it."""
+    stopwatch = stopwatch_of(options)
+    found = [Mixture("tiny", "mxfp4", 6, 3, 2, 64, 64)]
+    if not options.is_quick:
+        found = [
+            Mixture(model, name, rows * MIXTURES[model][0] // MIXTURES[model][1], *MIXTURES[model])
+            for (model, name), counts in TUNED_ROWS.items() for rows in counts
+        ]  # fmt: skip
+    for each in found:
+        yield Case(each.name, functools.partial(_tiles, options, stopwatch, each))
+
+
+def _tiles(options: Options, stopwatch: Stopwatch, mixture: Mixture) -> Result:
+    """Microseconds of both products with sorting and sum, by tile. All experts have equally many rows.
+
+    Raises AssertionError if a tile's results are not near those of `mma.sync`.
+    """
+    gpu, (gate_up, down) = stopwatch.gpu, mixture.weights(stopwatch.gpu)[0]
+    x, chosen = put(gpu, mixture.rows(gpu)), mixture.routing(gpu)[2]
+
+    def recorded(tile: Tile | None) -> Recorded:
+        with patch.object(cuda_experts, "_hopper_tile", lambda *_: tile):
+            return Recorded(gpu, lambda: ops.experts(x, chosen, gate_up, down, "silu"))
+
+    tiles: dict[str, Tile | None] = {"mma.sync": None, **{str(tile): tile for tile in hopper.TILES}}
+    if gate_up.packing is not None and gpu.arch == ARCH:
+        tiles |= {f"unpacked {tile}": tile for tile in hopper.UNPACKING_TILES}
+    competitors: dict[str, Callable[[], None]] = {}
+    results: dict[str, Array] = {}
+    for name, tile in tiles.items():
+        competitors[name] = ours = recorded(tile)
+        if not options.is_dry:
+            found = results[name] = ours.result.to("cpu").array.astype(np.float32)
+            wanted = results["mma.sync"]
+            error = float(np.abs(found - wanted).max() / np.abs(wanted).max())
+            if not error <= TOLERANCE["bf16"]:
+                raise AssertionError(f"{name}: off by {error:.3g} of the largest value of mma.sync's")
+    times = stopwatch.times(competitors)
+    return {
+        "sizes": [mixture.tokens, mixture.num_experts, mixture.top_k, mixture.hidden, mixture.inner],
+        "us": {name: round(each.median_us, 2) for name, each in times.items()},
+    }

@@ -111,7 +111,7 @@ class Layer:
         return found
 
 
-@functools.lru_cache(maxsize=2)  # cases of one layer follow each other, of experts, of two
+@functools.lru_cache(maxsize=2)  # cases of one layer follow each other
 def packed_layer(gpu: Gpu, name: str, width: int, depth: int, seed: int = 0) -> Layer:
     """``[width, depth]`` in one of `FORMATS`, prepared like a checkpoint's matrix."""
     options = LoadOptions.parse(device=str(gpu.device), dtype="bfloat16")

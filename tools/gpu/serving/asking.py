@@ -7,13 +7,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.process.client import EngineClient
 from tools.gpu.sections import ROOT
-
-if TYPE_CHECKING:
-    from runtime.engine.messages import EngineRequest
-    from runtime.engine.process.client import EngineClient
 
 DEMO = ROOT / "models" / "demo"
 LIMIT_S = 60.0
@@ -37,8 +35,6 @@ def ids_of(folder: Path, text: str) -> list[int]:
 def ask(client: EngineClient, requests: Sequence[EngineRequest], *, limit_s: float = LIMIT_S) -> list[list[int]]:
     """Runs all requests at once; returns their first choices' tokens. Raises AssertionError if one ends with an error,
     queue.Empty if none makes progress."""
-    from runtime.engine.messages import EngineOutput
-
     outputs: SimpleQueue[EngineOutput] = SimpleQueue()
     answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:

@@ -8,18 +8,20 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from runtime.bench.scheduling.engines import local
+from runtime.device.gpu import Gpu
+from runtime.device.stream import Event
+from runtime.engine.engine import Engine
+from runtime.engine.messages import EngineRequest
+from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.steps.step_input import StepInput
 from tools.gpu.sections import Case, Options, Result
 from tools.gpu.serving.asking import ask
 from tools.gpu.serving.models import Model, config_of, quartiles_ms
-
-if TYPE_CHECKING:
-    from runtime.device.stream import Event
-    from runtime.engine.engine import Engine
-    from runtime.engine.steps.step_input import StepInput
 
 NUM_REQUESTS = 64
 PROMPTS, OUTPUTS = (100, 2000), (50, 200)
@@ -70,9 +72,6 @@ class Probe:
 
     def __init__(self, engine: Engine, *, is_timed: bool = False) -> None:
         """`is_timed`: events on the device around each step."""
-        from runtime.bench.scheduling.engines import local
-        from runtime.device.gpu import Gpu
-
         executor = local(engine)
         assert executor.graphs is not None, "a GPU has decode graphs"
         self.steps: dict[int, Noted] = {}
@@ -118,9 +117,6 @@ class Probe:
 
 def _load(model: Model, seed: int) -> Result:
     """64 requests at once, of other lengths each time; the decode graphs stay."""
-    from runtime.engine.messages import EngineRequest
-    from runtime.engine.sampling_params import SamplingParams
-
     rng, is_quick = np.random.default_rng(seed), model.options.is_quick
     count = 3 if is_quick else NUM_REQUESTS
     prompt_lens = rng.integers(*((4, 9) if is_quick else PROMPTS), count, endpoint=True)

@@ -12,17 +12,20 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from runtime.bench.scheduling.engines import local
+from runtime.engine.engine import Engine
+from runtime.engine.make_engine import build_engine
+from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.process.client import EngineClient, ThreadEngineClient
+from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.timeline import StepRecord
 from tools.gpu.sections import Case, Options, Result
 from tools.gpu.serving.graph_timeline import node_timeline
-
-if TYPE_CHECKING:
-    from runtime.engine.engine import Engine
-    from runtime.engine.process.client import EngineClient
-    from runtime.engine.timeline import StepRecord
+from tools.gpu.serving.quick_weights import quick_weights
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
@@ -105,8 +108,6 @@ def config_of(options: Options, name: str) -> dict[str, Any]:
 
 def quick_weights_of(name: str) -> contextlib.AbstractContextManager[None]:
     """A context in which models load with quick weights, quantised by `STORED` for this name."""
-    from tools.gpu.serving.quick_weights import quick_weights
-
     return quick_weights(STORED.get(name, {}))
 
 
@@ -122,8 +123,6 @@ class Model:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        from runtime.engine.make_engine import build_engine
-
         (Path(self._folder.name) / "config.json").write_text(
             json.dumps(config_of(self.options, self.name)), encoding="utf-8"
         )
@@ -139,8 +138,6 @@ class Model:
 
     @functools.cached_property
     def client(self) -> EngineClient:
-        from runtime.engine.process.client import ThreadEngineClient
-
         return ThreadEngineClient(self.engine)
 
     def run(
@@ -148,9 +145,6 @@ class Model:
     ) -> tuple[list[list[int]], list[StepRecord]]:
         """Greedy answers, and their steps; `predictions` are proposed while answers follow them. Raises AssertionError
         if a request fails."""
-        from runtime.engine.messages import EngineOutput, EngineRequest
-        from runtime.engine.sampling_params import SamplingParams
-
         client, before = self.client, self._last_step()
         outputs: SimpleQueue[EngineOutput] = SimpleQueue()
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
@@ -347,8 +341,6 @@ def _prefill(model: Model, length: int) -> Result:
 
 def _graphs(model: Model) -> list[Any]:
     """The recorded decode graphs."""
-    from runtime.bench.scheduling.engines import local
-
     graphs = local(model.engine).graphs
     return [] if graphs is None else graphs.recorded()
 

@@ -6,18 +6,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from runtime.engine.make_engine import build_engine
+from runtime.engine.messages import EngineRequest
+from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.scheduling.sequence import Sequence as Choice
+from runtime.engine.speculation.drafter import Ids
+from runtime.engine.speculation.speculator import Speculator
+from runtime.engine.timeline import StepRecord
 from tools.gpu.sections import Case, Options, Result
 from tools.gpu.serving.asking import DEMO, ask, first_difference, ids_of
 from tools.gpu.serving.models import CONTEXT, OUTPUT, Model, config_of, quartiles_ms
-
-if TYPE_CHECKING:
-    from runtime.engine.scheduling.sequence import Sequence as Choice
-    from runtime.engine.speculation.drafter import Ids
-    from runtime.engine.timeline import StepRecord
 
 WAYS = ("ngram", "suffix", "eagle3")
 QUESTIONS = (
@@ -63,11 +66,6 @@ def _compare(options: Options, way: str, plain: Callable[[], tuple[Any, ...]], *
 
 def _answers(options: Options, way: str, *, exact: bool) -> tuple[dict[str, list[list[int]]], int, int]:
     """Answers by sampling parameters, and the numbers of drafted and accepted tokens."""
-    from runtime.engine.make_engine import build_engine
-    from runtime.engine.messages import EngineRequest
-    from runtime.engine.process.client import ThreadEngineClient
-    from runtime.engine.sampling_params import SamplingParams
-
     prompts = [ids_of(DEMO, f"<|user|>{question}<|assistant|>") for question in QUESTIONS]
     prompts, length = (prompts[-1:], 4) if options.is_quick else (prompts, NUM_TOKENS)
     engine = build_engine(
@@ -125,8 +123,6 @@ def speed(options: Options, name: str) -> Iterator[Case]:
 
 def _steps(model: Model, batch: int) -> Result:
     """Plain decode steps, and steps that verify seven proposals of each sequence, after runs that record both."""
-    from runtime.engine.speculation.speculator import Speculator
-
     engine, is_quick = model.engine, model.options.is_quick
     prompt_len, output_len = (6, 10) if is_quick else (CONTEXT, OUTPUT)
     prompts = model.prompts(batch, prompt_len)

@@ -16,6 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from runtime.engine.make_engine import build_engine
+from runtime.engine.messages import EngineRequest, ImageItem
+from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.sampling_params import SamplingParams
 from tools.gpu.sections import ROOT, Case, Options, Result
 from tools.gpu.serving.asking import ask, first_difference, ids_of
 
@@ -59,11 +63,6 @@ def patches_of(picture: Array) -> bytes:
 
 def answers(options: Options, dtype: str) -> dict[str, list[int]]:
     """Tokens by picture and question."""
-    from runtime.engine.make_engine import build_engine
-    from runtime.engine.messages import EngineRequest, ImageItem
-    from runtime.engine.process.client import ThreadEngineClient
-    from runtime.engine.sampling_params import SamplingParams
-
     most, length = (1, 3) if options.is_quick else (100, NUM_TOKENS)
     engine = build_engine(
         MODEL, device=options.device, dtype=dtype, num_blocks=256, max_model_len=128, max_num_seqs=8, seed=0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from models.registry import declare_model, load_model
+from numba_kernels.cuda.experts import hopper
 from runtime import ops
 from runtime.backends import cuda_packed
 from runtime.bench.kernels.cases import Inputs
@@ -18,7 +19,7 @@ from runtime.device.gpu import Gpu
 from runtime.linear.options import LoadOptions
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.weight import PackedWeight
-from tools.gpu.kernels import packed_layers, quantized, quantized_speed
+from tools.gpu.kernels import experts, packed_layers, quantized, quantized_speed
 from tools.gpu.kernels.packed_layers import FORMATS, packed_layer, random_matrix
 from tools.gpu.kernels.quantized import Wanted, check, errors
 from tools.gpu.sections import Options
@@ -129,11 +130,20 @@ def test_recorded_launches_do_it_again_and_nothing_is_missing() -> None:
 
 @pytest.mark.exhaustive  # translates kernels of experts
 def test_experts_are_verified_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    (case,) = quantized_speed.experts(Options("emulated:sm_90a", is_quick=True))
+    (case,) = experts.speed(Options("emulated:sm_90a", is_quick=True))
     found = case.run()
     assert found["error_rms"] < 1e-2
     assert (found["touched"], set(found["times"])) == (4, {"ours", "bf16"})
-    real = quantized_speed._expected
-    monkeypatch.setattr(quantized_speed, "_expected", lambda x, ids, *more: real(x, ids + 1, *more))
+    real = experts.expected
+    monkeypatch.setattr(experts, "expected", lambda x, ids, *more: real(x, ids + 1, *more))
     with pytest.raises(AssertionError, match="off by"):
         case.run()
+
+
+@pytest.mark.exhaustive
+def test_every_tile_of_experts_is_timed() -> None:
+    (case,) = experts.tuning(Options("emulated:sm_90a", is_quick=True))
+    found = case.run()["us"]
+    unpacked = [f"unpacked {tile}" for tile in hopper.UNPACKING_TILES]
+    assert list(found) == ["mma.sync", *map(str, hopper.TILES), *unpacked]
+    assert all(us > 0 for us in found.values())
