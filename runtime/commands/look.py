@@ -71,7 +71,7 @@ def _id(text: str) -> int:
 
 
 _environment = later("runtime.bench.environment")
-_perplexity = later("runtime.bench.perplexity")
+_perplexity = later("runtime.bench.engine_perplexity")
 _llm = later("runtime.llm")
 
 
