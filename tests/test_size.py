@@ -27,12 +27,12 @@ MOST_LINES = {
     "runtime/parallel": 1_140,
     "runtime/images": 920,
     "runtime/commands": 2_813,
-    "runtime/bench": 8_804,
+    "runtime/bench": 8_808,
     "runtime": 2_815,
     "models": 14_090,
     "server": 18_240,
     "tokenizer": 5_571,
-    "tools": 17_351,
+    "tools": 17_338,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests."""
