@@ -11,19 +11,15 @@ arithmetic of Tensor's operators is `runtime.tensor.arithmetic`; its functions a
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 
-from numba_kernels.cpu.running.recording import NotRecordableError, current
 from numba_kernels.segments import SEGMENTS
-from runtime.backends import cpu, cpu_decode, cpu_sampling
-from runtime.backends.checks import check, fail
-from runtime.backends.sampling_checks import check_chosen, check_sampling
+from runtime.backends import backend_of, cpu_sampling, cuda_tensor
+from runtime.backends.checks import check, check_chosen, check_sampling, fail
 from runtime.batch import Batch
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, float32, int32, int64
@@ -36,7 +32,7 @@ from runtime.routing import Routing, RoutingRule
 from runtime.sampling_arrays import SAMPLING_FIELDS, Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.tensor import arithmetic
 from runtime.tensor.storage import NDArray
-from runtime.tensor.tensor import Tensor
+from runtime.tensor.tensor import Tensor, operation
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "clamp",
@@ -55,32 +51,21 @@ FLOATS = tuple(STORED)
 
 def __getattr__(name: str) -> Any:
     """The generic arithmetic: ``ops.add`` and the rest, numpy's on the CPU, where it cannot be recorded."""
-    if current() is not None and name in arithmetic.__dict__:
-        raise NotRecordableError(f"{name} is not a kernel on the cpu")
-    return getattr(arithmetic, name)
+    if name not in arithmetic.__all__:
+        raise AttributeError(f"module 'runtime.ops' has no attribute {name!r}")
+    return operation(name)
 
 
-def _backend(op: str, argument: str, tensor: Tensor) -> ModuleType:
+def _backend(op: str, argument: str, tensor: Tensor) -> Any:
     """The implementation for the device of the operation's first tensor."""
     if not isinstance(tensor, Tensor):
         raise fail(op, argument, f"must be a Tensor, not {type(tensor).__name__}")
-    device = tensor.device
-    return cpu if device is CPU or device.kind == "cpu" else _cuda()
+    return backend_of(tensor.device)
 
 
-@functools.cache
-def _cuda() -> ModuleType:
-    """The implementation for GPUs, imported on use, since it needs numba-cuda."""
-    from runtime.backends import cuda
-
-    return cuda
-
-
-def _sampling_backend(op: str, logits: Tensor) -> ModuleType:
+def _sampling_backend(op: str, logits: Tensor) -> Any:
     """The implementation for checked ``logits [n, V]`` float32."""
-    backend: ModuleType = cpu_sampling
-    if _backend(op, "logits", logits) is not cpu:
-        from runtime.backends import cuda_sampling as backend
+    backend = _backend(op, "logits", logits)
     check(op, "logits", logits, logits.device, float32, (None, None))
     return backend
 
@@ -89,8 +74,6 @@ def place(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
     """The arrays as tensors on a device: over their own memory on the CPU, else copied together."""
     if device.kind == "cpu":
         return [Tensor.from_numpy(array) for array in arrays]
-    from runtime.backends import cuda_tensor
-
     return cuda_tensor.upload_together(arrays, device)
 
 
@@ -166,7 +149,7 @@ def linear_glu(x: Tensor, weight: LinearWeight, activation: GluActivation, *, no
     """
     backend = _check_factors("linear_glu", x, weight)
     normed = _check_norm("linear_glu", x, weight, norm)
-    _check_glu("linear_glu", "weight", weight.shape[0], activation, backend)
+    _check_glu("linear_glu", "weight", weight.shape[0], activation, backend.GLU_ACTIVATIONS)
     return backend.linear_glu(x, weight, activation, *normed)  # type: ignore[no-any-return]
 
 
@@ -184,7 +167,7 @@ def logits_linear(x: Tensor, weight: LinearWeight, *, scale: float = 1.0, softca
     return logits  # type: ignore[no-any-return]
 
 
-def _check_factors(op: str, x: Tensor, weight: LinearWeight) -> ModuleType:
+def _check_factors(op: str, x: Tensor, weight: LinearWeight) -> Any:
     """The implementation of a product of rows with a weight, after checking both."""
     backend = _backend(op, "x", x)
     if not isinstance(weight, backend.WEIGHT) or (weight.device is not x.device and weight.device != x.device):
@@ -328,29 +311,22 @@ def clamp(x: Tensor, limit: float, *, out: Tensor | None = None) -> Tensor:
     """``max(-limit, min(x, limit))`` of ``[T, H]``; ``out`` may be ``x``."""
     if not limit > 0.0:
         raise fail("clamp", "limit", f"is {limit}, must be above 0")
-    return _activate_shaped("clamp", x, (limit,), out)
+    return _activate("clamp", "clamp", x, out, (limit,))
 
 
 def xielu(x: Tensor, positive: float, negative: float, beta: float, eps: float, *, out: Tensor | None = None) -> Tensor:
     """``positive x^2 + beta x`` above 0, else ``negative (e^min(x, eps) - 1 - x) + beta x``, of ``[T, H]``; ``out`` may
     be ``x``."""
-    return _activate_shaped("xielu", x, (positive, negative, beta, eps), out)
+    return _activate("xielu", "xielu", x, out, (positive, negative, beta, eps))
 
 
-def _activate_shaped(op: str, x: Tensor, factors: tuple[float, ...], out: Tensor | None) -> Tensor:
+def _activate(op: str, function: str, x: Tensor, out: Tensor | None, factors: tuple[float, ...] = ()) -> Tensor:
+    """The elementwise kernel `function`, with up to four numbers."""
     backend = _backend(op, "x", x)
-    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None) if factors else (None,) * x.ndim)
     if out is not None:
         _check_written(op, "out", out, x.device, x.dtype, x.shape)
-    return backend.activate_shaped(op, x, factors, out)  # type: ignore[no-any-return]
-
-
-def _activate(op: str, function: str, x: Tensor, out: Tensor | None) -> Tensor:
-    backend = _backend(op, "x", x)
-    check(op, "x", x, x.device, backend.ACTIVATIONS, (None,) * x.ndim)
-    if out is not None:
-        _check_written(op, "out", out, x.device, x.dtype, x.shape)
-    return backend.activate(function, x, out)  # type: ignore[no-any-return]
+    return backend.activate(function, x, out, factors)  # type: ignore[no-any-return]
 
 
 def glu(gate_up: Tensor, activation: GluActivation) -> Tensor:
@@ -360,14 +336,14 @@ def glu(gate_up: Tensor, activation: GluActivation) -> Tensor:
     """
     backend = _backend("glu", "gate_up", gate_up)
     check("glu", "gate_up", gate_up, gate_up.device, backend.ACTIVATIONS, (None, None))
-    _check_glu("glu", "gate_up", gate_up.shape[1], activation, backend)
+    _check_glu("glu", "gate_up", gate_up.shape[1], activation, backend.GLU_ACTIVATIONS)
     return backend.glu(gate_up, activation)  # type: ignore[no-any-return]
 
 
-def _check_glu(op: str, argument: str, both: int, activation: str, backend: ModuleType | None = None) -> None:
+def _check_glu(op: str, argument: str, both: int, activation: str, kernels: Sequence[str] = GLU_ACTIVATIONS) -> None:
     if activation not in GLU_ACTIVATIONS:
         raise fail(op, "activation", f"is {activation!r}, must be one of {', '.join(GLU_ACTIVATIONS)}")
-    if activation == "clamped_silu" and backend not in (cpu, None):
+    if activation not in kernels:
         raise fail(op, "activation", f"is {activation!r}, for which a GPU has a kernel between experts' maps alone")
     if both % 2:
         raise fail(op, argument, f"gives {both} columns, must be an even number")
@@ -396,7 +372,7 @@ def normed_route(
     """``x [T, H]`` normalised, and the `route` of its logits, the product with ``router [E, H]``."""
     backend = _backend("normed_route", "x", x)
     check("normed_route", "x", x, x.device, backend.ACTIVATIONS, (None, router.shape[1]))
-    if backend is not cpu and (found := backend.normed_route(x, norm, router, rule, bias)) is not None:
+    if (found := backend.normed_route(x, norm, router, rule, bias)) is not None:
         return found  # type: ignore[no-any-return]
     x = rms_norm(x, norm.weight, norm.eps)
     return x, route(logits_linear(x, router), rule, bias)
@@ -690,8 +666,6 @@ def keep_proposals(
 
 def check_ids(device: Device) -> None:
     """Waits for a GPU; InvalidArgumentError if an id was outside its table since the last call."""
-    from runtime.backends import cuda_tensor
-
     cuda_tensor.check_id_flag(device)
 
 
@@ -703,10 +677,7 @@ def take_decode_inputs(
     ``tables [rows, width]`` gets the first ``num_changes [1]`` pairs of ``changes [n]``: an index in it, and its value.
     ``token_ids [T]`` gets ``drawn[sources[t]]`` where ``sources [T]`` is not negative. Indices and sources must exist.
     """
-    op = "take_decode_inputs"
-    backend: ModuleType = cpu_decode
-    if _backend(op, "changes", changes) is not cpu:
-        from runtime.backends import cuda_decode as backend
+    op, backend = "take_decode_inputs", _backend("take_decode_inputs", "changes", changes)
     device, num_tokens = changes.device, token_ids.shape[0]
     check(op, "changes", changes, device, int32, (None,))
     check(op, "num_changes", num_changes, device, int32, (1,))

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from runtime.device.assemble import require_compiler
 from runtime.device.errors import CompileError
 from runtime.device.gpu import Gpu
-from runtime.device.kernel_cache import KernelCache
-from runtime.device.kernel_list import KernelList
-from runtime.device.toolkit import require_compiler
+from runtime.device.kernel_cache import KernelCache, KernelList
 from tests.kernel_budget import Loaded, is_over_budget
 from tests.selection import mark_cases, refuse_empty_names, refuse_unregistered_marks
 

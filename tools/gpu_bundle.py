@@ -33,7 +33,7 @@ if str(ROOT) not in sys.path:
 from packaging.requirements import Requirement  # noqa: E402
 from packaging.utils import canonicalize_name  # noqa: E402
 
-from runtime.device.kernel_bundle import Bundle, merge_bundles  # noqa: E402
+from runtime.device.compiled_kernel import Bundle, merge_bundles  # noqa: E402
 from tools.gpu.checking.elf_symbols import undefined_symbols  # noqa: E402
 from tools.gpu.checking.unpack import PACKAGES  # noqa: E402
 from tools.gpu.sections import sections  # noqa: E402

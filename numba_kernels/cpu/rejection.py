@@ -13,7 +13,7 @@ import functools
 import numpy as np
 from numba import carray, njit
 
-from numba_kernels.cpu.intrinsics.philox import philox
+from numba_kernels.cpu.intrinsics.scalars import philox
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at, int64_at
 
 FIELDS = Fields(

@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numba import carray, njit
 
-from numba_kernels.cpu.intrinsics.philox import philox
+from numba_kernels.cpu.intrinsics.scalars import philox
 from numba_kernels.cpu.rows import exponentials, largest_of
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at, int64_at, uint32_at
 from numba_kernels.cpu.selection import last_kept

@@ -88,9 +88,6 @@ def _gelu_erf(x):
     return result
 
 
-_FUNCTIONS = {"gelu_erf": _gelu_erf, "gelu_tanh": _gelu_tanh, "gelu_sigmoid": _gelu_sigmoid, "silu": _silu}
-
-
 @device_function
 def _clamp(x, limit, second, third, fourth):
     if x > limit:
@@ -121,16 +118,19 @@ def _xielu(x, positive, negative, beta, eps):
     return fma(beta, x, bent)
 
 
-SHAPED = {"clamp": _clamp, "xielu": _xielu}
+SHAPED = ("clamp", "xielu")  # functions that take four numbers beside x
+FUNCTIONS = {
+    "gelu_erf": _gelu_erf, "gelu_tanh": _gelu_tanh, "gelu_sigmoid": _gelu_sigmoid, "silu": _silu, "clamp": _clamp,
+    "xielu": _xielu,
+}  # fmt: skip
 
 
 @functools.cache
-def _shaped(name: str, dtype: str, width: int) -> Specialisation:
-    """Arguments: x, out addresses; number of accesses of `width` elements; four numbers."""
+def _activation(name: str, dtype: str, width: int) -> Specialisation:
+    """Arguments: x, out addresses; number of accesses of `width` elements; four numbers, if the function takes some."""
     access_bytes = uint64(ITEM_BYTES[dtype] * width)
-    load, store, function = elements_loader(dtype, width), elements_storer(dtype, width), SHAPED[name]
+    load, store, function = elements_loader(dtype, width), elements_storer(dtype, width), FUNCTIONS[name]
 
-    @cuda.jit
     def shaped(x, out, num_accesses, first, second, third, fourth):
         wait_for_previous_grid()
         launch_dependents()
@@ -145,18 +145,6 @@ def _shaped(name: str, dtype: str, width: int) -> Specialisation:
             store(out + at, values)
             index += step
 
-    constants = {"dtype": dtype, "width": width}
-    arguments = (types.uint64, types.uint64, types.uint32, *(types.float32,) * 4)
-    return Specialisation(f"{name}_{dtype}_x{width}", shaped, arguments, THREADS, constants=constants)
-
-
-@functools.cache
-def _activation(name: str, dtype: str, width: int) -> Specialisation:
-    """Arguments: x, out addresses; number of accesses of `width` elements."""
-    access_bytes = uint64(ITEM_BYTES[dtype] * width)
-    load, store, function = elements_loader(dtype, width), elements_storer(dtype, width), _FUNCTIONS[name]
-
-    @cuda.jit
     def activation(x, out, num_accesses):
         wait_for_previous_grid()
         launch_dependents()
@@ -171,16 +159,17 @@ def _activation(name: str, dtype: str, width: int) -> Specialisation:
             store(out + at, values)
             index += step
 
+    kernel, numbers = (shaped, 4) if name in SHAPED else (activation, 0)
+    arguments = (types.uint64, types.uint64, types.uint32, *(types.float32,) * numbers)
     constants = {"dtype": dtype, "width": width}
-    arguments = (types.uint64, types.uint64, types.uint32)
-    return Specialisation(f"{name}_{dtype}_x{width}", activation, arguments, THREADS, constants=constants)
+    return Specialisation(f"{name}_{dtype}_x{width}", cuda.jit(kernel), arguments, THREADS, constants=constants)
 
 
 @functools.cache
 def _glu(name: str, dtype: str, width: int) -> Specialisation:
     """Arguments: gate_up, out addresses; rows; accesses a row of out."""
     access_bytes = uint64(ITEM_BYTES[dtype] * width)
-    load, store, function = elements_loader(dtype, width), elements_storer(dtype, width), _FUNCTIONS[name]
+    load, store, function = elements_loader(dtype, width), elements_storer(dtype, width), FUNCTIONS[name]
 
     @cuda.jit
     def glu(gate_up, out, num_rows, accesses_a_row):
@@ -206,17 +195,11 @@ def _glu(name: str, dtype: str, width: int) -> Specialisation:
 
 
 def plan_activation(name: str, num_elements: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
-    """(launch, number of accesses) of one of `ACTIVATIONS`. Arguments: x, out, number of accesses."""
+    """(launch, number of accesses) of one of `FUNCTIONS`. Arguments: x, out, number of accesses; four numbers, if it is
+    one of `SHAPED`."""
     width = access_width(dtype, num_elements, alignment)
     accesses = num_elements // width
     return Launch(_activation(name, dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
-
-
-def plan_shaped(name: str, num_elements: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
-    """(launch, number of accesses) of one of `SHAPED`. Arguments: x, out, number of accesses, four numbers."""
-    width = access_width(dtype, num_elements, alignment)
-    accesses = num_elements // width
-    return Launch(_shaped(name, dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
 
 
 def plan_glu(name: str, num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
@@ -307,7 +290,7 @@ def specialisations() -> Iterator[Specialisation]:
     """Every kernel of this family, but that functions with numbers of their own are the vectors' alone."""
     for dtype in DTYPES:
         for name in SHAPED:
-            yield _shaped(name, dtype, VECTOR_WIDTH[dtype])
+            yield _activation(name, dtype, VECTOR_WIDTH[dtype])
         for width in (1, VECTOR_WIDTH[dtype]):
             for name in GLU_ACTIVATIONS:
                 yield _glu(name, dtype, width)

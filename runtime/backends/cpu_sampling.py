@@ -13,7 +13,7 @@ from numba_kernels.cpu import rejection as _rejection
 from numba_kernels.cpu import sampling as _sampling
 from numba_kernels.cpu.running.launch import Kernel, address_of
 from runtime.backends.checks import fail
-from runtime.backends.cpu import SERIAL_ELEMENTS, num_workers
+from runtime.backends.cpu_threads import SERIAL_ELEMENTS, num_workers
 from runtime.sampling_arrays import SAMPLING_FIELDS, Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.tensor.tensor import Tensor
 

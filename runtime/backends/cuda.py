@@ -14,6 +14,7 @@ import numpy as np
 
 from numba_kernels.cuda import activation as _activation
 from numba_kernels.cuda import attention as _attention
+from numba_kernels.cuda import decode_inputs as _decode_inputs
 from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
@@ -21,6 +22,7 @@ from numba_kernels.cuda.kv_cache import page_row
 from numba_kernels.cuda.quantised_pages import PAGES as _QUANTISED
 from runtime.backends import cuda_packed
 from runtime.backends.checks import check, fail
+from runtime.backends.cuda_arithmetic import elementwise, matmul, reduce, write_elementwise
 from runtime.backends.cuda_experts import expert_linear, experts, normed_route, route
 from runtime.backends.cuda_latent import LATENT_ROW_MULTIPLE, latent_attention, latent_prepare
 from runtime.backends.cuda_linear import (
@@ -32,6 +34,7 @@ from runtime.backends.cuda_linear import (
     rms_norm,
     row_squares,
 )
+from runtime.backends.cuda_sampling import draw, log_softmax_topk, sample
 from runtime.backends.cuda_tensor import alignment, id_flag, upload, zeros
 from runtime.backends.remembered import remembered
 from runtime.batch import Batch
@@ -42,13 +45,15 @@ from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate", "activate_shaped",
-    "add_embedding", "add_partials", "add_scaled", "attention", "embedding", "expert_linear", "experts", "gather_rows",
-    "glu", "join_columns", "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
-    "normed_route", "page_shape", "qkv_prepare", "rms_norm", "route", "row_squares", "scale_logits",
+    "ACTIVATIONS", "GLU_ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
+    "add_embedding", "add_partials", "add_scaled", "attention", "draw", "elementwise", "embedding", "expert_linear",
+    "experts", "gather_rows", "glu", "join_columns", "latent_attention", "latent_prepare", "layer_norm", "linear",
+    "linear_glu", "linear_partial", "log_softmax_topk", "matmul", "normed_route", "page_shape", "qkv_prepare", "reduce",
+    "rms_norm", "route", "row_squares", "sample", "scale_logits", "take_decode_inputs", "write_elementwise",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)
+GLU_ACTIVATIONS = _activation.GLU_ACTIVATIONS
 WEIGHT = TABLE = GpuWeight
 NORM_WEIGHTS = float32
 
@@ -58,7 +63,6 @@ _plan_embedding = remembered(_embedding.plan_embedding)
 _plan_layer_norm = remembered(_norm.plan_layer_norm)
 _plan_qkv_prepare = remembered(_qkv.plan_qkv_prepare)
 _plan_row_scales = remembered(_qkv.plan_row_scales)
-_plan_shaped = remembered(_activation.plan_shaped)
 _plan_scale_logits = remembered(_activation.plan_scale_logits)
 
 # ------------------------------------------------------------------------------------------ linear, embedding
@@ -148,23 +152,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return result
 
 
-def activate(function: str, x: Tensor, out: Tensor | None) -> Tensor:
-    """One of `activation.ACTIVATIONS`, elementwise; ``out`` may be ``x``."""
+def activate(function: str, x: Tensor, out: Tensor | None, factors: tuple[float, ...] = ()) -> Tensor:
+    """One of `activation.FUNCTIONS`, elementwise, with up to four numbers; ``out`` may be ``x``."""
     result = Tensor.new(x.shape, x.dtype, x.device) if out is None else out
     if x.size:
         addresses = x.address, result.address
         launch, accesses = _plan_activation(function, x.size, x.dtype.ptx, alignment=alignment(*addresses))
-        Gpu.of(x.device).launch(launch, *addresses, accesses)
-    return result
-
-
-def activate_shaped(function: str, x: Tensor, factors: tuple[float, ...], out: Tensor | None) -> Tensor:
-    """As `activate`, one of `activation.SHAPED`, with up to four numbers."""
-    result = Tensor.new(x.shape, x.dtype, x.device) if out is None else out
-    if x.size:
-        addresses = x.address, result.address
-        launch, accesses = _plan_shaped(function, x.size, x.dtype.ptx, alignment=alignment(*addresses))
-        Gpu.of(x.device).launch(launch, *addresses, accesses, *(*factors, 0.0, 0.0, 0.0)[:4])
+        numbers = (*factors, 0.0, 0.0, 0.0)[:4] if factors else ()
+        Gpu.of(x.device).launch(launch, *addresses, accesses, *numbers)
     return result
 
 
@@ -259,3 +254,12 @@ def attention(
         ),
     )  # fmt: skip
     return result
+
+
+def take_decode_inputs(
+    changes: Tensor, num_changes: Tensor, tables: Tensor, sources: Tensor, drawn: Tensor, token_ids: Tensor
+) -> None:
+    """See `ops.take_decode_inputs`."""
+    tensors = changes, num_changes, tables, sources, drawn, token_ids
+    addresses = (tensor.address for tensor in tensors)
+    Gpu.of(changes.device).launch(_decode_inputs.plan(), *addresses, token_ids.size)

@@ -11,9 +11,9 @@ import msgspec
 from models.checkpoints.model_files import open_model
 from models.registry import declare_model
 from runtime.bench.environment import processor_name, usable_cores
+from runtime.device.context import DeviceProperties, query_properties
 from runtime.device.device import Device
 from runtime.device.driver import open_driver
-from runtime.device.properties import DeviceProperties, query
 from runtime.engine.config import EngineConfig
 from runtime.engine.limits import available_memory_bytes
 from runtime.engine.make_engine import describe_engine, load_settings
@@ -110,7 +110,7 @@ def devices(chosen: str) -> list[dict[str, Any]]:
             indices = range(driver.call("cuDeviceGetCount")) if arch is None else [device.index]
             for index in indices:
                 full_name = f"cuda:{index}" if arch is None else device.type
-                properties = query(driver, index)
+                properties = query_properties(driver, index)
                 entry = {"device": full_name, "is_usable": True, "description": _described(properties)}
                 found.append({**entry, "properties": asdict(properties)})
         except DeviceError as error:

@@ -15,7 +15,7 @@ from runtime.progress import ON_STDERR
 
 _hub = later("models.checkpoints.hub")
 _driver = later("runtime.device.driver")
-_kernel_bundle = later("runtime.device.kernel_bundle")
+_compiled_kernel = later("runtime.device.compiled_kernel")
 _kernel_cache = later("runtime.device.kernel_cache")
 _compile_kernels = later("runtime.engine.process.compile_kernels")
 
@@ -64,7 +64,7 @@ def build(
     )
     if bundle is not None:
         found = [(each, cache.get(each, arch, is_ptx=wanted.is_ptx)) for each in wanted.find()]
-        _kernel_bundle.write_bundle(bundle, found)
+        _compiled_kernel.write_bundle(bundle, found)
         print(f"{len(found)} kernels and their manifest: {bundle}")
 
 

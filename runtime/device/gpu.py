@@ -8,29 +8,25 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.device import properties
+from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorMapLayout
 from runtime.device.allocator import Allocator, DeviceBlock
-from runtime.device.context import Context
+from runtime.device.context import Context, query_properties
 from runtime.device.device import Device
 from runtime.device.driver import Driver, open_driver
 from runtime.device.errors import CaptureError, CompileError, LaunchError
 from runtime.device.file_mapping import mapped_part
 from runtime.device.kernel import Argument, Bound, Kernel, Streams, bind, describe
 from runtime.device.kernel_cache import KernelCache, is_meant_for, needs_of
-from runtime.device.pinned import PinnedBlock, PinnedPool
+from runtime.device.pinned import LEAST_BYTES, PinnedBlock, PinnedPool, upload_pieces
 from runtime.device.stream import Event, Stream
 from runtime.device.tensor_map import TensorMaps
-from runtime.device.upload import LEAST_BYTES, upload_pieces
 from runtime.errors import DeviceError, InvalidArgumentError
-
-if TYPE_CHECKING:
-    from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorMapLayout
 
 _MOST_LAYOUTS, _MOST_LAUNCHES = 4_096, 4_096
 """The most remembered tensor maps, and the most remembered launches; the oldest are dropped."""
@@ -64,7 +60,7 @@ class Gpu:
         self.driver = driver
         self.context = Context(driver, device.index)
         self.context.make_current()
-        self.properties = properties.query(driver, device.index)
+        self.properties = query_properties(driver, device.index)
         self.capability = self.properties.capability
         self.arch = device.arch or self.properties.arch
         self.default_stream = Stream(self.context)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from graphlib import TopologicalSorter
 from typing import Any
 
-from runtime.device.collection import NO_COLLECTION
+from runtime.collector import NO_COLLECTION
 from runtime.device.errors import CaptureError, PoolTooSmallError
 from runtime.device.gpu import Gpu
 from runtime.device.kernel import Kernel

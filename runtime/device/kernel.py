@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from numba_kernels.cuda.specialisation import Launch, Specialisation
 from runtime.device.compiled_kernel import CompiledKernel
 from runtime.device.context import Context, current
 from runtime.device.errors import LaunchError
 from runtime.device.stream import Stream
 from runtime.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 Argument = int | float | bytes
 """A kernel's argument: a number, an address, or a tensor map."""

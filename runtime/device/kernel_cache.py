@@ -8,7 +8,7 @@
 The sources are the kernel's own file and its imports from this project. The key is a digest of the kernel's index
 (`kernel_key`: sources, specialisation, architecture) and of the compilers' versions. A `.kernel` holds an
 image: cubin for a real device, PTX for an emulated one. An `.ir` holds the kernel as LLVM IR, compressed, which takes
-Numba most of the time and serves every architecture. A `.bundle` (`kernel_bundle`) holds many images by their index
+Numba most of the time and serves every architecture. A `.bundle` (`compiled_kernel`) holds many images by their index
 alone, which another machine compiled with its own tools. An `.ahead`, empty, marks that all kernels of a model and a
 config have been compiled. `cache_files` writes the files. If several processes need the same kernel at once, one
 compiles it.
@@ -24,7 +24,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from numba_kernels.cache_files import (
     LOCK,
@@ -36,7 +35,11 @@ from numba_kernels.cache_files import (
     refuse_foreign,
     write_entry,
 )
+from numba_kernels.cuda.specialisation import Specialisation
+from runtime.device.assemble import assemble, require_compiler
 from runtime.device.compiled_kernel import (
+    BUNDLE_SUFFIX,
+    Bundle,
     CompiledKernel,
     argument_format,
     facts_of,
@@ -45,13 +48,8 @@ from runtime.device.compiled_kernel import (
     kernel_of,
 )
 from runtime.device.errors import CompileError
-from runtime.device.kernel_bundle import BUNDLE_SUFFIX, Bundle
 from runtime.device.kernel_key import SOURCES, all_sources, digest_of, kernel_index, sources_of, tool_versions
-from runtime.device.toolkit import require_compiler
 from runtime.errors import DeviceError, InvalidArgumentError
-
-if TYPE_CHECKING:
-    from numba_kernels.cuda.specialisation import Specialisation
 
 SUFFIX = ".kernel"
 IR_SUFFIX = ".ir"
@@ -264,8 +262,6 @@ def compile_kernel(
 
 def assembled(kernel: CompiledKernel) -> CompiledKernel:
     """A kernel that is PTX as a cubin, by nvJitLink. Raises CompileError."""
-    from runtime.device.assemble import assemble
-
     require_compiler()
     code = assemble(kernel.image[:-1].decode(), kernel.arch)
     return replace(
@@ -305,3 +301,25 @@ def needs_of(specialisation: Specialisation) -> str:
 def default_folder() -> Path:
     """``$XDG_CACHE_HOME/xserv/kernels``, or the same below ``~/.cache``."""
     return cache_root("kernels")
+
+
+class KernelList(KernelCache):
+    """Records the kernels requested and compiles none; only a DryDriver can load its images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.specialisations: list[Specialisation] = []
+
+    def get(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> CompiledKernel:
+        self.specialisations.append(specialisation)
+        return CompiledKernel(
+            name=identifier(specialisation.name),
+            arch=arch,
+            is_ptx=is_ptx,
+            argument_format=argument_format(specialisation),
+            waits_for_dependency=True,
+            num_registers=0,
+            spill_bytes=0,
+            static_shared_bytes=0,
+            image=b"\0",
+        )

@@ -15,14 +15,15 @@ import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from llvmlite.ir import InlineAsm
+from numba.core.types import Type
 
-from runtime.device.toolkit import toolkit_version
-
-if TYPE_CHECKING:
-    from numba_kernels.cuda.specialisation import Specialisation
+from numba_kernels.cuda.specialisation import Specialisation
+from numba_kernels.source_digests import sources_digest
+from runtime.device.assemble import toolkit_version
 
 SOURCES = Path(__file__).resolve().parents[2] / "numba_kernels" / "cuda"
 _COMPILER = (SOURCES / "compile.py", Path(__file__).with_name("assemble.py"))
@@ -83,8 +84,6 @@ def tool_versions() -> str:
 
 @functools.cache
 def _digest_of_files(names: frozenset[str]) -> str:
-    from numba_kernels.source_digests import sources_digest
-
     return sources_digest(*(Path(name) for name in names), *_COMPILER)
 
 
@@ -133,9 +132,6 @@ def _word(value: Any) -> str:
         return f"({', '.join(map(_word, value))})"
     if hasattr(value, "__code__"):
         return f"{value.__module__}.{value.__qualname__}"
-    from llvmlite.ir import InlineAsm
-    from numba.core.types import Type
-
     if isinstance(value, InlineAsm):
         return f"{value.asm} {value.constraint} {value.side_effect}"
     return str(value) if isinstance(value, Type) else type(value).__qualname__

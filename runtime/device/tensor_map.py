@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from numba_kernels.cuda.specialisation import TensorMapLayout
 from runtime.device.driver import Driver
 from runtime.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from numba_kernels.cuda.specialisation import TensorMapLayout
 
 _SIZE = 128
 _ALIGNMENT = 64

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from models.checkpoints.model_files import open_model
-from runtime.device.kernel_list import KernelList
+from runtime.device.kernel_cache import KernelList
 from runtime.engine.config import EngineConfig
 from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, ImageSupport
 from runtime.engine.process.client import ThreadEngineClient

@@ -17,22 +17,21 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.device.device import CPU, Device
+from runtime.device.gpu import Gpu
+from runtime.device.pinned import PinnedBlock
+from runtime.device.stream import Event
 from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from runtime.kv.forms import KeyValues, Latent, PageForm, Plane
 from runtime.kv.groups import CacheGroup, cut_layers, of_layers
 from runtime.kv.kinds import FULL, AnyKind, kind_of_window
 from runtime.tensor.tensor import Tensor
-
-if TYPE_CHECKING:
-    from runtime.device.pinned import PinnedBlock
-    from runtime.device.stream import Event
 
 _GPU_BLOCK_SIZES = (8, 16, 32)
 _BLOCK_SIZE_MULTIPLE = 8  # float32 lanes of the narrowest vector that the score kernel is built for
@@ -237,8 +236,6 @@ class KVCache:
         own = spec.own_layers or range(spec.num_layers)
         self._places = {layer: spec.place_of(layer) for layer in own}
         if spec.device.kind != "cpu":  # any stream may use them from now on
-            from runtime.device.gpu import Gpu
-
             Gpu.of(spec.device).stream.synchronize()
 
     def group_of(self, layer: int) -> int:
@@ -265,8 +262,6 @@ class KVCache:
 
     def _wait(self, storage: int) -> None:
         if (arrival := self.arrivals.pop(storage, None)) is not None:
-            from runtime.device.gpu import Gpu
-
             Gpu.of(self.device).stream.wait(arrival)
 
     @property
@@ -316,16 +311,12 @@ class HostPages:
             plane = np.empty(shape, np.uint8)
             plane.fill(0)  # allocates the memory now, and not page by page during the first swaps
             return plane
-        from runtime.device.gpu import Gpu  # imports the driver, which the CPU does not need
-
         self._pinned.append(Gpu.of(self.spec.device).pinned.allocate(math.prod(shape)))
         return self._pinned[-1].array.reshape(shape)
 
 
 def _pages(shape: tuple[int, ...], dtype: DType, device: Device) -> Tensor:
     if device.kind != "cpu":
-        from runtime.device.gpu import Gpu
-
         pages = Tensor.empty(shape, dtype, device)
         Gpu.of(device).fill(pages.address, 0, pages.size_bytes)
         return pages

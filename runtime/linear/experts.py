@@ -9,6 +9,7 @@ import numpy as np
 
 from numba_kernels.cuda.packing import Packing
 from runtime.device import tensor_map
+from runtime.device.gpu import Gpu
 from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError
 from runtime.linear.weight import GpuWeight, JoinedWeight, LinearWeight, PackedWeight, PanelWeight, RowWeight
@@ -98,7 +99,6 @@ class ExpertsWeight:
 def _tensor_maps(experts: Sequence[LinearWeight]) -> Tensor | None:
     """Tensor maps of the experts' rows, in GPU memory, for the products that read them by the TMA."""
     from numba_kernels.cuda.experts import hopper
-    from runtime.device.gpu import Gpu
 
     weights = [each for each in experts if isinstance(each, RowWeight)]
     rows, depth = experts[0].shape

@@ -7,7 +7,9 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from numba_kernels.segments import SEGMENTS
 from runtime.communicator import Communicator, Pipeline
+from runtime.device import cublas
 from runtime.device.device import CPU, Device
+from runtime.device.gpu import Gpu
 from runtime.dtype import KV_DTYPES, STORED, DType
 from runtime.errors import InvalidArgumentError
 from runtime.linear.addends import AddendSource
@@ -209,11 +211,6 @@ def _check_gemm(gemm: str, device: Device, exact: bool) -> None:
             )
         if device.kind == "emulated":
             raise InvalidArgumentError(f"gemm is 'cublas', which needs a GPU: {device} is emulated", param="gemm")
-        from runtime.device import cublas
-
         cublas.load()
-    if gemm == "hopper":
-        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
-
-        if (arch := Gpu.of(device).arch) != "sm_90a":
-            raise InvalidArgumentError(f"gemm is 'hopper', which needs sm_90a: {device} is {arch}", param="gemm")
+    if gemm == "hopper" and (arch := Gpu.of(device).arch) != "sm_90a":
+        raise InvalidArgumentError(f"gemm is 'hopper', which needs sm_90a: {device} is {arch}", param="gemm")

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from numba_kernels.cpu.gemm.packed_words import ZERO_POINT
 from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.linear.quantized import NumberKind, QuantizedLayout, QuantizedMatrix, pack_halves
 from runtime.tensor.storage import NDArray
@@ -160,3 +161,26 @@ def _e2m1(values: NDArray) -> NDArray:
     for middle, is_up in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (0, 1, 0, 1, 0, 1, 0), strict=True):
         codes += size >= middle if is_up else size > middle
     return codes | np.signbit(values).astype(np.uint8) << np.uint8(3)
+
+
+_ROUNDED_AT_ONCE = 256
+_SMALLEST_ROW = np.float32(1e-30)  # below, a row counts as zeros
+
+
+def int8_rows(rows: NDArray, whole: NDArray) -> tuple[NDArray, NDArray]:
+    """``rows [N, K]`` of floats -> integers ``[N, K]``, `ZERO_POINT` above their value, and scales float32 ``[N]``.
+
+    A scale is the largest magnitude of the row in ``whole``, which has the same rows and perhaps more of K, over 127.
+    It is not finite where the row is not.
+    """
+    codes, scales = np.empty(rows.shape, np.uint8), np.empty(len(rows), np.float32)
+    for first in range(0, len(rows), _ROUNDED_AT_ONCE):
+        some = slice(first, first + _ROUNDED_AT_ONCE)
+        largest = np.abs(whole[some].astype(np.float32)).max(axis=1, initial=np.float32(0))
+        is_usable = (largest >= _SMALLEST_ROW) & (largest < np.inf)
+        inverse = np.where(is_usable, np.float32(127) / np.where(is_usable, largest, np.float32(1)), np.float32(0))
+        with np.errstate(invalid="ignore"):
+            product = rows[some].astype(np.float32) * inverse[:, None]
+        codes[some] = (np.rint(np.where(np.isnan(product), np.float32(0), product)) + ZERO_POINT).astype(np.uint8)
+        scales[some] = largest / np.float32(127)
+    return codes, scales

@@ -17,14 +17,15 @@ from numba_kernels.cpu.running.launch import address_of
 from numba_kernels.cpu.running.pool import NUM_THREADS
 from numba_kernels.cuda.packing import Packing, arrange, packing_of
 from runtime.device.device import CPU, Device
+from runtime.device.gpu import Gpu
 from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import FORMATS, WeightFormat
 from runtime.linear.kept import block_bytes, kept_format, row_scales
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
+from runtime.linear.quantise import int8_rows
 from runtime.linear.quantized import QuantizedMatrix
-from runtime.linear.rounding import int8_rows
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
@@ -246,8 +247,6 @@ class GpuWeight(LinearWeight):
         size_bytes = memory.size_bytes + (0 if bias is None else bias.size_bytes)
         super().__init__(shape, format, memory.device, size_bytes, num_segments)
         self.whole_shape = whole_shape or shape
-        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
-
         kind = (
             shape, format, activations, bias is None, tier, exact, self.whole_shape, num_segments, is_normed,
             rounds_rows, input_scale,

@@ -23,18 +23,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from runtime.backends import backend_of, cuda_tensor
 from runtime.device.device import Device
 from runtime.dtype import DType, bool_, float32, int32, int64, promote, promote_scalar
 from runtime.errors import InvalidArgumentError
 from runtime.tensor import views
 from runtime.tensor.cast import cast_array
 from runtime.tensor.storage import NDArray
-from runtime.tensor.tensor import Operand, Scalar, Tensor
+from runtime.tensor.tensor import Operand, Scalar, Tensor, register_operations
 
 __all__ = [
     "absolute",
@@ -81,12 +81,6 @@ Axes = int | Sequence[int] | None
 # ------------------------------------------------------------------------------------------ memory
 
 
-def _gpu() -> ModuleType:
-    from runtime.backends import cuda_arithmetic  # needs numba-cuda, which only GPUs need
-
-    return cuda_arithmetic
-
-
 def arange(start: int, stop: int, step: int, dtype: DType | str, device: Device | str) -> Tensor:
     """The integers of `range(start, stop, step)`."""
     target = DType.parse(dtype)
@@ -124,8 +118,6 @@ def assign(target: Tensor, source: Operand) -> Tensor:
 
 
 def _gpu_assign(target: Tensor, source: Tensor) -> Tensor:
-    from runtime.backends import cuda_tensor
-
     if source.device.kind == "cpu" and target.is_contiguous:
         if source.size == 1:
             cuda_tensor.fill(target, source.array)
@@ -138,7 +130,7 @@ def _gpu_assign(target: Tensor, source: Tensor) -> Tensor:
     if source.storage is target.storage:
         source = copy(source)
     compute = float32 if source.dtype.is_floating or target.dtype.is_floating else int64
-    _gpu().write_elementwise("copy", [source], target, compute)
+    backend_of(target.device).write_elementwise("copy", [source], target, compute)
     return target
 
 
@@ -161,7 +153,7 @@ def cast(tensor: Tensor, dtype: DType | str) -> Tensor:
 
 def _gpu_cast(tensor: Tensor, dtype: DType) -> Tensor:
     compute = float32 if tensor.dtype.is_floating or dtype.is_floating else int64
-    result: Tensor = _gpu().elementwise("copy", [tensor], dtype, compute)
+    result: Tensor = backend_of(tensor.device).elementwise("copy", [tensor], dtype, compute)
     return result
 
 
@@ -174,8 +166,6 @@ def to_device(tensor: Tensor, device: Device | str) -> Tensor:
     target = Device.parse(device)
     if target == tensor.device:
         return tensor
-    from runtime.backends import cuda_tensor  # brings the driver, which the cpu does without
-
     return cuda_tensor.to_device(tensor, target)
 
 
@@ -264,7 +254,7 @@ def where(condition: Tensor, left: Operand, right: Operand) -> Tensor:
     if (device := _gpu_among(condition, left, right)) is not None:
         operands, dtype = _on_gpu("where", device, left, right)
         _one_device("where", device, condition)
-        result: Tensor = _gpu().elementwise("where", [condition, *operands], dtype, _gpu_computes_in(dtype))
+        result: Tensor = backend_of(device).elementwise("where", [condition, *operands], dtype, _gpu_computes_in(dtype))
         return result
     arrays, dtype = _operands("where", left, right)
     views.broadcast_shapes("where", condition.shape, *(array.shape for array in arrays))
@@ -375,7 +365,7 @@ def matmul(left: Operand, right: Operand) -> Tensor:
         raise InvalidArgumentError(f"matmul: inner sizes of {first.shape} and {second.shape} differ")
     views.broadcast_shapes("matmul", first.shape[:-2], second.shape[:-2])
     if device is not None:
-        on_gpu: Tensor = _gpu().matmul(first, second, dtype)
+        on_gpu: Tensor = backend_of(device).matmul(first, second, dtype)
         return on_gpu
     if dtype.itemsize == 1 and not dtype.is_floating:
         # 8-bit products and their sums are exact in float64 for up to 2**37 terms, and BLAS is fast there.
@@ -482,7 +472,7 @@ def _on_gpu(op: str, device: Device, left: Operand, right: Operand, lift: _Lift 
 
 
 def _gpu_reduce(operation: str, tensor: Tensor, axes: views.Shape, keepdims: bool) -> Tensor:
-    result: Tensor = _gpu().reduce(operation, tensor, axes, keepdims)
+    result: Tensor = backend_of(tensor.device).reduce(operation, tensor, axes, keepdims)
     return result
 
 
@@ -531,7 +521,7 @@ def _binary(
         views.broadcast_shapes(op, tensors[0].shape, tensors[1].shape)
         if check is not None:
             check(op, tensors[0], tensors[1])
-        computed: Tensor = _gpu().elementwise(op, tensors, result or dtype, _gpu_computes_in(dtype))
+        computed: Tensor = backend_of(device).elementwise(op, tensors, result or dtype, _gpu_computes_in(dtype))
         return computed
     arrays, dtype = _operands(op, left, right, lift)
     views.broadcast_shapes(op, arrays[0].shape, arrays[1].shape)
@@ -546,7 +536,7 @@ def _unary(function: np.ufunc, tensor: Tensor, lift: _Lift = _as_is, *, gpu_name
     dtype = lift(tensor.dtype)
     if tensor.device.kind != "cpu":
         name = gpu_name or function.__name__
-        result: Tensor = _gpu().elementwise(name, [tensor], dtype, _gpu_computes_in(dtype))
+        result: Tensor = backend_of(tensor.device).elementwise(name, [tensor], dtype, _gpu_computes_in(dtype))
         return result
     with np.errstate(all="ignore"):
         return _result(function(cast_array(tensor.array, _computed_in(dtype))), dtype)
@@ -579,3 +569,6 @@ def _refuse_negative(op: str, left: Tensor, right: Tensor) -> None:
 def _refuse_nothing(op: str, tensor: Tensor, axes: views.Shape) -> None:
     if any(tensor.shape[index] == 0 for index in axes):
         raise InvalidArgumentError(f"{op}: nothing to choose from along axes {axes} of shape {tensor.shape}")
+
+
+register_operations({name: globals()[name] for name in __all__})

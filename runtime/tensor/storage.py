@@ -6,20 +6,17 @@ goes back to its owner. A Storage has no element type and no shape.
 
 from __future__ import annotations
 
-import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from numba_kernels.creation_order import next_number
+from numba_kernels.cpu.running.recording import next_number
 from runtime.device.device import CPU, Device
+from runtime.device.gpu import Gpu
 from runtime.dtype import DType
 from runtime.errors import OutOfMemoryError
 from runtime.tensor.views import Shape, contiguous_strides, has_overlap
-
-if TYPE_CHECKING:
-    from runtime.device.gpu import Gpu
 
 NDArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,7 +34,7 @@ class Storage:
         owner: the object whose life keeps the bytes valid: our own allocation, a caller's numpy array, a mapped file, a
             block of a GPU's allocator.
         address: on a GPU, where the bytes lie; 0 on the cpu (see `Tensor.address`).
-        number: increases from storage to storage (`numba_kernels.creation_order`).
+        number: increases from storage to storage (`recording.next_number`).
     """
 
     __slots__ = (
@@ -69,7 +66,7 @@ class Storage:
             DeviceError: where the device is not there.
         """
         if device.kind != "cpu":
-            block = _gpus().of(device).allocate(size_bytes)
+            block = Gpu.of(device).allocate(size_bytes)
             return Storage(device, size_bytes, None, block, block.address)
         slack = ALIGNMENT_BYTES if size_bytes >= LARGE_BYTES else 0
         try:
@@ -116,7 +113,7 @@ class Storage:
         """
         self._is_frozen = True
         if self.device.kind != "cpu":
-            _gpus().of(self.device).declare_immutable(self.owner)
+            Gpu.of(self.device).declare_immutable(self.owner)
 
     def ndarray(self, dtype: DType, shape: Shape, strides: Shape, offset: int) -> NDArray:
         """A numpy view; strides and offset in elements. Read-only where the storage is or where elements
@@ -134,14 +131,6 @@ class Storage:
 
     def __repr__(self) -> str:
         return f"Storage({self.size_bytes} bytes on {self.device}, {self.reference_count} tensors)"
-
-
-@functools.cache
-def _gpus() -> type[Gpu]:
-    """The class, imported late: it brings the driver, which the cpu does without."""
-    from runtime.device.gpu import Gpu
-
-    return Gpu
 
 
 _REFERENCES_AT_REST = 0

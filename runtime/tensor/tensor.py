@@ -1,8 +1,8 @@
 """The Tensor: a storage, an element type, a shape, strides and an offset.
 
 Views (`reshape`, `transpose`, slices, `expand` ...) share their storage. Arithmetic, reductions, casts and
-copies make new tensors through `runtime.ops`, which is imported when an operator is first called. The rules of
-arithmetic are in `runtime.tensor.arithmetic`, those of conversions in `runtime.tensor.cast`.
+copies make new tensors by the functions of `runtime.tensor.arithmetic`, which has their rules; those of conversions are
+in `runtime.tensor.cast`.
 
 A tensor's shape, strides and offset never change once it is made. Strides count elements; they may be zero
 (expanded axes, read-only) or negative (slices with a negative step).
@@ -11,21 +11,20 @@ A tensor's shape, strides and offset never change once it is made. Strides count
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from numba_kernels.cpu.running.recording import NotRecordableError, current
 from runtime.device.device import CPU, Device
+from runtime.device.gpu import Gpu
 from runtime.dtype import DType, dtype_of_array, float32, int64
 from runtime.errors import DeviceError, InvalidArgumentError
-from runtime.tensor import dlpack, dlpack_gpu, views
+from runtime.tensor import dlpack, views
 from runtime.tensor.cast import cast_array
 from runtime.tensor.storage import NDArray, Storage
 from runtime.tensor.views import Shape
-
-if TYPE_CHECKING:
-    from runtime.device.gpu import Gpu
 
 Scalar = bool | int | float
 Operand = Any
@@ -34,11 +33,25 @@ Operand = Any
 Axes = int | Sequence[int] | None
 
 
-def _call(op: str, *arguments: Any) -> Tensor:
-    """Calls an operation. `runtime.ops` is imported this late because it imports this file."""
-    from runtime import ops
+_OPERATIONS: dict[str, Callable[..., Any]] = {}
+"""The functions of `runtime.tensor.arithmetic`, which registers them when this package is imported."""
 
-    result: Tensor = getattr(ops, op)(*arguments)
+
+def register_operations(operations: Mapping[str, Callable[..., Any]]) -> None:
+    """Makes these functions the ones that Tensor's operators call."""
+    _OPERATIONS.update(operations)
+
+
+def operation(op: str) -> Callable[..., Any]:
+    """An operation of arithmetic by its name. Raises NotRecordableError while the thread's kernels are recorded:
+    on the cpu they are numpy's."""
+    if current() is not None:
+        raise NotRecordableError(f"{op} is not a kernel on the cpu")
+    return _OPERATIONS[op]
+
+
+def _call(op: str, *arguments: Any) -> Tensor:
+    result: Tensor = operation(op)(*arguments)
     return result
 
 
@@ -212,10 +225,8 @@ class Tensor:
                 a type that we lack.
         """
         kind, index = source.__dlpack_device__() if hasattr(source, "__dlpack_device__") else dlpack.CPU_DEVICE
-        if kind != dlpack_gpu.CUDA:
+        if kind != dlpack.CUDA:
             return cls.from_numpy(dlpack.import_array(source))
-        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
-
         device = Device(f"cuda:{index}")
         stream = int(Gpu.of(device).stream.handle)
         try:
@@ -223,7 +234,7 @@ class Tensor:
                 capsule = source.__dlpack__(stream=stream, max_version=(1, 0))
             except TypeError:  # a producer from before DLPack 1
                 capsule = source.__dlpack__(stream=stream)
-            held = dlpack_gpu.Imported(capsule)
+            held = dlpack.Imported(capsule)
         except (BufferError, RuntimeError, ValueError) as error:
             raise InvalidArgumentError(
                 f"from_dlpack: cannot take a {type(source).__name__}: {error}", param="source"
@@ -245,10 +256,8 @@ class Tensor:
             raise InvalidArgumentError(
                 f"from_cuda: a {type(source).__name__} has no __cuda_array_interface__", param="source"
             )
-        address, dtype, shape, strides = dlpack_gpu.parse_array_interface(source)
+        address, dtype, shape, strides = dlpack.parse_array_interface(source)
         device = Device("cuda:0")
-        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
-
         if source.__cuda_array_interface__.get("stream") is not None:
             Gpu.of(device).synchronize()
         return cls._over_device(device, address, dtype, shape, strides, source)
@@ -501,7 +510,7 @@ class Tensor:
             raise BufferError(f"DLPack: a tensor on {self.device} is shared where it lies, not copied")
         if stream != -1:  # the consumer's stream is not ordered with ours
             self._gpu().stream.synchronize()
-        return dlpack_gpu.export(
+        return dlpack.export(
             self, self.address, self.device, self.dtype, self.shape, self.strides,
             is_versioned=max_version is not None and max_version[0] >= 1, is_read_only=self.is_read_only,
         )  # fmt: skip
@@ -511,20 +520,18 @@ class Tensor:
             return dlpack.CPU_DEVICE
         if self.device.kind != "cuda":
             raise BufferError(f"DLPack: memory of {self.device} is no GPU's; export .to('cpu')")
-        return dlpack_gpu.CUDA, self.device.index
+        return dlpack.CUDA, self.device.index
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """The CUDA array interface, version 3, of a tensor on a CUDA device."""
         stream = self._gpu().stream.handle if self.device.kind == "cuda" else 0
-        return dlpack_gpu.array_interface(
+        return dlpack.array_interface(
             self.address if self.device.kind == "cuda" else 0, self.device, self.dtype, self.shape, self.strides,
             is_contiguous=self.is_contiguous, stream=int(stream),
         )  # fmt: skip
 
     def _gpu(self) -> Gpu:
-        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
-
         return Gpu.of(self.device)
 
     def item(self) -> Scalar:

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 from runtime.bench.environment import describe_machine
+from runtime.device.assemble import require_compiler
 from runtime.device.errors import CompileError
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelCache
 from runtime.device.kernel_key import tool_versions
-from runtime.device.toolkit import require_compiler
 from tools.gpu.sections import ROOT, Case, Options, Result
 
 PACKAGES = (

@@ -29,13 +29,19 @@ import functools
 import numpy as np
 from numba import carray, njit
 
-from numba_kernels.cpu.attention.tile import CHUNK_TOKENS, HALF_TOKENS, score_tile, softmax_tile, value_tile
-from numba_kernels.cpu.attention.transposing import transpose_rows
+from numba_kernels.cpu.activation import cap_floats
+from numba_kernels.cpu.attention.tile import (
+    CHUNK_TOKENS,
+    HALF_TOKENS,
+    score_tile,
+    softmax_tile,
+    transpose_rows,
+    value_tile,
+)
 from numba_kernels.cpu.intrinsics.scalars import exp_f32
 from numba_kernels.cpu.layout import TILE_ROWS
 from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at
-from numba_kernels.cpu.scaling import cap_floats
 from numba_kernels.cpu.target import LANES
 
 GROUP_ROWS = 32  # a group has so many rows, or one token's where more query heads share a KV head

@@ -1,12 +1,16 @@
-"""Intrinsics on single values at raw addresses, for kernels written as plain loops, which LLVM then vectorises.
+"""Intrinsics on single values at raw addresses, for kernels written as plain loops, which LLVM then vectorises; and
+Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 
 A stored type is named by the numpy class whose bits carry it: float32; uint16 for bfloat16; int16 for float16; uint8
-for an unsigned byte.
+for an unsigned byte. A draw is a pure function of key and counter, so that it does not matter which thread, batch or
+device makes it.
 """
 
 from __future__ import annotations
 
 import llvmlite.ir as ir
+import numpy as np
+from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -121,3 +125,24 @@ def _to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     quiet = builder.or_(bits, ir.Constant(I32, 0x00400000))
     chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
     return builder.trunc(builder.lshr(chosen, ir.Constant(I32, 16)), I16)
+
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_KEY_STEPS = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
+_LOW = np.uint64(0xFFFFFFFF)
+_SHIFT = np.uint64(32)
+
+
+@njit(nogil=True)
+def philox(c0, c1, c2, c3, k0, k1):
+    """Four words of 32 random bits (as uint32) for a counter of four and a key of two uint32 words."""
+    for _ in range(10):
+        product0 = _MULTIPLIERS[0] * np.uint64(c0)
+        product1 = _MULTIPLIERS[1] * np.uint64(c2)
+        c0 = np.uint32(product1 >> _SHIFT) ^ c1 ^ k0
+        c2 = np.uint32(product0 >> _SHIFT) ^ c3 ^ k1
+        c1 = np.uint32(product1 & _LOW)
+        c3 = np.uint32(product0 & _LOW)
+        k0 = np.uint32(k0 + _KEY_STEPS[0])
+        k1 = np.uint32(k1 + _KEY_STEPS[1])
+    return c0, c1, c2, c3

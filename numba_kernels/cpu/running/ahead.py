@@ -7,6 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from numba_kernels.cpu import activation, decode_inputs, embedding, logprobs, norm, qkv, repeats, sampling
+from numba_kernels.cpu import experts as _experts
+from numba_kernels.cpu.attention import kernel as attention
+from numba_kernels.cpu.gemm import block_panels, blocks, linear, panels
+from numba_kernels.cpu.gemm.experts import experts_kernel
+
 
 def kernels_of(
     stored: str,
@@ -25,22 +31,6 @@ def kernels_of(
     formats     ggml's, in whose blocks matrices are kept
     has_experts whether there are mixtures of experts
     """
-    from numba_kernels.cpu import (  # wakes
-        activation,
-        columns,
-        decode_inputs,
-        embedding,
-        logprobs,
-        norm,
-        qkv,
-        repeats,
-        sampling,
-    )
-    from numba_kernels.cpu import experts as _experts
-    from numba_kernels.cpu.attention import kernel as attention
-    from numba_kernels.cpu.gemm import block_panels, blocks, linear, panels
-    from numba_kernels.cpu.gemm.experts import experts_kernel
-
     kind = np.dtype(stored).type
     paged = np.dtype(pages or stored).type
     matrices = np.uint8 if is_int8 else kind
@@ -53,7 +43,7 @@ def kernels_of(
         yield linear.linear_kernel, (each,)
         yield block_panels.pack_blocks_kernel, (each,)
     if formats:
-        yield columns.take_columns_kernel, ()  # of matrices whose columns have another order
+        yield embedding.take_columns_kernel, ()  # of matrices whose columns have another order
     if has_experts:
         for kept in (matrices, *in_blocks):
             yield experts_kernel, (kept,)

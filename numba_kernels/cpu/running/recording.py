@@ -17,6 +17,7 @@ result, say) freed, or with the numbers of the first time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -25,16 +26,18 @@ import numpy as np
 
 from numba_kernels.cpu.running import pool
 from numba_kernels.cpu.running.arena import Arena
-from numba_kernels.creation_order import next_number
 
 Explain = Callable[[int], Exception]
 """The error that a kernel's nonzero status stands for."""
 
 _LINE_BYTES = 64
 
+next_number = itertools.count().__next__
+"""Numbers that rise from one creation to the next in this process: the older of two objects has the lower one."""
+
 
 class _Numbered(Protocol):
-    """An object numbered by `creation_order` when it was made."""
+    """An object numbered by `next_number` when it was made."""
 
     @property
     def number(self) -> int: ...

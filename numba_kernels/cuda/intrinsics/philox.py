@@ -1,4 +1,4 @@
-"""Philox4x32-10, as `numba_kernels.cpu.intrinsics.philox`: the same words from the same counter and key."""
+"""Philox4x32-10, as `numba_kernels.cpu.intrinsics.scalars`: the same words from the same counter and key."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from runtime.backends import cpu, cpu_sampling
+from runtime.backends import cpu
 from runtime.bench.environment import describe_engine
 from runtime.bench.kernels.counted import Counts, counting
 from runtime.bench.load.prompts import random_prompts
@@ -28,13 +28,10 @@ from runtime.engine.engine import Engine
 from runtime.engine.timeline import StepRecord
 
 HOST_PARTS = ("schedule", "prepare", "run", "commit")
-CPU_OPERATIONS = {
-    "cpu": (
-        "activate", "add_embedding", "add_scaled", "attention", "embedding", "gather_rows", "glu", "layer_norm",
-        "linear", "qkv_prepare", "rms_norm", "scale_logits",
-    ),
-    "cpu_sampling": ("log_softmax_topk", "sample"),
-}  # fmt: skip
+CPU_OPERATIONS = (
+    "activate", "add_embedding", "add_scaled", "attention", "embedding", "gather_rows", "glu", "layer_norm", "linear",
+    "log_softmax_topk", "qkv_prepare", "rms_norm", "sample", "scale_logits",
+)  # fmt: skip
 ISSUES_PER_CLOCK = 4
 """Warp instructions that a multiprocessor issues in a clock at most: one for each of its four schedulers."""
 
@@ -54,7 +51,6 @@ Ledger = dict[str, Spent]
 @contextmanager
 def _clocked(ledger: Ledger) -> Iterator[None]:
     """Clocks the cpu's operations. Nested operations count for both."""
-    modules = {"cpu": cpu, "cpu_sampling": cpu_sampling}
     depth = [0]
 
     def clock(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,9 +70,8 @@ def _clocked(ledger: Ledger) -> Iterator[None]:
         return run
 
     with ExitStack() as stack:
-        for module_name, names in CPU_OPERATIONS.items():
-            for name in names:
-                stack.enter_context(_replaced(modules[module_name], name, clock))
+        for name in CPU_OPERATIONS:
+            stack.enter_context(_replaced(cpu, name, clock))
         yield
 
 

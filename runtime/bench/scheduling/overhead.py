@@ -27,7 +27,7 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.device.device import Device
 from runtime.device.driver import Driver
 from runtime.device.gpu import Gpu
-from runtime.device.kernel_list import KernelList
+from runtime.device.kernel_cache import KernelList
 from runtime.dtype import float32
 from runtime.emulator.driver.dry_driver import DryDriver
 from runtime.engine.config import EngineConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.device.collection import NO_COLLECTION
+from runtime.collector import NO_COLLECTION
 from runtime.emulator.async_copies.proxy import proxy_bytes
 from runtime.emulator.execution import counters
 from runtime.emulator.execution.counters import Counters

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.device.collection import NO_COLLECTION
+from runtime.collector import NO_COLLECTION
 from runtime.emulator.async_copies.proxy import needs_proxy
 from runtime.emulator.memory.device_memory import Machine
 from runtime.emulator.races.accesses import granule_shift

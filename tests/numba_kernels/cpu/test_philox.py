@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from numba_kernels.cpu.intrinsics.philox import philox
+from numba_kernels.cpu.intrinsics.scalars import philox
 from tests.oracles import sampling as oracle
 
 VECTORS = [

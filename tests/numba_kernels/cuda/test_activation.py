@@ -52,7 +52,7 @@ def test_functions_with_numbers_of_their_own(gpu: Gpu, name: str, numbers: tuple
     rng = np.random.default_rng(4)
     for size in SIZES[:14]:
         x = (rng.standard_normal(size) * 3).astype(numpy_dtype(dtype))
-        launch, accesses = activation.plan_shaped(name, size, dtype)
+        launch, accesses = activation.plan_activation(name, size, dtype)
         source, out = put(gpu, x), empty(gpu, x.shape, dtype)
         gpu.launch(launch, source.address, out.address, accesses, *numbers)
         expected = dense.clamp(x, numbers[0]) if name == "clamp" else dense.xielu(x, *numbers)

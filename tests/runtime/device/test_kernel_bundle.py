@@ -12,9 +12,8 @@ import pytest
 
 from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device import kernel_cache, kernel_key
-from runtime.device.compiled_kernel import CompiledKernel
+from runtime.device.compiled_kernel import Bundle, CompiledKernel, write_bundle
 from runtime.device.errors import CompileError
-from runtime.device.kernel_bundle import Bundle, write_bundle
 from runtime.device.kernel_cache import KernelCache
 from runtime.errors import DeviceError
 from tests.runtime.device.kernels import scale, scale_dependent

@@ -9,7 +9,7 @@ from pathlib import Path
 import cuda.pathfinder
 import pytest
 
-from runtime.device import toolkit
+from runtime.device import assemble
 from runtime.device.errors import CompileError
 
 
@@ -19,7 +19,7 @@ def _no_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("CUDA_PATH", "CUDA_HOME"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("PATH", str(tmp_path / "cuda" / "bin"))
-    monkeypatch.setattr(toolkit, "_has_package", lambda name: False)
+    monkeypatch.setattr(assemble, "_has_package", lambda name: False)
 
 
 @pytest.fixture
@@ -43,31 +43,31 @@ def loader(missing: tuple[str, ...]) -> Callable[[str], None]:
 
 def test_the_toolkit_of_nvcc_is_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.pathfinder, "load_nvidia_dynamic_lib", loader(()))
-    assert toolkit.toolkit() == home
-    toolkit.require_compiler.__wrapped__()
+    assert assemble.toolkit() == home
+    assemble.require_compiler.__wrapped__()
     assert os.environ["CUDA_HOME"] == str(home)
-    assert toolkit.toolkit_version() == str(home)
+    assert assemble.toolkit_version() == str(home)
     (home / "version.json").write_text("13.0")
-    assert toolkit.toolkit_version() == f"{home} 13.0"
+    assert assemble.toolkit_version() == f"{home} 13.0"
 
 
 def test_variables_and_packages_come_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.pathfinder, "load_nvidia_dynamic_lib", loader(()))
     monkeypatch.setenv("CUDA_HOME", "/elsewhere")
-    assert toolkit.toolkit() == Path("/elsewhere")
-    toolkit.require_compiler.__wrapped__()
+    assert assemble.toolkit() == Path("/elsewhere")
+    assemble.require_compiler.__wrapped__()
     assert os.environ["CUDA_HOME"] == "/elsewhere"
     monkeypatch.setenv("CUDA_HOME", "")
-    monkeypatch.setattr(toolkit, "_has_package", lambda name: True)
-    toolkit.require_compiler.__wrapped__()
+    monkeypatch.setattr(assemble, "_has_package", lambda name: True)
+    assemble.require_compiler.__wrapped__()
     assert os.environ["CUDA_HOME"] == ""
-    assert toolkit.toolkit_version() == "-"
+    assert assemble.toolkit_version() == "-"
 
 
 def test_each_missing_library_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.pathfinder, "load_nvidia_dynamic_lib", loader(("nvrtc", "nvJitLink")))
     with pytest.raises(CompileError) as raised:
-        toolkit.require_compiler.__wrapped__()
+        assemble.require_compiler.__wrapped__()
     assert "lacks libnvrtc (pip install nvidia-cuda-nvrtc), libnvJitLink (pip install nvidia-nvjitlink)" in str(
         raised.value
     )
@@ -75,6 +75,6 @@ def test_each_missing_library_is_named(home: Path, monkeypatch: pytest.MonkeyPat
     assert f"the CUDA toolkit {home}" in str(raised.value)
     monkeypatch.setenv("CUDA_HOME", "")
     (home / "bin" / "nvcc").unlink()
-    assert toolkit.toolkit() is None
+    assert assemble.toolkit() is None
     with pytest.raises(CompileError, match="no CUDA toolkit, since nvcc is not on the PATH"):
-        toolkit.require_compiler.__wrapped__()
+        assemble.require_compiler.__wrapped__()

@@ -12,8 +12,7 @@ import pytest
 
 from runtime.device.file_mapping import FileMapping, mapped_part
 from runtime.device.gpu import Gpu
-from runtime.device.pinned import PinnedBlock
-from runtime.device.upload import LEAST_BYTES, PIECE_BYTES, upload_pieces
+from runtime.device.pinned import LEAST_BYTES, PIECE_BYTES, PinnedBlock, upload_pieces
 from runtime.tensor.tensor import Tensor
 
 SIZE = 3 * PIECE_BYTES + 12_345

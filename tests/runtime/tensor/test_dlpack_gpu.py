@@ -12,7 +12,7 @@ import pytest
 from runtime.device.device import Device
 from runtime.dtype import ALL_DTYPES, DType, bfloat16, float32
 from runtime.errors import InvalidArgumentError
-from runtime.tensor import dlpack_gpu
+from runtime.tensor import dlpack
 from runtime.tensor.storage import Storage
 from runtime.tensor.tensor import Tensor
 
@@ -35,7 +35,7 @@ def pretended(dtype: DType = float32, index: int = 0) -> tuple[Tensor, weakref.r
 def test_a_capsule_says_what_the_tensor_is(dtype: DType, version: tuple[int, int] | None) -> None:
     tensor, _ = pretended(dtype, 1)
     view = tensor.transpose(0, 1)[1:]
-    held = dlpack_gpu.Imported(view.__dlpack__(stream=-1, max_version=version))
+    held = dlpack.Imported(view.__dlpack__(stream=-1, max_version=version))
     assert held.address == ADDRESS + dtype.itemsize
     assert (held.device_index, held.dtype, held.shape, held.strides) == (1, dtype, (3, 3), (1, 4))
     assert tensor.__dlpack_device__() == (2, 1)
@@ -45,7 +45,7 @@ def test_a_capsule_says_what_the_tensor_is(dtype: DType, version: tuple[int, int
 def test_the_consumer_keeps_the_memory_and_its_deleter_lets_go() -> None:
     tensor, owner = pretended()
     capsule = tensor.__dlpack__(stream=-1, max_version=(1, 0))
-    held = dlpack_gpu.Imported(capsule)
+    held = dlpack.Imported(capsule)
     del tensor, capsule
     gc.collect()
     assert owner() is not None
@@ -67,9 +67,9 @@ def test_a_capsule_that_nobody_takes_lets_go() -> None:
 
 def test_a_capsule_is_consumed_once() -> None:
     capsule = pretended()[0].__dlpack__(stream=-1)
-    held = dlpack_gpu.Imported(capsule)
+    held = dlpack.Imported(capsule)
     with pytest.raises(BufferError, match="consumed before"):
-        dlpack_gpu.Imported(capsule)
+        dlpack.Imported(capsule)
     assert held.shape == (3, 4)
 
 
@@ -77,10 +77,10 @@ def test_read_only_memory_and_emulated_memory_are_refused() -> None:
     wide = pretended()[0][:1].expand(5, 4)
     with pytest.raises(BufferError, match="read-only"):
         wide.__dlpack__(stream=-1)
-    assert dlpack_gpu.Imported(wide.__dlpack__(stream=-1, max_version=(1, 0))).is_read_only
+    assert dlpack.Imported(wide.__dlpack__(stream=-1, max_version=(1, 0))).is_read_only
     storage = Storage(Device("emulated:sm_80"), 48, None, Owner(), ADDRESS)
     emulated = Tensor(storage, float32, (3, 4), (4, 1))
-    for use in (emulated.__dlpack_device__, lambda: dlpack_gpu.export(
+    for use in (emulated.__dlpack_device__, lambda: dlpack.export(
         emulated, ADDRESS, emulated.device, float32, (3, 4), (4, 1), is_versioned=True, is_read_only=False
     )):  # fmt: skip
         with pytest.raises(BufferError, match="emulated:sm_80 is no GPU's"):
@@ -90,7 +90,7 @@ def test_read_only_memory_and_emulated_memory_are_refused() -> None:
 
 
 def test_the_cuda_array_interface() -> None:
-    described = dlpack_gpu.array_interface(
+    described = dlpack.array_interface(
         ADDRESS, Device("cuda:0"), bfloat16, (3, 4), (1, 3), is_contiguous=False, stream=7
     )
     assert described["strides"] == (2, 6)
@@ -100,10 +100,10 @@ def test_the_cuda_array_interface() -> None:
         def __init__(self, **changes: Any) -> None:
             self.__cuda_array_interface__ = described | changes
 
-    assert dlpack_gpu.parse_array_interface(Source()) == (ADDRESS, bfloat16, (3, 4), (1, 3))
+    assert dlpack.parse_array_interface(Source()) == (ADDRESS, bfloat16, (3, 4), (1, 3))
     for changes in ({"typestr": "<f8"}, {"data": (ADDRESS, True)}, {"strides": (3, 6)}, {"mask": object()}):
         with pytest.raises(InvalidArgumentError, match="from_cuda"):
-            dlpack_gpu.parse_array_interface(Source(**changes))
+            dlpack.parse_array_interface(Source(**changes))
     with pytest.raises(InvalidArgumentError, match="has no __cuda_array_interface__"):
         Tensor.from_cuda(np.zeros(3))
 

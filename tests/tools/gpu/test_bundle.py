@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from runtime.device.kernel_bundle import Bundle, merge_bundles, write_bundle
+from runtime.device.compiled_kernel import Bundle, merge_bundles, write_bundle
 from runtime.errors import DeviceError
 from tests.runtime.device.kernels import scale
 from tests.runtime.device.test_kernel_bundle import compiled
@@ -23,7 +23,7 @@ from tools.gpu.checking.elf_symbols import symbols, undefined_symbols
 from tools.gpu.sections import ROOT, sections
 
 DEVICE = "emulated:sm_90a"
-HAS_COMPILER = "from runtime.device.toolkit import require_compiler; require_compiler()"
+HAS_COMPILER = "from runtime.device.assemble import require_compiler; require_compiler()"
 
 
 class Bare:

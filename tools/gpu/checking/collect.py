@@ -22,15 +22,13 @@ from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device import device as device_module
 from runtime.device import gpu as gpu_module
 from runtime.device import nccl as nccl_module
-from runtime.device.compiled_kernel import CompiledKernel, image_kind
+from runtime.device.compiled_kernel import CompiledKernel, image_kind, write_bundle
 from runtime.device.device import Device
 from runtime.device.driver import Driver, cuda_bindings
 from runtime.device.errors import CompileError
 from runtime.device.gpu import Gpu
-from runtime.device.kernel_bundle import write_bundle
-from runtime.device.kernel_cache import KernelCache, is_meant_for
+from runtime.device.kernel_cache import KernelCache, KernelList, is_meant_for
 from runtime.device.kernel_key import kernel_index
-from runtime.device.kernel_list import KernelList
 from runtime.device.nccl import Nccl
 from runtime.emulator.driver.dry_driver import DryDriver
 from runtime.emulator.nccl.dry_nccl import DryNccl

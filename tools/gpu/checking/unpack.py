@@ -1,6 +1,6 @@
 """Installs the bundle of tools/gpu_bundle.py on its target machine. Needs only Python.
 
-    FOLDER/*.bundle        compiled kernels (`runtime.device.kernel_bundle`), which go into the cache of kernels
+    FOLDER/*.bundle        compiled kernels (`runtime.device.compiled_kernel`), which go into the cache of kernels
     FOLDER/packages.json   [{"name", "version", "file", "needs"}]: wheels, and the acceptable versions of each
     FOLDER/*.whl
 

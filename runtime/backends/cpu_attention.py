@@ -1,0 +1,264 @@
+"""Attention on the cpu, and what prepares its queries and pages; see `runtime.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from numba_kernels.cpu import latent as _latent
+from numba_kernels.cpu import qkv as _qkv
+from numba_kernels.cpu.attention import kernel as _attention
+from numba_kernels.cpu.running.launch import Kernel, address_of, hold, new_array
+from numba_kernels.cpu.running.recording import current
+from runtime.backends.checks import check, fail
+from runtime.backends.cpu_threads import new, num_workers, share_among
+from runtime.batch import Batch
+from runtime.dtype import PAGES, STORED
+from runtime.linear.norm import RmsNorm
+from runtime.rope_table import RopeTable
+from runtime.tensor.storage import NDArray
+from runtime.tensor.tensor import Tensor
+
+_SERIAL_ATTENTION_MACS = 64_000
+LATENT_ROW_MULTIPLE = 16  # elements, whole vectors
+
+
+def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: int) -> tuple[int, int, int]:
+    """(blocks, KV heads, block size) of K ``[blocks, KV heads, head_dim, block size]`` and V ``[..., block size,
+    head_dim rounded up to 16]``."""
+    check(op, "k_cache", k_cache, x.device, tuple(PAGES), (None, None, head_dim, None))
+    blocks, heads, _, block_size = k_cache.shape
+    if block_size % 8 or blocks == 0:
+        raise fail(op, "k_cache", f"has {blocks} blocks of {block_size} tokens, must be some, of a multiple of 8")
+    check(op, "v_cache", v_cache, x.device, k_cache.dtype, (blocks, heads, block_size, None))
+    if v_cache.shape[3] != -(-head_dim // 16) * 16:
+        raise fail(op, "v_cache", f"has rows of {v_cache.shape[3]}, must be head_dim {head_dim} rounded up to 16")
+    return blocks, heads, block_size
+
+
+def _scale_addresses(scales: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Addresses of the scales of keys and of values; 0 for pages without."""
+    return (scales[0].address, scales[1].address) if scales else (0, 0)
+
+
+def _as_float32(weight: Tensor | None) -> NDArray | None:
+    """A norm's weight, converted where it is stored otherwise."""
+    if weight is None:
+        return None
+    array = np.ascontiguousarray(weight.array, np.float32)
+    hold(array)
+    return array
+
+
+def qkv_prepare(
+    qkv: Tensor, positions: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, rope: RopeTable | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, norm: str, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
+    slot_mapping: Tensor, scales: tuple[Tensor, ...],
+) -> Tensor:  # fmt: skip
+    """See `ops.qkv_prepare`."""
+    tokens, heads = qkv.shape[0], num_q_heads + 2 * num_kv_heads
+    norms = [_as_float32(weight) for weight in (q_norm, k_norm)]
+    cos = sin = q_scales = rotary = num_positions = interleaved = 0
+    if rope is not None:
+        num_positions, rotary = rope.cos.shape[0], 2 * rope.cos.shape[1]
+        cos, sin, interleaved = rope.cos.address, rope.sin.address, int(rope.interleaved)
+        q_scales = 0 if rope.q_scales is None else rope.q_scales.address
+    blocks, _, _, block_size = k_cache.shape
+    result = new((tokens, num_q_heads, head_dim))
+    tickets, workers, tokens_a_ticket = share_among(tokens, heads * head_dim * 2)
+
+    _qkv.qkv_kernel(PAGES[k_cache.dtype])(
+        tickets, workers, qkv.address, positions.address, cos, sin, q_scales,
+        *(0 if weight is None else address_of(weight) for weight in norms),
+        k_cache.address, v_cache.address, *_scale_addresses(scales), slot_mapping.address, result.address,
+        tokens, num_q_heads, num_kv_heads, head_dim, _qkv.NORMS.index(norm), rotary, interleaved, num_positions,
+        blocks, block_size, v_cache.shape[3], tokens_a_ticket, norm_eps,
+        explain=_explain_places("qkv_prepare", positions, num_positions, slot_mapping, blocks * block_size),
+    )  # fmt: skip
+    return result
+
+
+def _explain_places(
+    op: str, positions: Tensor, num_positions: int, slot_mapping: Tensor, num_slots: int
+) -> Callable[[int], Exception]:
+    """Raises the error for a status of a kernel that rotates and writes pages."""
+
+    def explain(status: int) -> Exception:
+        if status == _qkv.BAD_POSITION:
+            low, high = positions.array.min(), positions.array.max()
+            return fail(op, "positions", f"hold {low} to {high}, limit {num_positions - 1}")
+        return fail(op, "slot_mapping", f"holds {slot_mapping.array.max()}, limit {num_slots - 1}")
+
+    return explain
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionPlan:
+    """A batch's cut into row groups, worked out and checked once for all layers."""
+
+    group_tokens: int  # most tokens of a row group
+    num_groups: int  # row groups, or more
+    group_starts: NDArray  # [num_seqs + 1] int32: row groups before each sequence
+    num_keys: int  # query tokens times the keys of their sequence, at most what is attended to
+    longest: int  # tokens of the longest sequence
+    table_width: int
+    addresses: tuple[int, ...]  # query_start, seq_lens, block table, group_starts
+
+
+def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_size: int) -> _AttentionPlan | None:
+    """The plan of a batch; None without sequences. ``share`` query heads share a KV head."""
+    key = ("attention", group, tokens, share, block_size)
+    if key in batch.plans:
+        plan: _AttentionPlan | None = batch.plans[key]
+        return plan
+    op = "attention"
+    seqs = batch.num_seqs
+    starts, seq_lens, table = (
+        tensor.array for tensor in (batch.query_start, batch.seq_lens, batch.block_tables[group])
+    )
+    if current() is not None:
+        assert batch.sees_until is None, "a step with pictures is recorded"
+        batch.plans[key] = plan = _recorded_plan(batch, group, tokens, share, table.shape[1])
+        return plan
+    query_lens = np.diff(starts)
+    if starts[0] != 0 or starts[-1] != tokens or (query_lens < 0).any():
+        raise fail(op, "batch.query_start", f"must rise from 0 to {tokens}, the tokens of q")
+    limit = table.shape[1] * block_size
+    if (seq_lens < query_lens).any() or (seq_lens > limit).any():
+        raise fail(
+            op, "batch.seq_lens", f"must lie between the chunk's length and {limit}, the tokens of a block table's row"
+        )
+    if batch.sees_until is not None:
+        until, lens = batch.sees_until.array, seq_lens.astype(np.int64)
+        own = np.arange(1, tokens + 1) + np.repeat(lens - query_lens - starts[:-1], query_lens)
+        falls = (np.diff(until) < 0) & (np.diff(own) == 1)
+        if (until < own).any() or (until > np.repeat(lens, query_lens)).any() or falls.any():
+            raise fail(op, "batch.sees_until", "must rise in each chunk, from behind each token to the sequence's end")
+    plan = None
+    if seqs:
+        group_tokens = max(1, _attention.GROUP_ROWS // share)
+        group_starts = np.zeros(seqs + 1, np.int32)
+        np.cumsum(-(-query_lens // group_tokens), out=group_starts[1:])
+        tensors = batch.query_start, batch.seq_lens, batch.block_tables[group]
+        plan = _AttentionPlan(
+            group_tokens,
+            int(group_starts[-1]),
+            group_starts,
+            num_keys=int(np.dot(query_lens.astype(np.int64), seq_lens)),
+            longest=int(seq_lens.max()),
+            table_width=table.shape[1],
+            addresses=(*(tensor.address for tensor in tensors), address_of(group_starts)),
+        )
+    batch.plans[key] = plan
+    return plan
+
+
+def _recorded_plan(batch: Batch, group: int, tokens: int, share: int, table_width: int) -> _AttentionPlan:
+    """The plan for any chunks of at least one token, of sequences up to the batch's longest, since each replay has
+    other values in the arrays."""
+    seqs = batch.num_seqs
+    if not 0 < seqs <= tokens:
+        raise fail("attention", "batch", f"cannot be recorded: {seqs} sequences of {tokens} tokens")
+    group_tokens = max(1, _attention.GROUP_ROWS // share)
+    if seqs == tokens:
+        group_starts = np.arange(seqs + 1, dtype=np.int32)
+        hold(group_starts)
+    else:
+        group_starts = new_array((seqs + 1,), np.int32)
+        _attention.group_starts_kernel()(1, 1, batch.query_start.address, address_of(group_starts), seqs, group_tokens)
+    tensors = batch.query_start, batch.seq_lens, batch.block_tables[group]
+    return _AttentionPlan(
+        group_tokens,
+        seqs + (tokens - seqs) // group_tokens,
+        group_starts,
+        num_keys=tokens * batch.max_seq_len,
+        longest=batch.max_seq_len,
+        table_width=table_width,
+        addresses=(*(tensor.address for tensor in tensors), address_of(group_starts)),
+    )
+
+
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, group: int, pages: tuple[int, int, int], scale: float,
+    window: int | None, sinks: Tensor | None, softcap: float | None, scales: tuple[Tensor, ...],
+) -> Tensor:  # fmt: skip
+    """See `ops.attention`."""
+    kernel = _attention.attention_kernel(PAGES[k_cache.dtype], _attention.span_of(pages[2]))
+    places = k_cache.address, v_cache.address, *_scale_addresses(scales)
+    return _attend(
+        "attention", kernel, q, places, batch, group, pages, (q.shape[2], v_cache.shape[3], v_cache.shape[3]), scale,
+        window, sinks, softcap,
+    )  # fmt: skip
+
+
+def latent_prepare(
+    q: Tensor, latent: Tensor, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """See `ops.latent_prepare`."""
+    tokens, heads, width = q.shape
+    blocks, _, block_size, stride = pages.shape
+    weight = _as_float32(norm.weight)
+    assert weight is not None
+    tickets, workers, tokens_a_ticket = share_among(tokens, (heads + 2) * width)
+    _latent.latent_kernel(STORED[pages.dtype])(
+        tickets, workers, q.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
+        address_of(weight), pages.address, slot_mapping.address, tokens, heads, width, 2 * rope.cos.shape[1],
+        int(rope.interleaved), rope.cos.shape[0], blocks, block_size, stride, tokens_a_ticket, norm.eps,
+        explain=_explain_places("latent_prepare", positions, rope.cos.shape[0], slot_mapping, blocks * block_size),
+    )  # fmt: skip
+    return q
+
+
+def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, scale: float, value_dim: int) -> Tensor:
+    """See `ops.latent_attention`."""
+    blocks, _, block_size, stride = pages.shape
+    kernel = _attention.attention_kernel(STORED[pages.dtype], _attention.span_of(block_size), is_latent=True)
+    first_value = pages.address + (q.shape[2] - value_dim) * pages.dtype.itemsize
+    width = -(-value_dim // 16) * 16
+    return _attend(
+        "latent_attention", kernel, q, (pages.address, first_value, 0, 0), batch, group, (blocks, 1, block_size),
+        (value_dim, width, stride), scale, None, None, None,
+    )  # fmt: skip
+
+
+def _attend(
+    op: str, kernel: Kernel, q: Tensor, places: tuple[int, ...], batch: Batch, group: int, pages: tuple[int, int, int],
+    value_sizes: tuple[int, int, int], scale: float, window: int | None, sinks: Tensor | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """`places` are addresses of keys, values and their scales; `value_sizes` are a value's length, that of the row
+    that it is summed in, and of a row of pages."""
+    (tokens, q_heads, head_dim), (blocks, kv_heads, block_size) = q.shape, pages
+    value_dim, width, stride = value_sizes
+    share = q_heads // kv_heads
+    plan = _attention_plan(batch, group, tokens, share, block_size)
+    result = new((tokens, q_heads * value_dim))
+    if plan is None:
+        return result
+    groups = plan.num_groups * kv_heads
+    workers = 1 if plan.num_keys * q_heads * head_dim < _SERIAL_ATTENTION_MACS else num_workers()
+    segments = -(-plan.longest // _attention.SEGMENT_TOKENS)
+    if workers == 1 or groups >= 2 * workers:
+        segments = 1
+    partial_size = groups * segments * plan.group_tokens * share * (width + 2) if segments > 1 else 0
+    partial = new_array((partial_size,), np.float32)
+    query_start, seq_lens, table, group_starts = plan.addresses
+    arguments = (
+        q.address, *places, query_start, seq_lens, table, group_starts, address_of(partial), result.address,
+        batch.num_seqs, q_heads, kv_heads, head_dim, value_dim, width, stride, blocks, block_size,
+        plan.table_width, window or 0, plan.group_tokens, segments,
+        0 if sinks is None else sinks.address, 0 if batch.sees_until is None else batch.sees_until.address, scale,
+        softcap or 0.0,
+    )  # fmt: skip
+
+    def explain(status: int) -> Exception:
+        if status == _attention.BAD_BLOCK:
+            return fail(op, "batch.block_tables", f"names a block outside the cache's {blocks}")
+        limit = plan.table_width * block_size
+        return fail(op, "batch.seq_lens", f"holds {batch.seq_lens.array.max()}, limit {limit} of the block tables")
+
+    kernel(groups * segments, workers, *arguments, explain=explain)
+    if segments > 1:
+        _attention.merge_kernel()(groups, workers, *arguments)
+    return result
