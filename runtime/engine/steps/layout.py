@@ -77,6 +77,11 @@ class StepLayout:
     max_query_len: int
     max_seq_len: int
 
+    def __post_init__(self) -> None:
+        for name in NUMBERS.keys() - self.arrays.keys():
+            count = self.num_tokens if NUMBERS[name].per == "token" else self.num_seqs
+            self.arrays[name] = np.full(count, NUMBERS[name].padding, NUMBERS[name].dtype)
+
     @property
     def num_tokens(self) -> int:
         return len(self.arrays["token_ids"])
@@ -177,11 +182,8 @@ class Chunks(NamedTuple):
             "block_tables": tables.of(self.rows),
             "logits_indices": logits_indices,
         }
-        for name, field in NUMBERS.items():
-            given = numbers.get(name)
-            if given is None:
-                given = np.full(len(self.rows), field.padding, field.dtype)
-            arrays[name] = self.by_token(given) if field.per == "token" else given
+        for name, given in numbers.items():
+            arrays[name] = self.by_token(given) if NUMBERS[name].per == "token" else given
         return StepLayout(arrays, self.max_query_len, largest(seq_lens))
 
 

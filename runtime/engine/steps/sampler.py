@@ -17,7 +17,7 @@ from runtime import ops
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.sampling_params import MAX_BAD_WORD_TOKENS
 from runtime.engine.steps.step_input import RowLoad
-from runtime.sampling_arrays import SamplingArrays
+from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
 from runtime.sampling_table import COLUMNS, PENALTIES
 from runtime.tensor.tensor import Tensor
 
@@ -116,25 +116,17 @@ class SamplingRows:
         """The parameters of draws at ``positions [n]`` of the outputs of ``rows [n]``, all before which are known.
 
         If a row has a grammar there is an allowed mask, which is still to be narrowed by the grammars' masks."""
-        no_entries = np.zeros(len(rows), np.int32)
+        ends_of_none: dict[str, Any] = dict.fromkeys(_ENDS_OF_LISTS, np.zeros(len(rows), np.int32))
         floats = zip(_FLOATS, self._floats.take(rows, axis=1))  # each contiguous
         integers = zip(_INTEGERS, self._integers.take(rows, axis=1))
         any_penalties, any_bias, any_allowed = np.logical_or.reduce(self._flags.take(rows, axis=1), axis=1)
         arrays = SamplingArrays(
             **dict(floats),
             **dict(integers),
+            **_NO_LISTS,
+            **ends_of_none,
             seed=self._seeds.take(rows),
             position=positions.astype(np.int32),
-            prompt_ids=_NO_IDS,
-            prompt_start=no_entries,
-            prompt_end=no_entries,
-            output_ids=_NO_IDS,
-            output_start=no_entries,
-            output_end=no_entries,
-            bias_ids=_NO_IDS,
-            bias_values=_NO_VALUES,
-            bias_start=no_entries,
-            bias_end=no_entries,
         )
         if any_penalties:
             prompts, outputs = zip(*self.penalty_lists(rows, positions))
@@ -251,6 +243,8 @@ def token_logprobs(
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
+_NO_LISTS: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype, size in SAMPLING_FIELDS if size == "any"}
+_ENDS_OF_LISTS = [name for name, _, _ in SAMPLING_FIELDS if name.endswith(("_start", "_end"))]
 
 
 def last_ids(words: list[list[int]], output_ids: NDArray[np.int32]) -> NDArray[np.int32]:
