@@ -27,13 +27,13 @@ if str(ROOT) not in sys.path:
 from numba_kernels.cuda.registry import specialisations  # noqa: E402
 from runtime.bench.kernels.counted import Counts  # noqa: E402
 from tools.kernel_costs import page  # noqa: E402
-from tools.kernel_costs.case import Case  # noqa: E402
 from tools.kernel_costs.cases import cases  # noqa: E402
 from tools.kernel_costs.counts import (  # noqa: E402
     LEAST_SECTOR_EFFICIENCY,
     LEAST_TENSOR_SHARE,
     MOST_TILED_BYTES,
     Bench,
+    Case,
 )
 from tools.kernel_costs.machine_code import NoDisassemblerError, find_nvdisasm  # noqa: E402
 from tools.kernel_costs.static import ARCHS, StaticFacts, examine_all  # noqa: E402

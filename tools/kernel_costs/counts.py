@@ -1,4 +1,4 @@
-"""A kernel's counts at run time, by the emulator: instructions, sectors, bank conflicts, tensor-core work."""
+"""The kernel report's cases: a launch with its minimum work, and an emulated GPU that counts what it does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from cuda.bindings import driver as bindings
 
 from numba_kernels.cuda.specialisation import Launch
-from runtime.bench.kernels.cases import Case
-from runtime.bench.kernels.counted import Counts
+from runtime.bench.kernels.cases import Case as Operation
+from runtime.bench.kernels.counted import Counts, counting
 from runtime.bench.kernels.table import prepare, verify
 from runtime.device.device import Device
 from runtime.device.driver import Driver
@@ -20,7 +20,6 @@ from runtime.device.gpu import Gpu
 from runtime.emulator.driver.architectures import A100, H100, H200, RTX_4090, RTX_5090, GpuModel
 from runtime.emulator.driver.emulated_driver import EmulatedDriver
 from runtime.emulator.execution.launch import Checks
-from runtime.emulator.translation.ptx import parse
 
 PRODUCTS = (A100, RTX_4090, RTX_5090, H100, H200)
 LEAST_SECTOR_EFFICIENCY = 0.95
@@ -84,7 +83,7 @@ class Bench:
             raise ValueError("a case that launches nothing")
         self.gpu.launch(launch, *arguments)
 
-    def check(self, case: Case) -> None:
+    def check(self, case: Operation) -> None:
         """Runs a case of `bench kernels`. Raises AssertionError if its result is wrong."""
         inputs, ready = prepare(self.gpu, case, 0)
         self._held.append(inputs)
@@ -92,17 +91,48 @@ class Bench:
 
     def count(self, case: str, run: Callable[[Bench], None]) -> Counts:
         """Runs a case, ``run(bench)``, and counts its launches."""
-        self.emulator.counters.clear()
-        self.emulator.is_counting = True
         try:
-            run(self)
-            self.gpu.synchronize()
+            with counting(self.gpu) as found:
+                run(self)
         finally:
-            self.emulator.is_counting = False
             self._held.clear()
-        found = Counts(case, tuple(self.emulator.counters))
-        loaded = {kernel.compiled.name: kernel.compiled for kernel in self.gpu.loaded_kernels()}
-        for name, counters in self.emulator.counters.items():
-            (kernel,) = parse(loaded[name].image.rstrip(b"\0").decode()).kernels.values()
-            found.add(counters, kernel)
+        found.case = case
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the report.
+
+    Attributes:
+        name, family, shape: its name, its family, its sizes in words.
+        work: its minimum work.
+        run: uploads and launches.
+        scattered_because: why its accesses cannot fill whole sectors; "" if they should.
+        tiled_bytes: the minimum traffic of its tiling, without tables and lengths; 0 if unchecked.
+        is_on_tensor_cores: whether its products should run there.
+        arch: of its emulated GPU; the report's if "".
+    """
+
+    name: str
+    family: str
+    shape: str
+    work: Work
+    run: Callable[[Bench], None]
+    scattered_because: str = ""
+    tiled_bytes: int = 0
+    is_on_tensor_cores: bool = False
+    arch: str = ""
+
+
+def counted(
+    operation: Operation, family: str, *, suffix: str = "", scattered_because: str = "", tiled_bytes: int = 0,
+    is_on_tensor_cores: bool = False, has_16_bits: bool = False,
+) -> Case:  # fmt: skip
+    """A line for a case of `bench kernels`; its result is compared with numpy's.
+
+    `has_16_bits`: its products have 16-bit factors, so that tensor cores could do them."""
+    return Case(
+        operation.name + suffix, family, operation.shape, Work(operation.least_bytes, operation.flops, has_16_bits),
+        lambda bench: bench.check(operation), scattered_because, tiled_bytes, is_on_tensor_cores,
+    )  # fmt: skip

@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 
 from runtime.bench.kernels.counted import KINDS, Counts
-from tools.kernel_costs.case import Case
-from tools.kernel_costs.counts import PRODUCTS
+from tools.kernel_costs.counts import PRODUCTS, Case
 from tools.kernel_costs.static import StaticFacts
 
 Measured = Sequence[tuple[Case, Counts]]

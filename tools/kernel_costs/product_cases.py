@@ -20,8 +20,7 @@ from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.segments import SEGMENTS
 from runtime.bench.kernels.cases import product_case
-from tools.kernel_costs.case import Case, counted
-from tools.kernel_costs.counts import Bench, Work
+from tools.kernel_costs.counts import Bench, Case, Work, counted
 
 _ONE_COLUMN_A_LANE = (
     "the tier's point: neighbouring lanes read different rows of the weight, and every element comes from memory"
