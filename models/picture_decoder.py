@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from models.decoder import Decoder
-from models.mrope import Array, rotations
+from models.rope import Array, rotations
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache

@@ -4,17 +4,21 @@ Pair `i` of a head of size D turns by `position * theta^(-2i/D)` (Su et al. 2021
 Frequencies and angles are rounded to float32 where transformers rounds them, since that is the arithmetic
 that the models were trained in and are compared with: at position 131,071 one unit in the last place of a
 frequency near 1 turns a head by 0.008 radians. The cosine and sine of such an angle are exact to float32.
+
+Positions may also lie on three axes (`runtime.images.positions`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
+from runtime import ops
 from runtime.device.device import CPU, Device
 from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
@@ -128,3 +132,33 @@ def _yarn(rope: RopeConfig, frequencies: Float32Array, powers: Float32Array) -> 
     kept = np.float32(1.0) - ramp
     blended: Float32Array = stretched * (np.float32(1.0) - kept) + frequencies * kept
     return blended
+
+
+Array = np.ndarray[Any, Any]
+
+
+def parted_axes(sections: Sequence[int]) -> Array:
+    """The axis that turns each pair: a section for each, as in Qwen2.5-VL."""
+    return np.repeat(np.arange(len(sections)) % 3, sections)
+
+
+def interleaved_axes(sections: Sequence[int], num_pairs: int) -> Array:
+    """The same as in Qwen3-VL: the axes take turns for as long as their sections last, then it is time."""
+    axes = np.zeros(num_pairs, np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
+
+
+def rotations(rope: RopeConfig, axes: Array, positions: Array, device: Device) -> RopeTable:
+    """A row of rotations for each token of `positions [3, num_tokens]`: equal to the model's table, to the bit, where a
+    token's axes agree."""
+    turned = np.ascontiguousarray(positions.astype(np.float32)[axes].T)  # [num_tokens, num_pairs]
+    angles = turned * inverse_frequencies(rope)
+    cos = np.cos(angles, dtype=np.float64, casting="same_kind").astype(np.float32)
+    sin = np.sin(angles, dtype=np.float64, casting="same_kind").astype(np.float32)
+    if rope.attention_factor != 1.0:
+        cos *= np.float32(rope.attention_factor)
+        sin *= np.float32(rope.attention_factor)
+    cos_on, sin_on = ops.place([cos, sin], device)
+    return RopeTable(cos=cos_on, sin=sin_on, interleaved=rope.interleaved)

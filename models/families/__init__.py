@@ -1,4 +1,4 @@
-"""The families of architectures that the engine runs: one file each.
+"""The families of architectures that the engine runs: a file for each, with its relatives.
 
 A file of this folder names its `ARCHITECTURES`; nothing else lists them. `docs/adding.md` shows how one is written.
 """

@@ -14,7 +14,7 @@ from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope, rope_fields
 from models.decoder import Layer, PreNormLayer
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, check_groups
-from models.families.glm_moe import read_sigmoid_rule
+from models.families.glm import read_sigmoid_rule
 from models.latent import LatentAttention, LatentForm
 from models.makers.maker import Maker
 from runtime.routing import RoutingRule

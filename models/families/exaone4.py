@@ -9,7 +9,7 @@ from models.configuration.config import read_common, read_layer_types
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import KINDS, parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer
-from models.families.olmo2 import PostNormLayer
+from models.families.olmo import PostNormLayer
 from models.makers.maker import Maker
 
 

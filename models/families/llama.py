@@ -1,17 +1,16 @@
-"""Llama, Mistral, Qwen2 and Qwen3: one decoder family.
+"""Llama, Mistral, Qwen2, Qwen3 and Seed-OSS: one decoder family.
 
     x = embed(ids)
     for each layer:   x = x + attention(rms_norm(x));   x = x + mlp(rms_norm(x))
     logits = lm_head(rms_norm(x))
 
 with `mlp(h) = down(silu(gate(h)) * up(h))` and causal grouped-query attention over rotated queries and
-keys. Differences that the config gives: biases of the projections (Qwen2: query, key and value),
-RMSNorm over each head of queries and keys (Qwen3), sliding windows (Mistral, some Qwen), the scaling of the
-rotary frequencies (Llama 3).
+keys. Differences that the config gives: biases of the projections (Qwen2: query, key and value; Seed-OSS: perhaps of
+the output, too), RMSNorm over each head of queries and keys (Qwen3), sliding windows (Mistral, some Qwen), the scaling
+of the rotary frequencies (Llama 3).
 
 Sources: Touvron et al. 2023 (arXiv 2302.13971), Jiang et al. 2023 (2310.06825), Qwen2 (2407.10671), Qwen3
-(2505.09388).
-"""
+(2505.09388)."""
 
 from __future__ import annotations
 
@@ -143,9 +142,19 @@ def _within_a_chunk(fields: Fields, positions: int) -> int:
     return min(chunk, positions)
 
 
+def read_seed_oss(fields: Fields) -> LlamaConfig:
+    return LlamaConfig(
+        **read_decoder(fields, default_head_dim=None if "head_dim" in fields else 128, default_max_positions=524_288),
+        attention_bias=fields.boolean("attention_bias", True),
+        attention_output_bias=fields.boolean("attention_out_bias", False),
+        mlp_bias=fields.boolean("mlp_bias", False),
+    )
+
+
 ARCHITECTURES = (
     Architecture("LlamaForCausalLM", "llama", read_llama, LlamaModel),
     Architecture("MistralForCausalLM", "mistral", read_mistral, LlamaModel),
     Architecture("Qwen2ForCausalLM", "qwen2", read_qwen2, LlamaModel),
     Architecture("Qwen3ForCausalLM", "qwen3", read_qwen3, LlamaModel),
+    Architecture("SeedOssForCausalLM", "seed_oss", read_seed_oss, LlamaModel),
 )

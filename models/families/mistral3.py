@@ -1,5 +1,8 @@
-"""Mistral Small 3.1 and 3.2, Magistral, Devstral, Ministral 3: Mistral or Ministral 3 over text and pictures, by
-Pixtral's tower.
+"""Ministral 3, and Mistral or Ministral 3 over text and pictures by Pixtral's tower: Mistral Small 3.1 and 3.2,
+Magistral, Devstral.
+
+Ministral 3 is Mistral whose context YaRN stretches, and whose queries grow with their position, as Llama 4's do: q is
+multiplied by `1 + beta log(1 + floor(position / original context))`.
 
     embeddings = linear_2(gelu(linear_1(merge(rms_norm(a layer of the tower)))))
 
@@ -9,19 +12,38 @@ Pixtral's tower.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from models.architecture import Architecture
-from models.configuration.config import outer_fields
+from models.configuration.config import outer_fields, read_common
 from models.configuration.json_fields import Fields
-from models.decoder import DecoderConfig
+from models.configuration.rope_config import parse_rope, rope_fields
+from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
 from models.families.llama import read_mistral
 from models.families.llava import LlavaConfig, LlavaModel, LlavaTower, kept_layers, read_projector, read_text
-from models.families.ministral3 import read_ministral3
 from models.makers.maker import Maker
 from models.picture_decoder import PictureDecoder
 from models.towers.pixtral import read_pixtral
 from runtime import ops
 from runtime.tensor.tensor import Tensor
+
+
+class Ministral3Model(Decoder):
+    def make_layer(self, index: int, maker: Maker) -> Layer:
+        return PreNormLayer(self, index, maker)
+
+
+def read_ministral3(fields: Fields) -> DecoderConfig:
+    common = read_common(fields, default_head_dim=128, default_max_positions=262_144, default_norm_eps=1e-5)
+    fields.expect("attention_bias", False)
+    fields.expect("mlp_bias", False)
+    own = rope_fields(fields)
+    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], kinds=("yarn",))
+    rope = replace(rope, q_scaling_beta=own.number("llama_4_scaling_beta", least=0.0, most=1e6))
+    num_layers = common["num_layers"]
+    common["layer_windows"] = (fields.integer("sliding_window", None),) * num_layers
+    return DecoderConfig(**common, layer_ropes=(rope,) * num_layers)
+
 
 _TEXT: dict[str, Callable[[Fields], DecoderConfig]] = {"mistral": read_mistral, "ministral3": read_ministral3}
 
@@ -78,4 +100,7 @@ def read_mistral3(fields: Fields) -> LlavaConfig:
     )
 
 
-ARCHITECTURES = (Architecture("Mistral3ForConditionalGeneration", "mistral3", read_mistral3, Mistral3Model),)
+ARCHITECTURES = (
+    Architecture("Ministral3ForCausalLM", "ministral3", read_ministral3, Ministral3Model),
+    Architecture("Mistral3ForConditionalGeneration", "mistral3", read_mistral3, Mistral3Model),
+)

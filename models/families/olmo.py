@@ -1,16 +1,31 @@
-"""OLMo, the first (arXiv 2402.00838): Llama with LayerNorms that have no weights. Queries, keys and values may be kept
-within bounds."""
+"""OLMo, OLMo 2 and 3, OLMoE.
+
+OLMo, the first (arXiv 2402.00838), is Llama with LayerNorms that have no weights. Queries, keys and values may be kept
+within bounds. OLMo 2 and OLMo 3 (arXiv 2501.00656) have norms after attention and MLP instead of before them, and over
+all heads of queries and of keys. OLMo 3 has a sliding window in three of four layers, whose rotary positions are not
+scaled. OLMoE (arXiv 2409.02060) has experts without renormalised weights, and such norms of queries and keys.
+
+    x = x + norm(attention(x));  x = x + norm(mlp(x))        OLMo 2 and 3
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from models.architecture import Architecture
+from models.configuration.config import read_common, read_layer_types
 from models.configuration.json_fields import Fields
-from models.decoder import DecoderConfig, Layer
+from models.configuration.rope_config import RopeConfig, parse_rope
+from models.decoder import Attention, Decoder, DecoderConfig, GatedMlp, Layer
+from models.experts import MoeConfig, MoeDecoder, read_rule
 from models.families.llama import read_decoder
 from models.layer_norm import LayerNormDecoder, LayerNormLayer
 from models.makers.maker import Maker
+from runtime import ops
+from runtime.batch import Batch
+from runtime.kv.cache import KVCache
+from runtime.tensor.tensor import Tensor
 
 _EPS = 1e-5  # no file says another one
 
@@ -42,4 +57,72 @@ def read_olmo(fields: Fields) -> OlmoConfig:
     )
 
 
-ARCHITECTURES = (Architecture("OlmoForCausalLM", "olmo", read_olmo, OlmoModel),)
+class Olmo2Model(Decoder):
+    def make_layer(self, index: int, maker: Maker) -> Layer:
+        return PostNormLayer(self.config, maker, self.attention(index, maker, norm="row"), self.mlp(maker))
+
+
+class PostNormLayer:
+    def __init__(self, config: DecoderConfig, maker: Maker, attention: Attention, mlp: GatedMlp) -> None:
+        self.attention, self.mlp, self.eps = attention, mlp, config.norm_eps
+        self.attention_norm = maker.vector("post_attention_layernorm.weight", config.hidden_size)
+        self.mlp_norm = maker.vector("post_feedforward_layernorm.weight", config.hidden_size)
+
+    def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        x = ops.rms_norm(self.attention(x, batch, kv_cache), self.attention_norm, self.eps, residual=x)
+        return ops.rms_norm(self.mlp(x, batch), self.mlp_norm, self.eps, residual=x)
+
+
+def read_olmo2(fields: Fields) -> DecoderConfig:
+    common = _read_common(fields)
+    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
+    return DecoderConfig(**common, layer_ropes=(rope,) * common["num_layers"])
+
+
+def read_olmo3(fields: Fields) -> DecoderConfig:
+    common = _read_common(fields)
+    num_layers, head_dim = common["num_layers"], common["head_dim"]
+    kinds = read_layer_types(fields, num_layers) or [
+        "full_attention" if index % 4 == 3 else "sliding_attention" for index in range(num_layers)
+    ]
+    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
+    if window is None and "sliding_attention" in kinds:
+        raise fields.error("sliding_window", "is null, but layer_types has sliding_attention")
+    common["layer_windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    positions, theta = common["max_position_embeddings"], 500_000.0
+    full = parse_rope(fields, head_dim, positions, layer_type="full_attention", default_theta=theta)
+    sliding = RopeConfig(full.theta, head_dim)  # of files with one entry, whose scaling is meant for the other layers
+    if fields.object("rope_parameters").names():
+        sliding = parse_rope(fields, head_dim, positions, layer_type="sliding_attention", default_theta=theta)
+    return DecoderConfig(**common, layer_ropes=tuple(full if kind == "full_attention" else sliding for kind in kinds))
+
+
+def _read_common(fields: Fields) -> dict[str, Any]:
+    common = read_common(fields, default_max_positions=2048, default_norm_eps=1e-5)
+    fields.expect("clip_qkv")
+    fields.expect("mlp_bias", False)
+    has_bias = fields.boolean("attention_bias", False)
+    return {**common, "attention_bias": has_bias, "attention_output_bias": has_bias}
+
+
+def read_olmoe(fields: Fields) -> MoeConfig:
+    fields.expect("clip_qkv")
+    has_bias = fields.boolean("attention_bias", False)
+    common = read_decoder(fields, default_max_positions=4096, default_norm_eps=1e-5)
+    is_normalised = fields.boolean("norm_topk_prob", False)
+    return MoeConfig(
+        **common,
+        attention_bias=has_bias,
+        attention_output_bias=has_bias,
+        expert_size=common["intermediate_size"],
+        rule=read_rule(fields, count=64, top_k=8, normalises=is_normalised),
+        qk_norm="row",
+    )
+
+
+ARCHITECTURES = (
+    Architecture("OlmoForCausalLM", "olmo", read_olmo, OlmoModel),
+    Architecture("Olmo2ForCausalLM", "olmo2", read_olmo2, Olmo2Model),
+    Architecture("Olmo3ForCausalLM", "olmo3", read_olmo3, Olmo2Model),
+    Architecture("OlmoeForCausalLM", "olmoe", read_olmoe, MoeDecoder),
+)

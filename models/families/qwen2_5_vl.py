@@ -1,7 +1,7 @@
 """Qwen2.5-VL (arXiv 2502.13923) and Qwen2-VL (2409.12191): Qwen2 over text and pictures.
 
 The towers are `models.towers.qwen2_5_vl`, and for Qwen2-VL `models.towers.qwen3_vl`. Tokens have positions in three
-axes, each of which turns a section of a head's pairs (`models.mrope`). In published files the language model's fields
+axes, each of which turns a section of a head's pairs (`models.rope`). In published files the language model's fields
 stand beside `vision_config`.
 """
 
@@ -18,8 +18,8 @@ from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope, rope_fields
 from models.families.llama import LlamaConfig, LlamaModel, windows_of_qwen
 from models.makers.maker import Maker
-from models.mrope import parted_axes
 from models.picture_decoder import AxesDecoder
+from models.rope import parted_axes
 from models.towers.encoding import PictureTower
 from models.towers.qwen2_5_vl import WindowedTower, WindowedTowerConfig, read_windowed_tower
 from models.towers.qwen3_vl import Tower, TowerConfig, read_second_tower

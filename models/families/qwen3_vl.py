@@ -1,7 +1,7 @@
 """Qwen3-VL (arXiv 2511.21631): Qwen3, dense or with experts, over text and pictures.
 
 The tower is `models.towers.qwen3_vl`. Its embeddings stand for a picture's tokens; merged outputs of its inner layers
-are added after the first layers. Tokens have positions in three axes (`models.mrope`).
+are added after the first layers. Tokens have positions in three axes (`models.rope`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from models.configuration.rope_config import rope_fields
 from models.experts import MoeConfig, MoeDecoder, dense_layers, read_rule
 from models.families.llama import LlamaConfig, LlamaModel, read_decoder
 from models.makers.maker import Maker
-from models.mrope import interleaved_axes
 from models.picture_decoder import AxesDecoder
+from models.rope import interleaved_axes
 from models.towers.qwen3_vl import Tower, TowerConfig, read_tower
 from runtime.images.patches import PatchRule
 

@@ -31,8 +31,7 @@ import numpy as np
 from models.configuration.json_fields import Fields
 from models.quantized.fp8 import SCALES, SCALES_OF_PAGES, as_bytes, scale_part
 from models.quantized.gptq import unpacked
-from models.quantized.names import compiled
-from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, refusal
+from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, compiled, refusal
 from runtime.linear.quantized import ActivationScheme, NumberKind, QuantizedLayout
 
 _FORMATS = (

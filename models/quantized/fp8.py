@@ -18,8 +18,7 @@ import numpy as np
 
 from models.checkpoints.stored_tensor import StoredTensor
 from models.configuration.json_fields import Fields
-from models.quantized.names import UnconvertedModules
-from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, refusal
+from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, UnconvertedModules, refusal
 from runtime.linear.quantized import ActivationScheme, QuantizedLayout
 
 SCALES = {

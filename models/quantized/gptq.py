@@ -22,8 +22,7 @@ import numpy as np
 from models.checkpoints.stored_tensor import StoredTensor
 from models.configuration.json_fields import Fields
 from models.quantized.fp8 import SCALES
-from models.quantized.names import compiled
-from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, refusal
+from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, compiled, refusal
 from runtime.linear.quantized import QuantizedLayout, unpack_halves
 
 FROM_TRAINING = (

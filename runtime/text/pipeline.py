@@ -17,13 +17,13 @@ import msgspec
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineOutput, FinishReason, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
-from runtime.text.content_stops import ContentStops
-from runtime.text.harmony.answer_parts import HarmonyParser
 from runtime.text.harmony.message import special_ids
 from runtime.text.harmony.prompt import answer_start
+from runtime.text.harmony.reader import HarmonyParser
 from runtime.text.parts import ContentParser, Part, PartKind, PartParser, ToolCallDelta
 from runtime.text.reasoning import TAGS as REASONING_TAGS
 from runtime.text.reasoning import ReasoningParser, ReasoningStart
+from runtime.text.stop import ContentStops
 from runtime.text.tools.notation import ToolReading
 from runtime.text.tools.parser import ToolCallParser
 from tokenizer import IncrementalDecoder, Tokenizer

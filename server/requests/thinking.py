@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, get_args
 
 from runtime.text.formats import AnswerFormat
-from runtime.text.harmony.system_text import EFFORTS
+from runtime.text.harmony.conversation import EFFORTS
 from server.errors import invalid, json_text
 from server.openai_api.schema import ChatCompletionRequest, ReasoningEffort
 from tokenizer import ChatTemplateError, Tokenizer

@@ -32,10 +32,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runtime.text.harmony.conversation import harmony_messages
-from runtime.text.harmony.message import SPECIAL_TOKENS, HarmonyMessage, SpecialIds, special_ids
-from runtime.text.harmony.parse import MessageParser
-from runtime.text.harmony.reader import MAX_HEADER
-from runtime.text.harmony.render import Renderer
+from runtime.text.harmony.message import SPECIAL_TOKENS, HarmonyMessage, Renderer, SpecialIds, special_ids
+from runtime.text.harmony.reader import MAX_HEADER, MessageParser
 from tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers" / "gpt-oss"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from runtime import LLM, SamplingParams
 from runtime.text.harmony.message import HarmonyMessage, special_ids
-from runtime.text.harmony.parse import MessageParser
+from runtime.text.harmony.reader import MessageParser
 from tools.demo_model import harmony_tasks
 from tools.demo_model.harmony_tasks import Exercise, Setting
 from tools.demo_model.tasks import Score

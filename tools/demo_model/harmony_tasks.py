@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.text.harmony.conversation import harmony_messages
-from runtime.text.harmony.message import CONSTRAIN, FUNCTIONS, HarmonyMessage, SpecialIds
-from runtime.text.harmony.render import Renderer
+from runtime.text.harmony.message import CONSTRAIN, FUNCTIONS, HarmonyMessage, Renderer, SpecialIds
 from tools.demo_model import data, tasks
 from tools.demo_model.tasks import Split, is_held_out
 

@@ -9,8 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from runtime.engine.errors import RequestError
 from runtime.text.harmony.conversation import harmony_messages
-from runtime.text.harmony.message import CHANNEL, MESSAGE, START, SpecialIds, special_ids
-from runtime.text.harmony.render import Renderer
+from runtime.text.harmony.message import CHANNEL, MESSAGE, START, Renderer, SpecialIds, special_ids
 from tokenizer import ChatTemplateError, Tokenizer
 
 VARIABLES = frozenset({"reasoning_effort", "model_identity", "now"})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from models.errors import ConfigError
-from models.families.gemma3_vision import Gemma3VisionModel
+from models.families.gemma import Gemma3VisionModel
 from models.registry import load_model, parse_config
 from runtime import ops
 from runtime.batch import Batch, EncodedTokens

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 
-from models.families.gemma3_vision import Gemma3VisionModel
+from models.families.gemma import Gemma3VisionModel
 from models.registry import load_model
 from runtime import ops
 from runtime.batch import Batch, EncodedTokens

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.text.harmony.message import SPECIAL_TOKENS, HarmonyMessage
-from runtime.text.harmony.parse import MessageParser
-from runtime.text.harmony.reader import MAX_HEADER
+from runtime.text.harmony.reader import MAX_HEADER, MessageParser
 from tests.runtime.text.harmony.small_model import ids_of, small_ids, small_tokenizer
 
 WORDS = ("assistant", "analysis", "final", " to=functions.f", "json", " ", "\n", "Hello", "é", "x" * 90)
