@@ -55,8 +55,7 @@ from server.responses_api.endpoints import (
 from server.service import AppState, Service
 from server.static_page import get_about, get_page
 from server.transport.auth import ApiKeys, Authentication
-from server.transport.drain import Lifecycle
-from server.transport.exchange import Exchange
+from server.transport.exchange import Exchange, Lifecycle
 from server.transport.gate import Gate, Observer, Refusals
 from server.transport.origins import Cors, OriginRules
 from server.vllm_api.operating import (

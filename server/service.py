@@ -47,8 +47,7 @@ from server.requests.generation import Generation, GenerationError
 from server.requests.structured import RequestSchemas
 from server.responses_api.store import Key as ResponseKey
 from server.responses_api.store import ResponseStore, Running
-from server.transport.drain import Lifecycle
-from server.transport.exchange import Exchange
+from server.transport.exchange import Exchange, Lifecycle
 from tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from runtime.version import release
 from server.anthropic_api.schema import MESSAGE_PARTS, complete_messages
 from server.description.operations import ERRORS, OPERATIONS, Json, Operation, Readiness
 from server.description.request_schemas import IMAGES_OF_CHATS, IMAGES_OF_RESPONSES, NULL, complete, content_schema
-from server.ollama_api import description as ollama_description
-from server.ollama_api.schema import OllamaOptions
+from server.ollama_api.schema import OLLAMA_PARTS, OllamaOptions, complete_ollama
 from server.openai_api.schema import Tool
 from server.responses_api.schema import InputFunctionCall, InputFunctionCallOutput, InputMessage, InputReasoning
 from server.service import Service
@@ -33,7 +32,7 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
     answers += [operation.anthropic_answer for operation in OPERATIONS if operation.anthropic_answer is not None]
     streams = [operation.stream for operation in OPERATIONS if operation.stream is not None]
     items = (InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
-    parts = (Tool, *items, *MESSAGE_PARTS, *ollama_description.PARTS)
+    parts = (Tool, *items, *MESSAGE_PARTS, *OLLAMA_PARTS)
     ordered = [*sorted(types, key=lambda each: each.__name__), *answers, *streams, *ERRORS.values(), *parts]
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     named = dict(zip(map(repr, ordered), references, strict=True))
@@ -58,7 +57,7 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
                 content = content_schema("input_text", "output_text", images=images)
                 components[item.__name__]["properties"][name] = content
     complete_messages(components, reads_images=reads_images)
-    ollama_description.complete(components, model_names, reads_images=reads_images)
+    complete_ollama(components, model_names, reads_images=reads_images)
     paths: Json = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, named)

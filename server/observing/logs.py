@@ -18,8 +18,7 @@ from starlette.types import Scope
 
 from runtime.progress import redirect
 from server.config import ServerConfig, ServerConfigError
-from server.transport.drain import PROBES
-from server.transport.exchange import Exchange
+from server.transport.exchange import PROBES, Exchange
 
 QUIET = PROBES | {"/page/render"}
 """Paths that are asked for all the time."""

@@ -23,8 +23,8 @@ from server.ollama_api.objects import (
     ShownModel,
     time_text,
 )
-from server.ollama_api.request import own_model, tagged
-from server.ollama_api.schema import OllamaShowRequest
+from server.ollama_api.request import own_model
+from server.ollama_api.schema import OllamaShowRequest, tagged
 from server.service import Service
 from server.transport.body import decode_body, read_body
 from server.transport.json_answer import JsonAnswer

@@ -17,6 +17,7 @@ from server.ollama_api.schema import (
     OllamaMessage,
     OllamaOptions,
     Think,
+    tagged,
 )
 from server.openai_api.extensions import FILL_CONTEXT
 from server.openai_api.fields import take_table_fields
@@ -53,11 +54,6 @@ NAMES_OF_PROMPT = {"messages": "prompt", **RENAMED}
 def own_model(service: Service, name: str) -> str:
     """Ollama's clients may add the tag ":latest" to a name that has none."""
     return next((own for own in service.model_names if name == tagged(own)), name)
-
-
-def tagged(name: str) -> str:
-    """A model's name as Ollama lists it: with a tag."""
-    return name if ":" in name else f"{name}:latest"
 
 
 def chat_of_messages(service: Service, asked: OllamaChatRequest, ignored: list[str]) -> ChatCompletionRequest:

@@ -3,6 +3,7 @@ clients, recognised by their header, get Anthropic's shape of a model."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from functools import partial
 
 import msgspec
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import check_token_ids
 from runtime.version import release
-from server.anthropic_api.models import listed_model, listed_models
+from server.anthropic_api.objects import MessagesModel, MessagesModelList
 from server.errors import dialect_of, from_engine, invalid
 from server.openai_api.answers import Detokenized, Model, ModelList, Tokenized, Version
 from server.openai_api.schema import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -22,6 +23,22 @@ from server.transport.body import Body, decode_body, read_body
 from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
 from tokenizer import Tokenizer
+
+
+def listed_model(service: Service, name: str) -> MessagesModel:
+    info = service.client.info
+    return MessagesModel(
+        id=name,
+        display_name=name,
+        created_at=datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+        max_input_tokens=info.max_model_len,
+        max_tokens=info.max_model_len,
+    )
+
+
+def listed_models(service: Service) -> MessagesModelList:
+    names = service.model_names
+    return MessagesModelList(data=[listed_model(service, name) for name in names], first_id=names[0], last_id=names[-1])
 
 
 def _model(service: Service, name: str) -> Model:

@@ -2,7 +2,7 @@
 
 import { ApiFailure, stream, wordsOf } from "./api.js";
 import { partsOf } from "./attachments.js";
-import { Clock } from "./clock.js";
+import { Clock } from "./numbers.js";
 import { fit, surelyFits } from "./context.js";
 import { announce, byId, h, toast } from "./dom.js";
 import { MessageView } from "./message.js";

@@ -1,9 +1,8 @@
 // A text that the model continues: for models without a chat template, and for writing with a model.
 
 import { ApiFailure, stream, wordsOf } from "./api.js";
-import { Clock } from "./clock.js";
 import { announce, byId, h } from "./dom.js";
-import { count, rate, seconds } from "./numbers.js";
+import { Clock, count, rate, seconds } from "./numbers.js";
 import { titleOf } from "./store.js";
 
 const MAX_TOKENS = 256; // if the settings give no number

@@ -14,8 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError, dialect_of, draining, overloaded
 from server.transport.auth import OPEN_PATHS
-from server.transport.drain import PROBES, WATCHERS, Lifecycle
-from server.transport.exchange import KEY, Exchange, new_request_id, request_id_of
+from server.transport.exchange import KEY, PROBES, WATCHERS, Exchange, Lifecycle, new_request_id, request_id_of
 from server.transport.origins import OriginRules
 
 REFUSAL = "xserv.refusal"

@@ -113,11 +113,15 @@ def shared_server(tokenizer: Tokenizer) -> Iterator[Served]:
 
 @pytest.fixture
 def served(shared_server: Served) -> Iterator[Served]:
-    """One server with the usual settings for all tests, its engine as new; no request may outlive its
-    test."""
-    shared_server.engine.reset(answer_of)
-    yield shared_server
-    wait_until(lambda: shared_server.engine.num_open == 0)
+    """One server with the usual settings for all tests."""
+    yield from as_new(shared_server)
+
+
+def as_new(server: Served) -> Iterator[Served]:
+    """A shared server for one test: its engine as new; no request may outlive the test."""
+    server.engine.reset(answer_of)
+    yield server
+    wait_until(lambda: server.engine.num_open == 0)
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ from openai.lib.streaming._deltas import accumulate_delta
 from server.config import ServerConfig
 from tests.runtime.text.answers import FRAGMENTS, WHOLES
 from tests.server.byte_tokenizer import END_OF_TURN, TEMPLATE, make_byte_tokenizer
-from tests.server.conftest import Served, answer_of, say, serving
+from tests.server.conftest import Served, answer_of, as_new, say, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.openapi import check_answer
-from tests.waiting import wait_until
 from tokenizer import Tokenizer
 
 STREAMS = Path(__file__).parents[3] / "shared" / "data" / "openai" / "recorded_streams"
@@ -49,9 +48,7 @@ def parts_server(engine: FakeEngineClient, tokenizer: Tokenizer) -> Iterator[Ser
 
 @pytest.fixture
 def served(parts_server: Served) -> Iterator[Served]:
-    parts_server.engine.reset(answer_of)
-    yield parts_server
-    wait_until(lambda: parts_server.engine.num_open == 0)
+    yield from as_new(parts_server)
 
 
 def saying(served: Served, *texts: str) -> None:

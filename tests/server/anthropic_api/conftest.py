@@ -7,16 +7,12 @@ from collections.abc import Iterator
 import anthropic
 import pytest
 
-from tests.server.conftest import Served, answer_of
-from tests.waiting import wait_until
+from tests.server.conftest import Served, as_new
 
 
 @pytest.fixture
 def served(thinking_server: Served) -> Iterator[Served]:
-    """Its engine as new; no request may outlive its test."""
-    thinking_server.engine.reset(answer_of)
-    yield thinking_server
-    wait_until(lambda: thinking_server.engine.num_open == 0)
+    yield from as_new(thinking_server)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiler import GrammarChecker
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.vocabulary import LazyVocabulary
-from runtime.engine.make_engine import build_engine
 from runtime.engine.process.client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
@@ -56,14 +55,11 @@ MESSAGES = [{"role": "user", "content": "Hello!"}]
 
 
 @pytest.fixture(scope="module")
-def http() -> Iterator[httpx.Client]:
-    engine = build_engine(None, max_num_seqs=8, num_blocks=512, seed=0)
-    client = ThreadEngineClient(engine)
+def http(engine: ThreadEngineClient) -> Iterator[httpx.Client]:
     config = ServerConfig(tool_call_parser="hermes")
-    app = create_app(client, load_tokenizer(engine.info.model_path), config=config)
+    app = create_app(engine, load_tokenizer(engine.info.model_path), config=config)
     with running(app) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
         yield http
-    client.close()
 
 
 def chat(http: httpx.Client, **fields: Any) -> httpx.Response:

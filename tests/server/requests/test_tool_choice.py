@@ -13,7 +13,6 @@ import jsonschema
 import openai
 import pytest
 
-from runtime.engine.make_engine import build_engine
 from runtime.engine.process.client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
@@ -40,13 +39,6 @@ def flat(name: str, **fields: Any) -> Any:
 
 TOOLS = [tool("get_weather"), tool("get_time")]
 FLAT = [flat("get_weather"), flat("get_time")]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ThreadEngineClient]:
-    client = ThreadEngineClient(build_engine(None, max_num_seqs=8, num_blocks=1024, seed=0))
-    yield client
-    client.close()
 
 
 @contextmanager
