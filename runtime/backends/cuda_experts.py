@@ -23,11 +23,10 @@ from numba_kernels.cuda.experts import (
     tensor_core,
     tiled,
 )
-from numba_kernels.cuda.gemm import Machine, machine_of
+from numba_kernels.cuda.gemm import machine_of
 from numba_kernels.cuda.gemm.hopper_ring import Tile
-from numba_kernels.cuda.gemm.packed_tiles import BLOCK_M
-from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
 from runtime.backends.checks import fail
+from runtime.backends.cuda_plans import can_gather, has_fast_rows, hopper_tile, tile_rows_of
 from runtime.backends.cuda_tensor import alignment
 from runtime.backends.remembered import remembered
 from runtime.device.gpu import Gpu
@@ -53,9 +52,6 @@ _plan_tiled = remembered(tiled.plan)
 _plan_written_out = remembered(dequantize.plan_experts)
 
 _MOST_ROWS = 65536  # of experts at a time, each token with all of its experts
-_MOST_WRITTEN_OUT = 5 << 28  # bytes of quantised experts as 16-bit rows
-_LEAST_GAIN = 1.2  # by the models, from which on they are written out: these do not count writes
-_GATHERED_TOKENS = 4  # beyond, tokens share experts, and an expert's rows are better multiplied together
 
 
 def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
@@ -109,7 +105,7 @@ def experts(
     added = [0 if each is None else each.address for each in (shared, shared_gate, residual)]
     if not (tokens and hidden):
         return result
-    if gather is None and _can_gather(x, chosen, gate_up, down):
+    if gather is None and can_gather(x, chosen, gate_up, down):
         _gathered(x, chosen, gate_up, down, activation, added, result)
         return result
     squares = Tensor.new((tokens, combine.SQUARE_PARTS), float32, x.device)
@@ -123,71 +119,6 @@ def experts(
         _grouped(x[some], part, gate_up, down, activation, places, gather)
     result.row_squares = squares
     return result
-
-
-def _can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight) -> bool:
-    if x.shape[0] > _GATHERED_TOKENS or gate_up.exact or x.address % 16:
-        return False
-    dtype, top_k, (hidden, inner) = x.dtype.ptx, chosen.rule.top_k, down.shape[1:]
-    if gate_up.packing is not None and down.packing is not None:
-        packings = gate_up.packing, down.packing
-        return all(packed_gather.can_plan(packing, dtype, inner, hidden, top_k) for packing in packings)
-    is_aligned = hidden % VECTOR_WIDTH[dtype] == 0 and inner % VECTOR_WIDTH[dtype] == 0
-    return is_aligned and top_k <= gather.MAX_CHOICES and gate_up.packing is None and down.packing is None
-
-
-def _hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> Tile | None:
-    """The wgmma tile of both products, or None; it unpacks quantised experts, or they are written out first."""
-    if x.address % 16 or gate_up.exact or gate_up.shape[1] % (2 * VECTOR_WIDTH[x.dtype.ptx]):
-        return None
-    gpu = Gpu.of(x.device)
-    machine = machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
-    if gate_up.maps is not None and down.maps is not None:
-        return hopper.choose_tile(rows, *gate_up.shape, machine)
-    if gate_up.packing is None or down.packing is None:
-        return None
-    tile = hopper.unpacking_tile(rows, down.shape[0])
-    if tile is not None and all(
-        hopper.can_unpack(machine.arch, each.packing, x.dtype.ptx, columns, each.shape[2], is_gated=each is gate_up)
-        for each, columns in ((gate_up, gate_up.shape[1] // 2), (down, down.shape[1]))
-        if each.packing is not None
-    ):
-        return tile
-    return _tile_of_written_out(x, rows, (gate_up, down), machine)
-
-
-def _tile_of_written_out(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...], machine: Machine) -> Tile | None:
-    """The tile of products with quantised experts which are written out first; None where they are faster as they
-    are, cannot be multiplied so, or are too large."""
-    dtype, num_experts = x.dtype.ptx, weights[0].shape[0]
-    if packed.choose_tile_rows(rows, num_experts) < BLOCK_M:
-        return None
-    tile = hopper.best_tile(rows, *weights[0].shape, machine)
-    ours, theirs = 0.0, 0.0
-    for weight in weights:
-        _, width, depth = sizes = weight.shape
-        is_small = num_experts * width * depth * ITEM_BYTES[dtype] <= _MOST_WRITTEN_OUT
-        if weight.packing is None or not is_small or not hopper.can_plan(machine.arch, dtype, width, depth):
-            return None
-        ours += dequantize.seconds(weight.packing, num_experts * width, depth, dtype, machine.memory_bytes)
-        ours += max(hopper.seconds(tile, rows, *sizes, machine), hopper.weights_seconds(rows, *sizes, machine))
-        theirs += packed.seconds(rows, *sizes, machine.num_multiprocessors)
-    return tile if ours * _LEAST_GAIN < theirs else None
-
-
-def _tile_rows(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...]) -> int:
-    """The tile of all products where `wgmma` does not compute them."""
-    if not all(_has_fast_rows(x, weight) for weight in weights):
-        return tiled.TILE_ROWS
-    num_experts, width, _ = weights[-1].shape
-    if any(weight.packing is not None for weight in weights):
-        return packed.choose_tile_rows(rows, num_experts)
-    return tensor_core.choose_tile(rows, num_experts, width, Gpu.of(x.device).properties.num_sms).block_m
-
-
-def _has_fast_rows(x: Tensor, weight: ExpertsWeight) -> bool:
-    """Whether tensor cores multiply rows as long as a weight's; a packed weight was made for them."""
-    return weight.packing is not None or (x.address % 16 == 0 and tensor_core.can_plan(x.dtype.ptx, weight.shape[2]))
 
 
 def _gathered(
@@ -222,7 +153,7 @@ def _grouped(
     gather: Callable[[Tensor, int], Tensor] | None,
 ) -> None:  # fmt: skip
     """`places` are addresses of the shared expert's results, its gate, the residual, the result and its squares."""
-    tile = _hopper_tile(x, chosen.ids.size, gate_up, down)
+    tile = hopper_tile(x, chosen.ids.size, gate_up, down)
     rows = _RowsByExpert(x, chosen, (gate_up, down), tile)
     between = rows.product(x, gate_up, gate_up.shape[1] // 2, activation, gathers=True)
     if gather is not None:
@@ -254,7 +185,7 @@ class _RowsByExpert:
         self.chosen, self.gpu, self.dtype, self.tile = chosen, Gpu.of(x.device), x.dtype, tile
         (self.tokens, self.top_k), self.num_experts = chosen.ids.shape, chosen.rule.num_experts
         self.count = self.tokens * self.top_k
-        self.tile_rows = _tile_rows(x, self.count, weights) if tile is None else hopper.tile_rows(tile)
+        self.tile_rows = tile_rows_of(x, self.count, weights) if tile is None else hopper.tile_rows(tile)
         self.num_tiles = order.most_tiles(self.count, self.num_experts, self.tile_rows)
 
         def integers(*shape: int) -> Tensor:
@@ -288,7 +219,7 @@ class _RowsByExpert:
             launch = _plan_hopper(self.num_tiles, columns, dtype, activation, tile, machine, joined, packing)
         elif weight.packing is not None:
             launch = _plan_packed(self.num_tiles, columns, dtype, weight.packing.name, activation, self.tile_rows)
-        elif _has_fast_rows(source, weight):
+        elif has_fast_rows(source, weight):
             launch = _plan_tensor_core(self.num_tiles, columns, dtype, activation, tensor_core.tile_of(self.tile_rows))
         else:
             launch = _plan_tiled(self.num_tiles, columns, dtype, activation)

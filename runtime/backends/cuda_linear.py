@@ -15,7 +15,8 @@ from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
 from runtime.backends import cuda_cublas, cuda_segments
-from runtime.backends.cuda_packed import NEVER_ROUNDED, Planned, matrix_of, plan_product, rows_of
+from runtime.backends.cuda_packed import matrix_of, rows_of
+from runtime.backends.cuda_plans import NEVER_ROUNDED, Planned, plan_product
 from runtime.backends.cuda_tensor import alignment
 from runtime.backends.remembered import remembered
 from runtime.device.gpu import Gpu

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import segments
-from runtime.backends.cuda_packed import Planned, matrix_of, plan_product
+from runtime.backends.cuda_packed import matrix_of
+from runtime.backends.cuda_plans import Planned, plan_product
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32
 from runtime.linear.weight import GpuWeight

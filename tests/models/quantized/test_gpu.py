@@ -15,7 +15,7 @@ import pytest
 from models.registry import declare_model, load_model
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import packed_tiles
-from runtime.backends import cuda_packed
+from runtime.backends import cuda_plans
 from runtime.dtype import float32
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
@@ -103,11 +103,11 @@ def test_prompts_rounded_to_bytes_where_the_checkpoint_has_it_so(
     def forced(
         weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine, *, has_norm: bool
     ) -> bool:
-        is_able = cuda_packed.can_round(weight, product, machine)
+        is_able = cuda_plans.can_round(weight, product, machine)
         launched.add((is_able, bool(product.epilogue.activation)))
         return is_able
 
-    monkeypatch.setattr(cuda_packed, "_is_faster_rounded", forced)
+    monkeypatch.setattr(cuda_plans, "_is_faster_rounded", forced)
     expected = logits_of(load_model(twin(case, tmp_path / "exact", float32), dtype="float32"), IDS)
     model: Any = load_model(FIXTURES / case, device=f"emulated:{arch}", dtype="bfloat16")
     got = logits_of(model, IDS)
@@ -125,8 +125,8 @@ def test_prompts_rounded_by_static_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, arch: str
 ) -> None:
     """Beside the dequantised twin on the cpu, whose rows are rounded by the checkpoint's scales before each map."""
-    monkeypatch.setattr(cuda_packed, "_is_faster_rounded", lambda weight, product, plain, machine, has_norm: (
-        cuda_packed.can_round(weight, product, machine)
+    monkeypatch.setattr(cuda_plans, "_is_faster_rounded", lambda weight, product, plain, machine, has_norm: (
+        cuda_plans.can_round(weight, product, machine)
     ))  # fmt: skip
     model: Any = load_model(FIXTURES / case, device=f"emulated:{arch}", dtype="bfloat16")
     got = logits_of(model, IDS)

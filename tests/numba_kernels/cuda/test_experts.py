@@ -13,7 +13,7 @@ from numba_kernels.cuda import gemm
 from numba_kernels.cuda.experts import hopper, packed, packed_gather, tensor_core
 from numba_kernels.cuda.packing import packing_of
 from runtime import ops
-from runtime.backends import cuda_experts
+from runtime.backends import cuda_experts, cuda_plans
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.dtype import bfloat16, float32
@@ -388,7 +388,7 @@ def test_quantised_experts(
                     cuda_experts, "_plan_packed_gate_up", lambda *sizes: packed_gather.plan_gate_up(*sizes[:-1], 1)
                 )
                 np.testing.assert_array_equal(layer(x, routing, activation, residual=residual), found[0])
-        monkeypatch.setattr(cuda_experts, "_GATHERED_TOKENS", 0)
+        monkeypatch.setattr(cuda_plans, "_GATHERED_TOKENS", 0)
         found = []
         for rows in heights if tokens > 1 else (packed.FEW_ROWS,):
             monkeypatch.setattr(packed, "choose_tile_rows", lambda *_, rows=rows: rows)
@@ -396,7 +396,7 @@ def test_quantised_experts(
             wanted = layer.wanted(x, routing, activation, residual=residual)
             assert relative_error(found[-1], wanted) <= TOLERANCE["bf16"]
         np.testing.assert_array_equal(found[0], found[-1])
-        monkeypatch.setattr(cuda_experts, "_GATHERED_TOKENS", 4)
+        monkeypatch.setattr(cuda_plans, "_GATHERED_TOKENS", 4)
 
 
 def uneven(rng: np.random.Generator, num_first: int) -> tuple[Routing, Array]:
@@ -418,11 +418,11 @@ def test_quantised_experts_that_are_written_out(gpu: Gpu, monkeypatch: pytest.Mo
     activation = "clamped_silu" if kind == "mxfp4" else "silu"
     routing, x = uneven(rng, 200)
     monkeypatch.setattr(hopper, "unpacking_tile", lambda *_: None)
-    monkeypatch.setattr(cuda_experts, "_tile_of_written_out", lambda *_: None)
+    monkeypatch.setattr(cuda_plans, "_tile_of_written_out", lambda *_: None)
     wanted = [layer.wanted(x, routing, activation), layer(x, routing, activation)]
     found: list[Array] = []
     for tile in hopper.TILES:
-        monkeypatch.setattr(cuda_experts, "_tile_of_written_out", lambda *_, tile=tile: tile)
+        monkeypatch.setattr(cuda_plans, "_tile_of_written_out", lambda *_, tile=tile: tile)
         names.clear()
         found.append(layer(x, routing, activation))
         assert [name for name in names if "joined" in name] == [
@@ -446,7 +446,7 @@ def test_quantised_experts_that_are_unpacked_for_wgmma(gpu: Gpu, monkeypatch: py
     routing, x = uneven(rng, 140)
     found: list[Array] = []
     for tile in hopper.UNPACKING_TILES:
-        monkeypatch.setattr(cuda_experts, "_hopper_tile", lambda *_, tile=tile: tile)
+        monkeypatch.setattr(cuda_experts, "hopper_tile", lambda *_, tile=tile: tile)
         names.clear()
         found.append(layer(x, routing, activation))
         both = [name for name in names if name.startswith("experts_hopper")]
@@ -465,7 +465,7 @@ def test_when_experts_are_written_out(gpu: Gpu) -> None:
         num_experts, hidden, inner = sizes
         shapes = ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner))
         weights = tuple(SimpleNamespace(shape=shape, packing=packing) for shape in shapes)
-        return cuda_experts._tile_of_written_out(x, rows * num_experts, weights, machine)  # type: ignore[arg-type]
+        return cuda_plans._tile_of_written_out(x, rows * num_experts, weights, machine)  # type: ignore[arg-type]
 
     assert [tile(rows, 32, 2880, 2880) for rows in (16, 64, 128)] == [None] * 3
     assert tile(512, 32, 2880, 2880) is hopper.PAIR

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runtime import ops
-from runtime.backends import cuda_packed
+from runtime.backends import cuda_plans
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.dtype import bfloat16, float32
@@ -26,15 +26,15 @@ DEPTH, ROWS = 328, 70
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[cuda_packed.Planned]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[cuda_plans.Planned]:
     """Products whose rows were rounded: all that could be."""
-    found: list[cuda_packed.Planned] = []
-    plan_rounded = cuda_packed.plan_rounded
-    monkeypatch.setattr(cuda_packed, "_is_faster_rounded", lambda weight, product, plain, machine, **more: (
-        cuda_packed.can_round(weight, product, machine)
+    found: list[cuda_plans.Planned] = []
+    plan_rounded = cuda_plans.plan_rounded
+    monkeypatch.setattr(cuda_plans, "_is_faster_rounded", lambda weight, product, plain, machine, **more: (
+        cuda_plans.can_round(weight, product, machine)
     ))  # fmt: skip
     monkeypatch.setattr(
-        cuda_packed, "plan_rounded", lambda *given, **more: found.append(plan_rounded(*given, **more)) or found[-1]
+        cuda_plans, "plan_rounded", lambda *given, **more: found.append(plan_rounded(*given, **more)) or found[-1]
     )  # fmt: skip
     return found
 
@@ -46,7 +46,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[cuda_packed.Planned]:
     ))],
 )  # fmt: skip
 @pytest.mark.exhaustive
-def test_static_scales(kind: NumberKind, arch: str, launched: list[cuda_packed.Planned]) -> None:
+def test_static_scales(kind: NumberKind, arch: str, launched: list[cuda_plans.Planned]) -> None:
     """x is rounded to multiples of the largest of two maps' scales, and clamped; a row with a NaN is nothing else."""
     device, scale = Device.parse(f"emulated:{arch}"), np.float32(2.0**-9 if kind == "fp8" else 0.011)
     parts = []
@@ -79,7 +79,7 @@ def test_static_scales(kind: NumberKind, arch: str, launched: list[cuda_packed.P
 
 
 @pytest.mark.exhaustive
-def test_products_of_blocks(launched: list[cuda_packed.Planned]) -> None:
+def test_products_of_blocks(launched: list[cuda_plans.Planned]) -> None:
     """Two maps as one, whose blocks of 128 rows do not end where a tile does; with a residual, and gated."""
     device = Device.parse("emulated:sm_90a")
     parts = []

@@ -175,7 +175,7 @@ def rounded_rows(x: Array, weight: GpuWeight) -> Array:
 
 
 def planned_of(weight: GpuWeight) -> Any:
-    """How the last product with it was planned (`cuda_packed.Planned`)."""
+    """How the last product with it was planned (`cuda_plans.Planned`)."""
     return list(weight.plans.values())[-1]
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from numba_kernels.cuda import dequantize, gemm, rounded_rows
 from numba_kernels.cuda.gemm import few_rows, few_rows_shape, hopper, hopper_packed, packed_tiles
 from runtime import ops
-from runtime.backends import cuda_linear, cuda_packed
-from runtime.backends.cuda_packed import Planned
+from runtime.backends import cuda_linear, cuda_plans
+from runtime.backends.cuda_plans import Planned
 from runtime.bench.kernels.cases import Inputs, sampled
 from runtime.bench.kernels.timing import Stopwatch
 from runtime.linear.weight import PackedWeight
@@ -81,7 +81,7 @@ def _measure(options: Options, stopwatch: Stopwatch, name: str, rows: int, width
             result = ours.result.to("cpu").array[some].astype(np.float32)
             errors(result, layer.expected(numpy_rounded(x[some], weight) if planned.rounding else x[some]))
     weight.plans.clear()
-    chosen = cuda_packed.plan_product(gpu, weight, product)
+    chosen = cuda_plans.plan_product(gpu, weight, product)
     way_of_plan = next((way for way, (planned, _) in found.items() if _is_same(planned, chosen)), "another")
     times = stopwatch.times(competitors)
     return {
@@ -113,12 +113,12 @@ def _ways(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) ->
             found[f"hopper_packed {tile} in {parts}"] = (
                 Planned(hopper.plan_tile(product, machine, tile, parts)), seconds
             )  # fmt: skip
-    if cuda_packed.can_round(weight, product, machine):
+    if cuda_plans.can_round(weight, product, machine):
         found["rounded"] = (
-            cuda_packed.plan_rounded(weight, product, machine, has_norm=False),
+            cuda_plans.plan_rounded(weight, product, machine, has_norm=False),
             (
                 rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
-                + cuda_packed.rounded_tier(product, machine).seconds(product, machine)
+                + cuda_plans.rounded_tier(product, machine).seconds(product, machine)
             ),
         )
     plain = gemm.Product(

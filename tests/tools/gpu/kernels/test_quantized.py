@@ -13,7 +13,7 @@ import pytest
 from models.registry import declare_model, load_model
 from numba_kernels.cuda.experts import hopper
 from runtime import ops
-from runtime.backends import cuda_packed
+from runtime.backends import cuda_plans
 from runtime.bench.kernels.cases import Inputs
 from runtime.device.gpu import Gpu
 from runtime.linear.options import LoadOptions
@@ -82,8 +82,8 @@ def test_an_element_of_k_too_few_is_an_error() -> None:
 @pytest.mark.parametrize("name", ["fp8 blocks", "fp8", "w8a8", "fp8 static"])
 @pytest.mark.parametrize("use", ["plain", "normed", "gated"])
 def test_rows_that_are_rounded_are_compared_so(name: str, use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_packed, "_is_faster_rounded", lambda weight, product, plain, machine, has_norm: (
-        cuda_packed.can_round(weight, product, machine)
+    monkeypatch.setattr(cuda_plans, "_is_faster_rounded", lambda weight, product, plain, machine, has_norm: (
+        cuda_plans.can_round(weight, product, machine)
     ))  # fmt: skip
     found = check(the_gpu(), Wanted(name, 80, 128, 328, use))
     assert found["kernels"][0].startswith("rounded_")

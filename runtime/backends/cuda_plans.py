@@ -1,0 +1,194 @@
+"""The one place where a GPU's kernels of a product are chosen: by the product, its weight, its rows and the device.
+
+A product with a weight is planned by `plan_product`; `gemm.plan` chooses among the tiers that read the weight as it is.
+Experts are products with a row list: few tokens go straight over their experts (`can_gather`); else all products of a
+layer have one tile, of `wgmma` (`hopper_tile`) or of so many rows (`tile_rows_of`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+from numba_kernels.cuda import dequantize, gemm, rounded_norm, rounded_rows
+from numba_kernels.cuda.experts import gather, hopper, packed, packed_gather, tensor_core, tiled
+from numba_kernels.cuda.gemm import Machine, machine_of
+from numba_kernels.cuda.gemm.few_rows_shape import MAX_ROWS as FEW_ROWS
+from numba_kernels.cuda.gemm.hopper_ring import Tile
+from numba_kernels.cuda.gemm.packed_tiles import BLOCK_M
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
+from numba_kernels.cuda.packing import packing_of
+from numba_kernels.cuda.specialisation import Launch
+from runtime.device.gpu import Gpu
+from runtime.linear.experts import ExpertsWeight
+from runtime.linear.weight import GpuWeight, PackedWeight
+from runtime.routing import Routing
+from runtime.tensor.tensor import Tensor
+
+_MOST_WRITTEN_OUT = 5 << 28  # bytes of quantised experts as 16-bit rows
+_LEAST_GAIN = 1.2  # by the models, from which on they are written out: these do not count writes
+_GATHERED_TOKENS = 4  # beyond, tokens share experts, and an expert's rows are better multiplied together
+NEVER_ROUNDED = 16
+"""Most rows that are multiplied without rounding: they take no longer than the weight's bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The kernels of a product with a weight.
+
+    Attributes:
+        launch: the product's, or None where no launch has its epilogue.
+        dequantization: the launch that writes the packed weight out first, or None if the product unpacks it.
+        rounding: the launch that normalises x's rows, if need be, and rounds them to bytes first; None if x is not
+        rounded.
+        input_scale: the static scale of the rounding; 0 for scales of each row, or of each 128 of K.
+        takes_weight_twice: whether the launch's last argument is the weight's address, too (`gemm/hopper_bytes.py`).
+        num_squares: sums of squares that the launch leaves for each row of its result, or 0.
+    """
+
+    launch: Launch | None
+    dequantization: Launch | None = None
+    rounding: Launch | None = None
+    input_scale: float = 0.0
+    takes_weight_twice: bool = False
+    num_squares: int = 0
+
+
+def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product, *, has_norm: bool = False) -> Planned:
+    """Chooses the kernels of a product; see `gemm.plan`. With a norm, the launch before it can round, too."""
+    planned = _choose(gpu, weight, product, has_norm=has_norm)
+    if planned.launch is None or not (product.epilogue.has_residual and product.epilogue.is_aligned):
+        return planned
+    columns = gemm.square_columns(planned.launch, product.n)
+    return replace(planned, num_squares=product.n // columns) if columns else planned
+
+
+def _choose(gpu: Gpu, weight: GpuWeight, product: gemm.Product, *, has_norm: bool) -> Planned:
+    machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
+    if not isinstance(weight, PackedWeight):
+        return Planned(gemm.plan(product, machine, weight.tier))
+    plain = replace(product, weight=product.x)
+    if _is_faster_rounded(weight, product, plain, machine, has_norm=has_norm):
+        return plan_rounded(weight, product, machine, has_norm=has_norm)
+    if gemm.can_read(product, machine, weight.tier) and (
+        product.exact or product.m <= FEW_ROWS or _is_faster_packed(weight, product, plain, machine)
+    ):
+        return Planned(gemm.plan(product, machine, weight.tier))
+    launch = gemm.plan(plain, machine, weight.tier)
+    dequantization = dequantize.plan(weight.packing, *weight.shape, product.x)
+    return Planned(launch, None if launch is None else dequantization)
+
+
+def can_round(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) -> bool:
+    """Whether the checkpoint rounds x to bytes, and a kernel multiplies them."""
+    is_grouped = weight.rounds_rows == "groups"
+    if not weight.rounds_rows or is_grouped != (weight.packing.group > 0):
+        return False
+    return not (gemm.hopper_bytes.why_not(product, machine) and gemm.byte_tiles.why_not(product, machine))
+
+
+def rounded_tier(product: gemm.Product, machine: gemm.Machine) -> ModuleType:
+    """The launch that multiplies a weight of bytes by rows of bytes, or None."""
+    return gemm.byte_tiles if gemm.hopper_bytes.why_not(product, machine) else gemm.hopper_bytes
+
+
+def plan_rounded(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine, *, has_norm: bool) -> Planned:
+    """The kernels of a product with rounded rows (`can_round`)."""
+    packing = packing_of(product.weight)
+    assert packing is not None
+    element = "s8" if packing.element == "u8" else packing.element
+    rounding = (rounded_norm if has_norm else rounded_rows).plan(
+        product.m, product.k, product.x, element, is_grouped=packing.group > 0, is_static=weight.input_scale > 0
+    )
+    is_by_bytes = gemm.hopper_bytes.why_not(product, machine) != ""
+    launch = gemm.byte_tiles.plan(product) if is_by_bytes else gemm.hopper_bytes.plan(product, machine)
+    return Planned(launch, rounding=rounding, input_scale=weight.input_scale, takes_weight_twice=not is_by_bytes)
+
+
+def _is_faster_packed(weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine) -> bool:
+    """Whether the cost models expect unpacking in registers to beat a 16-bit matrix made for this product. False for
+    exact products, whose kernel may not depend on the rows."""
+    made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.sustained_bytes)
+    return gemm.modelled_s(product, machine) <= made + gemm.modelled_s(plain, machine)
+
+
+def _is_faster_rounded(
+    weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine, *, has_norm: bool
+) -> bool:
+    """Whether x may be rounded to bytes, and the cost models expect that to be faster for so many rows. After a norm's
+    launch, rounding is free."""
+    if weight.tier != "auto" or product.m <= NEVER_ROUNDED or not can_round(weight, product, machine):
+        return False
+    rounding = 0.0 if has_norm else rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
+    made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.sustained_bytes)
+    others = min(gemm.modelled_s(product, machine), made + gemm.modelled_s(plain, machine))
+    multiplying: float = rounded_tier(product, machine).seconds(product, machine)
+    return rounding + multiplying < others
+
+
+# Experts
+
+
+def can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight) -> bool:
+    if x.shape[0] > _GATHERED_TOKENS or gate_up.exact or x.address % 16:
+        return False
+    dtype, top_k, (hidden, inner) = x.dtype.ptx, chosen.rule.top_k, down.shape[1:]
+    if gate_up.packing is not None and down.packing is not None:
+        packings = gate_up.packing, down.packing
+        return all(packed_gather.can_plan(packing, dtype, inner, hidden, top_k) for packing in packings)
+    is_aligned = hidden % VECTOR_WIDTH[dtype] == 0 and inner % VECTOR_WIDTH[dtype] == 0
+    return is_aligned and top_k <= gather.MAX_CHOICES and gate_up.packing is None and down.packing is None
+
+
+def hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> Tile | None:
+    """The wgmma tile of both products, or None; it unpacks quantised experts, or they are written out first."""
+    if x.address % 16 or gate_up.exact or gate_up.shape[1] % (2 * VECTOR_WIDTH[x.dtype.ptx]):
+        return None
+    gpu = Gpu.of(x.device)
+    machine = machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
+    if gate_up.maps is not None and down.maps is not None:
+        return hopper.choose_tile(rows, *gate_up.shape, machine)
+    if gate_up.packing is None or down.packing is None:
+        return None
+    tile = hopper.unpacking_tile(rows, down.shape[0])
+    if tile is not None and all(
+        hopper.can_unpack(machine.arch, each.packing, x.dtype.ptx, columns, each.shape[2], is_gated=each is gate_up)
+        for each, columns in ((gate_up, gate_up.shape[1] // 2), (down, down.shape[1]))
+        if each.packing is not None
+    ):
+        return tile
+    return _tile_of_written_out(x, rows, (gate_up, down), machine)
+
+
+def _tile_of_written_out(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...], machine: Machine) -> Tile | None:
+    """The tile of products with quantised experts which are written out first; None where they are faster as they
+    are, cannot be multiplied so, or are too large."""
+    dtype, num_experts = x.dtype.ptx, weights[0].shape[0]
+    if packed.choose_tile_rows(rows, num_experts) < BLOCK_M:
+        return None
+    tile = hopper.best_tile(rows, *weights[0].shape, machine)
+    ours, theirs = 0.0, 0.0
+    for weight in weights:
+        _, width, depth = sizes = weight.shape
+        is_small = num_experts * width * depth * ITEM_BYTES[dtype] <= _MOST_WRITTEN_OUT
+        if weight.packing is None or not is_small or not hopper.can_plan(machine.arch, dtype, width, depth):
+            return None
+        ours += dequantize.seconds(weight.packing, num_experts * width, depth, dtype, machine.memory_bytes)
+        ours += max(hopper.seconds(tile, rows, *sizes, machine), hopper.weights_seconds(rows, *sizes, machine))
+        theirs += packed.seconds(rows, *sizes, machine.num_multiprocessors)
+    return tile if ours * _LEAST_GAIN < theirs else None
+
+
+def tile_rows_of(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...]) -> int:
+    """The tile of all products where `wgmma` does not compute them."""
+    if not all(has_fast_rows(x, weight) for weight in weights):
+        return tiled.TILE_ROWS
+    num_experts, width, _ = weights[-1].shape
+    if any(weight.packing is not None for weight in weights):
+        return packed.choose_tile_rows(rows, num_experts)
+    return tensor_core.choose_tile(rows, num_experts, width, Gpu.of(x.device).properties.num_sms).block_m
+
+
+def has_fast_rows(x: Tensor, weight: ExpertsWeight) -> bool:
+    """Whether tensor cores multiply rows as long as a weight's; a packed weight was made for them."""
+    return weight.packing is not None or (x.address % 16 == 0 and tensor_core.can_plan(x.dtype.ptx, weight.shape[2]))
