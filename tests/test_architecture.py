@@ -71,10 +71,6 @@ SHARED_BY_THE_TOKENIZER = {"numba_kernels.cache", "numba_kernels.pointers"}
 
 FOR_TYPES = {
     # A part of a whole whose type it names:
-    ("runtime.emulator.driver.state", "runtime.emulator.driver.modules"),
-    ("runtime.emulator.driver.graph_nodes", "runtime.emulator.driver.state"),
-    ("runtime.emulator.memory.device_memory", "runtime.emulator.driver.pool_blocks"),
-    ("runtime.emulator.tensor_cores.wgmma_registers", "runtime.emulator.translation.lowering"),
     ("runtime.engine.grammar.matcher", "runtime.engine.scheduling.sequence"),
     ("runtime.engine.scheduling.batching", "runtime.engine.scheduling.scheduler"),
     ("runtime.engine.scheduling.invariants", "runtime.engine.scheduling.scheduler"),

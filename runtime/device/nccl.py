@@ -225,10 +225,10 @@ def open_nccl(driver: Driver) -> Nccl:
     """The NCCL that serves a driver's devices. Raises NoNcclError."""
     if not driver.is_emulated:
         return load()
-    from runtime.emulator.driver.dry_driver import DryDriver
+    from runtime.emulator.driver.emulated_driver import DryDriver
 
     if isinstance(driver.api, DryDriver):
-        from runtime.emulator.nccl.dry_nccl import DryNccl
+        from runtime.emulator.nccl.emulated_nccl import DryNccl
 
         return Nccl(DryNccl(driver.api), is_emulated=True, is_dry=True)
     from runtime.emulator.nccl.emulated_nccl import EmulatedNccl

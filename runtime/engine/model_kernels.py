@@ -56,7 +56,7 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
     from runtime.device.device import Device
     from runtime.device.driver import Driver, cuda_bindings
     from runtime.device.gpu import Gpu
-    from runtime.emulator.driver.dry_driver import DryDriver
+    from runtime.emulator.driver.emulated_driver import DryDriver
     from runtime.engine.make_engine import engine_of, lone_rank
 
     bindings = cuda_bindings("the kernels' compiler")

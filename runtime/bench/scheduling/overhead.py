@@ -29,7 +29,7 @@ from runtime.device.driver import Driver
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelList
 from runtime.dtype import float32
-from runtime.emulator.driver.dry_driver import DryDriver
+from runtime.emulator.driver.emulated_driver import DryDriver
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.limits import EngineLimits, resolve

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from runtime.emulator.arithmetic.by_type import by_type
 from runtime.emulator.arithmetic.integers import is_signed
 from runtime.emulator.translation.lowering import Lowering
-from runtime.emulator.translation.modifiers import Modifiers
+from runtime.emulator.translation.modifiers import Modifiers, by_type
 from runtime.emulator.translation.ptx import Integer, Operand
 from runtime.emulator.translation.vectors import (
     BIT,

@@ -6,9 +6,17 @@ integer has 64 bits. Conversions into small floats pass through float32 rounded 
 
 from __future__ import annotations
 
-from runtime.emulator.arithmetic.floats import canonical, flush, is_nan, saturate
+from runtime.emulator.arithmetic.floats import (
+    ROUNDINGS,
+    canonical,
+    flush,
+    is_nan,
+    narrow_to_odd,
+    rounded,
+    saturate,
+    sum_to_odd,
+)
 from runtime.emulator.arithmetic.integers import is_signed
-from runtime.emulator.arithmetic.rounding import ROUNDINGS, narrow_to_odd, rounded, sum_to_odd
 from runtime.emulator.arithmetic.small_floats import FORMATS, narrow, widen
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.modifiers import Modifiers

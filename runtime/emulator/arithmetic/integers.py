@@ -6,9 +6,8 @@ dividend, as hardware does. Divisions of up to 32 bits go through float64, whose
 
 from __future__ import annotations
 
-from runtime.emulator.arithmetic.by_type import by_type
 from runtime.emulator.translation.lowering import Lowering
-from runtime.emulator.translation.modifiers import Modifiers
+from runtime.emulator.translation.modifiers import Modifiers, by_type
 from runtime.emulator.translation.ptx import CARRY, Operand
 from runtime.emulator.translation.vectors import (
     F64,

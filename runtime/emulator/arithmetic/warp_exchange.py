@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from runtime.emulator.arithmetic.by_type import by_type
 from runtime.emulator.translation.lowering import Lowering, lowers
-from runtime.emulator.translation.modifiers import Modifiers
+from runtime.emulator.translation.modifiers import Modifiers, by_type
 from runtime.emulator.translation.ptx import Instruction, Integer, Operand, Pair
 from runtime.emulator.translation.vectors import (
     I1,

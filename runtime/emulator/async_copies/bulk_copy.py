@@ -14,20 +14,19 @@ from runtime.emulator.async_copies.bulk_queue import COPY, REDUCE, land_groups, 
 from runtime.emulator.async_copies.cp_async import bulk_groups, commit_bulk
 from runtime.emulator.async_copies.proxy import check_read
 from runtime.emulator.async_copies.reduction import reduction_of
+from runtime.emulator.execution.counters import count_run
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import DONE, FAILED, block_at
-from runtime.emulator.execution.traffic import count_run
-from runtime.emulator.memory.checked_ranges import read_any, shared_range, write_any
-from runtime.emulator.memory.cluster_window import (
+from runtime.emulator.memory.careful_access import read_any, shared_range, write_any
+from runtime.emulator.memory.device_memory import IS_BEING_READ, IS_IN_FLIGHT
+from runtime.emulator.memory.locate import (
     aligned,
     block_of_rank,
     claim,
     shared_block,
     shared_host,
 )
-from runtime.emulator.memory.device_memory import IS_BEING_READ, IS_IN_FLIGHT
-from runtime.emulator.races.accesses import LOAD, STORE
-from runtime.emulator.races.clocks import release
+from runtime.emulator.races.clocks import LOAD, STORE, release
 from runtime.emulator.synchronisation.mbarrier_state import locate
 from runtime.emulator.translation.lowering import Lowering, Value, lowers
 from runtime.emulator.translation.operations import operation

@@ -14,10 +14,10 @@ from __future__ import annotations
 from numba_kernels.cache import njit
 from runtime.emulator.async_copies.reduction import reduce
 from runtime.emulator.async_copies.tensor_map import element_bytes
-from runtime.emulator.memory.checked_ranges import global_range
-from runtime.emulator.memory.cluster_window import free, landed, make_room, malloc, was_read, zeroed
+from runtime.emulator.memory.careful_access import global_range
+from runtime.emulator.memory.locate import free, landed, make_room, malloc, was_read, zeroed
 from runtime.emulator.memory.pointers import address_of, copy_bytes, fill_bytes
-from runtime.emulator.races.accesses import ATOMIC
+from runtime.emulator.races.clocks import ATOMIC
 from runtime.emulator.records import Long, Longs, Record, To, at
 from runtime.emulator.synchronisation.mbarrier_state import add_transactions
 from runtime.emulator.translation.operations import call_operation

@@ -13,11 +13,12 @@ from numba import types
 
 from numba_kernels.cache import njit
 from runtime.emulator.async_copies.proxy import wrote
+from runtime.emulator.execution.counters import count_access
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import DONE, FAILED
-from runtime.emulator.execution.traffic import count_access
-from runtime.emulator.memory.checked_ranges import read_any, shared_range
-from runtime.emulator.memory.cluster_window import (
+from runtime.emulator.memory.careful_access import read_any, shared_range
+from runtime.emulator.memory.device_memory import IS_IN_FLIGHT
+from runtime.emulator.memory.locate import (
     aligned,
     claim,
     free,
@@ -27,9 +28,8 @@ from runtime.emulator.memory.cluster_window import (
     shared_host,
     zeroed,
 )
-from runtime.emulator.memory.device_memory import IS_IN_FLIGHT
 from runtime.emulator.memory.pointers import address_of, copy_bytes, fill_bytes, stack_longs
-from runtime.emulator.races.accesses import STORE
+from runtime.emulator.races.clocks import STORE
 from runtime.emulator.records import Long, Longs, Record, To
 from runtime.emulator.synchronisation.mbarrier_state import add_pending, arrive, locate
 from runtime.emulator.translation.lowering import Lowering, lowers

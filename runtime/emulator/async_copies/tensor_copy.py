@@ -44,8 +44,8 @@ from runtime.emulator.async_copies.tensor_map import (
 from runtime.emulator.async_copies.tensor_tile import count_tile
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import DONE, FAILED, block_at
-from runtime.emulator.memory.checked_ranges import read_any, write_any
-from runtime.emulator.memory.cluster_window import aligned, block_of_rank, landed, shared_block, shared_host
+from runtime.emulator.memory.careful_access import read_any, write_any
+from runtime.emulator.memory.locate import aligned, block_of_rank, landed, shared_block, shared_host
 from runtime.emulator.memory.pointers import address_of, copy_bytes
 from runtime.emulator.synchronisation.mbarrier_state import locate
 from runtime.emulator.translation.lowering import Lowering, lowers

@@ -26,11 +26,11 @@ from runtime.emulator.async_copies.tensor_map import (
     map_swizzle,
     map_type,
 )
-from runtime.emulator.execution.traffic import count_run
-from runtime.emulator.memory.checked_ranges import global_range
-from runtime.emulator.memory.cluster_window import landed
+from runtime.emulator.execution.counters import count_run
+from runtime.emulator.memory.careful_access import global_range
+from runtime.emulator.memory.locate import landed
 from runtime.emulator.memory.pointers import address_of, copy_bytes, fill_bytes
-from runtime.emulator.races.accesses import ATOMIC, LOAD, STORE
+from runtime.emulator.races.clocks import ATOMIC, LOAD, STORE
 from runtime.emulator.tensor_cores.products import scratch_words
 from runtime.emulator.translation.operations import operation
 

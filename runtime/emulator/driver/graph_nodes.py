@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from cuda.bindings import driver as cu
 
 from runtime.emulator.driver.work_queues import Operation, Work
-
-if TYPE_CHECKING:
-    from runtime.emulator.driver.state import Stream
+from runtime.emulator.protocols import CapturedStream
 
 MODE = cu.CUstreamCaptureMode
 
@@ -77,7 +75,7 @@ class Capture:
     graph: Graph
     mode: Any
     thread: int
-    streams: list[Stream]
+    streams: list[CapturedStream]
     broken_by: str | None = None
 
 

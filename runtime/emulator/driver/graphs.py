@@ -1,17 +1,88 @@
-"""The driver's functions for graphs: nodes and edges, executable copies, replay, changed arguments."""
+"""The driver's functions for graphs: capture of streams with its rules and refusals, nodes and edges, replay."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from cuda.bindings import driver as cu
 
-from runtime.emulator.driver.capture import CaptureFunctions, edge_data
-from runtime.emulator.driver.graph_nodes import Graph, GraphExec, Node, Step, plan_replay
+from runtime.emulator.driver.graph_nodes import MODE, Capture, Graph, GraphExec, Node, Step, plan_replay
 from runtime.emulator.driver.launches import KernelLaunch, LaunchFunctions, overlap_of
-from runtime.emulator.driver.state import R, Refused, Stream, entry, handle_of
+from runtime.emulator.driver.state import DriverState, R, Refused, Stream, entry, handle_of
 from runtime.emulator.driver.work_queues import MeetingTemplate, Operation, Queue, Work
+from runtime.emulator.protocols import CapturedStream
 from runtime.emulator.races.stream_order import Overlap
+
+_PROGRAMMATIC = cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+
+
+def edge_data(is_programmatic: bool) -> Any:
+    """The data of an edge, as the driver gives it."""
+    data = cu.CUgraphEdgeData()
+    if is_programmatic:
+        data.from_port = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+        data.type = _PROGRAMMATIC
+    return data
+
+
+class CaptureFunctions(DriverState):
+    """cuStreamBeginCapture, cuStreamEndCapture"""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.graphs: dict[int, Graph] = {}
+
+    @entry()
+    def cuStreamBeginCapture(self, hStream: Any, mode: Any) -> None:
+        if handle_of(hStream) in (0, 1):
+            raise Refused(R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "the legacy stream cannot be captured")
+        stream = self.stream(hStream)
+        if stream.capture is not None:
+            raise Refused(R.CUDA_ERROR_ILLEGAL_STATE, f"{stream} is captured already")
+        try:
+            mode = MODE(int(mode))
+        except ValueError:
+            raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"capture mode {mode!r}") from None
+        graph = Graph(self.new_handle(), is_owned_by_capture=True)
+        self.graphs[graph.handle] = graph
+        stream.capture = Capture(graph, mode, threading.get_ident(), [stream])
+        stream.dependencies = []
+        self.captures.append(stream.capture)
+
+    @entry(1)
+    def cuStreamEndCapture(self, hStream: Any) -> Any:
+        stream = self.stream(hStream)
+        capture = stream.capture
+        if capture is None:
+            raise Refused(R.CUDA_ERROR_ILLEGAL_STATE, f"{stream} is not captured")
+        if capture.streams[0] is not stream:
+            capture.broken_by = capture.broken_by or "its end in another stream"
+            raise Refused(R.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED, f"the capture began in {capture.streams[0]}")
+        if capture.mode != MODE.CU_STREAM_CAPTURE_MODE_RELAXED and capture.thread != threading.get_ident():
+            raise Refused(R.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, "the capture began in another thread")
+        unjoined = self._unjoined(capture, stream)
+        for member in capture.streams:
+            member.capture, member.dependencies = None, []
+        self.captures.remove(capture)
+        graph = capture.graph
+        graph.is_owned_by_capture = False
+        if capture.broken_by is None and unjoined is None:
+            return cu.CUgraph(graph.handle)
+        del self.graphs[graph.handle]
+        if capture.broken_by is not None:
+            raise Refused(R.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, f"the capture was broken by {capture.broken_by}")
+        raise Refused(R.CUDA_ERROR_STREAM_CAPTURE_UNJOINED, f"{stream} does not wait for {unjoined}")
+
+    @staticmethod
+    def _unjoined(capture: Capture, origin: Stream) -> CapturedStream | None:
+        """A stream with nodes that the capture's first stream does not come after."""
+        reached = capture.graph.ancestors(origin.dependencies)
+        for stream in capture.streams:
+            if any(node not in reached for node in stream.dependencies):
+                return stream
+        return None
+
 
 _USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
 

@@ -156,7 +156,7 @@ class ModuleFunctions(DriverState):
 
     def _module(self, handle: Any) -> Module:
         for context in self.contexts.values():
-            if module := context.modules.get(handle_of(handle)):
+            if isinstance(module := context.modules.get(handle_of(handle)), Module):
                 return module
         raise Refused(R.CUDA_ERROR_INVALID_HANDLE, f"module {handle_of(handle):#x} does not exist")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cuda.bindings import driver as cu
 
@@ -25,10 +25,8 @@ from runtime.emulator.driver.graph_nodes import MODE, Capture, Node, NodeOperati
 from runtime.emulator.driver.stream_faults import missing_event, status_of
 from runtime.emulator.driver.work_queues import IDLE_S, MeetingTemplate, Operation, Queue, Scheduler, Work
 from runtime.emulator.memory.device_memory import Allocation, Machine
+from runtime.emulator.protocols import LoadedModule
 from runtime.emulator.races.stream_order import Conflict, Overlap, StreamOrder
-
-if TYPE_CHECKING:
-    from runtime.emulator.driver.modules import Module
 
 R = cu.CUresult
 OK = (R.CUDA_SUCCESS,)
@@ -76,7 +74,7 @@ class Context:
         self.error: Any = None
         self.streams: dict[int, Stream] = {}
         self.events: set[int] = set()
-        self.modules: dict[int, Module] = {}
+        self.modules: dict[int, LoadedModule] = {}
         self.peers: set[int] = set()
 
     @property

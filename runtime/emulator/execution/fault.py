@@ -115,7 +115,7 @@ MESSAGES: dict[FaultKind, str] = {
     FaultKind.NOT_SHARED: "{address:#x} is no address of shared memory",
     FaultKind.MISSING_INIT_FENCE: "barrier.cluster.arrive.relaxed after an mbarrier.init, without fence.mbarrier_init: "
     "the cluster need not see it",
-    # Heads of memory faults; memory/fault_description.py, which has the allocations, makes the full sentences.
+    # Heads of memory faults; fault_text.py, which has the allocations, makes the full sentences.
     FaultKind.OUT_OF_BOUNDS: "{b} bytes at {address:#x} are not inside an allocation",
     FaultKind.ACCESS_AFTER_FREE: "{b} bytes at {address:#x} have been freed",
     FaultKind.MISALIGNED: "{b} bytes at {address:#x} are not aligned to {d}",

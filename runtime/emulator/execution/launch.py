@@ -15,9 +15,9 @@ import numpy as np
 from runtime.collector import NO_COLLECTION
 from runtime.emulator.async_copies.proxy import proxy_bytes
 from runtime.emulator.execution import counters
-from runtime.emulator.execution.counters import Counters
-from runtime.emulator.execution.deadlock import who_waits
+from runtime.emulator.execution.counters import Counters, TrafficCounts, traffic_of
 from runtime.emulator.execution.fault import EmulatorFault, Fault, FaultKind, message_of
+from runtime.emulator.execution.fault_text import LaunchShape, explain, is_memory_fault, kind_of, who_waits
 from runtime.emulator.execution.residency import Shape, SlotBuffer, lay_out, round_up
 from runtime.emulator.execution.state import (
     CHECK_ASYNC,
@@ -27,10 +27,8 @@ from runtime.emulator.execution.state import (
     COUNT_MEMORY,
     Launch,
 )
-from runtime.emulator.execution.traffic import TrafficCounts, traffic_of
 from runtime.emulator.execution.warp_scheduler import FAULTED, NEEDS_SLOT, Grid, abandon, run_clusters
 from runtime.emulator.memory.device_memory import Machine
-from runtime.emulator.memory.fault_description import LaunchShape, explain, is_memory_fault, kind_of
 from runtime.emulator.races.launch_memory import RaceMemory
 from runtime.emulator.translation.operations import compile_operation, compiled
 from runtime.emulator.translation.program import LoadedKernel, Program, load

@@ -16,8 +16,8 @@ from numba_kernels.cache import njit
 from numba_kernels.pointers import f32_at, f64_at, i64_at, u32_at, u64_at
 from runtime.emulator.async_copies.proxy import wrote
 from runtime.emulator.async_copies.reduction import bf16_of_float, float_of_bf16, float_of_half, half_of_float
+from runtime.emulator.execution.counters import count_access
 from runtime.emulator.execution.state import CHECK_RACES, COUNT_MEMORY, block_at
-from runtime.emulator.execution.traffic import count_access
 from runtime.emulator.memory.careful_access import (
     IS_RELEASE,
     IS_STRONG,

@@ -19,12 +19,9 @@ import bisect
 import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from runtime.emulator.protocols import DividedAllocations
 from runtime.errors import DeviceError, InvalidArgumentError, OutOfMemoryError
-
-if TYPE_CHECKING:
-    from runtime.emulator.driver.pool_blocks import PoolBlocks
 
 IS_ALLOCATED, IS_INITIALISED, IS_FREED, IS_HOST, IS_IN_FLIGHT, IS_BEING_READ, IS_IMMUTABLE = 1, 2, 4, 8, 16, 32, 64
 """The bits of a shadow byte. A byte that was never allocated, or lies between allocations, has none. IS_IN_FLIGHT: an
@@ -157,8 +154,8 @@ class Machine:
         self.shadow_delta = self.span
         self.used_bytes = 0
         self.neighbours: list[Machine] = []
-        self.pool_blocks: PoolBlocks | None = None  # where a caching allocator reports its blocks
-        self.race_clock = 0  # the race checker's latest clock; see races/accesses.py
+        self.pool_blocks: DividedAllocations | None = None  # where a caching allocator reports its blocks
+        self.race_clock = 0  # the race checker's latest clock; see races/launch_memory.py
         self.race_shadows: dict[int, Mapping] = {}  # its shadow of the arena, by granule
         self._peers: set[int] = set()
         self._live, self._dead = _Extents(), _Extents()

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec
 from weakref import WeakKeyDictionary
 
 from runtime.call_sites import calling_line, line_name
-from runtime.emulator.driver.emulated_driver import EmulatedDriver
+from runtime.emulator.driver.emulated_driver import DryDriver, EmulatedDriver
 from runtime.emulator.driver.state import Refused, Stream
 from runtime.emulator.driver.stream_faults import DriverFault
 from runtime.emulator.nccl.board import ABORTED, LEFT, NOT_JOINED, STATE, Board, Call, new_unique_id, open_by_id
@@ -352,3 +352,36 @@ class EmulatedNccl:
 
 def _have_joined(comm: Communicator) -> bool:
     return all(record[STATE] != NOT_JOINED for record in comm.board.records)
+
+
+class DryNccl:
+    """Functions as `EmulatedNccl` has them; all succeed."""
+
+    def __init__(self, driver: DryDriver) -> None:
+        self._driver = driver
+
+    def words(self, code: int, comm: Any = None) -> str:
+        return "nothing fails"
+
+    def _accept(self, *_: Any) -> tuple[int]:
+        return (0,)
+
+    def _handle(self, *_: Any) -> tuple[int, int]:
+        return 0, 1
+
+    def ncclGetVersion(self) -> tuple[int, int]:
+        return 0, VERSION
+
+    def ncclGetUniqueId(self) -> tuple[int, bytes]:
+        return 0, bytes(128)
+
+    def ncclCommGetAsyncError(self, comm: int) -> tuple[int, int]:
+        return 0, 0
+
+    def ncclMemAlloc(self, size: int) -> tuple[int, int]:
+        return 0, int(self._driver.cuMemAlloc(size)[1])
+
+    ncclCommInitRank = ncclCommWindowRegister = _handle
+    ncclCommFinalize = ncclCommDestroy = ncclCommAbort = ncclCommWindowDeregister = ncclMemFree = _accept
+    ncclAllReduce = ncclAllGather = ncclReduceScatter = ncclBroadcast = ncclSend = ncclRecv = emuEndStep = _accept
+    ncclGroupStart = ncclGroupEnd = _accept

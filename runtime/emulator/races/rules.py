@@ -11,7 +11,7 @@ last bar.warp.sync is a race.
 
 A `_run` checks a contiguous range at once: True if there can be no race, having noted the access; else the caller
 checks lane by lane, by a `_lane`, which reports. `lane_entry` and `run_entry` are compiled once, for the first launch
-that checks races, and called by their addresses (`accesses.py`).
+that checks races, and called by their addresses (`clocks.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at, u32_at, u64_at
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import block_at, warp_at
-from runtime.emulator.races.accesses import (
+from runtime.emulator.races.clocks import (
     ACCESS_NC,
     ACCESS_SAME,
     ACCESS_STRONG,

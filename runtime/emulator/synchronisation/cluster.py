@@ -20,7 +20,7 @@ from runtime.emulator.execution.state import (
     SHARED_RANK_SHIFT,
     SHARED_WINDOW,
 )
-from runtime.emulator.memory.cluster_window import is_shared
+from runtime.emulator.memory.locate import is_shared
 from runtime.emulator.memory.pointers import address_of, trailing_zeros
 from runtime.emulator.races.clocks import acquire, arrive_relaxed, complete, release
 from runtime.emulator.synchronisation.mbarrier_state import progress

@@ -19,7 +19,7 @@ from runtime.emulator.async_copies.cp_async import land_arrivals
 from runtime.emulator.async_copies.proxy import synchronised
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import DONE, DONE_BUT_YIELD, FAILED, RETRY
-from runtime.emulator.memory.cluster_window import landed
+from runtime.emulator.memory.locate import landed
 from runtime.emulator.memory.pointers import address_of
 from runtime.emulator.races.clocks import acquire
 from runtime.emulator.synchronisation.mbarrier_state import (

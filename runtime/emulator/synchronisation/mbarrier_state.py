@@ -11,14 +11,14 @@ from __future__ import annotations
 from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.memory.cluster_window import (
+from runtime.emulator.memory.device_memory import IS_IN_FLIGHT, IS_INITIALISED
+from runtime.emulator.memory.locate import (
     aligned,
     in_shared,
     shadow_of,
     shared_block,
     shared_host,
 )
-from runtime.emulator.memory.device_memory import IS_IN_FLIGHT, IS_INITIALISED
 from runtime.emulator.races.clocks import complete, release
 
 MAX_COUNT = (1 << 20) - 1

@@ -11,14 +11,13 @@ from __future__ import annotations
 from numba_kernels.cache import njit
 from numba_kernels.pointers import u16_at, u32_at
 from runtime.emulator.async_copies.proxy import wrote
+from runtime.emulator.execution.counters import count_access
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import CHECK_RACES, DONE, FAILED, FULL_MASK
-from runtime.emulator.execution.traffic import count_access
-from runtime.emulator.memory.checked_ranges import shared_range
-from runtime.emulator.memory.cluster_window import aligned, landed, shared_block, shared_host
-from runtime.emulator.memory.locate import SHARED
+from runtime.emulator.memory.careful_access import shared_range
+from runtime.emulator.memory.locate import SHARED, aligned, landed, shared_block, shared_host
 from runtime.emulator.memory.pointers import address_of, bytes_equal, copy_bytes, stack_longs
-from runtime.emulator.races.accesses import LOAD, STORE
+from runtime.emulator.races.clocks import LOAD, STORE
 from runtime.emulator.tensor_cores.products import scratch_words
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.operations import operation

@@ -28,10 +28,10 @@ from runtime.emulator.async_copies.proxy import check_read
 from runtime.emulator.async_copies.swizzle import swizzled
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import CHECK_ASYNC, DONE, FAILED, FULL_MASK, block_at
-from runtime.emulator.memory.checked_ranges import shared_range
-from runtime.emulator.memory.cluster_window import free, make_room, zeroed
+from runtime.emulator.memory.careful_access import shared_range
+from runtime.emulator.memory.locate import free, make_room, zeroed
 from runtime.emulator.memory.pointers import address_of, copy_bytes
-from runtime.emulator.races.accesses import LOAD
+from runtime.emulator.races.clocks import LOAD
 from runtime.emulator.records import Ints, Long, Record, To, at
 from runtime.emulator.tensor_cores.products import (
     ACC_F16,

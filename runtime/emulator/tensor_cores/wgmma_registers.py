@@ -7,13 +7,11 @@ whether a wgmma in flight accumulates in it or reads it. Other instructions that
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from runtime.emulator.protocols import Emitter
 from runtime.emulator.translation.basic_blocks import definitions, registers_of
 from runtime.emulator.translation.ptx import Kernel, Vector
-
-if TYPE_CHECKING:
-    from runtime.emulator.translation.lowering import Lowering
 
 WRITTEN, ACCUMULATES, IS_READ = 1, 2, 4
 
@@ -49,7 +47,7 @@ class WgmmaRegisters:
         """After a wgmma instruction: earlier checks no longer hold."""
         self._seen.clear()
 
-    def watch(self, low: Lowering) -> None:
+    def watch(self, low: Emitter) -> None:
         """Emits the check of the state bytes before the current instruction."""
         instruction = low.instruction
         if instruction.opcode.startswith("wgmma.mma_async"):
@@ -63,7 +61,7 @@ class WgmmaRegisters:
         self._check(low, sorted((named & self.index.keys()) - written), ACCUMULATES, False)
         self._check(low, sorted(written), ACCUMULATES | IS_READ, True)
 
-    def _check(self, low: Lowering, names: Iterable[str], forbidden: int, writes: bool) -> None:
+    def _check(self, low: Emitter, names: Iterable[str], forbidden: int, writes: bool) -> None:
         fresh = [name for name in names if (name, writes) not in self._seen]
         if not fresh:
             return

@@ -383,7 +383,7 @@ class Flow:
         self.leave_unless_gathered("gather_members", self.low.slot(members, 32))
 
     def leave_unless_gathered(self, name: str, *arguments: Value) -> None:
-        """Calls an operation of gathering.py, which sets the lanes aside itself unless it returns DONE."""
+        """Calls an operation of control.py, which sets the lanes aside itself unless it returns DONE."""
         low, builder = self.low, self.builder
         on, ask = map(low.function.append_basic_block, ("gathered", "ask"))
         result = low.invoke(name, low.chunk_mask, low.site, *arguments)

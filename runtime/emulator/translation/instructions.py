@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from runtime.emulator.arithmetic import (
     bits,
-    comparisons,
     conversions,
     floats,
     integers,
     moves,
-    pairs,
+    small_floats,
     warp_exchange,
 )
 from runtime.emulator.async_copies import bulk_copy, cp_async, tensor_copy
@@ -19,7 +18,7 @@ from runtime.emulator.synchronisation import cluster, control, mbarrier
 from runtime.emulator.tensor_cores import ldmatrix, mma, wgmma
 
 MODULES = (
-    bits, comparisons, conversions, floats, integers, moves, pairs, warp_exchange, bulk_copy, cp_async, tensor_copy,
+    bits, conversions, floats, integers, moves, small_floats, warp_exchange, bulk_copy, cp_async, tensor_copy,
     closing, atomics, load_store, cluster, control, mbarrier, ldmatrix, mma, wgmma,
 )  # fmt: skip
 """Add a folder's modules here."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from runtime.collector import NO_COLLECTION
 from runtime.emulator.async_copies.proxy import needs_proxy
 from runtime.emulator.memory.device_memory import Machine
-from runtime.emulator.races.accesses import granule_shift
+from runtime.emulator.races.clocks import granule_shift
 from runtime.emulator.translation import instructions, machine_code, object_cache
 from runtime.emulator.translation.dispatch import translate
 from runtime.emulator.translation.lowering import Lowering

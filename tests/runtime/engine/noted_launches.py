@@ -21,7 +21,7 @@ from runtime.device.device import Device
 from runtime.device.driver import Driver, cuda_bindings
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelList
-from runtime.emulator.driver.dry_driver import DryDriver
+from runtime.emulator.driver.emulated_driver import DryDriver
 from runtime.engine.make_engine import build_engine
 from runtime.engine.steps.decode_graphs import GraphKey
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix

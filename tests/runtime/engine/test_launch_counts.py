@@ -20,7 +20,7 @@ from runtime.device import gpu as gpu_module
 from runtime.device.driver import Driver
 from runtime.device.gpu import Device, Gpu
 from runtime.device.kernel_cache import KernelList
-from runtime.emulator.driver.dry_driver import DryDriver
+from runtime.emulator.driver.emulated_driver import DryDriver
 from runtime.engine.make_engine import build_engine
 from tests.models.published_configs import PUBLISHED
 from tests.runtime.engine.fakes import request

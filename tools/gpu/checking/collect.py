@@ -30,8 +30,8 @@ from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelCache, KernelList, is_meant_for
 from runtime.device.kernel_key import kernel_index
 from runtime.device.nccl import Nccl
-from runtime.emulator.driver.dry_driver import DryDriver
-from runtime.emulator.nccl.dry_nccl import DryNccl
+from runtime.emulator.driver.emulated_driver import DryDriver
+from runtime.emulator.nccl.emulated_nccl import DryNccl
 from runtime.engine.config import EngineConfig
 from runtime.engine.model_kernels import kernels_of_model
 from tools.gpu.checking import lenient

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from runtime.emulator.async_copies.tensor_map import U16, encode
+from runtime.emulator.execution.counters import Traffic
 from runtime.emulator.execution.launch import Checks, launch, load
-from runtime.emulator.execution.traffic import Traffic
 from runtime.emulator.memory.device_memory import Machine
 
 TEXT = """

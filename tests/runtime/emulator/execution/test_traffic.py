@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from runtime.emulator.execution.counters import Traffic
 from runtime.emulator.execution.launch import Checks, load
-from runtime.emulator.execution.traffic import Traffic
 from tests.runtime.emulator.memory_harness import Device, kernel_text
 
 COUNTING = Checks.ALL | Checks.TRAFFIC

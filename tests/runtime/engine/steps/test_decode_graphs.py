@@ -14,7 +14,7 @@ import pytest
 from runtime.device import gpu as gpu_module
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelList
-from runtime.emulator.driver.dry_driver import DryDriver
+from runtime.emulator.driver.emulated_driver import DryDriver
 from runtime.emulator.execution.fault import FaultKind
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError

@@ -1,28 +1,74 @@
-"""The sentence for a fault of memory: the action, its bytes, the memory there or next to them, and the other access.
+"""The text of faults that needs more than the fault's record: of memory, and of a deadlock.
 
-Needs, beyond the fault record: the machine's allocations, the kernel's shared variables, the shape of
-the launch.
+A fault of memory says the action, its bytes, the memory there or next to them, and the other access, from the machine's
+allocations, the kernel's shared variables and the shape of the launch; a deadlock says which warps wait, and for what.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from ctypes import c_int32
 from dataclasses import dataclass
 
 from runtime.emulator.execution.fault import Fault, FaultKind
-from runtime.emulator.execution.state import SHARED_OFFSET_MASK, SHARED_RANK_SHIFT
+from runtime.emulator.execution.residency import Slot
+from runtime.emulator.execution.state import BLOCKED, EXITED, SHARED_OFFSET_MASK, SHARED_RANK_SHIFT, Block, Warp
 from runtime.emulator.memory.device_memory import Machine
-from runtime.emulator.memory.locate import (
-    ACTIONS,
-    CONST,
-    GENERIC,
-    GLOBAL,
-    LOCAL,
-    PARAM,
-    SHARED_CLUSTER,
-    SPACE_NAMES,
-)
-from runtime.emulator.races.accesses import IN_SHARED
+from runtime.emulator.memory.locate import ACTIONS, CONST, GENERIC, GLOBAL, LOCAL, PARAM, SHARED_CLUSTER, SPACE_NAMES
+from runtime.emulator.races.clocks import IN_SHARED
+from runtime.emulator.translation.program import LoadedKernel
 from runtime.emulator.translation.variables import SharedLayout
+
+_MAX_LINES = 24
+
+
+def who_waits(slots: Iterable[int], kernel: LoadedKernel) -> list[str]:
+    """A line for each block and place where its warps wait, for the clusters at these addresses that are resident."""
+    lines = []
+    for slot in map(Slot, slots):
+        if slot.is_running:
+            for rank in range(slot.num_blocks):
+                lines += _of_block(Block(Slot(slot.blocks)[rank]), kernel)
+    if len(lines) > _MAX_LINES:
+        lines[_MAX_LINES:] = [f"… and {len(lines) - _MAX_LINES} more"]
+    return lines
+
+
+def _of_block(block: Block, kernel: LoadedKernel) -> list[str]:
+    places: dict[tuple[str, int], list[int]] = {}
+    for index in range(block.num_warps):
+        warp = Warp(block.warps + index * Warp.size_bytes)
+        if warp.state == EXITED:
+            place = ("have exited", -1)
+        elif warp.state == BLOCKED:
+            place = ("wait at", warp.site)
+        else:
+            counters = (c_int32 * 32).from_address(warp.pcs)
+            place = ("poll at", min(counters[lane] for lane in range(32) if warp.live >> lane & 1))
+        places.setdefault(place, []).append(index)
+    name = block.x, block.y, block.z
+    lines = []
+    for (what, site), warps in sorted(places.items(), key=lambda item: item[0][1]):
+        text = f"block {name}: warps {ranges(warps)} {what}"
+        if site >= 0:
+            line = kernel.kernel.instructions[site].line
+            text += f" line {line}: {kernel.module.lines[line - 1].strip()}"
+        lines.append(text)
+    return lines
+
+
+def ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] → "0-2, 5"."""
+    words: list[str] = []
+    start = previous = numbers[0]
+    for number in [*numbers[1:], -2]:
+        if number == previous + 1:
+            previous = number
+            continue
+        words.append(str(start) if start == previous else f"{start}-{previous}")
+        start = previous = number
+    return ", ".join(words)
+
 
 Dim3 = tuple[int, int, int]
 _RACES = {
