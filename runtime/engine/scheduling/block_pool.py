@@ -4,8 +4,9 @@ A block is a number; its bytes live in ``runtime.kv.cache``. A block is either h
 or free: then it is empty or cached, that is, its content can be found and shared until the block is reallocated. The
 scheduler knows the holders: its ``check_invariants`` compares the counts with the sequences.
 
-All cache groups (``runtime.kv.groups``) draw on the same blocks; each has trees of its own in the prefix cache, and a
-prefix is a hit as far as all groups have it: each kind determines which pages it needs (``runtime.kv.kinds``).
+Cache groups (``runtime.kv.groups``) whose blocks have one size draw on one pool. Blocks are numbered through all pools,
+so that a number says its pool. Each group has trees of its own in the prefix cache, and a prefix is a hit as far as all
+groups have it: each kind determines which pages it needs (``runtime.kv.kinds``).
 
 A sequence that holds a block of a group that keeps all tokens also holds all blocks before it, or copies of them. The
 pool keeps a content that is held in a block that is held, so a free block is never in the middle of a held prefix.
@@ -13,8 +14,9 @@ pool keeps a content that is held in a block that is held, so a free block is ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -107,11 +109,24 @@ class Chain:
         self.is_broken = False  # a digest collided: nothing after it can be recorded
 
 
+class _Part:
+    """The free blocks of one pool."""
+
+    def __init__(self, first: int, num_blocks: int, eviction: str) -> None:
+        self.idle: EvictionPolicy = eviction_policy(eviction, num_blocks)  # cached and free
+        self.empty = list(range(first + num_blocks - 1, first - 1, -1))  # a stack: the latest is warm in the cache
+
+    @property
+    def num_free(self) -> int:
+        return len(self.empty) + len(self.idle)
+
+
 class BlockPool:
     """``num_blocks`` blocks of ``block_size`` tokens, all empty at first. Not thread-safe: it belongs to the engine's
     loop.
 
     kinds      of each cache group
+    pools      the pool of each cache group; empty: all in one. ``num_blocks`` has the size of each, or of the one
     host_pool  takes evicted content, or None to drop it
     eviction   one of ``runtime.engine.scheduling.eviction.POLICIES``; RequestError for any other
     digest     of a block's tokens after its parent's (for tests of collisions)
@@ -123,18 +138,21 @@ class BlockPool:
 
     def __init__(
         self,
-        num_blocks: int,
+        num_blocks: int | Sequence[int],
         block_size: int,
         *,
         kinds: tuple[CacheKind, ...] = (FULL,),
+        pools: Sequence[int] = (),
         enable_prefix_caching: bool = True,
         host_pool: HostPool | None = None,
         eviction: str = "reuse-gap",
         digest: Digest = block_digest,
     ) -> None:
-        self.num_blocks = num_blocks
+        sizes = (num_blocks,) if isinstance(num_blocks, int) else tuple(num_blocks)
+        self.num_blocks = sum(sizes)
         self.block_size = block_size
         self.kinds = kinds
+        self.pools = tuple(pools) or (0,) * len(kinds)
         self._are_whole = all(kind.is_whole for kind in kinds)
         self.enable_prefix_caching = enable_prefix_caching
         self.host_pool = host_pool
@@ -142,10 +160,11 @@ class BlockPool:
         self.counters = CacheCounters()
         self.offloads: list[tuple[int, int]] = []
         self._cache = PrefixCache(block_size, digest)
-        self._idle: EvictionPolicy = eviction_policy(eviction, num_blocks)  # cached and free
-        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm in the cache
-        self.ref_counts = [0] * num_blocks
-        self._nodes: list[CachedBlock | None] = [None] * num_blocks  # the content of each block, once recorded
+        self._parts = [_Part(first, size, eviction) for first, size in zip(accumulate(sizes, initial=0), sizes)]
+        self._part_of = [part for part, size in zip(self._parts, sizes) for _ in range(size)]  # by block
+        self.page_counts = self.by_pool([1] * len(kinds))
+        self.ref_counts = [0] * self.num_blocks
+        self._nodes: list[CachedBlock | None] = [None] * self.num_blocks  # the content of each block, once recorded
         if host_pool is not None:
             host_pool.on_drop = self._cache.prune
 
@@ -161,17 +180,36 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Free blocks, empty or cached."""
-        return len(self._empty) + len(self._idle)
+        return sum(part.num_free for part in self._parts)
+
+    @property
+    def free_counts(self) -> list[int]:
+        """By pool: free blocks."""
+        return [part.num_free for part in self._parts]
+
+    def by_pool(self, counts: Iterable[int]) -> list[int]:
+        """The sums of each pool's groups, of numbers by cache group."""
+        sums = [0] * len(self._parts)
+        for pool, count in zip(self.pools, counts, strict=True):
+            sums[pool] += count
+        return sums
+
+    def has_room(self, needed: Iterable[int], pages_each: int = 0) -> bool:
+        """Whether so many blocks of each pool are free, and ``pages_each`` more for each cache group."""
+        return all(
+            count + pages_each * num_groups <= part.num_free
+            for count, num_groups, part in zip(needed, self.page_counts, self._parts)
+        )
 
     @property
     def num_cached(self) -> int:
         """Free blocks that are cached."""
-        return len(self._idle)
+        return sum(len(part.idle) for part in self._parts)
 
     def run_lengths(self) -> str:
         """The state of every block, in order, as in ``StepView.block_map``. O(num_blocks)."""
         kinds = np.minimum(self.ref_counts, 2)
-        kinds[self._empty] = 3
+        kinds[[block_id for part in self._parts for block_id in part.empty]] = 3
         chunked = np.array(self.chunked_blocks(), np.intp)
         kinds[chunked[kinds[chunked] == 1]] = 4
         bounds = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
@@ -184,14 +222,20 @@ class BlockPool:
         self.counters.queried_tokens += num_tokens
         self.counters.hit_tokens += hit_tokens
 
-    def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free blocks, each with reference count 1: empty ones first, then cached ones, whose content
-        goes to the host pool if there is room. The caller has checked ``num_free``."""
-        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} are free"
-        block_ids = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
+    def allocate(self, count: int, pool: int = 0) -> list[int]:
+        """Take ``count`` free blocks of a pool, each with reference count 1: empty ones first, then cached ones, whose
+        content goes to the host pool if there is room. The caller has checked ``has_room``."""
+        part = self._parts[pool]
+        assert count <= part.num_free, f"{count} blocks wanted, {part.num_free} are free"
+        block_ids = [part.empty.pop() if part.empty else self._evict(pool) for _ in range(count)]
         for block_id in block_ids:
             self.ref_counts[block_id] = 1
         return block_ids
+
+    def allocate_each(self, needed: Sequence[int]) -> list[Iterator[int]]:
+        """By cache group: fresh blocks, ``needed`` of each pool. Groups of one pool share an iterator."""
+        fresh = [iter(self.allocate(count, pool)) for pool, count in enumerate(needed)]
+        return [fresh[pool] for pool in self.pools]
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Count one more holder of each block; each must be held already, or cached."""
@@ -199,7 +243,7 @@ class BlockPool:
             if self.ref_counts[block_id] == 0:
                 node = self._nodes[block_id]
                 assert node is not None, f"block {block_id} is empty and cannot be shared"
-                self._idle.reuse(node)
+                self._part_of[block_id].idle.reuse(node)
             self.ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
@@ -212,7 +256,7 @@ class BlockPool:
             if count == 0:
                 node = self._nodes[block_id]
                 if node is not None and node.block_id == block_id and not node.copies:
-                    self._idle.add(node)
+                    self._part_of[block_id].idle.add(node)
                 else:
                     self._clear(block_id)
 
@@ -320,18 +364,19 @@ class BlockPool:
     def drop_prefixes(self) -> tuple[int, int]:
         """Empty every cached free block, and those on the host. Returns how many were dropped on the device, and how
         many blocks are held."""
-        num_dropped = len(self._idle)
-        while self._idle:
-            node = self._idle.pop()
-            block_id = node.block_id
-            assert block_id is not None
-            node.block_id = None
-            self._nodes[block_id] = None
-            self._cache.prune(node)
-            self._empty.append(block_id)
+        num_dropped = self.num_cached
+        for part in self._parts:
+            while part.idle:
+                node = part.idle.pop()
+                block_id = node.block_id
+                assert block_id is not None
+                node.block_id = None
+                self._nodes[block_id] = None
+                self._cache.prune(node)
+                part.empty.append(block_id)
         if self.host_pool is not None:
             self.host_pool.drop_prefixes()
-        return num_dropped, self.num_blocks - len(self._empty)
+        return num_dropped, self.num_blocks - self.num_free
 
     def check_invariants(self, holders: Iterable[Iterable[int]]) -> None:
         """Assert that every block is held exactly as often as ``holders`` (one list of blocks a sequence) have it, that
@@ -343,8 +388,12 @@ class BlockPool:
             for block_id in block_ids:
                 expected[block_id] += 1
         assert expected == self.ref_counts, "reference counts differ from the sequences' blocks"
-        empty = set(self._empty)
-        assert len(empty) == len(self._empty), "a block is free twice"
+        every = [block_id for part in self._parts for block_id in part.empty]
+        empty = set(every)
+        assert len(empty) == len(every), "a block is free twice"
+        assert all(self._part_of[block_id] is part for part in self._parts for block_id in part.empty), (
+            "of another pool"
+        )
         num_idle = 0
         for block_id, (count, node) in enumerate(zip(expected, self._nodes)):
             if block_id in empty:
@@ -352,11 +401,13 @@ class BlockPool:
             elif count == 0:
                 assert node is not None, f"block {block_id} is lost"
                 assert node.block_id == block_id, f"block {block_id} is a copy that nobody holds"
-                assert node in self._idle, f"block {block_id} is held by nobody but is not to be evicted"
+                assert node in self._part_of[block_id].idle, (
+                    f"block {block_id} is held by nobody but is not to be evicted"
+                )
                 num_idle += 1
             if node is not None:
                 self._check_node(block_id, node)
-        assert num_idle == len(self._idle), "a block that somebody holds is to be evicted"
+        assert num_idle == self.num_cached, "a block that somebody holds is to be evicted"
         self._cache.check_invariants()
 
     def _check_node(self, block_id: int, node: CachedBlock) -> None:
@@ -368,9 +419,10 @@ class BlockPool:
             assert all(self._nodes[copy] is node for copy in node.copies), f"a copy of block {block_id} is none"
         if node.copies:
             assert self._is_held(node), f"block {node.block_id} is held by nobody, yet a copy of it is"
-        parent = node.parent
+        parent, group = node.parent, self._cache.group_of(node)
+        assert self._part_of[block_id] is self._parts[self.pools[group]], f"block {block_id} is of another pool"
         assert parent is not None
-        if parent.parent is not None and self.kinds[self._cache.group_of(node)].is_whole:
+        if parent.parent is not None and self.kinds[group].is_whole:
             assert parent.block_id is not None, f"block {block_id} cannot be found: its parent is gone"
             assert self._is_held(parent) or not self._is_held(node), f"block {block_id}'s parent is not held"
 
@@ -413,23 +465,24 @@ class BlockPool:
             node.copies.append(block_id)
             return node
         else:  # the held block takes over from the free one
-            self._idle.reuse(node)
             old, node.block_id = node.block_id, block_id
+            part = self._part_of[old]
+            part.idle.reuse(node)
             self._nodes[old] = None
-            self._empty.append(old)
+            part.empty.append(old)
         for beginning in self._cache.beginnings_of(node):
             if beginning.block_id is not None and not self._is_held(beginning):
-                self._idle.discard(beginning)
+                self._part_of[beginning.block_id].idle.discard(beginning)
                 self._clear(beginning.block_id)
         return node
 
-    def _evict(self) -> int:
-        node = self._idle.pop()
+    def _evict(self, pool: int) -> int:
+        node = self._parts[pool].idle.pop()
         block_id = node.block_id
         assert block_id is not None
         self.counters.evictions += 1
         if self.host_pool is not None and node.num_tokens == self.block_size:
-            slot = self.host_pool.store(node)
+            slot = self.host_pool.store(node, pool)
             if slot is not None:
                 self.counters.offloads += 1
                 self.offloads.append((block_id, slot))
@@ -448,7 +501,7 @@ class BlockPool:
             else:
                 node.block_id = node.copies.pop() if node.copies else None
                 self._cache.prune(node)
-        self._empty.append(block_id)
+        self._part_of[block_id].empty.append(block_id)
 
     def _is_held(self, node: CachedBlock) -> bool:
         return node.block_id is not None and self.ref_counts[node.block_id] > 0

@@ -1,4 +1,5 @@
-"""Pages in cache groups that do not keep all tokens: allocated chunk by chunk, and released early."""
+"""Pages of running sequences: those in cache groups that do not keep all tokens, allocated chunk by chunk and released
+early; and those of draft tokens. A decode computes draft tokens too, and samples after each."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from itertools import islice
 
 from runtime.engine.scheduling.block_pool import BlockPool, by_page
 from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.scheduling.step import Chunk, Step
 from runtime.kv.groups import NO_BLOCK
 
 
@@ -21,16 +23,18 @@ class ChunkedPages:
         self.pool = pool
         self.groups = [group for group, kind in enumerate(pool.kinds) if not kind.is_whole]
         self.shortest = self.groups[0] if self.groups else 0
+        self.page_counts = pool.by_pool([int(not kind.is_whole) for kind in pool.kinds])  # of these groups
 
     def grow(self, sequence: Sequence, count: int) -> int:
         """Give a sequence the pages of its next ``count`` tokens, as far as there are blocks. Returns the number of
         tokens that have pages."""
         pool, shortest = self.pool, sequence.blocks[self.shortest]
         wanted = -(-(sequence.num_computed + count) // pool.block_size) - len(shortest)
-        num_pages = max(0, min(wanted, pool.num_free // len(self.groups)))
-        fresh = iter(pool.allocate(num_pages * len(self.groups)))
+        room = [free // count for free, count in zip(pool.free_counts, self.page_counts) if count]
+        num_pages = max(0, min(wanted, *room))
+        fresh = pool.allocate_each([num_pages * count for count in self.page_counts])
         for group in self.groups:
-            sequence.blocks[group] += islice(fresh, num_pages)
+            sequence.blocks[group] += islice(fresh[group], num_pages)
         return min(count, len(shortest) * pool.block_size - sequence.num_computed)
 
     def give_up(self, sequence: Sequence) -> None:
@@ -47,10 +51,10 @@ class ChunkedPages:
             ids[first:end] = [NO_BLOCK] * (end - first)
         sequence.first_pages = after
 
-    def num_reserved(self, remaining: int) -> int:
-        """The blocks that the chunks of a prompt after the first need, while nothing is released."""
+    def num_reserved(self, remaining: int) -> list[int]:
+        """By pool: the blocks that the chunks of a prompt after the first need, while nothing is released."""
         size = self.pool.block_size
-        return sum(-(-self.pool.kinds[group].reserved_tokens(remaining) // size) for group in self.groups)
+        return self.pool.by_pool(-(-kind.reserved_tokens(remaining) // size) for kind in self.pool.kinds)
 
     def blocks_of(self, running: Iterable[Sequence]) -> list[int]:
         """All blocks that these sequences hold in these groups."""
@@ -60,3 +64,37 @@ class ChunkedPages:
             for group in self.groups
             for block_id in sequence.blocks[group][sequence.first_pages[group] :]
         ]
+
+
+def reserve_drafts(chunk: Chunk, drafts: list[int], step: Step, pool: BlockPool, num_running: int) -> None:
+    """Let a decode verify its sequence's draft tokens, within the budget and the blocks left after one page for each of
+    ``num_running`` sequences. Nothing else is planned for the sequence until the step is committed."""
+    sequence = chunk.sequence
+    if sequence.num_pending != 1:
+        return  # they follow another token
+    count = min(len(drafts), step.budget, sequence.max_tokens - sequence.num_output_tokens - 1)
+    size, end = pool.block_size, chunk.start + 1
+    room = min(map(len, sequence.blocks)) * size - end
+    if room < count:
+        lacking = [max(0, -(-(end + count) // size) - len(ids)) for ids in sequence.blocks]
+        needed = pool.by_pool(lacking)
+        if pool.has_room(needed, num_running):
+            for ids, fresh, num_pages in zip(sequence.blocks, pool.allocate_each(needed), lacking):
+                ids += islice(fresh, num_pages)
+        count = min(count, min(map(len, sequence.blocks)) * size - end)
+    if count > 0:
+        chunk.draft_ids = drafts[:count]
+        chunk.num_tokens += count
+        step.num_tokens += count
+        step.num_drafts += count
+        sequence.num_pending += count
+
+
+def take_back(chunk: Chunk, num_accepted: int) -> int:
+    """Uncount the rejected tokens of a chunk with drafts, as neither computed nor pending. Returns the end of its known
+    tokens."""
+    sequence = chunk.sequence
+    sequence.num_pending -= chunk.num_draws - num_accepted
+    if sequence.row is not None:
+        sequence.num_computed = chunk.start + num_accepted
+    return chunk.start + 1

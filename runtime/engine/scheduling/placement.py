@@ -1,27 +1,30 @@
-"""Decides whether a waiting sequence can start, and with which blocks."""
+"""Decides whether a waiting sequence can start, and with which blocks: existing content need not be computed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
+
 from runtime.engine.scheduling.block_pool import BlockPool, Hit
 from runtime.engine.scheduling.chunked_pages import ChunkedPages
 from runtime.engine.scheduling.chunking import PromptChunks
-from runtime.engine.scheduling.reuse import reusable
-from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.scheduling.sequence import Sequence, State
 from runtime.engine.scheduling.step import Step
+from runtime.kv.groups import NO_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """The head of the queue could not start; it is tried again when so many blocks are free."""
+    """The head of the queue could not start; it is tried again when so many blocks of each pool are free."""
 
     sequence: Sequence
-    num_blocks: int
+    num_blocks: list[int]
 
     def holds(self, sequence: Sequence, pool: BlockPool) -> bool:
-        return sequence is self.sequence and pool.num_free < self.num_blocks
+        return sequence is self.sequence and not pool.has_room(self.num_blocks)
 
 
 class Placement:
@@ -47,47 +50,48 @@ class Placement:
         pool = self._pool
         if self._refusal is not None and self._refusal.holds(sequence, pool):
             return 0
-        spare = num_running * len(pool.kinds)
-        num_free = pool.num_free
+        before = pool.free_counts
         hit = reusable(sequence, pool)
         pool.share(hit.shared)
         count, needed = self._first_chunk(sequence, hit, step)
         if hit.partial:
             pool.share(hit.partial)
-            if needed + spare > pool.num_free:  # keeping their sources may be too much
+            if not pool.has_room(needed, num_running):  # keeping their sources may be too much
                 pool.release(hit.partial)
                 hit = hit.without_partial()
                 if sequence.cut(hit.num_tokens) < hit.num_tokens:
                     pool.release(hit.shared)
                     hit = Hit.none(len(pool.kinds))
                 count, needed = self._first_chunk(sequence, hit, step)
+        wanted = needed
         if self._chunked.groups and count:
             if num_running:
-                spare += self._chunked.num_reserved(sequence.num_tokens - hit.num_tokens - count)
+                reserved = self._chunked.num_reserved(sequence.num_tokens - hit.num_tokens - count)
+                wanted = [own + more for own, more in zip(needed, reserved)]
             else:
                 count, needed = self._shortened(sequence, hit, count, needed)
-        if count and needed + spare <= pool.num_free:
+                wanted = needed
+        if count and pool.has_room(wanted, num_running):
             self._place(sequence, hit, needed, count, step)
             return count
         if count:
-            self._refusal = _Refusal(sequence, needed + spare + num_free - pool.num_free)
+            after = zip(wanted, pool.page_counts, before, pool.free_counts)
+            self._refusal = _Refusal(sequence, [own + num_running * each + was - now for own, each, was, now in after])
         pool.release(hit.partial)
         pool.release(hit.shared)
         return 0
 
-    def _first_chunk(self, sequence: Sequence, hit: Hit, step: Step) -> tuple[int, int]:
-        """The tokens that the step may compute of a sequence that starts with ``hit``, and the fresh blocks that it
-        needs for them."""
+    def _first_chunk(self, sequence: Sequence, hit: Hit, step: Step) -> tuple[int, list[int]]:
+        """The tokens that the step may compute of a sequence that starts with ``hit``, and the fresh blocks of each
+        pool that it needs for them."""
         remaining = sequence.num_tokens - hit.num_tokens
         count = self._chunks.size(step, hit.num_tokens, remaining, sequence.request.pictures)
         return count, self._needed(sequence, hit, count)
 
-    def _needed(self, sequence: Sequence, hit: Hit, count: int) -> int:
-        """The fresh blocks for ``count`` tokens after a hit."""
-        needed = 0
-        for ids, num_pages in zip(hit.blocks, self._page_counts(sequence, hit, count)):
-            needed += num_pages - len(ids) + ids.count(None)
-        return needed
+    def _needed(self, sequence: Sequence, hit: Hit, count: int) -> list[int]:
+        """By pool: the fresh blocks for ``count`` tokens after a hit."""
+        counts = self._page_counts(sequence, hit, count)
+        return self._pool.by_pool(num_pages - len(ids) + ids.count(None) for ids, num_pages in zip(hit.blocks, counts))
 
     def _page_counts(self, sequence: Sequence, hit: Hit, count: int) -> list[int]:
         """By group: the pages of a sequence that starts with ``hit`` and ``count`` more tokens, up to the last one."""
@@ -95,20 +99,19 @@ class Placement:
         computed = -(-(hit.num_tokens + count) // self._pool.block_size)
         return [known if kind.is_whole else computed for kind in self._pool.kinds]
 
-    def _shortened(self, sequence: Sequence, hit: Hit, count: int, needed: int) -> tuple[int, int]:
+    def _shortened(self, sequence: Sequence, hit: Hit, count: int, needed: list[int]) -> tuple[int, list[int]]:
         """A first chunk that fits the blocks: shortened if necessary and allowed."""
-        lacking = needed - self._pool.num_free
-        if lacking <= 0 or not self._chunks.cuts_prompts:
+        if self._pool.has_room(needed) or not self._chunks.cuts_prompts:
             return count, needed
-        size, num_groups = self._pool.block_size, len(self._chunked.groups)
-        num_pages = -(-lacking // num_groups)
+        size, each = self._pool.block_size, zip(needed, self._pool.free_counts, self._chunked.page_counts)
+        num_pages = max(-(-(own - free) // num_groups) for own, free, num_groups in each if num_groups)
         end = (-(-(hit.num_tokens + count) // size) - num_pages) * size
         count = max(0, sequence.cut(end) - hit.num_tokens)
         return count, self._needed(sequence, hit, count)
 
-    def _place(self, sequence: Sequence, hit: Hit, needed: int, count: int, step: Step) -> None:
-        """Give a sequence the shared blocks of ``hit`` and ``needed`` fresh ones, into which the rest of the hit is
-        copied."""
+    def _place(self, sequence: Sequence, hit: Hit, needed: list[int], count: int, step: Step) -> None:
+        """Give a sequence the shared blocks of ``hit`` and ``needed`` fresh ones of each pool, into which the rest
+        of the hit is copied."""
         pool = self._pool
         if sequence.host_slots:
             step.returned_slots += [slot for slots in sequence.host_slots for slot in slots]
@@ -118,9 +121,10 @@ class Placement:
             slots = [slot for slots in hit.host_slots for slot in slots]
             pool.host_pool.hold(slots)
             step.held_slots.append(slots)
-        fresh = iter(pool.allocate(needed))
+        of_groups = pool.allocate_each(needed)
         sequence.blocks = []
         for group, num_pages in enumerate(self._page_counts(sequence, hit, count)):
+            fresh = of_groups[group]
             host_slots = iter(hit.host_slots[group])
             ids: list[int] = []
             for block_id in hit.blocks[group]:
@@ -141,3 +145,53 @@ class Placement:
         sequence.first_pages, sequence.gives_up_at = list(hit.first_pages), 0
         sequence.num_computed = hit.num_tokens
         sequence.num_committed = hit.num_shared_pages * pool.block_size
+
+
+def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
+    """The location of the first tokens of a waiting sequence: its own swapped blocks (some of which may still be on the
+    device), a running choice of the same request, or the prefix cache.
+
+    At most all tokens but the last, whose logits are needed, and no part of an image that may not be cut. Only its own
+    if log probabilities of the prompt were requested, since computing it gives them.
+    """
+    if sequence.needs_prompt_logprobs and not sequence.host_slots:
+        return Hit.none(len(pool.kinds))
+    tokens = sequence.prefix_keys(0, sequence.num_tokens - 1)
+    if sequence.host_slots:
+        return _own(sequence, tokens, pool)
+    hit = pool.find(tokens, sequence.chain.salt)
+    while (end := sequence.cut(hit.num_tokens)) < hit.num_tokens:
+        hit = pool.find(tokens[:end], sequence.chain.salt)
+    most = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
+    for sibling in sequence.request.sequences:
+        is_alike = sibling.rotary_offset == sequence.rotary_offset
+        if sibling.state is State.RUNNING and sibling is not sequence and is_alike:
+            count = sequence.cut(min(most, sibling.num_committed))
+            if count > hit.num_tokens:
+                hit = _prefix_of(sibling, count, pool) or hit
+    return hit
+
+
+def _own(sequence: Sequence, tokens: NDArray[np.int32], pool: BlockPool) -> Hit:
+    """A swapped sequence's own pages, from the device if it has them."""
+    num_full, rest = divmod(sequence.num_computed, pool.block_size)
+    blocks = pool.on_device(tokens, sequence.chain.salt, sequence.first_pages, num_full)
+    slots = []
+    for ids, own, first in zip(blocks, sequence.host_slots, sequence.first_pages):
+        ids += [None] if rest else []
+        slots.append([slot for block_id, slot in zip(ids[first:], own) if block_id is None])
+    return Hit(blocks, sequence.first_pages, slots, num_tokens=sequence.num_computed)
+
+
+def _prefix_of(sequence: Sequence, num_tokens: int, pool: BlockPool) -> Hit | None:
+    """The first tokens of a running sequence: full pages, and the one after them, whose beginning is copied. None if
+    it has given up a page that is needed."""
+    num_full, rest = divmod(num_tokens, pool.block_size)
+    first_pages = [kind.first_page(num_full * pool.block_size, pool.block_size) for kind in pool.kinds]
+    if any(given_up > first for given_up, first in zip(sequence.first_pages, first_pages)):
+        return None
+    blocks: list[list[int | None]] = [
+        [*[NO_BLOCK] * first, *ids[first:num_full]] for ids, first in zip(sequence.blocks, first_pages)
+    ]
+    partial = [ids[num_full] for ids in sequence.blocks] if rest else []
+    return Hit(blocks, first_pages, [[] for _ in blocks], partial, rest, num_tokens)

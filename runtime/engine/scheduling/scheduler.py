@@ -10,9 +10,8 @@ and one more whenever its output fills the last; in a cache group that does not 
 chunk, and gives up those that are not needed after its committed tokens. When a block is missing, a running sequence is
 preempted: it gives up its blocks and waits again. The first in order is never the victim, and one request always fits
 the pool, so there is always progress. Its parts are separate modules: ``policy`` (the order), ``batching`` (how decodes
-and prompts share steps), ``chunking`` (how prompts are cut), ``placement`` (which sequences start, with which blocks),
-``reuse`` (existing content), ``drafts`` (draft tokens), ``chunked_pages``, ``preemption`` (the victim, and how its
-content is restored), ``rotation`` (sequences to recompute since they became too long).
+and prompts share steps), ``chunking`` (how prompts are cut), ``placement`` (which sequences start, with which content),
+``chunked_pages`` (pages of chunks and of drafts), ``preemption`` (the victim, and how its content is restored).
 
 It does not know tensors, models or clocks.
 """
@@ -26,16 +25,13 @@ from itertools import islice
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.batching import BATCHING_STYLES
 from runtime.engine.scheduling.block_pool import BlockPool
-from runtime.engine.scheduling.chunked_pages import ChunkedPages
-from runtime.engine.scheduling.chunking import PromptChunks, chunking_of
-from runtime.engine.scheduling.drafts import reserve_drafts, take_back
+from runtime.engine.scheduling.chunked_pages import ChunkedPages, reserve_drafts, take_back
+from runtime.engine.scheduling.chunking import PromptChunks, PromptTimes, chunking_of
 from runtime.engine.scheduling.invariants import check_scheduler, check_step
 from runtime.engine.scheduling.placement import Placement
 from runtime.engine.scheduling.policy import Order, policy_of
 from runtime.engine.scheduling.preemption import VICTIM_RULES, CostModel
-from runtime.engine.scheduling.prompt_times import PromptTimes
-from runtime.engine.scheduling.rotation import choose_rotation, is_at_switch, within_switch
-from runtime.engine.scheduling.sequence import Request, Sequence, State
+from runtime.engine.scheduling.sequence import Request, Sequence, State, choose_rotation, is_at_switch, within_switch
 from runtime.engine.scheduling.step import PreemptionWay, Step
 
 
@@ -271,20 +267,21 @@ class Scheduler:
         first in order, lacks a block that a running step holds."""
         size = self.limits.block_size
         lacking = {
-            sequence: [ids for ids in sequence.blocks for _ in range(len(ids), -(-sequence.least_end // size))]
+            sequence: [max(0, -(-sequence.least_end // size) - len(ids)) for ids in sequence.blocks]
             for sequence in wanting
         }
-        needed = sum(map(len, lacking.values()))
-        while needed > self.pool.num_free:
+        needed = self.pool.by_pool(map(sum, zip(*lacking.values())))
+        while not self.pool.has_room(needed):
             if len(self.running) == 1:
                 return False
             victim = self._victim_of(self.running)
-            needed -= len(lacking.pop(victim, ()))
+            own = self.pool.by_pool(lacking.pop(victim, (0,) * len(self.pool.kinds)))
+            needed = [count - less for count, less in zip(needed, own)]
             self._preempt(victim, step)
-        fresh = iter(self.pool.allocate(needed))
-        for tables in lacking.values():
-            for ids in tables:
-                ids.append(next(fresh))
+        fresh = self.pool.allocate_each(needed)
+        for sequence, counts in lacking.items():
+            for ids, of_group, count in zip(sequence.blocks, fresh, counts):
+                ids += islice(of_group, count)
         return not step.preempted
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
@@ -293,11 +290,11 @@ class Scheduler:
         num_computed, first_pages = sequence.num_computed, sequence.first_pages
         num_pages = -(-num_computed // self.limits.block_size)
         tables = [ids[first:num_pages] for ids, first in zip(sequence.blocks, first_pages)]
-        slots = self._slots_for(sequence, sum(map(len, tables)))
+        slots = self._slots_for(sequence, self.pool.by_pool(map(len, tables)))
         if slots is not None:
             way = "swap"
-            free = iter(slots)
-            sequence.host_slots = [list(islice(free, len(ids))) for ids in tables]
+            free = [iter(slots[pool]) for pool in range(len(slots))]
+            sequence.host_slots = [list(islice(free[pool], len(ids))) for pool, ids in zip(self.pool.pools, tables)]
             for ids, own in zip(tables, sequence.host_slots):
                 step.swap_out += zip(ids, own)
             self.num_swaps += 1
@@ -324,14 +321,14 @@ class Scheduler:
                 self._take_out(sequence)
                 sequence.state = State.HELD
 
-    def _slots_for(self, sequence: Sequence, num_blocks: int) -> list[int] | None:
-        """Host slots for a victim's blocks; None if it is to be recomputed."""
-        host_pool = self.pool.host_pool
+    def _slots_for(self, sequence: Sequence, counts: list[int]) -> list[list[int]] | None:
+        """By pool: host slots for a victim's blocks; None if it is to be recomputed."""
+        host_pool, num_blocks = self.pool.host_pool, sum(counts)
         if host_pool is None or self._preemption == "recompute" or sequence.is_drawing_last or num_blocks == 0:
             return None
         if self._preemption == "auto" and not self.costs.prefers_swap(sequence.num_computed, num_blocks):
             return None
-        return host_pool.take(num_blocks)
+        return host_pool.take(counts)
 
     def _release(self, sequence: Sequence) -> None:
         """Free a running sequence's blocks, which stay cached as far as they were committed, and its row."""

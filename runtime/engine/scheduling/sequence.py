@@ -1,7 +1,8 @@
 """The engine's record of a request and of each of its choices.
 
 A ``Request`` holds what its choices share: the prompt, the parameters, the prompt's log probabilities. A
-``Sequence`` is one choice: its output so far, its KV blocks and how many of its tokens are computed.
+``Sequence`` is one choice: its output so far, its KV blocks and how many of its tokens are computed. One that outgrows
+a model's ``rotary_switch`` (longrope) is recomputed, since all of its tokens are then rotated otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from runtime.engine.grammar.matcher import GrammarMatcher
 from runtime.engine.messages import RequestTimes, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import Chain, by_page
+from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.pictures import Pictures
+from runtime.engine.scheduling.prefix_cache import RotatedPrefixes
 
 _FIRST_OUTPUT_CAPACITY = 32
 
@@ -297,3 +300,26 @@ class Sequence:
             first_token_s=self.first_token_s,
             last_token_s=self.last_token_s,
         )
+
+
+def is_at_switch(sequence: Sequence, switch: int) -> bool:
+    """Whether the next token that a running sequence computes is its first beyond the switch."""
+    return sequence.num_computed == switch and not sequence.rotary_offset and not sequence.is_drawing_last
+
+
+def choose_rotation(sequence: Sequence, switch: int, host_pool: HostPool | None) -> None:
+    """Choose the rotation of a waiting sequence, whose tokens are all known. Its swapped content is dropped if that was
+    rotated otherwise."""
+    if sequence.rotary_offset or sequence.num_tokens <= switch:
+        return
+    sequence.rotary_offset = switch
+    sequence.chain.salt = RotatedPrefixes(sequence.request.cache_salt, switch)
+    if sequence.host_slots:
+        assert host_pool is not None
+        host_pool.give([slot for slots in sequence.host_slots for slot in slots])
+        sequence.host_slots, sequence.first_pages, sequence.num_computed = [], [], 0
+
+
+def within_switch(drafts: list[int], sequence: Sequence, start: int, switch: int) -> list[int]:
+    """The draft tokens after the token at ``start`` that are rotated as it is."""
+    return drafts if sequence.rotary_offset else drafts[: switch - start - 1]

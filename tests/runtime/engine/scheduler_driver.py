@@ -35,11 +35,11 @@ LOGPROBS = TokenLogprobs(0, 0.0, 1, [], [])
 class Pages:
     """What lies in each slot of each block, on the device and on the host."""
 
-    def __init__(self, limits: EngineLimits) -> None:
+    def __init__(self, limits: EngineLimits, num_pools: int) -> None:
         self.block_size = limits.block_size
         self.kinds = limits.cache_kinds
-        self.blocks = [[GARBAGE] * self.block_size for _ in range(limits.num_blocks)]
-        self.host = [[GARBAGE] * self.block_size for _ in range(limits.num_host_blocks)]
+        self.blocks = [[GARBAGE] * self.block_size for _ in range(num_pools * limits.num_blocks)]
+        self.host = [[GARBAGE] * self.block_size for _ in range(num_pools * limits.num_host_blocks)]
 
     def move(self, step: Step) -> None:
         for block_id, slot in step.swap_out:
@@ -83,26 +83,30 @@ class Driver:
     rng      everything that is random comes from here
     eos      probability that a drawn token ends its sequence
     failure  probability that a step fails after its transfers
+    pools    the pool of each cache group, each as large as the limits say; empty: one
     """
 
     def __init__(
-        self, rng: random.Random, limits: EngineLimits, *, overlaps: bool, eos: float = 0.0, failure: float = 0.0
-    ) -> None:
+        self, rng: random.Random, limits: EngineLimits, *, overlaps: bool, eos: float = 0.0, failure: float = 0.0,
+        pools: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         self.rng = rng
         self.limits = limits
         self.overlaps = overlaps
         self.eos = eos
         self.failure = failure
-        host_pool = HostPool(limits.num_host_blocks) if limits.num_host_blocks else None
+        num_pools = max(pools, default=0) + 1
+        host_pool = HostPool([limits.num_host_blocks] * num_pools) if limits.num_host_blocks else None
         self.pool = BlockPool(
-            limits.num_blocks,
+            [limits.num_blocks] * num_pools,
             limits.block_size,
             kinds=limits.cache_kinds,
+            pools=pools,
             enable_prefix_caching=limits.enable_prefix_caching,
             host_pool=host_pool,
         )
         self.scheduler = Scheduler(limits, self.pool)
-        self.pages = Pages(limits)
+        self.pages = Pages(limits, num_pools)
         self.info = _info(limits)
         self.open: list[Sequence] = []
         self.histories: dict[Sequence, list[int]] = {}
@@ -181,7 +185,7 @@ class Driver:
         self.scheduler.check_invariants()
         assert not self.scheduler.has_work
         assert not self.scheduler.open_steps
-        assert self.pool.num_free == self.limits.num_blocks, "blocks leaked"
+        assert self.pool.num_free == self.pool.num_blocks, "blocks leaked"
         host_pool = self.pool.host_pool
         assert host_pool is None or host_pool.num_free == host_pool.num_slots, "host slots leaked"
 
@@ -203,7 +207,7 @@ class Driver:
         if self.limits.scheduling.batching == "stall-free":
             chosen = {id(chunk.sequence) for chunk in step.chunks}
             for sequence in decoding:
-                is_paused = scheduler.open_steps and self.pool.num_free < len(self.limits.cache_kinds)
+                is_paused = scheduler.open_steps and not self.pool.has_room(self.pool.page_counts)
                 assert id(sequence) in chosen or sequence.state is State.WAITING or is_paused, "a decode stalled"
         return step
 

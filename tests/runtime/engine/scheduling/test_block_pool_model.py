@@ -164,9 +164,10 @@ class PoolMachine(RuleBasedStateMachine):
     def swap(self, count: int) -> None:
         assert self.host_pool is not None
         num_free = self.host_pool.num_free
-        slots = self.host_pool.take(count)
-        assert (slots is None) == (count > num_free)
-        if slots is not None:
+        taken = self.host_pool.take([count])
+        assert (taken is None) == (count > num_free)
+        if taken is not None:
+            (slots,) = taken
             self.swapped.append(slots)
             for slot in slots:
                 self.host.pop(slot, None)

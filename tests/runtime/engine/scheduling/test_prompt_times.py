@@ -7,8 +7,7 @@ import random
 import pytest
 
 from runtime.engine.config import SchedulingConfig
-from runtime.engine.scheduling.chunking import EqualChunks, FixedChunks, StagedChunks, chunking_of
-from runtime.engine.scheduling.prompt_times import PromptTimes
+from runtime.engine.scheduling.chunking import EqualChunks, FixedChunks, PromptTimes, StagedChunks, chunking_of
 
 A, B, C = 3e-9, 2e-5, 4e-3
 

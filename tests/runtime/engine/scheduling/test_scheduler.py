@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from runtime.engine.config import BATCHING, POLICIES, VICTIMS
+from runtime.kv.kinds import FULL, Window, blocks_of_sequence
 from tests.runtime.engine.scheduler_driver import CACHE_KINDS, Driver, add_random_request, random_limits
 
 NUM_SCENARIOS = 10_000
@@ -64,6 +66,38 @@ def test_a_near_full_pool_never_deadlocks(first: int) -> None:
         num_refused += driver.outcome.refused
     assert num_steps >= STEPS_PER_SCENARIO * SCENARIOS_PER_TEST
     assert min(num_preemptions, 5 * num_swaps, 5 * num_refused) > 150, "the pools are not near full"
+
+
+def test_groups_of_several_pools_draw_on_their_own() -> None:
+    """Each group's blocks are its pool's, whatever was preempted, swapped, offloaded and found again."""
+    num_preemptions = num_swaps = num_cached = num_offloads = 0
+    for seed in range(140):
+        rng = random.Random(seed)
+        kinds, pools = rng.choice(
+            [((FULL, Window(3)), (0, 1)), ((FULL, Window(2), Window(2)), (0, 1, 1)), ((FULL, FULL), (0, 1))]
+        )
+        limits = random_limits(rng, cache_kinds=kinds)
+        chunk = 1 if limits.scheduling.batching == "stall-free" else None
+        needed = [
+            blocks_of_sequence(
+                limits.max_model_len, [kind for kind, own in zip(kinds, pools) if own == pool], limits.block_size,
+                chunk=chunk,
+            )
+            for pool in (0, 1)
+        ]  # fmt: skip
+        limits = replace(limits, num_blocks=max(needed) + rng.randrange(3))
+        driver = Driver(rng, limits, overlaps=seed % 2 == 0, eos=rng.choice((0.0, 0.1)), pools=pools)
+        driver.arrivals = partial(sometimes_add, driver, rng, 12)  # type: ignore[method-assign]
+        add_random_request(driver, rng)
+        try:
+            driver.drain()
+        except Exception as error:
+            raise AssertionError(f"scenario {seed} with {driver.limits}") from error
+        num_preemptions += driver.scheduler.num_preemptions
+        num_swaps += driver.scheduler.num_swaps
+        num_cached += driver.pool.counters.hit_tokens
+        num_offloads += driver.pool.counters.offloads
+    assert min(num_preemptions, 2 * num_swaps, num_cached, num_offloads) > 20
 
 
 @pytest.mark.parametrize(

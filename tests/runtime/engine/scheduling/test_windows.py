@@ -93,7 +93,7 @@ def test_a_prefix_that_one_group_lost_is_computed_again() -> None:
     assert lost is not None
     node = driver.pool._nodes[lost]
     assert node is not None
-    driver.pool._idle.discard(node)
+    driver.pool._parts[0].idle.discard(node)
     driver.pool._clear(lost)
     assert driver.pool.find(np.array(PROMPT[:12], np.int32), None).num_tokens == 8
 
