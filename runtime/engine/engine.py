@@ -35,7 +35,7 @@ from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request
-from runtime.engine.speculation.acceptance import SpeculationCounters
+from runtime.engine.speculation.evidence import SpeculationCounters
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.assemble import Assembler
 from runtime.engine.steps.embedder import Embedder, Embedding
@@ -235,7 +235,7 @@ class Engine:
             opened = self.steps.open[0] if self.steps.open else self.steps.start(self.steps.plan(outputs))
         if self.overlaps and self.executor.depth == 1:
             speculator = self.speculator
-            holds = speculator is not None and speculator.is_asked and speculator.wants_tokens()
+            holds = speculator is not None and speculator.wants_tokens()
             following = self.steps.plan(outputs) if opened.computation is not None and not holds else None
             leads = following is not None and self.steps.lead(following, poll, outputs)
             self.steps.finish(opened, outputs)

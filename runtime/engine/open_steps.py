@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +23,9 @@ from runtime.engine.picture_queue import PictureQueue
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.scheduling.step import Step
-from runtime.engine.speculation.drafter import LeftChunk
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.assemble import Assembled, Assembler
-from runtime.engine.steps.executor import Computation, Executor, ExecutorLostError, KeptRows
+from runtime.engine.steps.executor import Computation, Executor, ExecutorLostError
 from runtime.engine.steps.step_input import Drawn, RowLoad
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
 
@@ -111,12 +109,8 @@ class OpenSteps:
         """Schedule the next step and lay it out; the previous one may still run."""
         record = StepRecord(self._scheduler.num_steps, time.monotonic())
         record.num_running, record.num_waiting = len(self._scheduler.running), len(self._scheduler.waiting)
-        speculator = self.speculator
-        if speculator is not None:
-            if speculator.num_resting:
-                speculator.num_resting -= 1
-            elif speculator.is_asked:
-                self._scheduler.drafts = speculator.propose(self._scheduler.running)
+        if self.speculator is not None:
+            self._scheduler.drafts = self.speculator.plan(self._scheduler.running)
         step = self._scheduler.schedule()
         planned = time.monotonic()
         record.schedule_s = planned - record.start_s
@@ -228,23 +222,6 @@ class OpenSteps:
             opened.started_s = computation.started_s
         return opened
 
-    def _note_proposals(
-        self, speculator: Speculator, assembled: Assembled, step: Step, accepted: dict[Sequence, int] | None
-    ) -> None:
-        kept = dict.fromkeys(assembled.drawing, 1) if accepted is None else accepted
-        drafted = {}
-        if step.num_drafts:
-            drafted = {chunk.sequence: len(chunk.draft_ids) for chunk in step.chunks if chunk.draft_ids}
-        is_pure = step.num_tokens == len(assembled.drawing) + step.num_drafts
-        speculator.observe(step.number, drafted, kept, is_pure=is_pure)
-
-    def _show_states(self, speculator: Speculator, assembled: Assembled) -> None:
-        """Give the drafter the hidden states of the step that is just over."""
-        kept, made = self._executor.kept_rows, assembled.input
-        if kept is None or kept.number != made.number:
-            return
-        speculator.follow(kept, partial(_left_chunks, assembled, kept))
-
     def _count_transfers(self, step: Step, record: StepRecord) -> None:
         record.swapped_out, record.swapped_in = len(step.swap_out), len(step.swap_in)
         record.copied = len(step.copies)
@@ -279,12 +256,11 @@ class OpenSteps:
                 accepted = dict(zip(opened.assembled.drawing, drawn.counts, strict=True))
             self._scheduler.commit(step, accepted)
             if drawn is not None and opened.assembled is not None:
-                speculator = self.speculator
-                if speculator is not None and not speculator.num_resting and speculator.observes:
-                    self._note_proposals(speculator, opened.assembled, step, accepted)
+                if self.speculator is not None:
+                    self.speculator.observe(step, opened.assembled.drawing, accepted)
                 self._requests.append(opened.assembled, drawn, ended, outputs)
-                if speculator is not None and speculator.reads_states and following is None:
-                    self._show_states(speculator, opened.assembled)
+                if self.speculator is not None and following is None:
+                    self.speculator.follow(opened.assembled, self._executor.kept_rows)
                 num_tokens = opened.assembled.input.num_tokens
                 if self.pictures is not None and opened.assembled.input.are_decodes:
                     self.pictures.budget.observe(record.run_s)
@@ -312,15 +288,3 @@ class OpenSteps:
         for opened in self.open:
             self._scheduler.abandon(opened.step)
         self.open.clear()
-
-
-def _left_chunks(assembled: Assembled, kept: KeptRows) -> list[LeftChunk]:
-    """The sequences whose hidden states a step kept, as far as the tokens after them are known."""
-    made = assembled.input
-    places = zip(assembled.sequences, kept.first.tolist(), made.starts.tolist(), made.counts.tolist(), strict=True)
-    chunks = [
-        LeftChunk(sequence, first, start, min(count, sequence.num_tokens - 1 - start))
-        for sequence, first, start, count in places
-        if not sequence.is_finished and sequence.request.pictures is None
-    ]
-    return [chunk for chunk in chunks if chunk.num_tokens > 0]

@@ -10,6 +10,7 @@ import pytest
 
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import Ids
+from runtime.engine.speculation.evidence import Ended
 from runtime.engine.speculation.speculator import Speculator
 from tests.runtime.engine.fakes import VOCAB_SIZE
 from tests.runtime.engine.speculation.test_ngram import grow, sequence
@@ -63,8 +64,8 @@ def speed(curve: Callable[[int, int], float], num: int, rate: float, num_steps: 
             left[each] -= kept[each]
         tokens += sum(kept.values())
         number += 1
-        if not one.num_resting and one.observes:
-            one.observe(number, {each: len(ids) for each, ids in drafts.items()}, kept, is_pure=True)
+        if one.policy.observes:
+            one.policy.observe(Ended(number, {each: len(ids) for each, ids in drafts.items()}, kept, is_pure=True))
         for each in [each for each in left if not left[each]]:
             del left[each]
             one.end(each)
@@ -105,7 +106,7 @@ def test_it_falls_to_none_when_proposals_are_right_no_more() -> None:
         tried.append(count)
         now += 1.0 + 0.1 * count
         is_right = step < 200
-        one.observe(step, {running: count}, {running: 1 + (count if is_right else 0)}, is_pure=True)
+        one.policy.observe(Ended(step, {running: count}, {running: 1 + (count if is_right else 0)}, is_pure=True))
     assert set(tried[50:200]) == {0, 7}
     assert tried[50:200].count(0) <= 20, "in pauses, of which the time of a step without is known"
     assert sum(tried[200:]) < 120, "a tenth of a step each: less than 6 % of 200 steps"

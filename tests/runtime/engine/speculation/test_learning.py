@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.account import CREDIT_S
+from runtime.engine.speculation.constants import CREDIT_S
 from runtime.engine.speculation.drafter import Ids
+from runtime.engine.speculation.evidence import Ended
 from runtime.engine.speculation.speculator import Speculator
 from tests.runtime.engine.fakes import VOCAB_SIZE
 from tests.runtime.engine.speculation.test_ngram import grow, sequence
@@ -88,8 +89,8 @@ class World:
         self.num_tokens += len(came)
         answer.num_computed += len(came)
         self._number += 1
-        if not one.num_resting and one.observes:
-            one.observe(self._number, {answer: count} if count else {}, {answer: len(came)}, is_pure=True)
+        if one.policy.observes:
+            one.policy.observe(Ended(self._number, {answer: count} if count else {}, {answer: len(came)}, is_pure=True))
         if answer.num_output_tokens >= LENGTH:
             one.end(answer)
             self._answer = None

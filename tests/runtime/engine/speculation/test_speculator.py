@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation.constants import DRAFTED_S, WIDTHS
 from runtime.engine.speculation.drafter import Ids
+from runtime.engine.speculation.evidence import Ended, StepTimes
 from runtime.engine.speculation.ngram import NgramDrafter
 from runtime.engine.speculation.speculator import Speculator
-from runtime.engine.speculation.step_times import ANY_S, WIDTHS, StepTimes
 from tests.runtime.engine.fakes import VOCAB_SIZE, make_engine, request, run_to_end, said_by_engine
 from tests.runtime.engine.speculation.test_ngram import grow, sequence
 from tests.waiting import TIMEOUT_S
@@ -54,10 +55,7 @@ def sevens(one: Sequence, most: int) -> tuple[Ids, int]:
 
 def ask(one: Speculator, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
     """As the engine asks before each step: nothing, of one that rests."""
-    if one.num_resting:
-        one.num_resting -= 1
-        return {}
-    return one.propose(running)
+    return one.plan(running)
 
 
 def teach(times: StepTimes, num_sequences: int, seconds: Callable[[int], float]) -> None:
@@ -74,17 +72,17 @@ def settle(one: Speculator, running: list[Sequence], kept: Callable[[int], int],
         counts = {each: len(ids) for each, ids in drafts.items()}
         widths.append(sum(counts.values()))
         # Not one step after the other, so that this test's times are not taken for a step's.
-        one.observe(2 * number, counts, {s: 1 + kept(counts.get(s, 0)) for s in running}, is_pure=False)
+        one.policy.observe(Ended(2 * number, counts, {s: 1 + kept(counts.get(s, 0)) for s in running}, is_pure=False))
     return widths
 
 
 def test_all_are_tried_where_they_cost_nothing_and_none_where_they_never_hold() -> None:
     running = decoding()
     good = Speculator(Scripted(sevens), 7, VOCAB_SIZE)
-    teach(good.times, 1, lambda drafts: 1.0 + 0.02 * drafts)
+    teach(good.policy.times, 1, lambda drafts: 1.0 + 0.02 * drafts)
     assert settle(good, running, lambda proposed: proposed, steps=64)[-30:].count(7) >= 26
     bad = Speculator(Scripted(sevens), 7, VOCAB_SIZE)
-    teach(bad.times, 1, lambda drafts: 1.0 + 0.1 * drafts)
+    teach(bad.policy.times, 1, lambda drafts: 1.0 + 0.1 * drafts)
     widths = settle(bad, running, lambda proposed: 0, steps=400)
     assert sum(widths[20:]) <= 0.02 * 380 / 0.1, "trying costs less than two in a hundred"
 
@@ -92,17 +90,17 @@ def test_all_are_tried_where_they_cost_nothing_and_none_where_they_never_hold() 
 def test_the_best_width_is_found() -> None:
     """Steps of 8 rows are cheap, the ninth costs a second tile: 7 proposals, however well they do."""
     one = Speculator(Scripted(sevens), 16, VOCAB_SIZE)
-    teach(one.times, 1, lambda drafts: 1.2 if 0 < drafts <= 7 else 1.0 if not drafts else 3.0)
+    teach(one.policy.times, 1, lambda drafts: 1.2 if 0 < drafts <= 7 else 1.0 if not drafts else 3.0)
     assert set(settle(one, decoding(), lambda proposed: proposed)[-9:]) <= {7, 0}, "0: pauses"
     halved = Speculator(Scripted(sevens), 7, VOCAB_SIZE)
-    teach(halved.times, 1, lambda drafts: 1.0 + 0.2 * drafts)
+    teach(halved.policy.times, 1, lambda drafts: 1.0 + 0.2 * drafts)
     assert settle(halved, decoding(), lambda proposed: min(proposed, 1))[-1] <= 2
 
 
 def test_nothing_is_tried_before_a_plain_step_is_known() -> None:
     one = Speculator(Scripted(sevens), 7, VOCAB_SIZE)
-    assert one.propose(decoding()) == {}
-    assert Speculator(Scripted(sevens), 7, VOCAB_SIZE, fixed=True).propose(decoding())
+    assert one.plan(decoding()) == {}
+    assert Speculator(Scripted(sevens), 7, VOCAB_SIZE, fixed=True).plan(decoding())
 
 
 def test_looking_is_rare_where_it_does_not_pay() -> None:
@@ -114,7 +112,7 @@ def test_looking_is_rare_where_it_does_not_pay() -> None:
 
     drafter = Scripted(slow)
     one = Speculator(drafter, 7, VOCAB_SIZE)
-    teach(one.times, 8, lambda drafts: 0.01 + 0.01 * drafts)
+    teach(one.policy.times, 8, lambda drafts: 0.01 + 0.01 * drafts)
     settle(one, decoding(8), lambda proposed: 0, steps=1000)
     assert drafter.num_asked <= 8 * 11, "naps grow by half each, to some 400 steps"
 
@@ -128,7 +126,7 @@ def test_times_between_and_beyond() -> None:
     curve = times.curve(2)
     assert curve[0] == 1.0
     places = [1 + WIDTHS.index(width) for width in (2, 4, 6, 8)]
-    assert [curve[at] for at in places] == [1.25 + ANY_S / 2, 1.5, 1.75, 2.0], "half of it is in doubt"
+    assert [curve[at] for at in places] == [1.25 + DRAFTED_S / 2, 1.5, 1.75, 2.0], "half of it is in doubt"
     assert curve[1 + WIDTHS.index(16)] == 2.0 + 8 * 0.0625, "half of what the four before cost"
     for drafts, seconds in ((4, 2.0), (8, 3.0)) * 20:
         times.observe(2, drafts, seconds)
