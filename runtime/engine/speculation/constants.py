@@ -1,4 +1,4 @@
-"""The constants of the draft policy, each with its reason. What they are for is derived in docs/speculation.md."""
+"""The constants of the draft policy, each with its reason. docs/speculation.md derives their rules."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ WIDTHS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8),
 """Draft tokens that a step may have in all: few, since each shape is recorded."""
 
 CREDIT_S, CREDIT_STEPS = 0.02, 2.0
-"""What trials may lose at first: so many seconds, or steps of the first length, whichever is more."""
+"""The first loss that trials may make: so many seconds, or steps of the first length, whichever is more."""
 ALLOWANCE, LOOKING = 0.008, 0.004
 """The parts of the time that trials, and fruitless questions to the drafter, may take."""
 ASKED_S = 5e-5
-"""What a question costs beside the drafter's time: cold code of the engine."""
+"""The cost of a question beside the drafter's time: cold code of the engine."""
 MOST_SETUP_STEPS = 100.0
 """The first step of a shape, which is recorded, is charged at most so many plain steps: the machine may have slept."""
 DISTURBED = 4.0
@@ -50,8 +50,8 @@ code and memory are cold."""
 FIRST = 3
 """The draft length that is tried first; then up to twice as many tokens as ever."""
 CHANGE = 1.05
-"""What another length, or a new shape, has to promise over the present one, since times are noisy. In long steps so
-much is added for an untimed length below the longest: times rise in leaps, which interpolation does not show."""
+"""The gain that another length, or a new shape, has to promise over the present one: times are noisy. In long steps
+so much is added for an untimed length below the longest: times rise in leaps, which interpolation does not show."""
 COMES_TRUE = 0.8
 """The part of a promised gain that the budget counts on."""
 RUN_STEPS = 8

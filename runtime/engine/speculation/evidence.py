@@ -1,4 +1,4 @@
-"""What is known of drafts and steps: how often draft tokens are accepted, and how long steps take."""
+"""Measurements of drafts and steps: how often draft tokens are accepted, and how long steps take."""
 
 from __future__ import annotations
 
