@@ -237,9 +237,9 @@ class Engine:
             speculator = self.speculator
             holds = speculator is not None and speculator.wants_tokens()
             following = self.steps.plan(outputs) if opened.computation is not None and not holds else None
-            leads = following is not None and self.steps.lead(following, poll, outputs)
+            overlaps = following is not None and self.steps.overlap(following, poll, outputs)
             self.steps.finish(opened, outputs)
-            if following is not None and not leads:
+            if following is not None and not overlaps:
                 outputs += poll()
                 self.steps.start(self.steps.revise(following, outputs))
         else:
