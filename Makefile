@@ -35,8 +35,9 @@ style: $(VENV)/.installed-dev
 	@$(BIN)/python -m ruff check --no-cache .
 	@$(BIN)/python -m ruff format --no-cache --check --quiet .
 
+# What mypy found is kept beside the compiled kernels, so that a fresh checkout checks what has changed.
 types: $(VENV)/.installed-dev
-	@$(BIN)/python -m mypy
+	@MYPY_CACHE_DIR="$${MYPY_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/xserv/mypy}" $(BIN)/python -m mypy
 
 tests: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal --durations 30 -m "not exhaustive" $(ARGS)
