@@ -253,8 +253,8 @@ def test_ranks_together_are_the_model(tmp_path: Path, case: str, num_ranks: int)
         communicator = ThreadCommunicator(rank, shared, barrier)
         model = load_model(folder, communicator=communicator)
         assert declare_model(folder, communicator=communicator).weight_bytes == model.weight_bytes
-        kv_heads = whole.kv_cache_spec(16).num_kv_heads
-        assert model.kv_cache_spec(16).num_kv_heads == max(1, kv_heads // num_ranks)
+        kv_heads = whole.kv_cache_spec(16).of_layer(0).form.num_kv_heads
+        assert model.kv_cache_spec(16).of_layer(0).form.num_kv_heads == max(1, kv_heads // num_ranks)
         return logits_of(model, golden.prompt_ids), model.weight_bytes
 
     with ThreadPoolExecutor(num_ranks) as pool:
