@@ -36,10 +36,10 @@ from runtime.tensor.tensor import Tensor, operation
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "clamp",
-    "distributions", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu", "keep_proposals",
+    "distributions", "draw", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu", "keep_proposals",
     "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
     "log_softmax_topk", "logits_linear", "normed_route", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route",
-    "sample", "sample_into", "silu", "take_decode_inputs", "xielu",
+    "sample", "silu", "take_decode_inputs", "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -263,15 +263,15 @@ def join_columns(parts: Sequence[Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------ norms, activations
 
 
-def deferred_norm(x: Tensor, parts: int) -> Tensor:
+def row_squares(x: Tensor, parts: int) -> Tensor:
     """float32 ``[T, parts]`` whose rows add up to the sums of squares of the rows of ``x [T, H]``, on a GPU. Those of
-    the product that made x are reused (`Tensor.deferred_norm`), otherwise they are computed in its order; the rest are
+    the product that made x are reused (`Tensor.row_squares`), otherwise they are computed in its order; the rest are
     zeros."""
-    op, backend = "deferred_norm", _backend("deferred_norm", "x", x)
+    op, backend = "row_squares", _backend("row_squares", "x", x)
     if x.device == CPU:
         raise fail(op, "x", "is on the cpu, which normalises rows before it multiplies them")
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
-    return backend.deferred_norm(x, parts)  # type: ignore[no-any-return]
+    return backend.row_squares(x, parts)  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
@@ -506,9 +506,8 @@ def attention(
     """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
 
     ``group`` selects the batch's block tables. ``window`` counts the keys that a query sees, its own included; pages
-    outside it are not read. A batch's ``bidirectional_until`` lets tokens see later ones, too. ``sinks`` (float32
-    ``[Hq]``): a learned logit of each head that joins the softmax without a value (gpt-oss). With ``softcap`` c a score
-    s becomes
+    outside it are not read. A batch's ``sees_until`` lets tokens see later ones, too. ``sinks`` (float32 ``[Hq]``): a
+    learned logit of each head that joins the softmax without a value (gpt-oss). With ``softcap`` c a score s becomes
     ``c tanh(s / c)``. A sequence longer than its block table, or a table entry outside the pages, is an error.
     ``scales`` are those of pages of int8 or fp8, of keys and of values (`qkv_prepare`).
     """
@@ -538,8 +537,8 @@ def _check_batch(op: str, batch: Batch, group: int, q: Tensor) -> None:
     check(op, "batch.query_start", batch.query_start, device, int32, (seqs + 1,))
     check(op, "batch.seq_lens", batch.seq_lens, device, int32, (seqs,))
     check(op, "batch.block_tables", batch.block_tables[group], device, int32, (seqs, None))
-    if batch.bidirectional_until is not None:
-        check(op, "batch.bidirectional_until", batch.bidirectional_until, device, int32, (q.shape[0],))
+    if batch.sees_until is not None:
+        check(op, "batch.sees_until", batch.sees_until, device, int32, (q.shape[0],))
     batch.plans["checked", group] = True
 
 
@@ -586,8 +585,8 @@ def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, *, scal
     if not 1 <= value_dim <= width:
         raise fail(op, "value_dim", f"is {value_dim}, must be from 1 to q's {width}")
     _check_latent_pages(op, backend, pages, device, width)
-    if batch.bidirectional_until is not None:
-        raise fail(op, "batch.bidirectional_until", "is given, but tokens see no later ones in latent pages")
+    if batch.sees_until is not None:
+        raise fail(op, "batch.sees_until", "is given, but tokens see no later ones in latent pages")
     _check_batch(op, batch, group, q)
     return backend.latent_attention(q, pages, batch, group, scale, value_dim)  # type: ignore[no-any-return]
 
@@ -616,7 +615,7 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     return backend.sample(logits, params)  # type: ignore[no-any-return]
 
 
-def sample_into(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
+def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
     """`sample` with parameters on the device: on a GPU queued only, so that a graph can record it.
 
     ``fields`` are the arrays of SamplingArrays except the mask, in their order; seeds int64. ``results [2 n + 1]``
@@ -624,13 +623,13 @@ def sample_into(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, ha
     Without ``has_penalties`` no row may have one. The contents of the arrays are not checked; the caller must ensure
     that they are valid.
     """
-    op, backend = "sample_into", _sampling_backend("sample_into", logits)
+    op, backend = "draw", _sampling_backend("draw", logits)
     rows, device = logits.shape[0], logits.device
     for field, (name, dtype, shape) in zip(fields, SAMPLING_FIELDS, strict=True):
         wanted = int64 if dtype == np.uint64 else DType.parse(dtype)
         check(op, f"fields.{name}", field, device, wanted, (rows if shape == "n" else None,))
     check(op, "results", results, device, int32, (2 * rows + 1,))
-    backend.sample_into(logits, fields, results, has_penalties=has_penalties)
+    backend.draw(logits, fields, results, has_penalties=has_penalties)
 
 
 def distributions(logits: Tensor, params: SamplingArrays) -> NDArray:

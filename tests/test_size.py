@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 28_980,
+    "numba_kernels": 28_970,
     "runtime/emulator": 17_980,
     "runtime/device": 3_870,
     "runtime/tensor": 1_910,
-    "runtime/backends": 2_480,
+    "runtime/backends": 2_475,
     "runtime/linear": 2_050,
     "runtime/kv": 1_060,
-    "runtime/engine": 19_390,
+    "runtime/engine": 19_350,
     "runtime/text": 4_879,
     "runtime/llm": 1_226,
     "runtime/parallel": 1_140,
@@ -29,7 +29,7 @@ MOST_LINES = {
     "runtime/commands": 2_813,
     "runtime/bench": 8_808,
     "runtime": 2_815,
-    "models": 14_010,
+    "models": 14_009,
     "server": 18_220,
     "tokenizer": 5_571,
     "tools": 17_296,
@@ -42,7 +42,7 @@ OF_OTHERS = ROOT / "server" / "page" / "vendor"
 
 MOST_FUNCTION_LINES, MOST_KERNEL_LINES = 150, 250
 LONG_KERNELS = {
-    "decode_tensor_core", "flash_tensor_core", "skinny", "mixed_input", "flash_hopper",
+    "decode_tensor_core", "flash_tensor_core", "few_rows", "packed_tiles", "flash_hopper",
 }  # fmt: skip
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 

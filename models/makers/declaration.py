@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from models.makers.shards import Shard
+from models.makers.shares import Share
 from runtime.dtype import DType
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import Split
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 
 Array = np.ndarray[Any, Any]
-Width = int | Shard
+Width = int | Share
 
 
 class TensorSource(Protocol):
@@ -50,8 +50,8 @@ class LinearDeclaration:
     """
 
     names: tuple[str, ...]
-    rows: tuple[Shard, ...]
-    columns: Shard
+    rows: tuple[Share, ...]
+    columns: Share
     has_bias: bool
     is_transposed: bool
     split: Split | None
@@ -67,7 +67,7 @@ class LinearDeclaration:
     @property
     def outputs(self) -> tuple[int, ...]:
         """This rank's number of outputs, for each name."""
-        return tuple(shard.count for shard in self.rows)
+        return tuple(share.count for share in self.rows)
 
     @property
     def inputs(self) -> int:
@@ -77,7 +77,7 @@ class LinearDeclaration:
     @property
     def whole_shape(self) -> tuple[int, int]:
         """(N, K) of all ranks' map."""
-        return sum(shard.whole for shard in self.rows), self.columns.whole
+        return sum(share.whole for share in self.rows), self.columns.whole
 
     @property
     def is_cut(self) -> bool:
@@ -92,7 +92,7 @@ class LinearDeclaration:
     @property
     def stored_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Each tensor's name and shape in the checkpoint."""
-        wholes = tuple(shard.whole for shard in self.rows)
+        wholes = tuple(share.whole for share in self.rows)
         inputs = self.columns.whole
         for name, count in zip(self.names, wholes if len(self.names) > 1 else (sum(wholes),), strict=True):
             shape = (inputs, count) if self.is_transposed else (count, *(self.kernel or (inputs,)))
@@ -108,10 +108,10 @@ class LinearDeclaration:
             columns = slice(self.columns.first, self.columns.first + self.columns.count)
         names = self.names if len(self.names) > 1 else self.names * len(self.rows)
         first = 0
-        for name, shard in zip(names, self.rows, strict=True):
-            start = first + shard.first
-            yield name, slice(start, start + shard.count), columns
-            first = 0 if len(self.names) > 1 else first + shard.whole
+        for name, share in zip(names, self.rows, strict=True):
+            start = first + share.first
+            yield name, slice(start, start + share.count), columns
+            first = 0 if len(self.names) > 1 else first + share.whole
 
     @property
     def adds_bias(self) -> bool:
@@ -120,8 +120,8 @@ class LinearDeclaration:
 
 
 def several(widths: Width | Sequence[Width]) -> Sequence[Width]:
-    return (widths,) if isinstance(widths, int | Shard) else widths
+    return (widths,) if isinstance(widths, int | Share) else widths
 
 
 def whole_width(width: Width) -> int:
-    return width.whole if isinstance(width, Shard) else width
+    return width.whole if isinstance(width, Share) else width

@@ -88,9 +88,9 @@ def _find(text, ending, length, least):
 def repeats_kernel() -> Kernel:
     """Finds the end of the text ``ending`` in ``first``, and in ``second`` (0 for none) if that may match longer.
     ``answer [IDS + room]`` int32 gets the tokens that follow there, up to a break; past the text's end they repeat.
-    Updates the texts' indices first. Status 1: the first's table is full; 2: the second's. One work item."""
+    Updates the texts' indices first. Status 1: the first's table is full; 2: the second's. One ticket."""
 
-    def repeats(arguments, work_item):
+    def repeats(arguments, ticket):
         a = carray(arguments, 1)[0]
         text = int64_at(a.ending, TEXT_WORDS)
         first = int64_at(a.first, TEXT_WORDS)

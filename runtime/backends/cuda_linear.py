@@ -1,7 +1,7 @@
 """Products with a weight on a GPU, with the norm before them and the gated unit after them; see `runtime.ops`.
 
 A weight that a norm's weights are multiplied into (`RowWeight.is_normed`) takes rows as they are: its kernel scales the
-sums by `Tensor.deferred_norm`. A product with a residual leaves these for the next one; otherwise one launch adds them
+sums by `Tensor.row_squares`. A product with a residual leaves these for the next one; otherwise one launch adds them
 up. Packed weights have their norm in a launch before them, which rounds many rows to bytes where the product takes
 bytes.
 """
@@ -28,7 +28,7 @@ from runtime.tensor.tensor import Tensor
 _plan_glu = remembered(_activation.plan_glu)
 _plan_reordered = remembered(_embedding.plan_reordered)
 _plan_rms_norm = remembered(_norm.plan_rms_norm)
-_plan_deferred_norm = remembered(_norm.plan_deferred_norm)
+_plan_row_squares = remembered(_norm.plan_row_squares)
 
 
 def linear(
@@ -41,7 +41,7 @@ def linear(
     x = _in_order(x, weight)
     gpu, rows, (width, depth) = Gpu.of(x.device), x.shape[0], weight.shape
     result = Tensor.new((rows, width), dtype, x.device) if out is None else out
-    result.deferred_norm = None
+    result.row_squares = None
     if weight.tier == "cublas":
         assert isinstance(weight, RowWeight)
         cuda_cublas.product(gpu, x, weight, residual, result)
@@ -66,8 +66,8 @@ def linear(
         source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
         squares = matrix if planned.takes_weight_twice else 0
         if planned.num_squares:
-            result.deferred_norm = Tensor.new((rows, planned.num_squares), float32, x.device)
-            squares = result.deferred_norm.address
+            result.row_squares = Tensor.new((rows, planned.num_squares), float32, x.device)
+            squares = result.row_squares.address
         gpu.launch(launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, squares)
         del memory, rounded
     return result
@@ -163,13 +163,13 @@ def _normalising(x: Tensor, weight: GpuWeight, norm: RmsNorm | None) -> tuple[in
     """The squares of x's rows as products take them: address, number of parts, and eps."""
     if norm is None or not weight.is_normed:
         return _gemm.NO_SQUARES[:3]
-    squares = _deferred_norm(x)
+    squares = _row_squares(x)
     return squares.address, squares.shape[1], norm.eps
 
 
-def deferred_norm(x: Tensor, parts: int) -> Tensor:
-    """See `ops.deferred_norm`."""
-    squares = _deferred_norm(x)
+def row_squares(x: Tensor, parts: int) -> Tensor:
+    """See `ops.row_squares`."""
+    squares = _row_squares(x)
     rows, count = squares.shape
     assert count <= parts, f"{count} parts of rows' squares do not fit into {parts}"
     if count == parts:
@@ -180,13 +180,13 @@ def deferred_norm(x: Tensor, parts: int) -> Tensor:
     return padded
 
 
-def _deferred_norm(x: Tensor) -> Tensor:
+def _row_squares(x: Tensor) -> Tensor:
     """The squares of x's rows: those left by an earlier launch, or new ones."""
-    squares = x.deferred_norm
+    squares = x.row_squares
     if squares is None:
         rows, depth = x.shape
-        squares = x.deferred_norm = Tensor.new((rows, _norm.SQUARE_PARTS), float32, x.device)
-        launch = _plan_deferred_norm(rows, depth, x.dtype.ptx, alignment=alignment(x.address))
+        squares = x.row_squares = Tensor.new((rows, _norm.SQUARE_PARTS), float32, x.device)
+        launch = _plan_row_squares(rows, depth, x.dtype.ptx, alignment=alignment(x.address))
         Gpu.of(x.device).launch(launch, x.address, squares.address, depth)
     return squares
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba_kernels.cuda import dequantize, dynamic_quantisation
+from numba_kernels.cuda import dequantize, rounded_rows
 from runtime.backends.cuda_plans import Planned
 from runtime.backends.cuda_tensor import alignment, id_flag
 from runtime.device.gpu import Gpu
@@ -24,7 +24,7 @@ def rows_of(gpu: Gpu, x: Tensor, planned: Planned, norm: RmsNorm | None) -> tupl
     assert planned.rounding is not None
     rows, depth = x.shape
     is_grouped = planned.rounding.specialisation.constants.get("group", 0) != 0
-    codes, both = dynamic_quantisation.sections(rows, depth, is_grouped=is_grouped)
+    codes, both = rounded_rows.sections(rows, depth, is_grouped=is_grouped)
     memory = gpu.allocate(both)
     scales = memory.address + codes
     given = (planned.input_scale, 1.0 / planned.input_scale) if planned.input_scale else ()

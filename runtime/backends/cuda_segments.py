@@ -47,14 +47,14 @@ def _leave_squares(bias: int, residual: int, result: Tensor) -> None:
     """Makes room for the result's squares, where there is a residual: a norm may follow."""
     rows, width = result.shape
     is_aligned = (bias | residual | result.address) & 15 == 0 and width % (4 * segments.SQUARE_COLUMNS) == 0
-    result.deferred_norm = None
+    result.row_squares = None
     if residual and is_aligned:
-        result.deferred_norm = Tensor.new((rows, width // segments.SQUARE_COLUMNS), float32, result.device)
+        result.row_squares = Tensor.new((rows, width // segments.SQUARE_COLUMNS), float32, result.device)
 
 
 def _add(gpu: Gpu, count: int, sums: int, bias: int, residual: int, result: Tensor, first: int, num_rows: int) -> None:
     """Adds the sums of some rows of the result, from `first` on, and leaves their squares where there is room."""
-    width, squares = result.shape[1], result.deferred_norm
+    width, squares = result.shape[1], result.row_squares
     skipped = first * width * result.dtype.itemsize
     launch = segments.plan_add(count, num_rows, width, result.dtype.ptx)
     gpu.launch(

@@ -237,9 +237,9 @@ class Engine:
             speculator = self.speculator
             holds = speculator is not None and speculator.wants_tokens()
             following = self.steps.plan(outputs) if opened.computation is not None and not holds else None
-            overlaps = following is not None and self.steps.overlap(following, poll, outputs)
+            leads = following is not None and self.steps.lead(following, poll, outputs)
             self.steps.finish(opened, outputs)
-            if following is not None and not overlaps:
+            if following is not None and not leads:
                 outputs += poll()
                 self.steps.start(self.steps.revise(following, outputs))
         else:

@@ -34,7 +34,7 @@ _ROWS_AT_ONCE = 1024  # of a matrix that a norm's weights are multiplied into
 MOST_PLANS = 512  # of products with weights of one kind: mostly one for each number of rows
 
 
-DynamicQuantisation = Literal["", "rows", "groups", "static"]
+RoundedRows = Literal["", "rows", "groups", "static"]
 
 
 class GpuSettings(TypedDict, total=False):
@@ -44,7 +44,7 @@ class GpuSettings(TypedDict, total=False):
     whole_shape: tuple[int, int] | None
     num_segments: int
     is_normed: bool
-    rounds_rows: DynamicQuantisation
+    rounds_rows: RoundedRows
     input_scale: float
 
 
@@ -101,7 +101,7 @@ class LinearWeight:
 
     activations: DType
     is_normed = False
-    rounds_rows: DynamicQuantisation = ""
+    rounds_rows: RoundedRows = ""
     __slots__ = ("device", "format", "num_segments", "shape", "size_bytes")
 
     def __init__(
@@ -204,7 +204,7 @@ class GpuWeight(LinearWeight):
         elements: the type that the kernels read: a dtype, or the name of a packing (`numba_kernels.cuda.packing`).
         address: of the block.
         bias: ``[N]`` float32, or None.
-        tier: the kernel of its products, one of `numba_kernels.cuda.gemm.TIERS`; gemv and skinny only through
+        tier: the kernel of its products, one of `numba_kernels.cuda.gemm.TIERS`; gemv and few_rows only through
             "auto".
         exact: whether a row of the product has the same bits however many rows there are.
         whole_shape: (N, K) of the unsharded map, by which exact products choose their kernel.
@@ -230,7 +230,7 @@ class GpuWeight(LinearWeight):
         whole_shape: tuple[int, int] | None = None,
         num_segments: int = 0,
         is_normed: bool = False,
-        rounds_rows: DynamicQuantisation = "",
+        rounds_rows: RoundedRows = "",
         input_scale: float = 0.0,
     ) -> None:
         self.is_normed = is_normed

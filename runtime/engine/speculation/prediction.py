@@ -41,14 +41,14 @@ class PredictionDrafter:
             one = self._followed[sequence] = _Followed(sequence)
         else:
             follow(one.text, sequence)
-        fresh, confidence = one.text.tokens(one.num_followed), SUREST
+        fresh, sureness = one.text.tokens(one.num_followed), SUREST
         if one.place >= 0 and np.array_equal(predicted[one.place : one.place + len(fresh)], fresh):
             one.place += len(fresh)
         else:
-            _, confidence = one.lookup(1)
+            _, sureness = one.lookup(1)
             one.place = one.lookup.place
         one.num_followed = len(one.text)
-        return (NOTHING, 0) if one.place < 0 else (predicted[one.place : one.place + most], confidence)
+        return (NOTHING, 0) if one.place < 0 else (predicted[one.place : one.place + most], sureness)
 
     def end(self, sequence: Sequence) -> None:
         self._followed.pop(sequence, None)

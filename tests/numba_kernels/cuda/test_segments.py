@@ -81,7 +81,7 @@ def test_rows_at_a_time_fill_the_workspace_and_not_more():
     assert segments.most_rows(8, 1) > 100_000
 
 
-def test_skinny_fill_a_gpu():
+def test_few_rows_fill_a_gpu():
     launch = plan("auto", 1, 4096, 4096, "bf16", "f32", exact=True, has_residual=False, num_segments=8)
     assert launch.grid == (64, 8, 1)
     assert plan("hopper", 512, 4096, 4096, "bf16", "f32", exact=True, has_residual=False, num_segments=8, arch="sm_90a"

@@ -172,7 +172,7 @@ def test_a_thousand_sizes(kind: str) -> None:
         check_ranks(fuzzed(seed, kind, most_columns=600, most_steps=20))
 
 
-def test_rows_beyond_a_work_item_and_a_launch() -> None:
+def test_rows_beyond_a_ticket_and_a_launch() -> None:
     for m in (130, 1030):
         check_ranks(Map(100, 8 * 16 * 20, m, "float32"))
 

@@ -153,7 +153,7 @@ def float_layer(gpu: Gpu, width: int, depth: int, seed: int = 0) -> Layer:
     return Layer(weight, small.astype(np.float32), rows)
 
 
-def dynamic_quantisation(x: Array, weight: GpuWeight) -> Array:
+def rounded_rows(x: Array, weight: GpuWeight) -> Array:
     """Rows of x rounded as the checkpoint prescribes, float32."""
     assert isinstance(weight, PackedWeight)
     is_fp8 = weight.packing.element == "e4m3"

@@ -21,9 +21,9 @@ def note_proposals(engine: Engine) -> tuple[StateProposer, Proposals]:
     propose = drafter.propose
 
     def noted(sequence: Sequence, most: int) -> tuple[Ids, int]:
-        ids, confidence = propose(sequence, most)
+        ids, sureness = propose(sequence, most)
         said[sequence.request.request_id, sequence.num_output_tokens] = ids.tolist()
-        return ids, confidence
+        return ids, sureness
 
     drafter.propose = noted  # type: ignore[method-assign]
     return drafter, said

@@ -124,8 +124,8 @@ def test_a_text_grows_with_its_sequence() -> None:
     grow(one, [9, 8, 7, 4, 5])
     assert drafter.propose(one, 3)[0].tolist() == [1, 2, 9]
     grow(one, [6] * 700)
-    ids, confidence = drafter.propose(one, 5)
-    assert (ids.tolist(), confidence) == ([6] * 5, SUREST)
+    ids, sureness = drafter.propose(one, 5)
+    assert (ids.tolist(), sureness) == ([6] * 5, SUREST)
     drafter.end(one)
 
 
