@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from tokenizer.components.decoders import Events
 from tokenizer.errors import TokenizerError
-from tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizer.tokenizer import Tokenizer
 
 
 class IncrementalDecoder:

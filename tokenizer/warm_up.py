@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from numba_kernels.cache import cache_folder
 from tokenizer.bpe.merge_table import MergeTable
 from tokenizer.byte_level import BYTE_TO_CHAR
 from tokenizer.json_fields import Fields
@@ -14,6 +13,8 @@ from tokenizer.tokenizer import Tokenizer
 
 def is_compiled() -> bool:
     """Whether an earlier process has compiled the loops, so that `warm_up` runs no compiler."""
+    from numba_kernels.cache import cache_folder
+
     return any(cache_folder(Path(__file__).parent / "bpe" / "encode_kernel.py").iterdir())
 
 

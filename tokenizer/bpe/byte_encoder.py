@@ -8,14 +8,14 @@ back, so that threads never share one and the GIL is released while text is enco
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from tokenizer.bpe import encode_kernel as kernel
-from tokenizer.bpe.merge_kernel import SCRATCH_BYTES
 from tokenizer.bpe.merge_table import MergeTable, address
 from tokenizer.byte_level import BYTE_TO_CHAR
 from tokenizer.patterns.automaton import Automaton
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _PADDING = b"\0" * 8  # `kernel_support.PADDING`
 _NUM_SLOTS = 1 << 15
@@ -39,6 +39,10 @@ class ByteEncoder:
         symbol_of_letter  the symbols of the byte-level alphabet's letters in the vocabulary
         added             (string to seek, id, whether it is special) of the added tokens, all different
         """
+        import numpy as np
+
+        from tokenizer.bpe import encode_kernel as kernel
+
         self._frombuffer, self._uint8 = np.frombuffer, np.uint8
         nodes, roots, added_ids, added_special = _trie(added)
         self._has_added = bool(added_ids.size)
@@ -88,6 +92,10 @@ class _Workspace:
     """The state of one call: the words already encoded and their ids, scratch and room for the result."""
 
     def __init__(self) -> None:
+        import numpy as np
+
+        from tokenizer.bpe import encode_kernel as kernel
+
         self._kernel = kernel.encode
         self._position, self._stop = kernel.POSITION, kernel.STOP
         self._slots = np.zeros((_NUM_SLOTS, 2), np.uint64)
@@ -122,6 +130,11 @@ class _Workspace:
 
     def _make_room(self, size: int) -> None:
         """Room for words of `size` bytes."""
+        import numpy as np
+
+        from tokenizer.bpe import encode_kernel as kernel
+        from tokenizer.bpe.merge_kernel import SCRATCH_BYTES
+
         self._out = np.empty(size, np.uint32)
         self._scratch = np.empty(SCRATCH_BYTES * size, np.uint8)
         self._fields[kernel.OUT] = address(self._out)
@@ -131,6 +144,8 @@ class _Workspace:
 
 def _trie(added: Iterable[tuple[str, int, bool]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The strings as a trie in arrays (`encode_kernel.next_added`), their ids, and which are special."""
+    import numpy as np
+
     nodes: list[list[int]] = []  # byte, first child, next sibling, number of the token
     children: dict[tuple[int, int], int] = {}  # node (-1: none yet), byte: node
     ids: list[int] = []

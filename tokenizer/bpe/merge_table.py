@@ -6,13 +6,12 @@ A symbol is a token's place in the vocabulary's order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from tokenizer.bpe.index_kernel import index_merges, index_tokens
-from tokenizer.bpe.kernel_support import NOTHING
-from tokenizer.bpe.merge_kernel import SCRATCH_BYTES, merge_tokens
 from tokenizer.errors import TokenizerError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MIDDLE = "\udcfe"
 """May stand between left and right of a merge: becomes a byte that UTF-8 does not have, as what ends a string does."""
@@ -42,6 +41,11 @@ class MergeTable:
 
         Raises `MergeError`, and UnicodeEncodeError for a lone surrogate.
         """
+        import numpy as np
+
+        from tokenizer.bpe.index_kernel import index_merges, index_tokens
+        from tokenizer.bpe.kernel_support import NOTHING
+
         self.tokens = _packed(vocab)
         self.starts = np.empty(len(vocab) + 1, np.int64)
         self.slots = np.full(_table_size(len(vocab)), -1, np.int32)
@@ -62,6 +66,10 @@ class MergeTable:
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
         """The ids of a word, given as its initial tokens; all are in the vocabulary."""
+        import numpy as np
+
+        from tokenizer.bpe.merge_kernel import SCRATCH_BYTES, merge_tokens
+
         text = _packed(tokens)
         count = len(tokens)
         scratch = np.empty(SCRATCH_BYTES * count // 4, np.int32)
@@ -77,6 +85,8 @@ def address(array: np.ndarray) -> int:
 
 def _packed(strings: Iterable[str]) -> np.ndarray:
     """Strings, each ended by 0xFF, as bytes followed by the kernels' padding."""
+    import numpy as np
+
     joined = _END.join([*strings, ""])
     return np.frombuffer(joined.encode("utf-8", "surrogateescape") + _PADDING, np.uint8)
 

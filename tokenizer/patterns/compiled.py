@@ -12,8 +12,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import regex  # type: ignore[import-untyped]
-
 from tokenizer.patterns.oniguruma import MOVED_LETTER, UNICODE_WORD, PatternError, translate
 
 # The Rust crate `regex`, which Whitespace and single_word use, has the joiners.
@@ -53,6 +51,8 @@ def compile_pattern(pattern: str) -> Pattern:
 
 
 def _compile(pattern: str, translated: str) -> Any:
+    import regex  # type: ignore[import-untyped]
+
     try:
         return regex.compile(translated, flags=regex.VERSION1 if "&&" in translated else regex.VERSION0)
     except regex.error as error:
@@ -67,6 +67,8 @@ def compile_literal(text: str) -> Pattern:
 
 def compile_raw(pattern: str) -> Any:
     """Compile a pattern of our own, in the syntax of the `regex` module."""
+    import regex
+
     return regex.compile(pattern, flags=regex.VERSION0)
 
 

@@ -14,12 +14,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-import jinja2
-from jinja2 import meta
-
 from tokenizer.errors import ChatTemplateError
 from tokenizer.templates.functions import to_json
-from tokenizer.templates.jinja_environment import make_environment
 
 Message = Mapping[str, Any]
 
@@ -92,6 +88,8 @@ def _render(compiled: Any, names: dict[str, Any]) -> str:
 
 
 def _render_once(compiled: Any, names: dict[str, Any]) -> str:
+    import jinja2
+
     try:
         rendered: str = compiled.render(names)
     except jinja2.TemplateError as error:
@@ -106,6 +104,8 @@ def _render_once(compiled: Any, names: dict[str, Any]) -> str:
 @functools.lru_cache(maxsize=64)
 def compile_template(template: str) -> Any:
     """The compiled Jinja template. Raises `ChatTemplateError` when it does not compile."""
+    import jinja2
+
     try:
         return _environment().from_string(template)
     except jinja2.TemplateSyntaxError as error:
@@ -116,6 +116,8 @@ def compile_template(template: str) -> Any:
 
 def variables_of(template: str) -> frozenset[str]:
     """The variables that a template reads from its context. Raises `ChatTemplateError` when it does not compile."""
+    from jinja2 import meta
+
     compile_template(template)
     return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
 
@@ -196,4 +198,6 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
 
 @functools.cache
 def _environment() -> Any:
+    from tokenizer.templates.jinja_environment import make_environment
+
     return make_environment()

@@ -1,4 +1,5 @@
-"""The Jinja environment of chat templates."""
+"""The Jinja environment of chat templates. Imports jinja2, so it is itself imported only when a template is
+rendered."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 
 from numba_kernels.cpu.attention import kernel as kernels
 from runtime import ops
-from runtime.backends import cpu
+from runtime.backends import cpu_threads
 from runtime.errors import InvalidArgumentError
 from tests.numba_kernels.cpu.cases import WEIGHT_TYPES, PagedCase, normal, paged_case, tensor
 from tests.oracles import attention as oracle
@@ -77,7 +77,7 @@ def test_tokens_that_see_each_other(window, monkeypatch):
         out = _attend(case, 0.2, window)
         assert relative_error(out, np.concatenate(rows)) < 1e-5
         with monkeypatch.context() as patch:
-            patch.setattr(cpu, "_num_workers", 1)
+            patch.setattr(cpu_threads, "_num_workers", 1)
             np.testing.assert_array_equal(_attend(case, 0.2, window), out)
 
 
@@ -104,7 +104,7 @@ def test_sinks_join_the_denominator_and_have_no_value(window, monkeypatch):
         ]
         assert relative_error(out.reshape(case.queries.shape), np.concatenate(rows)) < 1e-5
         with monkeypatch.context() as patch:
-            patch.setattr(cpu, "_num_workers", 1)
+            patch.setattr(cpu_threads, "_num_workers", 1)
             alone = ops.attention(*arguments, scale=0.25, window=window, sinks=tensor(sinks)).numpy()
         np.testing.assert_array_equal(alone, out)
 
@@ -156,7 +156,7 @@ def test_long_decodes_are_split_and_merged_to_the_same_bits(window, monkeypatch)
     case = paged_case(np.random.default_rng(1), [(2600, 1)], heads=2, kv_heads=1, head_dim=16)
     split = _attend(case, 0.25, window)
     assert relative_error(split, _expected(case, 0.25, window)) < 1e-5
-    monkeypatch.setattr(cpu, "_num_workers", 1)
+    monkeypatch.setattr(cpu_threads, "_num_workers", 1)
     np.testing.assert_array_equal(_attend(case, 0.25, window), split)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from numba_kernels.cpu.quantised_rows import store_row
 from runtime import ops
-from runtime.backends import cpu
+from runtime.backends import cpu_threads
 from runtime.dtype import DType, float8_e4m3, int8
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
@@ -134,7 +134,7 @@ def test_equals_float64_of_what_the_pages_hold(
         for seq, (keys, values) in enumerate(zip(case.keys, case.values))
     ]
     assert relative_error(out, np.concatenate(rows)) < 1e-5
-    monkeypatch.setattr(cpu, "_num_workers", 1)
+    monkeypatch.setattr(cpu_threads, "_num_workers", 1)
     np.testing.assert_array_equal(attend(), out)
 
 
