@@ -46,6 +46,10 @@ LONG_KERNELS = {
 }  # fmt: skip
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
+MOST_WORDS = 52_211
+"""Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
+
 
 def files_of(room: str, *endings: str) -> Iterator[Path]:
     """The product's files of a room, without those that others made."""
@@ -85,6 +89,11 @@ def test_each_room_keeps_to_its_lines() -> None:
 
 def test_functions_are_short_enough_to_read() -> None:
     assert [line for package in PACKAGES for path in files_of(package, ".py") for line in too_long(path)] == []
+
+
+def test_the_pages_keep_to_their_words() -> None:
+    counts = {page.relative_to(ROOT).as_posix(): len(page.read_bytes().split()) for page in PAGES}
+    assert sum(counts.values()) <= MOST_WORDS, counts
 
 
 def test_each_long_kernel_is_one() -> None:

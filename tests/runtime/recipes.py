@@ -40,5 +40,7 @@ def run(root: Path, code: str) -> None:
     """Runs a script on the copy."""
     environment = {**os.environ, "PYTHONPATH": str(root)}
     script = PRELUDE.format(root=str(root)) + code
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
