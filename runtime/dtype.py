@@ -17,6 +17,8 @@ import numpy as np
 
 from runtime.errors import InvalidArgumentError
 
+NDArray = np.ndarray[Any, np.dtype[Any]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:

@@ -22,7 +22,7 @@ from runtime.backends import backend_of, cpu_sampling, cuda_tensor
 from runtime.backends.checks import check, check_chosen, check_sampling, fail
 from runtime.batch import Batch
 from runtime.device.device import CPU, Device
-from runtime.dtype import STORED, DType, float32, int32, int64
+from runtime.dtype import STORED, DType, NDArray, float32, int32, int64
 from runtime.linear.experts import ExpertsWeight
 from runtime.linear.norm import RmsNorm
 from runtime.linear.shared_table import SharedTable
@@ -31,7 +31,6 @@ from runtime.rope_table import RopeTable
 from runtime.routing import Routing, RoutingRule
 from runtime.sampling_arrays import SAMPLING_FIELDS, Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.tensor import arithmetic
-from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor, operation
 
 __all__ = [

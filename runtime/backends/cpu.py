@@ -31,12 +31,11 @@ from runtime.backends.cpu_sampling import sample as sample
 from runtime.backends.cpu_threads import MAX_WORKERS as MAX_WORKERS
 from runtime.backends.cpu_threads import new, new_int32, num_workers, share_among
 from runtime.backends.cpu_threads import set_num_workers as set_num_workers
-from runtime.dtype import STORED, DType, float32
+from runtime.dtype import STORED, DType, NDArray, float32
 from runtime.linear.experts import ExpertsWeight
 from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import JoinedWeight, LinearWeight, PanelWeight
 from runtime.routing import Routing, RoutingRule
-from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 _MOST_EXPERT_ROWS = 8192  # of experts at a time, each token with all of its experts

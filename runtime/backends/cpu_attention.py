@@ -15,10 +15,9 @@ from numba_kernels.cpu.running.recording import current
 from runtime.backends.checks import check, fail
 from runtime.backends.cpu_threads import new, num_workers, share_among
 from runtime.batch import Batch
-from runtime.dtype import PAGES, STORED
+from runtime.dtype import PAGES, STORED, NDArray
 from runtime.linear.norm import RmsNorm
 from runtime.rope_table import RopeTable
-from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 _SERIAL_ATTENTION_MACS = 64_000

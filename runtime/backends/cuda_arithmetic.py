@@ -16,9 +16,8 @@ from numba_kernels.cuda.intrinsics.storage import CODES
 from runtime.backends.cuda_tensor import alignment, upload, upload_together
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType, bool_, float32, int32, int64
+from runtime.dtype import DType, NDArray, bool_, float32, int32, int64
 from runtime.tensor import views
-from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import Shape
 

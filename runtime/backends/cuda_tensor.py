@@ -11,10 +11,10 @@ from runtime.device.allocator import DeviceBlock
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.device.stream import Stream
-from runtime.dtype import dtype_of_array
+from runtime.dtype import NDArray, dtype_of_array
 from runtime.errors import InvalidArgumentError
 from runtime.tensor.cast import cast_array
-from runtime.tensor.storage import NDArray, Storage
+from runtime.tensor.storage import Storage
 from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import contiguous_strides
 

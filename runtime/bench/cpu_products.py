@@ -26,14 +26,13 @@ from runtime import ops
 from runtime.bench.environment import finished
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.cpu_limits import open_meter
-from runtime.dtype import bfloat16, float32
+from runtime.dtype import NDArray, bfloat16, float32
 from runtime.linear.format import INT8
 from runtime.linear.kept import block_bytes, kept_format
 from runtime.linear.options import LoadOptions
 from runtime.linear.quantise import Rounding, quantise
 from runtime.linear.quantized import QuantizedMatrix
 from runtime.linear.weight import BlockRows, LinearWeight
-from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 _HALF, _FLOAT = np.dtype(np.float16), np.dtype(np.float32)

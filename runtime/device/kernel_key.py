@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llvmlite.ir import InlineAsm
+from numba.core.types import Type
 
 from numba_kernels.cuda.specialisation import Specialisation
 from numba_kernels.source_digests import sources_digest
@@ -130,10 +132,6 @@ def _word(value: Any) -> str:
         return f"({', '.join(map(_word, value))})"
     if hasattr(value, "__code__"):
         return f"{value.__module__}.{value.__qualname__}"
-    # Numba is there by now; processes that only look for kernels do without.
-    from llvmlite.ir import InlineAsm
-    from numba.core.types import Type
-
     if isinstance(value, InlineAsm):
         return f"{value.asm} {value.constraint} {value.side_effect}"
     return str(value) if isinstance(value, Type) else type(value).__qualname__

@@ -10,10 +10,9 @@ import numpy as np
 from numba_kernels.cuda.packing import Packing
 from runtime.device import tensor_map
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType
+from runtime.dtype import DType, NDArray
 from runtime.errors import InvalidArgumentError
 from runtime.linear.weight import GpuWeight, JoinedWeight, LinearWeight, PackedWeight, PanelWeight, RowWeight
-from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 

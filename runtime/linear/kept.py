@@ -19,10 +19,10 @@ import ml_dtypes
 import numpy as np
 
 from numba_kernels.cpu.gemm.blocks import BLOCKS
+from runtime.dtype import NDArray
 from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS, INT8, WeightFormat
 from runtime.linear.options import LoadOptions
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
-from runtime.tensor.storage import NDArray
 
 _GROUP = 32  # of ggml's blocks
 _FP4_GROUP = 16

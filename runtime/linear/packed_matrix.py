@@ -21,11 +21,11 @@ import ml_dtypes
 import numpy as np
 
 from numba_kernels.cuda.packing import GROUPS, Packing, arrange
+from runtime.dtype import NDArray
 from runtime.linear.format import packed_format
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.quantized import ActivationScheme, QuantizedLayout, QuantizedMatrix
 from runtime.linear.weight import GpuSettings, PackedWeight, RoundedRows
-from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 _ROUNDED: dict[ActivationScheme | None, RoundedRows] = {

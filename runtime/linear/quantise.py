@@ -12,8 +12,8 @@ import numpy as np
 
 from numba_kernels.cpu.gemm.packed_words import ZERO_POINT
 from numba_kernels.cpu.running.pool import NUM_THREADS
+from runtime.dtype import NDArray
 from runtime.linear.quantized import NumberKind, QuantizedLayout, QuantizedMatrix, pack_halves
-from runtime.tensor.storage import NDArray
 
 _ELEMENTS_AT_ONCE = 1 << 18
 _SHARES = (

@@ -23,9 +23,8 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from runtime.dtype import DType
+from runtime.dtype import DType, NDArray
 from runtime.tensor.cast import cast_array
-from runtime.tensor.storage import NDArray
 
 NumberKind = Literal["int4", "int8", "fp8", "fp4"]
 

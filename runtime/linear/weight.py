@@ -18,7 +18,7 @@ from numba_kernels.cpu.running.pool import NUM_THREADS
 from numba_kernels.cuda.packing import Packing, arrange, packing_of
 from runtime.device.device import CPU, Device
 from runtime.device.gpu import Gpu
-from runtime.dtype import STORED, DType, float32
+from runtime.dtype import STORED, DType, NDArray, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import FORMATS, WeightFormat
 from runtime.linear.kept import block_bytes, kept_format, row_scales
@@ -26,7 +26,6 @@ from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.quantise import int8_rows
 from runtime.linear.quantized import QuantizedMatrix
-from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 DEFAULT_OPTIONS = LoadOptions()

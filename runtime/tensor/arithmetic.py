@@ -29,12 +29,11 @@ import numpy as np
 
 from runtime.backends import backend_of, cuda_tensor
 from runtime.device.device import Device
-from runtime.dtype import DType, bool_, float32, int32, int64, promote, promote_scalar
+from runtime.dtype import DType, NDArray, bool_, float32, int32, int64, promote, promote_scalar
 from runtime.errors import InvalidArgumentError
 from runtime.tensor import views
 from runtime.tensor.cast import cast_array
-from runtime.tensor.storage import NDArray
-from runtime.tensor.tensor import Operand, Scalar, Tensor, register_operations
+from runtime.tensor.tensor import Operand, Scalar, Tensor
 
 __all__ = [
     "absolute",
@@ -569,6 +568,3 @@ def _refuse_negative(op: str, left: Tensor, right: Tensor) -> None:
 def _refuse_nothing(op: str, tensor: Tensor, axes: views.Shape) -> None:
     if any(tensor.shape[index] == 0 for index in axes):
         raise InvalidArgumentError(f"{op}: nothing to choose from along axes {axes} of shape {tensor.shape}")
-
-
-register_operations({name: globals()[name] for name in __all__})

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from runtime.dtype import DType, bool_, dtype_of_array
-from runtime.tensor.storage import NDArray
+from runtime.dtype import DType, NDArray, bool_, dtype_of_array
 
 
 def cast_array(array: NDArray, target: DType) -> NDArray:

@@ -21,6 +21,7 @@ from runtime.device.device import Device
 from runtime.dtype import (
     ALL_DTYPES,
     DType,
+    NDArray,
     bfloat16,
     bool_,
     dtype_of_array,
@@ -34,7 +35,6 @@ from runtime.dtype import (
     uint8,
 )
 from runtime.errors import InvalidArgumentError
-from runtime.tensor.storage import NDArray
 from runtime.tensor.views import Shape
 
 CPU_DEVICE = (1, 0)

@@ -7,18 +7,15 @@ goes back to its owner. A Storage has no element type and no shape.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import numpy as np
 
 from numba_kernels.cpu.running.recording import next_number
 from runtime.device.device import CPU, Device
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType
+from runtime.dtype import DType, NDArray
 from runtime.errors import OutOfMemoryError
 from runtime.tensor.views import Shape, contiguous_strides, has_overlap
-
-NDArray = np.ndarray[Any, np.dtype[Any]]
 
 ALIGNMENT_BYTES = 64
 LARGE_BYTES = 64 * 1024

@@ -11,7 +11,7 @@ A tensor's shape, strides and offset never change once it is made. Strides count
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +19,11 @@ import numpy as np
 from numba_kernels.cpu.running.recording import NotRecordableError, current
 from runtime.device.device import CPU, Device
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType, dtype_of_array, float32, int64
+from runtime.dtype import DType, NDArray, dtype_of_array, float32, int64
 from runtime.errors import DeviceError, InvalidArgumentError
-from runtime.tensor import dlpack, views
+from runtime.tensor import dlpack, operators, views
 from runtime.tensor.cast import cast_array
-from runtime.tensor.storage import NDArray, Storage
+from runtime.tensor.storage import Storage
 from runtime.tensor.views import Shape
 
 Scalar = bool | int | float
@@ -33,21 +33,13 @@ Operand = Any
 Axes = int | Sequence[int] | None
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {}
-"""The functions of `runtime.tensor.arithmetic`, which registers them when this package is imported."""
-
-
-def register_operations(operations: Mapping[str, Callable[..., Any]]) -> None:
-    """Makes these functions the ones that Tensor's operators call."""
-    _OPERATIONS.update(operations)
-
-
 def operation(op: str) -> Callable[..., Any]:
     """An operation of arithmetic by its name. Raises NotRecordableError while the thread's kernels are recorded:
     on the cpu they are numpy's."""
     if current() is not None:
         raise NotRecordableError(f"{op} is not a kernel on the cpu")
-    return _OPERATIONS[op]
+    found: Callable[..., Any] = getattr(operators(), op)
+    return found
 
 
 def _call(op: str, *arguments: Any) -> Tensor:
