@@ -276,7 +276,7 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
 
 
 def normed_route(x: Tensor, norm: RmsNorm, weight: LinearWeight, rule: RoutingRule, bias: Tensor | None = None) -> None:
-    """None: no kernel normalises and routes at once."""
+    """Gives None, since no kernel normalises and routes at once: the caller does both."""
 
 
 def experts(

@@ -14,6 +14,11 @@ from runtime.commands.options import EngineOptions
 from runtime.text_files import read_text_file
 
 _info_report = later("runtime.commands.info_report")
+_hub = later("models.checkpoints.hub")
+_load = later("runtime.text.load")
+_environment = later("runtime.bench.environment")
+_perplexity = later("runtime.bench.engine_perplexity")
+_llm = later("runtime.llm")
 
 
 def info(
@@ -25,10 +30,6 @@ def info(
     The numbers are those of `serve` with the given flags; only headers of the model's files are read.
     """
     _info_report.show(engine.arguments(), load_format=engine.load_format, as_json=as_json)
-
-
-_hub = later("models.checkpoints.hub")
-_load = later("runtime.text.load")
 
 
 def tokenize(
@@ -68,11 +69,6 @@ def _id(text: str) -> int:
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is no token id") from None
-
-
-_environment = later("runtime.bench.environment")
-_perplexity = later("runtime.bench.engine_perplexity")
-_llm = later("runtime.llm")
 
 
 def perplexity(

@@ -27,6 +27,7 @@ class ServerOptions(_ServerFlags):  # type: ignore[misc]
 
 
 _serve = later("server.serve")
+_ray_serve = later("server.ray_serve")
 
 
 def serve(
@@ -78,9 +79,6 @@ def serve(
         ray_address=ray_address,
         **engine.arguments(),
     )
-
-
-_ray_serve = later("server.ray_serve")
 
 
 def deploy(

@@ -160,7 +160,7 @@ class SchedulingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(SchedulingConfig):
-    """The options of an engine. None: the engine chooses by the model and the free memory. Raises ``RequestError``."""
+    """An engine's options. For None the engine chooses by the model and the free memory. Raises ``RequestError``."""
 
     device: Annotated[
         str,

@@ -96,7 +96,7 @@ def test_closures_are_told_apart() -> None:
         describe([object()])
 
 
-@pytest.mark.skipif(not is_known("numba"), reason="another numba")
+@pytest.mark.skipif(not is_known("numba"), reason="written for one version of Numba: with others the patch is off")
 def test_what_a_kernel_calls_is_linked_and_no_function_of_its_own(tmp_path: Path) -> None:
     compiled_alone = []
     finalize = JITCodeLibrary._finalize_specific

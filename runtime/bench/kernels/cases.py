@@ -100,7 +100,7 @@ class Prepared:
         out, shape, dtype: the result's address (of `Inputs.result`), shape and type; its first dimension is rows.
         rows: those that `expected` has, ascending.
         expected: float32 [len(rows), ...], computed by numpy from the same arrays.
-        torch: returns torch's call, given the module and a function that makes tensors of arrays; None: it has none.
+        torch: returns torch's call, given the module and a function that makes tensors of arrays; or None.
         operands, sizes: of a matrix product, the addresses of x and of the weight, and m, n, k, for a library; else ().
     """
 

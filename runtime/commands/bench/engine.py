@@ -18,6 +18,10 @@ _batches = later("runtime.bench.load.batches")
 _exact = later("runtime.bench.scheduling.exact")
 _overhead = later("runtime.bench.scheduling.overhead")
 _llm = later("runtime.llm")
+_bars = later("runtime.bench.kernels.bars")
+_bench_kernels = later("runtime.bench.kernels.bench_kernels")
+_step_profile = later("runtime.bench.kernels.step_profile")
+_make_engine = later("runtime.engine.make_engine")
 
 
 def latency(
@@ -159,12 +163,6 @@ def products(
         report_progress=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     output.deliver(report, "\n".join(_cpu_products.as_lines(report)))
-
-
-_bars = later("runtime.bench.kernels.bars")
-_bench_kernels = later("runtime.bench.kernels.bench_kernels")
-_step_profile = later("runtime.bench.kernels.step_profile")
-_make_engine = later("runtime.engine.make_engine")
 
 
 def kernels(
