@@ -36,7 +36,8 @@ MIXTURES = {"gpt-oss-20b": (32, 4, 2880, 2880), "qwen3-30b-a3b": (128, 8, 2048, 
 """Experts, how many of them a token chooses, hidden, inner."""
 ROWS_OF_EXPERT = 128
 """Rows of each expert in a prompt."""
-KINDS = 16
+KINDS = 17
+"""Distinct matrices; a prime, so that no expert shares its with the one that a wrong stride of 2^n would read."""
 TUNED_ROWS = {
     ("gpt-oss-20b", "mxfp4"): (128, 8, 512, 64, 2, 256, 32), ("gpt-oss-20b", "bf16"): (32, 64, 128, 192, 256),
     ("qwen3-30b-a3b", "bf16"): (32, 64, 128, 256),
@@ -56,6 +57,7 @@ class Mixture:
     hidden: int
     inner: int
     activation: str = "silu"
+    has_bias: bool = False
 
     @property
     def name(self) -> str:
@@ -64,7 +66,7 @@ class Mixture:
 
     def weights(self, gpu: Gpu) -> tuple[tuple[ExpertsWeight, ExpertsWeight], list[list[Layer]]]:
         """Gate and up, and down; and the distinct layers of both."""
-        return _weights(gpu, self.format, self.num_experts, self.hidden, self.inner)
+        return _weights(gpu, self.format, self.num_experts, self.hidden, self.inner, self.has_bias)
 
     def routing(self, gpu: Gpu) -> tuple[Array, Array, Routing]:
         """The chosen experts, each as often where that is possible, their shares, and both on the device."""
@@ -86,12 +88,13 @@ class Mixture:
 
 @functools.lru_cache(maxsize=1)  # kept for all token counts, which follow each other
 def _weights(
-    gpu: Gpu, format: str, num_experts: int, hidden: int, inner: int
+    gpu: Gpu, format: str, num_experts: int, hidden: int, inner: int, has_bias: bool
 ) -> tuple[tuple[ExpertsWeight, ExpertsWeight], list[list[Layer]]]:
     layers, made = [], []
     for width, depth in ((2 * inner, hidden), (hidden, inner)):
         make = float_layer if format == "bf16" else functools.partial(packed_layer, name=format)
-        layers.append([make(gpu, width=width, depth=depth, seed=seed) for seed in range(min(KINDS, num_experts))])
+        seeds = range(min(KINDS, num_experts))
+        layers.append([make(gpu, width=width, depth=depth, seed=seed, has_bias=has_bias) for seed in seeds])
         weights = [layers[-1][expert % KINDS].weight for expert in range(num_experts)]
         made.append(ExpertsWeight([each if at < KINDS else copied(each) for at, each in enumerate(weights)]))
     return (made[0], made[1]), layers
@@ -123,12 +126,16 @@ def cases(options: Options) -> Iterator[Case]:
     tiles. Nothing is timed."""
     gpu = Gpu.of(options.device)
     if options.is_quick:
-        found = [Mixture("", "mxfp4", 2, 3, 2, 64, 32, "clamped_silu"), Mixture("", "bf16", 6, 3, 2, 64, 32)]
+        found = [Mixture("", "mxfp4", 2, 3, 2, 64, 32, "clamped_silu", True)]
+        found += [Mixture("", "bf16", 6, 3, 2, 64, 32, has_bias=True)]
     else:
-        found = [Mixture("", "bf16", tokens, 16, 4, 2048, 768) for tokens in (1, 4, 5, 64, 200, 333, 500, 4000)]
-        found += [Mixture("", "mxfp4", tokens, 5, 4, 2880, 2880, "clamped_silu") for tokens in (1, 3, 16, 300)]
+        found = [
+            Mixture("", "bf16", tokens, 16, 4, 2048, 768, has_bias=True)
+            for tokens in (1, 4, 5, 64, 200, 333, 500, 4000)
+        ]
+        found += [Mixture("", "mxfp4", tokens, 5, 4, 2880, 2880, "clamped_silu", True) for tokens in (1, 3, 16, 300)]
         found += [
-            Mixture("", weight, tokens, 8, 2, 1024, 512)
+            Mixture("", weight, tokens, 8, 2, 1024, 512, has_bias=True)
             for weight in ("int4 g32", "int8", "fp8") for tokens in (1, 9, 400, 1600)
         ]  # fmt: skip
     for each in found:

@@ -99,34 +99,42 @@ class Layer:
     Attributes:
         matrix: float32, the distinct rows.
         rows: for each of its outputs, the index of its distinct row.
+        bias: float32, of each output; or 0.
     """
 
     weight: GpuWeight
     matrix: Array
     rows: Array
+    bias: Array | float = 0.0
 
     def expected(self, x: Array) -> Array:
         """Products with rows of x, float32."""
-        found: Array = (x.astype(np.float32) @ self.matrix.T)[:, self.rows]
+        found: Array = (x.astype(np.float32) @ self.matrix.T)[:, self.rows] + self.bias
         return found
 
 
 @functools.lru_cache(maxsize=2)  # cases of one layer follow each other
-def packed_layer(gpu: Gpu, name: str, width: int, depth: int, seed: int = 0) -> Layer:
+def packed_layer(gpu: Gpu, name: str, width: int, depth: int, seed: int = 0, *, has_bias: bool = False) -> Layer:
     """``[width, depth]`` in one of `FORMATS`, prepared like a checkpoint's matrix."""
     options = LoadOptions.parse(device=str(gpu.device), dtype="bfloat16")
     height = min(width, MOST_ROWS)
-    small = random_matrix(FORMATS[name], height, depth, seed)
-    matrix = small.dequantise(float32)
-    weight = prepare_packed([MatrixPart(small, slice(None), slice(None))], None, options, None)
+    small, bias = random_matrix(FORMATS[name], height, depth, seed), _bias(width, seed) if has_bias else None
+    matrix, added = small.dequantise(float32), 0.0 if bias is None else bias
+    terms = None if bias is None else [Tensor.from_numpy(bias[:height])]
+    weight = prepare_packed([MatrixPart(small, slice(None), slice(None))], terms, options, None)
     if width == height:
-        return Layer(weight, matrix, np.arange(width))
+        return Layer(weight, matrix, np.arange(width), added)
     tiles = np.random.default_rng(seed).integers(0, height // TILE, -(-width // TILE))
     rows = (tiles[:, None] * TILE + np.arange(TILE)).reshape(-1)[:width]
-    return Layer(_repeated(weight, tiles, (width, depth)), matrix, rows)
+    on_gpu = None if bias is None else Tensor.from_numpy(bias).to(weight.device)
+    return Layer(_repeated(weight, tiles, (width, depth), on_gpu), matrix, rows, added)
 
 
-def _repeated(small: PackedWeight, tiles: Array, shape: tuple[int, int]) -> PackedWeight:
+def _bias(width: int, seed: int) -> Array:
+    return np.random.default_rng(seed).standard_normal(width, np.float32)
+
+
+def _repeated(small: PackedWeight, tiles: Array, shape: tuple[int, int], bias: Tensor | None) -> PackedWeight:
     """A weight that repeats the tiles of a small one. Sections of a packed block are by tile."""
     block, dtype = small.memory.to("cpu").array, small.activations.ptx
     borders = (0, *small.packing.sections(*small.shape, dtype))
@@ -135,22 +143,24 @@ def _repeated(small: PackedWeight, tiles: Array, shape: tuple[int, int]) -> Pack
     memory = Tensor.from_numpy(np.concatenate(parts)).to(small.device)
     memory.storage.freeze()
     return PackedWeight(
-        shape, small.format, memory, small.activations, None, small.tier, rounds_rows=small.rounds_rows,
+        shape, small.format, memory, small.activations, bias, small.tier, rounds_rows=small.rounds_rows,
         input_scale=small.input_scale,
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=2)
-def float_layer(gpu: Gpu, width: int, depth: int, seed: int = 0) -> Layer:
+def float_layer(gpu: Gpu, width: int, depth: int, seed: int = 0, *, has_bias: bool = False) -> Layer:
     """The same in bfloat16."""
     options = LoadOptions.parse(device=str(gpu.device), dtype="bfloat16")
     rng, height = np.random.default_rng(seed), min(width, MOST_ROWS)
     small = (rng.standard_normal((height, depth), np.float32) * np.float32(_STD)).astype(ml_dtypes.bfloat16)
     tiles = rng.integers(0, -(-height // TILE), -(-width // TILE))
     rows = np.minimum((tiles[:, None] * TILE + np.arange(TILE)).reshape(-1)[:width], height - 1)
-    weight = ops.prepare_linear(Tensor.from_numpy(small[rows]), None, options)
+    bias = _bias(width, seed) if has_bias else None
+    terms = None if bias is None else Tensor.from_numpy(bias)
+    weight = ops.prepare_linear(Tensor.from_numpy(small[rows]), terms, options)
     assert isinstance(weight, GpuWeight)
-    return Layer(weight, small.astype(np.float32), rows)
+    return Layer(weight, small.astype(np.float32), rows, 0.0 if bias is None else bias)
 
 
 def rounded_rows(x: Array, weight: GpuWeight) -> Array:
