@@ -71,7 +71,7 @@ def test_a_near_full_pool_never_deadlocks(first: int) -> None:
 def test_groups_of_several_pools_draw_on_their_own() -> None:
     """Each group's blocks are its pool's, whatever was preempted, swapped, offloaded and found again."""
     num_preemptions = num_swaps = num_cached = num_offloads = 0
-    for seed in range(140):
+    for seed in range(180):
         rng = random.Random(seed)
         kinds, pools = rng.choice(
             [((FULL, Window(3)), (0, 1)), ((FULL, Window(2), Window(2)), (0, 1, 1)), ((FULL, FULL), (0, 1))]
@@ -97,7 +97,7 @@ def test_groups_of_several_pools_draw_on_their_own() -> None:
         num_swaps += driver.scheduler.num_swaps
         num_cached += driver.pool.counters.hit_tokens
         num_offloads += driver.pool.counters.offloads
-    assert min(num_preemptions, 2 * num_swaps, num_cached, num_offloads) > 20
+    assert min(num_preemptions, num_swaps, num_cached, num_offloads) > 20
 
 
 @pytest.mark.parametrize(
