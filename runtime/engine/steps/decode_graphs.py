@@ -118,7 +118,7 @@ class DecodeGraphs:
     """The graphs of one model and KV cache. Belongs to the engine's loop.
 
     num_steps   steps run from graphs
-    num_failed  failed recordings: each is tried once more, then no more graphs are made
+    recordings  the graphs; a failed recording is tried once more, then no more are made
     forwards    recordings of steps that decode graphs do not cover
     draws       whether the model ends here; a stage before the last one does not sample
     """
@@ -140,7 +140,7 @@ class DecodeGraphs:
         self.forwards = ForwardRecordings(open_recorder(model.device), limits, kv_cache, self._agree)
         self._sizes = recorder.batch_sizes(limits.max_num_seqs)
         self._lengths = recorder.sequence_lengths(limits.max_model_len, exact=limits.exact)
-        self._recordings: Recordings[GraphKey, Recording] = Recordings()
+        self.recordings: Recordings[GraphKey, Recording] = Recordings()
         self._kept_layers: tuple[int, ...] = ()
         self._rooms: list[Tensor | None] = []  # of their hidden states
         self._wanted: GraphKey | None = None
@@ -151,14 +151,6 @@ class DecodeGraphs:
         self._members: _Members | None = None  # of the step that came last
 
     @property
-    def num_graphs(self) -> int:
-        return len(self._recordings.kept)
-
-    @property
-    def num_failed(self) -> int:
-        return self._recordings.num_failed
-
-    @property
     def reserved_bytes(self) -> int:
         """Bytes on the device, for all recordings and their arrays."""
         arrays = 0 if self._arrays is None else self._arrays.size_bytes
@@ -166,7 +158,7 @@ class DecodeGraphs:
 
     def keep(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
         """From now on keep each step's hidden states ``[num_places, width]`` after these layers."""
-        assert not self._recordings.kept, "graphs were recorded without"
+        assert not self.recordings.kept, "graphs were recorded without"
         shape = self._limits.max_num_seqs, width
         self._rooms = [self._recorder.room(f"layer {layer}", shape, dtype) for layer in layers]
         self._kept_layers = layers
@@ -202,23 +194,23 @@ class DecodeGraphs:
         )
 
     def has(self, key: GraphKey) -> bool:
-        return key in self._recordings.kept
+        return key in self.recordings.kept
 
     def want(self, key: GraphKey) -> None:
         """Record this graph after the step."""
-        self._wanted = None if self._recordings.has_given_up else key
+        self._wanted = None if self.recordings.has_given_up else key
 
     def run_forward(
         self, layout: StepLayout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
     ) -> Computed | None:
         """See `ForwardRecordings.run`. None means that it has to run eagerly, without a recording."""
-        if self._recordings.cannot_record:
+        if self.recordings.cannot_record:
             return None
         try:
             return self.forwards.run(layout, forward, draws, may_record=may_record)
         except CaptureError as error:
-            self._recordings.cannot_record = True
-            self._recordings.give_up(_CANNOT, error)
+            self.recordings.cannot_record = True
+            self.recordings.give_up(_CANNOT, error)
             return None
 
     def can_lead(self, key: GraphKey) -> bool:
@@ -230,7 +222,7 @@ class DecodeGraphs:
             and running is not None
             and running.logits is None
             and not key.has_penalties
-            and key in self._recordings.kept
+            and key in self.recordings.kept
         )
 
     @property
@@ -254,7 +246,7 @@ class DecodeGraphs:
         if key.has_penalties:
             sampling = self._rows.sampling
             lists = sampling.penalty_lists(rows, step.starts + 1 - sampling.num_prompt_tokens[rows])
-        graph = self._recordings.kept[key]
+        graph = self.recordings.kept[key]
         token_ids = self._rows.tokens_of(step.token_ids, rows)
         placement = self._arrays.place(rows, step.starts, key.num_places, step.numbers)
         buffers = self._arrays.send(placement, token_ids, sources, lists)
@@ -270,7 +262,7 @@ class DecodeGraphs:
 
     def recorded(self) -> list[Recording]:
         """The recorded graphs."""
-        return list(self._recordings.kept.values())
+        return list(self.recordings.kept.values())
 
     def ended(self, run: DecodeRun) -> None:
         """Called by a run that was waited for."""
@@ -289,14 +281,14 @@ class DecodeGraphs:
         self._wanted, graph = None, None
         no_memory = (
             f"no more decode graphs: the bytes for one of {key.num_places} sequences are not to be had, "
-            f"{self.num_graphs} graphs hold {self.reserved_bytes:,}"
+            f"{len(self.recordings.kept)} graphs hold {self.reserved_bytes:,}"
         )
         for is_last in (False, True) if self._communicator is None else (True,):
             work = partial(self._recorded, key)
-            graph = self._recordings.tried(work, no_memory, is_last=is_last, cannot=_CANNOT)
+            graph = self.recordings.tried(work, no_memory, is_last=is_last, cannot=_CANNOT)
             if graph is not None:
-                self._recordings.add(key, graph)
-            if graph is not None or self._recordings.has_given_up:
+                self.recordings.add(key, graph)
+            if graph is not None or self.recordings.has_given_up:
                 break
         if self._communicator is not None and not self._agree(graph is not None):
             self.give_up()
@@ -308,8 +300,8 @@ class DecodeGraphs:
 
     def give_up(self) -> None:
         """Run no more decodes as graphs."""
-        self._recordings.has_given_up, self._wanted = True, None
-        self._recordings.clear()
+        self.recordings.has_given_up, self._wanted = True, None
+        self.recordings.clear()
 
     def release(self) -> None:
         """Free the memory; no step is started any more."""

@@ -71,6 +71,7 @@ class ForwardRecordings:
     more.
 
     num_steps       steps run from them
+    recordings      by shape; on a GPU each failed one is tried once more, then no more are made
     looks_at_times  whether a shape is recorded only if the device waited for its launches
     """
 
@@ -89,17 +90,9 @@ class ForwardRecordings:
         draws = DrawShape(tokens, MOST_LISTED, True)
         self._most = Shape(tokens, seqs if self._is_cpu else 2 * seqs, tokens, tokens, limits.max_model_len, draws)
         self._memory: StepMemory | None = None  # with the first recording
-        self._recordings: Recordings[Shape, _Recorded] = Recordings(recorder.most_kept)
+        self.recordings: Recordings[Shape, _Recorded] = Recordings(recorder.most_kept)
         self._seen: dict[Shape, Stopwatch | None] = {}  # None if it kept the GPU busy
         self.looks_at_times = recorder.device.kind == "cuda"
-
-    @property
-    def num_recorded(self) -> int:
-        return len(self._recordings.kept)
-
-    @property
-    def num_failed(self) -> int:
-        return self._recordings.num_failed
 
     @property
     def size_bytes(self) -> int:
@@ -120,7 +113,7 @@ class ForwardRecordings:
         if draws is not None and (not layout.num_logits or room_for(draws) > MOST_LISTED):
             draws = None
         shape = self._shape_of(layout, draws)
-        found = self._recordings.take(shape)
+        found = self.recordings.take(shape)
         if found is not None:
             self._write(found, layout, draws)
         elif may_record and self._is_worth_recording(shape):
@@ -137,8 +130,8 @@ class ForwardRecordings:
 
     def release(self) -> None:
         """Free the memory; nothing is run any more."""
-        self._recordings.has_given_up = True
-        self._recordings.clear()
+        self.recordings.has_given_up = True
+        self.recordings.clear()
         self._recorder.release()
         self._memory = None
 
@@ -163,7 +156,7 @@ class ForwardRecordings:
     def _run_timed(self, shape: Shape, batch: Batch, forward: Forward) -> Computed:
         """Run eagerly. The time of a new shape that could be recorded is remembered."""
         has_room = shape.num_tokens <= self._most.num_tokens and shape.num_seqs <= self._most.num_seqs
-        is_new = not self._recordings.has_given_up and has_room and shape not in self._seen
+        is_new = not self.recordings.has_given_up and has_room and shape not in self._seen
         stopwatch = self._recorder.stopwatch() if is_new else None
         if stopwatch is None:
             return forward(batch)
@@ -180,7 +173,7 @@ class ForwardRecordings:
         if self._is_cpu:
             return True
         before = self._seen.get(shape)
-        if before is None or self._recordings.has_given_up:
+        if before is None or self.recordings.has_given_up:
             return False
         has_drafts = shape.draws is not None and shape.num_logits == shape.num_tokens and shape.max_query_len in _WIDTHS
         if self._agree(not self.looks_at_times or has_drafts or before.waited(WAITING)):
@@ -226,7 +219,7 @@ class ForwardRecordings:
             return None
         assert recording is not None
         found = _Recorded(recording, inputs)
-        self._recordings.add(shape, found)
+        self.recordings.add(shape, found)
         return found
 
     def _inputs(self, shape: Shape) -> Inputs:
@@ -238,11 +231,11 @@ class ForwardRecordings:
         """On a CPU the first failure is final, for decodes as well: it raises CaptureError."""
         if self._is_cpu:
             return work()
-        held = f"{self.num_recorded} recordings hold {self.size_bytes:,} bytes"
-        return self._recordings.tried(
+        held = f"{len(self.recordings.kept)} recordings hold {self.size_bytes:,} bytes"
+        return self.recordings.tried(
             work,
             f"the memory of recorded steps is not to be had, {held}",
-            is_last=self.num_failed > 0,
+            is_last=self.recordings.num_failed > 0,
             cannot=f"steps with prompts cannot be recorded, {held}",
         )
 
@@ -250,5 +243,5 @@ class ForwardRecordings:
         """Whether it is so on all ranks; if not, several ranks give up."""
         if self._is_cpu or self._agree(is_so):
             return True
-        self._recordings.has_given_up = self._recordings.has_given_up or self._agree is not alone
+        self.recordings.has_given_up = self.recordings.has_given_up or self._agree is not alone
         return False

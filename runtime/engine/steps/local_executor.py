@@ -263,8 +263,9 @@ class LocalExecutor:
             return GraphStats()
         graphs, forwards = self.graphs, self.graphs.forwards
         return GraphStats(
-            graphs.num_graphs, graphs.reserved_bytes, graphs.num_steps, graphs.num_failed + forwards.num_failed,
-            forwards.num_recorded, forwards.num_steps,
+            len(graphs.recordings.kept), graphs.reserved_bytes, graphs.num_steps,
+            graphs.recordings.num_failed + forwards.recordings.num_failed,
+            len(forwards.recordings.kept), forwards.num_steps,
         )  # fmt: skip
 
     def tallies(self) -> list[Tally]:

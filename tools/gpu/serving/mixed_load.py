@@ -105,9 +105,9 @@ class Probe:
         return computation
 
     def _recording(self) -> None:
-        had, start = self._graphs.num_graphs, time.perf_counter()
+        had, start = len(self._graphs.recordings.kept), time.perf_counter()
         self._record()
-        if self._graphs.num_graphs > had:
+        if len(self._graphs.recordings.kept) > had:
             self.recorded.append(time.perf_counter() - start)
 
     def _making(self, *arguments: Any) -> Any:

@@ -176,7 +176,7 @@ def test_steps_of_one_shape_are_recorded_once(tmp_path: Path, monkeypatch: pytes
                 run_to_end(engine)
             assert len(made) == 3 + 5
             assert engine.executor.graphs is not None
-            assert engine.executor.graphs.forwards.num_recorded == 4
+            assert len(engine.executor.graphs.forwards.recordings.kept) == 4
         engine.close()
     check_equal(answers["on"], answers["off"])
 
