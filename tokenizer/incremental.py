@@ -45,8 +45,9 @@ class IncrementalDecoder:
         prompt = list(prompt_ids)
         if prompt:
             self.push(prompt)
+            events: Events = []
             for stage in self._stages:
-                stage.end_prompt()
+                events = stage.feed(events) + stage.end_prompt()
             if self._whole_ids is not None:
                 self._prompt_length = len(tokenizer.decode_but(prompt, self._skipped))
 

@@ -37,8 +37,8 @@ class Stage(Protocol):
     def finish(self) -> Events:
         """The stream has ended: returns the rest."""
 
-    def end_prompt(self) -> None:
-        """Ends the prompt: drops its text but keeps its effect on later text."""
+    def end_prompt(self) -> Events:
+        """Ends the prompt: keeps its effect on later text, and returns what it held and will not hold longer."""
 
 
 StageFactory = Callable[[], Stage]
@@ -167,8 +167,8 @@ class JoinStage:
     def finish(self) -> Events:
         return []
 
-    def end_prompt(self) -> None:
-        pass
+    def end_prompt(self) -> Events:
+        return []
 
 
 class ByteLevelStage:
@@ -185,8 +185,9 @@ class ByteLevelStage:
     def finish(self) -> Events:
         return [self._utf8.decode(b"", True), None]
 
-    def end_prompt(self) -> None:
+    def end_prompt(self) -> Events:
         """A character that the prompt began stays pending: the continuation returns it whole."""
+        return []
 
 
 class ByteFallbackStage:
@@ -222,15 +223,15 @@ class ByteFallbackStage:
         except UnicodeDecodeError:
             return ["\ufffd", None] * len(run)
 
-    def end_prompt(self) -> None:
+    def end_prompt(self) -> Events:
         """The prompt ends its run; only a character that it began goes on."""
         decoder = codecs.getincrementaldecoder("utf-8")("strict")
         try:
-            decoder.decode(bytes(self._run))
+            text = decoder.decode(bytes(self._run))
         except UnicodeDecodeError:
-            self._run.clear()
-        else:
-            self._run = bytearray(decoder.getstate()[0])
+            return self._end_run()
+        self._run = bytearray(decoder.getstate()[0])
+        return [text, None] if text else []
 
 
 class FuseStage:
@@ -242,8 +243,8 @@ class FuseStage:
     def finish(self) -> Events:
         return [None]
 
-    def end_prompt(self) -> None:
-        pass
+    def end_prompt(self) -> Events:
+        return []
 
 
 class ReplaceStage:
@@ -263,8 +264,8 @@ class ReplaceStage:
     def finish(self) -> Events:
         return []
 
-    def end_prompt(self) -> None:
-        pass
+    def end_prompt(self) -> Events:
+        return []
 
 
 class StripStage:
@@ -308,8 +309,8 @@ class StripStage:
     def finish(self) -> Events:
         return []
 
-    def end_prompt(self) -> None:
-        pass
+    def end_prompt(self) -> Events:
+        return []
 
 
 class MetaspaceStage:
@@ -334,8 +335,8 @@ class MetaspaceStage:
     def finish(self) -> Events:
         return []
 
-    def end_prompt(self) -> None:
-        pass
+    def end_prompt(self) -> Events:
+        return []
 
 
 class BpeDecoderStage:
@@ -357,6 +358,7 @@ class BpeDecoderStage:
     def finish(self) -> Events:
         return [] if self._held is None else [self._held.replace(self._suffix, ""), None]
 
-    def end_prompt(self) -> None:
+    def end_prompt(self) -> Events:
         if self._held is not None:
             self._held = self._suffix if self._held.endswith(self._suffix) else ""
+        return []
