@@ -31,7 +31,7 @@ MOST_LINES = {
     "runtime": 2_815,
     "models": 14_009,
     "server": 18_220,
-    "tokenizer": 5_620,
+    "tokenizer": 5_624,
     "tools": 17_308,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
