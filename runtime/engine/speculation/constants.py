@@ -1,4 +1,4 @@
-"""The constants of the draft policy, each with its reason. docs/speculation.md derives their rules."""
+"""The constants of the draft policy, each with its reason. docs/speculation.md says what they bound."""
 
 from __future__ import annotations
 
