@@ -43,7 +43,8 @@ class Model(ABC):
         stages: the numbers of the layers that each stage has; empty if it is whole.
         own_layers: of those that it has.
         max_positions: tokens that a sequence may have, at most `config.max_position_embeddings`.
-        rotary_switch: sequences of more tokens than this have all of them rotated otherwise: as if at positions that
+        longrope_threshold: sequences of more tokens than this have all of them rotated otherwise: as if at positions
+        that
             are greater by this number. None if positions are places in the sequence.
     """
 
@@ -57,7 +58,7 @@ class Model(ABC):
     least_first_layers = 1
     logits_scale: float = 1.0
     logits_softcap: float | None = None
-    rotary_switch: int | None = None
+    longrope_threshold: int | None = None
 
     def __init__(self, config: ModelConfig, maker: Maker) -> None:
         self.config = config
@@ -98,14 +99,14 @@ class Model(ABC):
             assert pipeline is not None, "a model in one piece begins here"
             x = pipeline.receive((batch.num_tokens, self.config.hidden_size), self.activations)
             if self._hands_over_squares:
-                x.row_squares = pipeline.receive((batch.num_tokens, self._square_parts), float32)
+                x.deferred_norm = pipeline.receive((batch.num_tokens, self._square_parts), float32)
         x = self.run_layers(x, batch, kv_cache)
         if ends_here(pipeline):
             return self.finish(x)
         assert pipeline is not None, "a model in one piece ends here"
         pipeline.send(x)
         if self._hands_over_squares:
-            pipeline.send(ops.row_squares(x, self._square_parts))
+            pipeline.send(ops.deferred_norm(x, self._square_parts))
         return x
 
     @property

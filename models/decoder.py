@@ -21,7 +21,7 @@ from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
 from models.makers.declaration import Width
 from models.makers.maker import Maker
-from models.makers.shares import Share
+from models.makers.shards import Shard
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
@@ -94,7 +94,7 @@ class Decoder(Model):
         self._ropes = {rope: maker.rope(rope) for rope in set(config.layer_ropes) if rope is not None}
         switches = {rope.switch(self.max_positions) for rope in self._ropes}
         assert len(switches) < 2, "layers that are rotated by tables of different rows"
-        self.rotary_switch = next(iter(switches), None)
+        self.longrope_threshold = next(iter(switches), None)
         self.layers = maker.layers(f"{self.root}.layers", config.num_layers, self.make_layer)
         if maker.is_last:
             self.make_final_norm(maker)
@@ -178,7 +178,7 @@ class Attention:
         when they are rotated; `norms` names the weights. `softcap` bounds scores. With `has_sinks` each head has one
         more logit, `sinks`. Queries, keys and values are kept within `clip`."""
         hidden, head_dim = config.hidden_size, config.head_dim
-        q_heads, kv_heads = config.share("num_heads"), config.share("num_kv_heads")
+        q_heads, kv_heads = config.shard("num_heads"), config.shard("num_kv_heads")
         q_size, kv_size = q_heads.times(head_dim), kv_heads.times(head_dim)
         self.index, self.rope, self.softcap = index, rope, softcap
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
@@ -246,7 +246,7 @@ class Attention:
 class SharedRowNorm:
     """Norms over all heads of queries, and of keys, of which each rank has some: they are gathered first."""
 
-    def __init__(self, maker: Maker, q_size: Share, kv_size: Share, eps: float, offset: float) -> None:
+    def __init__(self, maker: Maker, q_size: Shard, kv_size: Shard, eps: float, offset: float) -> None:
         options = maker.options
         if options.exact or kv_size.whole != kv_size.count * options.num_ranks:
             why = "exact" if options.exact else f"{kv_size.whole} columns of keys"
@@ -256,18 +256,18 @@ class SharedRowNorm:
         assert options.communicator is not None, "there are several ranks"
         self.communicator, self.eps = options.communicator, eps
         self.parts = [
-            (share, maker.vector(f"{name}.weight", share.whole, add=offset))
-            for name, share in (("q_norm", q_size), ("k_norm", kv_size))
+            (shard, maker.vector(f"{name}.weight", shard.whole, add=offset))
+            for name, shard in (("q_norm", q_size), ("k_norm", kv_size))
         ]
 
     def __call__(self, qkv: Tensor) -> None:
         """Normalises this rank's queries and keys in ``qkv [num_tokens, ...]``, where they lie."""
         first = 0
-        for share, weight in self.parts:
-            mine = qkv[:, first : first + share.count]
-            whole = self.communicator.all_gather_columns(mine.contiguous(), share.count, share.whole)
-            mine[:] = ops.rms_norm(whole, weight, self.eps)[:, share.first : share.first + share.count]
-            first += share.count
+        for shard, weight in self.parts:
+            mine = qkv[:, first : first + shard.count]
+            whole = self.communicator.all_gather_columns(mine.contiguous(), shard.count, shard.whole)
+            mine[:] = ops.rms_norm(whole, weight, self.eps)[:, shard.first : shard.first + shard.count]
+            first += shard.count
 
 
 class GatedMlp:
@@ -284,7 +284,7 @@ class GatedMlp:
         activation: ops.GluActivation = "silu",
     ) -> None:
         """`gate_up` names the maps, or the one of both, gate first."""
-        hidden, inner, has_bias = config.hidden_size, config.share("intermediate_size"), config.mlp_bias
+        hidden, inner, has_bias = config.hidden_size, config.shard("intermediate_size"), config.mlp_bias
         self.activation: ops.GluActivation = activation
         self.gate_up_proj = maker.linear(
             gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs", norm=input_norm

@@ -125,7 +125,7 @@ class Experts:
         self, config: MoeConfig, maker: Maker, form: ExpertsForm, norm: RmsNorm | None, *, beside: Maker | None = None
     ) -> None:
         """`beside` makes a shared expert that does not stand under the others."""
-        hidden, inner, count = config.hidden_size, config.share("expert_size"), config.rule.num_experts
+        hidden, inner, count = config.hidden_size, config.shard("expert_size"), config.rule.num_experts
         self.communicator, self.is_exact = maker.options.communicator, maker.options.exact
         num_ranks = maker.options.num_ranks
         if self.is_exact and hidden % num_ranks:
@@ -169,7 +169,7 @@ class Experts:
         )  # fmt: skip
         if adder is not None:
             adder.all_reduce(result)
-            result.row_squares = None  # were those of this rank's part
+            result.deferred_norm = None  # were those of this rank's part
         return result
 
     def _gather(self, x: Tensor, columns: int) -> Tensor:
@@ -181,7 +181,7 @@ class SharedExpert:
     """The shared expert, and its gate, if it has one."""
 
     def __init__(self, config: MoeConfig, maker: Maker, form: ExpertsForm) -> None:
-        hidden, inner = config.hidden_size, config.share("shared_size")
+        hidden, inner = config.hidden_size, config.shard("shared_size")
         under = maker.under(form.shared)
         has_bias, self.is_exact = config.mlp_bias, maker.options.exact
         gate_up = ("gate_proj", "up_proj")

@@ -54,7 +54,7 @@ class LatentAttention:
     def __init__(
         self, config: DecoderConfig, form: LatentForm, index: int, maker: Maker, rope: RopeTable, input_norm: RmsNorm
     ) -> None:
-        hidden, heads, has_bias = config.hidden_size, config.share("num_heads"), config.attention_bias
+        hidden, heads, has_bias = config.hidden_size, config.shard("num_heads"), config.attention_bias
         self.index, self.rope, self.form, self.num_heads = index, rope, form, heads.count
         self.scale, self.input_norm = config.attention_scales[index], input_norm
         query_size = heads.times(form.key_dim + form.rotary_dim)

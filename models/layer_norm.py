@@ -73,7 +73,7 @@ class PlainMlp:
     """`down(gelu(up(x)))`, by the GELU that the config names."""
 
     def __init__(self, config: DecoderConfig, maker: Maker, *, up: str, down: str) -> None:
-        hidden, inner, has_bias = config.hidden_size, config.share("intermediate_size"), config.mlp_bias
+        hidden, inner, has_bias = config.hidden_size, config.shard("intermediate_size"), config.mlp_bias
         self.kind = cast(Literal["erf", "tanh", "sigmoid"], config.activation)
         self.up = maker.linear(up, outputs=inner, inputs=hidden, has_bias=has_bias, split="outputs")
         self.down = maker.linear(down, outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")

@@ -63,7 +63,7 @@ class PictureDecoder(Decoder):
                 if number < len(each.rows):
                     rows = slice(each.first_token, each.first_token + each.rows[0].shape[0])
                     x[rows] = x[rows] + each.rows[number]
-                    x.row_squares = None  # was of the old rows
+                    x.deferred_norm = None  # was of the old rows
             batch.keep(number, x)
         return x
 

@@ -73,15 +73,19 @@ class Batch:
     exact: bool = False  # a row's result must not depend on the rest of the batch; on the cpu it never does
     rope: RopeTable | None = None  # rotations of this step, a row a position; None for the model's own
     encoded: tuple[EncodedTokens, ...] = ()  # embeddings of some tokens that come from an encoder
-    sees_until: Tensor | None = None  # [num_tokens] int32: each attends to positions before this one; None for causal
+    bidirectional_until: Tensor | None = (
+        None  # [num_tokens] int32: each attends to positions before this one; None for causal
+    )
     adapters: Tensor | None = None  # [num_tokens] int32: the adapter of each token, -1 for none; None if none has one
-    kept_layers: tuple[int, ...] = ()  # layers after which hidden states are kept, counted from 1; 0: the embeddings
+    auxiliary_layers: tuple[
+        int, ...
+    ] = ()  # layers after which hidden states are kept, counted from 1; 0: the embeddings
     kept: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)  # by layer
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # derived by ops, for all layers
 
     def keep(self, layer: int, x: Tensor) -> None:
         """Keep ``x [num_tokens, hidden_size]``, the hidden states after a layer, which is not written to any more."""
-        if layer in self.kept_layers:
+        if layer in self.auxiliary_layers:
             self.kept[layer] = x
 
     @property

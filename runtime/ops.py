@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from numba_kernels.segments import SEGMENTS
+from numba_kernels.split_k import SEGMENTS
 from runtime.backends import backend_of, cpu_sampling, cuda_tensor
 from runtime.backends.checks import check, check_chosen, check_sampling, fail
 from runtime.batch import Batch
@@ -35,10 +35,10 @@ from runtime.tensor.tensor import Tensor, operation
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "clamp",
-    "distributions", "draw", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu", "keep_proposals",
+    "distributions", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu", "keep_proposals",
     "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
     "log_softmax_topk", "logits_linear", "normed_route", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route",
-    "sample", "silu", "take_decode_inputs", "xielu",
+    "sample", "sample_into", "silu", "take_decode_inputs", "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -111,7 +111,7 @@ def _check_addends(
 def linear_partial(x: Tensor, weight: LinearWeight) -> Tensor:
     """A rank's part of an exact product that is split over its inputs: ``x [T, K] . weight^T`` -> ``[T, N]`` float32.
 
-    The sum of the rank's segments (`numba_kernels.segments`), before the outputs' scales and bias.
+    The sum of the rank's segments (`numba_kernels.split_k`), before the outputs' scales and bias.
     """
     backend = _check_factors("linear_partial", x, weight)
     _check_segments("linear_partial", weight)
@@ -262,15 +262,15 @@ def join_columns(parts: Sequence[Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------ norms, activations
 
 
-def row_squares(x: Tensor, parts: int) -> Tensor:
+def deferred_norm(x: Tensor, parts: int) -> Tensor:
     """float32 ``[T, parts]`` whose rows add up to the sums of squares of the rows of ``x [T, H]``, on a GPU. Those of
-    the product that made x are reused (`Tensor.row_squares`), otherwise they are computed in its order; the rest are
+    the product that made x are reused (`Tensor.deferred_norm`), otherwise they are computed in its order; the rest are
     zeros."""
-    op, backend = "row_squares", _backend("row_squares", "x", x)
+    op, backend = "deferred_norm", _backend("deferred_norm", "x", x)
     if x.device == CPU:
         raise fail(op, "x", "is on the cpu, which normalises rows before it multiplies them")
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
-    return backend.row_squares(x, parts)  # type: ignore[no-any-return]
+    return backend.deferred_norm(x, parts)  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
@@ -505,10 +505,10 @@ def attention(
     """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
 
     ``group`` selects the batch's block tables. ``window`` counts the keys that a query sees, its own included; pages
-    outside it are not read. A batch's ``sees_until`` lets tokens see later ones, too. ``sinks`` (float32 ``[Hq]``): a
-    learned logit of each head that joins the softmax without a value (gpt-oss). With ``softcap`` c a score s becomes
-    ``c tanh(s / c)``. A sequence longer than its block table, or a table entry outside the pages, is an error.
-    ``scales`` are those of pages of int8 or fp8, of keys and of values (`qkv_prepare`).
+    outside it are not read. A batch's ``bidirectional_until`` lets tokens see later ones, too. ``sinks`` (float32
+    ``[Hq]``): a learned logit of each head that joins the softmax without a value (gpt-oss). With ``softcap`` c a score
+    s becomes ``c tanh(s / c)``. A sequence longer than its block table, or a table entry outside the pages, is an
+    error. ``scales`` are those of pages of int8 or fp8, of keys and of values (`qkv_prepare`).
     """
     op, backend, device = "attention", _backend("attention", "q", q), q.device
     check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))
@@ -536,8 +536,8 @@ def _check_batch(op: str, batch: Batch, group: int, q: Tensor) -> None:
     check(op, "batch.query_start", batch.query_start, device, int32, (seqs + 1,))
     check(op, "batch.seq_lens", batch.seq_lens, device, int32, (seqs,))
     check(op, "batch.block_tables", batch.block_tables[group], device, int32, (seqs, None))
-    if batch.sees_until is not None:
-        check(op, "batch.sees_until", batch.sees_until, device, int32, (q.shape[0],))
+    if batch.bidirectional_until is not None:
+        check(op, "batch.bidirectional_until", batch.bidirectional_until, device, int32, (q.shape[0],))
     batch.plans["checked", group] = True
 
 
@@ -584,8 +584,8 @@ def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, *, scal
     if not 1 <= value_dim <= width:
         raise fail(op, "value_dim", f"is {value_dim}, must be from 1 to q's {width}")
     _check_latent_pages(op, backend, pages, device, width)
-    if batch.sees_until is not None:
-        raise fail(op, "batch.sees_until", "is given, but tokens see no later ones in latent pages")
+    if batch.bidirectional_until is not None:
+        raise fail(op, "batch.bidirectional_until", "is given, but tokens see no later ones in latent pages")
     _check_batch(op, batch, group, q)
     return backend.latent_attention(q, pages, batch, group, scale, value_dim)  # type: ignore[no-any-return]
 
@@ -614,7 +614,7 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     return backend.sample(logits, params)  # type: ignore[no-any-return]
 
 
-def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
+def sample_into(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
     """`sample` with parameters on the device: on a GPU queued only, so that a graph can record it.
 
     ``fields`` are the arrays of SamplingArrays except the mask, in their order; seeds int64. ``results [2 n + 1]``
@@ -622,13 +622,13 @@ def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penal
     Without ``has_penalties`` no row may have one. The contents of the arrays are not checked; the caller must ensure
     that they are valid.
     """
-    op, backend = "draw", _sampling_backend("draw", logits)
+    op, backend = "sample_into", _sampling_backend("sample_into", logits)
     rows, device = logits.shape[0], logits.device
     for field, (name, dtype, shape) in zip(fields, SAMPLING_FIELDS, strict=True):
         wanted = int64 if dtype == np.uint64 else DType.parse(dtype)
         check(op, f"fields.{name}", field, device, wanted, (rows if shape == "n" else None,))
     check(op, "results", results, device, int32, (2 * rows + 1,))
-    backend.draw(logits, fields, results, has_penalties=has_penalties)
+    backend.sample_into(logits, fields, results, has_penalties=has_penalties)
 
 
 def distributions(logits: Tensor, params: SamplingArrays) -> NDArray:
@@ -669,12 +669,13 @@ def check_ids(device: Device) -> None:
 
 
 def take_decode_inputs(
-    changes: Tensor, num_changes: Tensor, tables: Tensor, sources: Tensor, drawn: Tensor, token_ids: Tensor
+    changes: Tensor, num_changes: Tensor, tables: Tensor, sources: Tensor, sampled: Tensor, token_ids: Tensor
 ) -> None:
     """Completes the inputs of a decode step; all int32.
 
     ``tables [rows, width]`` gets the first ``num_changes [1]`` pairs of ``changes [n]``: an index in it, and its value.
-    ``token_ids [T]`` gets ``drawn[sources[t]]`` where ``sources [T]`` is not negative. Indices and sources must exist.
+    ``token_ids [T]`` gets ``sampled[sources[t]]`` where ``sources [T]`` is not negative. Indices and sources must
+    exist.
     """
     op, backend = "take_decode_inputs", _backend("take_decode_inputs", "changes", changes)
     device, num_tokens = changes.device, token_ids.shape[0]
@@ -682,9 +683,9 @@ def take_decode_inputs(
     check(op, "num_changes", num_changes, device, int32, (1,))
     check(op, "tables", tables, device, int32, (None, None))
     check(op, "sources", sources, device, int32, (num_tokens,))
-    check(op, "drawn", drawn, device, int32, (None,))
+    check(op, "sampled", sampled, device, int32, (None,))
     check(op, "token_ids", token_ids, device, int32, (num_tokens,))
-    backend.take_decode_inputs(changes, num_changes, tables, sources, drawn, token_ids)
+    backend.take_decode_inputs(changes, num_changes, tables, sources, sampled, token_ids)
 
 
 def log_softmax_topk(logits: Tensor, chosen: Int32Array, top_n: int) -> TopLogprobs:

@@ -256,14 +256,14 @@ class SharedCommunicator:
         return self._notices.last_words()
 
     def _publish(self, source: int, size: int, region: _Region | None = None) -> None:
-        tickets = -(-size // CHUNK_BYTES)
-        if not tickets:
+        work_items = -(-size // CHUNK_BYTES)
+        if not work_items:
             return
         region = region or self._stage
         hold(self._memory, region.counter)
         publish_kernel()(
-            tickets, _workers(tickets), region.shared, region.counted, source, region.slots, _SLOT_BYTES, region.rank,
-            region.num_ranks, size,
+            work_items, _workers(work_items), region.shared, region.counted, source, region.slots, _SLOT_BYTES,
+            region.rank, region.num_ranks, size,
         )  # fmt: skip
 
     def _meet(self, kind: Kind, size: int, place: int, region: _Region | None = None) -> None:
@@ -287,9 +287,9 @@ class SharedCommunicator:
         return f"{_KINDS[kind]} {self._described(_KINDS[kind], size, int(place))} as its collective {number}"
 
     def _add(self, target: int, size: int, region: _Region | None = None) -> None:
-        tickets, region = -(-size // CHUNK_BYTES), region or self._stage
+        work_items, region = -(-size // CHUNK_BYTES), region or self._stage
         add_kernel()(
-            tickets, _workers(tickets), region.shared, region.counted, target, region.slots, _SLOT_BYTES,
+            work_items, _workers(work_items), region.shared, region.counted, target, region.slots, _SLOT_BYTES,
             region.num_ranks, size,
         )  # fmt: skip
 
@@ -321,5 +321,5 @@ def _description(kind: Kind, size: int) -> int:
     return size * len(_KINDS) + _KINDS.index(kind)
 
 
-def _workers(tickets: int) -> int:
-    return min(NUM_THREADS, tickets)
+def _workers(work_items: int) -> int:
+    return min(NUM_THREADS, work_items)

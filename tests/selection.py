@@ -17,7 +17,7 @@ import pytest
 _LINEAR = "tests/numba_kernels/cpu/test_linear.py"
 _BITS = f"{_LINEAR}::test_sums_are_those_of_the_definition_to_the_bit"
 _BLOCKS = "tests/numba_kernels/cpu/test_blocks.py::test_products_rows_and_tables"
-_RANKS = "tests/runtime/linear/test_segments.py::test_many_sizes"
+_RANKS = "tests/runtime/linear/test_split_k.py::test_many_sizes"
 _GOLDENS = "tests/models/test_goldens.py"
 _GOLDEN = f"{_GOLDENS}::test_float32_logits_and_greedy_continuation[qwen2_odd]"
 SIZES = (

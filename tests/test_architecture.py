@@ -38,7 +38,7 @@ FLOORS = {
     "numba_kernels.numba_patches": 1,
     "numba_kernels.source_digests": 1,
     "numba_kernels.pointers": 1,
-    "numba_kernels.segments": 1,
+    "numba_kernels.split_k": 1,
     "numba_kernels.cuda": 2,
     "numba_kernels.cpu": 2,
     "runtime.device": 3,
@@ -81,8 +81,8 @@ PEERS = {f"runtime.bench.peers.peer_{name}" for name in ("child", "transformers"
 """Scripts that another Python runs, against other engines. Nobody else imports them."""
 
 EXECUTING = {f"runtime.engine.steps.{name}" for name in (
-    "step_input", "executor", "local_executor", "draw_results", "rows", "sampler", "layout", "side_pass",
-    "inputs", "forwards", "recorder", "recorder_cpu", "recorder_gpu", "decode_arrays", "decode_graphs",
+    "step_input", "executor", "local_executor", "sampling_results", "persistent_batch", "sampler", "layout",
+    "pooling_pass", "inputs", "forwards", "recorder", "recorder_cpu", "recorder_gpu", "decode_arrays", "decode_graphs",
 )}  # fmt: skip
 PLANNING = ("runtime.engine.scheduling", "runtime.engine.steps.assemble", "runtime.engine.open_requests")
 """An executor knows steps by their value alone: what runs them reads no sequence, request or plan."""
@@ -355,7 +355,11 @@ def test_a_good_tree_passes(tmp_path: Path) -> None:
             "the tokenizer imports nothing of ours",
         ),
         ("tokenizer/merges.py", "from .bpe import x", "tokenizer.bpe -> tokenizer.merges -> tokenizer.bpe"),
-        ("runtime/engine/steps/rows.py", "from runtime.engine.scheduling import x", "an executor sees no sequences"),
+        (
+            "runtime/engine/steps/persistent_batch.py",
+            "from runtime.engine.scheduling import x",
+            "an executor sees no sequences",
+        ),
         ("server/app.py", "from tools.serving.soak import run", "tools is imported by nobody"),
         ("server/app.py", "import tests.fakes", "tests is imported by nobody"),
         ("server/app.py", "def f():\n  import torch.nn", "server.app:2 imports torch.nn: other engines"),
@@ -380,7 +384,7 @@ def test_the_check_can_fail(tmp_path: Path, file: str, text: str, expected: str)
         "runtime/tensor/storage.py": {"runtime/tensor/tensor.py": "from runtime.tensor import storage"},
         "runtime/ops.py": {"runtime/batch.py": "from runtime.ops import f"},
         "runtime/kv/runs.py": {"runtime/batch.py": "from runtime.kv.runs import f"},
-        "runtime/engine/steps/rows.py": {"runtime/engine/scheduling/__init__.py": ""},
+        "runtime/engine/steps/persistent_batch.py": {"runtime/engine/scheduling/__init__.py": ""},
     }.get(file, {})
     found = violations(plant(tmp_path, {**others, file: text}))
     assert any(expected in line for line in found), found

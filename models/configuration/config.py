@@ -16,7 +16,7 @@ from typing import Any, Self
 from models.checkpoints.model_files import open_model
 from models.configuration.json_fields import REQUIRED, Fields
 from models.errors import ConfigError
-from models.makers.shares import Share, equal_share, share_of_heads, share_of_width
+from models.makers.shards import Shard, equal_shard, shard_of_heads, shard_of_width
 from runtime.dtype import DType, bfloat16, float16, float32
 from tokenizer.warn import warn_once
 
@@ -64,7 +64,7 @@ class ModelConfig:
     pad_token_id: int | None
     latent_values: int = 0  # numbers of a value in latent pages (`runtime.kv.cache`); 0 for pages of keys and values
     architecture: str = ""  # as in config.json, such as "LlamaForCausalLM"
-    shares: tuple[tuple[str, Share], ...] = ()  # of a rank's config: the whole that each named size is a share of
+    shards: tuple[tuple[str, Shard], ...] = ()  # of a rank's config: the whole that each named size is a share of
 
     @property
     def split_widths(self) -> tuple[str, ...]:
@@ -78,28 +78,28 @@ class ModelConfig:
         """
         if num_ranks == 1:
             return self
-        shares = {
-            "num_heads": equal_share(self.num_heads // num_ranks, rank, num_ranks),
-            "num_kv_heads": share_of_heads(self.num_kv_heads, rank, num_ranks),
+        shards = {
+            "num_heads": equal_shard(self.num_heads // num_ranks, rank, num_ranks),
+            "num_kv_heads": shard_of_heads(self.num_kv_heads, rank, num_ranks),
         }
         for name in self.split_widths:
             if width := getattr(self, name):
-                shares[name] = share_of_width(width, rank, num_ranks, exact=exact)
+                shards[name] = shard_of_width(width, rank, num_ranks, exact=exact)
         found = {}
-        for name, share in shares.items():
-            if share is None or share.whole != getattr(self, name):
+        for name, shard in shards.items():
+            if shard is None or shard.whole != getattr(self, name):
                 how = " in exact mode" if exact and name in self.split_widths else ""
                 raise ConfigError(
                     f"{self.architecture}: {name} = {getattr(self, name)} cannot be split over {num_ranks} ranks{how}"
                 )
-            found[name] = share
-        counts: dict[str, Any] = {name: share.count for name, share in found.items()}
-        return replace(self, shares=tuple(found.items()), **counts)
+            found[name] = shard
+        counts: dict[str, Any] = {name: shard.count for name, shard in found.items()}
+        return replace(self, shards=tuple(found.items()), **counts)
 
-    def share(self, name: str) -> Share:
+    def shard(self, name: str) -> Shard:
         """This rank's part of a size: all of it where there is one rank."""
         size: int = getattr(self, name)
-        return dict(self.shares).get(name, Share(size, 0, size))
+        return dict(self.shards).get(name, Shard(size, 0, size))
 
 
 def read_common(

@@ -202,7 +202,7 @@ class DFlashDrafter:
         config: of its `config.json`.
     """
 
-    rotary_switch: int | None = None
+    longrope_threshold: int | None = None
     weight_bytes: int
 
     def __init__(self, config: DFlashConfig, maker: Maker, target: Decoder, ends: StoredEnds) -> None:
@@ -262,7 +262,7 @@ class DFlashDrafter:
     def forward(self, batch: Batch, pages: KVCache) -> Tensor:
         """See `BlockDrafter`."""
         x = self._ends.embed(batch.token_ids, scale=self.target.embedding_scale)
-        causal = replace(batch, sees_until=None, plans={}) if any(self.config.are_causal) else batch
+        causal = replace(batch, bidirectional_until=None, plans={}) if any(self.config.are_causal) else batch
         for is_causal, (input_norm, attention, mlp) in zip(self.config.are_causal, self._layers, strict=True):
             normed = ops.rms_norm(x, input_norm, self._eps)
             x = attention(normed, causal if is_causal else batch, pages, residual=x)

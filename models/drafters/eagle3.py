@@ -137,7 +137,7 @@ class Eagle3Drafter:
     """
 
     kind = "eagle3"
-    rotary_switch: int | None = None
+    longrope_threshold: int | None = None
     weight_bytes: int
 
     def __init__(self, config: Eagle3Config, maker: Maker, target: Decoder, ends: StoredEnds) -> None:

@@ -28,7 +28,7 @@ class HiddenStateDrafter(Protocol):
         layers: of the model, after which it reads hidden states, counted from 1; 0 for the embeddings.
         device, dtype: of its weights.
         max_positions: tokens that a sequence may have.
-        rotary_switch: see `Model`; None.
+        longrope_threshold: see `Model`; None.
         weight_bytes: of its own weights.
     """
 
@@ -38,7 +38,7 @@ class HiddenStateDrafter(Protocol):
     device: Device
     dtype: DType
     max_positions: int
-    rotary_switch: int | None
+    longrope_threshold: int | None
     weight_bytes: int
 
     @property
@@ -94,7 +94,7 @@ class BlockDrafter(HiddenStateDrafter, Protocol):
 
     def forward(self, batch: Batch, pages: KVCache) -> Tensor:
         """Computes the batch's chunks, each a block after the absorbed tokens. Returns the input of `logits`,
-        `[num_tokens, width]`. The batch's `sees_until` is each block's end; causal layers do not use it."""
+        `[num_tokens, width]`. The batch's `bidirectional_until` is each block's end; causal layers do not use it."""
         ...
 
     def logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class MtpDrafter:
     """See `SteppingDrafter`."""
 
     kind = "mtp"
-    rotary_switch: int | None = None
+    longrope_threshold: int | None = None
     weight_bytes: int
 
     def __init__(self, maker: Maker, target: MoeDecoder) -> None:

@@ -30,7 +30,7 @@ class XieluMlp:
     """`down(xielu(up(x)))`, after a norm if it has one."""
 
     def __init__(self, config: DecoderConfig, maker: Maker, norm: RmsNorm | None) -> None:
-        hidden, inner = config.hidden_size, config.share("intermediate_size")
+        hidden, inner = config.hidden_size, config.shard("intermediate_size")
         self.up = maker.linear("up_proj", outputs=inner, inputs=hidden, split="outputs", norm=norm)
         self.down = maker.linear("down_proj", outputs=hidden, inputs=inner, split="inputs")
         shape = maker.under("act_fn")

@@ -82,8 +82,8 @@ class Block:
         def conv1d(name: str, outputs: tuple[Width, ...], inputs: Width, split: Split) -> Linear:
             return maker.linear(name, outputs=outputs, inputs=inputs, has_bias=True, is_transposed=True, split=split)
 
-        hidden, inner = config.hidden_size, config.share("intermediate_size")
-        heads = config.share("num_heads").times(config.head_dim)
+        hidden, inner = config.hidden_size, config.shard("intermediate_size")
+        heads = config.shard("num_heads").times(config.head_dim)
         self.ln_1 = LayerNorm(config, maker.under("ln_1"))
         self.c_attn = conv1d("attn.c_attn", (heads, heads, heads), hidden, "outputs")
         self.attn_proj = conv1d("attn.c_proj", (hidden,), heads, "inputs")

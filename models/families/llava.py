@@ -29,7 +29,7 @@ from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
 from models.towers.pixtral import KIND as PIXTRAL
 from models.towers.pixtral import PixtralConfig, PixtralVit, read_pixtral
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
-from models.towers.shares import share_of_tower
+from models.towers.shards import share_of_tower
 from runtime import ops
 from runtime.images.patches import FixedRule, Rule, SideRule
 from runtime.tensor.tensor import Tensor
@@ -119,8 +119,8 @@ class LlavaTower(PictureTower):
         width, has_bias = config.hidden_size, config.projector_bias
         inputs = tower.hidden_size * len(config.kept)
         middle = share_of_tower(width, maker.options)
-        self.up = inner.linear("linear_1", outputs=middle.share, inputs=inputs, has_bias=has_bias, split=middle.outputs)
-        self.down = inner.linear("linear_2", outputs=width, inputs=middle.share, has_bias=has_bias, split=middle.inputs)
+        self.up = inner.linear("linear_1", outputs=middle.shard, inputs=inputs, has_bias=has_bias, split=middle.outputs)
+        self.down = inner.linear("linear_2", outputs=width, inputs=middle.shard, has_bias=has_bias, split=middle.inputs)
 
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
         kept = yield from self.vit.kept_rows(self, patches, grid, pace)

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from models.makers.shares import Share
+from models.makers.shards import Shard
 from runtime.dtype import DType
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import Split
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 
 Array = np.ndarray[Any, Any]
-Width = int | Share
+Width = int | Shard
 
 
 class TensorSource(Protocol):
@@ -45,13 +45,13 @@ class LinearDeclaration:
     """A linear map, stored as one tensor for each name or one for all outputs. Names lack `.weight` and `.bias`.
 
     `rows` and `columns` are this rank's shares of each of the outputs and of the inputs; tensors are stored whole.
-    `is_segmented`: ranks add up K in the order of `numba_kernels.segments`. `norm` is applied to its inputs. `kernel`
+    `is_segmented`: ranks add up K in the order of `numba_kernels.split_k`. `norm` is applied to its inputs. `kernel`
         is the stored shape of a convolution's inputs.
     """
 
     names: tuple[str, ...]
-    rows: tuple[Share, ...]
-    columns: Share
+    rows: tuple[Shard, ...]
+    columns: Shard
     has_bias: bool
     is_transposed: bool
     split: Split | None
@@ -67,7 +67,7 @@ class LinearDeclaration:
     @property
     def outputs(self) -> tuple[int, ...]:
         """This rank's number of outputs, for each name."""
-        return tuple(share.count for share in self.rows)
+        return tuple(shard.count for shard in self.rows)
 
     @property
     def inputs(self) -> int:
@@ -77,7 +77,7 @@ class LinearDeclaration:
     @property
     def whole_shape(self) -> tuple[int, int]:
         """(N, K) of all ranks' map."""
-        return sum(share.whole for share in self.rows), self.columns.whole
+        return sum(shard.whole for shard in self.rows), self.columns.whole
 
     @property
     def is_cut(self) -> bool:
@@ -92,7 +92,7 @@ class LinearDeclaration:
     @property
     def stored_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Each tensor's name and shape in the checkpoint."""
-        wholes = tuple(share.whole for share in self.rows)
+        wholes = tuple(shard.whole for shard in self.rows)
         inputs = self.columns.whole
         for name, count in zip(self.names, wholes if len(self.names) > 1 else (sum(wholes),), strict=True):
             shape = (inputs, count) if self.is_transposed else (count, *(self.kernel or (inputs,)))
@@ -108,10 +108,10 @@ class LinearDeclaration:
             columns = slice(self.columns.first, self.columns.first + self.columns.count)
         names = self.names if len(self.names) > 1 else self.names * len(self.rows)
         first = 0
-        for name, share in zip(names, self.rows, strict=True):
-            start = first + share.first
-            yield name, slice(start, start + share.count), columns
-            first = 0 if len(self.names) > 1 else first + share.whole
+        for name, shard in zip(names, self.rows, strict=True):
+            start = first + shard.first
+            yield name, slice(start, start + shard.count), columns
+            first = 0 if len(self.names) > 1 else first + shard.whole
 
     @property
     def adds_bias(self) -> bool:
@@ -120,8 +120,8 @@ class LinearDeclaration:
 
 
 def several(widths: Width | Sequence[Width]) -> Sequence[Width]:
-    return (widths,) if isinstance(widths, int | Share) else widths
+    return (widths,) if isinstance(widths, int | Shard) else widths
 
 
 def whole_width(width: Width) -> int:
-    return width.whole if isinstance(width, Share) else width
+    return width.whole if isinstance(width, Shard) else width

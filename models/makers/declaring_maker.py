@@ -14,7 +14,7 @@ from models.configuration.rope_config import RopeConfig
 from models.makers.declaration import Array, LinearDeclaration, TensorSource
 from models.makers.kept_formats import KeptFormats, check_cut
 from models.makers.maker import Maker
-from models.makers.shares import Share
+from models.makers.shards import Shard
 from models.rope import num_table_rows
 from runtime.dtype import DType, float32
 from runtime.linear.experts import ExpertsWeight
@@ -134,7 +134,7 @@ class DeclaringMaker(Maker):
         full_name, formats, device = f"{self._prefix}{name}.weight", self._formats, self.options.device
 
         def settled_bytes(source: TensorSource) -> int:
-            format = replace(formats, source=source).kept(full_name, Share(columns, 0, columns))
+            format = replace(formats, source=source).kept(full_name, Shard(columns, 0, columns))
             if format is None:
                 return floats_bytes(source)
             self._note_rounding(source, full_name, format)
@@ -144,7 +144,7 @@ class DeclaringMaker(Maker):
         return table
 
     def _derived(
-        self, name: str, rows: Share, columns: int, shapes: Sequence[tuple[int, int]],
+        self, name: str, rows: Shard, columns: int, shapes: Sequence[tuple[int, int]],
         make: Callable[[Array], Iterator[Array]],
     ) -> list[LinearWeight]:  # fmt: skip
         self._shapes[name] = (rows.whole, columns)
@@ -164,7 +164,7 @@ class DeclaringMaker(Maker):
         self._settles(settled_bytes, after)
         return weight
 
-    def _vector(self, name: str, size: Share, add: float, stored: tuple[int, ...]) -> Tensor:
+    def _vector(self, name: str, size: Shard, add: float, stored: tuple[int, ...]) -> Tensor:
         self._shapes[name] = stored
         return _nothing((size.count,), float32)
 
@@ -178,7 +178,7 @@ class DeclaringMaker(Maker):
     def _median(self, name: str, add: float) -> float:
         return 1.0
 
-    def _table(self, name: str, rows: int, columns: Share) -> Tensor:
+    def _table(self, name: str, rows: int, columns: Shard) -> Tensor:
         self._shapes[name] = (rows, columns.whole)
         self._settles(lambda source: rows * columns.count * self._dtype_of(source.dtype(name)).itemsize)
         return _nothing((rows, columns.count), self._dtype_of(self.dtype))

@@ -9,7 +9,7 @@ import numpy as np
 
 from models.errors import ModelLoadError
 from models.makers.declaration import LinearDeclaration, TensorSource
-from models.makers.shares import Share
+from models.makers.shards import Shard
 from numba_kernels.cuda.packing import Packing, packing_of
 from runtime.dtype import DType
 from runtime.linear.experts import can_stay_packed
@@ -39,7 +39,7 @@ class KeptFormats:
     is_expert: bool
     keeps_order: bool
 
-    def kept(self, name: str, columns: Share, declaration: LinearDeclaration | None = None) -> WeightFormat | None:
+    def kept(self, name: str, columns: Shard, declaration: LinearDeclaration | None = None) -> WeightFormat | None:
         """The format in which a quantised matrix is kept as it is stored: on the cpu, if no other format is requested,
         there is a kernel for it, and this rank's columns are whole blocks."""
         options = self.options
@@ -120,10 +120,10 @@ class KeptFormats:
         return can_stay
 
 
-def is_at_borders(share: Share, unit: int) -> bool:
+def is_at_borders(shard: Shard, unit: int) -> bool:
     """Whether a share begins and ends at a unit's border."""
-    end = share.first + share.count
-    return share.first % unit == 0 and (end % unit == 0 or end == share.whole)
+    end = shard.first + shard.count
+    return shard.first % unit == 0 and (end % unit == 0 or end == shard.whole)
 
 
 def check_cut(declaration: LinearDeclaration, format: WeightFormat) -> None:

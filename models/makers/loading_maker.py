@@ -12,7 +12,7 @@ from models.errors import ModelLoadError, WeightsError
 from models.makers.declaration import Array, LinearDeclaration, TensorSource
 from models.makers.kept_formats import check_cut
 from models.makers.maker import Maker
-from models.makers.shares import Share
+from models.makers.shards import Shard
 from models.rope import make_rope_table
 from runtime import ops
 from runtime.dtype import float16, float32
@@ -72,15 +72,15 @@ class LoadingMaker(Maker):
 
     def _read(self, declaration: LinearDeclaration) -> LinearWeight:
         def part(name: str, rows: slice, columns: slice) -> MatrixSource:
-            share, format = declaration.columns, None
+            shard, format = declaration.columns, None
             if not declaration.is_transposed:
-                format = self._formats.kept(f"{name}.weight", share, declaration)
+                format = self._formats.kept(f"{name}.weight", shard, declaration)
             if format is None:
                 return matrix(name, rows, columns)
-            first, end = share.first, share.first + share.count
+            first, end = shard.first, shard.first + shard.count
             if self._source.quantized(f"{name}.weight") is not None:
                 return self._source.matrix(f"{name}.weight").cut(rows).cut_columns(first, end)
-            blocks = BlockRows(self._source.blocks(f"{name}.weight")[rows], format, share.whole)
+            blocks = BlockRows(self._source.blocks(f"{name}.weight")[rows], format, shard.whole)
             return blocks.cut_columns(first, end)
 
         def matrix(name: str, rows: slice, columns: slice) -> Tensor:
@@ -126,7 +126,7 @@ class LoadingMaker(Maker):
         return packed
 
     def _derived(
-        self, name: str, rows: Share, columns: int, shapes: Sequence[tuple[int, int]],
+        self, name: str, rows: Shard, columns: int, shapes: Sequence[tuple[int, int]],
         make: Callable[[Array], Iterator[Array]],
     ) -> list[LinearWeight]:  # fmt: skip
         maps = make(self._array(name, (slice(rows.first, rows.first + rows.count), slice(0, columns))))
@@ -138,7 +138,7 @@ class LoadingMaker(Maker):
         for name, _ in declaration.stored_shapes:
             self._source.release(name)
 
-    def _vector(self, name: str, size: Share, add: float, stored: tuple[int, ...]) -> Tensor:
+    def _vector(self, name: str, size: Shard, add: float, stored: tuple[int, ...]) -> Tensor:
         part = slice(size.first, size.first + size.count)
         mine = self._rounded(name, (part,)) if len(stored) == 1 else self._rounded(name).reshape(-1)[part]
         return self._keep(mine + np.float32(add), name)
@@ -154,7 +154,7 @@ class LoadingMaker(Maker):
     def _median(self, name: str, add: float) -> float:
         return float(np.median(np.abs(self._rounded(name) + np.float32(add))))
 
-    def _table(self, name: str, rows: int, columns: Share) -> Tensor:
+    def _table(self, name: str, rows: int, columns: Shard) -> Tensor:
         places = (slice(None), slice(columns.first, columns.first + columns.count)) if columns.is_part else ()
         array = self._array(name, places)
         is_own = array.flags.owndata or self.options.device.kind != "cpu"  # what goes to a GPU is copied there

@@ -22,7 +22,7 @@ from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
 from models.makers.declaration import Array, LinearDeclaration, TensorSource, Width, several, whole_width
 from models.makers.kept_formats import KeptFormats
-from models.makers.shares import Share, equal_share
+from models.makers.shards import Shard, equal_shard
 from runtime.communicator import begins_here, ends_here
 from runtime.dtype import DType
 from runtime.linear.addends import Addend
@@ -168,10 +168,10 @@ class Maker(ABC):
     def _formats(self) -> KeptFormats:
         return KeptFormats(self.options, self._source, self.dtype, self._prefix, self._is_expert, self._keeps_order)
 
-    def _share(self, width: Width, *, is_cut: bool) -> Share:
-        if isinstance(width, Share):
-            return width if is_cut else Share(width.count, 0, width.count)
-        return equal_share(width, self.options.rank, self.options.num_ranks) if is_cut else Share(width, 0, width)
+    def _share(self, width: Width, *, is_cut: bool) -> Shard:
+        if isinstance(width, Shard):
+            return width if is_cut else Shard(width.count, 0, width.count)
+        return equal_shard(width, self.options.rank, self.options.num_ranks) if is_cut else Shard(width, 0, width)
 
     def experts(
         self, names: str | Sequence[str], *, count: int, outputs: Width | Sequence[Width], inputs: Width,
@@ -222,7 +222,7 @@ class Maker(ABC):
         self._stacks[f"{self._prefix}{stack}"] = Stack(whole, f"{self._prefix}experts", parts, order)
 
     def note_head_stack(
-        self, stack: str, parts: Sequence[str], q_heads: Share, kv_heads: Share, head_dim: int, inputs: int, *,
+        self, stack: str, parts: Sequence[str], q_heads: Shard, kv_heads: Shard, head_dim: int, inputs: int, *,
         has_bias: bool,
     ) -> None:  # fmt: skip
         """Records that the maps `parts` of queries, keys and values may be stored in one, `stack`, by heads of keys."""
@@ -239,7 +239,7 @@ class Maker(ABC):
             self._stacks[f"{self._prefix}{stack}.{part}"] = RowStack((groups * sum(sizes), *rest), names, sizes)
 
     def latent_maps(
-        self, name: str, *, heads: Share, key_dim: int, value_dim: int, rotary_dim: int, latent_dim: int
+        self, name: str, *, heads: Shard, key_dim: int, value_dim: int, rotary_dim: int, latent_dim: int
     ) -> tuple[ExpertsWeight, ExpertsWeight]:
         """The map `name.weight [heads (key_dim + value_dim), latent_dim]` out of latent rows, absorbed into the maps
         beside it: for each of this rank's heads one for queries, `[rotary_dim + latent_dim, key_dim + rotary_dim]`, and
@@ -339,43 +339,43 @@ class Maker(ABC):
         if communicator is None or not isinstance(weight, PanelWeight | RowWeight):
             return head
         width = weight.shape[0]
-        share = logits_share(width, communicator.num_ranks)
-        if not share:
+        shard = logits_share(width, communicator.num_ranks)
+        if not shard:
             return head
-        first = communicator.rank * share
-        return Linear(weight.part(first, min(width, first + share)), communicator, head.norm, width)
+        first = communicator.rank * shard
+        return Linear(weight.part(first, min(width, first + shard)), communicator, head.norm, width)
 
     def _word_table(self, name: str, rows: int, columns: int) -> Tensor | LinearWeight | SharedTable:
         """The token table `name.weight` of an untied model: quantised as it is stored, or its rows as floats."""
-        if self._formats.kept(f"{self._prefix}{name}.weight", Share(columns, 0, columns)):
+        if self._formats.kept(f"{self._prefix}{name}.weight", Shard(columns, 0, columns)):
             return self.linear(name, outputs=rows, inputs=columns).weight
         return self._shared_table(f"{name}.weight", rows, columns)
 
     def _shared_table(self, name: str, rows: int, columns: int) -> Tensor | SharedTable:
         communicator = self.options.communicator
-        share = 0 if communicator is None else logits_share(columns, communicator.num_ranks)
-        if communicator is None or not share:
+        shard = 0 if communicator is None else logits_share(columns, communicator.num_ranks)
+        if communicator is None or not shard:
             return self.table(name, rows, columns)
-        first = communicator.rank * share
-        mine = Share(columns, first, min(share, columns - first))
-        return SharedTable(self.table(name, rows, mine), communicator, share, columns)
+        first = communicator.rank * shard
+        mine = Shard(columns, first, min(shard, columns - first))
+        return SharedTable(self.table(name, rows, mine), communicator, shard, columns)
 
     def _shared_head(self, name: str, rows: int, columns: int, has_bias: bool) -> Linear:
         """An untied output head: each rank holds only its share."""
         communicator = self.options.communicator
-        share = 0 if communicator is None else logits_share(rows, communicator.num_ranks)
-        if communicator is None or not share:
+        shard = 0 if communicator is None else logits_share(rows, communicator.num_ranks)
+        if communicator is None or not shard:
             return self.linear(name, outputs=rows, inputs=columns, has_bias=has_bias)
-        first = communicator.rank * share
-        mine = Share(rows, first, min(share, rows - first))
+        first = communicator.rank * shard
+        mine = Shard(rows, first, min(shard, rows - first))
         head = self.linear(name, outputs=mine, inputs=columns, has_bias=has_bias, split="outputs")
         return Linear(head.weight, communicator, head.norm, rows)
 
     def vector(self, name: str, size: Width, *, add: float = 0.0, stored: tuple[int, ...] | None = None) -> Tensor:
         """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32. With
         a share, only that part. `stored` is the checkpoint's shape if it differs, with as many elements."""
-        share = self._share(size, is_cut=isinstance(size, Share))
-        made = self._vector(self._prefix + name, share, add, stored or (share.whole,))
+        shard = self._share(size, is_cut=isinstance(size, Shard))
+        made = self._vector(self._prefix + name, shard, add, stored or (shard.whole,))
         self._count(4 * made.size)
         return made
 
@@ -402,7 +402,7 @@ class Maker(ABC):
 
     def table(self, name: str, rows: int, columns: Width) -> Tensor:
         """`name [rows, columns]` in the weights' type, for looking rows up; with a share, those columns."""
-        made = self._table(self._prefix + name, rows, self._share(columns, is_cut=isinstance(columns, Share)))
+        made = self._table(self._prefix + name, rows, self._share(columns, is_cut=isinstance(columns, Shard)))
         self._count(made.size * made.dtype.itemsize)
         return made
 
@@ -423,13 +423,13 @@ class Maker(ABC):
 
     @abstractmethod
     def _derived(
-        self, name: str, rows: Share, columns: int, shapes: Sequence[tuple[int, int]],
+        self, name: str, rows: Shard, columns: int, shapes: Sequence[tuple[int, int]],
         make: Callable[[Array], Iterator[Array]],
     ) -> list[LinearWeight]:  # fmt: skip
         """Maps of these shapes, made by `make` from these rows of a stored matrix in floats, in its type."""
 
     @abstractmethod
-    def _vector(self, name: str, size: Share, add: float, stored: tuple[int, ...]) -> Tensor: ...
+    def _vector(self, name: str, size: Shard, add: float, stored: tuple[int, ...]) -> Tensor: ...
 
     @abstractmethod
     def _number(self, name: str, shape: tuple[int, ...]) -> float: ...
@@ -442,4 +442,4 @@ class Maker(ABC):
         """The median of a vector's magnitudes."""
 
     @abstractmethod
-    def _table(self, name: str, rows: int, columns: Share) -> Tensor: ...
+    def _table(self, name: str, rows: int, columns: Shard) -> Tensor: ...

@@ -142,8 +142,8 @@ def _forward(model: Model, token_ids: Array, count: int, length: int) -> None:
     at = np.tile(np.arange(length), count)
     sequence = np.repeat(np.arange(count), length)
     slots = [table[sequence, at // _BLOCK_SIZE].astype(np.int64) * _BLOCK_SIZE + at % _BLOCK_SIZE for table in tables]
-    is_long = model.rotary_switch is not None and length > model.rotary_switch
-    offset = (model.rotary_switch or 0) if is_long else 0
+    is_long = model.longrope_threshold is not None and length > model.longrope_threshold
+    offset = (model.longrope_threshold or 0) if is_long else 0
     model.forward(
         Batch(
             token_ids=Tensor.from_numpy(token_ids),

@@ -21,7 +21,7 @@ from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, through
 from models.towers.full_attention import FullAttention
 from models.towers.qwen3_vl import patch_places
-from models.towers.shares import share_of_tower
+from models.towers.shards import share_of_tower
 from runtime import ops
 from runtime.device.device import Device
 from runtime.ops import RopeTable
@@ -88,7 +88,7 @@ class PixtralVit:
         self.patch_embed = maker.convolution("patch_conv", outputs=width, kernel=kernel, has_bias=False)
         self.first_norm = maker.vector("ln_pre.weight", width)
         heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
-        self.num_heads = heads.share.count // config.head_dim
+        self.num_heads = heads.shard.count // config.head_dim
         self.layers = [PixtralLayer(config, maker.under(f"transformer.layers.{index}")) for index in range(max(kept))]
 
     def kept_rows(
@@ -121,16 +121,16 @@ class PixtralLayer:
         self.activation = config.activation
         self.norms = [maker.vector(f"{name}.weight", width) for name in ("attention_norm", "ffn_norm")]
         names = tuple(f"attention.{each}_proj" for each in "qkv")
-        self.qkv = maker.linear(names, outputs=(heads.share,) * 3, inputs=width, has_bias=False, split=heads.outputs)
+        self.qkv = maker.linear(names, outputs=(heads.shard,) * 3, inputs=width, has_bias=False, split=heads.outputs)
         self.proj = maker.linear(
-            "attention.o_proj", outputs=width, inputs=heads.share, has_bias=False, split=heads.inputs
+            "attention.o_proj", outputs=width, inputs=heads.shard, has_bias=False, split=heads.inputs
         )
         gate_up = ("feed_forward.gate_proj", "feed_forward.up_proj")
         self.gate_up = maker.linear(
-            gate_up, outputs=(inner.share,) * 2, inputs=width, has_bias=False, split=inner.outputs
+            gate_up, outputs=(inner.shard,) * 2, inputs=width, has_bias=False, split=inner.outputs
         )
         self.down = maker.linear(
-            "feed_forward.down_proj", outputs=width, inputs=inner.share, has_bias=False, split=inner.inputs
+            "feed_forward.down_proj", outputs=width, inputs=inner.shard, has_bias=False, split=inner.inputs
         )
 
     def qkv_of(self, x: Tensor) -> Tensor:

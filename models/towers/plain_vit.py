@@ -19,7 +19,7 @@ from models.configuration.json_fields import Fields
 from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, through
 from models.towers.full_attention import FullAttention
-from models.towers.shares import share_of_tower
+from models.towers.shards import share_of_tower
 from runtime import ops
 from runtime.tensor.tensor import Tensor
 
@@ -100,7 +100,7 @@ class PlainVit:
             self.first_norm = maker.vector("pre_layrnorm.weight", width), maker.vector("pre_layrnorm.bias", width)
         self.head_dim = width // config.num_heads
         heads = share_of_tower(config.num_heads, maker.options, head_dim=self.head_dim)
-        self.num_heads = heads.share.count // self.head_dim
+        self.num_heads = heads.shard.count // self.head_dim
         self.layers = [VitLayer(config, maker.under(f"encoder.layers.{index}")) for index in range(self.num_layers)]
 
     def kept_rows(
@@ -141,12 +141,12 @@ class VitLayer:
         names = tuple(f"self_attn.{each}_proj" for each in "qkv")
         heads = share_of_tower(config.num_heads, maker.options, head_dim=width // config.num_heads)
         inner = share_of_tower(config.inner_size, maker.options)
-        self.qkv = maker.linear(names, outputs=(heads.share,) * 3, inputs=width, has_bias=True, split=heads.outputs)
+        self.qkv = maker.linear(names, outputs=(heads.shard,) * 3, inputs=width, has_bias=True, split=heads.outputs)
         self.proj = maker.linear(
-            "self_attn.out_proj", outputs=width, inputs=heads.share, has_bias=True, split=heads.inputs
+            "self_attn.out_proj", outputs=width, inputs=heads.shard, has_bias=True, split=heads.inputs
         )
-        self.up = maker.linear("mlp.fc1", outputs=inner.share, inputs=width, has_bias=True, split=inner.outputs)
-        self.down = maker.linear("mlp.fc2", outputs=width, inputs=inner.share, has_bias=True, split=inner.inputs)
+        self.up = maker.linear("mlp.fc1", outputs=inner.shard, inputs=width, has_bias=True, split=inner.outputs)
+        self.down = maker.linear("mlp.fc2", outputs=width, inputs=inner.shard, has_bias=True, split=inner.inputs)
 
     def qkv_of(self, x: Tensor) -> Tensor:
         return self.qkv(ops.layer_norm(x, *self.norms[0], self.eps))

@@ -21,7 +21,7 @@ from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces, through
 from models.towers.full_attention import FullAttention
 from models.towers.qwen3_vl import axial_rope, patch_places
-from models.towers.shares import share_of_tower
+from models.towers.shards import share_of_tower
 from runtime import ops
 from runtime.tensor.tensor import Tensor
 
@@ -93,14 +93,14 @@ class WindowedTower(PictureTower):
         kernel = (3, config.num_frames, config.patch_size, config.patch_size)
         self.patch_embed = maker.convolution("patch_embed.proj", outputs=width, kernel=kernel, has_bias=False)
         heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
-        self.num_heads = heads.share.count // config.head_dim
+        self.num_heads = heads.shard.count // config.head_dim
         self.layers = [_TowerLayer(config, maker.under(f"blocks.{index}")) for index in range(config.num_layers)]
         merger = maker.under("merger")
         self.norm = merger.vector("ln_q.weight", width)
         inner = share_of_tower(inputs, maker.options)
-        self.up = merger.linear("mlp.0", outputs=inner.share, inputs=inputs, has_bias=True, split=inner.outputs)
+        self.up = merger.linear("mlp.0", outputs=inner.shard, inputs=inputs, has_bias=True, split=inner.outputs)
         self.down = merger.linear(
-            "mlp.2", outputs=config.out_size, inputs=inner.share, has_bias=True, split=inner.inputs
+            "mlp.2", outputs=config.out_size, inputs=inner.shard, has_bias=True, split=inner.inputs
         )
 
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
@@ -138,12 +138,12 @@ class _TowerLayer:
         inner = share_of_tower(config.inner_size, maker.options)
         self.norms = [maker.vector(f"{name}.weight", width) for name in ("norm1", "norm2")]
         self.qkv = maker.linear(
-            "attn.qkv", outputs=(heads.share,) * 3, inputs=width, has_bias=True, split=heads.outputs
+            "attn.qkv", outputs=(heads.shard,) * 3, inputs=width, has_bias=True, split=heads.outputs
         )
-        self.proj = maker.linear("attn.proj", outputs=width, inputs=heads.share, has_bias=True, split=heads.inputs)
+        self.proj = maker.linear("attn.proj", outputs=width, inputs=heads.shard, has_bias=True, split=heads.inputs)
         names = ("mlp.gate_proj", "mlp.up_proj")
-        self.gate_up = maker.linear(names, outputs=(inner.share,) * 2, inputs=width, has_bias=True, split=inner.outputs)
-        self.down = maker.linear("mlp.down_proj", outputs=width, inputs=inner.share, has_bias=True, split=inner.inputs)
+        self.gate_up = maker.linear(names, outputs=(inner.shard,) * 2, inputs=width, has_bias=True, split=inner.outputs)
+        self.down = maker.linear("mlp.down_proj", outputs=width, inputs=inner.shard, has_bias=True, split=inner.inputs)
 
     def qkv_of(self, x: Tensor) -> Tensor:
         return self.qkv(ops.rms_norm(x, self.norms[0], _NORM_EPS))

@@ -22,7 +22,7 @@ from models.configuration.json_fields import Fields
 from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces, through
 from models.towers.full_attention import FullAttention
-from models.towers.shares import share_of_tower
+from models.towers.shards import share_of_tower
 from runtime import ops
 from runtime.device.device import Device
 from runtime.ops import RopeTable
@@ -139,7 +139,7 @@ class Tower(PictureTower):
         if config.positions_side:
             self.positions = maker.table("pos_embed.weight", config.positions_side**2, width)
         heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
-        self.num_heads = heads.share.count // config.head_dim
+        self.num_heads = heads.shard.count // config.head_dim
         self.layers = [TowerLayer(config, maker.under(f"blocks.{index}")) for index in range(config.num_layers)]
         self.merger = Merger(config, maker.under("merger"), norms_tokens=False)
         self.deepstack = [
@@ -188,12 +188,12 @@ class TowerLayer:
         heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
         inner = share_of_tower(config.inner_size, maker.options)
         self.qkv = maker.linear(
-            "attn.qkv", outputs=(heads.share,) * 3, inputs=width, has_bias=True, split=heads.outputs
+            "attn.qkv", outputs=(heads.shard,) * 3, inputs=width, has_bias=True, split=heads.outputs
         )
-        self.proj = maker.linear("attn.proj", outputs=width, inputs=heads.share, has_bias=True, split=heads.inputs)
+        self.proj = maker.linear("attn.proj", outputs=width, inputs=heads.shard, has_bias=True, split=heads.inputs)
         up, down = config.mlp
-        self.up = maker.linear(up, outputs=inner.share, inputs=width, has_bias=True, split=inner.outputs)
-        self.down = maker.linear(down, outputs=width, inputs=inner.share, has_bias=True, split=inner.inputs)
+        self.up = maker.linear(up, outputs=inner.shard, inputs=width, has_bias=True, split=inner.outputs)
+        self.down = maker.linear(down, outputs=width, inputs=inner.shard, has_bias=True, split=inner.inputs)
 
     def qkv_of(self, x: Tensor) -> Tensor:
         return self.qkv(ops.layer_norm(x, *self.norms[0], _NORM_EPS))
@@ -214,8 +214,8 @@ class Merger:
         norm, up, down = config.merger
         self.norm = maker.vector(f"{norm}.weight", size), maker.vector(f"{norm}.bias", size)
         inner = share_of_tower(self.inputs, maker.options)
-        self.up = maker.linear(up, outputs=inner.share, inputs=self.inputs, has_bias=True, split=inner.outputs)
-        self.down = maker.linear(down, outputs=config.out_size, inputs=inner.share, has_bias=True, split=inner.inputs)
+        self.up = maker.linear(up, outputs=inner.shard, inputs=self.inputs, has_bias=True, split=inner.outputs)
+        self.down = maker.linear(down, outputs=config.out_size, inputs=inner.shard, has_bias=True, split=inner.inputs)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         x = ops.layer_norm(x.view(-1, self.inputs) if self.norms_tokens else x, *self.norm, _NORM_EPS)

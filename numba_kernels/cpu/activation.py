@@ -30,9 +30,9 @@ from numba_kernels.cpu.intrinsics.simd import F32, I64, constant_like, fma
 from numba_kernels.cpu.rows import for_each_vector
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at
 
-FIELDS = Fields("*x *up *out num_rows width x_stride up_stride rows_a_ticket")
+FIELDS = Fields("*x *up *out num_rows width x_stride up_stride rows_a_work_item")
 
-SHAPED_FIELDS = Fields("*x *out num_rows width rows_a_ticket", "first second third fourth")
+SHAPED_FIELDS = Fields("*x *out num_rows width rows_a_work_item", "first second third fourth")
 
 CLAMP = 7.0  # of gpt-oss's gates and factors
 
@@ -194,14 +194,14 @@ def _apply_shaped(typingctx, which, x, out, count, first, second, third, fourth)
 
 @functools.cache
 def shaped_kernel(name: str) -> Kernel:
-    """``out [R, W] = f(x)`` of a function with numbers of its own; a ticket is some rows."""
+    """``out [R, W] = f(x)`` of a function with numbers of its own; a work item is some rows."""
     which = SHAPED_NAMES.index(name)
 
-    def shaped(arguments, ticket):
+    def shaped(arguments, work_item):
         a = carray(arguments, 1)[0]
         numbers = np.float32(a.first), np.float32(a.second), np.float32(a.third), np.float32(a.fourth)
-        first = ticket * a.rows_a_ticket
-        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+        first = work_item * a.rows_a_work_item
+        for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
             at = row * a.width * 4
             _apply_shaped(which, a.x + at, a.out + at, a.width, numbers[0], numbers[1], numbers[2], numbers[3])
 
@@ -210,13 +210,13 @@ def shaped_kernel(name: str) -> Kernel:
 
 @functools.cache
 def activation_kernel(name: str) -> Kernel:
-    """``out [R, W] = f(x)``, times ``up`` unless its address is 0; a ticket is some rows. Strides in elements."""
+    """``out [R, W] = f(x)``, times ``up`` unless its address is 0; a work item is some rows. Strides in elements."""
     which = NAMES.index(name)
 
-    def activation(arguments, ticket):
+    def activation(arguments, work_item):
         a = carray(arguments, 1)[0]
-        first = ticket * a.rows_a_ticket
-        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+        first = work_item * a.rows_a_work_item
+        for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
             up = a.up + row * a.up_stride * 4 if a.up != 0 else 0
             _apply(which, a.x + row * a.x_stride * 4, up, a.out + row * a.width * 4, a.width)
 
@@ -255,13 +255,14 @@ def cap_floats(typingctx, values, count, scale, cap):
 
 @functools.cache
 def logits_kernel() -> Kernel:
-    """Multiplies ``logits [R, V]`` by ``scale`` and caps them where ``softcap`` is above 0; a ticket is some rows."""
+    """Multiplies ``logits [R, V]`` by ``scale`` and caps them where ``softcap`` is above 0; a work item is some
+    rows."""
 
-    def scale_logits(arguments, ticket):
+    def scale_logits(arguments, work_item):
         a = carray(arguments, 1)[0]
         width, scale, softcap = a.width, np.float32(a.scale), np.float32(a.softcap)
-        first = ticket * a.rows_a_ticket
-        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+        first = work_item * a.rows_a_work_item
+        for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
             at = a.logits + row * width * 4
             if softcap > np.float32(0.0):
                 cap_floats(at, width, scale, softcap)
@@ -270,21 +271,21 @@ def logits_kernel() -> Kernel:
                 for i in range(width):
                     logits[i] *= scale
 
-    return Kernel(scale_logits, Fields("*logits num_rows width rows_a_ticket", "scale softcap"))
+    return Kernel(scale_logits, Fields("*logits num_rows width rows_a_work_item", "scale softcap"))
 
 
 @functools.cache
 def add_scaled_kernel() -> Kernel:
-    """``out [R, W] = x + scale y``; a ticket is some rows."""
+    """``out [R, W] = x + scale y``; a work item is some rows."""
 
-    def add_scaled(arguments, ticket):
+    def add_scaled(arguments, work_item):
         a = carray(arguments, 1)[0]
         width, scale = a.width, np.float32(a.scale)
-        first = ticket * a.rows_a_ticket
-        count = (min(a.num_rows, first + a.rows_a_ticket) - first) * width
+        first = work_item * a.rows_a_work_item
+        count = (min(a.num_rows, first + a.rows_a_work_item) - first) * width
         at = first * width * 4
         x, y, out = float32_at(a.x + at, count), float32_at(a.y + at, count), float32_at(a.out + at, count)
         for i in range(count):
             out[i] = x[i] + scale * y[i]
 
-    return Kernel(add_scaled, Fields("*x *y *out num_rows width rows_a_ticket", "scale"))
+    return Kernel(add_scaled, Fields("*x *y *out num_rows width rows_a_work_item", "scale"))

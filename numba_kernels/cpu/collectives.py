@@ -37,7 +37,7 @@ HAS_ABORTED = 1
 DIFFER = 2
 """Statuses of `meet`: a rank has given up, or ranks called different collectives."""
 
-CHUNK_BYTES = 1 << 15  # a ticket's
+CHUNK_BYTES = 1 << 15  # a work item's
 MOST_AHEAD = 31
 DESCRIBED = 2 * MOST_AHEAD + 2
 """A rank that has reached collective n knows that all have reached n - 1 - MOST_AHEAD, and so have compared all before
@@ -108,12 +108,12 @@ _description_at = njit(nogil=True)(description_at)
 
 @functools.cache
 def publish_kernel() -> Kernel:
-    """Copies this rank's bytes to its slot; a ticket is `CHUNK_BYTES`."""
+    """Copies this rank's bytes to its slot; a work item is `CHUNK_BYTES`."""
 
-    def publish(arguments, ticket):
+    def publish(arguments, work_item):
         a = carray(arguments, 1)[0]
         target = _slot(a, int64_at(a.counter, 4)[CARRIED] + 1, a.rank)
-        first = ticket * CHUNK_BYTES
+        first = work_item * CHUNK_BYTES
         count = min(CHUNK_BYTES, a.num_bytes - first)
         copy_bytes(target + first, a.source + first, count)
 
@@ -122,7 +122,7 @@ def publish_kernel() -> Kernel:
 
 @functools.cache
 def meet_kernel() -> Kernel:
-    """Posts this rank's collective, and compares it with the others'; one ticket. With ``waits`` it waits for all
+    """Posts this rank's collective, and compares it with the others'; one work item. With ``waits`` it waits for all
     ranks; without, it compares those posted. It polls ``spins`` times at once and ``yields`` times after yielding the
     processor, then from time to time."""
 
@@ -153,7 +153,7 @@ def meet_kernel() -> Kernel:
         """A rank's collective, and its place."""
         return int64_at(a.shared + _description_at(a.ranks, rank, count), 2)
 
-    def meet(arguments, ticket):
+    def meet(arguments, work_item):
         a = carray(arguments, 1)[0]
         own = int64_at(a.counter, 4)
         count = own[POSTED] + 1
@@ -184,12 +184,12 @@ def meet_kernel() -> Kernel:
 
 @functools.cache
 def add_kernel() -> Kernel:
-    """The sum of all ranks' float32, of two ranks or more; a ticket is `CHUNK_BYTES` of it."""
+    """The sum of all ranks' float32, of two ranks or more; a work item is `CHUNK_BYTES` of it."""
 
-    def add(arguments, ticket):
+    def add(arguments, work_item):
         a = carray(arguments, 1)[0]
         number = int64_at(a.counter, 4)[CARRIED]
-        first = ticket * CHUNK_BYTES
+        first = work_item * CHUNK_BYTES
         size = min(CHUNK_BYTES, a.num_bytes - first) // 4
         target = float32_at(a.target + first, size)
         summed, added = float32_at(_slot(a, number, 0) + first, size), float32_at(_slot(a, number, 1) + first, size)
@@ -205,19 +205,19 @@ def add_kernel() -> Kernel:
 
 @functools.cache
 def gather_kernel() -> Kernel:
-    """Rows of ``row_bytes``, of which each rank has ``share_bytes``, and the last one the rest; a ticket is a row.
+    """Rows of ``row_bytes``, of which each rank has ``share_bytes``, and the last one the rest; a work item is a row.
 
     The slots hold at most ``most_bytes`` of each share, from ``first_byte`` on.
     """
 
-    def gather(arguments, ticket):
+    def gather(arguments, work_item):
         a = carray(arguments, 1)[0]
         number = int64_at(a.counter, 4)[CARRIED]
         for rank in range(a.ranks):
             has = min(a.share_bytes, a.row_bytes - rank * a.share_bytes) - a.first_byte
             size = max(0, min(has, a.most_bytes))
-            source = _slot(a, number, rank) + ticket * size
-            target = a.target + ticket * a.row_bytes + rank * a.share_bytes + a.first_byte
+            source = _slot(a, number, rank) + work_item * size
+            target = a.target + work_item * a.row_bytes + rank * a.share_bytes + a.first_byte
             copy_bytes(target, source, size)
 
     return Kernel(gather, GATHER)

@@ -24,17 +24,19 @@ from numba_kernels.cpu.intrinsics.scalars import load_f32
 from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at
 
-FIELDS = Fields("*indices *table *scales *out num_rows table_rows width is_packed is_added rows_a_ticket", "multiplier")
+FIELDS = Fields(
+    "*indices *table *scales *out num_rows table_rows width is_packed is_added rows_a_work_item", "multiplier"
+)
 BAD_INDEX = 1
 
 
 @njit(nogil=True)
-def _rows_of(a, ticket):
-    """All indices, and the range of the ticket's rows, which is empty where one lies outside the table, with status
+def _rows_of(a, work_item):
+    """All indices, and the range of the work item's rows, which is empty where one lies outside the table, with status
     1."""
     indices = int32_at(a.indices, a.num_rows)
-    start = ticket * a.rows_a_ticket
-    end = min(a.num_rows, start + a.rows_a_ticket)
+    start = work_item * a.rows_a_work_item
+    end = min(a.num_rows, start + a.rows_a_work_item)
     for row in range(start, end):
         if indices[row] < 0 or indices[row] >= a.table_rows:
             a.status = BAD_INDEX
@@ -46,7 +48,7 @@ def _rows_of(a, ticket):
 def embedding_kernel(stored: Any) -> Kernel:
     """``out [R, W]`` = rows ``indices [R]`` of a table of ``stored`` times ``multiplier``, added to ``out`` where
     ``is_added``. The table is ``[table_rows, W]``, or panels of it where ``is_packed``; ``scales [table_rows]`` are
-    those of bytes. A ticket is some rows.
+    those of bytes. A work item is some rows.
     """
     if stored in BLOCKS:
         return _block_kernel(stored)
@@ -62,9 +64,9 @@ def embedding_kernel(stored: Any) -> Kernel:
             value = (value - np.float32(ZERO_POINT)) * float32_at(a.scales, a.table_rows)[index]
         return value * np.float32(a.multiplier)
 
-    def embedding(arguments, ticket):
+    def embedding(arguments, work_item):
         a = carray(arguments, 1)[0]
-        indices, start, end = _rows_of(a, ticket)
+        indices, start, end = _rows_of(a, work_item)
         width, whole_words = a.width, a.width // elements
         words = -(-width // elements)
         for row in range(start, end):
@@ -91,9 +93,9 @@ def _block_kernel(stored: str) -> Kernel:
     block, read_row = BLOCKS[stored], row_reader(stored)
     elements, block_words = block.elements, block.words
 
-    def embedding(arguments, ticket):
+    def embedding(arguments, work_item):
         a = carray(arguments, 1)[0]
-        indices, start, end = _rows_of(a, ticket)
+        indices, start, end = _rows_of(a, work_item)
         words = -(-a.width // elements) * block_words
         for row in range(start, end):
             index = np.int64(indices[row])
@@ -108,33 +110,33 @@ def _block_kernel(stored: str) -> Kernel:
 
 @functools.cache
 def take_columns_kernel() -> Kernel:
-    """``out [R, K]`` of ``x [R, K]``: column j is x's column ``order[j]``. A ticket is some rows."""
+    """``out [R, K]`` of ``x [R, K]``: column j is x's column ``order[j]``. A work item is some rows."""
 
-    def take_columns(arguments, ticket):
+    def take_columns(arguments, work_item):
         a = carray(arguments, 1)[0]
         depth = a.depth
         order = int32_at(a.order, depth)
-        first = ticket * a.rows_a_ticket
-        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+        first = work_item * a.rows_a_work_item
+        for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
             x, out = float32_at(a.x + row * depth * 4, depth), float32_at(a.out + row * depth * 4, depth)
             for i in range(depth):
                 out[i] = x[order[i]]
 
-    return Kernel(take_columns, Fields("*x *order *out num_rows depth rows_a_ticket"))
+    return Kernel(take_columns, Fields("*x *order *out num_rows depth rows_a_work_item"))
 
 
 @functools.cache
 def put_columns_kernel() -> Kernel:
-    """``out [R, total]`` gets ``x [R, width]`` from column ``first`` on; a ticket is some rows."""
+    """``out [R, total]`` gets ``x [R, width]`` from column ``first`` on; a work item is some rows."""
 
-    def put_columns(arguments, ticket):
+    def put_columns(arguments, work_item):
         a = carray(arguments, 1)[0]
         width = a.width
-        start = ticket * a.rows_a_ticket
-        for row in range(start, min(a.num_rows, start + a.rows_a_ticket)):
+        start = work_item * a.rows_a_work_item
+        for row in range(start, min(a.num_rows, start + a.rows_a_work_item)):
             x = float32_at(a.x + row * width * 4, width)
             out = float32_at(a.out + (row * a.total + a.first) * 4, width)
             for i in range(width):
                 out[i] = x[i]
 
-    return Kernel(put_columns, Fields("*x *out num_rows width total first rows_a_ticket"))
+    return Kernel(put_columns, Fields("*x *out num_rows width total first rows_a_work_item"))

@@ -99,18 +99,19 @@ def _leave_groups(choice, num_groups, top_groups, adds_two):
 
 @functools.cache
 def route_kernel() -> Kernel:
-    """Writes ``ids [T, k]`` int32 and ``weights [T, k]`` float32 for ``logits [T, E]`` float32; a ticket is some rows.
+    """Writes ``ids [T, k]`` int32 and ``weights [T, k]`` float32 for ``logits [T, E]`` float32; a work item is some
+    rows.
 
     ``bias [E]`` float32, if any, is added for the choice alone. ``num_groups`` is 1 without groups. A row with NaN gets
     valid experts, and NaN as a weight.
     """
 
-    def route(arguments, ticket):
+    def route(arguments, work_item):
         a = carray(arguments, 1)[0]
         count, top_k = a.num_experts, a.top_k
         scores, choice = np.empty(count, np.float32), np.empty(count, np.float32)
-        first = ticket * a.rows_a_ticket
-        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+        first = work_item * a.rows_a_work_item
+        for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
             if a.kind == SPARSEMIXER:
                 logits = float32_at(a.logits + row * count * 4, count)
                 own = int32_at(a.ids + row * top_k * 4, top_k), float32_at(a.weights + row * top_k * 4, top_k)
@@ -152,7 +153,7 @@ def route_kernel() -> Kernel:
         route,
         Fields(
             "*logits *bias *ids *weights num_rows num_experts top_k kind num_groups top_groups adds_two normalises "
-            "rows_a_ticket",
+            "rows_a_work_item",
             "scale sum_eps",
         ),
     )
@@ -160,13 +161,13 @@ def route_kernel() -> Kernel:
 
 @functools.cache
 def group_kernel() -> Kernel:
-    """Puts the ``[T, k]`` draws of ``ids`` together by expert, in the order of tokens; one ticket.
+    """Puts the ``[T, k]`` draws of ``ids`` together by expert, in the order of tokens; one work item.
 
     Writes ``starts [E + 1]``, where each expert's rows begin; ``active [num_active]``, the experts that have rows, then
     -1; ``tokens [T k]``, each row's token; ``places [T, k]``, each draw's row. All are int32.
     """
 
-    def group(arguments, ticket):
+    def group(arguments, work_item):
         a = carray(arguments, 1)[0]
         count = a.num_rows * a.top_k
         ids, starts = int32_at(a.ids, count), int32_at(a.starts, a.num_experts + 1)
@@ -197,14 +198,14 @@ def combine_kernel() -> Kernel:
     """``out [T, H] = residual + sum over j of weights[t, j] y[places[t, j]] + sigmoid(gate[t]) shared[t]``.
 
     The sum is in the order of the draws, so that it depends on no other token. ``residual``, ``shared`` and ``gate
-    [T, 1]`` may be 0; ``shared`` without a gate is added as it is. A ticket is some rows.
+    [T, 1]`` may be 0; ``shared`` without a gate is added as it is. A work item is some rows.
     """
 
-    def combine(arguments, ticket):
+    def combine(arguments, work_item):
         a = carray(arguments, 1)[0]
         width, top_k = a.width, a.top_k
-        first = ticket * a.rows_a_ticket
-        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+        first = work_item * a.rows_a_work_item
+        for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
             at = row * width * 4
             out = float32_at(a.out + at, width)
             weights = float32_at(a.weights + row * top_k * 4, top_k)
@@ -230,5 +231,5 @@ def combine_kernel() -> Kernel:
                     out[i] += residual[i]
 
     return Kernel(
-        combine, Fields("*y *weights *places *shared *gate *residual *out num_rows top_k width rows_a_ticket")
+        combine, Fields("*y *weights *places *shared *gate *residual *out num_rows top_k width rows_a_work_item")
     )

@@ -23,7 +23,7 @@ from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_a
 
 FIELDS = Fields(
     "*q *latent *positions *cos *sin *norm *pages *slots num_tokens heads width rotary interleaved "
-    "num_positions num_blocks block_size row_stride tokens_a_ticket",
+    "num_positions num_blocks block_size row_stride tokens_a_work_item",
     "eps",
 )
 
@@ -36,18 +36,18 @@ def _copy(source, target):
 
 @functools.cache
 def latent_kernel(stored: type) -> Kernel:
-    """The kernel for pages of ``stored``; a ticket is some tokens."""
+    """The kernel for pages of ``stored``; a work item is some tokens."""
     itemsize = np.dtype(stored).itemsize
 
-    def latent(arguments, ticket):
+    def latent(arguments, work_item):
         a = carray(arguments, 1)[0]
         half, rest = a.rotary // 2, a.width - a.rotary
         interleaved = a.interleaved != 0
         positions, slots = int32_at(a.positions, a.num_tokens), int64_at(a.slots, a.num_tokens)
         weight = float32_at(a.norm, rest)
         row = np.empty(a.width, np.float32)
-        first = ticket * a.tokens_a_ticket
-        last = min(a.num_tokens, first + a.tokens_a_ticket)
+        first = work_item * a.tokens_a_work_item
+        last = min(a.num_tokens, first + a.tokens_a_work_item)
         for token in range(first, last):
             if positions[token] < 0 or positions[token] >= a.num_positions:
                 a.status = BAD_POSITION

@@ -21,11 +21,11 @@ FIELDS = Fields("*logits *chosen *chosen_logprob *chosen_rank *top_ids *top_logp
 
 @functools.cache
 def logprobs_kernel() -> Kernel:
-    """A ticket is one row. A row with NaN or +inf, or with -inf alone, gives NaN throughout."""
+    """A work item is one row. A row with NaN or +inf, or with -inf alone, gives NaN throughout."""
 
-    def logprobs(arguments, ticket):
+    def logprobs(arguments, work_item):
         a = carray(arguments, 1)[0]
-        row, vocab, top_n = ticket, a.vocab, a.top_n
+        row, vocab, top_n = work_item, a.vocab, a.top_n
         logits = float32_at(a.logits + row * vocab * 4, vocab)
         chosen = int32_at(a.chosen, a.num_rows)[row]
         top_ids = int32_at(a.top_ids + row * top_n * 4, top_n)

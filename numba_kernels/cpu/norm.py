@@ -18,20 +18,20 @@ from numba import carray
 from numba_kernels.cpu.intrinsics.scalars import load_f32
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at
 
-FIELDS = Fields("*x *weight *added *out num_rows width rows_a_ticket", "eps")
+FIELDS = Fields("*x *weight *added *out num_rows width rows_a_work_item", "eps")
 _REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets LLVM sum in vector lanes
 
 
 @functools.cache
 def rms_norm_kernel(stored: type) -> Kernel:
     """``out [R, W]`` from ``x [R, W]``, ``weight [W]`` of ``stored`` and a residual ``added [R, W]``, or 0 for none; a
-    ticket is some rows."""
+    work item is some rows."""
 
-    def rms_norm(arguments, ticket):
+    def rms_norm(arguments, work_item):
         a = carray(arguments, 1)[0]
         width, weight = a.width, a.weight  # locals: LLVM must assume that a store to ``out`` changes fields
-        first = ticket * a.rows_a_ticket
-        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+        first = work_item * a.rows_a_work_item
+        for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
             x = float32_at(a.x + row * width * 4, width)
             out = float32_at(a.out + row * width * 4, width)
             total = np.float32(0.0)
@@ -53,11 +53,11 @@ def rms_norm_kernel(stored: type) -> Kernel:
 def layer_norm_kernel(stored: type) -> Kernel:
     """As `rms_norm_kernel`, with a bias ``added [W]`` of ``stored``, or 0 for none."""
 
-    def layer_norm(arguments, ticket):
+    def layer_norm(arguments, work_item):
         a = carray(arguments, 1)[0]
         width, weight, bias = a.width, a.weight, a.added
-        first = ticket * a.rows_a_ticket
-        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+        first = work_item * a.rows_a_work_item
+        for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
             x = float32_at(a.x + row * width * 4, width)
             out = float32_at(a.out + row * width * 4, width)
             total = np.float32(0.0)

@@ -77,10 +77,10 @@ def _wait_above():
 
 @functools.cache
 def send_kernel() -> Kernel:
-    """Puts a piece of a message into the pipe; one ticket."""
+    """Puts a piece of a message into the pipe; one work item."""
     wait_above = _wait_above()
 
-    def send(arguments, ticket):
+    def send(arguments, work_item):
         a = carray(arguments, 1)[0]
         number = atomic.load(a.pipe)
         if not wait_above(a.flag, a.pipe + LINE_BYTES, number - SLOTS):
@@ -96,10 +96,10 @@ def send_kernel() -> Kernel:
 
 @functools.cache
 def receive_kernel() -> Kernel:
-    """Takes a message's piece out of the pipe, which must be of this step and message size; one ticket."""
+    """Takes a message's piece out of the pipe, which must be of this step and message size; one work item."""
     wait_above = _wait_above()
 
-    def receive(arguments, ticket):
+    def receive(arguments, work_item):
         a = carray(arguments, 1)[0]
         taken = a.pipe + LINE_BYTES
         number = atomic.load(taken)

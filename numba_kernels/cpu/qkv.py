@@ -26,7 +26,7 @@ from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_a
 FIELDS = Fields(
     "*qkv *positions *cos *sin *q_scales *q_norm *k_norm *k_cache *v_cache *k_scales *v_scales *slots *q "
     "num_tokens q_heads kv_heads head_dim norm rotary interleaved num_positions num_blocks block_size "
-    "value_stride tokens_a_ticket",
+    "value_stride tokens_a_work_item",
     "eps",
 )
 BAD_POSITION, BAD_SLOT = 1, 2
@@ -92,11 +92,11 @@ def rotate(target, cos, sin, rotary, interleaved):
 
 @functools.cache
 def qkv_kernel(stored: type) -> Kernel:
-    """The kernel for pages of ``stored``; a ticket is some tokens."""
+    """The kernel for pages of ``stored``; a work item is some tokens."""
     itemsize = np.dtype(stored).itemsize
     has_scales, largest = is_quantised(stored), largest_number(stored)
 
-    def qkv(arguments, ticket):
+    def qkv(arguments, work_item):
         a = carray(arguments, 1)[0]
         d, block_size, value_stride = a.head_dim, a.block_size, a.value_stride
         half, rotary, interleaved = a.rotary // 2, a.rotary, a.interleaved != 0
@@ -107,8 +107,8 @@ def qkv_kernel(stored: type) -> Kernel:
         has_own = norm in (_BY_ROW, _CENTRED)  # weights of each head
         q_scale = k_scale = np.float32(0.0)
         key = np.empty(d, np.float32)
-        first = ticket * a.tokens_a_ticket
-        last = min(a.num_tokens, first + a.tokens_a_ticket)
+        first = work_item * a.tokens_a_work_item
+        last = min(a.num_tokens, first + a.tokens_a_work_item)
         for token in range(first, last):
             if half > 0 and (positions[token] < 0 or positions[token] >= a.num_positions):
                 a.status = BAD_POSITION

@@ -52,18 +52,18 @@ def _replacement(p, q, uniform):
 
 @functools.cache
 def rejection_kernel() -> Kernel:
-    """A ticket is a sequence, with ``counts`` proposals from ``first_row`` on: ``wanted`` and ``proposed [num_rows,
+    """A work item is a sequence, with ``counts`` proposals from ``first_row`` on: ``wanted`` and ``proposed [num_rows,
     vocab]`` float32 are p and q of each, ``drafts`` and ``positions [num_rows]`` int32. ``kept`` gets how many are
     kept, ``replacements`` the token instead of the next one, -1 where all are kept. A p of all zeros keeps no draft,
     and has no replacement."""
 
-    def rejection(arguments, ticket):
+    def rejection(arguments, work_item):
         a = carray(arguments, 1)[0]
         sequences, rows, vocab = a.num_sequences, a.num_rows, a.vocab
-        first = int64_at(a.first_row, sequences)[ticket]
-        count = np.int64(int32_at(a.counts, sequences)[ticket])
-        seed = np.uint64(int64_at(a.seeds, sequences)[ticket])
-        choice = np.uint32(int32_at(a.choices, sequences)[ticket])
+        first = int64_at(a.first_row, sequences)[work_item]
+        count = np.int64(int32_at(a.counts, sequences)[work_item])
+        seed = np.uint64(int64_at(a.seeds, sequences)[work_item])
+        choice = np.uint32(int32_at(a.choices, sequences)[work_item])
         key_low, key_high = np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> np.uint64(32))
         kept, replacement = np.int64(0), np.int64(-1)
         for place in range(count):
@@ -78,7 +78,7 @@ def rejection_kernel() -> Kernel:
                 continue
             replacement = _replacement(p, q, _uniform(words[2], words[3]))
             break
-        int32_at(a.kept, sequences)[ticket] = kept
-        int32_at(a.replacements, sequences)[ticket] = replacement
+        int32_at(a.kept, sequences)[work_item] = kept
+        int32_at(a.replacements, sequences)[work_item] = replacement
 
     return Kernel(rejection, FIELDS)

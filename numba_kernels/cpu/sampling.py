@@ -197,18 +197,19 @@ def _draw(a, row):
 
 @functools.cache
 def sampling_kernel() -> Kernel:
-    """Draws ``token_ids [num_rows]``; a ticket is one row. A row with NaN, +inf or no token to draw gives -1, and 1 in
+    """Draws ``token_ids [num_rows]``; a work item is one row. A row with NaN, +inf or no token to draw gives -1, and 1
+    in
     ``statuses`` (0 = no such array), which else is 0."""
 
-    def sampling(arguments, ticket):
+    def sampling(arguments, work_item):
         a = carray(arguments, 1)[0]
-        token = _draw(a, ticket)
+        token = _draw(a, work_item)
         if token == _OUT_OF_RANGE:
             a.status = BAD_ID
             token = _NOTHING
-        int32_at(a.token_ids, a.num_rows)[ticket] = token
+        int32_at(a.token_ids, a.num_rows)[work_item] = token
         if a.statuses != 0:
-            int32_at(a.statuses, a.num_rows)[ticket] = 1 if token < 0 else 0
+            int32_at(a.statuses, a.num_rows)[work_item] = 1 if token < 0 else 0
 
     return Kernel(sampling, FIELDS)
 
@@ -216,14 +217,14 @@ def sampling_kernel() -> Kernel:
 @functools.cache
 def distributions_kernel() -> Kernel:
     """The distributions of `sampling_kernel`'s draws: ``token_ids`` is an address of float32 ``[num_rows, vocab]``,
-    each token's probability. A ticket is one row; one without a token to draw is all zeros. ``statuses`` is not
+    each token's probability. A work item is one row; one without a token to draw is all zeros. ``statuses`` is not
     read."""
 
-    def distributions(arguments, ticket):
+    def distributions(arguments, work_item):
         a = carray(arguments, 1)[0]
         vocab = a.vocab
-        out = float32_at(a.token_ids + ticket * vocab * 4, vocab)
-        token, logits, weights, threshold, last_id = _weigh(a, ticket)
+        out = float32_at(a.token_ids + work_item * vocab * 4, vocab)
+        token, logits, weights, threshold, last_id = _weigh(a, work_item)
         if token == _OUT_OF_RANGE:
             a.status = BAD_ID
         if weights.shape[0] == 0:

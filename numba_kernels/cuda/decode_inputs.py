@@ -31,7 +31,7 @@ def _decode_inputs() -> Specialisation:
     """Arguments: see `plan`."""
 
     @cuda.jit
-    def decode_inputs(changes, num_changes, tables, sources, drawn, token_ids, num_tokens):
+    def decode_inputs(changes, num_changes, tables, sources, sampled, token_ids, num_tokens):
         thread = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
         stride = uint32(uint32(cuda.gridDim.x) * uint32(THREADS))
         count = load_b32(num_changes)
@@ -44,7 +44,7 @@ def _decode_inputs() -> Specialisation:
         while index < num_tokens:
             source = load_b32(sources + uint64(index) * uint64(4))
             if int32(source) >= int32(0):
-                token = load_b32(drawn + uint64(source) * uint64(4))
+                token = load_b32(sampled + uint64(source) * uint64(4))
                 if int32(token) < int32(0):
                     token = uint32(0)
                 store_b32(token_ids + uint64(index) * uint64(4), token)

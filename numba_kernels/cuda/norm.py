@@ -37,7 +37,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation, access_wid
 MAX_THREADS = {"rms_norm": 1024, "layer_norm": 512}  # of a block: a thread has 64 registers, or 128
 RESIDENT = {"rms_norm": 2, "layer_norm": 1}
 """Vectors of a row that a thread keeps in registers."""
-SQUARE_PARTS = 4  # in which `plan_row_squares` adds up a row: warps of a block
+SQUARE_PARTS = 4  # in which `plan_deferred_norm` adds up a row: warps of a block
 
 
 @functools.cache
@@ -136,12 +136,12 @@ def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
 
 
 @functools.cache
-def _row_squares(dtype: str, width: int) -> Specialisation:
+def _deferred_norm(dtype: str, width: int) -> Specialisation:
     """Arguments: x, squares addresses; H. Each warp leaves the sum of its part of a row."""
     item_bytes, load = uint64(ITEM_BYTES[dtype]), elements_loader(dtype, width)
 
     @cuda.jit
-    def row_squares(x, squares, size):
+    def deferred_norm(x, squares, size):
         wait_for_previous_grid()
         launch_dependents()
         row, thread = uint64(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
@@ -158,9 +158,9 @@ def _row_squares(dtype: str, width: int) -> Specialisation:
             place = row * uint64(SQUARE_PARTS) + uint64(thread >> uint32(5))
             store_f32(squares + place * uint64(4), total)
 
-    name, constants = f"row_squares_{dtype}_x{width}", {"dtype": dtype, "width": width}
+    name, constants = f"deferred_norm_{dtype}_x{width}", {"dtype": dtype, "width": width}
     argument_types = types.uint64, types.uint64, types.uint32
-    return Specialisation(name, row_squares, argument_types, 32 * SQUARE_PARTS, constants=constants)
+    return Specialisation(name, deferred_norm, argument_types, 32 * SQUARE_PARTS, constants=constants)
 
 
 @device_function
@@ -308,10 +308,10 @@ def plan_layer_norm(num_rows: int, size: int, dtype: str, *, alignment: int = 16
     return _row_launch("layer_norm", _layer_norm(dtype, width), num_rows, size, width)
 
 
-def plan_row_squares(num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> Launch:
+def plan_deferred_norm(num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> Launch:
     """The squares of x [num_rows, size] for a product that normalises it (`gemm.epilogue`), float32 [num_rows,
     `SQUARE_PARTS`]. Arguments: x, squares, size."""
-    kernel = _row_squares(dtype, access_width(dtype, size, alignment))
+    kernel = _deferred_norm(dtype, access_width(dtype, size, alignment))
     return Launch(kernel, (num_rows, 1, 1), (32 * SQUARE_PARTS, 1, 1))
 
 
@@ -322,4 +322,4 @@ def specialisations() -> Iterator[Specialisation]:
             for has_residual in (False, True):
                 yield _rms_norm(dtype, width, has_residual)
             yield _layer_norm(dtype, width)
-            yield _row_squares(dtype, width)
+            yield _deferred_norm(dtype, width)

@@ -7,7 +7,7 @@
 
 A *slot* is four lanes' 16 bytes: 128 elements of 4 bits, or 64 of 8, of one row. A tile of 8 rows
 has 512 bytes for each slot, which a warp reads at once; lane 4 g + t has 8 elements of row g from 32 s + 8 t on, for
-each step s of 32: this lane's factors for `mma.sync`, if the other factor comes in the same order (`gemm/few_rows.py`).
+each step s of 32: this lane's factors for `mma.sync`, if the other factor comes in the same order (`gemm/skinny.py`).
 `intrinsics/unpack.py` documents their order inside a word.
 
     element = (unpacked + offset) * group's scale * row's scale

@@ -13,6 +13,7 @@ from numba_kernels.cuda import (
     attention,
     decode_inputs,
     dequantize,
+    dynamic_quantisation,
     embedding,
     experts,
     gemm,
@@ -24,7 +25,6 @@ from numba_kernels.cuda import (
     qkv,
     rope,
     rounded_norm,
-    rounded_rows,
     sampling,
 )
 from numba_kernels.cuda.arithmetic import elementwise, integer_matmul, reduce, softmax
@@ -32,7 +32,7 @@ from numba_kernels.cuda.specialisation import Specialisation
 
 FAMILIES = (
     activation, attention, decode_inputs, dequantize, elementwise, embedding, experts, gemm, integer_matmul, kv_cache,
-    latent, logprobs, norm, probes, qkv, reduce, rope, rounded_norm, rounded_rows, sampling, softmax,
+    latent, logprobs, norm, probes, qkv, reduce, rope, rounded_norm, dynamic_quantisation, sampling, softmax,
 )  # fmt: skip
 
 

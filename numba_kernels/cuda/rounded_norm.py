@@ -1,9 +1,9 @@
-"""RMSNorm with rows rounded to bytes: `norm.py` and `rounded_rows.py` in one launch, for products of bytes.
+"""RMSNorm with rows rounded to bytes: `norm.py` and `dynamic_quantisation.py` in one launch, for products of bytes.
 
 The numbers are those of the two launches one after the other, to the bit: the same block has a row, adds up its squares
 in the same order, rounds the normalised numbers to x's type, and rounds that to codes. This saves a launch, and the
-write and read of 16-bit rows. Codes and scales lie as in `rounded_rows.py`, with zeros for missing rows and columns:
-the grid has a block for each of 8 ceil(m / 8) rows.
+write and read of 16-bit rows. Codes and scales lie as in `dynamic_quantisation.py`, with zeros for missing rows and
+columns: the grid has a block for each of 8 ceil(m / 8) rows.
 
 A row's own largest number is known to its block once it is normalised; a row too long for its threads' registers is
 then normalised a third time, from a cache. 128 of K are 16 lanes' numbers.
@@ -17,6 +17,7 @@ from typing import Literal
 
 from numba import cuda, types
 
+from numba_kernels.cuda.dynamic_quantisation import GROUP, SLOT, chunk_storer, factor_finder
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.block import block_sum
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -26,7 +27,6 @@ from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wa
 from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, shuffle_xor_b32
 from numba_kernels.cuda.norm import MAX_THREADS, RESIDENT, row_threads, squares_adder, weights_keeper
 from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS
-from numba_kernels.cuda.rounded_rows import GROUP, SLOT, chunk_storer, factor_finder
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32

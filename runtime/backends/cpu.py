@@ -25,9 +25,9 @@ from runtime.backends.cpu_attention import latent_attention as latent_attention
 from runtime.backends.cpu_attention import latent_prepare as latent_prepare
 from runtime.backends.cpu_attention import page_shape as page_shape
 from runtime.backends.cpu_attention import qkv_prepare as qkv_prepare
-from runtime.backends.cpu_sampling import draw as draw
 from runtime.backends.cpu_sampling import log_softmax_topk as log_softmax_topk
 from runtime.backends.cpu_sampling import sample as sample
+from runtime.backends.cpu_sampling import sample_into as sample_into
 from runtime.backends.cpu_threads import MAX_WORKERS as MAX_WORKERS
 from runtime.backends.cpu_threads import new, new_int32, num_workers, share_among
 from runtime.backends.cpu_threads import set_num_workers as set_num_workers
@@ -62,9 +62,9 @@ def _take_columns(x: Tensor, order: NDArray) -> Tensor:
     rows, depth = x.shape
     result = new((rows, depth))
     hold(order)
-    tickets, workers, rows_a_ticket = share_among(rows, depth)
+    work_items, workers, rows_a_work_item = share_among(rows, depth)
     _embedding.take_columns_kernel()(
-        tickets, workers, x.address, address_of(order), result.address, rows, depth, rows_a_ticket
+        work_items, workers, x.address, address_of(order), result.address, rows, depth, rows_a_work_item
     )
     return result
 
@@ -128,17 +128,19 @@ def add_partials(
 def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
     """Multiplies ``logits [T, V]`` in place, and caps them unless ``softcap`` is None."""
     rows, width = logits.shape
-    tickets, workers, rows_a_ticket = share_among(rows, width * 8)
-    _activation.logits_kernel()(tickets, workers, logits.address, rows, width, rows_a_ticket, scale, softcap or 0.0)
+    work_items, workers, rows_a_work_item = share_among(rows, width * 8)
+    _activation.logits_kernel()(
+        work_items, workers, logits.address, rows, width, rows_a_work_item, scale, softcap or 0.0
+    )
 
 
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """See `ops.add_scaled`."""
     rows, width = x.shape
     result = new(x.shape)
-    tickets, workers, rows_a_ticket = share_among(rows, width)
+    work_items, workers, rows_a_work_item = share_among(rows, width)
     _activation.add_scaled_kernel()(
-        tickets, workers, x.address, y.address, result.address, rows, width, rows_a_ticket, scale
+        work_items, workers, x.address, y.address, result.address, rows, width, rows_a_work_item, scale
     )
     return result
 
@@ -160,10 +162,10 @@ def _add_rows(
         low, high = indices.array.min(), indices.array.max()
         return fail(op, name, f"holds {low} to {high}, must lie in 0 to {table_rows - 1}")
 
-    tickets, workers, rows_a_ticket = share_among(rows, width * 8)
+    work_items, workers, rows_a_work_item = share_among(rows, width * 8)
     _embedding.embedding_kernel(stored)(
-        tickets, workers, indices.address, address, scales, result.address, rows, table_rows, width,
-        int(isinstance(table, PanelWeight)), int(out is not None), rows_a_ticket, multiplier, explain=explain,
+        work_items, workers, indices.address, address, scales, result.address, rows, table_rows, width,
+        int(isinstance(table, PanelWeight)), int(out is not None), rows_a_work_item, multiplier, explain=explain,
     )  # fmt: skip
     return result
 
@@ -189,9 +191,9 @@ def join_columns(parts: Sequence[Tensor]) -> Tensor:
     result = new((rows, total))
     for each in parts:
         width = each.shape[1]
-        tickets, workers, rows_a_ticket = share_among(rows, width)
+        work_items, workers, rows_a_work_item = share_among(rows, width)
         _embedding.put_columns_kernel()(
-            tickets, workers, each.address, result.address, rows, width, total, first, rows_a_ticket
+            work_items, workers, each.address, result.address, rows, width, total, first, rows_a_work_item
         )
         first += width
     return result
@@ -204,10 +206,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
     """See `ops.rms_norm`."""
     rows, width = x.shape
     result = new(x.shape)
-    tickets, workers, rows_a_ticket = share_among(rows, width)
+    work_items, workers, rows_a_work_item = share_among(rows, width)
     _norm.rms_norm_kernel(STORED[weight.dtype])(
-        tickets, workers, x.address, weight.address, 0 if residual is None else residual.address, result.address, rows,
-        width, rows_a_ticket, eps,
+        work_items, workers, x.address, weight.address, 0 if residual is None else residual.address, result.address,
+        rows, width, rows_a_work_item, eps,
     )  # fmt: skip
     return result
 
@@ -216,10 +218,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     """See `ops.layer_norm`."""
     rows, width = x.shape
     result = new(x.shape)
-    tickets, workers, rows_a_ticket = share_among(rows, width)
+    work_items, workers, rows_a_work_item = share_among(rows, width)
     _norm.layer_norm_kernel(STORED[weight.dtype])(
-        tickets, workers, x.address, weight.address, 0 if bias is None else bias.address, result.address, rows, width,
-        rows_a_ticket, eps,
+        work_items, workers, x.address, weight.address, 0 if bias is None else bias.address, result.address, rows,
+        width, rows_a_work_item, eps,
     )  # fmt: skip
     return result
 
@@ -230,13 +232,13 @@ def activate(function: str, x: Tensor, out: Tensor | None, factors: tuple[float,
     result = new(x.shape) if out is None else out
     width = x.shape[-1] if x.ndim else 1
     rows = x.size // width if width else 0
-    tickets, workers, rows_a_ticket = share_among(rows, width * 8)
+    work_items, workers, rows_a_work_item = share_among(rows, width * 8)
     if factors:
         kernel, numbers = _activation.shaped_kernel(function), (*factors, 0.0, 0.0, 0.0)[:4]
-        kernel(tickets, workers, x.address, result.address, rows, width, rows_a_ticket, *numbers)
+        kernel(work_items, workers, x.address, result.address, rows, width, rows_a_work_item, *numbers)
     else:
         kernel = _activation.activation_kernel(function)
-        kernel(tickets, workers, x.address, 0, result.address, rows, width, width, width, rows_a_ticket)
+        kernel(work_items, workers, x.address, 0, result.address, rows, width, width, width, rows_a_work_item)
     return result
 
 
@@ -245,10 +247,10 @@ def glu(gate_up: Tensor, activation: str) -> Tensor:
     rows, both = gate_up.shape
     width = both // 2
     result = new((rows, width))
-    tickets, workers, rows_a_ticket = share_among(rows, width * 8)
+    work_items, workers, rows_a_work_item = share_among(rows, width * 8)
     gate = gate_up.address
     _activation.activation_kernel(activation)(
-        tickets, workers, gate, gate + width * 4, result.address, rows, width, both, both, rows_a_ticket
+        work_items, workers, gate, gate + width * 4, result.address, rows, width, both, both, rows_a_work_item
     )
     return result
 
@@ -265,12 +267,12 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
     """See `ops.route`."""
     rows, num_experts = logits.shape
     ids, weights = new_int32((rows, rule.top_k)), new((rows, rule.top_k))
-    tickets, workers, rows_a_ticket = share_among(rows, num_experts * 8)
+    work_items, workers, rows_a_work_item = share_among(rows, num_experts * 8)
     kind = _experts.KINDS.index(rule.scores)
     _experts.route_kernel()(
-        tickets, workers, logits.address, 0 if bias is None else bias.address, ids.address, weights.address, rows,
+        work_items, workers, logits.address, 0 if bias is None else bias.address, ids.address, weights.address, rows,
         num_experts, rule.top_k, kind, rule.num_groups, rule.top_groups, int(rule.group_score == "two"),
-        int(rule.normalises), rows_a_ticket, rule.scale, rule.epsilon,
+        int(rule.normalises), rows_a_work_item, rule.scale, rule.epsilon,
     )  # fmt: skip
     return Routing(ids, weights, rule)
 
@@ -355,10 +357,10 @@ class _RowsByExpert:
     def add(self, y: Tensor, added: list[int], out: Tensor) -> None:
         """Writes each token's weighted sum of ``y [T k, N]`` to ``out [T, N]``, and what `_some_experts` adds."""
         width = y.shape[1]
-        tickets, workers, rows_a_ticket = share_among(self.tokens, width * self.top_k)
+        work_items, workers, rows_a_work_item = share_among(self.tokens, width * self.top_k)
         _experts.combine_kernel()(
-            tickets, workers, y.address, self.routing.weights.address, self.places.address, *added, out.address,
-            self.tokens, self.top_k, width, rows_a_ticket,
+            work_items, workers, y.address, self.routing.weights.address, self.places.address, *added, out.address,
+            self.tokens, self.top_k, width, rows_a_work_item,
         )  # fmt: skip
 
 
@@ -366,9 +368,9 @@ class _RowsByExpert:
 
 
 def take_decode_inputs(
-    changes: Tensor, num_changes: Tensor, tables: Tensor, sources: Tensor, drawn: Tensor, token_ids: Tensor
+    changes: Tensor, num_changes: Tensor, tables: Tensor, sources: Tensor, sampled: Tensor, token_ids: Tensor
 ) -> None:
     """See `ops.take_decode_inputs`."""
-    tensors = changes, num_changes, tables, sources, drawn, token_ids
+    tensors = changes, num_changes, tables, sources, sampled, token_ids
     addresses = (tensor.address for tensor in tensors)
-    _decode_inputs.decode_inputs_kernel()(1, 1, *addresses, token_ids.size, tables.size, drawn.size)
+    _decode_inputs.decode_inputs_kernel()(1, 1, *addresses, token_ids.size, tables.size, sampled.size)

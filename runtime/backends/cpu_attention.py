@@ -66,14 +66,14 @@ def qkv_prepare(
         q_scales = 0 if rope.q_scales is None else rope.q_scales.address
     blocks, _, _, block_size = k_cache.shape
     result = new((tokens, num_q_heads, head_dim))
-    tickets, workers, tokens_a_ticket = share_among(tokens, heads * head_dim * 2)
+    work_items, workers, tokens_a_work_item = share_among(tokens, heads * head_dim * 2)
 
     _qkv.qkv_kernel(PAGES[k_cache.dtype])(
-        tickets, workers, qkv.address, positions.address, cos, sin, q_scales,
+        work_items, workers, qkv.address, positions.address, cos, sin, q_scales,
         *(0 if weight is None else address_of(weight) for weight in norms),
         k_cache.address, v_cache.address, *_scale_addresses(scales), slot_mapping.address, result.address,
         tokens, num_q_heads, num_kv_heads, head_dim, _qkv.NORMS.index(norm), rotary, interleaved, num_positions,
-        blocks, block_size, v_cache.shape[3], tokens_a_ticket, norm_eps,
+        blocks, block_size, v_cache.shape[3], tokens_a_work_item, norm_eps,
         explain=_explain_places("qkv_prepare", positions, num_positions, slot_mapping, blocks * block_size),
     )  # fmt: skip
     return result
@@ -118,7 +118,7 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
         tensor.array for tensor in (batch.query_start, batch.seq_lens, batch.block_tables[group])
     )
     if current() is not None:
-        assert batch.sees_until is None, "a step with pictures is recorded"
+        assert batch.bidirectional_until is None, "a step with pictures is recorded"
         batch.plans[key] = plan = _recorded_plan(batch, group, tokens, share, table.shape[1])
         return plan
     query_lens = np.diff(starts)
@@ -129,12 +129,14 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
         raise fail(
             op, "batch.seq_lens", f"must lie between the chunk's length and {limit}, the tokens of a block table's row"
         )
-    if batch.sees_until is not None:
-        until, lens = batch.sees_until.array, seq_lens.astype(np.int64)
+    if batch.bidirectional_until is not None:
+        until, lens = batch.bidirectional_until.array, seq_lens.astype(np.int64)
         own = np.arange(1, tokens + 1) + np.repeat(lens - query_lens - starts[:-1], query_lens)
         falls = (np.diff(until) < 0) & (np.diff(own) == 1)
         if (until < own).any() or (until > np.repeat(lens, query_lens)).any() or falls.any():
-            raise fail(op, "batch.sees_until", "must rise in each chunk, from behind each token to the sequence's end")
+            raise fail(
+                op, "batch.bidirectional_until", "must rise in each chunk, from behind each token to the sequence's end"
+            )
     plan = None
     if seqs:
         group_tokens = max(1, _attention.GROUP_ROWS // share)
@@ -200,11 +202,11 @@ def latent_prepare(
     blocks, _, block_size, stride = pages.shape
     weight = _as_float32(norm.weight)
     assert weight is not None
-    tickets, workers, tokens_a_ticket = share_among(tokens, (heads + 2) * width)
+    work_items, workers, tokens_a_work_item = share_among(tokens, (heads + 2) * width)
     _latent.latent_kernel(STORED[pages.dtype])(
-        tickets, workers, q.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
+        work_items, workers, q.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
         address_of(weight), pages.address, slot_mapping.address, tokens, heads, width, 2 * rope.cos.shape[1],
-        int(rope.interleaved), rope.cos.shape[0], blocks, block_size, stride, tokens_a_ticket, norm.eps,
+        int(rope.interleaved), rope.cos.shape[0], blocks, block_size, stride, tokens_a_work_item, norm.eps,
         explain=_explain_places("latent_prepare", positions, rope.cos.shape[0], slot_mapping, blocks * block_size),
     )  # fmt: skip
     return q
@@ -247,8 +249,8 @@ def _attend(
         q.address, *places, query_start, seq_lens, table, group_starts, address_of(partial), result.address,
         batch.num_seqs, q_heads, kv_heads, head_dim, value_dim, width, stride, blocks, block_size,
         plan.table_width, window or 0, plan.group_tokens, segments,
-        0 if sinks is None else sinks.address, 0 if batch.sees_until is None else batch.sees_until.address, scale,
-        softcap or 0.0,
+        0 if sinks is None else sinks.address, 0 if batch.bidirectional_until is None else
+        batch.bidirectional_until.address, scale, softcap or 0.0,
     )  # fmt: skip
 
     def explain(status: int) -> Exception:

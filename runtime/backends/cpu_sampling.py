@@ -28,10 +28,10 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     return SampledTokens(token_ids, token_ids >= 0)
 
 
-def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
-    """See `ops.draw`. The kernel reads each row's parameters itself and ignores ``has_penalties``."""
+def sample_into(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
+    """See `ops.sample_into`. The kernel reads each row's parameters itself and ignores ``has_penalties``."""
     out = results.address
-    _launch("draw", logits, [field.address for field in fields], 0, out, out + 4 * logits.shape[0])
+    _launch("sample_into", logits, [field.address for field in fields], 0, out, out + 4 * logits.shape[0])
 
 
 def distributions(logits: Tensor, params: SamplingArrays) -> NDArray[np.float32]:

@@ -39,8 +39,8 @@ def new_int32(shape: tuple[int, ...]) -> Tensor:
 
 
 def share_among(rows: int, elements_a_row: int) -> tuple[int, int, int]:
-    """(tickets, workers, rows a ticket) for elementwise work."""
+    """(work items, workers, rows a work item) for elementwise work."""
     if rows * elements_a_row < SERIAL_ELEMENTS or _num_workers == 1:
         return 1, 1, max(1, rows)
-    rows_a_ticket = -(-rows // (4 * _num_workers))
-    return -(-rows // rows_a_ticket), _num_workers, rows_a_ticket
+    rows_a_work_item = -(-rows // (4 * _num_workers))
+    return -(-rows // rows_a_work_item), _num_workers, rows_a_work_item

@@ -27,14 +27,14 @@ from runtime.backends.cuda_experts import expert_linear, experts, normed_route, 
 from runtime.backends.cuda_latent import LATENT_ROW_MULTIPLE, latent_attention, latent_prepare
 from runtime.backends.cuda_linear import (
     add_partials,
+    deferred_norm,
     glu,
     linear,
     linear_glu,
     linear_partial,
     rms_norm,
-    row_squares,
 )
-from runtime.backends.cuda_sampling import draw, log_softmax_topk, sample
+from runtime.backends.cuda_sampling import log_softmax_topk, sample, sample_into
 from runtime.backends.cuda_tensor import alignment, id_flag, upload, zeros
 from runtime.backends.remembered import remembered
 from runtime.batch import Batch
@@ -45,11 +45,44 @@ from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "ACTIVATIONS", "GLU_ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
-    "add_embedding", "add_partials", "add_scaled", "attention", "draw", "elementwise", "embedding", "expert_linear",
-    "experts", "gather_rows", "glu", "join_columns", "latent_attention", "latent_prepare", "layer_norm", "linear",
-    "linear_glu", "linear_partial", "log_softmax_topk", "matmul", "normed_route", "page_shape", "qkv_prepare", "reduce",
-    "rms_norm", "route", "row_squares", "sample", "scale_logits", "take_decode_inputs", "write_elementwise",
+    "ACTIVATIONS",
+    "GLU_ACTIVATIONS",
+    "LATENT_ROW_MULTIPLE",
+    "NORM_WEIGHTS",
+    "TABLE",
+    "WEIGHT",
+    "activate",
+    "add_embedding",
+    "add_partials",
+    "add_scaled",
+    "attention",
+    "deferred_norm",
+    "elementwise",
+    "embedding",
+    "expert_linear",
+    "experts",
+    "gather_rows",
+    "glu",
+    "join_columns",
+    "latent_attention",
+    "latent_prepare",
+    "layer_norm",
+    "linear",
+    "linear_glu",
+    "linear_partial",
+    "log_softmax_topk",
+    "matmul",
+    "normed_route",
+    "page_shape",
+    "qkv_prepare",
+    "reduce",
+    "rms_norm",
+    "route",
+    "sample",
+    "sample_into",
+    "scale_logits",
+    "take_decode_inputs",
+    "write_elementwise",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)
@@ -241,7 +274,7 @@ def attention(
             num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, table_width=table_width, dtype=q.dtype.ptx,
             block_size=block_size, window=window, has_sinks=sinks is not None, softcap=softcap,
             num_sms=gpu.properties.num_sms, exact=batch.exact, arch=gpu.arch, num_blocks=num_blocks,
-            pages=k_cache.dtype.ptx if page_scales else "", has_spans=batch.sees_until is not None,
+            pages=k_cache.dtype.ptx if page_scales else "", has_spans=batch.bidirectional_until is not None,
         )  # fmt: skip
     workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
     gpu.launch(
@@ -250,16 +283,16 @@ def attention(
             q.address, k_cache.address, v_cache.address, result.address, 0 if workspace is None else workspace.address,
             zeros(gpu, plan.num_arrivals) if plan.num_arrivals else 0, query_start, seq_lens, table, scale,
             0 if sinks is None else sinks.address, *(scales.address for scales in page_scales),
-            sees_until=0 if batch.sees_until is None else batch.sees_until.address,
+            bidirectional_until=0 if batch.bidirectional_until is None else batch.bidirectional_until.address,
         ),
     )  # fmt: skip
     return result
 
 
 def take_decode_inputs(
-    changes: Tensor, num_changes: Tensor, tables: Tensor, sources: Tensor, drawn: Tensor, token_ids: Tensor
+    changes: Tensor, num_changes: Tensor, tables: Tensor, sources: Tensor, sampled: Tensor, token_ids: Tensor
 ) -> None:
     """See `ops.take_decode_inputs`."""
-    tensors = changes, num_changes, tables, sources, drawn, token_ids
+    tensors = changes, num_changes, tables, sources, sampled, token_ids
     addresses = (tensor.address for tensor in tensors)
     Gpu.of(changes.device).launch(_decode_inputs.plan(), *addresses, token_ids.size)

@@ -49,7 +49,7 @@ _plan_router = remembered(router.plan)
 _plan_routing = remembered(routing.plan)
 _plan_tensor_core = remembered(tensor_core.plan)
 _plan_tiled = remembered(tiled.plan)
-_plan_written_out = remembered(dequantize.plan_experts)
+_plan_dequantised = remembered(dequantize.plan_experts)
 
 _MOST_ROWS = 65536  # of experts at a time, each token with all of its experts
 
@@ -117,7 +117,7 @@ def experts(
             0 if each is None else each[some].address for each in (shared, shared_gate, residual, result, squares)
         ]
         _grouped(x[some], part, gate_up, down, activation, places, gather)
-    result.row_squares = squares
+    result.deferred_norm = squares
     return result
 
 
@@ -140,8 +140,8 @@ def _gathered(
     )  # fmt: skip
     squares = 0
     if hidden % (4 * gather.SQUARE_COLUMNS) == 0:
-        result.row_squares = Tensor.new((tokens, hidden // gather.SQUARE_COLUMNS), float32, x.device)
-        squares = result.row_squares.address
+        result.deferred_norm = Tensor.new((tokens, hidden // gather.SQUARE_COLUMNS), float32, x.device)
+        squares = result.deferred_norm.address
     gpu.launch(
         second, between.address, down.table_address, chosen.ids.address,
         chosen.weights.address, *added, result.address, squares, hidden, inner, num_experts, top_k,
@@ -213,9 +213,9 @@ class _RowsByExpert:
             if weight.packing is None:
                 arguments.append(weight.maps_address)
             elif packing is None:
-                written_out = self._written_out(weight)
-                arguments.append(written_out.address)
-                joined = written_out.shape[0], written_out.shape[1]
+                dequantised = self._dequantised(weight)
+                arguments.append(dequantised.address)
+                joined = dequantised.shape[0], dequantised.shape[1]
             launch = _plan_hopper(self.num_tiles, columns, dtype, activation, tile, machine, joined, packing)
         elif weight.packing is not None:
             launch = _plan_packed(self.num_tiles, columns, dtype, weight.packing.name, activation, self.tile_rows)
@@ -226,12 +226,12 @@ class _RowsByExpert:
         gpu.launch(launch, *arguments)
         return out
 
-    def _written_out(self, weight: ExpertsWeight) -> Tensor:
+    def _dequantised(self, weight: ExpertsWeight) -> Tensor:
         """``[E N, K]``: the rows of all quantised experts, of x's type."""
         assert weight.packing is not None
         num_experts, width, depth = weight.shape
         rows = Tensor.empty((num_experts * width, depth), self.dtype, weight.experts[0].device)
-        launch = _plan_written_out(weight.packing, num_experts, width, depth, self.dtype.ptx)
+        launch = _plan_dequantised(weight.packing, num_experts, width, depth, self.dtype.ptx)
         self.gpu.launch(launch, weight.table_address, 0, rows.address, 0, width, width, depth, 1.0)
         return rows
 

@@ -1,7 +1,7 @@
 """Products with a weight on a GPU, with the norm before them and the gated unit after them; see `runtime.ops`.
 
 A weight that a norm's weights are multiplied into (`RowWeight.is_normed`) takes rows as they are: its kernel scales the
-sums by `Tensor.row_squares`. A product with a residual leaves these for the next one; otherwise one launch adds them
+sums by `Tensor.deferred_norm`. A product with a residual leaves these for the next one; otherwise one launch adds them
 up. Packed weights have their norm in a launch before them, which rounds many rows to bytes where the product takes
 bytes.
 """
@@ -14,7 +14,7 @@ from numba_kernels.cuda import activation as _activation
 from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
-from runtime.backends import cuda_cublas, cuda_segments
+from runtime.backends import cuda_cublas, cuda_split_k
 from runtime.backends.cuda_packed import matrix_of, rows_of
 from runtime.backends.cuda_plans import NEVER_ROUNDED, Planned, plan_product
 from runtime.backends.cuda_tensor import alignment
@@ -28,7 +28,7 @@ from runtime.tensor.tensor import Tensor
 _plan_glu = remembered(_activation.plan_glu)
 _plan_reordered = remembered(_embedding.plan_reordered)
 _plan_rms_norm = remembered(_norm.plan_rms_norm)
-_plan_row_squares = remembered(_norm.plan_row_squares)
+_plan_deferred_norm = remembered(_norm.plan_deferred_norm)
 
 
 def linear(
@@ -41,13 +41,13 @@ def linear(
     x = _in_order(x, weight)
     gpu, rows, (width, depth) = Gpu.of(x.device), x.shape[0], weight.shape
     result = Tensor.new((rows, width), dtype, x.device) if out is None else out
-    result.row_squares = None
+    result.deferred_norm = None
     if weight.tier == "cublas":
         assert isinstance(weight, RowWeight)
         cuda_cublas.product(gpu, x, weight, residual, result)
     elif weight.num_segments > 1:
         added = 0 if residual is None else residual.address
-        cuda_segments.product(gpu, x, weight, weight.bias_address, added, result)
+        cuda_split_k.product(gpu, x, weight, weight.bias_address, added, result)
     elif rows and width:
         bias, added = weight.bias_address, 0 if residual is None else residual.address
         key = (
@@ -66,8 +66,8 @@ def linear(
         source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
         squares = matrix if planned.takes_weight_twice else 0
         if planned.num_squares:
-            result.row_squares = Tensor.new((rows, planned.num_squares), float32, x.device)
-            squares = result.row_squares.address
+            result.deferred_norm = Tensor.new((rows, planned.num_squares), float32, x.device)
+            squares = result.deferred_norm.address
         gpu.launch(launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, squares)
         del memory, rounded
     return result
@@ -76,7 +76,7 @@ def linear(
 def linear_partial(x: Tensor, weight: GpuWeight) -> Tensor:
     """See `ops.linear_partial`."""
     result = Tensor.new((x.shape[0], weight.shape[0]), float32, x.device)
-    cuda_segments.product(Gpu.of(x.device), x, weight, 0, 0, result)
+    cuda_split_k.product(Gpu.of(x.device), x, weight, 0, 0, result)
     return result
 
 
@@ -84,7 +84,7 @@ def add_partials(partials: Tensor, weight: GpuWeight, residual: Tensor | None, o
     """See `ops.add_partials`."""
     result = Tensor.new(partials.shape[1:], weight.activations, partials.device) if out is None else out
     added = 0 if residual is None else residual.address
-    cuda_segments.add(Gpu.of(partials.device), partials, weight.bias_address, added, result)
+    cuda_split_k.add(Gpu.of(partials.device), partials, weight.bias_address, added, result)
     return result
 
 
@@ -163,13 +163,13 @@ def _normalising(x: Tensor, weight: GpuWeight, norm: RmsNorm | None) -> tuple[in
     """The squares of x's rows as products take them: address, number of parts, and eps."""
     if norm is None or not weight.is_normed:
         return _gemm.NO_SQUARES[:3]
-    squares = _row_squares(x)
+    squares = _deferred_norm(x)
     return squares.address, squares.shape[1], norm.eps
 
 
-def row_squares(x: Tensor, parts: int) -> Tensor:
-    """See `ops.row_squares`."""
-    squares = _row_squares(x)
+def deferred_norm(x: Tensor, parts: int) -> Tensor:
+    """See `ops.deferred_norm`."""
+    squares = _deferred_norm(x)
     rows, count = squares.shape
     assert count <= parts, f"{count} parts of rows' squares do not fit into {parts}"
     if count == parts:
@@ -180,13 +180,13 @@ def row_squares(x: Tensor, parts: int) -> Tensor:
     return padded
 
 
-def _row_squares(x: Tensor) -> Tensor:
+def _deferred_norm(x: Tensor) -> Tensor:
     """The squares of x's rows: those left by an earlier launch, or new ones."""
-    squares = x.row_squares
+    squares = x.deferred_norm
     if squares is None:
         rows, depth = x.shape
-        squares = x.row_squares = Tensor.new((rows, _norm.SQUARE_PARTS), float32, x.device)
-        launch = _plan_row_squares(rows, depth, x.dtype.ptx, alignment=alignment(x.address))
+        squares = x.deferred_norm = Tensor.new((rows, _norm.SQUARE_PARTS), float32, x.device)
+        launch = _plan_deferred_norm(rows, depth, x.dtype.ptx, alignment=alignment(x.address))
         Gpu.of(x.device).launch(launch, x.address, squares.address, depth)
     return squares
 

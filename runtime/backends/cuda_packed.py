@@ -1,7 +1,7 @@
 """Packed weights on a GPU: products that read them as they are, and those that need rows of numbers first.
 
 A product that no tier computes from a packed weight (float32, exact segments, a tier that the user names), or that
-others are faster at (many rows), has it written out as a matrix of x's type first, every time: memory for one
+others are faster at (many rows), has it dequantised into a matrix of x's type first, every time: memory for one
 such matrix is needed then.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba_kernels.cuda import dequantize, rounded_rows
+from numba_kernels.cuda import dequantize, dynamic_quantisation
 from runtime.backends.cuda_plans import Planned
 from runtime.backends.cuda_tensor import alignment, id_flag
 from runtime.device.gpu import Gpu
@@ -24,7 +24,7 @@ def rows_of(gpu: Gpu, x: Tensor, planned: Planned, norm: RmsNorm | None) -> tupl
     assert planned.rounding is not None
     rows, depth = x.shape
     is_grouped = planned.rounding.specialisation.constants.get("group", 0) != 0
-    codes, both = rounded_rows.sections(rows, depth, is_grouped=is_grouped)
+    codes, both = dynamic_quantisation.sections(rows, depth, is_grouped=is_grouped)
     memory = gpu.allocate(both)
     scales = memory.address + codes
     given = (planned.input_scale, 1.0 / planned.input_scale) if planned.input_scale else ()

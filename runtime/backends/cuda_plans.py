@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from types import ModuleType
 
-from numba_kernels.cuda import dequantize, gemm, rounded_norm, rounded_rows
+from numba_kernels.cuda import dequantize, dynamic_quantisation, gemm, rounded_norm
 from numba_kernels.cuda.experts import gather, hopper, packed, packed_gather, tensor_core, tiled
 from numba_kernels.cuda.gemm import Machine, machine_of
-from numba_kernels.cuda.gemm.few_rows_shape import MAX_ROWS as FEW_ROWS
 from numba_kernels.cuda.gemm.hopper_ring import Tile
-from numba_kernels.cuda.gemm.packed_tiles import BLOCK_M
+from numba_kernels.cuda.gemm.mixed_input import BLOCK_M
+from numba_kernels.cuda.gemm.skinny_shape import MAX_ROWS as FEW_ROWS
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.specialisation import Launch
@@ -26,7 +26,7 @@ from runtime.routing import Routing
 from runtime.tensor.tensor import Tensor
 
 _MOST_WRITTEN_OUT = 5 << 28  # bytes of quantised experts as 16-bit rows
-_LEAST_GAIN = 1.2  # by the models, from which on they are written out: these do not count writes
+_LEAST_GAIN = 1.2  # by the models, from which on they are dequantised: these do not count writes
 _GATHERED_TOKENS = 4  # beyond, tokens share experts, and an expert's rows are better multiplied together
 NEVER_ROUNDED = 16
 """Most rows that are multiplied without rounding: they take no longer than the weight's bytes."""
@@ -84,12 +84,12 @@ def can_round(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine
     is_grouped = weight.rounds_rows == "groups"
     if not weight.rounds_rows or is_grouped != (weight.packing.group > 0):
         return False
-    return not (gemm.hopper_bytes.why_not(product, machine) and gemm.byte_tiles.why_not(product, machine))
+    return not (gemm.hopper_bytes.why_not(product, machine) and gemm.w8a8.why_not(product, machine))
 
 
 def rounded_tier(product: gemm.Product, machine: gemm.Machine) -> ModuleType:
     """The launch that multiplies a weight of bytes by rows of bytes, or None."""
-    return gemm.byte_tiles if gemm.hopper_bytes.why_not(product, machine) else gemm.hopper_bytes
+    return gemm.w8a8 if gemm.hopper_bytes.why_not(product, machine) else gemm.hopper_bytes
 
 
 def plan_rounded(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine, *, has_norm: bool) -> Planned:
@@ -97,11 +97,11 @@ def plan_rounded(weight: PackedWeight, product: gemm.Product, machine: gemm.Mach
     packing = packing_of(product.weight)
     assert packing is not None
     element = "s8" if packing.element == "u8" else packing.element
-    rounding = (rounded_norm if has_norm else rounded_rows).plan(
+    rounding = (rounded_norm if has_norm else dynamic_quantisation).plan(
         product.m, product.k, product.x, element, is_grouped=packing.group > 0, is_static=weight.input_scale > 0
     )
     is_by_bytes = gemm.hopper_bytes.why_not(product, machine) != ""
-    launch = gemm.byte_tiles.plan(product) if is_by_bytes else gemm.hopper_bytes.plan(product, machine)
+    launch = gemm.w8a8.plan(product) if is_by_bytes else gemm.hopper_bytes.plan(product, machine)
     return Planned(launch, rounding=rounding, input_scale=weight.input_scale, takes_weight_twice=not is_by_bytes)
 
 
@@ -119,7 +119,7 @@ def _is_faster_rounded(
     launch, rounding is free."""
     if weight.tier != "auto" or product.m <= NEVER_ROUNDED or not can_round(weight, product, machine):
         return False
-    rounding = 0.0 if has_norm else rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
+    rounding = 0.0 if has_norm else dynamic_quantisation.seconds(product.m, product.k, machine.memory_bytes)
     made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.sustained_bytes)
     others = min(gemm.modelled_s(product, machine), made + gemm.modelled_s(plain, machine))
     multiplying: float = rounded_tier(product, machine).seconds(product, machine)
@@ -141,7 +141,7 @@ def can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: Experts
 
 
 def hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> Tile | None:
-    """The wgmma tile of both products, or None; it unpacks quantised experts, or they are written out first."""
+    """The wgmma tile of both products, or None; it unpacks quantised experts, or they are dequantised first."""
     if x.address % 16 or gate_up.exact or gate_up.shape[1] % (2 * VECTOR_WIDTH[x.dtype.ptx]):
         return None
     gpu = Gpu.of(x.device)
@@ -157,11 +157,11 @@ def hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeigh
         if each.packing is not None
     ):
         return tile
-    return _tile_of_written_out(x, rows, (gate_up, down), machine)
+    return _tile_of_dequantised(x, rows, (gate_up, down), machine)
 
 
-def _tile_of_written_out(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...], machine: Machine) -> Tile | None:
-    """The tile of products with quantised experts which are written out first; None where they are faster as they
+def _tile_of_dequantised(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...], machine: Machine) -> Tile | None:
+    """The tile of products with quantised experts which are dequantised first; None where they are faster as they
     are, cannot be multiplied so, or are too large."""
     dtype, num_experts = x.dtype.ptx, weights[0].shape[0]
     if packed.choose_tile_rows(rows, num_experts) < BLOCK_M:

@@ -1,7 +1,7 @@
 """Sampled tokens and their log-probabilities on a GPU, as `runtime.ops` describes them.
 
-The parameters go up in one copy, and only ids and a few numbers a row come back; `draw` is for parameters already on
-the device, and does not wait.
+The parameters go up in one copy, and only ids and a few numbers a row come back; `sample_into` is for parameters
+already on the device, and does not wait.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     has_penalties = any((getattr(params, name) != neutral).any() for name, neutral in PENALTIES.items())
     result = Tensor.new((2 * rows + 1,), int32, device)  # ids, statuses, whether an id was outside its table
     _launch(logits, [field.address for field in fields], mask_address, result.address, has_penalties)
-    drawn = result.to("cpu").array
-    token_ids, statuses = drawn[:rows], drawn[rows : 2 * rows]
-    if drawn[2 * rows]:
+    sampled = result.to("cpu").array
+    token_ids, statuses = sampled[:rows], sampled[rows : 2 * rows]
+    if sampled[2 * rows]:
         check_id_flag(device)
     if (statuses == _sampling.BAD_ID).any():
         raise fail("sample", "params", f"name a token id outside the vocabulary of {vocab}")
     return SampledTokens(token_ids, statuses == _sampling.OK)
 
 
-def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
-    """See `ops.draw`."""
+def sample_into(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
+    """See `ops.sample_into`."""
     _launch(logits, [field.address for field in fields], 0, results.address, has_penalties)
 
 

@@ -3,7 +3,7 @@
 The plain loop is the oracle of the overlapped one. Both give the same outputs: everything that depends on the tokens of
 the previous step (the last token ids, penalties, finished choices) is filled in between its commit and the next step's
 start; the rest of the next step is prepared while the previous one runs. If decode graphs run both, the next step
-starts before the previous one is over (`OpenSteps.lead`).
+starts before the previous one is over (`OpenSteps.overlap`).
 
 The engine works in token ids alone; text, stop strings and parsers belong to the client (``runtime.text``). One thread
 owns an ``Engine``; others reach it through ``runtime.engine.process.client``. Any thread may call ``prepare`` and
@@ -237,9 +237,9 @@ class Engine:
             speculator = self.speculator
             holds = speculator is not None and speculator.wants_tokens()
             following = self.steps.plan(outputs) if opened.computation is not None and not holds else None
-            leads = following is not None and self.steps.lead(following, poll, outputs)
+            overlaps = following is not None and self.steps.overlap(following, poll, outputs)
             self.steps.finish(opened, outputs)
-            if following is not None and not leads:
+            if following is not None and not overlaps:
                 outputs += poll()
                 self.steps.start(self.steps.revise(following, outputs))
         else:

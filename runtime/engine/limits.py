@@ -33,9 +33,9 @@ one, with 1 M weights and with 600 M; other streams stall for a quarter of the t
 class EngineLimits:
     """The numbers that the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and every
     running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``. ``num_host_blocks`` is the
-    swap space in blocks, ``cache_kinds`` the kind of each cache group; ``rotary_switch`` is the model's, or None if no
-    sequence can be longer. ``most_whole`` tokens of images that may not be cut fit a step and the pool; None if there
-    are none."""
+    swap space in blocks, ``cache_kinds`` the kind of each cache group; ``longrope_threshold`` is the model's, or None
+    if no sequence can be longer. ``most_whole`` tokens of images that may not be cut fit a step and the pool; None if
+    there are none."""
 
     max_model_len: int
     max_num_seqs: int
@@ -48,7 +48,7 @@ class EngineLimits:
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
     cache_kinds: tuple[AnyKind, ...] = (FULL,)
-    rotary_switch: int | None = None
+    longrope_threshold: int | None = None
     most_whole: int | None = None
     exact: bool = False
     overlap: Overlap = "auto"
@@ -65,11 +65,11 @@ def resolve(
     is_gpu: bool = False,
     has_own_memory: bool = False,
     cache_kinds: tuple[AnyKind, ...] = (FULL,),
-    rotary_switch: int | None = None,
+    longrope_threshold: int | None = None,
     whole_tokens: int | None = None,
 ) -> EngineLimits:
     """The limits for a model with these positions, bytes in one KV block (all layers of a cache group), kinds of cache
-    groups, and ``rotary_switch``.
+    groups, and ``longrope_threshold``.
 
     ``whole_tokens`` counts those of an image that one step computes, beside the decodes of all other sequences; None
     means that images may be cut. ``draft_bytes_per_block`` is the size of a draft model's block beside each block.
@@ -155,7 +155,9 @@ def resolve(
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=num_host_blocks,
         cache_kinds=cache_kinds,
-        rotary_switch=rotary_switch if rotary_switch is not None and max_model_len > rotary_switch else None,
+        longrope_threshold=longrope_threshold
+        if longrope_threshold is not None and max_model_len > longrope_threshold
+        else None,
         most_whole=None if whole_tokens is None else most_whole,
         exact=config.exact,
         overlap=config.overlap,

@@ -354,7 +354,7 @@ def speculator_of(
         num_blocks = limits.num_blocks * num_groups
         rejects = config.speculation_acceptance == "rejection"
         drafter = DraftModelDrafter(
-            draft, draft.max_positions, draft.rotary_switch, limits, num_blocks, rejects=rejects
+            draft, draft.max_positions, draft.longrope_threshold, limits, num_blocks, rejects=rejects
         )
     elif config.speculation != "auto":
         drafter = NgramDrafter() if config.speculation == "ngram" else SuffixDrafter()
@@ -417,7 +417,7 @@ def _info(
             for group in replace(spec, own_layers=None).groups
         ),
         images=_image_support(model, folder, limits),
-        rotary_switch=limits.rotary_switch,
+        longrope_threshold=limits.longrope_threshold,
         ranks=_ranks(model, config, limits, of_ranks),
     )
 
@@ -489,7 +489,7 @@ def limits_of(
         bytes_per_block=bytes_per_block,
         draft_bytes_per_block=_draft_bytes_per_block(draft, config),
         cache_kinds=spec.group_kinds,
-        rotary_switch=model.rotary_switch,
+        longrope_threshold=model.longrope_threshold,
         whole_tokens=model.whole_picture_tokens if isinstance(model, PictureModel) else None,
         available_bytes=free,
         is_gpu=model.device.kind != "cpu",

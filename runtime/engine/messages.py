@@ -295,7 +295,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_cache_bytes, weight_bytes  device memory held by each
     cache_groups    of the layers, in block table order; a block is a page of one of them
     images          None if the model reads none
-    rotary_switch   longer prompts are rotated otherwise, and share no prefixes with shorter ones
+    longrope_threshold   longer prompts are rotated otherwise, and share no prefixes with shorter ones
     ranks           of a split model; empty for one in one piece
     """
 
@@ -320,7 +320,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_cache_dtype: str = "auto"
     cache_groups: tuple[CacheGroupInfo, ...] = (CacheGroupInfo(None, 0, 0),)
     images: ImageSupport | None = None
-    rotary_switch: int | None = None
+    longrope_threshold: int | None = None
     ranks: tuple[RankInfo, ...] = ()
 
 

@@ -19,7 +19,7 @@ from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.steps.assemble import Assembled
 from runtime.engine.steps.sampler import last_ids
-from runtime.engine.steps.step_input import Drawn
+from runtime.engine.steps.step_input import Sampled
 
 logger = logging.getLogger("xserv.engine")
 
@@ -127,26 +127,26 @@ class OpenRequests:
         elif first.state is State.HELD and not request.is_awaiting:
             self._scheduler.add(first)
 
-    def append(self, assembled: Assembled, drawn: Drawn, now: float, outputs: list[EngineOutput]) -> None:
+    def append(self, assembled: Assembled, sampled: Sampled, now: float, outputs: list[EngineOutput]) -> None:
         """Append and output the sampled tokens."""
-        for request, entries in zip(assembled.prompt_requests, drawn.prompt_logprobs):
+        for request, entries in zip(assembled.prompt_requests, sampled.prompt_logprobs):
             assert request.prompt_logprobs is not None
             request.prompt_logprobs += entries
-        sequences: Iterable[Sequence] = assembled.drawing
-        if drawn.counts is not None:
-            sequences = chain.from_iterable(repeat(each, n) for each, n in zip(sequences, drawn.counts, strict=True))
-        logprobs = repeat(None) if drawn.logprobs is None else drawn.logprobs
+        sequences: Iterable[Sequence] = assembled.sampling_sequences
+        if sampled.counts is not None:
+            sequences = chain.from_iterable(repeat(each, n) for each, n in zip(sequences, sampled.counts, strict=True))
+        logprobs = repeat(None) if sampled.logprobs is None else sampled.logprobs
         finished = State.FINISHED
         num_appended = 0
         for i, (sequence, token_id, is_valid, entry) in enumerate(
-            zip(sequences, drawn.token_ids, drawn.is_valid, logprobs)
+            zip(sequences, sampled.token_ids, sampled.is_valid, logprobs)
         ):
             if sequence.state is finished:
                 continue  # cancelled, ended by an earlier token, or by a failure of a sibling in this very step
             try:
                 if not is_valid:
                     reason, code = "its sampling parameters failed", None
-                    if i not in drawn.broken:
+                    if i not in sampled.broken:
                         reason, code = _reason(sequence), _error_code(sequence)
                     outputs += self.end(sequence.request, "error", reason, error_code=code)
                     continue

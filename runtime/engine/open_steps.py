@@ -26,7 +26,7 @@ from runtime.engine.scheduling.step import Step
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.assemble import Assembled, Assembler
 from runtime.engine.steps.executor import Computation, Executor, ExecutorLostError
-from runtime.engine.steps.step_input import Drawn, RowLoad
+from runtime.engine.steps.step_input import RowLoad, Sampled
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
 
 logger = logging.getLogger("xserv.engine")
@@ -120,7 +120,7 @@ class OpenSteps:
         record.prepare_s = time.monotonic() - planned
         return opened
 
-    def lead(self, following: OpenStep, poll: Poll, outputs: list[EngineOutput]) -> bool:
+    def overlap(self, following: OpenStep, poll: Poll, outputs: list[EngineOutput]) -> bool:
         """Start a planned step while the previous one runs, if a graph runs both and no request has just arrived.
 
         Sequences that the previous step ends are computed once more, and the result is dropped. Their last writes lie
@@ -128,7 +128,7 @@ class OpenSteps:
         one step later.
         """
         assembled, waiting = following.assembled, self._scheduler.waiting
-        if assembled is None or not self._executor.can_lead(assembled.input):
+        if assembled is None or not self._executor.can_overlap(assembled.input):
             return False
         num_waiting = len(waiting)
         cancelled = poll()
@@ -208,10 +208,12 @@ class OpenSteps:
         drafts: dict[Sequence, list[int]] = {}
         if step.num_drafts:
             drafts = {chunk.sequence: chunk.draft_ids for chunk in step.chunks if chunk.draft_ids}
-        masks = self._masks.start(assembled.drawing, made.num_draws, drafts)
+        masks = self._masks.start(assembled.sampling_sequences, made.num_samples, drafts)
         proposed = self.speculator.distributions(drafts) if self.speculator is not None and drafts else {}
         if proposed:
-            computation = self._executor.start(made, masks, [proposed.get(sequence) for sequence in assembled.drawing])
+            computation = self._executor.start(
+                made, masks, [proposed.get(sequence) for sequence in assembled.sampling_sequences]
+            )
         else:
             computation = self._executor.start(made, masks)
         self._assembler.sent(made)
@@ -231,14 +233,14 @@ class OpenSteps:
     def finish(self, opened: OpenStep, outputs: list[EngineOutput]) -> None:
         """Wait for the step and output its sampled tokens."""
         step, record = opened.step, opened.record
-        drawn: Drawn | None = None
+        sampled: Sampled | None = None
         if opened.computation is not None:
             first = self.open.popleft()
             assert first is opened, "steps end in their order"
         following = self.open[0] if self.open else None
         if opened.computation is not None:
             try:
-                drawn = opened.computation.result()
+                sampled = opened.computation.result()
             except ExecutorLostError:
                 raise
             except Exception:
@@ -252,15 +254,15 @@ class OpenSteps:
                 outputs += self._requests.end(chunk.sequence.request, "error", "the model failed in this step")
         else:
             accepted = None
-            if drawn is not None and drawn.counts is not None and opened.assembled is not None:
-                accepted = dict(zip(opened.assembled.drawing, drawn.counts, strict=True))
+            if sampled is not None and sampled.counts is not None and opened.assembled is not None:
+                accepted = dict(zip(opened.assembled.sampling_sequences, sampled.counts, strict=True))
             self._scheduler.commit(step, accepted)
-            if drawn is not None and opened.assembled is not None:
+            if sampled is not None and opened.assembled is not None:
                 if self.speculator is not None:
-                    self.speculator.observe(step, opened.assembled.drawing, accepted)
-                self._requests.append(opened.assembled, drawn, ended, outputs)
+                    self.speculator.observe(step, opened.assembled.sampling_sequences, accepted)
+                self._requests.append(opened.assembled, sampled, ended, outputs)
                 if self.speculator is not None and following is None:
-                    self.speculator.follow(opened.assembled, self._executor.kept_rows)
+                    self.speculator.follow(opened.assembled, self._executor.auxiliary_hidden_states)
                 num_tokens = opened.assembled.input.num_tokens
                 if self.pictures is not None and opened.assembled.input.are_decodes:
                     self.pictures.budget.observe(record.run_s)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from numba_kernels.cuda.intrinsics.element_types import BITS
 from numba_kernels.cuda.packing import Packing
-from numba_kernels.segments import STEP
+from numba_kernels.split_k import STEP
 from runtime.dtype import DType, bfloat16, float16, float32, uint8
 from runtime.dtype import int8 as int8_type
 from runtime.errors import InvalidArgumentError
@@ -55,7 +55,7 @@ class WeightFormat:
 
     @property
     def segment_step(self) -> int:
-        """The exact mode cuts K into segments at multiples of so many elements (`numba_kernels.segments`)."""
+        """The exact mode cuts K into segments at multiples of so many elements (`numba_kernels.split_k`)."""
         return math.lcm(STEP, self.split)
 
     @property

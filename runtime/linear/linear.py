@@ -65,7 +65,7 @@ class Linear:
             out = self.communicator.sum_buffer((x.shape[0], self.weight.shape[0]), self.weight.activations)
         result = self.own_part(x, batch, residual=residual, out=out)
         self.communicator.all_reduce(result)
-        result.row_squares = None  # were those of this rank's part
+        result.deferred_norm = None  # were those of this rank's part
         return result
 
     def own_part(

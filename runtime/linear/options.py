@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
-from numba_kernels.segments import SEGMENTS
+from numba_kernels.split_k import SEGMENTS
 from runtime.communicator import Communicator, Pipeline
 from runtime.device import cublas
 from runtime.device.device import CPU, Device

@@ -25,10 +25,10 @@ from runtime.dtype import NDArray
 from runtime.linear.format import packed_format
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.quantized import ActivationScheme, QuantizedLayout, QuantizedMatrix
-from runtime.linear.weight import GpuSettings, PackedWeight, RoundedRows
+from runtime.linear.weight import DynamicQuantisation, GpuSettings, PackedWeight
 from runtime.tensor.tensor import Tensor
 
-_ROUNDED: dict[ActivationScheme | None, RoundedRows] = {
+_ROUNDED: dict[ActivationScheme | None, DynamicQuantisation] = {
     ActivationScheme("int8"): "rows", ActivationScheme("fp8"): "rows", ActivationScheme("fp8", GROUPS[-1]): "groups",
     ActivationScheme("int8", is_static=True): "static", ActivationScheme("fp8", is_static=True): "static",
 }  # fmt: skip
@@ -103,7 +103,7 @@ def prepare_packed(
         bias = Tensor.from_numpy(joined).to(options.device)
     shape = codes.shape[0], codes.shape[1]
     schemes = {_ROUNDED.get(part.matrix.layout.activation, "") for part in parts}
-    rounded: RoundedRows = schemes.pop() if len(schemes) == 1 else ""
+    rounded: DynamicQuantisation = schemes.pop() if len(schemes) == 1 else ""
     # One x for all parts: the largest of their scales clamps no value that the checkpoint's scales do not.
     input_scale = max(part.matrix.input_scale or 0.0 for part in parts) if rounded == "static" else 0.0
     order = parts[0].matrix.order

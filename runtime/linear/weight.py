@@ -33,7 +33,7 @@ _ROWS_AT_ONCE = 1024  # of a matrix that a norm's weights are multiplied into
 MOST_PLANS = 512  # of products with weights of one kind: mostly one for each number of rows
 
 
-RoundedRows = Literal["", "rows", "groups", "static"]
+DynamicQuantisation = Literal["", "rows", "groups", "static"]
 
 
 class GpuSettings(TypedDict, total=False):
@@ -43,7 +43,7 @@ class GpuSettings(TypedDict, total=False):
     whole_shape: tuple[int, int] | None
     num_segments: int
     is_normed: bool
-    rounds_rows: RoundedRows
+    rounds_rows: DynamicQuantisation
     input_scale: float
 
 
@@ -90,7 +90,7 @@ class LinearWeight:
         device: where it lies.
         size_bytes: of matrix, scales and bias, padding included.
         activations: the type of the rows that it multiplies.
-        num_segments: in how many segments K is added up (`numba_kernels.segments`); 0 if it is not cut.
+        num_segments: in how many segments K is added up (`numba_kernels.split_k`); 0 if it is not cut.
         is_normed: whether the weights of the norm before it are multiplied into its columns: products then scale
             rows alone.
         rounds_rows: how the checkpoint rounds x to the weight's own kind of byte: "rows" by their own largest
@@ -100,7 +100,7 @@ class LinearWeight:
 
     activations: DType
     is_normed = False
-    rounds_rows: RoundedRows = ""
+    rounds_rows: DynamicQuantisation = ""
     __slots__ = ("device", "format", "num_segments", "shape", "size_bytes")
 
     def __init__(
@@ -203,7 +203,7 @@ class GpuWeight(LinearWeight):
         elements: the type that the kernels read: a dtype, or the name of a packing (`numba_kernels.cuda.packing`).
         address: of the block.
         bias: ``[N]`` float32, or None.
-        tier: the kernel of its products, one of `numba_kernels.cuda.gemm.TIERS`; gemv and few_rows only through
+        tier: the kernel of its products, one of `numba_kernels.cuda.gemm.TIERS`; gemv and skinny only through
             "auto".
         exact: whether a row of the product has the same bits however many rows there are.
         whole_shape: (N, K) of the unsharded map, by which exact products choose their kernel.
@@ -229,7 +229,7 @@ class GpuWeight(LinearWeight):
         whole_shape: tuple[int, int] | None = None,
         num_segments: int = 0,
         is_normed: bool = False,
-        rounds_rows: RoundedRows = "",
+        rounds_rows: DynamicQuantisation = "",
         input_scale: float = 0.0,
     ) -> None:
         self.is_normed = is_normed

@@ -73,7 +73,7 @@ class PromptDigests:
     """Computes the digests of prompts' pages, as engines with this secret do. Thread-safe.
 
     kinds          of the cache groups
-    rotary_switch  see ``EngineInfo``
+    longrope_threshold  see ``EngineInfo``
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class PromptDigests:
         secret: bytes,
         block_size: int,
         kinds: tuple[CacheKind, ...] = (FULL,),
-        rotary_switch: int | None = None,
+        longrope_threshold: int | None = None,
     ) -> None:
         self.block_size = block_size
         self.kinds = kinds
-        self._rotary_switch = rotary_switch
+        self._longrope_threshold = longrope_threshold
         self._secret = secret
         self._digest = SharedDigest(secret)
 
@@ -93,7 +93,7 @@ class PromptDigests:
     def of_info(cls, info: EngineInfo, secret: bytes) -> PromptDigests:
         """For engines with these facts."""
         kinds = tuple(kind_of_window(group.window) for group in info.cache_groups)
-        return cls(secret, info.block_size, kinds, info.rotary_switch)
+        return cls(secret, info.block_size, kinds, info.longrope_threshold)
 
     def of(self, request: Request) -> list[list[int]]:
         """By cache group: the digests of the full pages that could be cached, which exclude the last token."""
@@ -103,8 +103,8 @@ class PromptDigests:
             prompt = keys.prompt_keys(prompt, request.pictures)
             digest = SharedDigest(self._secret, keys.digest_of)
         salt: Salt = request.cache_salt
-        if self._rotary_switch is not None and len(prompt) > self._rotary_switch:
-            salt = RotatedPrefixes(request.cache_salt, self._rotary_switch)
+        if self._longrope_threshold is not None and len(prompt) > self._longrope_threshold:
+            salt = RotatedPrefixes(request.cache_salt, self._longrope_threshold)
         num_pages = (len(prompt) - 1) // self.block_size
         data = np.ascontiguousarray(prompt[: num_pages * self.block_size], np.int32).tobytes()
         return [list(self._chain(digest, data, salt, group)) for group in range(len(self.kinds))]

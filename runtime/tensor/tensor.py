@@ -71,12 +71,21 @@ class Tensor:
         array: the numpy view of a cpu tensor, made at the first use and kept: hot paths read it like a
             field. DeviceError on any other device.
         address: where the first element lies, on whichever device, kept likewise: a kernel's argument.
-        row_squares: of a matrix ``[T, N]`` on a GPU, float32 ``[T, parts]`` whose rows add up to its rows' sums of
+        deferred_norm: of a matrix ``[T, N]`` on a GPU, float32 ``[T, parts]`` whose rows add up to its rows' sums of
             squares, where the kernel that wrote it has left them; else None. A later write to the tensor must reset it.
     """
 
     __slots__ = (
-        "__weakref__", "_share", "address", "array", "device", "dtype", "offset", "row_squares", "shape", "storage",
+        "__weakref__",
+        "_share",
+        "address",
+        "array",
+        "deferred_norm",
+        "device",
+        "dtype",
+        "offset",
+        "shape",
+        "storage",
         "strides",
     )  # fmt: skip
 
@@ -91,7 +100,7 @@ class Tensor:
     offset: int
     array: NDArray
     address: int
-    row_squares: Tensor | None
+    deferred_norm: Tensor | None
 
     def __init__(self, storage: Storage, dtype: DType, shape: Shape, strides: Shape, offset: int = 0) -> None:
         self.storage = storage
@@ -101,7 +110,7 @@ class Tensor:
         self.shape = shape
         self.strides = strides
         self.offset = offset
-        self.row_squares = None
+        self.deferred_norm = None
         if storage.address:
             self.address = storage.address + offset * dtype.itemsize
 

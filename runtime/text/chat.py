@@ -32,7 +32,7 @@ from runtime.text.tools.past_calls import (
     with_single_calls,
 )
 from runtime.text.tools.table import HERMES, notation_in
-from runtime.text.tools.told import told, with_calls_as_text
+from runtime.text.tools.tool_prompt import told, with_calls_as_text
 from tokenizer import ChatTemplateError, TemplateForms, Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]

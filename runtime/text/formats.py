@@ -11,7 +11,7 @@ from runtime.text.harmony.prompt import answer_end_ids, has_plain_template, spea
 from runtime.text.reasoning import TAGS
 from runtime.text.tools.notation import Notation
 from runtime.text.tools.table import BY_NAME, HERMES, JSON, notation_in
-from runtime.text.tools.told import ignores_tools
+from runtime.text.tools.tool_prompt import ignores_tools
 from tokenizer import ChatTemplateError, Tokenizer
 from tokenizer.templates.chat_template import compile_template
 from tokenizer.warn import warn_once

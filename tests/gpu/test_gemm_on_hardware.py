@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tests.gpu.reuse import on_hardware
-from tests.numba_kernels.cuda import test_few_rows as few_rows
 from tests.numba_kernels.cuda import test_gemm as gemm
 from tests.numba_kernels.cuda import test_gemv as gemv
-from tests.numba_kernels.cuda import test_segments as segments
+from tests.numba_kernels.cuda import test_skinny as skinny
+from tests.numba_kernels.cuda import test_split_k as split_k
 
 test_equals_float64 = on_hardware(gemm.test_equals_float64)
 test_integers_are_exact = on_hardware(gemm.test_integers_are_exact)
@@ -19,19 +19,17 @@ test_exact_rows_are_the_same_in_any_batch = on_hardware(gemm.test_exact_rows_are
 test_writes_nothing_beyond_its_output = on_hardware(gemm.test_writes_nothing_beyond_its_output)
 test_factors_on_no_16_byte_bounds = on_hardware(gemm.test_factors_on_no_16_byte_bounds)
 test_nan_stays_in_its_row = on_hardware(gemm.test_nan_stays_in_its_row)
-test_each_segment_is_a_product_of_its_own = on_hardware(segments.test_each_segment_is_a_product_of_its_own)
-test_all_tiles_give_the_same_segments = on_hardware(segments.test_all_tiles_give_the_same_segments)
-test_the_tree_of_segments = on_hardware(segments.test_the_tree)
+test_each_segment_is_a_product_of_its_own = on_hardware(split_k.test_each_segment_is_a_product_of_its_own)
+test_all_tiles_give_the_same_segments = on_hardware(split_k.test_all_tiles_give_the_same_segments)
+test_the_tree_of_segments = on_hardware(split_k.test_the_tree)
 test_gemv_equals_float64 = on_hardware(gemv.test_equals_float64)
 test_gemv_integers_are_exact = on_hardware(gemv.test_integers_are_exact)
 test_gemv_rows_are_independent = on_hardware(gemv.test_a_row_is_the_same_in_any_company_of_eight)
 test_gemv_rows_are_the_same_alone = on_hardware(gemv.test_a_row_is_the_same_alone_and_beside_another)
-test_few_rows_equal_float64 = on_hardware(few_rows.test_equals_float64)
-test_few_rows_of_integers_are_exact = on_hardware(few_rows.test_integers_are_exact)
-test_few_rows_are_independent = on_hardware(few_rows.test_a_row_is_the_same_in_any_company_of_64)
-test_few_rows_keep_nan_to_themselves = on_hardware(few_rows.test_nan_stays_in_its_row)
-test_few_rows_of_infinite_weights = on_hardware(
-    few_rows.test_an_infinite_weight_stays_infinite_where_k_ends_within_a_group
-)
-test_few_rows_write_nothing_beyond = on_hardware(few_rows.test_writes_nothing_beyond_its_output)
-test_may_be_launched_dependently = on_hardware(few_rows.test_may_be_launched_before_the_kernel_in_front_ends)
+test_skinny_equal_float64 = on_hardware(skinny.test_equals_float64)
+test_skinny_of_integers_are_exact = on_hardware(skinny.test_integers_are_exact)
+test_skinny_are_independent = on_hardware(skinny.test_a_row_is_the_same_in_any_company_of_64)
+test_skinny_keep_nan_to_themselves = on_hardware(skinny.test_nan_stays_in_its_row)
+test_skinny_of_infinite_weights = on_hardware(skinny.test_an_infinite_weight_stays_infinite_where_k_ends_within_a_group)
+test_skinny_write_nothing_beyond = on_hardware(skinny.test_writes_nothing_beyond_its_output)
+test_may_be_launched_dependently = on_hardware(skinny.test_may_be_launched_before_the_kernel_in_front_ends)

@@ -143,7 +143,11 @@ def greedy(model: Model, prompt: Sequence[int], num_new_tokens: int, **options: 
 
 def rotary_offset_of(model: Model, num_tokens: int) -> int:
     """Rotary positions less places of a sequence of so many tokens."""
-    return model.rotary_switch if model.rotary_switch is not None and num_tokens > model.rotary_switch else 0
+    return (
+        model.longrope_threshold
+        if model.longrope_threshold is not None and num_tokens > model.longrope_threshold
+        else 0
+    )
 
 
 def relative_error(ours: Array, theirs: Array) -> float:

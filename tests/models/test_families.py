@@ -40,7 +40,7 @@ def test_phi_has_both_tables_if_sequences_may_outgrow_the_original_context(
 ) -> None:
     config = parse_config(fields_of("phi3_longrope"))
     model = Phi3Model(config, DeclaringMaker(LoadOptions(), max_positions))  # type: ignore[arg-type]
-    assert model.rotary_switch == switch
+    assert model.longrope_threshold == switch
     table = model.rope_of(0)
     assert table is not None
     assert table.cos.shape == (max_positions + (switch or 0), 6)

@@ -146,7 +146,7 @@ def test_bfloat16_widened_to_float32(tmp_path: Path, case: str) -> None:
     check_logits(logits_of(model, golden.prompt_ids), golden.logits["bfloat16"], TOLERANCE)
 
 
-# A longrope's sequence that outgrows its original context is the scheduler's to begin anew (test_rotary_switch).
+# A longrope's sequence that outgrows its original context is the scheduler's to begin anew (test_longrope_threshold).
 @pytest.mark.parametrize("case", [case for case in CASES[::3] if "longrope" not in case])
 def test_sequences_in_one_batch_do_not_see_each_other(tmp_path: Path, case: str) -> None:
     golden, model = load_case(tmp_path, case)

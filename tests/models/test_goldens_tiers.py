@@ -19,7 +19,7 @@ GEMM = {
     "register": ("sm_80", "F32", 0, "gemm_register"),
     "tensor_core": ("sm_80", "BF16", 0, "gemm_tensor_core"),
     "gemv": ("sm_80", "BF16", 2, "gemv"),
-    "few_rows": ("sm_80", "BF16", 0, "gemm_few_rows"),
+    "skinny": ("sm_80", "BF16", 0, "gemm_skinny"),
     "hopper": ("sm_90a", "BF16", 0, "gemm_hopper"),
 }
 ATTENTION = {

@@ -57,7 +57,7 @@ def rounded_model(folder: Path, golden: Golden) -> Model:
     return load_model(folder)
 
 
-def rounded_rows(x: Tensor) -> Tensor:
+def dynamic_quantisation(x: Tensor) -> Tensor:
     """Activations `[T, K]` on the grid that a product with int8 weights puts them on."""
     groups = [x.array[:, start : start + GROUP] for start in range(0, x.shape[1], GROUP)]
     return Tensor.from_numpy(np.concatenate([on_the_grid(group, 1) for group in groups], 1))
@@ -93,7 +93,7 @@ def test_each_product_is_that_of_activations_on_the_grid(tmp_path: Path, case: s
 
     def compared(op: Callable[..., Tensor], x: Tensor, weight: LinearWeight, *more: Any, **rest: Any) -> Tensor:
         assert weight.format.name == "int8"
-        expected = op(rounded_rows(x), weights.pop(0), *more, **rest)
+        expected = op(dynamic_quantisation(x), weights.pop(0), *more, **rest)
         result = op(x, weight, *more, **rest)
         errors.append(relative_error(result.numpy(), expected.numpy()))
         return result

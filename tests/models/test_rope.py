@@ -48,11 +48,11 @@ def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between() -> No
     )
 
 
-def longrope(kind: str, share: float) -> RopeConfig:
+def longrope(kind: str, shard: float) -> RopeConfig:
     values = {
         "rope_scaling": {"type": kind, "short_factor": [1, 1, 2], "long_factor": [1, 4, 8.0]},
         "original_max_position_embeddings": 64,
-        "partial_rotary_factor": share,
+        "partial_rotary_factor": shard,
     }
     return parse_rope(
         Fields(values, "x"),

@@ -58,7 +58,7 @@ def kept_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return ids, weights[ids] / weights[ids].sum()
 
 
-def draw(ids, probabilities, seed, choice, position):
+def sample(ids, probabilities, seed, choice, position):
     """The token that finishes first: argmin E / p with E from Philox."""
     best, winner = math.inf, -1
     for token, probability in zip(ids.tolist(), probabilities.tolist()):

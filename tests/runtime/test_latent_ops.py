@@ -144,7 +144,7 @@ def test_beside_numpy(
 
 @pytest.mark.parametrize("dtype", [float32, bfloat16])
 def test_long_sequences_on_several_threads_of_the_cpu(dtype: DType) -> None:
-    """Segments, each of which is a ticket of its own where there are few sequences."""
+    """Segments, each of which is a work item of its own where there are few sequences."""
     case = Case("cpu", dtype, 2, 8, 40, [(2_300, 1)], block_size=16)
     assert error_of(case) <= (2e-6 if dtype is float32 else 2e-2)
 

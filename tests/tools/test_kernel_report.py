@@ -49,8 +49,8 @@ def bench() -> Iterator[Bench]:
 
 
 EACH_TIME = (
-    "gemm few_rows bf16", "gemm hopper bf16 m=256", "gemm packed_row u4_g128", "attention decode bf16 d128", "rms_norm",
-    "sampling greedy", "add f32",
+    "gemm skinny bf16", "gemm hopper bf16 m=256", "gemm quantised_gemv u4_g128", "attention decode bf16 d128",
+    "rms_norm", "sampling greedy", "add f32",
 )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def test_static_offences_are_named(changes: dict[str, object], words: str) -> No
         ("gemv_bf16", "sm_90a", MachineFacts(8, 8), "late: 8 of 8 early loads come after the wait"),
         ("rms_norm", "sm_90a", MachineFacts(2, 1), "late: 1 of 2"),
         ("gemv_bf16", "sm_90a", MachineFacts(), "late: no weight is loaded before the wait"),
-        ("gemm_few_rows_bf16", "sm_120a", MachineFacts(), "late: no weight"), ("gemv_f32", "sm_80", MachineFacts(), ""),
+        ("gemm_skinny_bf16", "sm_120a", MachineFacts(), "late: no weight"), ("gemv_f32", "sm_80", MachineFacts(), ""),
         ("gemm_hopper_bf16", "sm_90a", MachineFacts(num_device_fences=1), "fences: 1 of the whole device"),
         ("sample_bf16", "sm_90a", MachineFacts(num_device_fences=1), ""),
         ("sampling_block", "sm_80", MachineFacts(num_swaps=2), "swaps: 2 atomics"),
@@ -151,7 +151,7 @@ def test_machine_code_is_read_in_its_order() -> None:
     ("name", "num_early_loads"),
     [
         ("gemv_bf16_bf16_1_aligned", 8), ("gemv_f32_f32_8_aligned", 4), ("gemv_bf16_bf16_2_any", 8),
-        ("gemm_few_rows_bf16_bf16_16", 16), ("gemm_few_rows_f16_f32_64", 16),
+        ("gemm_skinny_bf16_bf16_16", 16), ("gemm_skinny_f16_f32_64", 16),
     ],
 )  # fmt: skip
 @pytest.mark.exhaustive_cases("_16-16", "_64-16")

@@ -87,10 +87,10 @@ def test_plans_take_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
     table_of.cache_clear()
     assert other in kernel(64)
-    (tmp_path / "sm_80.json").write_text(json.dumps({"products": [entry(m=64, tier="few_rows", tile="")]}))
+    (tmp_path / "sm_80.json").write_text(json.dumps({"products": [entry(m=64, tier="skinny", tile="")]}))
     table_of.cache_clear()
-    assert "few_rows" in kernel(60)
-    assert "few_rows" not in kernel(90)  # the nearest that was measured, but more rows than it takes
+    assert "skinny" in kernel(60)
+    assert "skinny" not in kernel(90)  # the nearest that was measured, but more rows than it takes
     (tmp_path / "sm_80.json").write_text(json.dumps({"products": [entry(tile=other)]}))
     table_of.cache_clear()
     assert other not in kernel(64, exact=True)  # exact goes by the weight's shape alone

@@ -166,7 +166,7 @@ def compare(
             found.ends[reason] = found.ends.get(reason, 0) + 1
         chosen: list[Drafter | None] = [NgramDrafter(), SuffixDrafter(), Guesses(plain, vocab_size, number)]
         limits = limits_of(model, config)  # the model drafts for itself, at times with too few pages
-        drafted = DraftModelDrafter(model, model.max_positions, model.rotary_switch, limits, limits.num_blocks)
+        drafted = DraftModelDrafter(model, model.max_positions, model.longrope_threshold, limits, limits.num_blocks)
         chosen += [drafted, None]
         for each in states:
             num_blocks = max(2, int(limits.num_blocks * rng.choice((0.3, 1, 2))))

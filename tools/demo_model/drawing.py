@@ -47,7 +47,7 @@ class Drawing:
     marks: tuple[Mark, ...]
 
 
-def draw(rng: random.Random, facts: tuple[str, Any], width: int, height: int) -> Drawing:
+def sample(rng: random.Random, facts: tuple[str, Any], width: int, height: int) -> Drawing:
     """A drawing of `facts` of at least `width` x `height` pixels."""
     scale = rng.choice((1.0, 1.0, 1.5, 2.0, 3.0))
     size = round(width * scale), round(height * scale)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.demo_model.data import GREETINGS
-from tools.demo_model.drawing import COLOURS, SHAPES, Drawing, draw, sample_facts
+from tools.demo_model.drawing import COLOURS, SHAPES, Drawing, sample, sample_facts
 from tools.demo_model.tasks import Split, Turn, casual, is_held_out
 
 TASKS = ("number", "shapes", "colour", "shape", "largest", "smallest", "bars", "what", "none")
@@ -80,7 +80,7 @@ def sample_drawing(rng: random.Random, split: Split, width: int, height: int, ki
         facts = sample_facts(rng)
         is_of_split = facts[0] == "number" or is_held_out(*key_of(facts)) == (split == "held_out")
         if kind in (None, facts[0]) and is_of_split:
-            return draw(rng, facts, width, height)
+            return sample(rng, facts, width, height)
 
 
 def sample_seen(rng: random.Random, split: Split, width: int, height: int) -> Seen:

@@ -19,14 +19,14 @@ Result = dict[str, Any]
 
 EMULATED_TESTS = (
     *(f"numba_kernels/cuda/test_{name}.py" for name in (
-        "attention", "attention_exact", "attention_hopper", "byte_tiles", "decode_inputs", "dequantize", "embedding",
-        "experts", "few_rows", "few_rows_packed", "gemm", "gemm_choice", "gemm_fused", "gemm_hopper", "gemv",
-        "hopper_bytes", "hopper_intrinsics", "hopper_packed", "kv_cache", "logprobs", "norm", "packed_tiles",
+        "attention", "attention_exact", "attention_hopper", "w8a8", "decode_inputs", "dequantize", "embedding",
+        "experts", "skinny", "skinny_packed", "gemm", "gemm_choice", "gemm_fused", "gemm_hopper", "gemv",
+        "hopper_bytes", "hopper_intrinsics", "hopper_packed", "kv_cache", "logprobs", "norm", "mixed_input",
         "quantised_pages", "rope", "rounded_norm", "sampling", "segments", "softmax", "activation",
     )),
     *(f"runtime/{name}.py" for name in (
         "backends/test_cuda_ops", "backends/test_cuda_sampling", "backends/test_cuda_tensor", "device/test_graph",
-        "device/test_launch", "device/test_upload", "linear/test_segments", "linear/test_rounded_rows",
+        "device/test_launch", "device/test_upload", "linear/test_split_k", "linear/test_dynamic_quantisation",
         "linear/test_reordered_columns", "kv/test_transfer_gpu", "test_latent_ops", "test_scaling",
         "engine/test_gpu_engine", "engine/test_kv_cache_dtype", "engine/test_experts", "engine/test_gpu_swapping",
         "engine/test_pictures", "engine/test_whole_pictures", "engine/test_window_groups", "engine/test_fuzz",

@@ -13,13 +13,13 @@ import numpy as np
 
 from numba_kernels.cuda import (
     activation,
+    dynamic_quantisation,
     embedding,
     kv_cache,
     logprobs,
     qkv,
     rope,
     rounded_norm,
-    rounded_rows,
     sampling,
 )
 from numba_kernels.cuda.arithmetic import elementwise, reduce
@@ -115,15 +115,15 @@ def _rows() -> Iterator[Case]:
         yield counted(softmax_case(_ROWS, _SIZE, is_log=is_log), "softmax")
     yield counted(swiglu_case(_ROWS, _SIZE), "activation")
     count = _ROWS * _SIZE
-    codes, both = rounded_rows.sections(_ROWS, _SIZE)
+    codes, both = dynamic_quantisation.sections(_ROWS, _SIZE)
 
     def round_rows(bench: Bench) -> None:
         x, memory = bench.normal((_ROWS, _SIZE), "bf16"), bench.empty(both)
-        bench.launch(rounded_rows.plan(_ROWS, _SIZE, "bf16"), x, memory, memory + codes, _ROWS, _SIZE)
+        bench.launch(dynamic_quantisation.plan(_ROWS, _SIZE, "bf16"), x, memory, memory + codes, _ROWS, _SIZE)
 
     shape = f"{_ROWS} x {_SIZE}"
-    yield Case("rounded_rows s8 bf16", "activation", shape, Work(2 * count + both, 3 * count), round_rows)
-    scales, all_bytes = rounded_rows.sections(_ROWS, _SIZE, is_grouped=True)
+    yield Case("dynamic_quantisation s8 bf16", "activation", shape, Work(2 * count + both, 3 * count), round_rows)
+    scales, all_bytes = dynamic_quantisation.sections(_ROWS, _SIZE, is_grouped=True)
 
     def round_normed(bench: Bench) -> None:
         x, weight, memory = bench.normal((_ROWS, _SIZE), "bf16"), bench.normal(_SIZE, "f32"), bench.empty(all_bytes)

@@ -9,8 +9,8 @@ import numpy as np
 from numba_kernels.cuda.experts import hopper, packed, packed_gather, tensor_core, tiled
 from numba_kernels.cuda.gemm import machine_of
 from numba_kernels.cuda.gemm.hopper_ring import Tile as HopperTile
+from numba_kernels.cuda.gemm.mixed_input import BLOCK_M, BLOCK_N, FEW_ROWS
 from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
-from numba_kernels.cuda.gemm.packed_tiles import BLOCK_M, BLOCK_N, FEW_ROWS
 from numba_kernels.cuda.gemm.tensor_core import MEDIUM, SKINNY, SMALL, Tile
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.specialisation import Launch

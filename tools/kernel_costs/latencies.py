@@ -87,7 +87,7 @@ ASSUMPTIONS = {
     ),
 }  # fmt: skip
 
-UNDER_WAY_BYTES = {"gemm_few_rows": 256}
+UNDER_WAY_BYTES = {"gemm_skinny": 256}
 """By the kernel's name: bytes of a weight that a thread has on their way; of others 128, or all of shared memory."""
 
 

@@ -4,7 +4,7 @@
 
 The first is device time, with launches overlapped by the previous ones. The second adds `LAUNCH_S`, the cost of a
 separate launch, fitted to the measured times of one row beside it; for 16 rows, whose blocks take steps of 32 of K, it
-also has `few_rows_shape`'s time of these steps.
+also has `skinny_shape`'s time of these steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from types import ModuleType
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import few_rows, few_rows_shape, packed_row
+from numba_kernels.cuda.gemm import quantised_gemv, skinny, skinny_shape
 from runtime.emulator.driver.architectures import GpuModel, model_of
 from tools.kernel_costs.latencies import EDGES, Launched, Timing
 from tools.kernel_costs.page import table
@@ -24,11 +24,11 @@ SIZE = 8192
 ROWS = (1, 16)
 REGISTERS = 128  # at most, per thread, for up to 16 rows
 INSTRUCTIONS = {"bf16": (124, 124)} | {
-    name: (packed_row.UNPACKING[name.split("_")[0]], few_rows_shape.unpacking(name))
+    name: (quantised_gemv.UNPACKING[name.split("_")[0]], skinny_shape.unpacking(name))
     for name in ("u8", "e4m3_g128", "u4_g128", "e2m1_g32_exponents")
 }
 """Machine instructions of a warp in the main loop, for each 4 KB of the weight (nvdisasm, sm_90a), by `ROWS`: packed
-weights by `packed_row` and by `few_rows`, bf16 by the latter."""
+weights by `quantised_gemv` and by `skinny`, bf16 by the latter."""
 LAUNCH_S = 3.7e-6
 """Seconds that a kernel timed by itself takes beside the model: the mean surplus of the five rows of `MEASURED_US`,
 which is 3.0 (bf16) to 4.9 (MXFP4)."""
@@ -37,13 +37,13 @@ MEASURED_US = {
     "e2m1_g32_exponents": (16.7, 26.8),
 }  # fmt: skip
 """Times of an H200, one row and 16 (docs/measurements, 2026-11-26, rows and the evening). Those of 16 rows are of
-`few_rows` as it was: with x as the first factor, and K in half as many streams."""
+`skinny` as it was: with x as the first factor, and K in half as many streams."""
 
 
 def times_of(weight: str, m: int, loop: int, model: GpuModel, size: int) -> tuple[gemm.Product, list[float]]:
     """A product, and its seconds: fast, expected and slow."""
     product = gemm.Product(m, size, size, "bf16", weight)
-    tier: ModuleType = packed_row if m == 1 and weight != "bf16" else few_rows
+    tier: ModuleType = quantised_gemv if m == 1 and weight != "bf16" else skinny
     launch = tier.plan(product, gemm.machine_of("sm_90a", model.num_sms, model.max_clusters))
     launched = Launched(
         launch.specialisation.name, blocks=launch.grid[0], threads=math.prod(launch.block),
@@ -55,7 +55,7 @@ def times_of(weight: str, m: int, loop: int, model: GpuModel, size: int) -> tupl
     times = []
     for edge in EDGES:
         modelled = streamed(launched, Timing(model, edge))
-        again = Timing(model, edge).of("cache") if tier is packed_row else 0.0  # x is read twice before it is used
+        again = Timing(model, edge).of("cache") if tier is quantised_gemv else 0.0  # x is read twice before it is used
         times.append(modelled.seconds + max(0.0, issue_s - max(modelled.needs_s.values())) + again)
     return product, times
 
@@ -85,7 +85,7 @@ def alone_of(weight: str, model: GpuModel) -> list[str]:
         if m == 1:
             cells += [f"{product.weight_bytes / alone / model.memory_bytes_per_s:.2f}"]
         elif weight != "bf16":
-            cells += [f"{1e6 * few_rows_shape.alone_s(product, machine, few_rows_shape.choose(product, machine)):.1f}"]
+            cells += [f"{1e6 * skinny_shape.alone_s(product, machine, skinny_shape.choose(product, machine)):.1f}"]
         else:
             cells += [""]
         cells += ["" if measured is None else f"{measured:.1f}"]

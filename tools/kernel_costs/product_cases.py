@@ -9,16 +9,16 @@ import numpy as np
 
 from numba_kernels.cuda import (
     dequantize,
+    dynamic_quantisation,
     gemm,
-    rounded_rows,
 )
-from numba_kernels.cuda.gemm import few_rows_shape, hopper, packed_row, packed_tiles
+from numba_kernels.cuda.gemm import hopper, mixed_input, quantised_gemv, skinny_shape
 from numba_kernels.cuda.gemm.hopper_packed import HIGH, LOW
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
-from numba_kernels.segments import SEGMENTS
+from numba_kernels.split_k import SEGMENTS
 from runtime.bench.kernels.cases import product_case
 from tools.kernel_costs.counts import Bench, Case, Work, counted
 
@@ -35,7 +35,7 @@ def product_cases() -> Iterator[Case]:
     for dtype in ("bf16", "f32"):
         yield gemm_case("gemv", (1, 1024, 1024), dtype, (1, 4))  # a warp reads x by itself
     for rows in (1, 16, 64):
-        yield gemm_case("few_rows", (rows, 1024, 1024), "bf16", (64, 32))
+        yield gemm_case("skinny", (rows, 1024, 1024), "bf16", (64, 32))
     # The large tile, of two blocks, alternating between two multiprocessors; small ones; narrow ones, four of which
     # share a sum.
     yield gemm_case("hopper", (512, 512, 256), "bf16", (256, 256), hopper_tile=hopper.LARGE, num_multiprocessors=2)
@@ -47,9 +47,9 @@ def product_cases() -> Iterator[Case]:
         for rows in (1, 16, 64) if packing in ("u8", "u4_g128") else (1,):
             yield _packed_gemm(packing, rows, 1024, 1024)
     for packing in ("u8", "u4_g128"):
-        yield _packed_gemm(packing, 1, 1024, 1024, "packed_row")
+        yield _packed_gemm(packing, 1, 1024, 1024, "quantised_gemv")
     for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents"):
-        yield _packed_gemm(packing, 256, 512, 512, "packed_tiles")
+        yield _packed_gemm(packing, 256, 512, 512, "mixed_input")
     for packing, tile in (("u4_g128", HIGH), ("u4_g128", LOW), ("u8", HIGH), ("e2m1_g32_exponents", HIGH)):
         yield _packed_gemm(packing, tile.block_m, 512, 512, "hopper_packed", tile)
     yield _bytes_gemm("u8", 256, 512, 512)
@@ -73,7 +73,7 @@ def gemm_case(
         tiled_bytes = (-(-n // tile[1]) * m + -(-m // tile[0]) * n) * k * size + m * n * size
     line = counted(
         operation, "gemm", scattered_because=reason, tiled_bytes=tiled_bytes, has_16_bits=dtype != "f32",
-        is_on_tensor_cores=tier in ("tensor_core", "few_rows", "hopper"),
+        is_on_tensor_cores=tier in ("tensor_core", "skinny", "hopper"),
     )  # fmt: skip
     return replace(line, name=f"gemm {tier} {dtype} m={m}")
 
@@ -90,7 +90,7 @@ def _exact_gemm(m: int, n: int, k: int) -> Case:
         x, weight = bench.normal((m, k), "bf16"), bench.normal((n, k), "bf16")
         sums, out = bench.empty(SEGMENTS * m * n * 4), bench.empty(m * n * 2)
         bench.launch(launch, x, weight, 0, 0, sums, m, n, k, 0, *gemm.NO_SQUARES)
-        bench.launch(gemm.segments.plan_add(SEGMENTS, m, n, "bf16"), sums, 0, 0, out, m, n, 0)
+        bench.launch(gemm.split_k.plan_add(SEGMENTS, m, n, "bf16"), sums, 0, 0, out, m, n, 0)
 
     work = Work((m + n) * k * 2 + m * n * 2, 2 * m * n * k, True)
     rows = 16 if m <= 16 else 64
@@ -98,7 +98,7 @@ def _exact_gemm(m: int, n: int, k: int) -> Case:
     return Case(f"gemm exact bf16 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
-def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows", hopper_tile: Tile | None = None) -> Case:
+def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "skinny", hopper_tile: Tile | None = None) -> Case:
     """A product with a packed weight of random bits, which all are valid. `hopper_tile`: whole K, by that tile."""
     packing = packing_of(name)
     assert packing is not None
@@ -115,32 +115,32 @@ def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows", hopp
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, *gemm.NO_SQUARES)
 
     work = Work(m * k * 2 + weight_bytes + m * n * 2, 2 * m * n * k, True)
-    columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M  # of a block
-    if tier == "few_rows":
-        columns = few_rows_shape.COLUMNS * few_rows_shape.BLOCK_WARPS // few_rows_shape.split(n, k, name)
+    columns, rows = mixed_input.BLOCK_N, mixed_input.BLOCK_M  # of a block
+    if tier == "skinny":
+        columns = skinny_shape.COLUMNS * skinny_shape.BLOCK_WARPS // skinny_shape.split(n, k, name)
         product = gemm.Product(m, n, k, "bf16", name)
-        rows = 16 * few_rows_shape.choose(product, gemm.machine_of("sm_90a")).row_tiles
+        rows = 16 * skinny_shape.choose(product, gemm.machine_of("sm_90a")).row_tiles
     elif hopper_tile is not None:
         columns, rows = hopper_tile.block_n, hopper_tile.block_m
-    elif tier == "packed_row":
-        columns = PACKED_ROWS * packed_row.teams(n, is_gated=False)
-    x_reads = 2 if tier == "packed_row" else 1  # for the absolute maximum, and for staging
+    elif tier == "quantised_gemv":
+        columns = PACKED_ROWS * quantised_gemv.teams(n, is_gated=False)
+    x_reads = 2 if tier == "quantised_gemv" else 1  # for the absolute maximum, and for staging
     tiled_bytes = -(-m // rows) * weight_bytes + -(-n // columns) * x_reads * m * k * 2 + m * n * 2
     return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
 def _bytes_gemm(name: str, m: int, n: int, k: int, arch: str = "") -> Case:
-    """A product of rows rounded to bytes by a previous launch, which is not counted: by `byte_tiles` for int8, and for
+    """A product of rows rounded to bytes by a previous launch, which is not counted: by `w8a8` for int8, and for
     e4m3 on an architecture other than the report's, else by `hopper_bytes`."""
     packing, is_by_tiles = packing_of(name), name == "u8" or arch != ""
     assert packing is not None
     weight_bytes = packing.size_bytes(n, k, "bf16")
-    scales, x_bytes = rounded_rows.sections(m, k, is_grouped=packing.group > 0)
+    scales, x_bytes = dynamic_quantisation.sections(m, k, is_grouped=packing.group > 0)
 
     def run(bench: Bench) -> None:
         epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
         product, machine = gemm.Product(m, n, k, "bf16", name, epilogue=epilogue), gemm.machine_of(bench.gpu.arch)
-        launch = gemm.byte_tiles.plan(product) if is_by_tiles else gemm.hopper_bytes.plan(product, machine)
+        launch = gemm.w8a8.plan(product) if is_by_tiles else gemm.hopper_bytes.plan(product, machine)
         weight, x = (bench.put(np.zeros(size, np.uint8)) for size in (weight_bytes, x_bytes))
         bench.launch(
             launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, x + scales, 0, 0.0,
@@ -148,13 +148,13 @@ def _bytes_gemm(name: str, m: int, n: int, k: int, arch: str = "") -> Case:
         )  # fmt: skip
 
     work = Work(x_bytes + weight_bytes + m * n * 2, 2 * m * n * k, True)
-    rows, columns = -(-m // gemm.byte_tiles.BLOCK_M), -(-n // gemm.byte_tiles.BLOCK_N)
+    rows, columns = -(-m // gemm.w8a8.BLOCK_M), -(-n // gemm.w8a8.BLOCK_N)
     tiled_bytes = rows * weight_bytes + columns * x_bytes + m * n * 2
     if packing.group:  # each of 8 warps reads the scales of its 16 rows and 128 columns by itself, or of 64 and 32
         warp_rows, warp_columns = (64, 32) if is_by_tiles else (16, 128)
         scales_bytes = 8 * (4 * warp_rows + 2 * warp_columns) * k // packing.group
         tiled_bytes = rows * (n * k + 4 * n) + columns * m * k + m * n * 2 + rows * columns * scales_bytes
-    tier = "byte_tiles" if is_by_tiles else "hopper_bytes"
+    tier = "w8a8" if is_by_tiles else "hopper_bytes"
     title = f"gemm {tier} {name} m={m}{' ' if arch else ''}{arch}"
     return Case(title, "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True, arch)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import hopper
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
-from numba_kernels.cuda.gemm.packed_row import UNPACKING
+from numba_kernels.cuda.gemm.quantised_gemv import UNPACKING
 from tools.kernel_costs.latencies import Launched, Timing, under_way_bytes
 
 COMPARISON = Path(__file__).resolve().parents[2] / "docs" / "triton_comparison.json"
@@ -109,9 +109,9 @@ def streamed(launched: Launched, timing: Timing, num_bytes: float = 0.0) -> Mode
     num_bytes = num_bytes or launched.weight_bytes
     total = timing.streaming_s(launched, num_bytes)
     needs = {"memory": num_bytes / timing.bytes_per_s}
-    if launched.product is not None and launched.name.startswith(("gemm_few_rows", "gemm_packed_row")):
+    if launched.product is not None and launched.name.startswith(("gemm_skinny", "gemm_quantised_gemv")):
         m, _, k = launched.product
-        reads = 4.0 if launched.name.startswith("gemm_packed_row") else 2.0  # bytes of each number of x, a block
+        reads = 4.0 if launched.name.startswith("gemm_quantised_gemv") else 2.0  # bytes of each number of x, a block
         x_bytes = reads * launched.blocks / launched.cluster * m * k  # blocks of a cluster each read a part of K
         needs["second-level cache"] = (num_bytes + x_bytes) / timing.of("cache_bandwidth")
         total += timing.of("cluster") if launched.cluster > 1 else 0.0

@@ -26,14 +26,14 @@ from numba_kernels.cache_files import cache_root, locked, read_entry, write_entr
 from numba_kernels.cuda import experts, logprobs, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
 from numba_kernels.cuda.gemm import (
-    byte_tiles,
-    few_rows_shape,
     hopper,
     hopper_bytes,
     hopper_packed,
+    mixed_input,
     packed_stream,
-    packed_tiles,
+    skinny_shape,
     tensor_core,
+    w8a8,
 )  # fmt: skip
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
@@ -60,7 +60,7 @@ _MEETS_OR_SWAPS = re.compile(r"\b(barrier\.cluster|atom|red)\b")
 _LABEL = re.compile(r"(?P<name>[$%\w]+):")
 _BRANCH = re.compile(r"^\s*(?P<guard>@!?%\w+\s+)?bra(?:\.uni)?\s+(?P<target>[$%\w]+);")
 _LEAVES = re.compile(r"^\s*(bra|ret|exit|trap)\b")
-_READS_WEIGHTS_EARLY = ("gemv_", "gemm_few_rows_", "gemm_packed_row_")
+_READS_WEIGHTS_EARLY = ("gemv_", "gemm_skinny_", "gemm_quantised_gemv_")
 """Kernels of these names have their first loads of the weight on their way before the kernel in front has ended. (Those
 that the TMA feeds have its copies for that.)"""
 
@@ -223,25 +223,25 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     packing: Any = packing_of(str(constants.get("weight", "")))
     if name.startswith(("gemm_tensor_core", "experts_tensor_core")):
         return {str(tile): tile for tile in tensor_core.TILES}[constants["tile"]].shared_bytes
-    if name.startswith("gemm_few_rows"):
+    if name.startswith("gemm_skinny"):
         tiles, has_clusters = constants["row_tiles"], specialisation.min_capability >= 90
-        most = few_rows_shape.most_streams(tiles, has_clusters=has_clusters)
-        return few_rows_shape.shared_bytes(constants["weight"], tiles, most, has_clusters=has_clusters)
-    if name.startswith("gemm_packed_row"):  # of 8,192 numbers
+        most = skinny_shape.most_streams(tiles, has_clusters=has_clusters)
+        return skinny_shape.shared_bytes(constants["weight"], tiles, most, has_clusters=has_clusters)
+    if name.startswith("gemm_quantised_gemv"):  # of 8,192 numbers
         return packed_stream.row_bytes(packing, 8192)
     if name.startswith("route_normed"):  # of as many
         return 8192 * ITEM_BYTES[constants["dtype"]]
-    if name.startswith("gemm_packed_tiles"):
-        return packed_tiles.shared_bytes(constants["weight"], constants["dtype"])
+    if name.startswith("gemm_mixed_input"):
+        return mixed_input.shared_bytes(constants["weight"], constants["dtype"])
     if name.startswith("experts_hopper"):
         tiles = experts.hopper.TILES if packing is None else experts.hopper.UNPACKING_TILES
         return {str(tile): tile for tile in tiles}[constants["tile"]].shared_bytes
     if name.startswith("experts_packed_gather"):  # rows of 8,192 numbers, or three times as many in all
         return (3 if constants["activation"] == "" else 1) * packed_stream.row_bytes(packing, 8192)
     if name.startswith("experts_packed"):
-        return packed_tiles.shared_bytes(constants["weight"], constants["dtype"], constants["tile_rows"])
-    if name.startswith("gemm_byte_tiles"):
-        return byte_tiles.SHARED_BYTES
+        return mixed_input.shared_bytes(constants["weight"], constants["dtype"], constants["tile_rows"])
+    if name.startswith("gemm_w8a8"):
+        return w8a8.SHARED_BYTES
     if name.startswith("gemm_hopper_bytes"):
         return hopper_bytes.TILE.shared_bytes
     if name.startswith("gemm_hopper"):

@@ -2,19 +2,19 @@
 
     out[i] = sum_j softmax_j(scale q[i] . k[j]) v[j]      over positions  p_i - window < j <= p_i
 
-or j < ``sees_until[i]`` where a batch has it (tokens of pictures that see each other).
+or j < ``bidirectional_until[i]`` where a batch has it (tokens of pictures that see each other).
 
 Flash attention's online softmax (https://arxiv.org/abs/2205.14135) over pages (https://arxiv.org/abs/2309.06180). The
 query heads that share a KV head, and the tokens of one sequence, form the rows of a group, so that keys and values are
 read once for all of them. Keys are summed in segments of SEGMENT_TOKENS, merged in the order of positions. Where a
-batch has too few groups for the threads (a lone long decode), each segment is a ticket of its own and a second kernel
-merges; the arithmetic is the same, so that neither the batch nor the number of threads changes a result.
+batch has too few groups for the threads (a lone long decode), each segment is a work item of its own and a second
+kernel merges; the arithmetic is the same, so that neither the batch nor the number of threads changes a result.
 
 Pages of int8 and fp8 are widened as a tile loads them; their scales, one a token and head, multiply scores and
 weights instead of keys and values.
 
 Latent pages (`runtime.kv.cache`) hold one row a token, keys and values of all heads together. A chunk's rows are
-transposed into memory of the ticket's own, as keys of other pages lie, before its scores are computed.
+transposed into memory of the work item's own, as keys of other pages lie, before its scores are computed.
 
 Sinks (a logit of each query head) join a row's sum once, at its end. With a soft cap c > 0 (Gemma 2,
 https://arxiv.org/abs/2408.00118) a score s becomes c tanh(s / c). Pages outside the window are not read. A row without
@@ -52,7 +52,7 @@ _HALVES = CHUNK_TOKENS // HALF_TOKENS
 FIELDS = Fields(
     "*q *k_cache *v_cache *k_scales *v_scales *query_start *seq_lens *block_table *group_starts *partial *out "
     "num_seqs q_heads kv_heads head_dim value_dim value_width value_stride num_blocks block_size table_width "
-    "window group_tokens num_segments *sinks *sees_until",
+    "window group_tokens num_segments *sinks *bidirectional_until",
     "scale softcap",
 )
 
@@ -176,9 +176,9 @@ def _scale_columns(scores_at, rows, scales_at):
 @functools.cache
 def group_starts_kernel() -> Kernel:
     """Writes ``group_starts [num_seqs + 1]``: row groups of up to ``group_tokens`` tokens before each sequence of the
-    batch whose tokens begin at ``query_start [num_seqs + 1]``; one ticket."""
+    batch whose tokens begin at ``query_start [num_seqs + 1]``; one work item."""
 
-    def group_starts(arguments, ticket):
+    def group_starts(arguments, work_item):
         a = carray(arguments, 1)[0]
         query_start = int32_at(a.query_start, a.num_seqs + 1)
         starts = int32_at(a.group_starts, a.num_seqs + 1)
@@ -197,28 +197,28 @@ def span_of(block_size: int) -> int:
 
 @functools.cache
 def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel:
-    """The kernel for pages of ``stored`` whose size is a multiple of ``span``, HALF_TOKENS or LANES. A ticket is one
+    """The kernel for pages of ``stored`` whose size is a multiple of ``span``, HALF_TOKENS or LANES. A work item is one
     row group and KV head, or with ``num_segments > 1`` one segment of them.
 
     Values are ``value_dim`` long; their sums have rows of ``value_width``, whole vectors, and pages rows of
     ``value_stride``. For latent pages ``v_cache`` is the address of the first value.
 
-    ``group_starts [num_seqs + 1]`` counts the row groups before each sequence, tickets beyond the last group do
-    nothing; ``window`` 0 = all. With segments, the sums of each ticket go to ``partial [tickets, group_tokens * share,
-    value_width + 2]``.
+    ``group_starts [num_seqs + 1]`` counts the row groups before each sequence, work items beyond the last group do
+    nothing; ``window`` 0 = all. With segments, the sums of each work item go to ``partial [work items, group_tokens *
+    share, value_width + 2]``.
     """
     itemsize = np.dtype(stored).itemsize
     has_scales, factor = is_quantised(stored), read_factor(stored)
     kept = np.float32 if is_latent else stored  # what keys are when scores are computed
     kept_span = LANES if is_latent else span
 
-    def attention(arguments, ticket):
+    def attention(arguments, work_item):
         a = carray(arguments, 1)[0]
         share = a.q_heads // a.kv_heads
         width = a.value_width
-        segment = ticket % a.num_segments
-        head = ticket // a.num_segments % a.kv_heads
-        group = ticket // a.num_segments // a.kv_heads
+        segment = work_item % a.num_segments
+        head = work_item // a.num_segments % a.kv_heads
+        group = work_item // a.num_segments // a.kv_heads
         group_starts = int32_at(a.group_starts, a.num_seqs + 1)
         if group >= group_starts[a.num_seqs]:
             return
@@ -231,8 +231,8 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
         token_row = query_start[seq] + first_token  # of this group's first token in the batch
         first_position = int32_at(a.seq_lens, a.num_seqs)[seq] - query_len + first_token
         last_key = first_position + tokens
-        if a.sees_until != 0:
-            last_key = np.int64(int32_at(a.sees_until + token_row * 4, tokens)[tokens - 1])
+        if a.bidirectional_until != 0:
+            last_key = np.int64(int32_at(a.bidirectional_until + token_row * 4, tokens)[tokens - 1])
         first_key = max(0, first_position - a.window + 1) if a.window > 0 else 0
         table = int32_at(a.block_table + seq * a.table_width * 4, a.table_width)
         if last_key > a.table_width * a.block_size:
@@ -266,8 +266,8 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
         for token in range(tokens):
             end = first_position + token + 1
             firsts[token * share : (token + 1) * share] = end - a.window if a.window > 0 else 0
-            if a.sees_until != 0:
-                end = np.int64(int32_at(a.sees_until + token_row * 4, tokens)[token])
+            if a.bidirectional_until != 0:
+                end = np.int64(int32_at(a.bidirectional_until + token_row * 4, tokens)[token])
             ends[token * share : (token + 1) * share] = end
         source = a.q + (token_row * a.q_heads + head * share) * a.head_dim * 4
         _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, np.float32(a.scale))
@@ -364,7 +364,7 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
 
         if a.num_segments > 1:
             size = a.group_tokens * share * (width + 2)
-            partial = _triple(a.partial + ticket * size * 4, rows, width)
+            partial = _triple(a.partial + work_item * size * 4, rows, width)
             _clear(partial, rows, width)
             _merge(partial, total, rows, width)
         else:
@@ -378,13 +378,13 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
 
 @functools.cache
 def merge_kernel() -> Kernel:
-    """Merges the segments that `attention_kernel` left in ``partial``; a ticket is one row group and KV head."""
+    """Merges the segments that `attention_kernel` left in ``partial``; a work item is one row group and KV head."""
 
-    def merge(arguments, ticket):
+    def merge(arguments, work_item):
         a = carray(arguments, 1)[0]
         share = a.q_heads // a.kv_heads
         width = a.value_width
-        head, group = ticket % a.kv_heads, ticket // a.kv_heads
+        head, group = work_item % a.kv_heads, work_item // a.kv_heads
         group_starts = int32_at(a.group_starts, a.num_seqs + 1)
         if group >= group_starts[a.num_seqs]:
             return
@@ -398,7 +398,7 @@ def merge_kernel() -> Kernel:
         _clear(total, rows, width)
         size = a.group_tokens * share * (width + 2)
         for segment in range(a.num_segments):
-            part = _triple(a.partial + (ticket * a.num_segments + segment) * size * 4, rows, width)
+            part = _triple(a.partial + (work_item * a.num_segments + segment) * size * 4, rows, width)
             _merge(total, part, rows, width)
         target = a.out + ((query_start[seq] + first_token) * a.q_heads + head * share) * a.value_dim * 4
         sinks = a.sinks + head * share * 4 if a.sinks != 0 else 0

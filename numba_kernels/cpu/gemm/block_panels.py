@@ -1,6 +1,6 @@
 """Panels of blocks (`blocks`) out of a file's rows of bytes, arranged on all threads.
 
-A ticket takes a panel, block by block: of LANES rows at once it loads 16 bytes each and transposes their words in
+A work item takes a panel, block by block: of LANES rows at once it loads 16 bytes each and transposes their words in
 registers; words that a file does not keep whole are cut out of such words.
 """
 
@@ -167,7 +167,7 @@ def _by_bytes(builder, bits):
 
 @functools.cache
 def pack_blocks_kernel(stored: str) -> Kernel:
-    """Packs columns of one panel a ticket."""
+    """Packs columns of one panel a work item."""
     words, source_bytes = BLOCKS[stored].words, BLOCKS[stored].source_bytes
     num_vectors, vector_bytes = PANEL_COLUMNS // LANES, words * LANES * 4
     arrange_block, arrange_part = _arrange_block_of(stored, True), _arrange_block_of(stored, False)
@@ -196,9 +196,9 @@ def pack_blocks_kernel(stored: str) -> Kernel:
                 place = target + index * num_vectors * vector_bytes + word * LANES * 4
                 int32_at(place, columns)[:] = part[word, :columns]
 
-    def pack_panel(arguments, ticket):
+    def pack_panel(arguments, work_item):
         a = carray(arguments, 1)[0]
-        panel = a.first_column // PANEL_COLUMNS + ticket
+        panel = a.first_column // PANEL_COLUMNS + work_item
         column = max(panel * PANEL_COLUMNS, a.first_column)
         end = min((panel + 1) * PANEL_COLUMNS, a.first_column + a.width)
         source = a.source + (column - a.first_column) * a.row_bytes

@@ -2,9 +2,9 @@
 
     out[r] = x[r] . weight[e]^T + bias[e]        for starts[e] <= r < starts[e + 1]
 
-An expert that has rows is read once. Tickets are fixed by the most experts that can have rows, since a recorded launch
-cannot depend on the routing: the first ones arrange a tile of rows each, the others multiply some panels of an expert
-with all its rows, and surplus ones return at once. A row's bits are those of `linear`.
+An expert that has rows is read once. Work items are fixed by the most experts that can have rows, since a recorded
+launch cannot depend on the routing: the first ones arrange a tile of rows each, the others multiply some panels of an
+expert with all its rows, and surplus ones return at once. A row's bits are those of `linear`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from numba_kernels.cpu.running.launch import (
     new_array,
 )
 
-TICKETS_A_WORKER = 4  # of each expert: one may have all rows
+WORK_ITEMS_A_WORKER = 4  # of each expert: one may have all rows
 
 FIELDS = Fields(
-    "*x *tables *starts *active *out *operands num_experts num_active depth width out_width row_words panels_a_ticket "
-    "panel_tickets num_arranging num_tickets arranged finished"
+    "*x *tables *starts *active *out *operands num_experts num_active depth width out_width row_words "
+    "panels_a_work_item panel_work_items num_arranging num_work_items arranged finished"
 )
 _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
 _PRODUCT = PRODUCT_FIELDS.record
@@ -68,18 +68,18 @@ def experts_kernel(stored: Any) -> Kernel:
         b.partials = 0
         b.num_rows, b.depth, b.width, b.out_width = rows, a.depth, a.width, a.out_width
         b.num_segments, b.step_elements = 1, 1
-        b.panels_a_ticket, b.row_tickets, b.num_tiles = a.panels_a_ticket, 1, -(-rows // GEMM_ROWS)
+        b.panels_a_work_item, b.row_work_items, b.num_tiles = a.panels_a_work_item, 1, -(-rows // GEMM_ROWS)
         b.arranging_parts = 1
 
-    def experts(arguments, ticket):
+    def experts(arguments, work_item):
         block = carray(arguments, 1)
         a = block[0]
         arranged, finished = address(block) + _ARRANGED, address(block) + _FINISHED
         words = -(-a.depth // elements) * unit_words
         active, starts = int32_at(a.active, a.num_active), int32_at(a.starts, a.num_experts + 1)
         product = np.empty(1, _PRODUCT)
-        if ticket < a.num_arranging:
-            tile = ticket
+        if work_item < a.num_arranging:
+            tile = work_item
             for place in range(a.num_active):
                 expert = active[place]
                 if expert < 0:
@@ -94,11 +94,11 @@ def experts_kernel(stored: Any) -> Kernel:
         else:
             while atomic.load(arranged) < a.num_arranging:
                 atomic.pause()
-            expert = active[(ticket - a.num_arranging) // a.panel_tickets]
+            expert = active[(work_item - a.num_arranging) // a.panel_work_items]
             if expert >= 0:
                 fill(a, expert, product)
-                multiply(product[0], (ticket - a.num_arranging) % a.panel_tickets, words)
-        if atomic.add(finished, 1) == a.num_tickets - 1:
+                multiply(product[0], (work_item - a.num_arranging) % a.panel_work_items, words)
+        if atomic.add(finished, 1) == a.num_work_items - 1:
             atomic.store(arranged, 0)
             atomic.store(finished, 0)
 
@@ -114,11 +114,11 @@ def multiply(
     row_words = operand_words(stored, depth)
     operands = new_array((rows * row_words,), np.float32)
     panels = -(-width // PANEL_COLUMNS)
-    panels_a_ticket = max(1, panels // (TICKETS_A_WORKER * num_workers))
-    panel_tickets = -(-panels // panels_a_ticket)
+    panels_a_work_item = max(1, panels // (WORK_ITEMS_A_WORKER * num_workers))
+    panel_work_items = -(-panels // panels_a_work_item)
     num_arranging = min(rows, -(-rows // GEMM_ROWS) + num_active)
-    total = num_arranging + num_active * panel_tickets
+    total = num_arranging + num_active * panel_work_items
     experts_kernel(stored)(
         total, num_workers, x, tables, starts, active, out, address_of(operands), num_experts, num_active, depth, width,
-        out_width, row_words, panels_a_ticket, panel_tickets, num_arranging, total, 0, 0,
+        out_width, row_words, panels_a_work_item, panel_work_items, num_arranging, total, 0, 0,
     )  # fmt: skip

@@ -1,11 +1,11 @@
 """Matrix product with a packed weight: ``out[T, N] = x[T, K] . weight[N, K]^T + bias + residual``.
 
-The first tickets of a launch arrange the rows of x for the tiles (`operands`), the others wait for them and multiply.
-A product with few rows streams the panels once, which is the limit of memory bandwidth; with many rows each panel is
-cut along K into blocks that stay in the first-level cache while all row tiles pass over them, and the tiles prefetch
-the next block meanwhile (to the cache level of `simd.prefetch`).
+The first work items of a launch arrange the rows of x for the tiles (`operands`), the others wait for them and
+multiply. A product with few rows streams the panels once, which is the limit of memory bandwidth; with many rows each
+panel is cut along K into blocks that stay in the first-level cache while all row tiles pass over them, and the tiles
+prefetch the next block meanwhile (to the cache level of `simd.prefetch`).
 
-In exact mode K may be cut into segments, whose sums are added in a tree (`numba_kernels.segments`). Sums of segments
+In exact mode K may be cut into segments, whose sums are added in a tree (`numba_kernels.split_k`). Sums of segments
 wait in slots: segment s in the slot numbered by the count of ones in s, until the one below it is complete.
 A last turn of the tile, over no words, finishes the sum in slot 0. Where ranks have added up the segments, a launch
 takes their sums instead of panels and rows (`add_partials`), and finishes them in the same way.
@@ -46,7 +46,7 @@ from numba_kernels.cpu.gemm.unpacked_blocks import (
 from numba_kernels.cpu.intrinsics import atomic
 from numba_kernels.cpu.layout import DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, new_array
-from numba_kernels.segments import SEGMENTS
+from numba_kernels.split_k import SEGMENTS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel with AVX-512, else 8
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
@@ -61,7 +61,8 @@ _NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
 
 FIELDS = Fields(
     "*x *panels *scales *bias *residual *out *operands *partials num_rows depth width out_width num_segments "
-    "step_elements panels_a_ticket row_tickets num_tiles num_arranging arranging_parts num_tickets arranged finished"
+    "step_elements panels_a_work_item row_work_items num_tiles num_arranging "
+    "arranging_parts num_work_items arranged finished"
 )
 _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
 
@@ -108,8 +109,8 @@ class ProductParts(NamedTuple):
     """The parts of a product's kernel.
 
     Attributes:
-        arrange: fills ``operands`` of an argument block ``a`` with one ticket's rows; K has so many ``words``.
-        multiply: one ticket's product.
+        arrange: fills ``operands`` of an argument block ``a`` with one work item's rows; K has so many ``words``.
+        multiply: one work item's product.
         elements, unit_words: so many elements of K take so many words of a column.
     """
 
@@ -158,8 +159,8 @@ def product_parts(stored: Any) -> ProductParts:
 
     @njit(nogil=True)
     @name_by_content
-    def arrange(a, ticket, words):
-        tile, part = ticket // a.arranging_parts, ticket % a.arranging_parts
+    def arrange(a, work_item, words):
+        tile, part = work_item // a.arranging_parts, work_item % a.arranging_parts
         first = _first_row(a, tile)
         rows = _first_row(a, tile + 1) - first
         x = a.x + first * a.depth * 4
@@ -182,13 +183,13 @@ def product_parts(stored: Any) -> ProductParts:
 
     @njit(nogil=True)
     @name_by_content
-    def multiply(a, ticket, words):
+    def multiply(a, work_item, words):
         num_panels = -(-a.width // PANEL_COLUMNS)
-        first_panel = ticket // a.row_tickets * a.panels_a_ticket
-        last_panel = min(num_panels, first_panel + a.panels_a_ticket)
-        row_ticket = ticket % a.row_tickets
-        first_tile = a.num_tiles * row_ticket // a.row_tickets
-        last_tile = a.num_tiles * (row_ticket + 1) // a.row_tickets
+        first_panel = work_item // a.row_work_items * a.panels_a_work_item
+        last_panel = min(num_panels, first_panel + a.panels_a_work_item)
+        row_work_item = work_item % a.row_work_items
+        first_tile = a.num_tiles * row_work_item // a.row_work_items
+        last_tile = a.num_tiles * (row_work_item + 1) // a.row_work_items
         first_row = _first_row(a, first_tile)
 
         is_buffered = unpacks and a.num_rows > most_at_once
@@ -271,29 +272,29 @@ def linear_kernel(stored: Any) -> Kernel:
     """Writes ``out [T, N]`` for ``x [T, K]``, float32, and panels of ``stored``: a class, or a block's name.
 
     ``scales`` (of uint8) and ``bias`` have one float32 for each of the panels' columns; ``residual [T, N]`` (0 = none)
-    may be ``out`` itself. The rows make ``num_tiles`` tiles. Tickets ``0 .. num_arranging`` fill ``operands`` with one
-    each (for blocks, one of ``arranging_parts`` of its K); the others multiply some panels with one of ``row_tickets``
-    shares of the tiles. Without arranging tickets ``operands`` has been filled. ``arranged`` and ``finished`` are 0
-    before a launch and after it.
+    may be ``out`` itself. The rows make ``num_tiles`` tiles. Work items ``0 .. num_arranging`` fill ``operands``
+    with one each (for blocks, one of ``arranging_parts`` of its K); the others multiply some panels with one of
+    ``row_work_items`` shares of the tiles. Without arranging work items ``operands`` has been filled. ``arranged`` and
+    ``finished`` are 0 before a launch and after it.
 
     K is cut into ``num_segments``, 1 or more, at multiples of ``step_elements``. Where ``partials [num_segments, T,
     N]`` are given, they are the segments' sums, and ``depth`` is 0.
     """
     arrange, multiply, elements, unit_words = product_parts(stored)
 
-    def linear(arguments, ticket):
+    def linear(arguments, work_item):
         block = carray(arguments, 1)
         a = block[0]
         arranged, finished = address(block) + _ARRANGED, address(block) + _FINISHED
         words = -(-a.depth // elements) * unit_words
-        if ticket < a.num_arranging:
-            arrange(a, ticket, words)
+        if work_item < a.num_arranging:
+            arrange(a, work_item, words)
             atomic.add(arranged, 1)
         else:
             while atomic.load(arranged) < a.num_arranging:
                 atomic.pause()
-            multiply(a, ticket - a.num_arranging, words)
-        if atomic.add(finished, 1) == a.num_tickets - 1:
+            multiply(a, work_item - a.num_arranging, words)
+        if atomic.add(finished, 1) == a.num_work_items - 1:
             atomic.store(arranged, 0)
             atomic.store(finished, 0)
 
@@ -310,20 +311,20 @@ def multiply(
     row_words = operand_words(stored, depth)
     for first in range(0, rows, MAX_ROWS):
         count = min(MAX_ROWS, rows - first)
-        tickets = tickets_of(count, depth, width, num_workers)
+        work_items = work_items_of(count, depth, width, num_workers)
         start = x + first * depth * 4
         if count == 1 and is_own_operand(stored, depth):
             operands, num_arranging, parts = start, 0, 1
         else:
             memory = new_array((count * row_words,), np.float32)
-            parts = _arranging_parts(count, depth, tickets) if are_integers(stored) else 1
-            operands, num_arranging = address_of(memory), tickets.num_tiles * parts
-        total = num_arranging + tickets.count
+            parts = _arranging_parts(count, depth, work_items) if are_integers(stored) else 1
+            operands, num_arranging = address_of(memory), work_items.num_tiles * parts
+        total = num_arranging + work_items.count
         added = residual + first * out_width * 4 if residual else 0
         linear_kernel(stored)(
-            total, tickets.num_workers, start, panels, scales, bias, added, out + first * out_width * 4, operands, 0,
-            count, depth, width, out_width, num_segments, step_elements, tickets.panels, tickets.row_tickets,
-            tickets.num_tiles, num_arranging, parts, total, 0, 0,
+            total, work_items.num_workers, start, panels, scales, bias, added, out + first * out_width * 4, operands, 0,
+            count, depth, width, out_width, num_segments, step_elements, work_items.panels, work_items.row_work_items,
+            work_items.num_tiles, num_arranging, parts, total, 0, 0,
         )  # fmt: skip
 
 
@@ -333,16 +334,17 @@ def add_partials(
 ) -> None:  # fmt: skip
     """``out [rows, width]`` from the sums of so many ranks, ``[num_partials, rows, out_width]``, each of some segments
     of K, as `multiply` leaves them where scales are 1 and biases -0; else as there."""
-    tickets = tickets_of(rows, num_partials, width, num_workers)
+    work_items = work_items_of(rows, num_partials, width, num_workers)
     linear_kernel(stored)(
-        tickets.count, tickets.num_workers, 0, 0, scales, bias, residual, out, 0, partials, rows, 0, width, out_width,
-        num_partials, 1, tickets.panels, tickets.row_tickets, tickets.num_tiles, 0, 1, tickets.count, 0, 0,
+        work_items.count, work_items.num_workers, 0, 0, scales, bias, residual, out, 0, partials, rows, 0, width,
+        out_width, num_partials, 1, work_items.panels, work_items.row_work_items, work_items.num_tiles, 0, 1,
+        work_items.count, 0, 0,
     )  # fmt: skip
 
 
-def _arranging_parts(rows: int, depth: int, tickets: Tickets) -> int:
+def _arranging_parts(rows: int, depth: int, work_items: WorkItems) -> int:
     """Parts of a tile's K, so that no thread waits for another that quantises few rows alone."""
-    return max(1, min(-(-tickets.num_workers // tickets.num_tiles), rows * depth // _ARRANGED_ALONE))
+    return max(1, min(-(-work_items.num_workers // work_items.num_tiles), rows * depth // _ARRANGED_ALONE))
 
 
 @functools.lru_cache(64)
@@ -351,27 +353,29 @@ def neutral(columns: int) -> tuple[np.ndarray, np.ndarray]:
     return np.ones(columns, np.float32), np.full(columns, -0.0, np.float32)
 
 
-class Tickets:
-    """The shares of a product: tickets of ``panels`` panels and one of ``row_tickets`` shares of ``num_tiles`` tiles of
-    rows, ``count`` in all."""
+class WorkItems:
+    """The shares of a product: work items of ``panels`` panels and one of ``row_work_items`` shares of ``num_tiles``
+    tiles of rows, ``count`` in all."""
 
-    __slots__ = ("count", "num_tiles", "num_workers", "panels", "row_tickets")
+    __slots__ = ("count", "num_tiles", "num_workers", "panels", "row_work_items")
 
-    def __init__(self, count: int, panels: int, row_tickets: int, num_tiles: int, num_workers: int) -> None:
+    def __init__(self, count: int, panels: int, row_work_items: int, num_tiles: int, num_workers: int) -> None:
         self.count = count
         self.num_workers = num_workers
         self.panels = panels
-        self.row_tickets = row_tickets
+        self.row_work_items = row_work_items
         self.num_tiles = num_tiles
 
 
 @functools.lru_cache(4096)
-def tickets_of(rows: int, depth: int, width: int, num_workers: int) -> Tickets:
-    """The shares for ``rows`` (at least 1) rows: the fewest tiles, and a few tickets a thread."""
+def work_items_of(rows: int, depth: int, width: int, num_workers: int) -> WorkItems:
+    """The shares for ``rows`` (at least 1) rows: the fewest tiles, and a few work items a thread."""
     num_tiles = -(-rows // GEMM_ROWS)
     panels = -(-width // PANEL_COLUMNS)
     if rows * width * depth < SERIAL_MACS or num_workers == 1:
-        return Tickets(1, panels, 1, num_tiles, 1)
-    row_tickets = -(-rows // TICKET_ROWS)
-    panels_a_ticket = max(1, panels // (4 * num_workers))
-    return Tickets(row_tickets * -(-panels // panels_a_ticket), panels_a_ticket, row_tickets, num_tiles, num_workers)
+        return WorkItems(1, panels, 1, num_tiles, 1)
+    row_work_items = -(-rows // TICKET_ROWS)
+    panels_a_work_item = max(1, panels // (4 * num_workers))
+    return WorkItems(
+        row_work_items * -(-panels // panels_a_work_item), panels_a_work_item, row_work_items, num_tiles, num_workers
+    )

@@ -4,7 +4,7 @@ Panels ``[ceil(N / PANEL_COLUMNS), ceil(K / e), PANEL_COLUMNS, e]``: a word of 3
 column, and PANEL_COLUMNS words lie side by side. e is 1 for float32, 2 for bfloat16 and float16 and 4 for int8, whose
 elements are unsigned bytes with ZERO_POINT added. Padding past N or K is 0 (for int8, any).
 
-A weight is read once, a panel a ticket: rows of K are transposed 16 x 16 words at a time in registers; a source that
+A weight is read once, a panel a work item: rows of K are transposed 16 x 16 words at a time in registers; a source that
 lies the other way round is joined row by row. int8 needs each row's largest magnitude first, which leaves the row in
 the cache for the second look.
 """
@@ -146,7 +146,7 @@ def pack(
 
 @functools.cache
 def pack_kernel(stored: Any, packed: Any) -> Kernel:
-    """Packs columns of one panel a ticket; strides are bytes, one of them an element's."""
+    """Packs columns of one panel a work item; strides are bytes, one of them an element's."""
     is_int8 = packed is np.uint8
     elements = ELEMENTS_A_WORD[np.dtype(packed).name]
     itemsize = np.dtype(stored).itemsize
@@ -204,9 +204,9 @@ def pack_kernel(stored: Any, packed: Any) -> Kernel:
                 inverses[column] = inverse_of(int32_at(bits, columns)[column])
         join_rows(stored, packed, source, stride, depth, columns, np.int64(inverses.ctypes.data), target, _ROW_BYTES)
 
-    def pack_panel(arguments, ticket):
+    def pack_panel(arguments, work_item):
         a = carray(arguments, 1)[0]
-        panel = a.first_column // PANEL_COLUMNS + ticket
+        panel = a.first_column // PANEL_COLUMNS + work_item
         column = max(panel * PANEL_COLUMNS, a.first_column)
         end = min((panel + 1) * PANEL_COLUMNS, a.first_column + a.width)
         words = -(-a.depth // elements)

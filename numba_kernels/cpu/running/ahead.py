@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_kernels.cpu import activation, decode_inputs, embedding, logprobs, norm, qkv, repeats, sampling
+from numba_kernels.cpu import activation, decode_inputs, embedding, logprobs, ngram_lookup, norm, qkv, sampling
 from numba_kernels.cpu import experts as _experts
 from numba_kernels.cpu.attention import kernel as attention
 from numba_kernels.cpu.gemm import block_panels, blocks, linear, panels
@@ -60,4 +60,4 @@ def kernels_of(
         yield activation.activation_kernel, (name,)
     yield logprobs.logprobs_kernel, ()
     yield decode_inputs.decode_inputs_kernel, ()
-    yield repeats.repeats_kernel, ()
+    yield ngram_lookup.ngram_lookup_kernel, ()

@@ -1,7 +1,7 @@
-"""Compiles, packs and runs kernels: one function ``body(arguments, ticket)`` is called for each ticket.
+"""Compiles, packs and runs kernels: one function ``body(arguments, work item)`` is called for each work item.
 
 A kernel is a C function of two arguments: a pointer to a block of 8-byte fields (addresses, sizes, float64 parameters)
-and the number of the piece of work to do. The threads of `pool` draw tickets until none is left, so that a slow core
+and the number of the piece of work to do. The threads of `pool` draw work items until none is left, so that a slow core
 simply draws fewer. Numba compiles a loop body into every library that links it; with a function pointer each kernel,
 and the machinery that runs them, is compiled once.
 
@@ -68,7 +68,7 @@ class Fields:
 
 
 class Kernel:
-    """A compiled body. Calling it runs ``num_tickets`` pieces of work on up to ``num_workers`` threads.
+    """A compiled body. Calling it runs ``num_work_items`` pieces of work on up to ``num_workers`` threads.
 
     The body is compiled (or read from disk) when the Kernel is made.
 
@@ -85,7 +85,7 @@ class Kernel:
         self.fields = fields
         self._name = body.__name__
 
-    def __call__(self, num_tickets: int, num_workers: int, *values: float, explain: Explain | None = None) -> None:
+    def __call__(self, num_work_items: int, num_workers: int, *values: float, explain: Explain | None = None) -> None:
         """``values`` are the fields in their order. Raises ``explain``'s error for a status that the kernel set; in a
         recording its replay does."""
         recording = current()
@@ -96,11 +96,11 @@ class Kernel:
                     recording.check(int(value), what)
                 else:
                     assert value < _NO_SIZE, f"{what} is an address: its name needs a star"
-            recording.add(self.address, self.packer.pack(0, *values), num_tickets, num_workers, explain)
+            recording.add(self.address, self.packer.pack(0, *values), num_work_items, num_workers, explain)
             return
         with pool.lock:
             self.packer.pack_into(_block, 0, 0, *values)
-            pool.run(self.address, _block_address, num_tickets, num_workers)
+            pool.run(self.address, _block_address, num_work_items, num_workers)
             status = int(_status[0])
         if status:
             assert explain is not None, f"the kernel has set status {status}"
@@ -111,7 +111,7 @@ _status = _block[:8].view(np.int64)
 
 
 class OwnLaunch:
-    """A launch of one ticket on this thread, with arguments of its own, of which a call sets one: less work than to
+    """A launch of one work item on this thread, with arguments of its own, of which a call sets one: less work than to
     call the kernel. Not to be recorded."""
 
     def __init__(self, kernel: Kernel, changing: str, *values: float) -> None:

@@ -1,16 +1,17 @@
-"""The threads that share a kernel's tickets: helpers that spin for a moment between kernels, and then sleep.
+"""The threads that share a kernel's work items: helpers that spin for a moment between kernels, and then sleep.
 
 A decode step is a hundred kernels of some ten microseconds, one right after the other; waking a sleeping thread for
 each costs more than many of them take. So a helper that has found no work keeps looking for SPIN_ROUNDS rounds (about
 half a millisecond) before it sleeps, and as long as a program runs. A launch never waits for one that sleeps: it wakes
-it, and meanwhile draws the tickets itself.
+it, and meanwhile draws the work items itself.
 
 The protocol, over the words of `_words` (each on a cache line of its own):
 
 - A job is open while NEXT < CLOSED. The launcher writes the job's words while it is closed, opens it by NEXT = 0, draws
-  tickets like the helpers, closes it by NEXT = CLOSED, and waits until ACTIVE is 0.
-- A helper counts itself in ACTIVE, then draws. A ticket drawn from an open job belongs to that job, whose words cannot
-  change while the helper is counted; a ticket of a closed one is at least CLOSED, and it leaves.
+  work items like the helpers, closes it by NEXT = CLOSED, and waits until ACTIVE is 0.
+- A helper counts itself in ACTIVE, then draws. A work item drawn from an open job belongs to that job, whose words
+cannot
+  change while the helper is counted; a work item of a closed one is at least CLOSED, and it leaves.
 
 One launch at a time, or one program of launches: callers of `run` or `run_program` hold the lock. Helpers are
 daemon threads, joined when the process ends.
@@ -38,12 +39,12 @@ SPIN_ROUNDS = 20_000  # a round is a pause instruction and two loads, 10 to 60 n
 _most_threads = NUM_THREADS
 
 PROGRAM_COLUMNS = 4
-"""A program, int64 ``[launches, 4]``: function, arguments, tickets, helpers."""
+"""A program, int64 ``[launches, 4]``: function, arguments, work items, helpers."""
 
 lock = threading.Lock()
 CLOSED = 1 << 40
 _LINE = 8  # words of 8 bytes a cache line
-NEXT, ACTIVE, FUNCTION, ARGUMENTS, NUM_TICKETS, NUM_HELPERS, ASLEEP, STOP, BUSY = (i * _LINE for i in range(9))
+NEXT, ACTIVE, FUNCTION, ARGUMENTS, NUM_WORK_ITEMS, NUM_HELPERS, ASLEEP, STOP, BUSY = (i * _LINE for i in range(9))
 
 _words = np.zeros(10 * _LINE, np.int64)
 _words[NEXT] = CLOSED
@@ -96,7 +97,7 @@ def _add(typingctx, words, index, value):
 
 
 @intrinsic
-def _call(typingctx, function, arguments, ticket):
+def _call(typingctx, function, arguments, work_item):
     def codegen(context, builder, signature, args):
         pointer = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, _I64])
@@ -127,26 +128,26 @@ def _clear_status(typingctx, address):
 
 
 @_compiled("void(int64, int64, int64)")
-def run_alone(function, arguments, num_tickets):
-    """Every ticket, on this thread."""
-    for ticket in range(num_tickets):
-        _call(function, arguments, ticket)
+def run_alone(function, arguments, num_work_items):
+    """Every work item, on this thread."""
+    for work_item in range(num_work_items):
+        _call(function, arguments, work_item)
 
 
 @njit(nogil=True)
 def _draw(words):
-    """Draws and runs tickets until none is left."""
-    ticket = _add(words, NEXT, 1)
-    while ticket < CLOSED and ticket < _load(words, NUM_TICKETS):
-        _call(_load(words, FUNCTION), _load(words, ARGUMENTS), ticket)
-        ticket = _add(words, NEXT, 1)
+    """Draws and runs work items until none is left."""
+    work_item = _add(words, NEXT, 1)
+    while work_item < CLOSED and work_item < _load(words, NUM_WORK_ITEMS):
+        _call(_load(words, FUNCTION), _load(words, ARGUMENTS), work_item)
+        work_item = _add(words, NEXT, 1)
 
 
 @_compiled("void(int64[::1], int64, int64, int64, int64)")
-def _launch(words, function, arguments, num_tickets, num_helpers):
+def _launch(words, function, arguments, num_work_items, num_helpers):
     _store(words, FUNCTION, function)
     _store(words, ARGUMENTS, arguments)
-    _store(words, NUM_TICKETS, num_tickets)
+    _store(words, NUM_WORK_ITEMS, num_work_items)
     _store(words, NUM_HELPERS, num_helpers)
     _store(words, NEXT, 0)
     _draw(words)
@@ -159,12 +160,12 @@ def _launch(words, function, arguments, num_tickets, num_helpers):
 def _launch_all(words, program):
     """Launch after launch; (the one that set its status, and which) or (-1, 0)."""
     for i in range(program.shape[0]):
-        function, arguments, num_tickets, num_helpers = program[i, 0], program[i, 1], program[i, 2], program[i, 3]
+        function, arguments, num_work_items, num_helpers = program[i, 0], program[i, 1], program[i, 2], program[i, 3]
         if num_helpers == 0:
-            for ticket in range(num_tickets):
-                _call(function, arguments, ticket)
+            for work_item in range(num_work_items):
+                _call(function, arguments, work_item)
         else:
-            _launch(words, function, arguments, num_tickets, num_helpers)
+            _launch(words, function, arguments, num_work_items, num_helpers)
         status = _status_at(arguments)
         if status != 0:
             _clear_status(arguments)
@@ -177,7 +178,7 @@ def _help(words, index, rounds):
     """Takes part in jobs until ``rounds`` looks in a row found none, and no program has jobs to come."""
     idle = 0
     while (idle < rounds or _load(words, BUSY) != 0) and _load(words, STOP) == 0:
-        if _load(words, NEXT) < _load(words, NUM_TICKETS) and index < _load(words, NUM_HELPERS):
+        if _load(words, NEXT) < _load(words, NUM_WORK_ITEMS) and index < _load(words, NUM_HELPERS):
             _add(words, ACTIVE, 1)
             _draw(words)
             _add(words, ACTIVE, -1)
@@ -228,7 +229,7 @@ class _Helpers:
             _help(_words, index, SPIN_ROUNDS)
             with self.wake:
                 # A job may have been opened while this thread waited for the interpreter's lock.
-                if not _words[STOP] and not _words[BUSY] and _words[NEXT] >= _words[NUM_TICKETS]:
+                if not _words[STOP] and not _words[BUSY] and _words[NEXT] >= _words[NUM_WORK_ITEMS]:
                     _words[ASLEEP] += 1
                     self.wake.wait()
 
@@ -248,22 +249,23 @@ def most_threads() -> int:
     return _most_threads
 
 
-def num_helpers(num_tickets: int, num_threads: int) -> int:
-    """Helpers that so many tickets on at most ``num_threads`` threads may have."""
-    return max(0, min(num_threads, num_tickets, _most_threads) - 1)
+def num_helpers(num_work_items: int, num_threads: int) -> int:
+    """Helpers that so many work items on at most ``num_threads`` threads may have."""
+    return max(0, min(num_threads, num_work_items, _most_threads) - 1)
 
 
-def run(function: int, arguments: int, num_tickets: int, num_threads: int) -> None:
-    """Runs ``function(arguments, ticket)`` for every ticket, on this thread and at most ``num_threads - 1`` helpers."""
-    helpers = num_helpers(num_tickets, num_threads)
+def run(function: int, arguments: int, num_work_items: int, num_threads: int) -> None:
+    """Runs ``function(arguments, work item)`` for every work item, on this thread and at most ``num_threads - 1``
+    helpers."""
+    helpers = num_helpers(num_work_items, num_threads)
     if helpers == 0:
-        run_alone(function, arguments, num_tickets)
+        run_alone(function, arguments, num_work_items)
         return
     if _words[ASLEEP]:
         _helpers.rouse()
     elif not _helpers.threads:
         _helpers.start()
-    _launch(_words, function, arguments, num_tickets, helpers)
+    _launch(_words, function, arguments, num_work_items, helpers)
 
 
 def run_program(program: np.ndarray, most_helpers: int) -> tuple[int, int]:

@@ -109,9 +109,11 @@ class Recording:
         """Bytes of launches and arguments; the arena is not counted."""
         return self._blocks.nbytes + self._program.nbytes
 
-    def add(self, function: int, arguments: bytes, num_tickets: int, num_workers: int, explain: Explain | None) -> None:
+    def add(
+        self, function: int, arguments: bytes, num_work_items: int, num_workers: int, explain: Explain | None
+    ) -> None:
         """The next launch. ``arguments`` begin with the status, 0."""
-        self._launches.append((function, arguments, num_tickets, num_workers, explain))
+        self._launches.append((function, arguments, num_work_items, num_workers, explain))
 
     def lives_on(self, owner: _Numbered, address: int, size_bytes: int, what: str) -> None:
         """A kernel will read or write ``size_bytes`` at ``address``, which are valid as long as ``owner`` lives.
@@ -141,9 +143,9 @@ class Recording:
         self._blocks = memory[-memory.ctypes.data % _LINE_BYTES :]
         address, at = self._blocks.ctypes.data, 0
         self._program = np.empty((len(self._launches), pool.PROGRAM_COLUMNS), np.int64)
-        for row, size, (function, arguments, tickets, workers, _) in zip(self._program, sizes, self._launches):
+        for row, size, (function, arguments, work_items, workers, _) in zip(self._program, sizes, self._launches):
             self._blocks[at : at + len(arguments)] = np.frombuffer(arguments, np.uint8)
-            row[:] = function, address + at, tickets, pool.num_helpers(tickets, workers)
+            row[:] = function, address + at, work_items, pool.num_helpers(work_items, workers)
             at += size
         self._num_helpers = int(self._program[:, 3].max(initial=0))
         self._launches = [(0, b"", 0, 0, explain) for *_, explain in self._launches]

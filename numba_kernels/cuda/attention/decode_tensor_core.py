@@ -168,7 +168,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     @cuda.jit
     def kernel(
         q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
-        sees_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
+        bidirectional_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()

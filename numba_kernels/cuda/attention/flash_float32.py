@@ -139,7 +139,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
     @cuda.jit
     def kernel(
         q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
-        sees_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
+        bidirectional_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -170,7 +170,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
             # The longest rows first, so that the last blocks to run are short.
             first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - block) * uint32(tile_rows))
         last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
-        stop = end_of(sees_until, first_token, seq_len, query_len, divide_u32(last_row, share))
+        stop = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share))
         key = uint32(0)
         seen = uint32(0)
         if has_window:
@@ -202,7 +202,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
         operands = cuda.local.array((own_rows, 4), float32)
         for r in range(own_rows):
             token = divide_u32(uint32(first_row + own_row + uint32(r)), share)
-            ends[r] = end_of(sees_until, first_token, seq_len, query_len, token)
+            ends[r] = end_of(bidirectional_until, first_token, seq_len, query_len, token)
             if has_spans:
                 own_ends[r] = visible_end(seq_len, query_len, token)
             maxima[r] = MINUS_INFINITY

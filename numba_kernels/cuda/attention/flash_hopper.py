@@ -170,7 +170,7 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
     @cuda.jit
     def kernel(
         q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
-        sees_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, workspace_columns, scale,
+        bidirectional_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, workspace_columns, scale,
     ):  # fmt: skip
         storage = cuda.shared.array(0, uint32)
         shared = uint32((shared_address(storage) + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - ALIGNMENT + 1))

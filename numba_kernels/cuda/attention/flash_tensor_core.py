@@ -147,7 +147,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
     @cuda.jit
     def kernel(
         q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
-        sees_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, workspace_columns, scale,
+        bidirectional_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, workspace_columns, scale,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -164,8 +164,8 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - tile) * uint32(tile_rows))
         last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
         seq_len = uint32(seq_lens[seq])
-        shortest_end = end_of(sees_until, first_token, seq_len, query_len, divide_u32(first_row, share))
-        longest_end = end_of(sees_until, first_token, seq_len, query_len, divide_u32(last_row, share))
+        shortest_end = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(first_row, share))
+        longest_end = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share))
         table = uint64(seq) * uint64(table_width)
 
         storage = cuda.shared.array(0, float32)
@@ -211,7 +211,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         for m in range(strips):
             for h in range(2):
                 row = uint32(own_row + upper + uint32(16 * m + 8 * h))
-                ends[m, h] = end_of(sees_until, first_token, seq_len, query_len, divide_u32(row, share))
+                ends[m, h] = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(row, share))
                 if has_spans:
                     own_ends[m, h] = visible_end(seq_len, query_len, divide_u32(row, share))
                 maxima[m, h] = MINUS_INFINITY

@@ -57,7 +57,7 @@ def naive(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Speci
     @cuda.jit
     def kernel(
         q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
-        sees_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, columns, scale,
+        bidirectional_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, columns, scale,
     ):  # fmt: skip
         partials = cuda.shared.array(32, float32)
         value = cuda.local.array(1, float32)

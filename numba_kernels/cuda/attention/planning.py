@@ -55,15 +55,15 @@ class AttentionPlan:
     def arguments(
         self, q: int, k_cache: int, v_cache: int, out: int, workspace: int, arrivals: int, query_start: int,
         seq_lens: int, block_tables: int, scale: float, sinks: int = 0, k_scales: int = 0, v_scales: int = 0, *,
-        sees_until: int = 0,
+        bidirectional_until: int = 0,
     ) -> tuple[int | float, ...]:  # fmt: skip
-        """All addresses (0 for workspace, arrivals, sinks, scales and sees_until that are not needed) and the scale of
-        the scores, in the kernel's order."""
+        """All addresses (0 for workspace, arrivals, sinks, scales and bidirectional_until that are not needed) and the
+        scale of the scores, in the kernel's order."""
         _, num_q_heads, num_kv_heads, table_width, window, num_seqs = self.shape
         return (
             q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens,
-            block_tables, sees_until, num_q_heads, num_kv_heads, num_q_heads // num_kv_heads, table_width, window,
-            num_seqs, self.workspace_columns, scale * math.log2(math.e),
+            block_tables, bidirectional_until, num_q_heads, num_kv_heads, num_q_heads // num_kv_heads, table_width,
+            window, num_seqs, self.workspace_columns, scale * math.log2(math.e),
         )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ kv_head * share + r % share, with share = num_q_heads / num_kv_heads.
 **Sight.** Token j of a chunk of `query_len` tokens, the last of a sequence of `seq_len`, stands at position
 seq_len - query_len + j and sees the keys below its `end`, one more than its position, and from end - window on.
 `NO_WINDOW` means no window. Where seq_len < query_len (a padded entry of a captured batch) the end is 0, and the row
-zeros. A kernel for spans (tokens of a picture that see each other) reads each token's end from `sees_until`, which
-never falls within a chunk; the window is counted from its own place. Kernels without a window (`Variant`) carry none of
-its arithmetic.
+zeros. A kernel for spans (tokens of a picture that see each other) reads each token's end from `bidirectional_until`,
+which never falls within a chunk; the window is counted from its own place. Kernels without a window (`Variant`) carry
+none of its arithmetic.
 
 **Tiles** lie in shared memory with 16 bytes of padding a row, so that eight rows' 16-byte pieces fall into different
 banks (a row's pitch is an odd number of 16-byte pieces). Copies are
@@ -70,7 +70,7 @@ ARGUMENT_TYPES = (
     types.CPointer(types.int32),  # query_start [S + 1]
     types.CPointer(types.int32),  # seq_lens [S]
     types.CPointer(types.int32),  # block_tables [S, table_width]
-    types.CPointer(types.int32),  # sees_until [T]; 0 for a kernel without spans
+    types.CPointer(types.int32),  # bidirectional_until [T]; 0 for a kernel without spans
     types.uint32,  # num_q_heads
     types.uint32,  # num_kv_heads
     types.uint32,  # share = num_q_heads / num_kv_heads
@@ -94,20 +94,20 @@ def visible_end(seq_len, query_len, token):
 
 @functools.cache
 def end_finder(has_spans: bool) -> Any:
-    """A device function ``(sees_until, first_token, seq_len, query_len, token)``: one past the last key that the
-    chunk's token sees, or for tokens past the chunk, its last one; `first_token` is the chunk's in the batch."""
+    """A device function ``(bidirectional_until, first_token, seq_len, query_len, token)``: one past the last key that
+    the chunk's token sees, or for tokens past the chunk, its last one; `first_token` is the chunk's in the batch."""
     if not has_spans:
 
         @device_function
-        def own_end(sees_until, first_token, seq_len, query_len, token):
+        def own_end(bidirectional_until, first_token, seq_len, query_len, token):
             return visible_end(seq_len, query_len, token)
 
         return own_end
 
     @device_function
-    def read_end(sees_until, first_token, seq_len, query_len, token):
+    def read_end(bidirectional_until, first_token, seq_len, query_len, token):
         place = minimum_u32(token, uint32(query_len - uint32(1)))
-        return uint32(sees_until[uint32(first_token + place)])
+        return uint32(bidirectional_until[uint32(first_token + place)])
 
     return read_end
 
@@ -130,7 +130,7 @@ class Variant:
         has_sinks: whether each query head has a logit that joins the softmax's denominator, and no value.
         softcap: scores become softcap tanh(score / softcap); 0 where they stay.
         pages: the type of KV pages of a byte a number: one of `quantised_pages.PAGES`; "" for the dtype.
-        has_spans: whether `sees_until` bounds each token's keys.
+        has_spans: whether `bidirectional_until` bounds each token's keys.
     """
 
     has_window: bool = False

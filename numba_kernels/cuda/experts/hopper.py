@@ -13,7 +13,7 @@ The loads and stores differ from the dense tier's:
 Many rows an expert take the cluster of two blocks, which share a tile of the weight; fewer take a block alone, of 128
 rows or 64. Tiles give the same bits, but not those of the other tiers: exact products do not come here.
 
-Quantised experts that many rows go to are written out as 16-bit rows first, one expert's after the other's
+Quantised experts that many rows go to are dequantised as 16-bit rows first, one expert's after the other's
 (`dequantize`), with one map over all: a tile that ends past its expert's columns reads the next one's, and drops the
 results.
 
@@ -68,8 +68,8 @@ TILES = (LOW, ALONE, PAIR)
 UNPACKING_TILES = hopper_packed.TILES
 LEAST_UNPACKED_ROWS, MOST_UNPACKED_ROWS = 17, 380
 """Rows of each expert for which quantised experts are unpacked for `wgmma`. On an H200 gpt-oss-20b's in MXFP4 take 311
-µs with 32 rows each (`packed` 358, with 8 rows 188), 501 with 128 (881), 978 with 256 (written out 1,155), and 1,906
-with 512 (written out 1,716)."""
+µs with 32 rows each (`packed` 358, with 8 rows 188), 501 with 128 (881), 978 with 256 (dequantised 1,155), and 1,906
+with 512 (dequantised 1,716)."""
 MAP_BYTES = 128
 MAP_ROWS = 64  # of the weight, that one copy moves
 _LAG = 2  # stages that x is in flight; one less than possible, as the last one is free only when the next is multiplied

@@ -1,4 +1,4 @@
-"""Products of 16-bit rows with experts that stay quantised, many or few: the tiles of `gemm.packed_tiles`.
+"""Products of 16-bit rows with experts that stay quantised, many or few: the tiles of `gemm.mixed_input`.
 
 The table has the addresses of packed weights (`packing`); all else is as in `tensor_core`. A tile has 128 rows, or 16,
 where experts have few: then a block's 128 columns stream, with three slots of them in flight. Sums run over k from
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.experts.tiled import ARGUMENT_TYPES
-from numba_kernels.cuda.gemm.packed_tiles import (
+from numba_kernels.cuda.gemm.mixed_input import (
     BLOCK_M,
     BLOCK_N,
     FEW_ROWS,

@@ -1,7 +1,7 @@
 """Matrix product: ``y[M, N] = x[M, K] . w[N, K]^T + bias[N] + residual[M, N]``, and with a plain ``B[K, N]``.
 
 x and w are f32, f16 or bf16, both of one dtype, or w is packed (`packing.py`): elements of 4 or 8 bits with scales,
-which `packed_row`, `few_rows`, `packed_tiles` and `hopper_packed` unpack in registers; y and the residual are of that
+which `quantised_gemv`, `skinny`, `mixed_input` and `hopper_packed` unpack in registers; y and the residual are of that
 dtype or f32 (logits); the bias is f32 or of w's dtype. Sums are float32; bias and residual are added in float32 and the
 result is rounded once. All arrays are C-contiguous; the residual may be y itself.
 
@@ -12,13 +12,13 @@ A ladder of tiers, each in its own file, which lists its changes against the one
     register      tiles in registers, 16-byte loads, two buffers
     tensor_core   mma.sync, ldmatrix, cp.async in several stages (f16, bf16)
     gemv          a row or two (f32: at most 8): the weight passes once
-    few_rows      at most 64 rows: the weight streams through tensor cores (f16, bf16)
-    packed_row    one row times a packed weight, unpacked to float16 without a factor (bf16)
-    packed_tiles  many rows times a packed weight: tensor_core's tiles, unpacked after shared memory (f16, bf16)
+    skinny      at most 64 rows: the weight streams through tensor cores (f16, bf16)
+    quantised_gemv    one row times a packed weight, unpacked to float16 without a factor (bf16)
+    mixed_input  many rows times a packed weight: tensor_core's tiles, unpacked after shared memory (f16, bf16)
     hopper        wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
     hopper_packed hopper's rows times a packed weight, which warps of their own unpack into its stages
 
-Beside them `byte_tiles` and, on Hopper, `hopper_bytes` multiply rows that were rounded to bytes (`rounded_rows.py`,
+Beside them `w8a8` and, on Hopper, `hopper_bytes` multiply rows that were rounded to bytes (`dynamic_quantisation.py`,
 `rounded_norm.py`) by a weight of such.
 
 Each launch takes the same arguments, addresses as integers (0 = no bias, no residual):
@@ -38,19 +38,19 @@ from types import ModuleType
 
 from numba_kernels.cuda import tables
 from numba_kernels.cuda.gemm import (
-    byte_tiles,
-    few_rows,
     gemv,
     hopper,
     hopper_bytes,
     hopper_packed,
+    mixed_input,
     naive,
-    packed_row,
-    packed_tiles,
+    quantised_gemv,
     register,
-    segments,
+    skinny,
+    split_k,
     tensor_core,
     tiled,
+    w8a8,
 )
 from numba_kernels.cuda.gemm.epilogue import NO_SQUARES
 from numba_kernels.cuda.gemm.product import Epilogue, Machine, Product, machine_of
@@ -64,7 +64,6 @@ __all__ = [
     "Epilogue",
     "Machine",
     "Product",
-    "byte_tiles",
     "can_read",
     "candidates",
     "choose",
@@ -73,11 +72,12 @@ __all__ = [
     "modelled_s",
     "plan",
     "specialisations",
+    "w8a8",
 ]  # fmt: skip
 
 TIERS: dict[str, ModuleType] = {
-    "naive": naive, "tiled": tiled, "gemv": gemv, "packed_row": packed_row, "few_rows": few_rows,
-    "hopper": hopper, "tensor_core": tensor_core, "hopper_packed": hopper_packed, "packed_tiles": packed_tiles,
+    "naive": naive, "tiled": tiled, "gemv": gemv, "quantised_gemv": quantised_gemv, "skinny": skinny,
+    "hopper": hopper, "tensor_core": tensor_core, "hopper_packed": hopper_packed, "mixed_input": mixed_input,
     "register": register,
 }  # fmt: skip
 """A tier is a module with the functions
@@ -209,6 +209,6 @@ def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return."""
     for tier in TIERS.values():
         yield from tier.specialisations()
-    yield from byte_tiles.specialisations()
+    yield from w8a8.specialisations()
     yield from hopper_bytes.specialisations()
-    yield from segments.specialisations()
+    yield from split_k.specialisations()

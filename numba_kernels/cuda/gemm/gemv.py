@@ -10,7 +10,7 @@ i, and the warps' sums in shared memory, in their order.
 The more warps a team has, the more the sum over K is split; few columns need it to fill the GPU. The split depends on
 (N, K) alone and so does the order of additions: a row has the same bits in any batch. They differ from those of the
 other tiers. Float32 goes up to 8 rows; from 3 rows on, 16-bit factors cost tensor cores fewer instructions
-(`few_rows`).
+(`skinny`).
 
 In a gated unit half of a team's rows are of the gate's half of the weight, the others those of up's that belong to
 them, whose sums a shuffle brings to the gate's lanes. Squares of x's row are added up by the whole block.

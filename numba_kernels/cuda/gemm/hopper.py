@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm import few_rows_shape, hopper_split
+from numba_kernels.cuda.gemm import hopper_split, skinny_shape
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED
 from numba_kernels.cuda.gemm.hopper_out import SQUARE_PIECES, load_scales, residual_loader, row_finisher, tile_storer
 from numba_kernels.cuda.gemm.hopper_ring import (
@@ -276,7 +276,7 @@ def seconds(product: Product, machine: Machine) -> float:
     fastest. Exact products do not choose it, since its bits are its own."""
     if product.exact or product.m < LEAST_ROWS:
         return math.inf
-    if product.m > few_rows_shape.MAX_ROWS:
+    if product.m > skinny_shape.MAX_ROWS:
         return 0.0
     m, n, k = product.m, product.n, product.k
     tile, parts = choose(m, n, k, machine, exact=False)
@@ -287,7 +287,7 @@ def seconds(product: Product, machine: Machine) -> float:
 def modelled_s(product: Product, machine: Machine) -> float:
     """As `seconds`, for comparisons outside the tiers: within an eighth of an H200's times for 17 to 128 rows
     (docs/measurements, 2026-11-26), except 56 instead of 44 µs for N = 4096 at 128 rows."""
-    if product.exact or not few_rows_shape.MAX_ROWS // 4 < product.m <= MEASURED_ROWS:
+    if product.exact or not skinny_shape.MAX_ROWS // 4 < product.m <= MEASURED_ROWS:
         return seconds(product, machine)
     m, n, k = product.m, product.n, product.k
     tile, parts = choose(m, n, k, machine, exact=False)

@@ -10,7 +10,7 @@ other group multiplies. There are two kinds:
 
 - rows: a scale a row of the weight and a row of x, both multiplied into the finished sum;
 - groups: a scale for 128 of K of a row, of either factor (blocks of 128 x 128 are the same numbers in 128 rows). Those
-  of x are float32 [ceil(k / 128), 8 ceil(m / 8)] (`rounded_rows.py`).
+  of x are float32 [ceil(k / 128), 8 ceil(m / 8)] (`dynamic_quantisation.py`).
 
 Few tiles leave multiprocessors idle. Then a tile is a cluster's, as in `hopper_split.py`: each of its 2 to 8 blocks has
 a part of K, leaves its sums where its stages were, and finishes the rows of some of its warps, with the sums of all

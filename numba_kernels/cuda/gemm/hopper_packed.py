@@ -1,12 +1,12 @@
 """Hopper, packed weights: `wgmma` as in `hopper`, whose weight's tile is unpacked into its stages.
 
-Against `packed_tiles` and `few_rows`, whose products are `mma.sync`'s, it changes
+Against `mixed_input` and `skinny`, whose products are `mma.sync`'s, it changes
 
 - the arithmetic: `wgmma`, which multiplies at twice their rate, while other warps unpack (`hopper_unpack.py`);
 - how often a weight is unpacked: once for 64 or 128 rows, by warps of their own;
 - the way in of x: the TMA's.
 
-Against a weight that is written out first (`dequantize`) it reads a quarter of the bytes or half, once, and needs no
+Against a weight that is dequantised first (`dequantize`) it reads a quarter of the bytes or half, once, and needs no
 memory. All else, roles, ring and ways out, is `hopper`'s, and K is split among the blocks of a cluster as there
 (`hopper_split`), by whole slots of the weight.
 
@@ -31,7 +31,7 @@ HIGH = Tile(256, 2, 4, num_unpackers=4)
 TILES = (LOW, HIGH)
 
 LEAST_ROWS, MOST_ROWS = 33, 512
-"""Rows for which plans take it. `few_rows` is as fast with 32; a weight that is written out takes 384 µs with 2,048 and
+"""Rows for which plans take it. `skinny` is as fast with 32; a weight that is dequantised takes 384 µs with 2,048 and
 133 with 512, this 467 and 126 (INT4, 8192 x 8192)."""
 
 # As `hopper`'s model, fitted to an H200's times of INT4 and MXFP4, 8192 x 8192, 16 to 2,048 rows (docs/measurements,
@@ -39,7 +39,7 @@ LEAST_ROWS, MOST_ROWS = 33, 512
 STEP_CYCLES = {LOW: 930, HIGH: 1530}
 ENDS_CYCLES = {LOW: 10_000, HIGH: 8_000}
 SPLIT_ENDS_CYCLES = {2: 13_500, 3: 13_000, 4: 13_000, 6: 13_000, 8: 13_000}  # by parts
-_LAUNCH_S = 6e-6  # and the first bytes, for comparison with `few_rows`, whose model has them
+_LAUNCH_S = 6e-6  # and the first bytes, for comparison with `skinny`, whose model has them
 
 
 def can_unpack(packing: Packing, dtype: str) -> bool:

@@ -21,7 +21,7 @@ from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, finisher, scale_element, scale_of_row
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
-from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
+from numba_kernels.cuda.gemm.split_k import segment_of, sums_of_segment
 from numba_kernels.cuda.intrinsics.element import element_loader
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
 from numba_kernels.cuda.specialisation import Launch, Specialisation

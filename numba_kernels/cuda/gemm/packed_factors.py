@@ -1,7 +1,7 @@
 """One row times a packed weight: the forms of x and the weight for tensor cores.
 
 Lesson: the choice of the factor that is made to fit the other. Unpacking costs more than memory does where each pair of
-numbers is shifted, masked, centred and scaled (`few_rows`), and `mma.sync` computes 8 columns where one is needed. So
+numbers is shifted, masked, centred and scaled (`skinny`), and `mma.sync` computes 8 columns where one is needed. So
 
     digits    integers, and e2m1, which is half an integer: as int8, which takes a shift and a `lop3` for four numbers.
               x becomes a whole number of 23 bits, times a power of two that brings its largest number below 2^22, and

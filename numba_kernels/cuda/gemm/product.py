@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.packing import packing_of
-from numba_kernels.segments import SEGMENTS
+from numba_kernels.split_k import SEGMENTS
 
 NOT_PLAIN = "multiplies factors of one type, and gates nothing"
 LATENCY_S = 0.8e-6  # of device memory under load
@@ -54,7 +54,7 @@ class Product:
         is_weight_layout: whether the weight is [n, k]; else it is [k, n].
         is_aligned: whether x and weight begin on 16-byte bounds. (Rows that do not are seen from the sizes.)
         exact: whether a row of y must have the same bits whatever m is.
-        num_segments: where K is cut (`numba_kernels.segments`): y is float32 [num_segments, m, n] then, the segments'
+        num_segments: where K is cut (`numba_kernels.split_k`): y is float32 [num_segments, m, n] then, the segments'
             sums, and there is no bias and no residual. 0 if K is not cut.
         whole: (n, k) of the weight of which this is a rank's shard, or None. An exact product's
             kernel, and so the order of its sums, is chosen by these.

@@ -36,7 +36,7 @@ from numba_kernels.cuda.gemm.epilogue import (
     scale_quad,
 )
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
-from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
+from numba_kernels.cuda.gemm.split_k import segment_of, sums_of_segment
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, vector_loader

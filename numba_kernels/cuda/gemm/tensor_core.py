@@ -35,7 +35,7 @@ from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, scales_leaver
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, tile_named
-from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
+from numba_kernels.cuda.gemm.split_k import segment_of, sums_of_segment
 from numba_kernels.cuda.gemm.tile_out import sums_leaver
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function

@@ -18,7 +18,7 @@ from numba import cuda, types
 from numba_kernels.cuda.gemm.epilogue import finisher, scale_element, scale_of_row
 from numba_kernels.cuda.gemm.naive import SIDE, plan_with, seconds, specialisations_of, specialise, why_not
 from numba_kernels.cuda.gemm.product import Machine, Product
-from numba_kernels.cuda.gemm.segments import segment_of, sums_of_segment
+from numba_kernels.cuda.gemm.split_k import segment_of, sums_of_segment
 from numba_kernels.cuda.intrinsics.element import element_loader
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.sync import sync_block

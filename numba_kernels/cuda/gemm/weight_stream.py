@@ -1,4 +1,4 @@
-"""Loads of a warp's 32 rows of the weight into registers for `few_rows`, as pairs of 16 bits, by format.
+"""Loads of a warp's 32 rows of the weight into registers for `skinny`, as pairs of 16 bits, by format.
 
 A *slot* is a load of 16 bytes a lane of each of its four tiles of 8 rows; a *step* is what two `mma.sync` take of it,
 32 elements of K. A slot of 16-bit elements is a step, and they are multiplied as they come. A packed slot

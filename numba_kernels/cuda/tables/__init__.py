@@ -3,7 +3,7 @@
 `tools/tune_kernels.py` writes ``<arch>.json`` here, on a GPU:
 
     {"device": "NVIDIA H200", "date": "2026-11-21", "products": [
-     {"dtype": "bf16", "n": 6144, "k": 4096, "m": 64, "tier": "few_rows", "tile": "", "us": 12.3},
+     {"dtype": "bf16", "n": 6144, "k": 4096, "m": 64, "tier": "skinny", "tile": "", "us": 12.3},
      ...]}
 
 `m`, `n`, `k` are those of ``y [m, n] = x [m, k] . weight [n, k]^T``. `tile` is "" where a tier chooses for itself.

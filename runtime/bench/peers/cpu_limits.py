@@ -199,12 +199,12 @@ class ModelSize:
 def limit_rate(limits: CpuLimits, size: ModelSize, dtype: str, workload: Workload) -> float:
     """The workload's token rate if steps take exactly the time of reading and arithmetic."""
 
-    def step_s(tokens: int, draws: int) -> float:
+    def step_s(tokens: int, samples: int) -> float:
         size_bytes = size.size_bytes or (size.layer_weights + size.head_weights) * WEIGHT_BYTES[dtype]
         touched = 1.0 - (1.0 - size.expert_share) ** tokens  # of the experts, if tokens choose independently
         reading = (size_bytes + size.expert_bytes * touched) / limits.read_bytes_per_s
         of_layers = size.layer_weights + size.expert_weights * size.expert_share
-        operations = 2 * (of_layers * tokens + size.head_weights * draws)
+        operations = 2 * (of_layers * tokens + size.head_weights * samples)
         return max(reading, operations / limits.operations_per_s(dtype))
 
     prompts = workload.num_prompts

@@ -20,7 +20,7 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.engines import like, local, served
 from runtime.bench.scheduling.schedule import prompts_of
 from runtime.bench.scheduling.simulation import Simulation, simulate
-from runtime.bench.scheduling.step_model import Fit, StepFeatures, WindowShares, features_of, fit, window_shares
+from runtime.bench.scheduling.step_model import Fit, StepFeatures, WindowShards, features_of, fit, window_shares
 from runtime.engine.engine import Engine
 from runtime.engine.process.client import BURST_PAUSE_S
 from runtime.engine.timeline import StepRecord
@@ -49,7 +49,7 @@ def poisson_trace(num_requests: int, *, prompt_len: int, output_len: int, max_le
     return Trace("poisson", tuple(requests)).scaled(max_len=max_len)
 
 
-def step_times(records: Sequence[StepRecord], windows: WindowShares = ()) -> tuple[list[StepFeatures], list[float]]:
+def step_times(records: Sequence[StepRecord], windows: WindowShards = ()) -> tuple[list[StepFeatures], list[float]]:
     """Features and seconds of each step. If the next step continues a sequence of this one, there was no pause, and the
     step lasts until the next one: delivering its tokens is part of it."""
     features, seconds = [], []

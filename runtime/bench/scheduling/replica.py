@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.step_model import Pipeline, StepFeatures, StepModel, WindowShares, features_of
+from runtime.bench.scheduling.step_model import Pipeline, StepFeatures, StepModel, WindowShards, features_of
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.block_pool import BlockPool
@@ -42,7 +42,7 @@ class Replica:
         self,
         limits: EngineLimits,
         model: StepModel | Pipeline,
-        windows: WindowShares = (),
+        windows: WindowShards = (),
         block_transfer_s: float = 0.0,
         wake_s: float = 0.0,
         digest: Digest | None = None,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from runtime.bench.load.traces import Trace, numbered
 from runtime.bench.metrics import BenchmarkError, check_finite, percentiles_of
 from runtime.bench.scheduling.replica import Replica
-from runtime.bench.scheduling.step_model import Pipeline, StepModel, WindowShares
+from runtime.bench.scheduling.step_model import Pipeline, StepModel, WindowShards
 from runtime.engine.config import RoutingPolicy
 from runtime.engine.limits import EngineLimits
 from runtime.engine.sampling_params import SamplingParams
@@ -94,7 +94,7 @@ def simulate(
     limits: EngineLimits,
     model: StepModel | Pipeline,
     *,
-    windows: WindowShares = (),
+    windows: WindowShards = (),
     num_replicas: int = 1,
     routing_policy: RoutingPolicy = "prefix-aware",
     max_concurrency: int | None = None,
@@ -119,7 +119,7 @@ def simulate(
     publishes = num_replicas > 1 and routing_policy == "prefix-aware"
     digest = SharedDigest(_SECRET) if publishes else None
     replicas = [Replica(limits, model, windows, block_transfer_s, wake_s, digest) for _ in range(num_replicas)]
-    digests = PromptDigests(_SECRET, limits.block_size, limits.cache_kinds, limits.rotary_switch)
+    digests = PromptDigests(_SECRET, limits.block_size, limits.cache_kinds, limits.longrope_threshold)
     run = _Run(replicas, Router(routing_policy if num_replicas > 1 else "least-load", num_replicas, digests))
     requests: list[Request] = []
     for index, entry in enumerate(trace.requests):

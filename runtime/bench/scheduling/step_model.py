@@ -43,17 +43,17 @@ class StepFeatures(NamedTuple):
     decode_context: float
 
 
-WindowShares = tuple[tuple[int, float], ...]
+WindowShards = tuple[tuple[int, float], ...]
 """Windows, each with the share of a model's layers that see so many tokens; the other layers see all."""
 
 
-def window_shares(layer_windows: Sequence[int | None]) -> WindowShares:
+def window_shares(layer_windows: Sequence[int | None]) -> WindowShards:
     """The shares of layers with these windows; None for full attention."""
     counts = Counter(window for window in layer_windows if window is not None)
     return tuple((window, count / len(layer_windows)) for window, count in sorted(counts.items()))
 
 
-def features_of(chunks: Sequence[tuple[int, int]], windows: WindowShares = ()) -> StepFeatures:
+def features_of(chunks: Sequence[tuple[int, int]], windows: WindowShards = ()) -> StepFeatures:
     """Features of a step from each chunk's (start, number of tokens)."""
     tokens = 0
     pairs = context = 0.0

@@ -59,9 +59,9 @@ class PendingMasks:
     """
 
     def __init__(
-        self, draws: list[int], sequences: list[Sequence], buffer: NDArray[np.uint32], done: Future[None]
+        self, samples: list[int], sequences: list[Sequence], buffer: NDArray[np.uint32], done: Future[None]
     ) -> None:
-        self._draws = draws
+        self._samples = samples
         self._sequences = sequences
         self._buffer = buffer
         self._done = done
@@ -71,16 +71,16 @@ class PendingMasks:
         failed."""
         self._done.result()
         failed = []
-        for draw, sequence, mask in zip(self._draws, self._sequences, self._buffer):
+        for sample, sequence, mask in zip(self._samples, self._sequences, self._buffer):
             matcher = sequence.matcher
             assert matcher is not None
             if matcher.ll_matcher.is_error():
                 mask.fill(0)
-                failed.append(draw)
+                failed.append(sample)
                 continue
             for token_id in idle_ends(sequence.request, matcher.vocabulary):
                 mask[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
-        return np.array(self._draws, np.intp), self._buffer, failed
+        return np.array(self._samples, np.intp), self._buffer, failed
 
 
 class FailedMasks:
@@ -102,7 +102,7 @@ class MaskComputer:
         self._executor: LLExecutor | None = None
 
     def start(
-        self, sequences: Sequences[Sequence], num_draws: NDArray[np.int64], drafts: Mapping[Sequence, list[int]]
+        self, sequences: Sequences[Sequence], num_samples: NDArray[np.int64], drafts: Mapping[Sequence, list[int]]
     ) -> PendingMasks | FailedMasks | None:
         """Start on the sampling sequences that have a grammar; None if none has. ``num_draws`` counts the draws of each
         of the step's chunks: one, and one after each of its sequence's ``drafts``.
@@ -112,28 +112,28 @@ class MaskComputer:
         if all(sequence.matcher is None for sequence in sequences):
             return None
         try:
-            return self._begin(sequences, num_draws[num_draws > 0].tolist(), drafts)
+            return self._begin(sequences, num_samples[num_samples > 0].tolist(), drafts)
         except Exception as error:
             return FailedMasks(error)
 
     def _begin(
-        self, sequences: Sequences[Sequence], num_draws: list[int], drafts: Mapping[Sequence, list[int]]
+        self, sequences: Sequences[Sequence], num_samples: list[int], drafts: Mapping[Sequence, list[int]]
     ) -> PendingMasks:
-        draws: list[int] = []
+        samples: list[int] = []
         owners: list[Sequence] = []
         work: list[tuple[LLMatcher, int, list[int]]] = []  # matcher, its first mask, its draft tokens
         num_words = first = 0
-        for sequence, count in zip(sequences, num_draws):
+        for sequence, count in zip(sequences, num_samples):
             if sequence.matcher is not None:
-                work.append((sequence.matcher.ll_matcher, len(draws), drafts.get(sequence, [])))
-                draws += range(first, first + count)
+                work.append((sequence.matcher.ll_matcher, len(samples), drafts.get(sequence, [])))
+                samples += range(first, first + count)
                 owners += [sequence] * count
                 num_words = sequence.matcher.vocabulary.num_mask_words
             first += count
-        buffer = np.empty((len(draws), num_words), np.uint32)
+        buffer = np.empty((len(samples), num_words), np.uint32)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "xserv-masks")
-        return PendingMasks(draws, owners, buffer, self._thread.submit(self._fill, work, buffer))
+        return PendingMasks(samples, owners, buffer, self._thread.submit(self._fill, work, buffer))
 
     def close(self) -> None:
         """Stop computing masks."""

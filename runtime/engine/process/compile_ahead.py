@@ -3,7 +3,7 @@
 LLVM and numba keep 100 MB and more of compiler state for the life of a process, which neither a server nor its engine
 should hold. The engine's process therefore first runs several compiler processes. Those for the CPU also compile the
 tokenizer's loops: `python -m runtime.engine.process.compile_ahead STORED IS_INT8 BLOCK_SIZE PAGES HAS_EXPERTS [FORMATS]
-TICKETS`. Those for a GPU, real or emulated, are `compile_kernels`.
+WORK_ITEMS`. Those for a GPU, real or emulated, are `compile_kernels`.
 """
 
 from __future__ import annotations
@@ -132,13 +132,13 @@ def marker(*arguments: str) -> Path:
 def _compile_elsewhere(arguments: Sequence[str], show: Show) -> bool:
     """Runs the tasks in one process for each processor; returns whether all were done. The numbers of the tasks lie as
     bytes in a pipe, from which each process takes the next one until it is empty."""
-    tickets, writer = os.pipe()
+    work_items, writer = os.pipe()
     os.write(writer, bytes(range(MOST_TASKS)))
     os.close(writer)
-    command = [*python_module("runtime.engine.process.compile_ahead"), *arguments, str(tickets)]
+    command = [*python_module("runtime.engine.process.compile_ahead"), *arguments, str(work_items)]
     num_done, total = 0, None
     try:
-        with closing(compilers.lines_of([command] * compilers.num_processes(), pass_fds=(tickets,))) as lines:
+        with closing(compilers.lines_of([command] * compilers.num_processes(), pass_fds=(work_items,))) as lines:
             for line in lines:
                 if line == DONE:
                     num_done += 1
@@ -149,7 +149,7 @@ def _compile_elsewhere(arguments: Sequence[str], show: Show) -> bool:
         logger.warning("not all kernels could be compiled ahead; the others are compiled at first use: %s", error)
         return False
     finally:
-        os.close(tickets)
+        os.close(work_items)
     return True
 
 
@@ -161,14 +161,14 @@ def main(*arguments: str) -> None:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
 
-    *wanted, tickets = arguments
+    *wanted, work_items = arguments
     tasks = _tasks(*wanted)
     known: list[Callable[[], object]] = []
-    while ticket := os.read(int(tickets), 1):
-        known += islice(tasks, ticket[0] + 1 - len(known))
-        if ticket[0] >= len(known):
+    while work_item := os.read(int(work_items), 1):
+        known += islice(tasks, work_item[0] + 1 - len(known))
+        if work_item[0] >= len(known):
             break
-        known[ticket[0]]()
+        known[work_item[0]]()
         write(DONE)
     known += tasks
     if len(known) > MOST_TASKS:

@@ -27,17 +27,17 @@ from runtime.engine.ranks.messages import (
     step_message,
 )
 from runtime.engine.steps.executor import (
+    AuxiliaryHiddenStates,
     Computation,
     DrawMasks,
     Encoded,
     ExecutorLostError,
     GraphStats,
-    KeptRows,
     SidePass,
     UnsupportedStepError,
 )
 from runtime.engine.steps.local_executor import LocalExecutor
-from runtime.engine.steps.step_input import Drawn, PassPictures, StepInput
+from runtime.engine.steps.step_input import PassPictures, Sampled, StepInput
 from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor
 
@@ -93,23 +93,23 @@ class ParallelExecutor:
         if self._opened is not None:
             self._opened.finish()
 
-    def drawn_by_last_stage(self, step: StepInput) -> Drawn:
+    def sampled_by_last_stage(self, step: StepInput) -> Sampled:
         """The tokens that the last stage has sampled, passed on to the others."""
-        drawn = self.ranks.wait_drawn(step.number)
-        if drawn.token_ids:
-            note = Note(step.number, *_places_of(step, drawn, self.local.rows.sampling.num_prompt_tokens),
-                        np.array(drawn.token_ids, np.int32))  # fmt: skip
+        sampled = self.ranks.wait_sampled(step.number)
+        if sampled.token_ids:
+            note = Note(step.number, *_places_of(step, sampled, self.local.rows.sampling.num_prompt_tokens),
+                        np.array(sampled.token_ids, np.int32))  # fmt: skip
             self.ranks.send_to_earlier_stages(note)
-            self.local.note_drawn(note.number, note.rows, note.positions, note.token_ids)
-        return drawn
+            self.local.note_sampled(note.number, note.rows, note.positions, note.token_ids)
+        return sampled
 
-    def can_lead(self, step: StepInput) -> bool:
-        return self.local.can_lead(step)
+    def can_overlap(self, step: StepInput) -> bool:
+        return self.local.can_overlap(step)
 
     def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
         raise UnsupportedStepError("hidden states are not kept of a model that is split over ranks")
 
-    kept_rows: KeptRows | None = None
+    auxiliary_hidden_states: AuxiliaryHiddenStates | None = None
 
     def record(self) -> None:
         if self.local.lacks_recording:
@@ -125,8 +125,8 @@ class ParallelExecutor:
     def drop_encoded(self, slot: int) -> None:
         self.together(DropEncoded(slot), lambda: self.local.drop_encoded(slot))
 
-    def side_pass(self, lengths: Sequence[int]) -> SidePass:
-        made = self.together(StartPass(list(lengths)), lambda: self.local.side_pass(lengths))
+    def pooling_pass(self, lengths: Sequence[int]) -> SidePass:
+        made = self.together(StartPass(list(lengths)), lambda: self.local.pooling_pass(lengths))
         return _SharedPass(made, self)
 
     def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -190,22 +190,22 @@ class _Shared:
     def __init__(self, computation: Computation, executor: ParallelExecutor) -> None:
         self.started_s = computation.started_s
         self._computation, self._executor = computation, executor
-        self._drawn: Drawn | Exception | None = None
+        self._sampled: Sampled | Exception | None = None
 
-    def result(self) -> Drawn:
+    def result(self) -> Sampled:
         self.finish()
-        assert self._drawn is not None
-        if isinstance(self._drawn, Exception):
-            raise self._executor.lost(self._drawn) from self._drawn
-        return self._drawn
+        assert self._sampled is not None
+        if isinstance(self._sampled, Exception):
+            raise self._executor.lost(self._sampled) from self._sampled
+        return self._sampled
 
     def finish(self) -> None:
         """The result, or its error raised."""
-        if self._drawn is None:
+        if self._sampled is None:
             try:
-                self._drawn = self._computation.result()
+                self._sampled = self._computation.result()
             except Exception as error:
-                self._drawn = error
+                self._sampled = error
 
 
 class _Staged:
@@ -216,26 +216,26 @@ class _Staged:
         self.own = _Shared(computation, executor)
         self._executor, self._step = executor, step
 
-    def result(self) -> Drawn:
+    def result(self) -> Sampled:
         self._executor.finish_own()
         self.own.result()
         try:
-            return self._executor.drawn_by_last_stage(self._step)
+            return self._executor.sampled_by_last_stage(self._step)
         except Exception as error:
             raise self._executor.lost(error) from error
 
 
 def _places_of(
-    step: StepInput, drawn: Drawn, num_prompt_tokens: NDArray[np.int64]
+    step: StepInput, sampled: Sampled, num_prompt_tokens: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The row of each sampled token, and its index in the row's output."""
-    chunks = step.num_draws.nonzero()[0]
-    rows, ends, draws = step.rows[chunks], (step.starts + step.counts)[chunks], step.num_draws[chunks]
-    first = ends - draws + 1 - num_prompt_tokens[rows]
-    if drawn.counts is None:
+    chunks = step.num_samples.nonzero()[0]
+    rows, ends, samples = step.rows[chunks], (step.starts + step.counts)[chunks], step.num_samples[chunks]
+    first = ends - samples + 1 - num_prompt_tokens[rows]
+    if sampled.counts is None:
         return rows, first
-    counts = np.array(drawn.counts)
-    behind = np.concatenate([np.arange(count) for count in drawn.counts])
+    counts = np.array(sampled.counts)
+    behind = np.concatenate([np.arange(count) for count in sampled.counts])
     return np.repeat(rows, counts), np.repeat(first, counts) + behind
 
 
@@ -246,19 +246,19 @@ class _SharedMasks:
         self._masks, self._ranks = masks, ranks
 
     def wait(self) -> tuple[NDArray[np.intp], NDArray[np.uint32], list[int]]:
-        places, words, failed = self._masks.wait()
-        self._ranks.send(Masks(places, words, failed))
-        return places, words, failed
+        batch_slots, words, failed = self._masks.wait()
+        self._ranks.send(Masks(batch_slots, words, failed))
+        return batch_slots, words, failed
 
 
 class _SharedPass:
     """See `SidePass`."""
 
-    def __init__(self, side_pass: SidePass, executor: ParallelExecutor) -> None:
-        self._side_pass, self._executor = side_pass, executor
+    def __init__(self, pooling_pass: SidePass, executor: ParallelExecutor) -> None:
+        self._pooling_pass, self._executor = pooling_pass, executor
 
     def run(
         self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
     ) -> Tensor:
         message = RunPass(list(token_ids), [int(start) for start in starts], pictures)
-        return self._executor.together(message, lambda: self._side_pass.run(token_ids, starts, pictures))
+        return self._executor.together(message, lambda: self._pooling_pass.run(token_ids, starts, pictures))

@@ -39,7 +39,7 @@ from runtime.engine.ranks.messages import (
     ToRank,
     frame,
 )
-from runtime.engine.steps.step_input import Drawn
+from runtime.engine.steps.step_input import Sampled
 from runtime.own_packages import python_module
 
 logger = logging.getLogger("xserv.engine")
@@ -164,12 +164,12 @@ class RankGroup:
         for rank in self._ranks[: -self.shape.num_ranks]:
             rank.send(data)
 
-    def wait_drawn(self, number: int) -> Drawn:
+    def wait_sampled(self, number: int) -> Sampled:
         """The tokens that the last stage has sampled in this step, in order of the sampling steps. Raises
         CommunicatorError, with each rank's reason if one has aborted."""
         drew = self._ranks[-self.shape.num_ranks].wait_for(Drew)
         assert drew.number == number, f"step {drew.number} came instead of step {number}"
-        return drew.drawn
+        return drew.sampled
 
     @property
     def pids(self) -> list[int]:

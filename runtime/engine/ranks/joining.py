@@ -29,7 +29,7 @@ class Shape:
         """The number of processes."""
         return self.num_ranks * self.num_stages
 
-    def place_of(self, number: int) -> tuple[int, int]:
+    def batch_slot_of(self, number: int) -> tuple[int, int]:
         """The stage of a process, and its rank in that stage."""
         return divmod(number, self.num_ranks)
 
@@ -68,7 +68,7 @@ def forget_unique_ids(device: Device, unique_ids: list[bytes]) -> None:
 def join(device: Device, memory: int, unique_ids: list[bytes], number: int, shape: Shape) -> RankCommunicator:
     """The communicator of one process, on its own device; on GPUs it waits for the others. Raises NoNcclError,
     NcclError."""
-    stage, rank = shape.place_of(number)
+    stage, rank = shape.batch_slot_of(number)
     if device.kind == "cpu":
         from runtime.shared_communicator import SharedCommunicator
 

@@ -85,13 +85,13 @@ class RankProcess:
         assert isinstance(load, Load), load
         _settle(load)
         executor = self._made(load)
-        side_pass: SidePass | None = None
+        pooling_pass: SidePass | None = None
         running: Computation | None = None  # a graph, after which the next step's may be queued
         while True:
             if running is None and self._inbox.is_empty:
                 executor.finish_queued()
             message = self._inbox.get(wait_s=None if running is None else LEAD_S)
-            if running is not None and not (isinstance(message, RunStep) and executor.can_lead(message.step)):
+            if running is not None and not (isinstance(message, RunStep) and executor.can_overlap(message.step)):
                 running.result()
                 running = None
             match message:
@@ -103,7 +103,7 @@ class RankProcess:
                         running.result()
                     running = started
                 case Note(number, rows, positions, token_ids):
-                    executor.note_drawn(number, rows, positions, token_ids)
+                    executor.note_sampled(number, rows, positions, token_ids)
                 case Record():
                     executor.record_together()
                 case StartEncoding(slot, patches, grid):
@@ -113,11 +113,11 @@ class RankProcess:
                 case DropEncoded(slot):
                     executor.drop_encoded(slot)
                 case StartPass(lengths):
-                    side_pass = None  # frees its room for the next
-                    side_pass = executor.side_pass(lengths)
+                    pooling_pass = None  # frees its room for the next
+                    pooling_pass = executor.pooling_pass(lengths)
                 case RunPass(token_ids, starts, pictures):
-                    assert side_pass is not None, "a pass was started"
-                    side_pass.run(token_ids, starts, pictures)
+                    assert pooling_pass is not None, "a pass was started"
+                    pooling_pass.run(token_ids, starts, pictures)
                 case Logits(token_ids):
                     executor.logits(token_ids)
                 case other:
@@ -154,9 +154,9 @@ class RankProcess:
         if executor.may_be_led:
             return computation
         if step.num_seqs:
-            drawn = computation.result()
+            sampled = computation.result()
             if self._tells_draws:
-                self._writer.send(frame(Drew(step.number, drawn)))
+                self._writer.send(frame(Drew(step.number, sampled)))
         return None
 
     @property
@@ -176,7 +176,7 @@ class _SentMasks:
     def wait(self) -> tuple[NDArray[np.intp], NDArray[np.uint32], list[int]]:
         message = self._inbox.get()
         assert isinstance(message, Masks), message
-        return message.places, message.words, message.failed
+        return message.batch_slots, message.words, message.failed
 
 
 def _settle(load: Load) -> None:

@@ -14,7 +14,7 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.limits import EngineLimits
 from runtime.engine.process import wire
 from runtime.engine.process.wire import Problem
-from runtime.engine.steps.step_input import BlockAddition, Drawn, PassPictures, StepInput, from_array, to_array
+from runtime.engine.steps.step_input import BlockAddition, PassPictures, Sampled, StepInput, from_array, to_array
 
 # To a rank
 
@@ -69,7 +69,7 @@ class RunNext(msgspec.Struct, frozen=True, tag=True):
 class Masks(msgspec.Struct, frozen=True, tag=True):
     """The result of the driver's ``DrawMasks.wait``."""
 
-    places: NDArray[np.intp]
+    batch_slots: NDArray[np.intp]
     words: NDArray[np.uint32]
     failed: list[int]
 
@@ -109,7 +109,7 @@ class DropEncoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartPass(msgspec.Struct, frozen=True, tag=True):
-    """See ``Executor.side_pass``; it replaces the previous one."""
+    """See ``Executor.pooling_pass``; it replaces the previous one."""
 
     lengths: list[int]
 
@@ -178,7 +178,7 @@ class Drew(msgspec.Struct, frozen=True, tag=True):
     """The tokens that the last stage has sampled in a step; sent by its first rank."""
 
     number: int
-    drawn: Drawn
+    sampled: Sampled
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

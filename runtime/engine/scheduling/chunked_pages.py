@@ -94,7 +94,7 @@ def take_back(chunk: Chunk, num_accepted: int) -> int:
     """Uncount the rejected tokens of a chunk with drafts, as neither computed nor pending. Returns the end of its known
     tokens."""
     sequence = chunk.sequence
-    sequence.num_pending -= chunk.num_draws - num_accepted
+    sequence.num_pending -= chunk.num_samples - num_accepted
     if sequence.row is not None:
         sequence.num_computed = chunk.start + num_accepted
     return chunk.start + 1

@@ -22,7 +22,7 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
     Raises ``InvariantError``, and logs it: the engine must not go on with pages that may be another request's.
     """
     block_size, ref_counts = scheduler.limits.block_size, scheduler.pool.ref_counts
-    kinds, switch = scheduler.pool.kinds, scheduler.limits.rotary_switch
+    kinds, switch = scheduler.pool.kinds, scheduler.limits.longrope_threshold
     are_whole = all(kind.is_whole for kind in kinds)
     copied = {source for each in scheduler.open_steps for source, _ in each.held_blocks}
     problem = ""
@@ -83,13 +83,15 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert sequence.num_computed < end, "a running sequence has nothing to compute"
     assert len(scheduler.open_steps) <= max(2, scheduler.depth), "too many steps are open"
     if scheduler.depth > 1:
-        drawing: set[Sequence] = set()
+        sampling_sequences: set[Sequence] = set()
         for step in scheduler.open_steps:
             for chunk in step.chunks:
                 if not chunk.sequence.is_finished:
-                    assert chunk.sequence not in drawing, "a sequence is in an open step behind one that draws for it"
+                    assert chunk.sequence not in sampling_sequences, (
+                        "a sequence is in an open step behind one that draws for it"
+                    )
                     if chunk.is_last:
-                        drawing.add(chunk.sequence)
+                        sampling_sequences.add(chunk.sequence)
     assert not pool.offloads, "evicted blocks are in no step"
     holds = [[source] for step in scheduler.open_steps for source, _ in step.held_blocks]
     pool.check_invariants([*(sequence.held_blocks for sequence in scheduler.running), *holds])

@@ -117,8 +117,8 @@ class Scheduler:
         self.num_steps += 1
         if self.paused:
             self._hold_paused()
-        if self.limits.rotary_switch is not None:
-            self._stop_outgrown(self.limits.rotary_switch)
+        if self.limits.longrope_threshold is not None:
+            self._stop_outgrown(self.limits.longrope_threshold)
         self._batching.fill(self, step)
         self._close(step)
         return step
@@ -205,7 +205,7 @@ class Scheduler:
         if self.drafts:
             # So that draft tokens do not take the room of an image, step by step.
             has_room = not any(each.is_at_whole_picture for each in (*self.running, *self.waiting[:1]))
-            num_running, switch = len(self.running), self.limits.rotary_switch
+            num_running, switch = len(self.running), self.limits.longrope_threshold
             for chunk in step.chunks:
                 drafts = self.drafts.pop(chunk.sequence, None)
                 if drafts and has_room:
@@ -233,8 +233,8 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.num_pending or (self.depth > 1 and self._is_open(sequence)):
                 return  # it ran: its tokens are known when that step is over
-            if self.limits.rotary_switch is not None:
-                choose_rotation(sequence, self.limits.rotary_switch, self.pool.host_pool)
+            if self.limits.longrope_threshold is not None:
+                choose_rotation(sequence, self.limits.longrope_threshold, self.pool.host_pool)
             count = self._placement.start(sequence, step, len(self.running))
             if not count:
                 return

@@ -2,7 +2,7 @@
 
 A ``Request`` holds what its choices share: the prompt, the parameters, the prompt's log probabilities. A
 ``Sequence`` is one choice: its output so far, its KV blocks and how many of its tokens are computed. One that outgrows
-a model's ``rotary_switch`` (longrope) is recomputed, since all of its tokens are then rotated otherwise.
+a model's ``longrope_threshold`` (longrope) is recomputed, since all of its tokens are then rotated otherwise.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class Sequence:
     gives_up_at    the ``num_committed`` from which on the next page can be given up
     host_slots     by cache group: slots of its pages from ``first_pages`` on while it is swapped out; else empty
     chain          how many of its blocks are recorded in the prefix cache
-    rotary_offset  rotary position minus position of its tokens: 0, the model's ``rotary_switch`` if it is longer, or
+    rotary_offset  rotary position minus position of its tokens: 0, the model's ``longrope_threshold`` if it is longer,
+    or
                    an offset due to images
     row            its row in the persistent batch while it runs, unique among the running; else None
     last_step      number of the last step that had a chunk of it, or -1

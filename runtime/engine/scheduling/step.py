@@ -28,7 +28,7 @@ class Chunk(msgspec.Struct, gc=False):
     draft_ids: list[int] | tuple[()] = ()
 
     @property
-    def num_draws(self) -> int:
+    def num_samples(self) -> int:
         """Most tokens that the step samples for it."""
         return 1 + len(self.draft_ids) if self.is_last else 0
 

@@ -11,7 +11,7 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.engine.limits import EngineLimits
 from runtime.engine.speculation.drafting import Drawing, PairChunks, rows_of
-from runtime.engine.speculation.draws import draw_ahead
+from runtime.engine.speculation.sampling_ahead import sample_ahead
 from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
@@ -40,18 +40,18 @@ class Blocks:
         batch = layout.batch(drafter.device, exact=self._exact)
         drafter.absorb(batch, drafter.fuse(chunks.own_states(drafter.device)), self._pages)
 
-    def draft(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]]:
+    def draft(self, chunks: PairChunks, sampling_sequences: list[Drawing]) -> list[list[int]]:
         """See `Drafting`."""
         self.absorb(chunks)
         known = chunks.token_ids[chunks.last]
         normed = self._drafter.forward(self._blocks_behind(chunks, known), self._pages)
-        most = np.array([min(one.most, self._most) for one in drawing])
+        most = np.array([min(one.most, self._most) for one in sampling_sequences])
         if self._drafter.is_chained:
-            return self._draw_in_turn(normed, known, drawing, most)
-        of = np.repeat(np.arange(len(drawing)), most)
+            return self._draw_in_turn(normed, known, sampling_sequences, most)
+        of = np.repeat(np.arange(len(sampling_sequences)), most)
         ahead = np.arange(len(of)) - np.repeat(np.cumsum(most) - most, most)
-        drawn = self._draw(normed, np.repeat(known, most), of, ahead, drawing)
-        parts = np.split(np.array(drawn, np.int32), np.cumsum(most)[:-1])
+        sampled = self._draw(normed, np.repeat(known, most), of, ahead, sampling_sequences)
+        parts = np.split(np.array(sampled, np.int32), np.cumsum(most)[:-1])
         return [ids[: int(np.argmax(ids < 0)) if (ids < 0).any() else None].tolist() for ids in parts]
 
     def _blocks_behind(self, chunks: PairChunks, known: NDArray[np.int32]) -> Batch:
@@ -60,33 +60,33 @@ class Blocks:
         ids[:, 0] = known
         layout = lay_out(ids.reshape(-1), chunks.rows, ends, np.full(len(known), size), self._tables, _NO_LOGITS)
         batch = layout.batch(self._drafter.device, exact=self._exact)
-        (batch.sees_until,) = ops.place([np.repeat(ends + size, size).astype(np.int32)], self._drafter.device)
+        (batch.bidirectional_until,) = ops.place([np.repeat(ends + size, size).astype(np.int32)], self._drafter.device)
         return batch
 
     def _draw_in_turn(
-        self, normed: Tensor, known: NDArray[np.int32], drawing: list[Drawing], most: NDArray[np.int64]
+        self, normed: Tensor, known: NDArray[np.int32], sampling_sequences: list[Drawing], most: NDArray[np.int64]
     ) -> list[list[int]]:
         """Sample each position after the previous one."""
-        found: list[list[int]] = [[] for _ in drawing]
-        before, of = known, np.arange(len(drawing))
+        found: list[list[int]] = [[] for _ in sampling_sequences]
+        before, of = known, np.arange(len(sampling_sequences))
         for ahead in range(int(most.max())):
-            drawn = np.array(self._draw(normed, before, of, np.full(len(of), ahead), drawing), np.int32)
-            goes_on = drawn >= 0
-            for i, token_id in zip(of[goes_on].tolist(), drawn[goes_on].tolist(), strict=True):
+            sampled = np.array(self._draw(normed, before, of, np.full(len(of), ahead), sampling_sequences), np.int32)
+            goes_on = sampled >= 0
+            for i, token_id in zip(of[goes_on].tolist(), sampled[goes_on].tolist(), strict=True):
                 found[i].append(token_id)
             goes_on &= most[of] > ahead + 1
-            before, of = drawn[goes_on], of[goes_on]
+            before, of = sampled[goes_on], of[goes_on]
             if not of.size:
                 break
         return found
 
     def _draw(
         self, normed: Tensor, before: NDArray[np.int32], of: NDArray[np.int64], ahead: NDArray[np.int64],
-        drawing: list[Drawing],
+        sampling_sequences: list[Drawing],
     ) -> list[int]:  # fmt: skip
         """The tokens ``ahead`` in the blocks of these sequences, given by index, each after its predecessor."""
         drafter = self._drafter
         rows = (of * drafter.block_size + drafter.first_proposal + ahead).astype(np.int32)
         (ids,) = ops.place([before], drafter.device)
         logits = drafter.logits(rows_of(normed, rows, drafter.device), ids)
-        return draw_ahead(logits, [drawing[i].sequence for i in of.tolist()], ahead.tolist())
+        return sample_ahead(logits, [sampling_sequences[i].sequence for i in of.tolist()], ahead.tolist())

@@ -19,7 +19,7 @@ from runtime import ops
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import NOTHING, Ids
-from runtime.engine.speculation.draws import arrays_ahead
+from runtime.engine.speculation.sampling_ahead import arrays_ahead
 from runtime.engine.steps.executor import Model
 from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
@@ -57,13 +57,13 @@ class DraftModelDrafter:
 
     name = "draft"
 
-    def __init__(self, model: Model, num_positions: int, rotary_switch: int | None, limits: EngineLimits,
+    def __init__(self, model: Model, num_positions: int, longrope_threshold: int | None, limits: EngineLimits,
                  num_blocks: int, *, rejects: bool = False) -> None:  # fmt: skip
         spec = model.kv_cache_spec(limits.block_size)
         self._model = model
         self._limits = limits
         self._num_positions = num_positions
-        self._rotary_switch = rotary_switch
+        self._longrope_threshold = longrope_threshold
         self._num_groups = len(spec.group_kinds)
         self._pages = KVCache(spec, num_blocks)
         self._free_blocks = list(range(num_blocks - 1, -1, -1))
@@ -110,12 +110,12 @@ class DraftModelDrafter:
             seen.known += len(ids)
         self._proposed = {sequence: [] for sequence, _, _ in ready}
         while ready and logits is not None:
-            drawn = self._draw(logits, [sequence for sequence, _, _ in ready])
-            for (sequence, _, _), token_id in zip(ready, drawn):
+            sampled = self._draw(logits, [sequence for sequence, _, _ in ready])
+            for (sequence, _, _), token_id in zip(ready, sampled):
                 if token_id >= 0:
                     self._proposed[sequence].append(token_id)
             ready = [
-                one for one, token_id in zip(ready, drawn) if token_id >= 0 and len(self._proposed[one[0]]) < one[2]
+                one for one, token_id in zip(ready, sampled) if token_id >= 0 and len(self._proposed[one[0]]) < one[2]
             ]
             if not ready:
                 break
@@ -150,7 +150,7 @@ class DraftModelDrafter:
         if seen is None:
             if not self._free_rows and not self._forget_oldest(keep):
                 return None
-            switch = self._rotary_switch
+            switch = self._longrope_threshold
             length = sequence.num_prompt_tokens + sequence.max_tokens
             offset = switch if switch is not None and length > switch else 0
             seen = _Seen(self._free_rows.pop(), offset, [[] for _ in range(self._num_groups)])
@@ -185,12 +185,14 @@ class DraftModelDrafter:
             self.end(oldest)
         return oldest is not None
 
-    def _forward(self, chunks: dict[_Seen, Ids], starts: dict[_Seen, int], drawing: list[_Seen]) -> Tensor | None:
+    def _forward(
+        self, chunks: dict[_Seen, Ids], starts: dict[_Seen, int], sampling_sequences: list[_Seen]
+    ) -> Tensor | None:
         """The logits after the chunks of ``drawing``, whose rows ascend; None if it is empty."""
         order = sorted(chunks, key=lambda seen: seen.row)
         counts = np.array([len(chunks[seen]) for seen in order])
         ends = dict(zip(order, np.cumsum(counts).tolist()))
-        indices = np.array([ends[seen] - 1 for seen in drawing], np.int32)
+        indices = np.array([ends[seen] - 1 for seen in sampling_sequences], np.int32)
         layout = lay_out(
             np.concatenate([chunks[seen] for seen in order]),
             np.array([seen.row for seen in order]),
@@ -202,14 +204,14 @@ class DraftModelDrafter:
         )
         batch = layout.batch(self._model.device, exact=self._limits.exact)
         hidden = self._model.forward(batch, self._pages)
-        if not drawing:
+        if not sampling_sequences:
             return None
         return self._model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
 
     def _draw(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
         """The next token of each, sampled with the noise that the target model will use there; -1 if there is none."""
         arrays = arrays_ahead(sequences, [len(self._proposed[sequence]) for sequence in sequences])
-        apart = [i for i, sequence in enumerate(sequences) if self._rejects and _is_drawn(sequence)]
+        apart = [i for i, sequence in enumerate(sequences) if self._rejects and _is_sampled(sequence)]
         arrays.seed[apart] ^= _OWN_NOISE
         token_ids: list[int] = ops.sample(logits, arrays).token_ids.tolist()
         if apart:
@@ -221,6 +223,6 @@ class DraftModelDrafter:
         return token_ids
 
 
-def _is_drawn(sequence: Sequence) -> bool:
+def _is_sampled(sequence: Sequence) -> bool:
     """Whether its tokens are sampled at random, without a grammar that may cut the draft."""
     return bool(sequence.request.params.temperature >= GREEDY_BELOW) and sequence.matcher is None

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from runtime.dtype import DType
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.steps.executor import KeptRows
+from runtime.engine.steps.executor import AuxiliaryHiddenStates
 
 Ids = NDArray[np.int32]
 
@@ -78,7 +78,7 @@ class StateDrafter(BatchDrafter, Protocol):
 
     wanted: WantedStates
 
-    def follow(self, kept: KeptRows, chunks: Callable[[], list[LeftChunk]], *, pays: bool) -> None:
+    def follow(self, kept: AuxiliaryHiddenStates, chunks: Callable[[], list[LeftChunk]], *, pays: bool) -> None:
         """Take up the hidden states of a step that is over, before the next one starts. ``pays`` means that drafts may
         be worth their preparation."""
         ...

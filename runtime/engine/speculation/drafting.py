@@ -69,7 +69,7 @@ class Drafting(Protocol):
         """Write the pairs to their pages."""
         ...
 
-    def draft(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]]:
+    def draft(self, chunks: PairChunks, sampling_sequences: list[Drawing]) -> list[list[int]]:
         """Write the pairs to their pages, and draft after each sequence's last one."""
         ...
 

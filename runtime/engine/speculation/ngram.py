@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.cpu.repeats import LEAST_MATCH
+from numba_kernels.cpu.ngram_lookup import LEAST_MATCH
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import Ids
-from runtime.engine.speculation.repeats import BREAK, Lookup, Text, follow, load
+from runtime.engine.speculation.ngram_lookup import BREAK, Lookup, Text, follow, load
 
 
 class _Own(NamedTuple):

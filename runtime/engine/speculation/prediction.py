@@ -6,7 +6,7 @@ import numpy as np
 
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import NOTHING, SUREST, Ids
-from runtime.engine.speculation.repeats import Lookup, Text, follow, load
+from runtime.engine.speculation.ngram_lookup import Lookup, Text, follow, load
 
 
 class _Followed:
@@ -41,14 +41,14 @@ class PredictionDrafter:
             one = self._followed[sequence] = _Followed(sequence)
         else:
             follow(one.text, sequence)
-        fresh, sureness = one.text.tokens(one.num_followed), SUREST
+        fresh, confidence = one.text.tokens(one.num_followed), SUREST
         if one.place >= 0 and np.array_equal(predicted[one.place : one.place + len(fresh)], fresh):
             one.place += len(fresh)
         else:
-            _, sureness = one.lookup(1)
+            _, confidence = one.lookup(1)
             one.place = one.lookup.place
         one.num_followed = len(one.text)
-        return (NOTHING, 0) if one.place < 0 else (predicted[one.place : one.place + most], sureness)
+        return (NOTHING, 0) if one.place < 0 else (predicted[one.place : one.place + most], confidence)
 
     def end(self, sequence: Sequence) -> None:
         self._followed.pop(sequence, None)

@@ -22,7 +22,7 @@ from runtime.device.errors import CaptureError
 from runtime.dtype import float32
 from runtime.engine.limits import EngineLimits
 from runtime.engine.speculation.drafting import Drawing, PairChunks
-from runtime.engine.speculation.draws import DRAWN_BY
+from runtime.engine.speculation.sampling_ahead import SAMPLED_BY
 from runtime.engine.steps.layout import BlockTables, StepLayout
 from runtime.engine.steps.recorder import Computed, Recording, Recordings, open_recorder
 from runtime.kv.cache import KVCache
@@ -76,17 +76,17 @@ class RecordedDrafts:
         with contextlib.suppress(CaptureError):  # its kernels are compiled before the first request
             self._record(_Shape(_SIZES[0], 1, most_steps, self._lengths[0]))
 
-    def run(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]] | None:
+    def run(self, chunks: PairChunks, sampling_sequences: list[Drawing]) -> list[list[int]] | None:
         """The draft tokens after the pairs. None, before any work, if there are too many, or the drafter's operations
         cannot be recorded."""
         num_pairs, num_seqs = len(chunks.token_ids), len(chunks.rows)
-        steps = max(most for _, most in drawing)
+        steps = max(most for _, most in sampling_sequences)
         if num_pairs > MOST_PAIRS or num_seqs > MOST_SEQUENCES or steps > self._most_steps:
             return None
-        most_slots = chunks.starts + chunks.counts + np.array([most - 1 for _, most in drawing])
+        most_slots = chunks.starts + chunks.counts + np.array([most - 1 for _, most in sampling_sequences])
         longest = self._lengths[bisect_left(self._lengths, int(most_slots.max()))]
         shape = _Shape(_SIZES[bisect_left(_SIZES, num_pairs + 1)], num_seqs, steps, longest)
-        self._write(chunks, drawing, shape)
+        self._write(chunks, sampling_sequences, shape)
         kept = self._recordings.take(shape)
         if kept is None:
             try:
@@ -97,12 +97,12 @@ class RecordedDrafts:
         kept.replay()
         ids, failed = self._results[:steps, :num_seqs], self._results[:steps, num_seqs : 2 * num_seqs] != 0
         found = []
-        for i, (_, most) in enumerate(drawing):
+        for i, (_, most) in enumerate(sampling_sequences):
             bad = failed[:most, i].nonzero()[0]
             found.append(ids[: int(bad[0]) if bad.size else most, i].tolist())
         return found
 
-    def _write(self, chunks: PairChunks, drawing: list[Drawing], shape: _Shape) -> None:
+    def _write(self, chunks: PairChunks, sampling_sequences: list[Drawing], shape: _Shape) -> None:
         pairs, seqs = len(chunks.token_ids), shape.num_seqs
         rows, starts, counts = chunks.rows, chunks.starts, chunks.counts
         for target, given in zip(self._states, chunks.states, strict=True):
@@ -129,18 +129,20 @@ class RecordedDrafts:
         target[seqs] = 0
         steps = shape.num_steps
         ahead = np.arange(steps - 1)[:, None]
-        most = np.array([each for _, each in drawing])
+        most = np.array([each for _, each in sampling_sequences])
         is_own = ahead + 1 < most  # later ones are padding, and write nothing
-        places = np.where(is_own, ends + ahead, ends - 1)
-        self._step_positions[: steps - 1, :seqs] = places
-        self._step_lens[: steps - 1, :seqs] = places + 1
-        slots = self._tables.slots(np.tile(entries, max(0, steps - 1)), places.reshape(-1))[0]
-        self._step_slots[: steps - 1, :seqs] = np.where(is_own, slots.reshape(places.shape), -1)
-        for name in DRAWN_BY:
-            self._columns[name][:seqs] = [getattr(sequence.request.params, name) for sequence, _ in drawing]
-        self._seeds[:seqs] = np.array([sequence.request.seed for sequence, _ in drawing], np.uint64).view(np.int64)
-        self._choices[:seqs] = [sequence.index for sequence, _ in drawing]
-        outputs = np.array([sequence.num_output_tokens for sequence, _ in drawing])
+        batch_slots = np.where(is_own, ends + ahead, ends - 1)
+        self._step_positions[: steps - 1, :seqs] = batch_slots
+        self._step_lens[: steps - 1, :seqs] = batch_slots + 1
+        slots = self._tables.slots(np.tile(entries, max(0, steps - 1)), batch_slots.reshape(-1))[0]
+        self._step_slots[: steps - 1, :seqs] = np.where(is_own, slots.reshape(batch_slots.shape), -1)
+        for name in SAMPLED_BY:
+            self._columns[name][:seqs] = [getattr(sequence.request.params, name) for sequence, _ in sampling_sequences]
+        self._seeds[:seqs] = np.array([sequence.request.seed for sequence, _ in sampling_sequences], np.uint64).view(
+            np.int64
+        )
+        self._choices[:seqs] = [sequence.index for sequence, _ in sampling_sequences]
+        outputs = np.array([sequence.num_output_tokens for sequence, _ in sampling_sequences])
         self._draw_positions[:steps, :seqs] = outputs + np.arange(steps)[:, None]
 
     def _record(self, shape: _Shape) -> Recording:
@@ -175,8 +177,8 @@ class RecordedDrafts:
             normed, hidden = drafter.forward(batches[0], drafter.fuse(given), self._pages)
             normed, hidden = ops.gather_rows(normed, last), ops.gather_rows(hidden, last)
             for step in range(shape.num_steps):
-                drawn = [*fields, positions[step], *lists]
-                ops.draw(drafter.logits(normed), drawn, results[step], has_penalties=False)
+                sampled = [*fields, positions[step], *lists]
+                ops.sample_into(drafter.logits(normed), sampled, results[step], has_penalties=False)
                 if step + 1 < shape.num_steps:
                     normed, hidden = drafter.forward(batches[step + 1], hidden, self._pages)
             return Computed(None, None)

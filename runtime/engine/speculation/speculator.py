@@ -28,7 +28,7 @@ from runtime.engine.speculation.evidence import Draft, Ended, SpeculationCounter
 from runtime.engine.speculation.policy import DraftPolicy
 from runtime.engine.speculation.prediction import PredictionDrafter
 from runtime.engine.steps.assemble import Assembled
-from runtime.engine.steps.executor import KeptRows
+from runtime.engine.steps.executor import AuxiliaryHiddenStates
 
 logger = logging.getLogger("xserv.engine")
 
@@ -120,7 +120,7 @@ class Speculator:
         tried = self.policy.acceptance.tried
         return {sequence: tried[sequence].ids[:count] for sequence, count in counts.items()}
 
-    def observe(self, step: Step, drawing: list[Sequence], accepted: dict[Sequence, int] | None) -> None:
+    def observe(self, step: Step, sampling_sequences: list[Sequence], accepted: dict[Sequence, int] | None) -> None:
         """Take up a step that is over: the sequences that sampled in it, and how many tokens each of them kept (None:
         one)."""
         if not (self._is_asked and self.policy.observes):
@@ -128,8 +128,10 @@ class Speculator:
         drafted: dict[Sequence, int] = {}
         if step.num_drafts:
             drafted = {chunk.sequence: len(chunk.draft_ids) for chunk in step.chunks if chunk.draft_ids}
-        kept = dict.fromkeys(drawing, 1) if accepted is None else accepted
-        self.policy.observe(Ended(step.number, drafted, kept, step.num_tokens == len(drawing) + step.num_drafts))
+        kept = dict.fromkeys(sampling_sequences, 1) if accepted is None else accepted
+        self.policy.observe(
+            Ended(step.number, drafted, kept, step.num_tokens == len(sampling_sequences) + step.num_drafts)
+        )
 
     def distributions(self, drafts: dict[Sequence, list[int]]) -> dict[Sequence, NDArray[np.float32]]:
         """The distributions ``[proposals, vocab_size]`` of those drafts that rejection sampling is to verify; the
@@ -143,7 +145,7 @@ class Speculator:
                     found[sequence] = known
         return found
 
-    def follow(self, assembled: Assembled, kept: KeptRows | None) -> None:
+    def follow(self, assembled: Assembled, kept: AuxiliaryHiddenStates | None) -> None:
         """Pass on the hidden states of a step that is over, if it left any. See `StateDrafter`."""
         drafter = self._state_drafter
         if drafter is not None and kept is not None and kept.number == assembled.input.number:
@@ -239,7 +241,7 @@ def _within(matcher: GrammarMatcher, draft: Draft, most: int) -> Draft:
     return draft._replace(ids=ids) if ids else Draft(matcher.forced()[:most], SUREST)
 
 
-def _left_chunks(assembled: Assembled, kept: KeptRows) -> list[LeftChunk]:
+def _left_chunks(assembled: Assembled, kept: AuxiliaryHiddenStates) -> list[LeftChunk]:
     """The sequences whose hidden states a step kept, as far as the tokens after them are known."""
     made = assembled.input
     places = zip(assembled.sequences, kept.first.tolist(), made.starts.tolist(), made.counts.tolist(), strict=True)

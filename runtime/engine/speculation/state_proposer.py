@@ -27,7 +27,7 @@ from runtime.engine.speculation.blocks import Blocks
 from runtime.engine.speculation.drafter import NOTHING, Ids, LeftChunk, WantedStates
 from runtime.engine.speculation.drafting import Drafting, Drawing, PairChunks
 from runtime.engine.speculation.stepping import Stepping
-from runtime.engine.steps.executor import KeptRows
+from runtime.engine.steps.executor import AuxiliaryHiddenStates
 from runtime.engine.steps.layout import BlockTables
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
@@ -109,7 +109,7 @@ class StateProposer:
         self._chunks: Callable[[], list[LeftChunk]] = list  # their sequences
         self._proposed: dict[Sequence, list[int]] = {}
 
-    def follow(self, kept: KeptRows, chunks: Callable[[], list[LeftChunk]], *, pays: bool) -> None:
+    def follow(self, kept: AuxiliaryHiddenStates, chunks: Callable[[], list[LeftChunk]], *, pays: bool) -> None:
         """See `StateDrafter`. Chunks within prompts are computed at once, while that may pay; the others only if drafts
         are requested before the next step."""
         self._states, self._chunks, self._proposed = kept.tensors, chunks, {}
@@ -149,10 +149,10 @@ class StateProposer:
         if not passes:
             return
         passes.sort(key=lambda both: both[0].known.row)
-        pairs, drawing = [one for one, _ in passes], [each for _, each in passes]
-        found = self._drafting.draft(self._chunks_of(pairs), drawing)
+        pairs, sampling_sequences = [one for one, _ in passes], [each for _, each in passes]
+        found = self._drafting.draft(self._chunks_of(pairs), sampling_sequences)
         self._note(pairs)
-        self._proposed = {each.sequence: ids for each, ids in zip(drawing, found, strict=True)}
+        self._proposed = {each.sequence: ids for each, ids in zip(sampling_sequences, found, strict=True)}
 
     def propose(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
         ids = self._proposed.get(sequence)

@@ -9,8 +9,8 @@ from models.drafters.hidden_state_drafter import SteppingDrafter
 from runtime.engine.limits import EngineLimits
 from runtime.engine.speculation.drafter import Ids
 from runtime.engine.speculation.drafting import Drawing, PairChunks, rows_of
-from runtime.engine.speculation.draws import draw_ahead
 from runtime.engine.speculation.recorded_drafts import RecordedDrafts
+from runtime.engine.speculation.sampling_ahead import sample_ahead
 from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
@@ -37,31 +37,31 @@ class Stepping:
         """See `Drafting`."""
         self._compute(chunks)
 
-    def draft(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]]:
+    def draft(self, chunks: PairChunks, sampling_sequences: list[Drawing]) -> list[list[int]]:
         """See `Drafting`."""
-        if self._recorded is not None and (found := self._recorded.run(chunks, drawing)) is not None:
+        if self._recorded is not None and (found := self._recorded.run(chunks, sampling_sequences)) is not None:
             return found
-        return self._step_by_step(chunks, drawing)
+        return self._step_by_step(chunks, sampling_sequences)
 
-    def _step_by_step(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]]:
+    def _step_by_step(self, chunks: PairChunks, sampling_sequences: list[Drawing]) -> list[list[int]]:
         normed, hidden = self._compute(chunks)
-        found: list[list[int]] = [[] for _ in drawing]
-        ready = np.arange(len(drawing))  # the sequences of the rows
+        found: list[list[int]] = [[] for _ in sampling_sequences]
+        ready = np.arange(len(sampling_sequences))  # the sequences of the rows
         ends = chunks.starts + chunks.counts
-        for ahead in range(max(one.most for one in drawing)):
-            sequences = [drawing[i].sequence for i in ready]
-            drawn = draw_ahead(self._drafter.logits(normed), sequences, [ahead] * len(ready))
+        for ahead in range(max(one.most for one in sampling_sequences)):
+            sequences = [sampling_sequences[i].sequence for i in ready]
+            sampled = sample_ahead(self._drafter.logits(normed), sequences, [ahead] * len(ready))
             going_on = []  # rows that are drafted further
-            for row, (i, token_id) in enumerate(zip(ready, drawn, strict=True)):
+            for row, (i, token_id) in enumerate(zip(ready, sampled, strict=True)):
                 if token_id >= 0:
                     found[i].append(token_id)
-                    if ahead + 1 < drawing[i].most:
+                    if ahead + 1 < sampling_sequences[i].most:
                         going_on.append(row)
             if not going_on:
                 break
-            newest = np.array([drawn[row] for row in going_on], np.int32)
+            newest = np.array([sampled[row] for row in going_on], np.int32)
             ready = ready[going_on]
-            if len(going_on) < len(drawn):
+            if len(going_on) < len(sampled):
                 hidden = rows_of(hidden, np.array(going_on, np.int32), self._drafter.device)
             ones = np.ones(len(ready), np.int64)
             normed, hidden = self._forward(newest, chunks.rows[ready], ends[ready] + ahead, ones, hidden)

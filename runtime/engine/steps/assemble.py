@@ -42,7 +42,7 @@ class Assembled:
 
     input: StepInput
     sequences: list[Sequence]
-    drawing: list[Sequence]
+    sampling_sequences: list[Sequence]
     prompt_requests: list[Request]
 
 
@@ -74,16 +74,16 @@ class Assembler:
         planned_rows: list[int] = [chunk.sequence.row for chunk in chunks]  # type: ignore[misc]  # all of them run
         if loads or planned_rows != self._planned_rows:
             self._sort(chunks, planned_rows)
-        rows, drawing = self._rows, self._sequences
+        rows, sampling_sequences = self._rows, self._sequences
         starts = np.array([chunk.start for chunk in chunks], np.int64)[self._order]
-        last_positions, counts, num_draws = starts, self._one_each, self._one_each
+        last_positions, counts, num_samples = starts, self._one_each, self._one_each
         token_ids = self._last_of_each
         prompt_logprobs: list[PromptLogprobs] = []
         prompt_requests: list[Request] = []
         if step.num_tokens == count + step.num_drafts and all(map(_IS_LAST, chunks)):
             if step.num_drafts:  # decodes, with drafts
                 chunks = [chunks[i] for i in self._order.tolist()]
-                num_draws = counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
+                num_samples = counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
                 last_positions = starts + counts - 1
                 ids = [(LAST_TOKEN, *chunk.draft_ids) for chunk in chunks]
                 token_ids = np.array([*chain.from_iterable(ids)], np.int32)
@@ -91,16 +91,16 @@ class Assembler:
             chunks = [chunks[i] for i in self._order.tolist()]
             counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
             last_positions = starts + counts - 1
-            num_draws = np.array([chunk.num_draws for chunk in chunks], np.int64)
+            num_samples = np.array([chunk.num_samples for chunk in chunks], np.int64)
             token_ids = _tokens_of(chunks, step.num_tokens)
-            drawing = [chunk.sequence for chunk in chunks if chunk.is_last]
+            sampling_sequences = [chunk.sequence for chunk in chunks if chunk.is_last]
             prompt_logprobs, prompt_requests = self._wanted_prompt_logprobs(chunks)
         made = StepInput(
             number=step.number,
             rows=rows,
             starts=starts,
             counts=counts,
-            num_draws=num_draws,
+            num_samples=num_samples,
             token_ids=token_ids,
             mode=self._mode,
             additions=self._additions(last_positions),
@@ -115,7 +115,7 @@ class Assembler:
             made.numbers = {name: np.array([of(chunk) for chunk in by_row]) for name, of in _OF_CHUNKS.items()}
         if self._has_pictures:
             _add_pictures(made, self._sequences)
-        return Assembled(made, self._sequences, drawing, prompt_requests)
+        return Assembled(made, self._sequences, sampling_sequences, prompt_requests)
 
     def sent(self, step: StepInput) -> None:
         """The executor has started this step."""
@@ -218,7 +218,7 @@ def _add_pictures(step: StepInput, sequences: list[Sequence]) -> None:
     if has_axes:
         step.rotary_positions = np.concatenate(positions, axis=1)
     step.features = features
-    step.uncut_spans = uncut
+    step.bidirectional_spans = uncut
 
 
 def chunk_spans(pictures: Pictures, start: int, end: int, first: int) -> tuple[list[FeatureSpan], list[UncutSpan]]:

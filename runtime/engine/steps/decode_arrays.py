@@ -23,8 +23,8 @@ from runtime.batch import STEP_FIELDS, Batch
 from runtime.dtype import DType, float32, int32, uint8
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.inputs import DEVICE_TYPES, PADDING
+from runtime.engine.steps.persistent_batch import PersistentBatch
 from runtime.engine.steps.recorder import Recorder, Recording, StepBuffers
-from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.sampler import PenaltyLists
 from runtime.sampling_arrays import SAMPLING_FIELDS
 from runtime.tensor.storage import Storage
@@ -37,7 +37,7 @@ _PROGRESS = ("positions", "seq_lens", "position")
 """Columns that advance with each step, adjacent in memory; position: of the token to be sampled, in the output."""
 
 
-def _columns_of(num_places: int, num_groups: int) -> list[tuple[str, DType, int, float]]:
+def _columns_of(num_batch_slots: int, num_groups: int) -> list[tuple[str, DType, int, float]]:
     """Name, type, length and padding of each column, in their order in memory."""
     columns: list[tuple[str, Any, float]] = [("sources", np.int32, -1)]  # the token's place in the previous step, or -1
     for name, field in STEP_FIELDS.items():
@@ -45,7 +45,7 @@ def _columns_of(num_places: int, num_groups: int) -> list[tuple[str, DType, int,
             names = [f"{name}_{group}" for group in range(num_groups)] if field.by_group else [name]
             columns += [(each, field.dtype, field.padding) for each in names]
     columns += [(name, DEVICE_TYPES[name], PADDING.get(name, 0)) for name, _, size in SAMPLING_FIELDS if size == "n"]
-    made = [(name, DType.parse(np.dtype(dtype)), num_places, padding) for name, dtype, padding in columns]
+    made = [(name, DType.parse(np.dtype(dtype)), num_batch_slots, padding) for name, dtype, padding in columns]
     made.sort(key=lambda column: (-column[1].itemsize, column[0] in _PROGRESS))
     return [*made, ("num_changes", int32, 1, 0)]
 
@@ -58,8 +58,8 @@ class Placement:
     num_places  of the graph to run: 0 ... num_places - 1
     """
 
-    places: NDArray[np.intp]
-    num_places: int
+    batch_slots: NDArray[np.intp]
+    num_batch_slots: int
 
 
 class _Upload(NamedTuple):
@@ -79,15 +79,15 @@ class DecodeArrays:
     Raises OutOfMemoryError if the device or the system has no room.
     """
 
-    def __init__(self, recorder: Recorder, limits: EngineLimits, rows: Rows) -> None:
+    def __init__(self, recorder: Recorder, limits: EngineLimits, rows: PersistentBatch) -> None:
         device = recorder.device
         self.recorder = recorder
         self._row_data = rows
         self._exact = limits.exact
         self._num_groups = rows.tables.num_groups
-        self._num_places = places = limits.max_num_seqs
+        self._num_batch_slots = batch_slots = limits.max_num_seqs
         self._table_width = width = -(-limits.max_model_len // limits.block_size)
-        columns = _columns_of(places, self._num_groups)
+        columns = _columns_of(batch_slots, self._num_groups)
         self._size = size = -(-sum(count * dtype.itemsize for _, dtype, count, _ in columns) // 16) * 16
         inputs = Storage.allocate(device, size + 4 * TAIL_WORDS)
         self._inputs = Tensor(inputs, uint8, (inputs.size_bytes,), (1,))
@@ -102,24 +102,24 @@ class DecodeArrays:
             self._on_device[name] = Tensor(inputs, dtype, (count,), (1,), offset // dtype.itemsize)
             offset = end
         first = self._columns[_PROGRESS[0]].ctypes.data - self._host.ctypes.data
-        self._progress = self._host[first : first + 4 * len(_PROGRESS) * places].view(np.int32)
+        self._progress = self._host[first : first + 4 * len(_PROGRESS) * batch_slots].view(np.int32)
         self._empty = self._host.copy()
         self._tail = {dtype: Tensor(inputs, dtype, (TAIL_WORDS,), (1,), size // 4) for dtype in (int32, float32)}
-        self._tables = Tensor.zeros((self._num_groups * places, width), int32, device)  # group by group
+        self._tables = Tensor.zeros((self._num_groups * batch_slots, width), int32, device)  # group by group
         self._flat_tables = self._tables.view(-1)
-        self._group_starts = range(0, self._num_groups * places, places)
-        self._results = Tensor.zeros(2 * places + 1, int32, device)
-        self._numbers = Tensor.arange(places + 1, dtype=int32).to(device)
+        self._group_starts = range(0, self._num_groups * batch_slots, batch_slots)
+        self._results = Tensor.zeros(2 * batch_slots + 1, int32, device)
+        self._numbers = Tensor.arange(batch_slots + 1, dtype=int32).to(device)
         self._uploads = []
         for _ in range(2):
-            buffers = recorder.new_buffers(size + 4 * TAIL_WORDS, 2 * places + 1)
+            buffers = recorder.new_buffers(size + 4 * TAIL_WORDS, 2 * batch_slots + 1)
             self._uploads.append(_Upload(buffers, buffers.upload[:size], buffers.upload[size:].view(np.int32)))
-        self._place_of = np.full(places, -1, np.intp)  # by row; -1: none
-        self._row_at = np.full(places, -1, np.intp)  # by place; -1: none
+        self._batch_slot_of = np.full(batch_slots, -1, np.intp)  # by row; -1: none
+        self._row_at = np.full(batch_slots, -1, np.intp)  # by place; -1: none
         self._changes: dict[int, int] = {}  # entries that the device's tables lack, and the block of each
         self._has_sources = False  # whether the column holds any
         self._rows: NDArray[np.int64] | None = None  # of the step placed last
-        self._places = np.zeros(0, np.intp)  # of these rows
+        self._batch_slots = np.zeros(0, np.intp)  # of these rows
         self._first_entries = np.zeros(0, np.int64)  # of these rows, in the host's tables
         self._num_used = 0  # places of its graph
         self._progress_at = np.zeros(0, np.intp)  # flat indices of the rows in those columns
@@ -135,33 +135,33 @@ class DecodeArrays:
 
     def forget(self, row: int) -> None:
         """The row belongs to another sequence from now on."""
-        place = self._place_of[row]
-        if place >= 0:
-            self._place_of[row] = self._row_at[place] = -1
+        batch_slot = self._batch_slot_of[row]
+        if batch_slot >= 0:
+            self._batch_slot_of[row] = self._row_at[batch_slot] = -1
             self._rows = None
 
     def add(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> None:
         """Add blocks to the row, from entry ``first`` of its table in this group on."""
-        place = int(self._place_of[row])
-        if place >= 0:
-            self._change(group, place, first, block_ids)
+        batch_slot = int(self._batch_slot_of[row])
+        if batch_slot >= 0:
+            self._change(group, batch_slot, first, block_ids)
 
     def place(
-        self, rows: NDArray[np.int64], starts: NDArray[np.int64], num_places: int,
+        self, rows: NDArray[np.int64], starts: NDArray[np.int64], num_batch_slots: int,
         numbers: Mapping[str, NDArray[Any]] | None = None,
     ) -> Placement:  # fmt: skip
         """Lay out the step that computes the token at ``starts [n]`` of each row, in places below ``num_places``: their
         present ones, if possible. ``numbers`` are the step's (`StepInput.numbers`)."""
-        if rows is not self._rows or num_places != self._num_used:
-            self._assign(rows, num_places)
-            self._rows, self._num_used = rows, num_places
-        places = self._places
+        if rows is not self._rows or num_batch_slots != self._num_used:
+            self._assign(rows, num_batch_slots)
+            self._rows, self._num_used = rows, num_batch_slots
+        batch_slots = self._batch_slots
         for group, slots in enumerate(self._row_data.tables.slots(self._first_entries, starts)):
-            self._columns[f"slot_mappings_{group}"][places] = slots
+            self._columns[f"slot_mappings_{group}"][batch_slots] = slots
         for name, values in (numbers or {}).items():
-            self._columns[name][places] = values
+            self._columns[name][batch_slots] = values
         self._progress[self._progress_at] = (self._ahead + starts.astype(np.int32)).reshape(-1)
-        return Placement(places, num_places)
+        return Placement(batch_slots, num_batch_slots)
 
     def send(
         self,
@@ -180,9 +180,9 @@ class DecodeArrays:
         upload = self._uploads[0]
         upload.buffers.wait()  # of the step before the last: over
         columns, tail = self._columns, upload.tail
-        columns["token_ids"][placement.places] = token_ids
+        columns["token_ids"][placement.batch_slots] = token_ids
         if sources is not None or self._has_sources:
-            columns["sources"][placement.places] = -1 if sources is None else sources
+            columns["sources"][placement.batch_slots] = -1 if sources is None else sources
             self._has_sources = sources is not None
         num_listed = 0 if lists is None else sum(len(ids) for pair in lists for ids in pair)
         columns["num_changes"][0] = num_changes = self._write_changes(tail[: TAIL_WORDS - num_listed])
@@ -195,45 +195,47 @@ class DecodeArrays:
 
     def launch(self, graph: Recording, placement: Placement, buffers: StepBuffers) -> None:
         """Queue the step, and the download of its samples."""
-        self.recorder.launch(graph, self._results, 2 * placement.num_places + 1, buffers)
+        self.recorder.launch(graph, self._results, 2 * placement.num_batch_slots + 1, buffers)
 
     # Reads and writes of a graph
 
-    def take_inputs(self, num_places: int) -> None:
+    def take_inputs(self, num_batch_slots: int) -> None:
         """Queue the kernel that completes the inputs after the upload."""
         device = self._on_device
         ops.take_decode_inputs(
             self._tail[int32],
             device["num_changes"],
             self._tables,
-            device["sources"][:num_places],
+            device["sources"][:num_batch_slots],
             self._results,
-            device["token_ids"][:num_places],
+            device["token_ids"][:num_batch_slots],
         )
 
-    def batch(self, num_places: int, max_seq_len: int) -> Batch:
+    def batch(self, num_batch_slots: int, max_seq_len: int) -> Batch:
         """The first places as a batch of decodes."""
         fields: dict[str, Any] = {}
         for name, field in STEP_FIELDS.items():
             if field.per == "block":
-                fields[name] = tuple(self._tables[start : start + num_places] for start in self._group_starts)
+                fields[name] = tuple(self._tables[start : start + num_batch_slots] for start in self._group_starts)
             elif field.per in ("start", "logit"):
-                fields[name] = self._numbers[: num_places + (field.per == "start")]
+                fields[name] = self._numbers[: num_batch_slots + (field.per == "start")]
             elif field.by_group:
                 groups = range(self._num_groups)
-                fields[name] = tuple(self._on_device[f"{name}_{group}"][:num_places] for group in groups)
+                fields[name] = tuple(self._on_device[f"{name}_{group}"][:num_batch_slots] for group in groups)
             else:
-                fields[name] = self._on_device[name][:num_places]
+                fields[name] = self._on_device[name][:num_batch_slots]
         return Batch(**fields, max_query_len=1, max_seq_len=max_seq_len, exact=self._exact)
 
-    def draw(self, logits: Tensor, *, has_penalties: bool) -> None:
+    def sample(self, logits: Tensor, *, has_penalties: bool) -> None:
         """Queue sampling from ``logits [num_places, vocab_size]``."""
-        num_places = logits.shape[0]
+        num_batch_slots = logits.shape[0]
         fields = [
-            self._on_device[name][:num_places] if size == "n" else self._tail[float32 if dtype == np.float32 else int32]
+            self._on_device[name][:num_batch_slots]
+            if size == "n"
+            else self._tail[float32 if dtype == np.float32 else int32]
             for name, dtype, size in SAMPLING_FIELDS
         ]
-        ops.draw(logits, fields, self._results[: 2 * num_places + 1], has_penalties=has_penalties)
+        ops.sample_into(logits, fields, self._results[: 2 * num_batch_slots + 1], has_penalties=has_penalties)
 
     def clear(self) -> None:
         """Empty all places on the device, for a trial run of a graph."""
@@ -241,38 +243,38 @@ class DecodeArrays:
 
     # Internals
 
-    def _change(self, group: int, place: int, first: int, block_ids: Sequence[int]) -> None:
-        entry = (self._group_starts[group] + place) * self._table_width + first
+    def _change(self, group: int, batch_slot: int, first: int, block_ids: Sequence[int]) -> None:
+        entry = (self._group_starts[group] + batch_slot) * self._table_width + first
         self._changes.update(zip(range(entry, entry + len(block_ids)), block_ids))
 
-    def _assign(self, rows: NDArray[np.int64], num_places: int) -> None:
+    def _assign(self, rows: NDArray[np.int64], num_batch_slots: int) -> None:
         """Give each row a place, and write its parameters there."""
-        places, tables = self._place_of[rows], self._row_data.tables
-        is_new = (places < 0) | (places >= num_places)
+        batch_slots, tables = self._batch_slot_of[rows], self._row_data.tables
+        is_new = (batch_slots < 0) | (batch_slots >= num_batch_slots)
         if is_new.any():
-            left = places[is_new]
+            left = batch_slots[is_new]
             self._row_at[left[left >= 0]] = -1
-            is_free = np.ones(num_places, np.bool_)
-            is_free[places[~is_new]] = False
+            is_free = np.ones(num_batch_slots, np.bool_)
+            is_free[batch_slots[~is_new]] = False
             new = np.flatnonzero(is_free)[: np.count_nonzero(is_new)]
             losers = self._row_at[new]
-            self._place_of[losers[losers >= 0]] = -1
-            places[is_new] = new
-            self._place_of[rows] = places
+            self._batch_slot_of[losers[losers >= 0]] = -1
+            batch_slots[is_new] = new
+            self._batch_slot_of[rows] = batch_slots
             self._row_at[new] = rows[is_new]
-            for row, place in zip(rows[is_new].tolist(), new.tolist()):
+            for row, batch_slot in zip(rows[is_new].tolist(), new.tolist()):
                 for group, num_blocks in enumerate(tables.num_blocks):
-                    self._change(group, place, 0, tables.table[group, row, : num_blocks[row]].tolist())
-        self._places, self._first_entries = places, tables.first_entries(rows)
-        columns = np.arange(0, len(self._progress), self._num_places)
-        self._progress_at = (columns[:, None] + places).reshape(-1)
+                    self._change(group, batch_slot, 0, tables.table[group, row, : num_blocks[row]].tolist())
+        self._batch_slots, self._first_entries = batch_slots, tables.first_entries(rows)
+        columns = np.arange(0, len(self._progress), self._num_batch_slots)
+        self._progress_at = (columns[:, None] + batch_slots).reshape(-1)
         sampling = self._row_data.sampling
         ahead = self._row_data.rotary_offsets[rows], np.ones_like(rows), 1 - sampling.num_prompt_tokens[rows]
         self._ahead = np.stack(ahead).astype(np.int32)
         self._host[:] = self._empty
-        sampling.write_columns(self._columns, places, rows)
+        sampling.write_columns(self._columns, batch_slots, rows)
         for name, numbers in self._row_data.numbers.items():
-            self._columns[name][places] = numbers.take(rows)
+            self._columns[name][batch_slots] = numbers.take(rows)
 
     def _write_changes(self, tail: NDArray[np.int32]) -> int:
         """Write the changes of block tables as pairs; returns how many. Without room they are uploaded separately."""
@@ -297,8 +299,8 @@ class DecodeArrays:
         for index, name in enumerate(("prompt", "output")):
             lengths = [len(pair[index]) for pair in lists]
             ends = at + np.cumsum(lengths)
-            self._columns[f"{name}_start"][placement.places] = ends - lengths
-            self._columns[f"{name}_end"][placement.places] = ends
+            self._columns[f"{name}_start"][placement.batch_slots] = ends - lengths
+            self._columns[f"{name}_end"][placement.batch_slots] = ends
             first, at = at, int(ends[-1])
             np.concatenate([pair[index] for pair in lists], out=tail[first:at])
         return at

@@ -27,6 +27,7 @@ from runtime.engine.steps.decode_arrays import TAIL_WORDS, DecodeArrays, Placeme
 from runtime.engine.steps.executor import Model
 from runtime.engine.steps.forwards import ForwardRecordings
 from runtime.engine.steps.layout import StepLayout, largest
+from runtime.engine.steps.persistent_batch import PersistentBatch
 from runtime.engine.steps.recorder import (
     Computed,
     Forward,
@@ -37,7 +38,6 @@ from runtime.engine.steps.recorder import (
     alone,
     open_recorder,
 )
-from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.step_input import StepInput
 from runtime.kv.cache import KVCache
 from runtime.sampling_arrays import SamplingArrays
@@ -52,7 +52,7 @@ _CANNOT = "the model's operations cannot be recorded, each is done at once from 
 class GraphKey(msgspec.Struct, frozen=True, gc=False):
     """The properties of a step that determine its graph."""
 
-    num_places: int
+    num_batch_slots: int
     max_seq_len: int
     has_penalties: bool
     keeps_logits: bool
@@ -71,7 +71,7 @@ class DecodeRun:
         number: int,
         keeps_outputs: bool,
     ) -> None:
-        self.places = placement.places
+        self.batch_slots = placement.batch_slots
         self.logits = result.logits
         """``[num_places, vocab_size]``, if they are kept: until the next graph is launched."""
         self.kept = result.kept
@@ -79,7 +79,7 @@ class DecodeRun:
         self.number = number
         self.keeps_outputs = keeps_outputs
         self._graphs = graphs
-        self._num_places = placement.num_places
+        self._num_batch_slots = placement.num_batch_slots
         self._buffers = buffers
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -89,12 +89,12 @@ class DecodeRun:
             self._buffers.wait()
         finally:
             self._graphs.ended(self)
-        count, results = self._num_places, self._buffers.results
-        if not self._graphs.draws:
+        count, results = self._num_batch_slots, self._buffers.results
+        if not self._graphs.samples:
             return results[:0], results[:0] == 0
         if self._graphs.device.kind != "cpu" and results[2 * count]:  # the CPU's kernels check ids themselves
             ops.check_ids(self._graphs.device)
-        return results[self.places], results[count:][self.places] == 0
+        return results[self.batch_slots], results[count:][self.batch_slots] == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class _Members:
 
     rows: NDArray[np.int64]
     version: int
-    num_places: int
+    num_batch_slots: int
     keeps_logits: bool
     is_plain: bool
     keeps_outputs: bool
@@ -124,13 +124,13 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, limits: EngineLimits, rows: Rows, recorder: Recorder,
+        self, model: Model, kv_cache: KVCache, limits: EngineLimits, rows: PersistentBatch, recorder: Recorder,
         communicator: RankCommunicator | None = None,
     ) -> None:  # fmt: skip
         self._communicator = communicator
         self._agree = alone if communicator is None else communicator.agree
         self.device = model.device
-        self.draws = ends_here(communicator)
+        self.samples = ends_here(communicator)
         self.num_steps = 0
         self._model = model
         self._kv_cache = kv_cache
@@ -141,12 +141,14 @@ class DecodeGraphs:
         self._sizes = recorder.batch_sizes(limits.max_num_seqs)
         self._lengths = recorder.sequence_lengths(limits.max_model_len, exact=limits.exact)
         self.recordings: Recordings[GraphKey, Recording] = Recordings()
-        self._kept_layers: tuple[int, ...] = ()
+        self._auxiliary_layers: tuple[int, ...] = ()
         self._rooms: list[Tensor | None] = []  # of their hidden states
         self._wanted: GraphKey | None = None
         self._arrays: DecodeArrays | None = None  # with the first graph
-        self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the step that sampled it last
-        self._drawn_by = np.full(limits.max_num_seqs, -1, np.int64)  # by row: that step
+        self._sampled_at = np.full(
+            limits.max_num_seqs, -1, np.intp
+        )  # by row: the place in the step that sampled it last
+        self._sampled_by = np.full(limits.max_num_seqs, -1, np.int64)  # by row: that step
         self._running: DecodeRun | None = None
         self._members: _Members | None = None  # of the step that came last
 
@@ -161,12 +163,12 @@ class DecodeGraphs:
         assert not self.recordings.kept, "graphs were recorded without"
         shape = self._limits.max_num_seqs, width
         self._rooms = [self._recorder.room(f"layer {layer}", shape, dtype) for layer in layers]
-        self._kept_layers = layers
+        self._auxiliary_layers = layers
 
     def apply(self, step: StepInput) -> None:
         """Forget the step's changes of rows; to be called before they are written."""
         for load in step.loads:
-            self._drawn_by[load.row] = -1
+            self._sampled_by[load.row] = -1
             if self._arrays is not None:
                 self._arrays.forget(load.row)
         if self._arrays is not None:
@@ -187,7 +189,7 @@ class DecodeGraphs:
             if num_listed is not None and num_listed > MOST_LISTED:
                 return None
         return GraphKey(
-            num_places=members.num_places,
+            num_batch_slots=members.num_batch_slots,
             max_seq_len=self._lengths[bisect_left(self._lengths, largest(step.starts) + 1)],
             has_penalties=num_listed is not None,
             keeps_logits=members.keeps_logits,
@@ -201,19 +203,19 @@ class DecodeGraphs:
         self._wanted = None if self.recordings.has_given_up else key
 
     def run_forward(
-        self, layout: StepLayout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
+        self, layout: StepLayout, forward: Forward, samples: SamplingArrays | None = None, *, may_record: bool
     ) -> Computed | None:
         """See `ForwardRecordings.run`. None means that it has to run eagerly, without a recording."""
         if self.recordings.cannot_record:
             return None
         try:
-            return self.forwards.run(layout, forward, draws, may_record=may_record)
+            return self.forwards.run(layout, forward, samples, may_record=may_record)
         except CaptureError as error:
             self.recordings.cannot_record = True
             self.recordings.give_up(_CANNOT, error)
             return None
 
-    def can_lead(self, key: GraphKey) -> bool:
+    def can_overlap(self, key: GraphKey) -> bool:
         """Whether a step may be started while the latest one runs: its missing inputs are on the device, and it does
         not overwrite those that the latest one still needs."""
         running = self._running
@@ -226,7 +228,7 @@ class DecodeGraphs:
         )
 
     @property
-    def leads(self) -> bool:
+    def overlaps(self) -> bool:
         """Whether steps are queued, so that the next may follow them; else they run when they are waited for."""
         return self._recorder.queues
 
@@ -238,21 +240,21 @@ class DecodeGraphs:
     def start(self, step: StepInput, key: GraphKey) -> DecodeRun:
         """Queue the step: one upload, one launch, one download."""
         assert self._arrays is not None
-        assert self._running is None or self.can_lead(key), "the step before has to be waited for"
+        assert self._running is None or self.can_overlap(key), "the step before has to be waited for"
         self._kv_cache.wait_for_arrivals()
         rows, running, sources, lists = step.rows, self._running, None, None
         if running is not None:
-            sources = np.where(self._drawn_by[rows] == running.number, self._drawn_at[rows], -1)
+            sources = np.where(self._sampled_by[rows] == running.number, self._sampled_at[rows], -1)
         if key.has_penalties:
             sampling = self._rows.sampling
             lists = sampling.penalty_lists(rows, step.starts + 1 - sampling.num_prompt_tokens[rows])
         graph = self.recordings.kept[key]
         token_ids = self._rows.tokens_of(step.token_ids, rows)
-        placement = self._arrays.place(rows, step.starts, key.num_places, step.numbers)
+        placement = self._arrays.place(rows, step.starts, key.num_batch_slots, step.numbers)
         buffers = self._arrays.send(placement, token_ids, sources, lists)
         self._arrays.launch(graph, placement, buffers)
         if self._recorder.queues:
-            self._drawn_at[rows], self._drawn_by[rows] = placement.places, step.number
+            self._sampled_at[rows], self._sampled_by[rows] = placement.batch_slots, step.number
         assert self._members is not None
         self._running = DecodeRun(
             self, placement, buffers, graph.result, number=step.number, keeps_outputs=self._members.keeps_outputs,
@@ -280,7 +282,7 @@ class DecodeGraphs:
             return
         self._wanted, graph = None, None
         no_memory = (
-            f"no more decode graphs: the bytes for one of {key.num_places} sequences are not to be had, "
+            f"no more decode graphs: the bytes for one of {key.num_batch_slots} sequences are not to be had, "
             f"{len(self.recordings.kept)} graphs hold {self.reserved_bytes:,}"
         )
         for is_last in (False, True) if self._communicator is None else (True,):
@@ -315,7 +317,7 @@ class DecodeGraphs:
         return _Members(
             rows,
             self._rows.version,
-            num_places=self._sizes[bisect_left(self._sizes, len(rows))],
+            num_batch_slots=self._sizes[bisect_left(self._sizes, len(rows))],
             keeps_logits=bool((sampling.num_alternatives[rows] >= 0).any()),
             is_plain=sampling.are_plain(rows),
             keeps_outputs=bool(sampling.keeps_outputs[rows].any()),
@@ -327,9 +329,9 @@ class DecodeGraphs:
         self._kv_cache.wait_for_arrivals()
         self._arrays.clear()
         room = None
-        if key.keeps_logits and self.draws:  # one serves the graphs of similar sizes
-            places = 1 << (key.num_places - 1).bit_length()
-            room = self._recorder.room("logits", (places, self._rows.sampling.vocab_size), float32)
+        if key.keeps_logits and self.samples:  # one serves the graphs of similar sizes
+            batch_slots = 1 << (key.num_batch_slots - 1).bit_length()
+            room = self._recorder.room("logits", (batch_slots, self._rows.sampling.vocab_size), float32)
         return self._recorder.record(partial(self._run, key, room))
 
     def _run(self, key: GraphKey, room: Tensor | None) -> Computed:
@@ -338,15 +340,15 @@ class DecodeGraphs:
         assert arrays is not None
         if self._communicator is not None:
             self._communicator.begin_pass()
-        arrays.take_inputs(key.num_places)
-        batch = arrays.batch(key.num_places, key.max_seq_len)
-        batch.kept_layers = self._kept_layers
+        arrays.take_inputs(key.num_batch_slots)
+        batch = arrays.batch(key.num_batch_slots, key.max_seq_len)
+        batch.auxiliary_layers = self._auxiliary_layers
         hidden = self._model.forward(batch, self._kv_cache)
-        if not self.draws:
+        if not self.samples:
             recorder.outlive(hidden)
             return Computed(None, None)
         logits = self._model.compute_logits(hidden)
-        arrays.draw(logits, has_penalties=key.has_penalties)
-        kept = tuple(recorder.outlive(batch.kept[layer], at) for layer, at in zip(self._kept_layers, self._rooms))
+        arrays.sample(logits, has_penalties=key.has_penalties)
+        kept = tuple(recorder.outlive(batch.kept[layer], at) for layer, at in zip(self._auxiliary_layers, self._rooms))
         found = recorder.outlive(logits, room)  # raises an error for an array that no kernel has made
         return Computed(None, found if key.keeps_logits else None, kept=kept)

@@ -177,7 +177,7 @@ class Embedder:
             rotary = None if own.positions is None else np.ascontiguousarray(own.positions[:, starts[0] : end])
             pictures = PassPictures(starts[0], count, rotary, *chunk_spans(own, starts[0], end, 0))
         if self._pass is None:
-            self._pass = self._executor.side_pass([len(embedding.token_ids) for embedding in chosen])
+            self._pass = self._executor.pooling_pass([len(embedding.token_ids) for embedding in chosen])
         hidden = self._pass.run(ids, starts, pictures)  # [num_tokens, hidden_size]
         counts = np.array([len(each) for each in ids])
         ends = np.cumsum(counts)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import DType
-from runtime.engine.steps.step_input import Drawn, PassPictures, StepInput
+from runtime.engine.steps.step_input import PassPictures, Sampled, StepInput
 from runtime.errors import XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.rank_notices import Span, Tally
@@ -57,7 +57,7 @@ class SidePass(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRows:
+class AuxiliaryHiddenStates:
     """Hidden states that a step left, valid until the next step starts.
 
     number   of the step
@@ -88,7 +88,7 @@ class Computation(Protocol):
     @property
     def started_s(self) -> float: ...
 
-    def result(self) -> Drawn:
+    def result(self) -> Sampled:
         """Waits for it. Raises the model's errors."""
         ...
 
@@ -149,7 +149,7 @@ class Executor(Protocol):
         sampling is to verify them; not supported with several ranks."""
         ...
 
-    def can_lead(self, step: StepInput) -> bool:
+    def can_overlap(self, step: StepInput) -> bool:
         """Whether the step may be started while the previous one runs, though both have the same rows."""
         ...
 
@@ -160,7 +160,7 @@ class Executor(Protocol):
         ...
 
     @property
-    def kept_rows(self) -> KeptRows | None:
+    def auxiliary_hidden_states(self) -> AuxiliaryHiddenStates | None:
         """The kept hidden states of the step that was over last, or None."""
         ...
 
@@ -181,7 +181,7 @@ class Executor(Protocol):
         """Free the slot. No step that is still to be started may use it."""
         ...
 
-    def side_pass(self, lengths: Sequence[int]) -> SidePass:
+    def pooling_pass(self, lengths: Sequence[int]) -> SidePass:
         """Forward passes over separate pages, for prompts of these lengths."""
         ...
 

@@ -28,7 +28,7 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.dtype import int32
 from runtime.engine.limits import EngineLimits
-from runtime.engine.steps.inputs import MOST_LISTED, DrawShape, Inputs, Shape, StepMemory, room_for, shape_of
+from runtime.engine.steps.inputs import MOST_LISTED, Inputs, SamplingShape, Shape, StepMemory, room_for, shape_of
 from runtime.engine.steps.layout import StepLayout
 from runtime.engine.steps.recorder import (
     Agree,
@@ -87,8 +87,8 @@ class ForwardRecordings:
         tokens, seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         # Some policies compute a prompt whole on a CPU; on a GPU steps with drafts are padded.
         tokens = max(tokens, limits.max_model_len if self._is_cpu else _WIDTHS[-1] * seqs)
-        draws = DrawShape(tokens, MOST_LISTED, True)
-        self._most = Shape(tokens, seqs if self._is_cpu else 2 * seqs, tokens, tokens, limits.max_model_len, draws)
+        samples = SamplingShape(tokens, MOST_LISTED, True)
+        self._most = Shape(tokens, seqs if self._is_cpu else 2 * seqs, tokens, tokens, limits.max_model_len, samples)
         self._memory: StepMemory | None = None  # with the first recording
         self.recordings: Recordings[Shape, _Recorded] = Recordings(recorder.most_kept)
         self._seen: dict[Shape, Stopwatch | None] = {}  # None if it kept the GPU busy
@@ -101,7 +101,7 @@ class ForwardRecordings:
         return inputs + self._recorder.size_bytes
 
     def run(
-        self, layout: StepLayout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
+        self, layout: StepLayout, forward: Forward, samples: SamplingArrays | None = None, *, may_record: bool
     ) -> Computed:
         """The result of ``forward``, always the same function, for the batch, and samples from its logits by ``draws``,
         which have no mask, if it is replayed and has room for them. It may still be running, and is valid until the
@@ -110,14 +110,14 @@ class ForwardRecordings:
         Raises CaptureError, before any work, if the device can record nothing of the model; LaunchError if it is lost;
         and what ``forward`` raises.
         """
-        if draws is not None and (not layout.num_logits or room_for(draws) > MOST_LISTED):
-            draws = None
-        shape = self._shape_of(layout, draws)
+        if samples is not None and (not layout.num_logits or room_for(samples) > MOST_LISTED):
+            samples = None
+        shape = self._shape_of(layout, samples)
         found = self.recordings.take(shape)
         if found is not None:
-            self._write(found, layout, draws)
+            self._write(found, layout, samples)
         elif may_record and self._is_worth_recording(shape):
-            found = self._record(shape, layout, forward, draws)
+            found = self._record(shape, layout, forward, samples)
         if found is None:
             batch = layout.batch(self._recorder.device, exact=self._limits.exact)
             return self._run_timed(shape, batch, forward) if may_record else forward(batch)
@@ -135,22 +135,22 @@ class ForwardRecordings:
         self._recorder.release()
         self._memory = None
 
-    def _shape_of(self, layout: StepLayout, draws: SamplingArrays | None) -> Shape:
+    def _shape_of(self, layout: StepLayout, samples: SamplingArrays | None) -> Shape:
         """On a GPU steps of decodes with drafts are padded to one of few shapes, with as many empty sequences after the
         given ones as the remaining tokens may need."""
         length = self._lengths[bisect_left(self._lengths, layout.max_seq_len)]
         num_tokens, num_seqs, num_logits = layout.num_tokens, layout.num_seqs, layout.num_logits
         if self._is_cpu:  # its kernels see for themselves how long a chunk is, and whether there are penalties
             longest = num_tokens - num_seqs + 1
-            room = None if draws is None else DrawShape(num_logits, MOST_LISTED, True)
+            room = None if samples is None else SamplingShape(num_logits, MOST_LISTED, True)
             return Shape(num_tokens, num_seqs, num_logits, longest, length, room)
         longest = layout.max_query_len
-        if draws is not None and 1 < longest <= _WIDTHS[-1] and num_logits == num_tokens:
-            places = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
+        if samples is not None and 1 < longest <= _WIDTHS[-1] and num_logits == num_tokens:
+            batch_slots = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
             longest = _WIDTHS[bisect_left(_WIDTHS, longest)]
-            num_tokens = num_logits = places * longest
-            num_seqs = 2 * places
-        room = None if draws is None else shape_of(draws, num_logits)
+            num_tokens = num_logits = batch_slots * longest
+            num_seqs = 2 * batch_slots
+        room = None if samples is None else shape_of(samples, num_logits)
         return Shape(num_tokens, num_seqs, num_logits, longest, length, room)
 
     def _run_timed(self, shape: Shape, batch: Batch, forward: Forward) -> Computed:
@@ -175,7 +175,9 @@ class ForwardRecordings:
         before = self._seen.get(shape)
         if before is None or self.recordings.has_given_up:
             return False
-        has_drafts = shape.draws is not None and shape.num_logits == shape.num_tokens and shape.max_query_len in _WIDTHS
+        has_drafts = (
+            shape.samples is not None and shape.num_logits == shape.num_tokens and shape.max_query_len in _WIDTHS
+        )
         if self._agree(not self.looks_at_times or has_drafts or before.waited(WAITING)):
             del self._seen[shape]
             return True
@@ -183,12 +185,12 @@ class ForwardRecordings:
             self._seen[shape] = None
         return False
 
-    def _write(self, recorded: _Recorded, layout: StepLayout, draws: SamplingArrays | None) -> None:
+    def _write(self, recorded: _Recorded, layout: StepLayout, samples: SamplingArrays | None) -> None:
         assert self._memory is not None
-        self._memory.write(recorded.inputs, layout, draws)
+        self._memory.write(recorded.inputs, layout, samples)
 
     def _record(
-        self, shape: Shape, layout: StepLayout, forward: Forward, draws: SamplingArrays | None
+        self, shape: Shape, layout: StepLayout, forward: Forward, samples: SamplingArrays | None
     ) -> _Recorded | None:
         """Returns None if it fails: then only pages that the step writes anyway have changed. Ranks agree before the
         work first runs, in which they meet, and on the outcome."""
@@ -197,20 +199,20 @@ class ForwardRecordings:
             return None
         assert inputs is not None
         assert self._memory is not None
-        self._memory.write(inputs, layout, draws)
+        self._memory.write(inputs, layout, samples)
         recorder, results = self._recorder, None
-        if self._is_cpu and shape.draws is not None:
+        if self._is_cpu and shape.samples is not None:
             results = Tensor.zeros(2 * shape.num_logits + 1, int32)
 
         def work() -> Computed:
-            computed, drawn = forward(inputs.batch), None
-            if shape.draws is not None and computed.logits is not None:
-                drawn = results
-                if drawn is None:
-                    drawn = Tensor.empty((2 * shape.draws.num_draws + 1,), int32, recorder.device)
-                ops.draw(computed.logits, inputs.fields, drawn, has_penalties=shape.draws.has_penalties)
+            computed, sampled = forward(inputs.batch), None
+            if shape.samples is not None and computed.logits is not None:
+                sampled = results
+                if sampled is None:
+                    sampled = Tensor.empty((2 * shape.samples.num_samples + 1,), int32, recorder.device)
+                ops.sample_into(computed.logits, inputs.fields, sampled, has_penalties=shape.samples.has_penalties)
             hidden, logits = (None if each is None else recorder.outlive(each) for each in computed[:2])
-            return Computed(hidden, logits, drawn, tuple(map(recorder.outlive, computed.kept)))
+            return Computed(hidden, logits, sampled, tuple(map(recorder.outlive, computed.kept)))
 
         recording = self._tried(lambda: recorder.record(work))
         if not self._agreed(recording is not None):

@@ -35,7 +35,7 @@ DEVICE_TYPES = {name: np.dtype(np.int64 if dtype == np.uint64 else dtype) for na
 _LISTS = {name for name, _, size in SAMPLING_FIELDS if size == "any"}
 
 
-class DrawShape(NamedTuple):
+class SamplingShape(NamedTuple):
     """The fixed properties of a recording of draws.
 
     num_draws      draws
@@ -43,22 +43,22 @@ class DrawShape(NamedTuple):
     has_penalties  of some draw; without any, a kernel that is told so need not look
     """
 
-    num_draws: int
+    num_samples: int
     room: int
     has_penalties: bool
 
 
-def room_for(draws: SamplingArrays) -> int:
+def room_for(samples: SamplingArrays) -> int:
     """The number of ids in the longest of its lists."""
-    return max(len(draws.prompt_ids), len(draws.output_ids), len(draws.bias_ids))
+    return max(len(samples.prompt_ids), len(samples.output_ids), len(samples.bias_ids))
 
 
-def shape_of(draws: SamplingArrays, num_draws: int) -> DrawShape:
+def shape_of(samples: SamplingArrays, num_samples: int) -> SamplingShape:
     """For at least ``num_draws``; room for ids is 0 or a power of two, at least 256."""
-    longest = room_for(draws)
+    longest = room_for(samples)
     room = max(256, 1 << (longest - 1).bit_length()) if longest else 1
-    has_penalties = any((getattr(draws, name) != neutral).any() for name, neutral in PENALTIES.items())
-    return DrawShape(num_draws, room, has_penalties)
+    has_penalties = any((getattr(samples, name) != neutral).any() for name, neutral in PENALTIES.items())
+    return SamplingShape(num_samples, room, has_penalties)
 
 
 class Shape(NamedTuple):
@@ -70,7 +70,7 @@ class Shape(NamedTuple):
     num_logits: int
     max_query_len: int
     max_seq_len: int
-    draws: DrawShape | None
+    samples: SamplingShape | None
 
     def arrays(self, num_groups: int, block_size: int) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]:
         """Name, type and sizes of each array, in their order in memory."""
@@ -83,9 +83,9 @@ class Shape(NamedTuple):
         }
         for name, each in STEP_FIELDS.items():
             yield name, np.dtype(each.dtype), (*((num_groups,) if each.by_group else ()), *sizes[each.per])
-        if self.draws is not None:
+        if self.samples is not None:
             for name, _, size in SAMPLING_FIELDS:
-                yield name, DEVICE_TYPES[name], (self.draws.num_draws if size == "n" else self.draws.room,)
+                yield name, DEVICE_TYPES[name], (self.samples.num_samples if size == "n" else self.samples.room,)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class Inputs:
 
     arrays      on the host, by name
     batch       on the device
-    fields      of the draws, in the order of `ops.draw`'s
+    fields      of the draws, in the order of `ops.sample_into`'s
     size_bytes  to be uploaded
     """
 
@@ -146,10 +146,10 @@ class StepMemory:
         for name, each in STEP_FIELDS.items():
             parts += [tensors[name][group] for group in range(self._num_groups)] if each.by_group else [tensors[name]]
         batch = layout.batch_of(parts, exact=self.limits.exact)
-        draws = [] if shape.draws is None else [tensors[name] for name, _, _ in SAMPLING_FIELDS]
-        return Inputs(arrays, batch, draws, at)
+        samples = [] if shape.samples is None else [tensors[name] for name, _, _ in SAMPLING_FIELDS]
+        return Inputs(arrays, batch, samples, at)
 
-    def write(self, inputs: Inputs, layout: StepLayout, draws: SamplingArrays | None) -> None:
+    def write(self, inputs: Inputs, layout: StepLayout, samples: SamplingArrays | None) -> None:
         """Write a step to a recording's inputs, and queue their copy to the device, after pages that are being copied.
         The rest is padding: the tokens of empty sequences, which are not stored, and a draw for each of them. Given
         arrays are not changed afterwards."""
@@ -158,7 +158,7 @@ class StepMemory:
             self._given.clear()
         lacking = len(inputs.arrays["token_ids"]) - layout.num_tokens
         for name, target in inputs.arrays.items():
-            given = layout.arrays[name] if name in layout.arrays else getattr(draws, name)
+            given = layout.arrays[name] if name in layout.arrays else getattr(samples, name)
             if given is self._given.get(name):
                 continue
             self._given[name] = given
@@ -182,17 +182,17 @@ class StepMemory:
         self.recorder.write(Tensor(self._storage, uint8, (inputs.size_bytes,), (1,)), self._host[: inputs.size_bytes])
 
 
-def read_drawn(drawn: Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+def read_sampled(sampled: Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     """The ids of the first ``count`` draws, and whether each is valid. Waits for the device. Raises LaunchError if it
     failed, InvalidArgumentError if an id was outside the vocabulary."""
-    num_draws = drawn.shape[0] // 2
-    if drawn.device.kind == "cpu":  # its kernels check ids themselves
-        results = drawn.array
+    num_samples = sampled.shape[0] // 2
+    if sampled.device.kind == "cpu":  # its kernels check ids themselves
+        results = sampled.array
     else:
-        results = drawn.to("cpu").array
-        if results[2 * num_draws]:
-            ops.check_ids(drawn.device)
-    return results[:count].copy(), results[num_draws : num_draws + count] == 0
+        results = sampled.to("cpu").array
+        if results[2 * num_samples]:
+            ops.check_ids(sampled.device)
+    return results[:count].copy(), results[num_samples : num_samples + count] == 0
 
 
 def _aligned(size_bytes: int) -> int:

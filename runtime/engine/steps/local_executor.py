@@ -23,22 +23,22 @@ from runtime.communicator import RankCommunicator, begins_here, ends_here
 from runtime.dtype import DType, float32
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
-from runtime.engine.steps.draw_results import DrawResults
 from runtime.engine.steps.executor import (
+    AuxiliaryHiddenStates,
     DrawMasks,
     Encoded,
     GraphStats,
-    KeptRows,
     Model,
     SidePass,
     UnsupportedStepError,
 )
 from runtime.engine.steps.layout import StepLayout
+from runtime.engine.steps.persistent_batch import LaidOut, PersistentBatch
 from runtime.engine.steps.pictures import PictureModel, PictureStore
+from runtime.engine.steps.pooling_pass import PagedSidePass, slices
 from runtime.engine.steps.recorder import Computed, open_recorder
-from runtime.engine.steps.rows import LaidOut, Rows
-from runtime.engine.steps.side_pass import PagedSidePass, slices
-from runtime.engine.steps.step_input import Drawn, StepInput
+from runtime.engine.steps.sampling_results import SamplingResults
+from runtime.engine.steps.step_input import Sampled, StepInput
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
 from runtime.rank_notices import Span, Tally
@@ -58,7 +58,7 @@ T = TypeVar("T")
 class _Run:
     """See `Computation`; the second half of the computation runs when its result is read."""
 
-    def __init__(self, compute: Callable[[], Drawn]) -> None:
+    def __init__(self, compute: Callable[[], Sampled]) -> None:
         self.started_s = time.monotonic()
         self.result = compute
 
@@ -81,7 +81,7 @@ class LocalExecutor:
     ) -> None:  # fmt: skip
         self.model = model
         self.communicator = communicator
-        self.is_first, self.draws = begins_here(communicator), ends_here(communicator)
+        self.is_first, self.samples = begins_here(communicator), ends_here(communicator)
         self._is_staged = communicator is not None and communicator.num_stages > 1
         self._versions: dict[int, int] = {}  # of the rows at the start of steps whose samples are not known here
         self.kv_cache = kv_cache
@@ -92,18 +92,18 @@ class LocalExecutor:
         max_blocks = -(-limits.max_model_len // limits.block_size)
         self.num_groups = len(kv_cache.spec.group_kinds)
         self.pictures = PictureStore(model, has_tower=self.is_first) if isinstance(model, PictureModel) else None
-        self.rows = Rows(
+        self.rows = PersistentBatch(
             limits.max_num_seqs, max_blocks, self.num_groups, limits.block_size, vocab_size,
-            has_offsets=limits.rotary_switch is not None or self.pictures is not None,
+            has_offsets=limits.longrope_threshold is not None or self.pictures is not None,
         )  # fmt: skip
-        self._results = DrawResults(model, self.rows, vocab_size)
+        self._results = SamplingResults(model, self.rows, vocab_size)
         is_cpu = model.device.kind == "cpu"
         self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and not is_cpu)
         self._worker: ThreadPoolExecutor | None = None
         if self.overlaps and is_cpu:
             self._worker = ThreadPoolExecutor(1, "xserv-step")
-        self._kept_layers: tuple[int, ...] = ()
-        self.kept_rows: KeptRows | None = None
+        self._auxiliary_layers: tuple[int, ...] = ()
+        self.auxiliary_hidden_states: AuxiliaryHiddenStates | None = None
         self._recorder = open_recorder(model.device)
         self.graphs: DecodeGraphs | None = None
         if limits.decode_graphs != "off":
@@ -113,25 +113,25 @@ class LocalExecutor:
         self, step: StepInput, masks: DrawMasks | None = None,
         proposed: Sequence[NDArray[np.float32] | None] | None = None,
     ) -> _Run:  # fmt: skip
-        """See `Executor`. The previous step is over, unless this one `can_lead`. Raises UnsupportedStepError."""
-        if step.loads or step.features or step.uncut_spans or step.rotary_positions is not None:
+        """See `Executor`. The previous step is over, unless this one `can_overlap`. Raises UnsupportedStepError."""
+        if step.loads or step.features or step.bidirectional_spans or step.rotary_positions is not None:
             self._check(step)
         if step.has_transfers:
             self.transfer.run(step.swap_out, step.swap_in, step.copies)
         if not step.num_seqs:
-            return _Run(Drawn)
+            return _Run(Sampled)
         try:
             return self._start(step, masks, proposed)
         except Exception as error:  # as if it had been raised a moment later
             return _Run(partial(_raise, error))
 
-    def can_lead(self, step: StepInput) -> bool:
+    def can_overlap(self, step: StepInput) -> bool:
         if self.graphs is None or step.mode == "eager" or not step.are_decodes or step.has_transfers or step.loads:
             return False
         if step.has_pictures or self._is_staged:
             return False
         key = self.graphs.key_of(step)
-        return key is not None and self.graphs.can_lead(key)
+        return key is not None and self.graphs.can_overlap(key)
 
     @property
     def may_be_led(self) -> bool:
@@ -141,7 +141,7 @@ class LocalExecutor:
     def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
         if self.graphs is not None:
             self.graphs.keep(layers, width, dtype)
-        self._kept_layers = layers
+        self._auxiliary_layers = layers
 
     def record(self) -> None:
         if self.graphs is not None:
@@ -171,7 +171,7 @@ class LocalExecutor:
         """The same with a timeout, ignoring errors."""
         self._recorder.finish(seconds)
 
-    def note_drawn(
+    def note_sampled(
         self, number: int, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int32]
     ) -> None:
         """Record the tokens that the last stage has sampled in a step, at these positions of the rows' outputs. A row
@@ -215,7 +215,7 @@ class LocalExecutor:
         """Run after the running step, on the thread that runs steps."""
         return work() if self._worker is None else self._worker.submit(work).result()
 
-    def side_pass(self, lengths: Sequence[int]) -> SidePass:
+    def pooling_pass(self, lengths: Sequence[int]) -> SidePass:
         def bring_back(hidden: Tensor) -> Tensor:
             found = self.brought_back(lambda: hidden, hidden.shape, hidden.dtype)
             self.finish_queued()
@@ -235,18 +235,18 @@ class LocalExecutor:
         communicator = self.communicator
         if communicator is None or communicator.num_stages == 1:
             return made()
-        if self.draws:
+        if self.samples:
             communicator.send(made())
         return communicator.receive(shape, dtype) if self.is_first else None
 
     def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         """See `Executor`; computed values only on the first stage."""
         most = self.limits.max_num_batched_tokens
-        side_pass = PagedSidePass(self.model, self.limits, [len(token_ids)], self._before_pass)
+        pooling_pass = PagedSidePass(self.model, self.limits, [len(token_ids)], self._before_pass)
         result = np.empty((len(token_ids) if self.is_first else 0, self.vocab_size), np.float32)
         for start in range(0, len(token_ids), most):
             ids = token_ids[start : start + most]
-            hidden = side_pass.run([ids], [start])
+            hidden = pooling_pass.run([ids], [start])
             for first, end in slices(self.vocab_size, 0, len(ids)):
                 made = partial(self.model.compute_logits, hidden[first:end])
                 logits = self.brought_back(made, (end - first, self.vocab_size), float32)
@@ -286,18 +286,18 @@ class LocalExecutor:
             if value is not None and len(value):
                 raise UnsupportedStepError(f"{name}: {type(self.model).__name__} takes none, got {len(value)}")
         for load in step.loads:
-            if self.pictures is None and load.rotary_offset not in (0, self.limits.rotary_switch):
+            if self.pictures is None and load.rotary_offset not in (0, self.limits.longrope_threshold):
                 raise UnsupportedStepError(f"rotary_offset: {type(self.model).__name__} has no {load.rotary_offset}")
-        if step.uncut_spans:
+        if step.bidirectional_spans:
             if self.pictures is not None and not self.pictures.are_whole:
-                raise UnsupportedStepError(f"uncut_spans: {type(self.model).__name__} takes none")
+                raise UnsupportedStepError(f"bidirectional_spans: {type(self.model).__name__} takes none")
             ends = np.cumsum(step.counts)
-            for span in step.uncut_spans:
+            for span in step.bidirectional_spans:
                 last = span.first_token + span.count - 1
                 chunks = np.searchsorted(ends, [span.first_token, last], side="right")
                 if chunks[0] != chunks[1] or last >= step.num_tokens:
                     raise UnsupportedStepError(
-                        f"uncut_spans: the {span.count} tokens from {span.first_token} on are not of one chunk"
+                        f"bidirectional_spans: the {span.count} tokens from {span.first_token} on are not of one chunk"
                     )
 
     def _start(
@@ -314,11 +314,11 @@ class LocalExecutor:
             if key is not None and step.mode == "record":
                 graphs.want(key)
         laid_out = rows.lay_out(step)
-        if not self.draws and len(laid_out.draws.rows):
-            self._versions[step.number] = laid_out.draws.version
+        if not self.samples and len(laid_out.samples.rows):
+            self._versions[step.number] = laid_out.samples.version
         compute = partial(self._draw, step, laid_out, masks, proposed)
-        is_drawn = masks is None and laid_out.sampling.allowed_mask is None  # with the forward pass, if recorded
-        forward = partial(self._forward, laid_out.layout, step, laid_out.sampling if is_drawn else None)
+        is_sampled = masks is None and laid_out.sampling.allowed_mask is None  # with the forward pass, if recorded
+        forward = partial(self._forward, laid_out.layout, step, laid_out.sampling if is_sampled else None)
         run = partial(self._ended, step, lambda: compute(forward()))
         if self._worker is not None:
             return _Run(self._worker.submit(run).result)
@@ -327,28 +327,28 @@ class LocalExecutor:
         computed = forward()
         return _Run(partial(self._ended, step, lambda: compute(computed)))
 
-    def _ended(self, step: StepInput, compute: Callable[[], Drawn]) -> Drawn:
+    def _ended(self, step: StepInput, compute: Callable[[], Sampled]) -> Sampled:
         if self.communicator is not None:
             self.communicator.begin_step(step.number)
-        drawn = compute()
+        sampled = compute()
         if self.communicator is not None:
             self.communicator.end_step(step.number)
-        return drawn
+        return sampled
 
     def _start_graph(self, graphs: DecodeGraphs, step: StepInput, key: GraphKey) -> _Run:
-        if not self.draws:
+        if not self.samples:
             self._versions[step.number] = self.rows.version
-        draw = partial(self._drawn_by_graph, step, graphs.start(step, key), self.rows.version)
-        if not graphs.leads:  # it runs when it is waited for
-            draw = partial(self._ended, step, draw)
+        sample = partial(self._sampled_by_graph, step, graphs.start(step, key), self.rows.version)
+        if not graphs.overlaps:  # it runs when it is waited for
+            sample = partial(self._ended, step, sample)
         elif self.communicator is not None:
             self.communicator.end_step(step.number)  # before anything is queued after it
-        return _Run(draw if self._worker is None else self._worker.submit(draw).result)
+        return _Run(sample if self._worker is None else self._worker.submit(sample).result)
 
-    def _forward(self, layout: StepLayout, step: StepInput, draws: SamplingArrays | None) -> Computed:
+    def _forward(self, layout: StepLayout, step: StepInput, samples: SamplingArrays | None) -> Computed:
         """The model's result for the step; on a GPU it may still be running."""
         if self.graphs is not None and step.mode != "eager" and not step.has_pictures:
-            found = self.graphs.run_forward(layout, self._run_model, draws, may_record=step.mode == "record")
+            found = self.graphs.run_forward(layout, self._run_model, samples, may_record=step.mode == "record")
             if found is not None:
                 return found
         batch = layout.batch(self.model.device, exact=self.limits.exact)
@@ -360,12 +360,12 @@ class LocalExecutor:
     def _run_model(self, batch: Batch) -> Computed:
         if self.communicator is not None:
             self.communicator.begin_pass()
-        batch.kept_layers = self._kept_layers
+        batch.auxiliary_layers = self._auxiliary_layers
         hidden, logits = self.model.forward(batch, self.kv_cache), None
-        if self.draws and batch.logits_indices.shape[0]:
+        if self.samples and batch.logits_indices.shape[0]:
             logits = self.model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
-        kept = tuple(batch.kept[layer] for layer in self._kept_layers)
-        return Computed(hidden if self.draws else None, logits, kept=kept)
+        kept = tuple(batch.kept[layer] for layer in self._auxiliary_layers)
+        return Computed(hidden if self.samples else None, logits, kept=kept)
 
     def _draw(
         self,
@@ -374,20 +374,22 @@ class LocalExecutor:
         masks: DrawMasks | None,
         proposed: Sequence[NDArray[np.float32] | None] | None,
         computed: Computed,
-    ) -> Drawn:
-        if not self.draws:
+    ) -> Sampled:
+        if not self.samples:
             self.finish_queued()
-            return Drawn()
+            return Sampled()
         if computed.kept:
-            self.kept_rows = KeptRows(step.number, computed.kept, np.cumsum(step.counts) - step.counts)
-        return self._results.draw(step.prompt_logprobs, laid_out, masks, proposed, computed)
+            self.auxiliary_hidden_states = AuxiliaryHiddenStates(
+                step.number, computed.kept, np.cumsum(step.counts) - step.counts
+            )
+        return self._results.sample(step.prompt_logprobs, laid_out, masks, proposed, computed)
 
-    def _drawn_by_graph(self, step: StepInput, run: DecodeRun, version: int) -> Drawn:
+    def _sampled_by_graph(self, step: StepInput, run: DecodeRun, version: int) -> Sampled:
         token_ids, is_valid = run.wait()
-        if not self.draws:
-            return Drawn()
+        if not self.samples:
+            return Sampled()
         if run.kept:
-            self.kept_rows = KeptRows(step.number, run.kept, run.places)
+            self.auxiliary_hidden_states = AuxiliaryHiddenStates(step.number, run.kept, run.batch_slots)
         return self._results.of_graph(step, run, token_ids, is_valid, version)
 
 

@@ -110,16 +110,16 @@ class PictureStore:
             for span in step.features
             if self._has_tower
         )
-        if step.uncut_spans:
+        if step.bidirectional_spans:
             until = np.concatenate(
                 [
                     np.arange(start + 1, start + count + 1, dtype=np.int32)
                     for start, count in zip(step.starts.tolist(), step.counts.tolist(), strict=True)
                 ]
             )
-            for span in step.uncut_spans:
+            for span in step.bidirectional_spans:
                 until[span.first_token : span.first_token + span.count] = until[span.first_token + span.count - 1]
-            (batch.sees_until,) = ops.place([until], batch.token_ids.device)
+            (batch.bidirectional_until,) = ops.place([until], batch.token_ids.device)
 
     @staticmethod
     def _rows(made: Sequence[Tensor], first: int, count: int) -> tuple[Tensor, ...]:

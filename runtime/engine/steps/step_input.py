@@ -116,7 +116,7 @@ class StepInput(msgspec.Struct, kw_only=True):
     prompt_logprobs  requested log probabilities of prompts
     rotary_positions  [3, num_tokens] int32, or None for the KV positions and each row's offset
     features      embeddings that come from an encoder
-    uncut_spans   tokens that attend to each other
+    bidirectional_spans   tokens that attend to each other
     numbers       [n] of the batch's fields that have a number for each chunk, by name
     """
 
@@ -124,7 +124,7 @@ class StepInput(msgspec.Struct, kw_only=True):
     rows: NDArray[np.int64]
     starts: NDArray[np.int64]
     counts: NDArray[np.int64]
-    num_draws: NDArray[np.int64]
+    num_samples: NDArray[np.int64]
     token_ids: NDArray[np.int32]
     mode: Mode = "eager"
     additions: list[BlockAddition] = []
@@ -135,7 +135,7 @@ class StepInput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[PromptLogprobs] = []
     rotary_positions: NDArray[np.int32] | None = None
     features: list[FeatureSpan] = []
-    uncut_spans: list[UncutSpan] = []
+    bidirectional_spans: list[UncutSpan] = []
     numbers: dict[str, NDArray[np.int64]] = {}
 
     def goes_on(self, before: StepInput) -> bool:
@@ -143,17 +143,23 @@ class StepInput(msgspec.Struct, kw_only=True):
         return (
             self.rows is before.rows
             and self.counts is before.counts
-            and self.num_draws is before.num_draws
+            and self.num_samples is before.num_samples
             and self.token_ids is before.token_ids
             and self.mode == before.mode
-            and not (self.loads or self.has_transfers or self.prompt_logprobs or self.has_pictures or self.uncut_spans)
+            and not (
+                self.loads
+                or self.has_transfers
+                or self.prompt_logprobs
+                or self.has_pictures
+                or self.bidirectional_spans
+            )
             and not self.numbers
         )
 
     def next(self, number: int, starts: NDArray[np.int64], additions: list[BlockAddition]) -> StepInput:
         """The step after this one that `goes_on`."""
         return StepInput(
-            number=number, rows=self.rows, starts=starts, counts=self.counts, num_draws=self.num_draws,
+            number=number, rows=self.rows, starts=starts, counts=self.counts, num_samples=self.num_samples,
             token_ids=self.token_ids, mode=self.mode, additions=additions,
         )  # fmt: skip
 
@@ -178,13 +184,13 @@ class StepInput(msgspec.Struct, kw_only=True):
     def are_decodes(self) -> bool:
         """Whether each chunk is one token, after which one is sampled."""
         num_seqs = len(self.rows)
-        return len(self.token_ids) == num_seqs == np.count_nonzero(self.num_draws)
+        return len(self.token_ids) == num_seqs == np.count_nonzero(self.num_samples)
 
     @property
     def draws_everywhere(self) -> bool:
         """Whether it samples after each token, and some chunk has several: decodes with drafts."""
-        counts, num_draws = self.counts, self.num_draws
-        return len(self.token_ids) > len(counts) and (counts is num_draws or bool((counts == num_draws).all()))
+        counts, num_samples = self.counts, self.num_samples
+        return len(self.token_ids) > len(counts) and (counts is num_samples or bool((counts == num_samples).all()))
 
 
 class PassPictures(msgspec.Struct, array_like=True, gc=False):
@@ -194,7 +200,7 @@ class PassPictures(msgspec.Struct, array_like=True, gc=False):
     count: int
     rotary_positions: NDArray[np.int32] | None
     features: list[FeatureSpan]
-    uncut_spans: list[UncutSpan]
+    bidirectional_spans: list[UncutSpan]
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -205,7 +211,7 @@ class PassPictures(msgspec.Struct, array_like=True, gc=False):
         return np.array([self.count])
 
 
-class Drawn(msgspec.Struct, kw_only=True):
+class Sampled(msgspec.Struct, kw_only=True):
     """A step's sampled tokens, in the order of its chunks.
 
     counts           tokens of each chunk that samples: at least 1, at most its draws; None means one each

@@ -81,7 +81,7 @@ class BlocksAlone(_Pages):
         ids = np.full(size, drafter.mask_token_id, np.int32)
         ids[0] = token_id
         batch = self.batch(ids, self.length)
-        (batch.sees_until,) = ops.place([np.full(size, self.length + size, np.int32)], self.device)
+        (batch.bidirectional_until,) = ops.place([np.full(size, self.length + size, np.int32)], self.device)
         normed = drafter.forward(batch, self.pages)
         rows = np.arange(drafter.first_proposal, size, dtype=np.int32)
         placed = ops.place([rows, np.zeros(len(rows), np.int32) if before is None else before], self.device)

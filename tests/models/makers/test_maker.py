@@ -216,14 +216,14 @@ class ThreadCommunicator:
         self._barrier.wait(60)
         return gathered
 
-    def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Tensor:
+    def all_gather_columns(self, tensor: Tensor, shard: int, columns: int) -> Tensor:
         """See `Communicator`."""
         self._shared[self.rank] = tensor.numpy().copy()
         self._barrier.wait(60)
         gathered = Tensor.from_numpy(np.concatenate(self._shared, axis=1))
         self._barrier.wait(60)
         assert gathered.shape == (tensor.shape[0], columns)
-        assert tensor.shape[1] == min(share, columns - self.rank * share)
+        assert tensor.shape[1] == min(shard, columns - self.rank * shard)
         return gathered
 
     def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from models.registry import declare_model, load_model
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import packed_tiles
+from numba_kernels.cuda.gemm import mixed_input
 from runtime.backends import cuda_plans
 from runtime.dtype import float32
 from runtime.linear.linear import Linear
@@ -72,8 +72,8 @@ def test_prompts_in_tiles_that_are_unpacked_in_registers(
     plan, names = gemm.plan, set()
 
     def forced(product: gemm.Product, machine: gemm.Machine, tier: str = "auto", tile: str = "") -> Any:
-        is_able = not packed_tiles.why_not(product, machine)
-        launch = plan(product, machine, "packed_tiles" if is_able else tier, tile)
+        is_able = not mixed_input.why_not(product, machine)
+        launch = plan(product, machine, "mixed_input" if is_able else tier, tile)
         if launch is not None:
             names.add(launch.specialisation.name)
         return launch
@@ -82,7 +82,7 @@ def test_prompts_in_tiles_that_are_unpacked_in_registers(
     expected = logits_of(load_model(twin(case, tmp_path / "exact", float32), dtype="float32"), IDS)
     model: Any = load_model(FIXTURES / case, device=f"emulated:{arch}", dtype="bfloat16")
     assert relative_error(logits_of(model, IDS), expected) <= 3e-2
-    assert any(name.startswith("gemm_packed_tiles") for name in names)
+    assert any(name.startswith("gemm_mixed_input") for name in names)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_prompts_rounded_to_bytes_where_the_checkpoint_has_it_so(
     assert launched == {(False, False), (False, True)}
 
 
-@pytest.mark.exhaustive  # products are compared with numpy's: tests/runtime/linear/test_rounded_rows.py
+@pytest.mark.exhaustive  # products are compared with numpy's: tests/runtime/linear/test_dynamic_quantisation.py
 @pytest.mark.parametrize(("case", "arch"), [("modelopt_fp8", "sm_89"), ("ct_fp8_tensor", "sm_90a")])
 def test_prompts_rounded_by_static_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, arch: str

@@ -64,7 +64,7 @@ def run(model: Gemma3VisionModel, case: str, ids: list[int], sizes: list[int], *
                 assert behind <= end
                 until[first - start : behind - start] = behind
         if found and not is_causal:
-            (batch.sees_until,) = ops.place([until], model.device)
+            (batch.bidirectional_until,) = ops.place([until], model.device)
 
     driver, rows, start = ModelDriver(model, complete=complete, block_size=8), [], 0
     for size in sizes:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from models.registry import load_model
-from models.towers.shares import share_of_tower
+from models.towers.shards import share_of_tower
 from runtime.communicator import DeclaredRank
 from runtime.dtype import DType
 from runtime.images.patches import FixedRule
@@ -57,7 +57,7 @@ class ThreadRank:
         self.meeting.num_sums += 1
         return Tensor.from_numpy(np.stack(self.meeting.exchange(self.rank, tensor.array)))
 
-    def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Tensor:
+    def all_gather_columns(self, tensor: Tensor, shard: int, columns: int) -> Tensor:
         return Tensor.from_numpy(np.concatenate(self.meeting.exchange(self.rank, tensor.array), axis=1)[:, :columns])
 
     def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> None:
@@ -138,14 +138,14 @@ def test_ranks_have_all_columns_once(num_ranks: int, width: int, head_dim: int, 
     found = [share_of_tower(width, each, head_dim=head_dim) for each in options]
     columns = width * head_dim
     if found[0].inputs is None:
-        assert all(each.share.count == columns and each.outputs is None for each in found)
+        assert all(each.shard.count == columns and each.outputs is None for each in found)
         return
-    ends = [each.share.first + each.share.count for each in found]
-    assert [each.share.first for each in found] == [0, *ends[:-1]]
+    ends = [each.shard.first + each.shard.count for each in found]
+    assert [each.shard.first for each in found] == [0, *ends[:-1]]
     assert ends[-1] == columns
     unit = 64 if "quantization" in settings else 1
     for each in found:
-        assert each.share.count > 0
-        assert each.share.whole == columns
-        assert each.share.count % head_dim == 0
-        assert each.share.first % unit == 0
+        assert each.shard.count > 0
+        assert each.shard.whole == columns
+        assert each.shard.count % head_dim == 0
+        assert each.shard.first % unit == 0

@@ -68,7 +68,7 @@ def test_tokens_that_see_each_other(window, monkeypatch):
     for chunks, heads, kv_heads in (([(0, 150), (1, 40), (70, 1), (1100, 33)], 6, 2), ([(2600, 30), (0, 5)], 5, 1)):
         case = paged_case(rng, chunks, heads=heads, kv_heads=kv_heads, head_dim=24)
         until = oracle.random_spans(rng, chunks)
-        case.batch.sees_until = tensor(until)
+        case.batch.bidirectional_until = tensor(until)
         rows = [
             oracle.attention(case.queries[case.query_rows(seq)], keys, values, 0.2, window, None, None, until[own])
             for seq, (keys, values) in enumerate(zip(case.keys, case.values))
@@ -84,9 +84,9 @@ def test_tokens_that_see_each_other(window, monkeypatch):
 def test_what_tokens_cannot_see():
     case = paged_case(np.random.default_rng(3), [(3, 4)], heads=2, kv_heads=1, head_dim=8)
     for until in ([4, 5, 6, 8], [4, 5, 5, 7], [7, 6, 7, 7]):
-        case.batch.sees_until = tensor(np.array(until, np.int32))
+        case.batch.bidirectional_until = tensor(np.array(until, np.int32))
         case.batch.plans.clear()
-        with pytest.raises(InvalidArgumentError, match=r"batch\.sees_until must rise in each chunk"):
+        with pytest.raises(InvalidArgumentError, match=r"batch\.bidirectional_until must rise in each chunk"):
             _attend(case, 0.2)
 
 

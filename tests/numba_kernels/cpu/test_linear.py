@@ -139,10 +139,10 @@ def test_any_split_of_the_work_gives_the_same_bits(monkeypatch):
     expected = ops.linear(tensor(x), packed).numpy()
     panels = packed.panels.shape[0]
     shares = ((1, 10, 5, 2), (3, 37, 1, 2), (2, 13, 3, 1), (99, 19, 7, 2))
-    for panels_a_ticket, num_tiles, row_tickets, workers in shares:
-        count = -(-panels // panels_a_ticket) * row_tickets
-        tickets = kernels.Tickets(count, panels_a_ticket, row_tickets, num_tiles, workers)
-        monkeypatch.setattr(kernels, "tickets_of", lambda *sizes, tickets=tickets: tickets)
+    for panels_a_work_item, num_tiles, row_work_items, workers in shares:
+        count = -(-panels // panels_a_work_item) * row_work_items
+        work_items = kernels.WorkItems(count, panels_a_work_item, row_work_items, num_tiles, workers)
+        monkeypatch.setattr(kernels, "work_items_of", lambda *sizes, work_items=work_items: work_items)
         np.testing.assert_array_equal(ops.linear(tensor(x), packed).numpy(), expected)
 
 

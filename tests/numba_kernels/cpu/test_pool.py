@@ -1,4 +1,4 @@
-"""The threads behind the kernels: every ticket runs once, whoever sleeps, and no process hangs at its end."""
+"""The threads behind the kernels: every work item runs once, whoever sleeps, and no process hangs at its end."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if child:
 
 
 @cfunc(types.void(types.CPointer(types.int64), types.intp))
-def _count(counts, ticket):
-    """Adds 1 to the ticket's own cell, after a little work, lest one thread take them all."""
+def _count(counts, work_item):
+    """Adds 1 to the work item's own cell, after a little work, lest one thread take them all."""
     total = 0
     for i in range(2000):
-        total += i ^ ticket
-    carray(counts, ticket + 1)[ticket] += 1 + (total & 0)
+        total += i ^ work_item
+    carray(counts, work_item + 1)[work_item] += 1 + (total & 0)
 
 
-def launch(num_tickets: int, num_threads: int) -> np.ndarray:
-    """How often each ticket ran."""
-    counts = np.zeros(max(1, num_tickets), np.int64)
-    pool.run(_count.address, counts.ctypes.data, num_tickets, num_threads)
-    return counts[:num_tickets]
+def launch(num_work_items: int, num_threads: int) -> np.ndarray:
+    """How often each work item ran."""
+    counts = np.zeros(max(1, num_work_items), np.int64)
+    pool.run(_count.address, counts.ctypes.data, num_work_items, num_threads)
+    return counts[:num_work_items]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 64])
-def test_every_ticket_runs_once(num_threads):
-    for num_tickets in [0, 1, 2, 3, 7, 64, 1000, *[5] * 200]:
-        assert launch(num_tickets, num_threads).tolist() == [1] * num_tickets
+def test_every_work_item_runs_once(num_threads):
+    for num_work_items in [0, 1, 2, 3, 7, 64, 1000, *[5] * 200]:
+        assert launch(num_work_items, num_threads).tolist() == [1] * num_work_items
 
 
 def test_helpers_sleep_when_idle_and_are_roused():

@@ -71,7 +71,7 @@ def test_all_kernels_and_golden_models(tiles):
     kernels.remove(__file__)
     models = ["tests/models/test_goldens.py", "tests/models/test_int8.py", "tests/models/test_registry.py"]
     sizes = [name for name in SIZES if name.partition("::")[0] not in models]
-    assert _passed(tiles, *kernels, "tests/runtime/linear/test_segments.py", *models, *sizes) > 450
+    assert _passed(tiles, *kernels, "tests/runtime/linear/test_split_k.py", *models, *sizes) > 450
 
 
 def test_a_forced_tile_limits_the_compiler():

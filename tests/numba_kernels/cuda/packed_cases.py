@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from numba_kernels.cuda import gemm, rounded_rows
+from numba_kernels.cuda import dynamic_quantisation, gemm
 from numba_kernels.cuda.packing import Packing, arrange, packing_of
 from numba_kernels.cuda.specialisation import Launch
 from runtime.device.gpu import Gpu
@@ -66,9 +66,9 @@ def packed_matrix(name: str, rows: int, depth: int, dtype: str, seed: int = 0) -
 
 def rounded_e4m3(gpu, x: np.ndarray, *, is_grouped: bool):
     """(memory, address of the scales, codes [m, K], scales [m, K / 128 or 1]) of x on the device."""
-    (m, k), (first, size) = x.shape, rounded_rows.sections(*x.shape, is_grouped=is_grouped)
+    (m, k), (first, size) = x.shape, dynamic_quantisation.sections(*x.shape, is_grouped=is_grouped)
     memory, source = empty(gpu, (size,), "u8"), put(gpu, x)
-    launch = rounded_rows.plan(m, k, "bf16", "e4m3", is_grouped=is_grouped)
+    launch = dynamic_quantisation.plan(m, k, "bf16", "e4m3", is_grouped=is_grouped)
     gpu.launch(launch, source.address, memory.address, memory.address + first, m, k)
     held = get(gpu, memory, (size,), "u8")
     tiles, slots = -(-m // 8), -(-k // 64)

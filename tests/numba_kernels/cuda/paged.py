@@ -76,7 +76,8 @@ class PagedBatch:
         self, gpu: Gpu, scale: float, window: int | None = None, sinks: np.ndarray | None = None,
         until: np.ndarray | None = None, **choices: Any,
     ) -> tuple[np.ndarray, np.ndarray | None]:  # fmt: skip
-        """(out [T, Hq, D], the naive tier's weights [T, Hq, columns] or None). `until` is `sees_until`; `choices` go to
+        """(out [T, Hq, D], the naive tier's weights [T, Hq, columns] or None). `until` is `bidirectional_until`;
+        `choices` go to
         `attention.plan`."""
         has_spans = until is not None
         plan = self.plan(window, has_sinks=sinks is not None, has_spans=has_spans, arch=gpu.arch, **choices)
@@ -96,9 +97,9 @@ class PagedBatch:
         )  # fmt: skip
         scale_blocks = [put(gpu, scales) for scales in self.scales]
         until_block = None if until is None else put(gpu, until)
-        sees_until = 0 if until_block is None else until_block.address
+        bidirectional_until = 0 if until_block is None else until_block.address
         scales_at = [block.address for block in scale_blocks]
-        gpu.launch(plan.launch, *plan.arguments(*arguments, *scales_at, sees_until=sees_until))
+        gpu.launch(plan.launch, *plan.arguments(*arguments, *scales_at, bidirectional_until=bidirectional_until))
         assert not get(gpu, arrivals, plan.num_arrivals, np.uint32).any(), "arrivals must be zeros again"
         weights = None
         if plan.tier == "naive" and workspace is not None:

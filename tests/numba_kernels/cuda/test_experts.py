@@ -180,7 +180,7 @@ class Layer:
             put(x.astype(self.dtype), self.device), moved(routing, self.device), self.gate_up, self.down, activation,
             **tensors,
         )  # fmt: skip
-        squares = result.row_squares
+        squares = result.deferred_norm
         found = result.to("cpu").numpy().astype(np.float64)
         if squares is not None:
             assert relative_error(squares.to("cpu").numpy().sum(1), (found**2).sum(1)) <= TOLERANCE[result.dtype.ptx]
@@ -410,7 +410,7 @@ def uneven(rng: np.random.Generator, num_first: int) -> tuple[Routing, Array]:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", EACH)
-def test_quantised_experts_that_are_written_out(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_quantised_experts_that_are_dequantised(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Tiles of `wgmma` over one map of all experts, which end among the columns of the next one: experts of no row, and
     all tiles, to the same bits."""
     rng, names = np.random.default_rng(9), launched_names(monkeypatch)
@@ -418,11 +418,11 @@ def test_quantised_experts_that_are_written_out(gpu: Gpu, monkeypatch: pytest.Mo
     activation = "clamped_silu" if kind == "mxfp4" else "silu"
     routing, x = uneven(rng, 200)
     monkeypatch.setattr(hopper, "unpacking_tile", lambda *_: None)
-    monkeypatch.setattr(cuda_plans, "_tile_of_written_out", lambda *_: None)
+    monkeypatch.setattr(cuda_plans, "_tile_of_dequantised", lambda *_: None)
     wanted = [layer.wanted(x, routing, activation), layer(x, routing, activation)]
     found: list[Array] = []
     for tile in hopper.TILES:
-        monkeypatch.setattr(cuda_plans, "_tile_of_written_out", lambda *_, tile=tile: tile)
+        monkeypatch.setattr(cuda_plans, "_tile_of_dequantised", lambda *_, tile=tile: tile)
         names.clear()
         found.append(layer(x, routing, activation))
         assert [name for name in names if "joined" in name] == [
@@ -455,7 +455,7 @@ def test_quantised_experts_that_are_unpacked_for_wgmma(gpu: Gpu, monkeypatch: py
         np.testing.assert_array_equal(found[-1], found[0])
 
 
-def test_when_experts_are_written_out(gpu: Gpu) -> None:
+def test_when_experts_are_dequantised(gpu: Gpu) -> None:
     """By how many rows each has, by what the matrices would take, and never exactly; of each kind, the tile chosen."""
     machine = gemm.machine_of("sm_90a", 132)
     packing = packing_of("e2m1_g32_exponents")
@@ -465,7 +465,7 @@ def test_when_experts_are_written_out(gpu: Gpu) -> None:
         num_experts, hidden, inner = sizes
         shapes = ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner))
         weights = tuple(SimpleNamespace(shape=shape, packing=packing) for shape in shapes)
-        return cuda_plans._tile_of_written_out(x, rows * num_experts, weights, machine)  # type: ignore[arg-type]
+        return cuda_plans._tile_of_dequantised(x, rows * num_experts, weights, machine)  # type: ignore[arg-type]
 
     assert [tile(rows, 32, 2880, 2880) for rows in (16, 64, 128)] == [None] * 3
     assert tile(512, 32, 2880, 2880) is hopper.PAIR

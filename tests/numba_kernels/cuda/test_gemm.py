@@ -197,7 +197,7 @@ def test_nan_stays_in_its_row(gpu, tier, dtype):
     assert np.isfinite(np.delete(out, 4, 0)).all()
 
 
-@pytest.mark.parametrize("tier", [*TIERS, "gemv", "few_rows"])
+@pytest.mark.parametrize("tier", [*TIERS, "gemv", "skinny"])
 def test_no_double_precision_and_no_local_memory(tier):
     launch = plan(tier, 2, 64, 64, "f32" if tier == "register" else "bf16")
     text = KernelCache().get(launch.specialisation, "sm_90a", is_ptx=True).image.decode()

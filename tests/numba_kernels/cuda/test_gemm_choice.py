@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import few_rows, hopper, product
+from numba_kernels.cuda.gemm import hopper, product, skinny
 from runtime.bench.kernels.counted import SECTOR_BYTES, counting
 from runtime.emulator.driver.architectures import H200
 from tests.numba_kernels.cuda.gemm_cases import case, plan
@@ -21,13 +21,13 @@ def chosen_tier(m: int, n: int, k: int, dtype: str, arch: str) -> str:
 def test_rows_decide(arch):
     for n, k in SIZES:
         chosen = [chosen_tier(m, n, k, "bf16", arch) for m in (1, 2, 3, 8, 16)]
-        assert chosen == ["gemv", "gemv", "few_rows", "few_rows", "few_rows"]
+        assert chosen == ["gemv", "gemv", "skinny", "skinny", "skinny"]
         assert chosen_tier(2048, n, k, "bf16", arch) == ("hopper" if arch == "sm_90a" else "tensor_core")
         assert chosen_tier(8, n, k, "f32", arch) == "gemv"
         assert chosen_tier(9, n, k, "f32", arch) == "register"
         order = [chosen_tier(m, n, k, "f16", arch) for m in range(1, 70)]
         last = "hopper" if arch == "sm_90a" else "tensor_core"
-        assert [a for a, b in zip(order, [*order[1:], ""], strict=True) if a != b] == ["gemv", "few_rows", last]
+        assert [a for a, b in zip(order, [*order[1:], ""], strict=True) if a != b] == ["gemv", "skinny", last]
 
 
 def test_auto_asks_it_where_it_may():
@@ -37,8 +37,8 @@ def test_auto_asks_it_where_it_may():
 
     assert name(1).startswith("gemv_bf16_bf16_1_")
     assert name(2).startswith("gemv_bf16_bf16_2_")
-    assert name(3).startswith("gemm_few_rows_bf16_bf16_16")
-    assert name(64).startswith("gemm_few_rows_bf16_bf16_64")
+    assert name(3).startswith("gemm_skinny_bf16_bf16_16")
+    assert name(64).startswith("gemm_skinny_bf16_bf16_64")
     assert name(65).startswith("gemm_tensor_core")
     assert name(1, exact=True).startswith("gemm_tensor_core")
     assert name(1, is_aligned=False).startswith("gemv_bf16_bf16_2_any")
@@ -55,7 +55,7 @@ def test_what_tiers_read_of_the_cache_is_what_the_emulator_counts(gpu):
     arrays, work = case(sizes, "bf16", bias=None, residual=False), gemm.Product(*sizes, "bf16")
     machine = gemm.machine_of("sm_90a", H200.num_sms, H200.max_clusters)
     launches = {
-        few_rows.cache_reads(work, machine): few_rows.plan(work, machine),
+        skinny.cache_reads(work, machine): skinny.plan(work, machine),
         hopper.cache_reads(work, hopper.NARROW): hopper.plan_tile(work, machine, hopper.NARROW, 4),
     }
     for expected, launch in launches.items():
@@ -68,8 +68,8 @@ def test_from_33_rows_on_a_weight_goes_the_way_that_was_measured_to_be_the_faste
     """Of Qwen3-8B's matrices on an H200 (docs/measurements, 2026-11-26)."""
     machine = gemm.machine_of("sm_90a", H200.num_sms, H200.max_clusters)
     for n, k, rows, tier in (
-        (24576, 4096, (33, 48, 64), "hopper"), (6144, 4096, (17, 24), "few_rows"), (6144, 4096, (48, 64), "hopper"),
-        (4096, 4096, (17, 32), "few_rows"), (4096, 4096, (64,), "hopper"), (4096, 12288, (48, 64), "hopper"),
+        (24576, 4096, (33, 48, 64), "hopper"), (6144, 4096, (17, 24), "skinny"), (6144, 4096, (48, 64), "hopper"),
+        (4096, 4096, (17, 32), "skinny"), (4096, 4096, (64,), "hopper"), (4096, 12288, (48, 64), "hopper"),
     ):  # fmt: skip
         for m in rows:
             assert gemm.choose(gemm.Product(m, n, k, "bf16"), machine) == tier, (m, n, k)

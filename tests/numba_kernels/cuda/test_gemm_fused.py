@@ -77,13 +77,13 @@ def run(
     ("way", "dtype", "sizes", "num_parts"),
     [
         ("gemv", "bf16", (1, 50, 264), 4), ("gemv", "bf16", (2, 21, 1032), 1032),
-        ("few_rows", "bf16", (5, 50, 264), 12),
+        ("skinny", "bf16", (5, 50, 264), 12),
         ("tensor_core", "bf16", (3, 40, 72), 72),
         ("tensor_core", "bf16", (70, 77, 136), 8), ("hopper/small", "bf16", (70, 136, 136), 68),
         ("hopper/large", "bf16", (300, 264, 72), 8), ("hopper/narrow/2", "bf16", (70, 136, 520), 132),
         ("hopper/small", "bf16", (20, 77, 72), 4), ("register", "f32", (9, 33, 68), 4), ("gemv", "f32", (7, 33, 68), 4),
         *(pytest.param(*each, marks=exhaustive) for each in (
-            ("few_rows", "f16", (33, 70, 136), 132), ("tiled", "bf16", (9, 33, 65), 4),
+            ("skinny", "f16", (33, 70, 136), 132), ("tiled", "bf16", (9, 33, 65), 4),
             ("naive", "f16", (9, 33, 65), 4), ("gemv", "f16", (2, 21, 65), 4),
             ("tensor_core", "f16", (130, 130, 129), 8), ("tensor_core/128x256x64_s2", "bf16", (130, 264, 136), 8),
             ("hopper/small/4", "f16", (130, 77, 1032), 36),
@@ -108,11 +108,11 @@ def test_normalised_rows(gpu, way, dtype, sizes, num_parts):
 @pytest.mark.parametrize(
     ("way", "sizes"),
     [
-        ("gemv", (1, 64, 264)), ("gemv", (2, 48, 72)), ("few_rows", (5, 128, 136)), ("tensor_core", (3, 192, 72)),
+        ("gemv", (1, 64, 264)), ("gemv", (2, 48, 72)), ("skinny", (5, 128, 136)), ("tensor_core", (3, 192, 72)),
         ("tensor_core", (70, 128, 72)), ("hopper/small", (70, 512, 72)), ("hopper/large", (300, 512, 72)),
         ("hopper/narrow/2", (70, 512, 520)),
         *(pytest.param(*each, marks=exhaustive) for each in (
-            ("few_rows", (28, 256, 136)), ("few_rows", (40, 384, 520)), ("hopper/small/4", (130, 1024, 1032)),
+            ("skinny", (28, 256, 136)), ("skinny", (40, 384, 520)), ("hopper/small/4", (130, 1024, 1032)),
             ("hopper/middle", (300, 512, 72)), ("hopper/thin", (130, 768, 72)), ("hopper/middle", (130, 256, 72)),
             ("tensor_core/128x128x32_s3", (130, 256, 72)),
         )),
@@ -135,7 +135,7 @@ def test_squares_that_are_left(gpu, way, sizes):
 
 def test_what_leaves_no_squares():
     """Columns that do not come in whole fours of parts; kernels that only beginners read."""
-    for way, n in (("gemv", 24), ("few_rows", 96), ("hopper/small", 640)):
+    for way, n in (("gemv", 24), ("skinny", 96), ("hopper/small", 640)):
         assert gemm.square_columns(planned(way, 2, n, 64, has_residual=True), n) == 0
     assert gemm.square_columns(planned("tiled", 2, 512, 64, has_residual=True), 512) == 0
 
@@ -143,7 +143,7 @@ def test_what_leaves_no_squares():
 @pytest.mark.parametrize(
     ("way", "activation", "sizes"),
     [
-        ("gemv", "silu", (1, 50, 264)), ("gemv", "gelu_tanh", (2, 21, 1032)), ("few_rows", "silu", (5, 50, 264)),
+        ("gemv", "silu", (1, 50, 264)), ("gemv", "gelu_tanh", (2, 21, 1032)), ("skinny", "silu", (5, 50, 264)),
         ("tensor_core", "silu", (3, 40, 72)),
         ("tensor_core", "silu", (70, 77, 136)), ("hopper/small", "silu", (70, 136, 136)),
         ("hopper/large", "silu", (300, 200, 136)), ("hopper/narrow/2", "silu", (70, 136, 520)),
@@ -153,13 +153,13 @@ def test_what_leaves_no_squares():
             ("hopper/middle", "gelu_tanh", (130, 104, 72)), ("hopper/small", "silu", (300, 200, 72)),
             ("hopper/large", "gelu_tanh", (129, 200, 72)), ("hopper/small/4", "gelu_tanh", (130, 72, 1032)),
             ("tensor_core/128x128x32_s3", "gelu_tanh", (130, 264, 136)), ("tensor_core", "silu", (9, 33, 65)),
-            ("few_rows", "silu", (16, 600, 136)), ("few_rows", "gelu_tanh", (33, 36, 136)),
+            ("skinny", "silu", (16, 600, 136)), ("skinny", "gelu_tanh", (33, 36, 136)),
         )),
     ],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("is_normalised", [True, pytest.param(False, marks=exhaustive)])
-@pytest.mark.exhaustive_cases(r"True-tensor_core-silu-\(3, 40, 72\)", "few_rows", "gemv", "hopper/small")
+@pytest.mark.exhaustive_cases(r"True-tensor_core-silu-\(3, 40, 72\)", "skinny", "gemv", "hopper/small")
 def test_gated_units(gpu, way, activation, sizes, is_normalised):
     """f(gate) up, rounded once; columns that end within a tile, whose gate then begins the other half."""
     m, n, k = sizes
@@ -205,9 +205,9 @@ def test_which_glu_is_two_launches():
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", 1032), ("f32", 65), ("f16", 4096)])
-def test_row_squares(gpu, dtype, size):
+def test_deferred_norm(gpu, dtype, size):
     x = np.random.default_rng(size).standard_normal((3, size), np.float32).astype(numpy_dtype(dtype))
     held, squares = put(gpu, x), empty(gpu, (3, norm.SQUARE_PARTS), np.float32)
-    gpu.launch(norm.plan_row_squares(3, size, dtype), held.address, squares.address, size)
+    gpu.launch(norm.plan_deferred_norm(3, size, dtype), held.address, squares.address, size)
     found = get(gpu, squares, (3, norm.SQUARE_PARTS), np.float32)
     assert_close(found.sum(1), np.square(x.astype(np.float64)).sum(1), rtol=1e-6)

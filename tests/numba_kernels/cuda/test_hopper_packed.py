@@ -10,7 +10,7 @@ from numba_kernels.cuda.gemm import hopper, hopper_packed
 from numba_kernels.cuda.gemm.hopper_packed import HIGH, LOW
 from numba_kernels.cuda.packing import PACKINGS
 from tests.numba_kernels.cuda.packed_cases import check_squares
-from tests.numba_kernels.cuda.test_few_rows_packed import product
+from tests.numba_kernels.cuda.test_skinny_packed import product
 
 pytestmark = pytest.mark.emulator
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from numba_kernels.cuda import norm, rounded_norm, rounded_rows
+from numba_kernels.cuda import dynamic_quantisation, norm, rounded_norm
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
 
@@ -26,7 +26,7 @@ def rows(shape: tuple[int, int], dtype: str) -> np.ndarray:
 
 
 def codes_and_scales(gpu: Gpu, shape: tuple[int, int], memory, is_grouped: bool) -> tuple[np.ndarray, np.ndarray]:
-    first, size = rounded_rows.sections(*shape, is_grouped=is_grouped)
+    first, size = dynamic_quantisation.sections(*shape, is_grouped=is_grouped)
     held = get(gpu, memory, (size,), "u8")
     return held[:first], held[first:].view(np.float32)
 
@@ -46,12 +46,12 @@ def test_the_same_bits_as_two_launches(gpu: Gpu, element: str, kind: str, dtype:
     for m, size in shapes:
         x, weight = rows((m, size), dtype), np.random.default_rng(size).standard_normal(size).astype(np.float32)
         blocks, between = [put(gpu, array) for array in (x, weight)], empty(gpu, (m, size), dtype)
-        codes, both = rounded_rows.sections(m, size, is_grouped=is_grouped)
+        codes, both = dynamic_quantisation.sections(m, size, is_grouped=is_grouped)
         apart, at_once = empty(gpu, (both,), "u8"), empty(gpu, (both,), "u8")
         x_at, weight_at = (block.address for block in blocks)
         launch = norm.plan_rms_norm(m, size, dtype)
         gpu.launch(launch, x_at, 0, weight_at, between.address, size, 1.0 / size, EPS)
-        launch = rounded_rows.plan(m, size, dtype, element, is_grouped=is_grouped, is_static=is_static)
+        launch = dynamic_quantisation.plan(m, size, dtype, element, is_grouped=is_grouped, is_static=is_static)
         gpu.launch(launch, between.address, apart.address, apart.address + codes, m, size, *given)
         launch = rounded_norm.plan(m, size, dtype, element, is_grouped=is_grouped, is_static=is_static)
         gpu.launch(

@@ -20,8 +20,8 @@ EACH_TIME = ("rms_norm_f16_x8",)
 OTHERS = (
     "qkv_prepare_f16_d64_b16_r64_x8", "elementwise_where_f32",
     "attention_decode_f16_d128_b16_r8", "attention_flash_f16_d32_b16_r64", "attention_flash_hopper_bf16_d64_b16_sinks",
-    "gemm_few_rows_f16_f16_64", "gemm_hopper_f16_f16_128x128x64_s5_rows", "gemm_register_f16_f16_128x128_nk_aligned",
-    "gemm_packed_tiles_u4_g32_bf16_bf16_silu", "logprobs", "sampling_block",
+    "gemm_skinny_f16_f16_64", "gemm_hopper_f16_f16_128x128x64_s5_rows", "gemm_register_f16_f16_128x128_nk_aligned",
+    "gemm_mixed_input_u4_g32_bf16_bf16_silu", "logprobs", "sampling_block",
 )  # fmt: skip
 
 

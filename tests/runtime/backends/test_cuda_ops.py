@@ -220,7 +220,7 @@ def test_a_norm_between_products(launched: list[str], exact: bool) -> None:
     launched.clear()
     copied = hidden.to("cpu").to(device)
     again = ops.linear(copied, behind, norm=norm)
-    assert launched[0] == "row_squares_bf16_x8"
+    assert launched[0] == "deferred_norm_bf16_x8"
     assert len(launched) == 2
     ops.linear(copied, behind, norm=norm)
     assert len(launched) == 3  # they are kept with the rows

@@ -93,14 +93,14 @@ def test_a_recorded_draw_is_one_kernel() -> None:
     fields = [field.to(DEVICE) for field in fields]
     results = Tensor.zeros(7, int32, DEVICE)
     gpu = Gpu.of(logits.device)
-    graph = Graph.capture(gpu, lambda: ops.draw(logits, fields, results, has_penalties=False))
+    graph = Graph.capture(gpu, lambda: ops.sample_into(logits, fields, results, has_penalties=False))
     assert graph.num_nodes == len(graph.kernels) == 1
     graph.replay()
     assert results.to("cpu").array.tolist() == [*logits.to("cpu").array.argmax(1), 0, 0, 0, 0]
     graph.release()
     table = Tensor.ones((5, VOCAB), device=DEVICE)
     ops.embedding(Tensor.from_numpy(np.array([1, 5], np.int32)).to(DEVICE), table)
-    ops.draw(logits, fields, results, has_penalties=False)
+    ops.sample_into(logits, fields, results, has_penalties=False)
     assert results.to("cpu").array[6] != 0
     with pytest.raises(InvalidArgumentError, match="embedding: an id is outside the table"):
         ops.check_ids(logits.device)

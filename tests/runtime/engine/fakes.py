@@ -35,12 +35,12 @@ class FakeModel:
     """`hidden[t]` is a hash of the tokens up to and including `t`; logits are waves in hash and token id.
 
     `before_forward` sees every batch and may raise; `nan_after` makes the logits NaN wherever that token was
-    last. Tokens that are rotated by a `rotary_switch` count as others.
+    last. Tokens that are rotated by a `longrope_threshold` count as others.
     """
 
-    def __init__(self, rotary_switch: int | None = None) -> None:
+    def __init__(self, longrope_threshold: int | None = None) -> None:
         self.device = Device.parse("cpu")
-        self.rotary_switch = rotary_switch
+        self.longrope_threshold = longrope_threshold
         self.before_forward: Callable[[Batch], None] = lambda batch: None
         self.nan_after: int | None = None
         self.num_computed_tokens = 0
@@ -50,7 +50,7 @@ class FakeModel:
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         offsets = check_batch(batch, kv_cache)
-        assert set(offsets.tolist()) <= {0, self.rotary_switch}
+        assert set(offsets.tolist()) <= {0, self.longrope_threshold}
         self.before_forward(batch)
         keys = kv_cache.layer(0)[0].array  # [num_blocks, 1, 1, block_size]
         block_size = kv_cache.spec.block_size
@@ -88,13 +88,13 @@ def fake_logits(hashes: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(logits)
 
 
-def greedy(prompt: list[int], num_tokens: int, rotary_switch: int | None = None) -> list[int]:
+def greedy(prompt: list[int], num_tokens: int, longrope_threshold: int | None = None) -> list[int]:
     """What the fake model continues with, computed without an engine."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         known = np.array(tokens)
-        if rotary_switch is not None and len(known) > rotary_switch:
-            known += ROTATED * rotary_switch
+        if longrope_threshold is not None and len(known) > longrope_threshold:
+            known += ROTATED * longrope_threshold
         tokens.append(int(np.argmax(fake_logits(np.array(prefix_hashes(known)[-1:])))))
     return tokens[len(prompt) :]
 
@@ -157,7 +157,7 @@ def make_engine(model: FakeModel | None = None, seed: int | None = 0, **settings
         max_position_embeddings=4096,
         bytes_per_block=spec.block_bytes[0],
         available_bytes=1 << 30,
-        rotary_switch=model.rotary_switch,
+        longrope_threshold=model.longrope_threshold,
     )
     kv_cache = KVCache(spec, limits.num_blocks)
     info = EngineInfo(

@@ -98,21 +98,21 @@ class LightEngine:
         time.sleep(STEP_S)
         outputs = poll()
         self.num_unscheduled = self.num_unscheduled_tokens = 0
-        for request, drawn in list(self._open.values()):
+        for request, sampled in list(self._open.values()):
             do_harm(int(request.prompt_ids[0]))
-            for index in list(drawn):
-                drawn[index] += 1
+            for index in list(sampled):
+                sampled[index] += 1
                 self.num_tokens += 1
-                token_id = (int(request.prompt_ids[-1]) + index + drawn[index]) % VOCAB_SIZE
-                is_last = drawn[index] >= request.max_tokens
+                token_id = (int(request.prompt_ids[-1]) + index + sampled[index]) % VOCAB_SIZE
+                is_last = sampled[index] >= request.max_tokens
                 outputs.append(self._output(request, index, [token_id], "length" if is_last else None))
         return outputs
 
     def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
         if request_id not in self._open:
             return []
-        request, drawn = self._open[request_id]
-        return [self._output(request, i, [], "abort") for i in list(drawn) if index in (None, i)]
+        request, sampled = self._open[request_id]
+        return [self._output(request, i, [], "abort") for i in list(sampled) if index in (None, i)]
 
     def cancel_all(self) -> list[EngineOutput]:
         return [output for request_id in list(self._open) for output in self.cancel(request_id)]
@@ -154,9 +154,9 @@ class LightEngine:
         self, request: Request, index: int, token_ids: list[int], finish_reason: FinishReason | None
     ) -> EngineOutput:
         if finish_reason is not None:
-            drawn = self._open[request.request_id][1]
-            del drawn[index]
-            if not drawn:
+            sampled = self._open[request.request_id][1]
+            del sampled[index]
+            if not sampled:
                 del self._open[request.request_id]
         logprobs = None
         if request.params.logprobs is not None:

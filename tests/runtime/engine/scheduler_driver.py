@@ -241,7 +241,7 @@ class Driver:
         for chunk in step.chunks:
             sequence = chunk.sequence
             assert chunk.start + chunk.num_tokens <= sequence.num_tokens, "a token is computed that is not known"
-            switch = self.limits.rotary_switch
+            switch = self.limits.longrope_threshold
             is_longer = switch is not None and sequence.num_tokens > switch
             assert sequence.rotary_offset == (switch if is_longer else 0), "a token is rotated for another length"
             self.pages.check(chunk, self.histories[sequence])
@@ -367,7 +367,7 @@ def random_limits(rng: random.Random, *, cache_kinds: tuple[AnyKind, ...] = (FUL
         enable_prefix_caching=rng.random() < 0.8,
         num_host_blocks=rng.choice((0, 1, 4, 12)) * len(cache_kinds),
         cache_kinds=cache_kinds,
-        rotary_switch=rng.randrange(1, max_model_len) if rng.random() < 0.3 else None,
+        longrope_threshold=rng.randrange(1, max_model_len) if rng.random() < 0.3 else None,
     )
 
 

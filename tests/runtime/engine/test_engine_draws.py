@@ -99,7 +99,9 @@ def check_logprobs(entry: object, context: list[int], num_top: int) -> None:
 @pytest.mark.parametrize("prompt_len", [1, 2, 8, 50])
 @pytest.mark.parametrize("budget", [3, 8, 64])
 def test_prompt_logprobs_whatever_the_chunks(prompt_len: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.engine.steps.side_pass.LOGITS_SLICE_ELEMENTS", 5 * VOCAB_SIZE)  # five rows at a time
+    monkeypatch.setattr(
+        "runtime.engine.steps.pooling_pass.LOGITS_SLICE_ELEMENTS", 5 * VOCAB_SIZE
+    )  # five rows at a time
     prompt = random_prompt(random.Random(3), prompt_len)
     engine = make_engine(max_num_batched_tokens=budget)
     result = one(engine, prompt, max_tokens=2, prompt_logprobs=2, n=2)

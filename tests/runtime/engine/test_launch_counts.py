@@ -13,8 +13,8 @@ from cuda.bindings import driver as bindings
 
 import models.checkpoints.dummy
 from models.families.llama import LlamaModel
-from numba_kernels.cuda.gemm.segments import most_rows
-from numba_kernels.segments import SEGMENTS
+from numba_kernels.cuda.gemm.split_k import most_rows
+from numba_kernels.split_k import SEGMENTS
 from runtime.batch import Batch
 from runtime.device import gpu as gpu_module
 from runtime.device.driver import Driver

@@ -29,7 +29,7 @@ def test_the_bundled_models_kernels() -> None:
     for family in (
         "embedding",
         "rms_norm",
-        "row_squares",
+        "deferred_norm",
         "qkv_prepare",
         "attention_decode",
         "attention_flash",
@@ -62,7 +62,7 @@ def test_a_ranks_kernels_are_found_without_the_others() -> None:
 def test_a_quantised_models_kernels_are_those_of_its_layout() -> None:
     folder = Path(__file__).parents[2] / "models" / "quantized" / "fixtures" / "gptq_w4"
     found = [each.name for each in kernels_of_model(folder, "sm_90a", EngineConfig(max_model_len=32))]
-    assert any(name.startswith("gemm_few_rows_u4_g32_") for name in found)
+    assert any(name.startswith("gemm_skinny_u4_g32_") for name in found)
 
 
 def test_layers_of_one_kind_are_not_repeated(tmp_path: Path) -> None:

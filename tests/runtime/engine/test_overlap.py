@@ -131,7 +131,7 @@ def test_the_last_token_is_not_computed_in_vain() -> None:
     assert model.num_computed_tokens == 3 + 3
 
 
-def test_a_sequence_is_preempted_while_its_token_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_is_preempted_while_its_token_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     pending: list[tuple[int, bool]] = []
     engine = make_engine(
         overlap="on", num_blocks=16, max_num_seqs=6, preemption="swap", swap_space_bytes=10 * 8 * 17 * 4

@@ -44,14 +44,14 @@ NUM_BEST = 5
 
 
 @dataclass(eq=False)
-class Drawn:
+class Sampled:
     """Tokens with the best log probabilities of each step, which tell pictures apart where the tokens are the same."""
 
     token_ids: list[int]
     logprobs: list[list[float]]
 
     def __eq__(self, other: object) -> bool:
-        assert isinstance(other, Drawn)
+        assert isinstance(other, Sampled)
         return self.token_ids == other.token_ids and bool(np.allclose(self.logprobs, other.logprobs, rtol=0, atol=1e-4))
 
 
@@ -104,7 +104,7 @@ def model_alone(folder: Path) -> Any:
     assert isinstance(model, AxesDecoder)
     rule = read_patch_rule(folder, model.patch_rule)
 
-    def draw(prompt: Sequence[int], pictures: Sequence[Any], num_new: int = NUM_NEW) -> Drawn:
+    def sample(prompt: Sequence[int], pictures: Sequence[Any], num_new: int = NUM_NEW) -> Sampled:
         ids, spans, encoded = read_by(model, rule, prompt, pictures)
         positions, offset = token_positions(len(ids), spans)
 
@@ -120,26 +120,26 @@ def model_alone(folder: Path) -> Any:
         driver = ModelDriver(model, complete=complete)
         return continued(driver, ids, num_new)
 
-    return draw
+    return sample
 
 
-def continued(driver: ModelDriver, ids: list[int], num_new: int) -> Drawn:
-    drawn = Drawn([], [])
+def continued(driver: ModelDriver, ids: list[int], num_new: int) -> Sampled:
+    sampled = Sampled([], [])
     fed = ids
     for _ in range(num_new):
         logits = driver.step({0: fed})[0][-1].astype(np.float64)
         fed = [int(logits.argmax())]
-        drawn.token_ids += fed
+        sampled.token_ids += fed
         best = np.sort(logits)[::-1][:NUM_BEST]
-        drawn.logprobs.append((best - best[0] - np.log(np.exp(logits - best[0]).sum())).tolist())
-    return drawn
+        sampled.logprobs.append((best - best[0] - np.log(np.exp(logits - best[0]).sum())).tolist())
+    return sampled
 
 
 @pytest.fixture(scope="module")
-def expected(alone: Any) -> Drawn:
-    drawn: Drawn = alone(PROMPT, PICTURES)
-    assert drawn != alone(PROMPT, [picture(7), *PICTURES[1:]]), "the pictures make no difference"
-    return drawn
+def expected(alone: Any) -> Sampled:
+    sampled: Sampled = alone(PROMPT, PICTURES)
+    assert sampled != alone(PROMPT, [picture(7), *PICTURES[1:]]), "the pictures make no difference"
+    return sampled
 
 
 def greedy(num_new: int = NUM_NEW, **changes: Any) -> SamplingParams:
@@ -155,14 +155,14 @@ def asked(pictures: Sequence[Any], prompt: Sequence[int] = PROMPT, **changes: An
     return {"prompt_token_ids": list(prompt), "images": list(pictures), **changes}
 
 
-def drawn(llm: LLM, *prompts: Any, params: SamplingParams | None = None) -> list[Drawn]:
+def sampled(llm: LLM, *prompts: Any, params: SamplingParams | None = None) -> list[Sampled]:
     outputs = llm.generate(list(prompts), params or greedy(), use_tqdm=False)
-    return [drawn_of(choice) for output in outputs for choice in output.outputs]
+    return [sampled_of(choice) for output in outputs for choice in output.outputs]
 
 
-def drawn_of(choice: Any) -> Drawn:
+def sampled_of(choice: Any) -> Sampled:
     best = [sorted((each.logprob for each in entry.values()), reverse=True) for entry in choice.logprobs]
-    return Drawn(choice.token_ids, best)
+    return Sampled(choice.token_ids, best)
 
 
 @pytest.mark.parametrize(
@@ -176,21 +176,21 @@ def drawn_of(choice: Any) -> Drawn:
     ids=str,
 )
 def test_any_schedule_draws_what_the_model_draws(
-    folder: Path, alone: Any, expected: Drawn, options: dict[str, Any]
+    folder: Path, alone: Any, expected: Sampled, options: dict[str, Any]
 ) -> None:
     other = alone([IMAGE, 8, 8], [PICTURES[1]])
     text = alone([5, 6, 7, 8], [])
     with opened(folder, **options) as llm:
         prompts = asked(PICTURES), asked([PICTURES[1]], [IMAGE, 8, 8]), [5, 6, 7, 8], asked(PICTURES)
-        assert drawn(llm, *prompts) == [expected, other, text, expected]
-        assert drawn(llm, asked(PICTURES), params=greedy(n=2)) == [expected, expected]
+        assert sampled(llm, *prompts) == [expected, other, text, expected]
+        assert sampled(llm, asked(PICTURES), params=greedy(n=2)) == [expected, expected]
 
 
 @pytest.mark.parametrize("case", ["qwen3_vl_moe", "qwen2_5_vl"])
 def test_other_families(tmp_path: Path, case: str) -> None:
     folder = write_folder(tmp_path, case)
-    draw = model_alone(folder)
-    expected, other = draw(PROMPT, PICTURES), draw([IMAGE, 8, 8], [PICTURES[1]])
+    sample = model_alone(folder)
+    expected, other = sample(PROMPT, PICTURES), sample([IMAGE, 8, 8], [PICTURES[1]])
     for options in (
         {"max_num_batched_tokens": 7, "overlap": "on"},
         {"max_num_batched_tokens": 16, "num_blocks": 20, "preemption": "recompute", "speculation": "ngram"},
@@ -198,15 +198,15 @@ def test_other_families(tmp_path: Path, case: str) -> None:
         with opened(folder, **options) as llm:
             for _ in range(2):  # the second time from cached pages
                 prompts = asked(PICTURES), asked([PICTURES[1]], [IMAGE, 8, 8]), asked(PICTURES)
-                assert drawn(llm, *prompts) == [expected, other, expected]
+                assert sampled(llm, *prompts) == [expected, other, expected]
 
 
 @pytest.mark.emulator
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
-def test_on_emulated_gpus(folder: Path, expected: Drawn, alone: Any, device: str) -> None:
+def test_on_emulated_gpus(folder: Path, expected: Sampled, alone: Any, device: str) -> None:
     with opened(folder, device=device, dtype="float32", max_num_batched_tokens=16) as llm:
-        assert drawn(llm, asked(PICTURES), [5, 6, 7, 8]) == [expected, alone([5, 6, 7, 8], [])]
+        assert sampled(llm, asked(PICTURES), [5, 6, 7, 8]) == [expected, alone([5, 6, 7, 8], [])]
 
 
 @pytest.mark.emulator
@@ -214,7 +214,7 @@ def test_on_emulated_gpus(folder: Path, expected: Drawn, alone: Any, device: str
 @pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
 def test_exact_schedules_on_emulated_gpus(folder: Path, alone: Any, device: str) -> None:
     """Proposals, prefix hits, preemption and swap beside pictures change no bit."""
-    expected: list[list[Drawn]] = []
+    expected: list[list[Sampled]] = []
     for options in (
         {"max_num_batched_tokens": 64, "enable_prefix_caching": False},
         {"max_num_batched_tokens": 16, "speculation": "ngram"},
@@ -223,17 +223,17 @@ def test_exact_schedules_on_emulated_gpus(folder: Path, alone: Any, device: str)
     ):
         with opened(folder, device=device, dtype="float32", exact=True, **options) as llm:
             for _ in range(2):  # the second time from cached pages
-                expected.append(drawn(llm, *[asked(PICTURES)] * 2, [5, 6, 7, 8], params=greedy(24)))
+                expected.append(sampled(llm, *[asked(PICTURES)] * 2, [5, 6, 7, 8], params=greedy(24)))
             if "num_blocks" in options:
                 assert llm.client.stats().num_preemptions > 0
     assert expected[0][0].token_ids == alone(PROMPT, PICTURES, 24).token_ids
     assert all(each == expected[0] for each in expected)
 
 
-def test_preempted_sequences_compute_their_pictures_again(folder: Path, alone: Any, expected: Drawn) -> None:
+def test_preempted_sequences_compute_their_pictures_again(folder: Path, alone: Any, expected: Sampled) -> None:
     long = alone(PROMPT, PICTURES, 40)
     with opened(folder, num_blocks=18, max_num_batched_tokens=16, preemption="recompute") as llm:
-        assert drawn(llm, *[asked(PICTURES)] * 3, params=greedy(40)) == [long] * 3
+        assert sampled(llm, *[asked(PICTURES)] * 3, params=greedy(40)) == [long] * 3
         assert llm.client.stats().num_preemptions > 0
 
 
@@ -251,7 +251,7 @@ def test_embeddings_read_pictures(folder: Path, most: int) -> None:
             assert np.abs(found[0] - wanted).max() < 1e-4 * np.abs(wanted).max()
             assert np.array_equal(found[0], found[3])
             assert not np.allclose(found[0], found[2], rtol=1e-2)
-        assert drawn(llm, asked(PICTURES)) == drawn(llm, asked(PICTURES))
+        assert sampled(llm, asked(PICTURES)) == sampled(llm, asked(PICTURES))
         for images, message in (([PICTURES[0]], "images"), ([b"x", *PICTURES[1:]], r"images\[0\]")):
             with pytest.raises(RequestError, match=message):
                 llm.embed(asked(images))
@@ -292,12 +292,12 @@ def hidden_alone(folder: Path, prompt: Sequence[int], pictures: Sequence[Any]) -
     return seen[0].numpy().astype(np.float64)
 
 
-def test_pages_are_found_by_the_picture(folder: Path, alone: Any, expected: Drawn) -> None:
+def test_pages_are_found_by_the_picture(folder: Path, alone: Any, expected: Sampled) -> None:
     others = [picture(11), *PICTURES[1:]]
     with opened(folder) as llm:
         for pictures, num_cached in ((PICTURES, 0), (PICTURES, None), (others, 2)):
             (output,) = llm.generate([asked(pictures)], greedy(), use_tqdm=False)
-            assert drawn_of(output.outputs[0]) == alone(PROMPT, pictures)
+            assert sampled_of(output.outputs[0]) == alone(PROMPT, pictures)
             most = len(output.prompt_token_ids) - 1
             assert output.num_cached_tokens == (most if num_cached is None else num_cached)
         (output,) = llm.generate([asked(PICTURES, cache_salt="other")], greedy(), use_tqdm=False)
@@ -305,7 +305,7 @@ def test_pages_are_found_by_the_picture(folder: Path, alone: Any, expected: Draw
         typed = [IMAGE if token == IMAGE else token for token in output.prompt_token_ids]
         (text,) = llm.generate([typed], greedy(), use_tqdm=False)  # the same ids, but no picture
         assert text.num_cached_tokens == 2
-        assert drawn_of(text.outputs[0]) == continued(ModelDriver(load_model(folder)), typed, NUM_NEW)
+        assert sampled_of(text.outputs[0]) == continued(ModelDriver(load_model(folder)), typed, NUM_NEW)
 
 
 @pytest.fixture
@@ -427,4 +427,4 @@ def test_what_a_prompt_has_not(folder: Path) -> None:
             (asked([b"no picture"], [IMAGE]), r"images\[0\]: the image cannot be read"),
         ):
             with pytest.raises(RequestError, match=message):
-                drawn(llm, prompt)
+                sampled(llm, prompt)

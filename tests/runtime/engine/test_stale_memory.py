@@ -62,11 +62,11 @@ def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def answers(model: Path, **options: Any) -> list[Any]:
     """Tokens and log probabilities, of one question alone and then of many beside each other and again."""
     greedy = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
-    drawn = SamplingParams(temperature=0.9, max_tokens=24, logprobs=2, seed=5, n=2, repetition_penalty=1.1)
+    sampled = SamplingParams(temperature=0.9, max_tokens=24, logprobs=2, seed=5, n=2, repetition_penalty=1.1)
     found = []
     with LLM(model, device="cpu", max_model_len=256, **options) as llm:
         chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
-        for asked, params in ((chats[:1], greedy), (chats * 4, greedy), (chats, drawn), (chats[:1], greedy)):
+        for asked, params in ((chats[:1], greedy), (chats * 4, greedy), (chats, sampled), (chats[:1], greedy)):
             for output in llm.chat(asked, params, use_tqdm=False):
                 found += [(choice.token_ids, choice.logprobs) for choice in output.outputs]
     return found

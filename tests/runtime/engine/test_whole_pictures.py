@@ -27,7 +27,7 @@ from runtime.llm import LLM
 from tests.models.driver import ModelDriver
 from tests.models.vision.cases import IMAGE
 from tests.models.vision.gemma3_cases import write_gemma3
-from tests.runtime.engine.test_pictures import Drawn, asked, continued, drawn_of, greedy, opened, picture
+from tests.runtime.engine.test_pictures import Sampled, asked, continued, greedy, opened, picture, sampled_of
 
 PICTURES = [picture(1), picture(2, 16, 24), picture(3, 64, 8), picture(4)]
 PROMPT = [IMAGE, 3, 17, 20, IMAGE, 5, 81, 44, 46, 7, IMAGE, IMAGE]
@@ -48,7 +48,7 @@ def alone(folder: Path) -> Any:
     assert isinstance(model, Gemma3VisionModel)
     rule = model.patch_rule
 
-    def draw(prompt: Sequence[int], pictures: Sequence[Any], num_new: int) -> Drawn:
+    def sample(prompt: Sequence[int], pictures: Sequence[Any], num_new: int) -> Sampled:
         ids: list[int] = []
         items, made, left = [], [], list(pictures)
         for token in prompt:
@@ -67,11 +67,11 @@ def alone(folder: Path) -> Any:
                 until = np.arange(1, len(ids) + 1, dtype=np.int32)
                 for first, end in runs_of(items):
                     until[first:end] = end
-                (batch.sees_until,) = ops.place([until], model.device)
+                (batch.bidirectional_until,) = ops.place([until], model.device)
 
         return continued(ModelDriver(model, complete=complete), ids, num_new)
 
-    return draw
+    return sample
 
 
 REQUESTS: list[tuple[list[int], list[Any]]] = [
@@ -84,14 +84,14 @@ REQUESTS: list[tuple[list[int], list[Any]]] = [
 ]
 
 
-def answers(llm: LLM, requests: Sequence[tuple[list[int], list[Any]]], num_new: int) -> list[Drawn]:
+def answers(llm: LLM, requests: Sequence[tuple[list[int], list[Any]]], num_new: int) -> list[Sampled]:
     prompts = [asked(pictures, prompt) if pictures else list(prompt) for prompt, pictures in requests]
     outputs = llm.generate(prompts, greedy(num_new), use_tqdm=False)
-    return [drawn_of(choice) for output in outputs for choice in output.outputs]
+    return [sampled_of(choice) for output in outputs for choice in output.outputs]
 
 
 @pytest.fixture(scope="module")
-def expected(alone: Any) -> list[Drawn]:
+def expected(alone: Any) -> list[Sampled]:
     return [alone(prompt, pictures, 12) for prompt, pictures in REQUESTS]
 
 
@@ -106,7 +106,9 @@ def expected(alone: Any) -> list[Drawn]:
     ],
     ids=str,
 )
-def test_any_schedule_draws_what_the_model_draws(folder: Path, expected: list[Drawn], options: dict[str, Any]) -> None:
+def test_any_schedule_draws_what_the_model_draws(
+    folder: Path, expected: list[Sampled], options: dict[str, Any]
+) -> None:
     with opened(folder, **options) as llm:
         first = answers(llm, REQUESTS, 12)
         assert first == expected
@@ -119,26 +121,26 @@ def test_any_schedule_draws_what_the_model_draws(folder: Path, expected: list[Dr
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(12))
 def test_random_schedules(folder: Path, alone: Any, seed: int) -> None:
-    draw = np.random.RandomState(seed)
+    sample = np.random.RandomState(seed)
     requests = []
     for _ in range(7):
         prompt: list[int] = []
-        for _ in range(draw.randint(1, 5)):
-            prompt += [IMAGE] * draw.randint(0, 3) + draw.randint(3, 80, draw.randint(1, 9)).tolist()
+        for _ in range(sample.randint(1, 5)):
+            prompt += [IMAGE] * sample.randint(0, 3) + sample.randint(3, 80, sample.randint(1, 9)).tolist()
         count = prompt.count(IMAGE)
-        requests.append((prompt or [4], [PICTURES[each] for each in draw.randint(0, 2, count)]))
+        requests.append((prompt or [4], [PICTURES[each] for each in sample.randint(0, 2, count)]))
     expected = [alone(prompt, pictures, 9) for prompt, pictures in requests]
     options: dict[str, Any] = {
-        "block_size": int(draw.choice([8, 16])), "max_num_seqs": int(draw.randint(1, 6)),
-        "overlap": str(draw.choice(["on", "off"])), "speculation": str(draw.choice(["off", "ngram"])),
-        "preemption": "recompute", "enable_prefix_caching": bool(draw.randint(2)),
+        "block_size": int(sample.choice([8, 16])), "max_num_seqs": int(sample.randint(1, 6)),
+        "overlap": str(sample.choice(["on", "off"])), "speculation": str(sample.choice(["off", "ngram"])),
+        "preemption": "recompute", "enable_prefix_caching": bool(sample.randint(2)),
     }  # fmt: skip
-    options["max_num_batched_tokens"] = 18 + options["max_num_seqs"] - 1 + int(draw.randint(0, 9))
-    options["num_blocks"] = int(draw.randint(48, 70))
-    if draw.randint(2):
+    options["max_num_batched_tokens"] = 18 + options["max_num_seqs"] - 1 + int(sample.randint(0, 9))
+    options["num_blocks"] = int(sample.randint(48, 70))
+    if sample.randint(2):
         options |= {"preemption": "swap", "swap_space_bytes": 1 << 20}
-    if draw.randint(2):
-        options["prefill_chunk"] = int(draw.randint(1, 30))
+    if sample.randint(2):
+        options["prefill_chunk"] = int(sample.randint(1, 30))
     with opened(folder, **options) as llm:
         fitting = llm.client.info.images
         assert fitting is not None
@@ -172,7 +174,7 @@ def test_a_cached_prefix_ends_before_a_picture_or_behind_it(folder: Path, alone:
             ([IMAGE, IMAGE, 3], [PICTURES[0]] * 2, 0),
         ):
             (output,) = llm.generate([asked(pictures, prompt)], greedy(4), use_tqdm=False)
-            assert drawn_of(output.outputs[0]) == alone(prompt, pictures, 4)
+            assert sampled_of(output.outputs[0]) == alone(prompt, pictures, 4)
             assert output.num_cached_tokens == num_cached
 
 
@@ -183,7 +185,7 @@ def test_choices_share_no_part_of_a_picture(folder: Path, alone: Any) -> None:
         with opened(folder, max_num_batched_tokens=24, **options) as llm:
             params = greedy(6, n=3)
             (output,) = llm.generate([asked(PICTURES, PROMPT)], params, use_tqdm=False)
-            assert [drawn_of(choice) for choice in output.outputs] == [expected] * 3
+            assert [sampled_of(choice) for choice in output.outputs] == [expected] * 3
 
 
 def test_where_prompts_may_be_cut() -> None:

@@ -25,13 +25,13 @@ SECRET = b"sixteen bytes..."
 SIZE = 4
 
 
-def info(*windows: int | None, rotary_switch: int | None = None) -> EngineInfo:
+def info(*windows: int | None, longrope_threshold: int | None = None) -> EngineInfo:
     groups = tuple(CacheGroupInfo(window, 1, 0) for window in windows or (None,))
     return EngineInfo(
         model_name="", model_path="", architecture="", device="cpu", dtype="float32", vocab_size=1000,
         eos_token_ids=(), max_model_len=1000, max_num_seqs=8, max_num_batched_tokens=64, max_waiting=8,
         block_size=SIZE, num_blocks=64, kv_cache_bytes=0, weight_bytes=0, cache_groups=groups,
-        rotary_switch=rotary_switch,
+        longrope_threshold=longrope_threshold,
     )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_digests_tell_tenants_pictures_and_rotations_apart() -> None:
     assert choose(known, cat).num_cached == SIZE, "what stands before the picture"
     assert choose(known, dog, [False, False, True]).num_cached == 16
 
-    rotated = Router("prefix-aware", 3, PromptDigests.of_info(info(rotary_switch=10), SECRET))
+    rotated = Router("prefix-aware", 3, PromptDigests.of_info(info(longrope_threshold=10), SECRET))
     engine = Engine()
     changes = engine.compute(plain, RotatedPrefixes(None, 10))
     assert changes is not None

@@ -163,7 +163,7 @@ def float_layer(gpu: Gpu, width: int, depth: int, seed: int = 0, *, has_bias: bo
     return Layer(weight, small.astype(np.float32), rows, 0.0 if bias is None else bias)
 
 
-def rounded_rows(x: Array, weight: GpuWeight) -> Array:
+def dynamic_quantisation(x: Array, weight: GpuWeight) -> Array:
     """Rows of x rounded as the checkpoint prescribes, float32."""
     assert isinstance(weight, PackedWeight)
     is_fp8 = weight.packing.element == "e4m3"

@@ -1,7 +1,7 @@
 """Finds the fastest kernel for 2 to 256 rows of quantised weights: every candidate of a plan, timed by itself.
 
-The candidates are `few_rows` in blocks of 16, 32 and 64 rows (up to 16 rows with either number of streams of K),
-`packed_tiles`, `hopper_packed` with each tile and split of K, rows that are rounded to bytes first, and the weight
+The candidates are `skinny` in blocks of 16, 32 and 64 rows (up to 16 rows with either number of streams of K),
+`mixed_input`, `hopper_packed` with each tile and split of K, rows that are rounded to bytes first, and the weight
 dequantised before a 16-bit product. The plans' modelled time of each is in "modelled".
 """
 
@@ -14,16 +14,16 @@ from unittest.mock import patch
 
 import numpy as np
 
-from numba_kernels.cuda import dequantize, gemm, rounded_rows
-from numba_kernels.cuda.gemm import few_rows, few_rows_shape, hopper, hopper_packed, packed_tiles
+from numba_kernels.cuda import dequantize, dynamic_quantisation, gemm
+from numba_kernels.cuda.gemm import hopper, hopper_packed, mixed_input, skinny, skinny_shape
 from runtime import ops
 from runtime.backends import cuda_linear, cuda_plans
 from runtime.backends.cuda_plans import Planned
 from runtime.bench.kernels.cases import Inputs, sampled
 from runtime.bench.kernels.timing import Stopwatch
 from runtime.linear.weight import PackedWeight
+from tools.gpu.kernels.packed_layers import dynamic_quantisation as numpy_rounded
 from tools.gpu.kernels.packed_layers import packed_layer
-from tools.gpu.kernels.packed_layers import rounded_rows as numpy_rounded
 from tools.gpu.kernels.quantized import errors, put
 from tools.gpu.kernels.quantized_speed import Recorded
 from tools.gpu.kernels.speed import stopwatch_of
@@ -93,20 +93,20 @@ def _measure(options: Options, stopwatch: Stopwatch, name: str, rows: int, width
 
 def _ways(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) -> dict[str, tuple[Planned, float]]:
     """The launches of each candidate, and their modelled times."""
-    found, best = dict[str, tuple[Planned, float]](), dict[tuple[int, int], few_rows_shape.Shape]()
-    for shape in few_rows_shape.shapes(product, machine):
+    found, best = dict[str, tuple[Planned, float]](), dict[tuple[int, int], skinny_shape.Shape]()
+    for shape in skinny_shape.shapes(product, machine):
         kind = shape.row_tiles, shape.num_streams if product.m <= 16 else 0
         known = best.get(kind)
-        seconds = few_rows_shape.seconds_of(product, machine, shape)
-        if known is None or seconds < few_rows_shape.seconds_of(product, machine, known):
+        seconds = skinny_shape.seconds_of(product, machine, shape)
+        if known is None or seconds < skinny_shape.seconds_of(product, machine, known):
             best[kind] = shape
     for (tiles, _), shape in best.items():
-        planned = Planned(few_rows.plan_shape(product, machine, shape))
-        name = f"few_rows of {16 * tiles} rows, {shape.num_streams} streams, {shape.num_blocks} blocks"
-        found[name] = planned, few_rows_shape.seconds_of(product, machine, shape)
-    if product.m > few_rows_shape.MAX_ROWS:
-        planned = Planned(packed_tiles.plan(product, machine))
-        found["packed_tiles"] = planned, packed_tiles.seconds(product, machine)
+        planned = Planned(skinny.plan_shape(product, machine, shape))
+        name = f"skinny of {16 * tiles} rows, {shape.num_streams} streams, {shape.num_blocks} blocks"
+        found[name] = planned, skinny_shape.seconds_of(product, machine, shape)
+    if product.m > skinny_shape.MAX_ROWS:
+        planned = Planned(mixed_input.plan(product, machine))
+        found["mixed_input"] = planned, mixed_input.seconds(product, machine)
     if not hopper_packed.why_not(product, machine):
         for tile, parts in hopper_packed.options(product.k):
             seconds = hopper_packed.tile_seconds(product, machine, tile, parts)
@@ -117,7 +117,7 @@ def _ways(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) ->
         found["rounded"] = (
             cuda_plans.plan_rounded(weight, product, machine, has_norm=False),
             (
-                rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
+                dynamic_quantisation.seconds(product.m, product.k, machine.memory_bytes)
                 + cuda_plans.rounded_tier(product, machine).seconds(product, machine)
             ),
         )
@@ -126,7 +126,7 @@ def _ways(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) ->
     )
     made = dequantize.plan(weight.packing, *weight.shape, product.x)
     seconds = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.sustained_bytes)
-    found["written out"] = Planned(gemm.plan(plain, machine), made), seconds + gemm.modelled_s(plain, machine)
+    found["dequantised"] = Planned(gemm.plan(plain, machine), made), seconds + gemm.modelled_s(plain, machine)
     return found
 
 

@@ -19,7 +19,7 @@ from runtime.bench.kernels.cases import TOLERANCE, Array, Inputs, sampled
 from runtime.device.gpu import Gpu
 from runtime.linear.norm import RmsNorm
 from runtime.tensor.tensor import Tensor
-from tools.gpu.kernels.packed_layers import Layer, launched_names, packed_layer, planned_of, rounded_rows
+from tools.gpu.kernels.packed_layers import Layer, dynamic_quantisation, launched_names, packed_layer, planned_of
 from tools.gpu.sections import Case, Options, Result
 
 Use = Literal["plain", "normed", "residual", "gated"]
@@ -110,7 +110,7 @@ def _expected(layer: Layer, wanted: Wanted, x: Array, norm: Array | None, residu
         wide = x.astype(np.float32)
         x = (wide / np.sqrt(np.square(wide).mean(1, keepdims=True) + EPS) * norm).astype(ml_dtypes.bfloat16)
     is_rounded = planned_of(layer.weight).rounding is not None
-    found = layer.expected(rounded_rows(x, layer.weight) if is_rounded else x)
+    found = layer.expected(dynamic_quantisation(x, layer.weight) if is_rounded else x)
     if wanted.use == "gated":
         gate, up = np.split(found, 2, 1)
         found = gate / (1 + np.exp(-gate)) * up

@@ -78,15 +78,15 @@ def _time(options: Options, rows: int, kind: Mapping[str, float]) -> Result:
     fields = [_field(getattr(params, name), device) for name, _, _ in SAMPLING_FIELDS]
     results = Tensor.empty((2 * rows + 1,), int32, device)
 
-    def draw() -> None:
-        ops.draw(logits, fields, results, has_penalties=False)
+    def sample() -> None:
+        ops.sample_into(logits, fields, results, has_penalties=False)
 
-    draw()
+    sample()
     drawn: Any = results.to("cpu").array
     expected = ops.sample(logits, params)
     if not np.array_equal(drawn[:rows], expected.token_ids):
         raise AssertionError("a queued draw gives other tokens than one that is waited for")
-    times = stopwatch_of(options).times({"ours": draw})
+    times = stopwatch_of(options).times({"ours": sample})
     return {"logits_bytes": array.nbytes, "times": {name: each.as_json() for name, each in times.items()}}
 
 

@@ -17,17 +17,17 @@ TICKET = """
 """
 
 
-def tickets(seed: int) -> list[int]:
-    """In which order the warps of eight blocks drew their tickets."""
+def work_items(seed: int) -> list[int]:
+    """In which order the warps of eight blocks drew their work items."""
     return run(TICKET, 128, 8, seed=seed)[:, ::32].reshape(-1).tolist()  # type: ignore[no-any-return]
 
 
 def test_the_natural_order_and_shuffled_ones() -> None:
-    assert tickets(0) == list(range(32))
-    orders = {tuple(tickets(seed)) for seed in range(1, 6)}
+    assert work_items(0) == list(range(32))
+    orders = {tuple(work_items(seed)) for seed in range(1, 6)}
     assert len(orders) == 5
     assert all(sorted(order) == list(range(32)) for order in orders)
-    assert tickets(3) == tickets(3)
+    assert work_items(3) == work_items(3)
 
 
 def test_block_and_cluster_indices() -> None:

@@ -28,63 +28,63 @@ class Schemas:
     """Random ones of few keywords with few values, among them many that constrain nothing."""
 
     def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
+        self.sample = random.Random(seed)
 
     def root(self) -> dict[str, Any]:
         return {**self.schema(3, is_object=True), "$defs": {"x": self.schema(1), "y/z": self.schema(1, is_object=True)}}
 
     def schema(self, depth: int, *, is_object: bool = False) -> Any:
-        draw = self.draw
-        if not is_object and draw.random() < 0.2:
-            return draw.choice([*TRIVIAL, False])
+        sample = self.sample
+        if not is_object and sample.random() < 0.2:
+            return sample.choice([*TRIVIAL, False])
         keywords = list(self.KEYWORDS if depth > 0 else self.LEAVES)
         result: dict[str, Any] = {}
-        for keyword in draw.sample(keywords, draw.choice([1, 1, 2, 2, 3])):
+        for keyword in sample.sample(keywords, sample.choice([1, 1, 2, 2, 3])):
             result[keyword] = self.KEYWORDS[keyword](self, depth - 1)
         return result
 
     def some(self, depth: int) -> list[Any]:
-        return [self.schema(depth) for _ in range(self.draw.choice([1, 2, 2]))]
+        return [self.schema(depth) for _ in range(self.sample.choice([1, 2, 2]))]
 
     def table(self, depth: int) -> dict[str, Any]:
-        names = self.draw.sample(["a", "b", "c", "ab"], self.draw.choice([0, 1, 2]))
+        names = self.sample.sample(["a", "b", "c", "ab"], self.sample.choice([0, 1, 2]))
         return {name: self.schema(depth) for name in names}
 
     def names(self, depth: int) -> list[str]:
-        return self.draw.sample(["a", "b", "c"], self.draw.choice([0, 1, 2]))
+        return self.sample.sample(["a", "b", "c"], self.sample.choice([0, 1, 2]))
 
     def types(self, depth: int) -> Any:
         kinds = ["null", "boolean", "integer", "number", "string", "array", "object"]
-        return self.draw.choice([*kinds, "object", "object", "array", self.draw.sample(kinds, 2)])
+        return self.sample.choice([*kinds, "object", "object", "array", self.sample.sample(kinds, 2)])
 
     LEAVES = ("type", "const", "enum", "minLength", "maxLength", "pattern", "minimum", "exclusiveMaximum", "required",
               "minItems", "uniqueItems", "$ref", "title", "format", "minProperties", "maxProperties")  # fmt: skip
     KEYWORDS: ClassVar[dict[str, Any]] = {
         "type": types,
-        "const": lambda self, depth: self.draw.choice(VALUES),
-        "enum": lambda self, depth: self.draw.sample(VALUES, 3),
-        "minLength": lambda self, depth: self.draw.choice([0, 1, 2]),
-        "maxLength": lambda self, depth: self.draw.choice([0, 1, 2**31]),
-        "pattern": lambda self, depth: self.draw.choice(["", "^a", "b$", *PATTERNS]),
-        "minimum": lambda self, depth: self.draw.choice([0, 1.5]),
-        "exclusiveMaximum": lambda self, depth: self.draw.choice([1, 3]),
-        "multipleOf": lambda self, depth: self.draw.choice([1, 2]),
-        "minItems": lambda self, depth: self.draw.choice([0, 0.0, 1, 2]),
-        "maxItems": lambda self, depth: self.draw.choice([0, 1, 2, 2**31]),
-        "uniqueItems": lambda self, depth: self.draw.choice([False, False, True]),
-        "minProperties": lambda self, depth: self.draw.choice([0, 1]),
-        "maxProperties": lambda self, depth: self.draw.choice([0, 1, 2, 9]),
-        "minContains": lambda self, depth: self.draw.choice([0, 0, 1]),
-        "maxContains": lambda self, depth: self.draw.choice([0, 1, 9]),
+        "const": lambda self, depth: self.sample.choice(VALUES),
+        "enum": lambda self, depth: self.sample.sample(VALUES, 3),
+        "minLength": lambda self, depth: self.sample.choice([0, 1, 2]),
+        "maxLength": lambda self, depth: self.sample.choice([0, 1, 2**31]),
+        "pattern": lambda self, depth: self.sample.choice(["", "^a", "b$", *PATTERNS]),
+        "minimum": lambda self, depth: self.sample.choice([0, 1.5]),
+        "exclusiveMaximum": lambda self, depth: self.sample.choice([1, 3]),
+        "multipleOf": lambda self, depth: self.sample.choice([1, 2]),
+        "minItems": lambda self, depth: self.sample.choice([0, 0.0, 1, 2]),
+        "maxItems": lambda self, depth: self.sample.choice([0, 1, 2, 2**31]),
+        "uniqueItems": lambda self, depth: self.sample.choice([False, False, True]),
+        "minProperties": lambda self, depth: self.sample.choice([0, 1]),
+        "maxProperties": lambda self, depth: self.sample.choice([0, 1, 2, 9]),
+        "minContains": lambda self, depth: self.sample.choice([0, 0, 1]),
+        "maxContains": lambda self, depth: self.sample.choice([0, 1, 9]),
         "required": names,
         "title": lambda self, depth: "T",
-        "format": lambda self, depth: self.draw.choice(["file-path", "int32"]),
-        "$ref": lambda self, depth: self.draw.choice(["#/$defs/x", "#/$defs/y~1z", "#/$defs/y~1%7A"]),
+        "format": lambda self, depth: self.sample.choice(["file-path", "int32"]),
+        "$ref": lambda self, depth: self.sample.choice(["#/$defs/x", "#/$defs/y~1z", "#/$defs/y~1%7A"]),
         "properties": table,
-        "patternProperties": lambda self, depth: self.draw.choice([{}, {"^a": self.schema(depth)}]),
+        "patternProperties": lambda self, depth: self.sample.choice([{}, {"^a": self.schema(depth)}]),
         "additionalProperties": schema,
         "unevaluatedProperties": schema,
-        "propertyNames": lambda self, depth: self.draw.choice(
+        "propertyNames": lambda self, depth: self.sample.choice(
             [*TRIVIAL, {"type": "string"}, {"enum": ["a", "b", 1]}, {"maxLength": 1}, {"pattern": "^a"},
              {"type": "null"}, {"const": "a"}, {"$ref": "#/$defs/x"}, False]
         ),

@@ -447,8 +447,8 @@ def test_an_engine_that_nobody_reads_waits(monkeypatch: pytest.MonkeyPatch) -> N
             if isinstance(message, Outputs):
                 outputs += message.outputs
     assert [output.new_token_ids[0] for output in outputs] == list(range(2, 302))
-    drawn_s = [output.times.last_token_s or 0.0 for output in outputs if output.times is not None]
-    assert sum(moment > begun_s for moment in drawn_s) > 150
+    sampled_s = [output.times.last_token_s or 0.0 for output in outputs if output.times is not None]
+    assert sum(moment > begun_s for moment in sampled_s) > 150
     assert process.end() == f"ended with status {EXIT_SERVER_GONE}"
 
 

@@ -249,10 +249,10 @@ def test_reused_blocks_outlive_what_came_once() -> None:
 @pytest.mark.parametrize("num_blocks", [8, 32])
 def test_a_loop_random_prompts_and_a_shared_prompt_lose_nothing(eviction: str, num_blocks: int) -> None:
     """Hits of each policy beside those of a plain ordered dictionary."""
-    draws = np.random.default_rng(1)
+    samples = np.random.default_rng(1)
     patterns = {
         "loop": [[10 * (turn % 12), 10 * (turn % 12) + 1] for turn in range(300)],
-        "random": [[int(first), int(first) + 1000] for first in draws.integers(0, 40, 300)],
+        "random": [[int(first), int(first) + 1000] for first in samples.integers(0, 40, 300)],
         "shared": [[0, 1, 2, 100 + turn] for turn in range(300)],
         "new": [[turn] for turn in range(300)],
     }

@@ -21,9 +21,9 @@ def note_proposals(engine: Engine) -> tuple[StateProposer, Proposals]:
     propose = drafter.propose
 
     def noted(sequence: Sequence, most: int) -> tuple[Ids, int]:
-        ids, sureness = propose(sequence, most)
+        ids, confidence = propose(sequence, most)
         said[sequence.request.request_id, sequence.num_output_tokens] = ids.tolist()
-        return ids, sureness
+        return ids, confidence
 
     drafter.propose = noted  # type: ignore[method-assign]
     return drafter, said

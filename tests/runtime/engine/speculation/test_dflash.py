@@ -74,7 +74,7 @@ class AtOnce:
         batches: list[Batch] = []
 
         def keep(batch: Batch, position: int) -> None:
-            batch.kept_layers = drafter.layers
+            batch.auxiliary_layers = drafter.layers
             batches.append(batch)
 
         ModelDriver(model, complete=keep).step({0: ids})
@@ -131,9 +131,9 @@ def test_all_proposals_are_right_where_a_cycle_before_the_same_was_said(tmp_path
     counters = engine.speculator.counters
     assert counters.num_accepted_tokens == counters.num_draft_tokens == 3 * 21
     assert max(map(len, said.values())) == 7
-    drawn = ask(plain_engine(folder), prompts, temperature=1.0, max_tokens=60)
+    sampled = ask(plain_engine(folder), prompts, temperature=1.0, max_tokens=60)
     before = counters.num_draft_tokens, counters.num_accepted_tokens
-    assert ask(engine, prompts, temperature=1.0, max_tokens=60) == drawn
+    assert ask(engine, prompts, temperature=1.0, max_tokens=60) == sampled
     tried, kept = counters.num_draft_tokens - before[0], counters.num_accepted_tokens - before[1]
     assert 5 < kept < tried
     engine.close()
@@ -177,7 +177,7 @@ def test_a_drafter_that_fails_costs_nothing_but_proposals(tmp_path: Path) -> Non
     prompts = {"0": [i % CYCLE for i in range(40)]}
     engine, drafter, _ = new_engine(folder, speculation=f"dflash:{own}")
 
-    def fail(chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]]:
+    def fail(chunks: PairChunks, sampling_sequences: list[Drawing]) -> list[list[int]]:
         raise RuntimeError("no")
 
     drafter._drafting.draft = fail  # type: ignore[method-assign]

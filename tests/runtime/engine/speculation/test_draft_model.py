@@ -26,7 +26,7 @@ def test_a_model_that_drafts_for_itself_is_always_right() -> None:
     limits = limits_of(model, CONFIG)
     for num_blocks in (40, 7):
         engine = engine_of(DEMO, CONFIG)
-        drafter = DraftModelDrafter(model, model.max_positions, model.rotary_switch, limits, num_blocks)
+        drafter = DraftModelDrafter(model, model.max_positions, model.longrope_threshold, limits, num_blocks)
         speculator = Speculator(drafter, 4, model.config.vocab_size, fixed=True)
         engine.use(speculator)
         for i in range(6):

@@ -7,7 +7,7 @@ import random
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_kernels.cpu.repeats import LEAST_MATCH, MOST_PLACES
+from numba_kernels.cpu.ngram_lookup import LEAST_MATCH, MOST_PLACES
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.speculation.drafter import SUREST
@@ -17,7 +17,7 @@ from runtime.engine.speculation.ngram import (
     NgramDrafter,
     SuffixDrafter,
 )
-from runtime.engine.speculation.repeats import BREAK, Lookup, Text
+from runtime.engine.speculation.ngram_lookup import BREAK, Lookup, Text
 
 
 def one_by_one(tokens: list[int], ending: list[int], most: int) -> tuple[list[int], int]:
@@ -124,8 +124,8 @@ def test_a_text_grows_with_its_sequence() -> None:
     grow(one, [9, 8, 7, 4, 5])
     assert drafter.propose(one, 3)[0].tolist() == [1, 2, 9]
     grow(one, [6] * 700)
-    ids, sureness = drafter.propose(one, 5)
-    assert (ids.tolist(), sureness) == ([6] * 5, SUREST)
+    ids, confidence = drafter.propose(one, 5)
+    assert (ids.tolist(), confidence) == ([6] * 5, SUREST)
     drafter.end(one)
 
 

@@ -16,8 +16,8 @@ from runtime.engine.scheduling.step import Chunk, Step
 from runtime.engine.steps import decode_arrays
 from runtime.engine.steps.assemble import Assembler
 from runtime.engine.steps.decode_arrays import DecodeArrays
+from runtime.engine.steps.persistent_batch import PersistentBatch
 from runtime.engine.steps.recorder import open_recorder
-from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.step_input import BlockAddition, StepInput
 from runtime.tensor.tensor import Tensor
 
@@ -39,7 +39,7 @@ class Running:
     """Rows, the arrays over them, and what each sequence is expected to have there."""
 
     def __init__(self, device: Device) -> None:
-        self.rows = Rows(NUM_PLACES, 8, 1, BLOCK_SIZE, 50)
+        self.rows = PersistentBatch(NUM_PLACES, 8, 1, BLOCK_SIZE, 50)
         self.arrays = DecodeArrays(open_recorder(device), LIMITS, self.rows)
         self.sequences: dict[int, Sequence] = {}
         self.nothing = Tensor.from_numpy(np.zeros((NUM_PLACES + 1, 4), np.float32)).to(device)
@@ -103,41 +103,41 @@ def sent_changes(arrays: DecodeArrays) -> list[list[int]]:
     return numpy_of(arrays._tail[decode_arrays.int32])[: 2 * count].reshape(-1, 2).tolist()
 
 
-def run_step(running: Running, num_places: int) -> np.ndarray:
+def run_step(running: Running, num_batch_slots: int) -> np.ndarray:
     """Place and send a step of all running sequences and check what lies on the device; their places."""
     arrays, step = running.arrays, running.step()
     sequences, starts = [running.sequences[row] for row in step.rows.tolist()], step.starts
-    arrays.place(step.rows, starts, num_places)
-    arrays.place(step.rows[:1].copy(), starts[:1], num_places)  # not sent, so without effect
-    placement = arrays.place(step.rows, starts, num_places)
+    arrays.place(step.rows, starts, num_batch_slots)
+    arrays.place(step.rows[:1].copy(), starts[:1], num_batch_slots)  # not sent, so without effect
+    placement = arrays.place(step.rows, starts, num_batch_slots)
     token_ids = np.array([sequence.last_token_id for sequence in sequences], np.int32)
     assert running.rows.last_tokens[step.rows].tolist() == token_ids.tolist()
     buffers = arrays.send(placement, token_ids)
 
     def work() -> Tensor:
-        arrays.take_inputs(num_places)
-        return ops.gather_rows(running.nothing, arrays._numbers[:num_places])  # any
+        arrays.take_inputs(num_batch_slots)
+        return ops.gather_rows(running.nothing, arrays._numbers[:num_batch_slots])  # any
 
     graph = arrays.recorder.record(work)
     arrays.launch(graph, placement, buffers)
     buffers.wait()
-    batch = arrays.batch(num_places, 64)
+    batch = arrays.batch(num_batch_slots, 64)
     tables, lengths = numpy_of(batch.block_tables[0]), numpy_of(batch.seq_lens)
     slots, ids, positions = (numpy_of(t) for t in (batch.slot_mappings[0], batch.token_ids, batch.positions))
-    places = placement.places.tolist()
-    assert len(set(places)) == len(places)
-    assert all(0 <= place < num_places for place in places)
-    for sequence, place, start in zip(sequences, places, starts.tolist()):
-        assert tables[place, : len(sequence.blocks[0])].tolist() == sequence.blocks[0]
-        assert lengths[place] == sequence.num_tokens
-        assert (ids[place], positions[place]) == (sequence.last_token_id, start)
-        assert slots[place] == sequence.blocks[0][start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
-    empty = sorted({*range(num_places)} - {*places})
+    batch_slots = placement.batch_slots.tolist()
+    assert len(set(batch_slots)) == len(batch_slots)
+    assert all(0 <= batch_slot < num_batch_slots for batch_slot in batch_slots)
+    for sequence, batch_slot, start in zip(sequences, batch_slots, starts.tolist()):
+        assert tables[batch_slot, : len(sequence.blocks[0])].tolist() == sequence.blocks[0]
+        assert lengths[batch_slot] == sequence.num_tokens
+        assert (ids[batch_slot], positions[batch_slot]) == (sequence.last_token_id, start)
+        assert slots[batch_slot] == sequence.blocks[0][start // BLOCK_SIZE] * BLOCK_SIZE + start % BLOCK_SIZE
+    empty = sorted({*range(num_batch_slots)} - {*batch_slots})
     assert (slots[empty] == -1).all()
     assert not lengths[empty].any()
     assert not ids[empty].any()
     assert not positions[empty].any()
-    return placement.places.copy()
+    return placement.batch_slots.copy()
 
 
 @pytest.mark.parametrize("tail_words", [decode_arrays.TAIL_WORDS, 8])
@@ -146,7 +146,7 @@ def test_random_steps(device: Device, monkeypatch: pytest.MonkeyPatch, tail_word
     monkeypatch.setattr(decode_arrays, "TAIL_WORDS", tail_words)
     running = Running(device)
     rng = random.Random(1)
-    place_of: dict[Sequence, int] = {}
+    batch_slot_of: dict[Sequence, int] = {}
     num_kept = 0
     for _ in range(40):
         for row in range(NUM_PLACES):
@@ -156,14 +156,14 @@ def test_random_steps(device: Device, monkeypatch: pytest.MonkeyPatch, tail_word
                     running.load(row, rng)
         if not running.sequences:
             continue
-        num_places = next(size for size in (1, 2, 4, 8) if size >= len(running.sequences))
-        places = run_step(running, num_places)
-        for row, place in zip(sorted(running.sequences), places.tolist()):
+        num_batch_slots = next(size for size in (1, 2, 4, 8) if size >= len(running.sequences))
+        batch_slots = run_step(running, num_batch_slots)
+        for row, batch_slot in zip(sorted(running.sequences), batch_slots.tolist()):
             sequence = running.sequences[row]
-            if place_of.get(sequence, num_places) < num_places:
-                assert place_of[sequence] == place, "a sequence moved without need"
+            if batch_slot_of.get(sequence, num_batch_slots) < num_batch_slots:
+                assert batch_slot_of[sequence] == batch_slot, "a sequence moved without need"
                 num_kept += 1
-            place_of[sequence] = place
+            batch_slot_of[sequence] = batch_slot
             sequence.num_pending = 1
             sequence.append(rng.randrange(50))
             running.rows.last_tokens[row] = sequence.last_token_id
@@ -186,8 +186,8 @@ def test_only_what_is_new_goes_up(running: Running) -> None:
         sequence.append(7)
     running.rows.last_tokens[1] = 7
     sequence.blocks[0] += [77, 78]
-    places = run_step(running, 4)
-    first = int(places[1]) * (LIMITS.max_model_len // BLOCK_SIZE) + len(sequence.blocks[0]) - 2
+    batch_slots = run_step(running, 4)
+    first = int(batch_slots[1]) * (LIMITS.max_model_len // BLOCK_SIZE) + len(sequence.blocks[0]) - 2
     assert sent_changes(running.arrays) == [[first, 77], [first + 1, 78]]
 
 
@@ -222,17 +222,17 @@ def test_parameters_and_lists_lie_at_the_places(running: Running) -> None:
     arrays.send(placement, np.zeros(3, np.int32), np.array([-1, 4, -1]), lists)
     held = {name: numpy_of(tensor) for name, tensor in arrays._on_device.items()}
     tail = numpy_of(arrays._tail[decode_arrays.int32])
-    for sequence, place, (prompt, output) in zip(sequences, placement.places.tolist(), lists):
+    for sequence, batch_slot, (prompt, output) in zip(sequences, placement.batch_slots.tolist(), lists):
         params = sequence.request.params
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"):
-            assert held[name][place] == np.float32(getattr(params, name)), name
-        assert int(held["seed"].view(np.uint64)[place]) == sequence.request.seed
-        assert held["choice_index"][place] == sequence.index
-        assert held["position"][place] == sequence.num_output_tokens
+            assert held[name][batch_slot] == np.float32(getattr(params, name)), name
+        assert int(held["seed"].view(np.uint64)[batch_slot]) == sequence.request.seed
+        assert held["choice_index"][batch_slot] == sequence.index
+        assert held["position"][batch_slot] == sequence.num_output_tokens
         for name, ids in (("prompt", prompt), ("output", output)):
-            start, end = held[f"{name}_start"][place], held[f"{name}_end"][place]
+            start, end = held[f"{name}_start"][batch_slot], held[f"{name}_end"][batch_slot]
             assert tail[start:end].tolist() == ids.tolist()
-    assert held["sources"][placement.places].tolist() == [-1, 4, -1]
-    (empty,) = {0, 1, 2, 3} - {*placement.places.tolist()}
+    assert held["sources"][placement.batch_slots].tolist() == [-1, 4, -1]
+    (empty,) = {0, 1, 2, 3} - {*placement.batch_slots.tolist()}
     assert held["repetition_penalty"][empty] == held["top_p"][empty] == 1.0
     assert held["temperature"][empty] == held["frequency_penalty"][empty] == 0.0

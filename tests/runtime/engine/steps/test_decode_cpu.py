@@ -51,7 +51,7 @@ def test_batches_of_1_to_9_across_every_boundary() -> None:
             max_num_batched_tokens=2048, enable_prefix_caching=False,
         )  # fmt: skip
         for i, length in enumerate((3, 14, 15, 16, 122, 125, 127, 1012, 1020)):
-            prompt = [(7 * i + 5 * place) % 600 for place in range(length)]
+            prompt = [(7 * i + 5 * batch_slot) % 600 for batch_slot in range(length)]
             params = {"temperature": 0.8, "seed": i} if i % 2 else {"logprobs": 1}
             engine.add(request(f"r{i}", prompt, max_tokens=6 + 2 * i, ignore_eos=True, **params))
         answers[mode] = run_to_end(engine)
@@ -167,7 +167,7 @@ def test_steps_of_one_shape_are_recorded_once(tmp_path: Path, monkeypatch: pytes
         for _ in range(6):
             engine.step()
         monkeypatch.setattr(ForwardRecordings, "_record", count)
-        engine.add(request("long", [3 + place % 40 for place in range(200)], max_tokens=2))
+        engine.add(request("long", [3 + batch_slot % 40 for batch_slot in range(200)], max_tokens=2))
         answers[mode] = run_to_end(engine)
         if mode == "on":
             assert len(made) == 3, "up to 128 tokens; from there on; the last chunk, which draws"

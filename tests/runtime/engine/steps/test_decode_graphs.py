@@ -95,7 +95,7 @@ def test_sequences_that_are_cut_into_parts(tmp_path: Path) -> None:
             folder, "emulated:sm_90a", decode_graphs=mode, max_model_len=256, num_blocks=130, max_num_batched_tokens=640
         )
         for i, length in enumerate((5, 20, 130, 160)):
-            prompt = [3 + (7 * i + 5 * place) % 40 for place in range(length)]
+            prompt = [3 + (7 * i + 5 * batch_slot) % 40 for batch_slot in range(length)]
             engine.add(request(f"r{i}", prompt, max_tokens=8, ignore_eos=True, logprobs=1))
         answers[mode] = run_to_end(engine)
         assert engine.stats().num_graph_steps == (6 if mode == "on" else 0)
@@ -188,17 +188,17 @@ def test_an_engine_at_rest_records_what_the_last_step_was_without(
 # Steps that start before the one in front of them is over
 
 
-def counted_leads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def counted_overlaps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each step that was planned while another ran, whether it started at once."""
-    leads: list[bool] = []
-    lead = engine.steps.lead
+    overlaps: list[bool] = []
+    overlap = engine.steps.overlap
 
     def noted(*arguments: Any) -> bool:
-        leads.append(lead(*arguments))
-        return leads[-1]
+        overlaps.append(overlap(*arguments))
+        return overlaps[-1]
 
-    monkeypatch.setattr(engine.steps, "lead", noted)
-    return leads
+    monkeypatch.setattr(engine.steps, "overlap", noted)
+    return overlaps
 
 
 def plain_requests(count: int, vocab_size: int) -> list[EngineRequest]:
@@ -220,11 +220,11 @@ def test_steps_that_lead_equal_steps_that_wait(tmp_path: Path, monkeypatch: pyte
     folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
     settings: dict[str, Any] = {"num_blocks": 11, "preemption": "swap", "swap_space_bytes": 1 << 16, "exact": True}
     engine = new_engine(folder, "emulated:sm_80", dtype="float32", **settings)
-    leads = counted_leads(engine, monkeypatch)
+    overlaps = counted_overlaps(engine, monkeypatch)
     requests = plain_requests(12, engine.info.vocab_size)
     ours = serve(engine, requests, cancelled="r6")
-    assert sum(leads) > 10
-    assert not all(leads)
+    assert sum(overlaps) > 10
+    assert not all(overlaps)
     stats = engine.stats()
     assert stats.num_preemptions > 0
     assert stats.num_swaps > 0
@@ -243,13 +243,13 @@ def test_steps_that_lead_equal_steps_that_wait(tmp_path: Path, monkeypatch: pyte
 def test_a_failed_draw_does_not_reach_the_step_that_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page of one sequence is spoilt: its draw is no id, and the next step takes it as input."""
     engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80", num_blocks=30)
-    leads = counted_leads(engine, monkeypatch)
+    overlaps = counted_overlaps(engine, monkeypatch)
     for i in range(3):
         engine.add(request(f"r{i}", range(3 + i, 12 + i), max_tokens=12, ignore_eos=True))
     results: dict[str, Collected] = {}
     for _ in range(5):
         collect(engine.step(), results)
-    assert leads[-1]
+    assert overlaps[-1]
     block = engine.requests["r1"].sequences[0].blocks[0][0]
     keys, _ = engine.executor.kv_cache.layer(0)
     page_bytes = engine.executor.kv_cache.spec.planes[0][0].size_bytes
@@ -265,11 +265,11 @@ def test_a_failed_draw_does_not_reach_the_step_that_leads(tmp_path: Path, monkey
 def test_who_arrives_is_not_kept_waiting_by_a_step_that_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that comes while a step runs takes part in the next that starts."""
     engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80")
-    leads = counted_leads(engine, monkeypatch)
+    overlaps = counted_overlaps(engine, monkeypatch)
     engine.add(request("old", range(3, 9), max_tokens=30, ignore_eos=True))
     for _ in range(5):
         engine.step()
-    assert leads[-1]
+    assert overlaps[-1]
 
     def arrive() -> list[EngineOutput]:
         if "new" not in engine.requests:
@@ -277,7 +277,7 @@ def test_who_arrives_is_not_kept_waiting_by_a_step_that_leads(tmp_path: Path, mo
         return []
 
     engine.step(arrive)
-    assert not leads[-1]
+    assert not overlaps[-1]
     assert [chunk.sequence.request.request_id for chunk in engine.steps.open[-1].step.chunks] == ["old", "new"]
     run_to_end(engine)
     engine.close()

@@ -11,7 +11,7 @@ import pytest
 from runtime.engine.engine import Engine
 from runtime.engine.steps.executor import DrawMasks
 from runtime.engine.steps.local_executor import LocalExecutor
-from runtime.engine.steps.step_input import Drawn, StepInput, decode, encode
+from runtime.engine.steps.step_input import Sampled, StepInput, decode, encode
 from tests.runtime.engine.fakes import Collected, make_engine, request, run_to_end
 
 
@@ -26,7 +26,7 @@ class DeepExecutor(LocalExecutor):
 
     def start(self, step: StepInput, masks: DrawMasks | None = None) -> Any:
         opened = [decode(each) for each in self.waiting]
-        rows = {row for each in opened for row in each.rows[each.num_draws > 0].tolist()}
+        rows = {row for each in opened for row in each.rows[each.num_samples > 0].tolist()}
         fresh = {load.row for load in step.loads}
         assert not rows.intersection(set(step.rows.tolist()) - fresh), "a step is behind one that draws for its row"
         sent = encode(step)
@@ -38,7 +38,7 @@ class DeepExecutor(LocalExecutor):
             started_s = 0.0
 
             @staticmethod
-            def result() -> Drawn:
+            def result() -> Sampled:
                 assert self.waiting.popleft() is sent, "results are asked for in another order"
                 return begun(decode(sent), masks).result()
 

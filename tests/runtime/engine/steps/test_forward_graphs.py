@@ -98,7 +98,7 @@ def test_a_shape_is_recorded_when_it_comes_again(tmp_path: Path, monkeypatch: py
         for _ in range(6):
             engine.step()
         before = engine.stats()
-        engine.add(request("long", [3 + place % 40 for place in range(200)], max_tokens=2))
+        engine.add(request("long", [3 + batch_slot % 40 for batch_slot in range(200)], max_tokens=2))
         answers[mode] = run_to_end(engine)
         if mode == "on":
             chunks = (200 // 4) - 1  # beside two decodes; the last one draws
@@ -123,7 +123,7 @@ def prompts_of_one_shape(engine: Engine, count: int, length: int = 6) -> dict[st
     """One after another, a token each."""
     results: dict[str, Collected] = {}
     for i in range(count):
-        engine.add(request(f"p{i}", [3 + (i + 5 * place) % 40 for place in range(length)], max_tokens=1))
+        engine.add(request(f"p{i}", [3 + (i + 5 * batch_slot) % 40 for batch_slot in range(length)], max_tokens=1))
         while engine.has_work:
             collect(engine.step(), results)
     return results

@@ -33,7 +33,7 @@ def alone(engine: Engine, token_ids: NDArray[np.int32]) -> list[NDArray[Any]]:
     one = np.array([0]), np.array([0]), np.array([len(token_ids)])
     layout = lay_out(token_ids.astype(np.int32), *one, tables, np.empty(0, np.int32))
     batch = layout.batch(model.device, exact=engine.limits.exact)
-    batch.kept_layers = LAYERS
+    batch.auxiliary_layers = LAYERS
     model.forward(batch, KVCache(spec, num_groups * count))
     return [batch.kept[layer].to("cpu").array.astype(np.float32) for layer in LAYERS]
 
@@ -70,7 +70,7 @@ def test_they_are_those_of_the_sequence_alone(name: str, device: str, graphs: st
         seen.clear()
         collect(engine.step(), results)
         for step, sequences in seen:
-            kept = engine.executor.kept_rows
+            kept = engine.executor.auxiliary_hidden_states
             assert kept is not None
             assert kept.number == step.number
             for i, sequence in enumerate(sequences):

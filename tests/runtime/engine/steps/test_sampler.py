@@ -56,7 +56,7 @@ def test_a_block_of_draws_is_each_draw_alone(device: str) -> None:
     each = [slice(i, i + 1) for i in range(len(rows))]
     alone = [ops.sample(on_device[i], sampling.gather(rows[i], positions[i])) for i in each]
     assert together.ok.all()
-    assert together.token_ids.tolist() == [int(drawn.token_ids[0]) for drawn in alone]
+    assert together.token_ids.tolist() == [int(sampled.token_ids[0]) for sampled in alone]
 
 
 def test_no_list_is_copied_for_a_draw() -> None:

@@ -39,7 +39,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def step_of(**fields: Any) -> StepInput:
-    chunk = {"rows": [0, 3], "starts": [0, 7], "counts": [4, 1], "num_draws": [0, 1]}
+    chunk = {"rows": [0, 3], "starts": [0, 7], "counts": [4, 1], "num_samples": [0, 1]}
     arrays = {name: np.array(values, np.int64) for name, values in chunk.items()}
     return StepInput(number=5, token_ids=np.array([1, 2, 3, 4, -1], np.int32), **arrays, **fields)  # type: ignore[arg-type]
 
@@ -53,7 +53,7 @@ def test_round_trip_of_every_field() -> None:
     step = step_of(
         mode="record", loads=[load], swap_out=[(1, 2)], copies=[(3, 4)],
         prompt_logprobs=[PromptLogprobs(1, np.array([5], np.int32), 3)], features=[FeatureSpan(0, 1, 2, 3)],
-        rotary_positions=np.arange(15, dtype=np.int32).reshape(3, 5), uncut_spans=[UncutSpan(0, 2)],
+        rotary_positions=np.arange(15, dtype=np.int32).reshape(3, 5), bidirectional_spans=[UncutSpan(0, 2)],
     )  # fmt: skip
     assert same(step, decode(encode(step)))
 
@@ -123,8 +123,11 @@ def test_steps_that_were_sent_run_the_same() -> None:
     [
         ({"rotary_positions": np.zeros((3, 5), np.int32)}, "rotary_positions: FakeModel takes none"),
         ({"features": [FeatureSpan(0, 0, 0, 2)]}, "features: FakeModel takes none, got 1"),
-        ({"uncut_spans": [UncutSpan(2, 3)]}, "uncut_spans: the 3 tokens from 2 on are not of one chunk"),
-        ({"uncut_spans": [UncutSpan(4, 2)]}, "uncut_spans: the 2 tokens from 4 on"),
+        (
+            {"bidirectional_spans": [UncutSpan(2, 3)]},
+            "bidirectional_spans: the 3 tokens from 2 on are not of one chunk",
+        ),
+        ({"bidirectional_spans": [UncutSpan(4, 2)]}, "bidirectional_spans: the 2 tokens from 4 on"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused(fields: dict[str, Any], message: str) -> None:

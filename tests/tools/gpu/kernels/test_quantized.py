@@ -87,8 +87,8 @@ def test_rows_that_are_rounded_are_compared_so(name: str, use: Any, monkeypatch:
     ))  # fmt: skip
     found = check(the_gpu(), Wanted(name, 80, 128, 328, use))
     assert found["kernels"][0].startswith("rounded_")
-    real = quantized.rounded_rows
-    monkeypatch.setattr(quantized, "rounded_rows", lambda x, weight: real(x, weight) * 0 + x)
+    real = quantized.dynamic_quantisation
+    monkeypatch.setattr(quantized, "dynamic_quantisation", lambda x, weight: real(x, weight) * 0 + x)
     monkeypatch.setattr(quantized, "MOST_RMS", 1.0)
     monkeypatch.setitem(quantized.TOLERANCE, "bf16", 1.0)
     assert check(the_gpu(), Wanted(name, 80, 128, 328, use))["error_rms"] > 2 * found["error_rms"]

@@ -46,7 +46,7 @@ class PagedSidePass:
         num_groups = len(spec.group_kinds)
         self._tables = BlockTables(num_groups, len(lengths), max(num_blocks), size)
         self._rows = np.arange(len(lengths))
-        switch = limits.rotary_switch
+        switch = limits.longrope_threshold
         self._rotary_offsets = np.array([switch if switch and length > switch else 0 for length in lengths], np.int64)
         num_used = 0
         for group in range(num_groups):

@@ -13,14 +13,14 @@ from runtime.sampling_arrays import SamplingArrays
 from runtime.sampling_table import COLUMNS
 from runtime.tensor.tensor import Tensor
 
-DRAWN_BY = [name for name, column in COLUMNS.items() if not column.is_penalty]
+SAMPLED_BY = [name for name, column in COLUMNS.items() if not column.is_penalty]
 """The sampling parameters that a draft follows; penalties and biases are ignored."""
 
 
 def arrays_ahead(sequences: Sequences[Sequence], num_ahead: Sequences[int]) -> SamplingArrays:
     """The parameters of each sequence's sample after so many draft tokens."""
     arrays = SamplingArrays.neutral(len(sequences))
-    for name in DRAWN_BY:
+    for name in SAMPLED_BY:
         values: NDArray[Any] = getattr(arrays, name)
         values[:] = [getattr(sequence.request.params, name) for sequence in sequences]
     arrays.seed[:] = [sequence.request.seed for sequence in sequences]
@@ -29,7 +29,7 @@ def arrays_ahead(sequences: Sequences[Sequence], num_ahead: Sequences[int]) -> S
     return arrays
 
 
-def draw_ahead(logits: Tensor, sequences: Sequences[Sequence], num_ahead: Sequences[int]) -> list[int]:
+def sample_ahead(logits: Tensor, sequences: Sequences[Sequence], num_ahead: Sequences[int]) -> list[int]:
     """The token of each after so many draft tokens, or -1 if there is none. ``logits [n, vocab_size]``."""
     token_ids: list[int] = ops.sample(logits, arrays_ahead(sequences, num_ahead)).token_ids.tolist()
     return token_ids

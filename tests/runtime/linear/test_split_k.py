@@ -1,4 +1,4 @@
-"""Exact products on 1, 2, 4 and 8 ranks have the same bits: K in segments and a tree, as `numba_kernels.segments` says.
+"""Exact products on 1, 2, 4 and 8 ranks have the same bits: K in segments and a tree, as `numba_kernels.split_k` says.
 
 Ranks are emulated: each multiplies its part of the weight with its part of x. On the cpu under the tile in force
 (`tests/numba_kernels/cpu/test_tiles.py` takes others), and on emulated GPUs.
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import segments as gpu_segments
+from numba_kernels.cuda.gemm import split_k as gpu_segments
 from runtime import ops
 from runtime.device.device import Device
 from runtime.errors import InvalidArgumentError
@@ -172,7 +172,7 @@ def test_a_thousand_sizes(kind: str) -> None:
         check_ranks(fuzzed(seed, kind, most_columns=600, most_steps=20))
 
 
-def test_rows_beyond_a_ticket_and_a_launch() -> None:
+def test_rows_beyond_a_work_item_and_a_launch() -> None:
     for m in (130, 1030):
         check_ranks(Map(100, 8 * 16 * 20, m, "float32"))
 

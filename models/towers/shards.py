@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from models.makers.shares import UNIT, Share, share_of_width
-from numba_kernels.segments import SEGMENTS, STEP
+from models.makers.shards import UNIT, Shard, shard_of_width
+from numba_kernels.split_k import SEGMENTS, STEP
 from runtime.linear.options import LoadOptions
 
 
-class TowerShare:
+class TowerShard:
     """A width of which each rank has a part, or all of it.
 
     Attributes:
@@ -23,15 +23,15 @@ class TowerShare:
         outputs, inputs: the cuts of the maps that make it and that read it, or None if they are whole.
     """
 
-    def __init__(self, share: Share, *, is_parted: bool) -> None:
-        self.share = share
+    def __init__(self, shard: Shard, *, is_parted: bool) -> None:
+        self.shard = shard
         self.outputs: Literal["outputs"] | None = "outputs" if is_parted else None
         self.inputs: Literal["inputs"] | None = "inputs" if is_parted else None
 
 
-def share_of_tower(width: int, options: LoadOptions, *, head_dim: int = 1) -> TowerShare:
+def share_of_tower(width: int, options: LoadOptions, *, head_dim: int = 1) -> TowerShard:
     """This rank's part of `width` columns, or of as many heads of so many columns."""
-    whole = TowerShare(Share(width * head_dim, 0, width * head_dim), is_parted=False)
+    whole = TowerShard(Shard(width * head_dim, 0, width * head_dim), is_parted=False)
     columns, ranks = width * head_dim, options.num_ranks
     unit = 1 if options.format is None else options.format.split
     if options.rounding:
@@ -40,11 +40,11 @@ def share_of_tower(width: int, options: LoadOptions, *, head_dim: int = 1) -> To
         step = math.lcm(STEP, unit)
         if width % SEGMENTS or columns % (SEGMENTS * step):
             return whole
-        share = share_of_width(columns, options.rank, ranks, exact=True)
+        shard = shard_of_width(columns, options.rank, ranks, exact=True)
     elif head_dim > 1:
         if width % ranks or columns // ranks % unit:
             return whole
-        share = share_of_width(columns, options.rank, ranks, exact=True)
+        shard = shard_of_width(columns, options.rank, ranks, exact=True)
     else:
         unit = math.lcm(UNIT, unit)
         each, more = divmod(-(-columns // unit), ranks)
@@ -52,6 +52,6 @@ def share_of_tower(width: int, options: LoadOptions, *, head_dim: int = 1) -> To
             return whole
         first = (options.rank * each + min(options.rank, more)) * unit
         end = min(columns, first + (each + (options.rank < more)) * unit)
-        share = Share(columns, first, end - first)
-    assert share is not None, "the width is divided evenly"
-    return TowerShare(share, is_parted=True)
+        shard = Shard(columns, first, end - first)
+    assert shard is not None, "the width is divided evenly"
+    return TowerShard(shard, is_parted=True)

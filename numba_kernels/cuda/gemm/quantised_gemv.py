@@ -1,4 +1,4 @@
-"""Quantised GEMV, one row times a packed weight: `few_rows` for a single row, by `packed_stream`.
+"""Quantised GEMV, one row times a packed weight: `skinny` for a single row, by `packed_stream`.
 
 A block takes up to 64 columns at a time, 16 a team; a team's warps share K (a gated unit has teams of the gate's rows
 and of up's). A block's teams share x, which it brings to shared memory once, so that a block has as many columns as
@@ -140,7 +140,8 @@ def _kernel(weight_name: str, out_dtype: str, activation: str = "", *, has_turns
             turn ^= uint32(1)
 
     return Specialisation(
-        name=f"gemm_packed_row_{weight_name}_{out_dtype}{'_' if is_gated else ''}{activation}{'_turns' * has_turns}",
+        name="_".join(["gemm_quantised_gemv", weight_name, out_dtype + ("_" if is_gated else "") + activation])
+        + "_turns" * has_turns,
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,

@@ -97,7 +97,9 @@ def test_an_answer_depends_on_its_own_length_alone(each_loop: bool, settings: di
 def test_what_was_swapped_out_within_the_switch_is_lost_beyond() -> None:
     """A victim's proposals are accepted after it was swapped out: now its tokens are more than the switch."""
     config = EngineConfig(block_size=8, num_blocks=7, preemption="swap", swap_space_bytes=8)
-    limits = resolve(config, max_position_embeddings=56, bytes_per_block=1, available_bytes=7, rotary_switch=SWITCH)
+    limits = resolve(
+        config, max_position_embeddings=56, bytes_per_block=1, available_bytes=7, longrope_threshold=SWITCH
+    )
     host_pool = HostPool(limits.num_host_blocks)
     pool = BlockPool(limits.num_blocks, limits.block_size, host_pool=host_pool)
     scheduler = Scheduler(limits, pool)
@@ -169,8 +171,8 @@ def test_prefixes_are_found_by_sequences_that_are_rotated_alike() -> None:
 
 
 def test_no_switch_where_no_sequence_is_longer() -> None:
-    assert make_engine(FakeModel(SWITCH), max_model_len=SWITCH).limits.rotary_switch is None
-    assert make_engine(FakeModel(SWITCH), max_model_len=SWITCH + 1).limits.rotary_switch == SWITCH
+    assert make_engine(FakeModel(SWITCH), max_model_len=SWITCH).limits.longrope_threshold is None
+    assert make_engine(FakeModel(SWITCH), max_model_len=SWITCH + 1).limits.longrope_threshold == SWITCH
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +196,7 @@ def test_answers_are_transformers(folder: Path, device: str, settings: dict[str,
 
 def test_logits_beside_the_steps_are_those_of_the_length(folder: Path) -> None:
     engine, model = build_engine(folder, max_model_len=64, block_size=8, seed=0), load_model(folder)
-    assert model.rotary_switch == 16
+    assert model.longrope_threshold == 16
     for length in (15, 16, 17, 40):
         ids = (np.arange(length) * 7 % 60).tolist()
         assert relative_error(engine.logits(ids), logits_of(model, ids)) < 1e-5

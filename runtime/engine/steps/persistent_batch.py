@@ -23,7 +23,7 @@ _MOST_KEPT = 64
 
 
 @dataclass(slots=True)
-class Draws:
+class Samples:
     """The draws of a step.
 
     rows, tokens, positions  of each draw: its row, the token of the step that it follows, and its index in the
@@ -46,7 +46,7 @@ class LaidOut(NamedTuple):
     error."""
 
     layout: StepLayout
-    draws: Draws
+    samples: Samples
     sampling: SamplingArrays
     broken: list[int]
 
@@ -75,7 +75,7 @@ class _Places:
     keeps_outputs: bool
 
 
-class Rows:
+class PersistentBatch:
     """``max_num_seqs`` rows. Belongs to the engine's loop.
 
     Steps of decodes with drafts follow one another with the same rows, and often with as many tokens of each.
@@ -106,7 +106,7 @@ class Rows:
         self.versions = np.zeros(max_num_seqs, np.int64)
         self._kept: dict[bytes, _Places] = {}
         self._kept_version = -1  # when these were made
-        self._kept_rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self._auxiliary_hidden_states: NDArray[np.int64] = np.empty(0, np.int64)
 
     def apply(self, step: StepInput) -> None:
         """Write the step's changes. A row whose parameters cannot be written samples nothing until its next load."""
@@ -135,36 +135,40 @@ class Rows:
 
     def lay_out(self, step: StepInput) -> LaidOut:
         """A step whose rows are loaded. Unchanged arrays of decodes with drafts are the same objects as before."""
-        places = self._kept_places(step) if step.draws_everywhere else self._places_of(step)
-        chunks = places.chunks
+        batch_slots = self._kept_places(step) if step.draws_everywhere else self._places_of(step)
+        chunks = batch_slots.chunks
         positions = chunks.positions(step.starts)
-        outputs = positions.take(places.tokens)
-        outputs += places.outputs
+        outputs = positions.take(batch_slots.tokens)
+        outputs += batch_slots.outputs
         proposals = None
-        if places.counts is not None:  # a draw that is not its chunk's last is compared with the next token
+        if batch_slots.counts is not None:  # a draw that is not its chunk's last is compared with the next token
             following = np.empty_like(step.token_ids)
             following[:-1], following[-1] = step.token_ids[1:], 0
-            proposals = following.take(places.tokens)
-            if places.keeps_outputs:
-                self.sampling.write_outputs(places.rows, outputs, proposals)
-        draws = Draws(places.rows, places.tokens, outputs, places.counts, proposals, self.version)
-        sampling, broken = places.sampling, list[int]()
+            proposals = following.take(batch_slots.tokens)
+            if batch_slots.keeps_outputs:
+                self.sampling.write_outputs(batch_slots.rows, outputs, proposals)
+        samples = Samples(batch_slots.rows, batch_slots.tokens, outputs, batch_slots.counts, proposals, self.version)
+        sampling, broken = batch_slots.sampling, list[int]()
         if sampling is None:
-            sampling, broken = self.sampling.gather_sound(places.rows, outputs)
+            sampling, broken = self.sampling.gather_sound(batch_slots.rows, outputs)
         else:
             sampling.position = outputs.astype(np.int32)
         numbers = {name: values.take(step.rows) for name, values in self.numbers.items()}
         numbers.update(step.numbers)
         token_ids = self.tokens_of(step.token_ids, chunks.token_rows)
-        layout = chunks.layout(token_ids, step.starts, positions, places.rotary, places.indices, self.tables, numbers)
-        return LaidOut(layout, draws, sampling, broken)
+        layout = chunks.layout(
+            token_ids, step.starts, positions, batch_slots.rotary, batch_slots.indices, self.tables, numbers
+        )
+        return LaidOut(layout, samples, sampling, broken)
 
     def _kept_places(self, step: StepInput) -> _Places:
-        is_known = step.rows is self._kept_rows or np.array_equal(step.rows, self._kept_rows)
+        is_known = step.rows is self._auxiliary_hidden_states or np.array_equal(
+            step.rows, self._auxiliary_hidden_states
+        )
         if self._kept_version != self.version or not is_known:
             self._kept.clear()
             self._kept_version = self.version
-        self._kept_rows = step.rows
+        self._auxiliary_hidden_states = step.rows
         key = step.counts.tobytes()
         found = self._kept.get(key)
         if found is None:
@@ -177,15 +181,17 @@ class Rows:
 
     def _places_of(self, step: StepInput) -> _Places:
         chunks = Chunks.of_rows(step.rows, step.counts, step.num_tokens, self.tables)
-        drawing, counts = step.num_draws.nonzero()[0], None
+        sampling_sequences, counts = step.num_samples.nonzero()[0], None
         ahead: NDArray[Any] | int = 0
-        if largest(step.num_draws) > 1:
-            num_draws = step.num_draws[drawing]
-            counts = num_draws.tolist()
-            drawing = np.repeat(drawing, num_draws)
-            ahead = np.repeat(np.cumsum(num_draws), num_draws) - 1 - np.arange(len(drawing))  # draws after it
-        rows = step.rows[drawing]
-        tokens = chunks.query_start.astype(np.int64)[1:].take(drawing) - 1 - ahead
+        if largest(step.num_samples) > 1:
+            num_samples = step.num_samples[sampling_sequences]
+            counts = num_samples.tolist()
+            sampling_sequences = np.repeat(sampling_sequences, num_samples)
+            ahead = (
+                np.repeat(np.cumsum(num_samples), num_samples) - 1 - np.arange(len(sampling_sequences))
+            )  # draws after it
+        rows = step.rows[sampling_sequences]
+        tokens = chunks.query_start.astype(np.int64)[1:].take(sampling_sequences) - 1 - ahead
         return _Places(
             chunks,
             chunks.by_token(self.rotary_offsets[step.rows]) if self.has_offsets else None,

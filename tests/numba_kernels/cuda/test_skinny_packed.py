@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import few_rows, few_rows_shape
+from numba_kernels.cuda.gemm import skinny, skinny_shape
 from numba_kernels.cuda.packing import PACKINGS
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 from tests.numba_kernels.cuda.packed_cases import packed_matrix
@@ -48,7 +48,7 @@ def product(
     is_aligned=True,
     plan=None,
 ):
-    """(what a device gives, what it should, by how much it may be off). One row goes to `packed_row` where it may.
+    """(what a device gives, what it should, by how much it may be off). One row goes to `quantised_gemv` where it may.
     `plan`: what makes the launch of a product and a machine, in place of `gemm.plan`."""
     m, n, k = sizes
     rng = np.random.default_rng([m, n, k])
@@ -62,8 +62,8 @@ def product(
     epilogue = gemm.Epilogue(has_residual=residual, is_aligned=is_aligned, activation=activation)
     asked = gemm.Product(m, n, k, dtype, name, out_dtype, epilogue)
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms)
-    if m == 1 and gemm.can_read(asked, machine, "packed_row"):
-        tier = "packed_row"
+    if m == 1 and gemm.can_read(asked, machine, "quantised_gemv"):
+        tier = "quantised_gemv"
     assert gemm.can_read(asked, machine, tier)
     launch = gemm.plan(asked, machine, tier) if plan is None else plan(asked, machine)
     assert launch is not None
@@ -151,16 +151,16 @@ def test_exact_rows_are_the_same_in_any_company(gpu):
 def test_blocks_that_share_k_change_no_bit(gpu, monkeypatch, name, sizes, activation):
     """Of 1 to 8 blocks of a cluster, as many as have a stream each."""
     found, launched = [], []
-    monkeypatch.setattr(few_rows, "seconds", lambda *_: 0.0)
+    monkeypatch.setattr(skinny, "seconds", lambda *_: 0.0)
     for num_blocks in (1, 2, 4, 8):
 
         def plan(asked, machine, most=num_blocks):
-            shape = max(few_rows_shape.shapes(asked, machine), key=lambda shape: shape.row_tiles)
+            shape = max(skinny_shape.shapes(asked, machine), key=lambda shape: shape.row_tiles)
             shape = dataclasses.replace(shape, num_blocks=min(most, shape.num_streams))
-            launched.append(few_rows.plan_shape(asked, machine, shape))
+            launched.append(skinny.plan_shape(asked, machine, shape))
             return launched[-1]
 
-        monkeypatch.setattr(few_rows, "plan", plan)
+        monkeypatch.setattr(skinny, "plan", plan)
         found.append(product(gpu, name, "bf16", sizes, activation=activation, bias=not activation))
     got, expected, bound = found[0]
     assert (np.abs(got - expected) <= bound).all()
@@ -174,8 +174,8 @@ def test_blocks_that_share_k_change_no_bit(gpu, monkeypatch, name, sizes, activa
 )
 def test_blocks_have_fewer_rows_where_a_kernel_spills(arch, m, row_blocks, rows):
     epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
-    launch = few_rows.plan(gemm.Product(m, 8192, 8192, "bf16", "u4_g32", epilogue=epilogue), gemm.machine_of(arch))
-    assert (launch.grid[1], launch.specialisation.name) == (row_blocks, f"gemm_few_rows_u4_g32_bf16_bf16_{rows}_c")
+    launch = skinny.plan(gemm.Product(m, 8192, 8192, "bf16", "u4_g32", epilogue=epilogue), gemm.machine_of(arch))
+    assert (launch.grid[1], launch.specialisation.name) == (row_blocks, f"gemm_skinny_u4_g32_bf16_bf16_{rows}_c")
 
 
 def test_clusters_are_those_that_run_at_once():
@@ -183,7 +183,7 @@ def test_clusters_are_those_that_run_at_once():
     product = gemm.Product(64, 8192, 8192, "bf16", "u4_g128", epilogue=gemm.Epilogue(has_residual=False))
     for fours, most in ((30, 2), (33, 4)):
         machine = gemm.machine_of("sm_90a", 132, ((2, 66), (4, fours), (8, 14)))
-        for shape in few_rows_shape.shapes(product, machine):
+        for shape in skinny_shape.shapes(product, machine):
             assert 1 < shape.num_blocks <= most
             assert shape.rounds(product, machine) == -(-shape.row_blocks(product) * 128 // 132)
 
@@ -193,8 +193,8 @@ def test_shared_memory_of_every_shape_fits_the_smallest_gpu(arch):
     for m in (1, 17, 64, 128, 300):
         for n, k in ((64, 4096), (4096, 12288), (8192, 8192)):
             product = gemm.Product(m, n, k, "bf16", "u4_g32", epilogue=gemm.Epilogue(has_residual=False))
-            for shape in few_rows_shape.shapes(product, gemm.machine_of(arch)):
-                assert few_rows.plan_shape(product, gemm.machine_of(arch), shape).shared_bytes <= 99 << 10
+            for shape in skinny_shape.shapes(product, gemm.machine_of(arch)):
+                assert skinny.plan_shape(product, gemm.machine_of(arch), shape).shared_bytes <= 99 << 10
 
 
 def test_what_is_refused():

@@ -1,4 +1,4 @@
-"""K in segments (split-K): the bounds of each, and the sums of all in one tree (`numba_kernels.segments`).
+"""K in segments (split-K): the bounds of each, and the sums of all in one tree (`numba_kernels.split_k`).
 
 A tier computes the segments of an exact product as if each were a product of its own: the grid's y counts them, and
 their sums go to device memory, float32 ``[segments, m, n]``. A second launch adds them in pairs, adds bias and residual
@@ -24,7 +24,7 @@ from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import warp_sum
 from numba_kernels.cuda.specialisation import Launch, Specialisation
-from numba_kernels.segments import SEGMENTS, STEP
+from numba_kernels.split_k import SEGMENTS, STEP
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 

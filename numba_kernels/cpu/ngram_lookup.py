@@ -85,12 +85,12 @@ def _find(text, ending, length, least):
 
 
 @functools.cache
-def repeats_kernel() -> Kernel:
+def ngram_lookup_kernel() -> Kernel:
     """Finds the end of the text ``ending`` in ``first``, and in ``second`` (0 for none) if that may match longer.
     ``answer [IDS + room]`` int32 gets the tokens that follow there, up to a break; past the text's end they repeat.
-    Updates the texts' indices first. Status 1: the first's table is full; 2: the second's. One ticket."""
+    Updates the texts' indices first. Status 1: the first's table is full; 2: the second's. One work item."""
 
-    def repeats(arguments, ticket):
+    def ngram_lookup(arguments, work_item):
         a = carray(arguments, 1)[0]
         text = int64_at(a.ending, TEXT_WORDS)
         first = int64_at(a.first, TEXT_WORDS)
@@ -124,4 +124,4 @@ def repeats_kernel() -> Kernel:
             answer[COUNT] = i + 1
             place = place + 1 if place + 1 < found[END] else where
 
-    return Kernel(repeats, FIELDS)
+    return Kernel(ngram_lookup, FIELDS)

@@ -10,16 +10,16 @@ groups of quantised matrices, and tiles of kernels, are whole then."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Shard:
     """`count` of `whole`, from `first` on."""
 
     whole: int
     first: int
     count: int
 
-    def times(self, factor: int) -> Share:
+    def times(self, factor: int) -> Shard:
         """The share of a width `factor` times as wide, such as heads' elements."""
-        return Share(self.whole * factor, self.first * factor, self.count * factor)
+        return Shard(self.whole * factor, self.first * factor, self.count * factor)
 
     @property
     def is_part(self) -> bool:
@@ -27,28 +27,28 @@ class Share:
         return self.count < self.whole
 
 
-def equal_share(count: int, rank: int, num_ranks: int) -> Share:
+def equal_shard(count: int, rank: int, num_ranks: int) -> Shard:
     """A rank's share, equal for all ranks."""
-    return Share(count * num_ranks, count * rank, count)
+    return Shard(count * num_ranks, count * rank, count)
 
 
-def share_of_width(width: int, rank: int, num_ranks: int, *, exact: bool) -> Share | None:
+def shard_of_width(width: int, rank: int, num_ranks: int, *, exact: bool) -> Shard | None:
     """A rank's share of columns: equal where that is at multiples of `UNIT`, or asked for by `exact`; else the first
     ranks may have a unit more. None if there are too few columns or, with `exact`, shares cannot be equal."""
     is_even = width % num_ranks == 0
     if is_even and (exact or width // num_ranks % UNIT == 0):
-        return equal_share(width // num_ranks, rank, num_ranks)
+        return equal_shard(width // num_ranks, rank, num_ranks)
     if exact or width < num_ranks:
         return None
     unit = UNIT if width % UNIT == 0 and width >= UNIT * num_ranks else 1
     each, more = divmod(width // unit, num_ranks)
     first = rank * each + min(rank, more)
-    return Share(width, first * unit, (each + (rank < more)) * unit)
+    return Shard(width, first * unit, (each + (rank < more)) * unit)
 
 
-def share_of_heads(num_heads: int, rank: int, num_ranks: int) -> Share | None:
+def shard_of_heads(num_heads: int, rank: int, num_ranks: int) -> Shard | None:
     """A rank's KV heads: its part of them, or, if they are fewer than ranks, the one that it has with others. None if
     neither divides the other."""
     if num_heads % num_ranks == 0:
-        return equal_share(num_heads // num_ranks, rank, num_ranks)
-    return None if num_ranks % num_heads else Share(num_heads, rank * num_heads // num_ranks, 1)
+        return equal_shard(num_heads // num_ranks, rank, num_ranks)
+    return None if num_ranks % num_heads else Shard(num_heads, rank * num_heads // num_ranks, 1)

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from server.config import ServerConfig
+from server.transport.admission import PER_TICK, TICK_S, Turns
 from server.transport.protocol import RESERVED_CONNECTIONS
-from server.transport.turns import PER_TICK, TICK_S, Turns
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import TIMEOUT_S

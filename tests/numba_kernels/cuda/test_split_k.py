@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import segments, tensor_core
+from numba_kernels.cuda.gemm import split_k, tensor_core
 from tests.numba_kernels.cuda.gemm_cases import case, plan
 from tests.numba_kernels.cuda.harness import assert_equal, both_archs, empty, get, numpy_dtype, put
 
@@ -54,7 +54,7 @@ def test_all_tiles_give_the_same_segments(gpu, tile):
     assert_equal(found[1], found[0])
 
 
-@pytest.mark.parametrize("count", segments.NUM_SUMS)
+@pytest.mark.parametrize("count", split_k.NUM_SUMS)
 @pytest.mark.parametrize("out_dtype", ["f32", "bf16"])
 def test_the_tree(gpu, count, out_dtype):
     """Quads and single elements, with bias and residual and without; the residual may be the result."""
@@ -70,18 +70,18 @@ def test_the_tree(gpu, count, out_dtype):
         total = total + residual.astype(np.float32) if has_residual else total
         held = [put(gpu, sums), put(gpu, bias), put(gpu, residual)]
         addresses = [held[0].address, held[1].address if has_bias else 0, held[2].address if has_residual else 0]
-        launch = segments.plan_add(count, m, n, out_dtype)
+        launch = split_k.plan_add(count, m, n, out_dtype)
         gpu.launch(launch, *addresses, held[2].address, m, n, 0)
         assert_equal(get(gpu, held[2], (m, n), out_dtype), total.astype(numpy_dtype(out_dtype)))
 
 
 def test_rows_at_a_time_fill_the_workspace_and_not_more():
-    assert segments.most_rows(8, 4096) * 8 * 4096 * 4 == segments.WORKSPACE_BYTES
-    assert segments.most_rows(8, 100_000) == segments.LEAST_ROWS
-    assert segments.most_rows(8, 1) > 100_000
+    assert split_k.most_rows(8, 4096) * 8 * 4096 * 4 == split_k.WORKSPACE_BYTES
+    assert split_k.most_rows(8, 100_000) == split_k.LEAST_ROWS
+    assert split_k.most_rows(8, 1) > 100_000
 
 
-def test_few_rows_fill_a_gpu():
+def test_skinny_fill_a_gpu():
     launch = plan("auto", 1, 4096, 4096, "bf16", "f32", exact=True, has_residual=False, num_segments=8)
     assert launch.grid == (64, 8, 1)
     assert plan("hopper", 512, 4096, 4096, "bf16", "f32", exact=True, has_residual=False, num_segments=8, arch="sm_90a"

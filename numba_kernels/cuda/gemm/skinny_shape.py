@@ -1,4 +1,4 @@
-"""The blocks of a product of few rows (`few_rows.py`): their number, shapes, a model of their time, and the order of
+"""The blocks of a product of few rows (`skinny.py`): their number, shapes, a model of their time, and the order of
 the factors in `mma.sync`.
 
 A block has 16, 32 or 64 rows of x, and 8 warps. A packed weight leaves a choice of rows: blocks of fewer rows are more
@@ -222,7 +222,7 @@ def seconds_of(product: Product, machine: Machine, shape: Shape) -> float:
     least = _least_s(product, machine, shape)
     if packing_of(product.weight) is None:
         return least
-    # One row is compared with `packed_row`, whose model has no launch.
+    # One row is compared with `quantised_gemv`, whose model has no launch.
     return _walk_s(product, machine, shape, least) if product.m <= 16 else alone_s(product, machine, shape)
 
 

@@ -5,14 +5,14 @@ Against `tensor_core` it changes
 
 - the weight's tile: it comes to shared memory as it is packed, followed by its groups' scales and offsets. A lane's 16
   bytes are its own factors, 4 or 2 steps of 32 of K, so that it is read without `ldmatrix` or a swizzle;
-- the order of K: lane t has elements 8t to 8t + 7 of a step (`few_rows.py`), and reads x so, 16 bytes at a time. Chunks
+- the order of K: lane t has elements 8t to 8t + 7 of a step (`skinny.py`), and reads x so, 16 bytes at a time. Chunks
   of odd rows are exchanged by fours, which keeps lanes out of each other's banks;
 - between: a warp unpacks 16 columns of a step into 8 registers, and multiplies them by its 64 rows:
   some 14 instructions beside 8 `mma.sync`;
 - the way out: the weight's rows have scales.
 
-Against `few_rows`, whose blocks have 64 rows and 32 or 64 columns, half of x and of the weight is read; against a
-matrix that is written out first, it saves 4 bytes an element, and that memory.
+Against `skinny`, whose blocks have 64 rows and 32 or 64 columns, half of x and of the weight is read; against a
+matrix that is dequantised first, it saves 4 bytes an element, and that memory.
 
 Each sum runs over K from first to last. All of K is one block's.
 """
@@ -48,8 +48,8 @@ WARPS_N = BLOCK_N // WARP_N
 TILE_COLUMNS = 16  # of the output, that share a load of scales
 _EFFICIENCY = 0.85  # of the tensor cores' rate; estimated, but for
 _HOPPER_EFFICIENCY, _HOPPER_ENDS_S = 0.39, 12e-6
-"""195 to 237 TFLOP/s are what a H200 had of mixtures' prompts in these tiles; the ends are those of `byte_tiles`."""
-_MIN_ROWS = 65  # fewer stream (`few_rows`)
+"""195 to 237 TFLOP/s are what a H200 had of mixtures' prompts in these tiles; the ends are those of `w8a8`."""
+_MIN_ROWS = 65  # fewer stream (`skinny`)
 
 
 def _group_bytes(packing: Packing, dtype: str) -> tuple[int, int]:
@@ -404,7 +404,7 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
         )  # fmt: skip
 
     return Specialisation(
-        name=f"gemm_packed_tiles_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
+        name=f"gemm_mixed_input_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=num_threads(),

@@ -74,7 +74,7 @@ def test_static_scales(kind: NumberKind, arch: str, launched: list[cuda_plans.Pl
     added = 2.0**-16 if Gpu.of(device).driver.is_emulated or kind != "fp8" else CUT
     assert (np.abs(got - expected)[finite] <= (2.0**-8 * np.abs(expected) + added * sizes)[finite]).all()
     assert [each.rounding.specialisation.name for each in launched if each.rounding is not None] == [
-        f"rounded_rows_{'e4m3' if kind == 'fp8' else 's8'}_static_bf16"
+        f"dynamic_quantisation_{'e4m3' if kind == 'fp8' else 's8'}_static_bf16"
     ]
 
 
@@ -126,5 +126,5 @@ def test_products_of_blocks(launched: list[cuda_plans.Planned]) -> None:
     plain, gated_too = "gemm_hopper_bytes_e4m3_g128_bf16_bf16", "gemm_hopper_bytes_e4m3_g128_bf16_bf16_silu"
     roundings = [each.rounding.specialisation.name for each in launched if each.rounding is not None]
     assert [each.launch.specialisation.name for each in launched] == [plain, gated_too, plain, plain, gated_too]
-    apart, at_once = "rounded_rows_e4m3_g128_bf16", "rounded_norm_e4m3_groups_bf16"
+    apart, at_once = "dynamic_quantisation_e4m3_g128_bf16", "rounded_norm_e4m3_groups_bf16"
     assert roundings == [apart, apart, at_once, apart, at_once]

@@ -1,4 +1,4 @@
-"""Rows of x rounded to int8 or e4m3, each by its own largest magnitude, for products of bytes (`gemm/byte_tiles.py`).
+"""Rows of x rounded to int8 or e4m3, each by its own largest magnitude, for products of bytes (`gemm/w8a8.py`).
 
     scales[r] = max |x[r]| / 127 or 448     float32 [8 ceil(m / 8)]
     codes     = round(x[r] / scales[r])     int8 or e4m3, in a packed weight's order: [ceil(m / 8), slots, 32 lanes, 16]
@@ -147,7 +147,7 @@ def _kernel(dtype: str, element: str) -> Specialisation:
             chunk = uint32(chunk + uint32(32))
 
     return Specialisation(
-        name=f"rounded_rows_{element}_{dtype}",
+        name=f"dynamic_quantisation_{element}_{dtype}",
         kernel=cuda.jit(round_rows),
         argument_types=(types.uint64,) * 3 + (types.uint32,) * 2,
         max_threads=32 * TILE_ROWS,
@@ -191,7 +191,7 @@ def _static_kernel(dtype: str, element: str) -> Specialisation:
             memory.store_f32(scales + uint64(row) * uint64(4), scale)
 
     return Specialisation(
-        name=f"rounded_rows_{element}_static_{dtype}",
+        name=f"dynamic_quantisation_{element}_static_{dtype}",
         kernel=cuda.jit(round_rows),
         argument_types=(types.uint64,) * 3 + (types.uint32,) * 2 + (types.float32,) * 2,
         max_threads=32 * TILE_ROWS,
@@ -240,7 +240,7 @@ def _grouped_kernel(dtype: str) -> Specialisation:
             first = uint32(first + uint32(32))
 
     return Specialisation(
-        name=f"rounded_rows_e4m3_g{GROUP}_{dtype}",
+        name=f"dynamic_quantisation_e4m3_g{GROUP}_{dtype}",
         kernel=cuda.jit(round_rows),
         argument_types=(types.uint64,) * 3 + (types.uint32,) * 2,
         max_threads=32 * TILE_ROWS,

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import packed_tiles
+from numba_kernels.cuda.gemm import mixed_input
 from numba_kernels.cuda.packing import PACKINGS
 from numba_kernels.cuda.specialisation import Launch
 from tests.numba_kernels.cuda.packed_cases import check_squares
-from tests.numba_kernels.cuda.test_few_rows_packed import product
+from tests.numba_kernels.cuda.test_skinny_packed import product
 
 pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b", "e2m1_g16_e4m3", "u4_g32")
 
@@ -33,7 +33,7 @@ SWEEP = [
 )  # fmt: skip
 def test_equals_float64(gpu, name, dtype, sizes):
     got, expected, bound = product(
-        gpu, name, dtype, sizes, bias=sizes[1] != 40, residual=sizes[1] != 33, tier="packed_tiles"
+        gpu, name, dtype, sizes, bias=sizes[1] != 40, residual=sizes[1] != 33, tier="mixed_input"
     )
     assert (np.abs(got - expected) <= bound).all(), (np.abs(got - expected) / bound).max()
     assert np.abs(expected).max() > 50 * np.median(bound)  # so that the bound tells
@@ -44,18 +44,18 @@ def test_equals_float64(gpu, name, dtype, sizes):
     [("u4_g32", (33, 80, 328)), pytest.param("u8", (140, 112, 136), marks=pytest.mark.exhaustive)],
 )
 def test_gated_units(gpu, name, sizes):
-    got, expected, bound = product(gpu, name, "bf16", sizes, activation="silu", tier="packed_tiles")
+    got, expected, bound = product(gpu, name, "bf16", sizes, activation="silu", tier="mixed_input")
     assert (np.abs(got - expected) <= bound).all(), (np.abs(got - expected) / bound).max()
 
 
 @pytest.mark.exhaustive
 def test_squares_are_left_for_the_norm_behind(gpu):
     def plan(asked: gemm.Product, machine: gemm.Machine) -> Launch:
-        launch = gemm.plan(asked, machine, "packed_tiles")
+        launch = gemm.plan(asked, machine, "mixed_input")
         assert launch is not None
         return launch
 
-    check_squares(gpu, plan, 136, packed_tiles.WARP_N)
+    check_squares(gpu, plan, 136, mixed_input.WARP_N)
 
 
 def test_it_is_chosen_for_many_rows_and_never_for_exact_ones():
@@ -63,12 +63,12 @@ def test_it_is_chosen_for_many_rows_and_never_for_exact_ones():
         asked = gemm.Product(m, 4096, 4096, "bf16", "u4_g128", epilogue=gemm.Epilogue(is_aligned=True), exact=exact)
         return gemm.choose(asked.deciding if exact else asked, gemm.machine_of("sm_80", 108))
 
-    assert [chosen(m) for m in (1, 64, 512, 4096)] == ["packed_row", "few_rows", "packed_tiles", "packed_tiles"]
-    assert chosen(4096, exact=True) == "few_rows"
+    assert [chosen(m) for m in (1, 64, 512, 4096)] == ["quantised_gemv", "skinny", "mixed_input", "mixed_input"]
+    assert chosen(4096, exact=True) == "skinny"
 
 
 def test_what_is_refused():
     for options in ({"x": "f32"}, {"k": 9}, {"num_segments": 8, "out": "f32"}, {"weight": "bf16"}):
         options = {"m": 2, "n": 8, "k": 8, "x": "bf16", "weight": "u8", **options}
         options["epilogue"] = gemm.Epilogue(has_residual=False)
-        assert packed_tiles.why_not(gemm.Product(**options), gemm.machine_of("sm_90a"))
+        assert mixed_input.why_not(gemm.Product(**options), gemm.machine_of("sm_90a"))

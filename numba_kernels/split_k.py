@@ -1,4 +1,4 @@
-"""The order in which exact mode adds up a product over K, so that ranks can add the same numbers in the same order.
+"""Fixed-order split-K: exact mode adds up a product over K in an order that ranks can follow.
 
 A matrix ``[N, K]`` that is split over its inputs is multiplied by several ranks, each with K / ranks of them, and the
 ranks' results are added. The bits of a float32 sum depend on its order, so exact mode fixes one that 1, 2, 4 and 8

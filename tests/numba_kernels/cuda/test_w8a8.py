@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from numba_kernels.cuda import gemm, rounded_rows
-from numba_kernels.cuda.gemm import byte_tiles
+from numba_kernels.cuda import dynamic_quantisation, gemm
+from numba_kernels.cuda.gemm import w8a8
 from numba_kernels.cuda.packing import Packing, arrange
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 from tests.numba_kernels.cuda.packed_cases import packed_matrix, rounded_e4m3
@@ -25,9 +25,9 @@ SHAPES = [
 
 def rounded(gpu, x: np.ndarray, dtype: str):
     """(memory, address of the scales, codes [m, K], scales [m]) of x on the device."""
-    (m, k), (first, size) = x.shape, rounded_rows.sections(*x.shape)
+    (m, k), (first, size) = x.shape, dynamic_quantisation.sections(*x.shape)
     memory, source = empty(gpu, (size,), "u8"), put(gpu, x)
-    gpu.launch(rounded_rows.plan(m, k, dtype), source.address, memory.address, memory.address + first, m, k)
+    gpu.launch(dynamic_quantisation.plan(m, k, dtype), source.address, memory.address, memory.address + first, m, k)
     held = get(gpu, memory, (size,), "u8")
     tiles, slots = -(-m // 8), -(-k // 64)
     lanes = held[:first].view(np.int8).reshape(tiles, slots, 8, 4, 2, 8)[..., [0, 2, 1, 3, 4, 6, 5, 7]]
@@ -70,11 +70,9 @@ def test_sums_of_integers_are_exact(gpu, m, n, k, dtype, activation):
         m, n, k, dtype, "u8", "f32" if not activation else dtype,
         gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation),
     )  # fmt: skip
-    assert not byte_tiles.why_not(asked, gemm.machine_of(gpu.arch))
+    assert not w8a8.why_not(asked, gemm.machine_of(gpu.arch))
     held, out = put(gpu, block), empty(gpu, (m, n), asked.out)
-    gpu.launch(
-        byte_tiles.plan(asked), memory.address, held.address, 0, 0, out.address, m, n, k, 0, scales_at, 0, 0.0, 0
-    )
+    gpu.launch(w8a8.plan(asked), memory.address, held.address, 0, 0, out.address, m, n, k, 0, scales_at, 0, 0.0, 0)
     sums = codes[:m, :k].astype(np.int64) @ (weight.astype(np.int64) - 128).T
     values = sums.astype(np.float32) * row_scales * scales[:m, None]
     got = get(gpu, out, (m, n), asked.out)
@@ -89,13 +87,13 @@ def test_sums_of_integers_are_exact(gpu, m, n, k, dtype, activation):
 def test_what_is_refused():
     plain = {"m": 70, "n": 8, "k": 8, "x": "bf16", "weight": "u8", "epilogue": gemm.Epilogue(has_residual=False)}
     machine = gemm.machine_of("sm_80")
-    assert not byte_tiles.why_not(gemm.Product(**plain), machine)
+    assert not w8a8.why_not(gemm.Product(**plain), machine)
     for name in ("e4m3", "e4m3_g128"):
         product = gemm.Product(**plain | {"weight": name})
-        able = [arch for arch in ARCHS if not byte_tiles.why_not(product, gemm.machine_of(arch))]
+        able = [arch for arch in ARCHS if not w8a8.why_not(product, gemm.machine_of(arch))]
         assert able == ["sm_89", "sm_120a"]
     for other in ({"x": "f32"}, {"k": 9}, {"k": 1 << 18}, {"exact": True}, {"weight": "u8_g128"}):
-        assert byte_tiles.why_not(gemm.Product(**plain | other), machine), other
+        assert w8a8.why_not(gemm.Product(**plain | other), machine), other
 
 
 @pytest.mark.parametrize(
@@ -131,11 +129,9 @@ def test_products_of_e4m3(gpu, name, m, n, k, activation):
         m, n, k, "bf16", name, "" if activation else "f32",
         gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation),
     )  # fmt: skip
-    assert not byte_tiles.why_not(asked, gemm.machine_of(gpu.arch))
+    assert not w8a8.why_not(asked, gemm.machine_of(gpu.arch))
     held, out = put(gpu, matrix.block), empty(gpu, (m, n), asked.out)
-    gpu.launch(
-        byte_tiles.plan(asked), memory.address, held.address, 0, 0, out.address, m, n, k, 0, scales_at, 0, 0.0, 0
-    )
+    gpu.launch(w8a8.plan(asked), memory.address, held.address, 0, 0, out.address, m, n, k, 0, scales_at, 0, 0.0, 0)
     used = given.astype(np.float64) * scales.astype(np.float64).repeat(group, axis=1)[:, :k]
     exact = used @ matrix.values.T
     bound = 2 * (k + 4) * 2.0**-24 * (np.abs(used) @ np.abs(matrix.values).T)

@@ -12,77 +12,77 @@ from runtime import ops
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeRun
 from runtime.engine.steps.executor import DrawMasks, Model
-from runtime.engine.steps.inputs import read_drawn
+from runtime.engine.steps.inputs import read_sampled
 from runtime.engine.steps.layout import largest
+from runtime.engine.steps.persistent_batch import LaidOut, PersistentBatch
+from runtime.engine.steps.pooling_pass import slices
 from runtime.engine.steps.recorder import Computed
-from runtime.engine.steps.rows import LaidOut, Rows
 from runtime.engine.steps.sampler import token_logprobs
-from runtime.engine.steps.side_pass import slices
-from runtime.engine.steps.step_input import Drawn, PromptLogprobs, StepInput
+from runtime.engine.steps.step_input import PromptLogprobs, Sampled, StepInput
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 
-class DrawResults:
+class SamplingResults:
     """Samples for the rows of an executor, over the vocabulary of its model."""
 
-    def __init__(self, model: Model, rows: Rows, vocab_size: int) -> None:
+    def __init__(self, model: Model, rows: PersistentBatch, vocab_size: int) -> None:
         self._model = model
         self._rows = rows
         self._vocab_size = vocab_size
 
-    def draw(
+    def sample(
         self,
         wanted_of_prompts: list[PromptLogprobs],
         laid_out: LaidOut,
         masks: DrawMasks | None,
         proposed: Sequence[NDArray[np.float32] | None] | None,
         computed: Computed,
-    ) -> Drawn:
+    ) -> Sampled:
         """Sample from the logits that the model computed.
 
         laid_out  its broken draws are not valid
         proposed  distributions of the draft tokens, by chunk; with None they are accepted if they equal the sample
         """
-        logits, (_, draws, arrays, broken) = computed.logits, laid_out
+        logits, (_, samples, arrays, broken) = computed.logits, laid_out
         prompt_logprobs = [self._prompt_logprobs(computed.hidden, wanted) for wanted in wanted_of_prompts]
         if logits is None:
-            return Drawn(prompt_logprobs=prompt_logprobs)
+            return Sampled(prompt_logprobs=prompt_logprobs)
         failed: list[int] = []
         if masks is not None:
-            places, words, failed = masks.wait()
+            batch_slots, words, failed = masks.wait()
             assert arrays.allowed_mask is not None, "rows with masks were loaded so"
-            arrays.allowed_mask[places] &= words[:, : arrays.allowed_mask.shape[1]]
-        if computed.drawn is not None:
-            token_ids, is_valid = read_drawn(computed.drawn, len(draws.rows))
+            arrays.allowed_mask[batch_slots] &= words[:, : arrays.allowed_mask.shape[1]]
+        if computed.sampled is not None:
+            token_ids, is_valid = read_sampled(computed.sampled, len(samples.rows))
         else:
             token_ids, is_valid = ops.sample(logits, arrays)
-        if proposed is not None and draws.proposals is not None and draws.counts is not None:
+        if proposed is not None and samples.proposals is not None and samples.counts is not None:
             token_ids, is_valid = token_ids.copy(), is_valid.copy()
-            reject(logits, arrays, draws.counts, draws.proposals, proposed, token_ids, is_valid)
+            reject(logits, arrays, samples.counts, samples.proposals, proposed, token_ids, is_valid)
         if failed or broken:
             is_valid[[*failed, *broken]] = False
-        logprobs = self._logprobs(draws.rows, token_ids, is_valid, logits)
-        drawn = Drawn(
+        logprobs = self._logprobs(samples.rows, token_ids, is_valid, logits)
+        sampled = Sampled(
             token_ids=token_ids.tolist(),
             is_valid=is_valid.tolist(),
-            counts=draws.counts,
+            counts=samples.counts,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             broken=broken,
         )
-        rows, positions = draws.rows, draws.positions
-        if draws.proposals is not None:
-            drawn, kept = _accepted(drawn, draws.proposals.tolist())
+        rows, positions = samples.rows, samples.positions
+        if samples.proposals is not None:
+            sampled, kept = _accepted(sampled, samples.proposals.tolist())
             rows, positions, token_ids = rows[kept], positions[kept], token_ids[kept]
         self._rows.note(rows, token_ids)
         if np.count_nonzero(self._rows.sampling.keeps_outputs[rows]):
-            self._rows.note_outputs(rows, positions, token_ids, draws.version)
-        return drawn
+            self._rows.note_outputs(rows, positions, token_ids, samples.version)
+        return sampled
 
     def of_graph(
         self, step: StepInput, run: DecodeRun, token_ids: NDArray[np.int32], is_valid: NDArray[np.bool_], version: int
-    ) -> Drawn:
+    ) -> Sampled:
         """The samples of a decode graph. ``version``: the rows', when the step began."""
         rows = self._rows
         rows.note(step.rows, token_ids)
@@ -91,8 +91,8 @@ class DrawResults:
             rows.note_outputs(step.rows, positions, token_ids, version)
         logprobs = None
         if run.logits is not None:
-            logprobs = self._logprobs(step.rows, token_ids, is_valid, run.logits, run.places)
-        return Drawn(token_ids=token_ids.tolist(), is_valid=is_valid.tolist(), logprobs=logprobs)
+            logprobs = self._logprobs(step.rows, token_ids, is_valid, run.logits, run.batch_slots)
+        return Sampled(token_ids=token_ids.tolist(), is_valid=is_valid.tolist(), logprobs=logprobs)
 
     def _logprobs(
         self,
@@ -100,7 +100,7 @@ class DrawResults:
         token_ids: NDArray[np.int32],
         is_valid: NDArray[np.bool_],
         logits: Tensor,
-        places: NDArray[np.intp] | None = None,
+        batch_slots: NDArray[np.intp] | None = None,
     ) -> list[TokenLogprobs | None] | None:
         """``rows``: of each draw; ``places``: the draws' rows of the logits, or None if these are all, in order."""
         counts = self._rows.sampling.num_alternatives[rows]
@@ -109,8 +109,8 @@ class DrawResults:
         wanted = np.flatnonzero((counts >= 0) & is_valid)
         if not wanted.size:
             return None
-        if places is not None or len(wanted) < len(counts):
-            indices = wanted if places is None else places[wanted]
+        if batch_slots is not None or len(wanted) < len(counts):
+            indices = wanted if batch_slots is None else batch_slots[wanted]
             logits = ops.gather_rows(logits, Tensor.from_numpy(indices.astype(np.int32)).to(logits.device))
         found = token_logprobs(logits, token_ids[wanted], counts[wanted].tolist())
         logprobs: list[TokenLogprobs | None] = [None] * len(counts)
@@ -128,27 +128,27 @@ class DrawResults:
         return entries
 
 
-def _accepted(drawn: Drawn, proposals: list[int]) -> tuple[Drawn, list[int]]:
+def _accepted(sampled: Sampled, proposals: list[int]) -> tuple[Sampled, list[int]]:
     """The tokens of each chunk up to the first sample that differs from its draft token, and the indices of these
     draws."""
-    assert drawn.counts is not None
+    assert sampled.counts is not None
     kept: list[int] = []
     counts: list[int] = []
     first = 0
-    for most in drawn.counts:
+    for most in sampled.counts:
         last, end = first, first + most
-        while last + 1 < end and drawn.is_valid[last] and drawn.token_ids[last] == proposals[last]:
+        while last + 1 < end and sampled.is_valid[last] and sampled.token_ids[last] == proposals[last]:
             last += 1
         kept += range(first, last + 1)
         counts.append(last + 1 - first)
         first = end
-    accepted = Drawn(
-        token_ids=[drawn.token_ids[i] for i in kept],
-        is_valid=[drawn.is_valid[i] for i in kept],
+    accepted = Sampled(
+        token_ids=[sampled.token_ids[i] for i in kept],
+        is_valid=[sampled.is_valid[i] for i in kept],
         counts=counts,
-        logprobs=None if drawn.logprobs is None else [drawn.logprobs[i] for i in kept],
-        prompt_logprobs=drawn.prompt_logprobs,
-        broken=[at for at, i in enumerate(kept) if i in drawn.broken],
+        logprobs=None if sampled.logprobs is None else [sampled.logprobs[i] for i in kept],
+        prompt_logprobs=sampled.prompt_logprobs,
+        broken=[at for at, i in enumerate(kept) if i in sampled.broken],
     )
     return accepted, kept
 
@@ -173,8 +173,8 @@ def reject(
     chosen = [i for i, each in enumerate(proposed) if each is not None]
     nums = np.array([counts[i] - 1 for i in chosen], np.int32)
     rows = np.concatenate([np.arange(firsts[i], firsts[i] + counts[i] - 1) for i in chosen])
-    places = Tensor.from_numpy(rows.astype(np.int32)).to(logits.device)
-    wanted = ops.distributions(ops.gather_rows(logits, places), arrays.at(rows))
+    batch_slots = Tensor.from_numpy(rows.astype(np.int32)).to(logits.device)
+    wanted = ops.distributions(ops.gather_rows(logits, batch_slots), arrays.at(rows))
     own = np.concatenate([each for each in proposed if each is not None])
     heads = firsts[chosen]
     kept, instead = ops.keep_proposals(

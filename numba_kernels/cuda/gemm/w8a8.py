@@ -1,10 +1,10 @@
 """Many rows times a weight of bytes, integers or e4m3, where the checkpoint rounds x so, too: `mma.sync` of bytes.
 
 Lesson: when both factors lie as `mma.sync` reads them, a tile is only loads of 16 bytes. x comes
-rounded and in a packed weight's order (`rounded_rows.py`): there is no swizzle, no `ldmatrix` and no conversion but a
-bit of each of the weight's bytes, which are stored 128 above their value.
+rounded and in a packed weight's order (`dynamic_quantisation.py`): there is no swizzle, no `ldmatrix` and no conversion
+but a bit of each of the weight's bytes, which are stored 128 above their value.
 
-Against `packed_tiles` a product has twice as many elements of K an instruction, and x half the bytes. Sums of integers
+Against `mixed_input` a product has twice as many elements of K an instruction, and x half the bytes. Sums of integers
 are int32, exact, for K up to 2^17. Those of e4m3 are kept in two levels, since tensor cores drop bits of long sums:
 128 of K in the accumulators, which are then added to float32 sums; where both factors have a scale for each 128 of K
 (`e4m3_g128`), times these. They are loaded as those 128 begin, long before their use. Sums end as float32, times their
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 from numba import cuda, types
 
+from numba_kernels.cuda.dynamic_quantisation import SLOT
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
 from numba_kernels.cuda.gemm.tile_out import sums_leaver
@@ -32,7 +33,6 @@ from numba_kernels.cuda.intrinsics.math import minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.packed_sections import sections_of
 from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, packing_of
-from numba_kernels.cuda.rounded_rows import SLOT
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -243,7 +243,7 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
         )  # fmt: skip
 
     return Specialisation(
-        name=f"gemm_byte_tiles_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
+        name=f"gemm_w8a8_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=THREADS,

@@ -1,9 +1,9 @@
-"""Products whose sums over K are cut into segments, as exact mode has them (`numba_kernels.segments`)."""
+"""Products whose sums over K are cut into segments, as exact mode has them (`numba_kernels.split_k`)."""
 
 from __future__ import annotations
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import segments
+from numba_kernels.cuda.gemm import split_k
 from runtime.backends.cuda_packed import matrix_of
 from runtime.backends.cuda_plans import Planned, plan_product
 from runtime.device.gpu import Gpu
@@ -18,7 +18,7 @@ def product(gpu: Gpu, x: Tensor, weight: GpuWeight, bias: int, residual: int, re
     (rows, depth), width, count = x.shape, weight.shape[0], weight.num_segments
     if not result.size:
         return
-    most = segments.most_rows(count, width)
+    most = split_k.most_rows(count, width)
     if count > 1:
         _leave_squares(bias, residual, result)
     sums = None if count == 1 else gpu.allocate(count * min(rows, most) * width * 4)
@@ -46,17 +46,17 @@ def add(gpu: Gpu, partials: Tensor, bias: int, residual: int, result: Tensor) ->
 def _leave_squares(bias: int, residual: int, result: Tensor) -> None:
     """Makes room for the result's squares, where there is a residual: a norm may follow."""
     rows, width = result.shape
-    is_aligned = (bias | residual | result.address) & 15 == 0 and width % (4 * segments.SQUARE_COLUMNS) == 0
-    result.row_squares = None
+    is_aligned = (bias | residual | result.address) & 15 == 0 and width % (4 * split_k.SQUARE_COLUMNS) == 0
+    result.deferred_norm = None
     if residual and is_aligned:
-        result.row_squares = Tensor.new((rows, width // segments.SQUARE_COLUMNS), float32, result.device)
+        result.deferred_norm = Tensor.new((rows, width // split_k.SQUARE_COLUMNS), float32, result.device)
 
 
 def _add(gpu: Gpu, count: int, sums: int, bias: int, residual: int, result: Tensor, first: int, num_rows: int) -> None:
     """Adds the sums of some rows of the result, from `first` on, and leaves their squares where there is room."""
-    width, squares = result.shape[1], result.row_squares
+    width, squares = result.shape[1], result.deferred_norm
     skipped = first * width * result.dtype.itemsize
-    launch = segments.plan_add(count, num_rows, width, result.dtype.ptx)
+    launch = split_k.plan_add(count, num_rows, width, result.dtype.ptx)
     gpu.launch(
         launch, sums, bias, residual + skipped if residual else 0, result.address + skipped, num_rows, width,
         0 if squares is None else squares.address + first * squares.shape[1] * 4,

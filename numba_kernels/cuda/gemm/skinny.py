@@ -22,7 +22,7 @@ How K is split depends on (N, K) alone, and rows of x never mix: a row's sums ha
 64 rows. They differ from those of the other tiers.
 
 Packed weights (`weight_stream.py`) differ in the use of a lane's 16 bytes and in the order of factors
-(`few_rows_shape.py`), and go on beyond 64 rows: the grid's y counts blocks of 64, each of which reads the weight's
+(`skinny_shape.py`), and go on beyond 64 rows: the grid's y counts blocks of 64, each of which reads the weight's
 few bits again. There K is split only as far as needed to fill the GPU, since more columns of a block save reads of x;
 exact products keep the split of few rows.
 
@@ -54,7 +54,8 @@ from numba_kernels.cuda.gemm.epilogue import (
     scale_quad,
     scales_leaver,
 )
-from numba_kernels.cuda.gemm.few_rows_shape import (
+from numba_kernels.cuda.gemm.product import Machine, Product
+from numba_kernels.cuda.gemm.skinny_shape import (
     BLOCK_WARPS,
     COLUMNS,
     MAX_ROWS,
@@ -73,8 +74,7 @@ from numba_kernels.cuda.gemm.few_rows_shape import (
     weight_first,
     x_first,
 )
-from numba_kernels.cuda.gemm.few_rows_shape import num_stages as num_stages_of
-from numba_kernels.cuda.gemm.product import Machine, Product
+from numba_kernels.cuda.gemm.skinny_shape import num_stages as num_stages_of
 from numba_kernels.cuda.gemm.weight_stream import (
     NOTHING,
     STEP,
@@ -468,7 +468,7 @@ def _kernel(
         has_clusters and not packing.has_zeros and packing.halves == 1 and (packing.element != "u4" or is_settled)
     )
     return Specialisation(
-        name=f"gemm_few_rows_{factors}_{out_dtype}_{16 * row_tiles}{'_c' * has_clusters}"
+        name=f"gemm_skinny_{factors}_{out_dtype}_{16 * row_tiles}{'_c' * has_clusters}"
         f"{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
@@ -504,7 +504,7 @@ def cache_reads(product: Product, machine: Machine) -> int:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """Seconds by `few_rows_shape`'s model."""
+    """Seconds by `skinny_shape`'s model."""
     return seconds_of(product, machine, choose(product, machine))
 
 

@@ -1,11 +1,11 @@
-"""Growing texts as arrays, and lookup of earlier occurrences of a text's end (`numba_kernels.cpu.repeats`)."""
+"""Growing texts as arrays, and lookup of earlier occurrences of a text's end (`numba_kernels.cpu.ngram_lookup`)."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_kernels.cpu.repeats import (
+from numba_kernels.cpu.ngram_lookup import (
     BREAK,
     COUNT,
     DEPTH,
@@ -22,7 +22,7 @@ from numba_kernels.cpu.repeats import (
     START,
     TEXT_WORDS,
     TOKENS,
-    repeats_kernel,
+    ngram_lookup_kernel,
 )
 from numba_kernels.cpu.running.launch import OwnLaunch, address_of
 from runtime.engine.scheduling.sequence import Sequence
@@ -130,7 +130,7 @@ def follow(text: Text, sequence: Sequence) -> None:
 
 def load() -> None:
     """Compile the lookup, or load it from disk, so that no draft waits for that."""
-    repeats_kernel()
+    ngram_lookup_kernel()
 
 
 class Lookup:
@@ -146,7 +146,7 @@ class Lookup:
         self._words = self._answer.data
         self._searched = searched
         self._launch = OwnLaunch(
-            repeats_kernel(), "second", ending.address, searched.address, 0, address_of(self._answer), MOST_IDS
+            ngram_lookup_kernel(), "second", ending.address, searched.address, 0, address_of(self._answer), MOST_IDS
         )
 
     def __call__(self, most: int, other: Text | None = None) -> tuple[Ids, int]:

@@ -12,7 +12,7 @@ from runtime.text.chat import chat_prompt
 from runtime.text.tools.notation import Notation, ToolReading
 from runtime.text.tools.parser import ToolCallParser
 from runtime.text.tools.table import GLM45, HERMES, MISTRAL
-from runtime.text.tools.told import ignores_tools
+from runtime.text.tools.tool_prompt import ignores_tools
 from tests.runtime.text.answers import parse
 from tests.server.byte_tokenizer import make_byte_tokenizer
 
