@@ -17,7 +17,7 @@ from starlette.datastructures import State
 from starlette.requests import Request
 
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.compiler import GrammarChecker
+from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError

@@ -4,22 +4,6 @@ Every start of the program imports them all, for their flags. What a command run
 is named at the module's top by `later`, and imported when the command first uses it.
 """
 
-from __future__ import annotations
+from runtime.later import later
 
-import importlib
-from typing import Any
-
-
-class _Later:
-    """See `later`."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self._name), name)
-
-
-def later(name: str) -> Any:
-    """The module of that name, imported when one of its names is first used."""
-    return _Later(name)
+__all__ = ["later"]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.encoding_budget import EncodingBudget
 from runtime.engine.errors import ContextLengthExceededError, RequestError
-from runtime.engine.grammar.compile_queue import GrammarQueue
+from runtime.engine.grammar.compiling import GrammarQueue
 from runtime.engine.grammar.grammar import grammar_error
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.limits import EngineLimits

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.compiler import readable
-from runtime.engine.grammar.matcher import GrammarMatcher, can_draw_end
+from runtime.engine.grammar.masks import can_draw_end
+from runtime.engine.grammar.matcher import GrammarMatcher, readable
 from runtime.engine.messages import EngineOutput, ErrorCode, FinishReason, ProposalCounts, TokenLogprobs
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence, State

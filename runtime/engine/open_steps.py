@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.grammar.matcher import MaskComputer
+from runtime.engine.grammar.masks import MaskComputer
 from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, EngineOutput
 from runtime.engine.open_requests import OpenRequests
 from runtime.engine.picture_queue import PictureQueue

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from runtime.engine.config import OPTIONS, EngineConfig
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.compiler import GrammarChecker
+from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.make_client import is_fleet, start_client
 from runtime.engine.make_engine import engine_of  # imports the kernels

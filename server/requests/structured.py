@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.compiler import GrammarChecker
+from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.grammar import Grammar, parse_json
 from runtime.engine.grammar.json_schema import prepared
 from runtime.engine.grammar.structured_outputs import StructuredOutputsParams

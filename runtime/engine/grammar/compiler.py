@@ -10,34 +10,36 @@ lexer's work, the work for one mask. It recurses along chains of rules, hence th
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import threading
+import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
 
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.deep_stack import on_deep_stack
-from runtime.engine.grammar.grammar import Grammar, grammar_error, parse_json
+from runtime.engine.grammar.grammar import (
+    MAX_CHOICES,
+    MAX_GRAMMAR_DEPTH,
+    Grammar,
+    grammar_error,
+    parse_json,
+)
 from runtime.engine.grammar.json_schema import prepared
 from runtime.engine.grammar.lark import lark_of
-from runtime.engine.grammar.limits import check_limits
-from runtime.engine.grammar.matcher import GrammarMatcher
+from runtime.engine.grammar.matcher import GrammarMatcher, readable
 from runtime.engine.grammar.schema_places import place_in, schema_error
-from runtime.engine.grammar.trial import fails
+from runtime.engine.grammar.vocabulary import Vocabulary
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits
-
-    from runtime.engine.grammar.vocabulary import LazyVocabulary, Vocabulary
-
-NUM_REMEMBERED = 256
-"""Accepted grammars that a checker remembers."""
 ANSWER_MARGIN = 3
 """How many times a trial's limits the masks of an answer may take, so that an admitted grammar can finish."""
 MAX_PLACES_TRIED = 256
 """Nested schemas that are tried alone, to find the faulty one."""
-MAX_MESSAGE_LENGTH = 400
-"""Characters of an llguidance error that are passed on."""
 
 
 def check_grammar(grammar: Grammar, vocabulary: Vocabulary) -> None:
@@ -68,29 +70,6 @@ def _placed(error: RequestError, grammar: Grammar, vocabulary: Vocabulary) -> Re
     return error
 
 
-class GrammarChecker:
-    """Checks the grammars of a model's requests, each once. Thread-safe."""
-
-    def __init__(self, vocabulary: LazyVocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._lock = threading.Lock()
-        self._good: dict[Grammar, None] = {}
-
-    def is_known(self, grammar: Grammar | None) -> bool:
-        """Whether ``check`` would return at once."""
-        return grammar is None or grammar in self._good
-
-    def check(self, grammar: Grammar | None) -> None:
-        """Raises as ``check_grammar`` does, and if the model has no tokenizer."""
-        if grammar is None or grammar in self._good:
-            return
-        check_grammar(grammar, self._vocabulary.get())
-        with self._lock:
-            if len(self._good) >= NUM_REMEMBERED:
-                del self._good[next(iter(self._good))]
-            self._good[grammar] = None
-
-
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, count: int) -> list[GrammarMatcher]:
     """``count`` matchers, each at the start. Raises as ``check_grammar`` does."""
     check_limits(grammar)
@@ -114,8 +93,6 @@ def _matcher(grammar: Grammar, vocabulary: Vocabulary, *, is_trial: bool = False
 
 def _compiled(text: str, vocabulary: Vocabulary, is_trial: bool) -> tuple[LLMatcher, str | None]:
     """The matcher, and its error if there is one."""
-    from llguidance import LLMatcher
-
     matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=_limits(1 if is_trial else ANSWER_MARGIN))
     matcher.compute_bitmask()
     if matcher.is_error():
@@ -126,8 +103,6 @@ def _compiled(text: str, vocabulary: Vocabulary, is_trial: bool) -> tuple[LLMatc
 def _limits(margin: int) -> LLParserLimits:
     """Limits on the grammar's symbols; on the lexer's states, of half a kilobyte and more each; on the lexer's work in
     all and for one mask; on the parser's work for one mask. A trial's mask takes at most some thirty milliseconds."""
-    from llguidance import LLParserLimits
-
     return LLParserLimits(
         max_grammar_size=100_000,
         max_lexer_states=20_000 * margin,
@@ -139,13 +114,128 @@ def _limits(margin: int) -> LLParserLimits:
     )
 
 
-def readable(message: str) -> str:
-    """llguidance's error in one line: the reason, without the position in a text that is not the user's."""
-    lines = message.removeprefix("at 1(8): ").split("\n")
-    kept = [line.strip() for line in lines if not _OF_PLACES.match(line)]
-    text = " ".join(kept).removeprefix("failed to compile JSON schema: ").strip()
-    return _UNTOLD.get(text, text)[:MAX_MESSAGE_LENGTH] or "no text matches it"
+NUM_TEXTS = 2
+NUM_CHOICES = 24
+"""Tokens of each trial text that are chosen among more than `MANY`; others are not counted."""
+MANY = 16
+MAX_TOKENS = 400
+TIME_LIMIT_S = 0.3
+"""Seconds after which a trial ends; the engine's own limits are wider."""
+_SHORT = 100
+"""The first ids of the vocabulary, which include the characters that end strings and objects."""
 
 
-_OF_PLACES = re.compile(r"\s*(\d+ \||\^+\s*$)")
-_UNTOLD = {"NoExtensionBias": "no text matches it"}
+def fails(matcher: LLMatcher, vocabulary: Vocabulary) -> str | None:
+    """llguidance's error if it cannot follow a text, None if it can. Deterministic for a grammar, unless time ran
+    out."""
+    deadline_s = time.monotonic() + TIME_LIMIT_S
+    for seed in range(NUM_TEXTS):
+        error = _text_fails(matcher.deep_copy(), vocabulary, random.Random(seed), deadline_s)
+        if error is not None:
+            return error
+    return None
+
+
+def _text_fails(matcher: LLMatcher, vocabulary: Vocabulary, draw: random.Random, deadline_s: float) -> str | None:
+    num_choices = 0
+    for _ in range(MAX_TOKENS):
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            return matcher.get_error()
+        is_allowed = np.unpackbits(mask, count=vocabulary.vocab_size, bitorder="little").view(np.bool_)
+        is_allowed[list(vocabulary.eos_token_ids)] = False
+        allowed = np.flatnonzero(is_allowed)
+        if not allowed.size or matcher.is_stopped():
+            return None
+        some = allowed[:_SHORT] if draw.random() < 0.5 else allowed
+        if not matcher.consume_token(int(some[draw.randrange(some.size)])):
+            return matcher.get_error() if matcher.is_error() else None
+        num_choices += allowed.size > MANY
+        if num_choices == NUM_CHOICES or time.monotonic() > deadline_s:
+            return None
+    return None
+
+
+T = TypeVar("T")
+
+STACK_BYTES = 512 << 20
+"""Bytes of address space; only touched pages take memory."""
+
+_starting = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _starting
+    _starting = threading.Lock()  # no thread of the child could release it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def on_deep_stack(function: Callable[[], T]) -> T:
+    """Return or raise as ``function`` does, run in a thread with ``STACK_BYTES`` of stack."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="xserv-deep-stack", daemon=True)
+    with _starting:  # the stack size applies to every thread that the process starts
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+_OPENING, _CLOSING = "([{", ")]}"
+_IGNORED_ATTRIBUTE = re.compile(r"^[ \t]*[!?_a-z][\w-]*[ \t]*\[[^\]\n]*\b(temperature|stop)\b", re.MULTILINE)
+
+
+def check_limits(grammar: Grammar) -> None:
+    """Raises ``RequestError`` with the quantity, its value and its limit."""
+    if grammar.kind == "choice":
+        _check_choices(parse_json(grammar))
+    elif grammar.kind == "regex":
+        _check_brackets(grammar.text)
+    elif grammar.kind == "lark":
+        _check_lark(grammar.text)
+
+
+def _unsupported(what: str) -> RequestError:
+    return grammar_error(f"the {what} is not supported")
+
+
+def _check_choices(choices: Any) -> None:
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+        raise grammar_error("a choice must be a list of strings")
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise grammar_error(f"a choice must have 1 to {MAX_CHOICES} strings, got {len(choices)}")
+    if "" in choices:
+        raise grammar_error("a choice must not hold an empty string")
+
+
+def _check_lark(text: str) -> None:
+    _check_brackets(text)
+    if (found := _IGNORED_ATTRIBUTE.search(text)) is not None:
+        raise _unsupported(f"attribute {found[1]}")
+
+
+def _check_brackets(text: str) -> None:
+    """Brackets in strings count too, which does no harm if they close."""
+    depth = 0
+    for character in text:
+        if character in _OPENING:
+            depth += 1
+            if depth > MAX_GRAMMAR_DEPTH:
+                raise grammar_error(f"brackets may be nested at most {MAX_GRAMMAR_DEPTH} levels deep, got more")
+        elif character in _CLOSING:
+            depth = max(0, depth - 1)

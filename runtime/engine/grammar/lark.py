@@ -8,9 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from llguidance import regex_to_lark
+
 from runtime.engine.grammar.grammar import Grammar, grammar_error, parse_json
 from runtime.engine.grammar.json_schema import prepared
-from runtime.engine.grammar.schema_formats import with_narrow_formats
+from runtime.engine.grammar.schema_strings import with_narrow_formats
 
 _TOKENS = re.compile(r'(?:\#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<json>%json\b)')
 """Comments, strings and regular expressions, which cannot hold a schema; and the start of a schema."""
@@ -33,8 +35,6 @@ def lark_of(grammar: Grammar, *, is_canonical: bool) -> str:
 
     is_canonical  False lets the model choose the tokenization of forced bytes
     """
-    from llguidance import regex_to_lark
-
     if grammar.kind == "lark":
         text = _with_options(grammar.text)
     elif grammar.kind == "regex":

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from runtime.engine.grammar.grammar import MAX_ENUM_VALUES
-from runtime.engine.grammar.schema_formats import NAME_PATTERNS
-from runtime.engine.grammar.schema_patterns import patterns_of
 from runtime.engine.grammar.schema_places import (
     NO_PROMISE,
     Prepared,
@@ -18,6 +16,7 @@ from runtime.engine.grammar.schema_places import (
     take_counts,
 )
 from runtime.engine.grammar.schema_references import References
+from runtime.engine.grammar.schema_strings import NAME_PATTERNS, patterns_of
 
 IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "then", "else", "dependentSchemas")
 """Keywords of schemas that apply to the same value."""

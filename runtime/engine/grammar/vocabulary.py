@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from runtime.engine.grammar.grammar import grammar_error
+from runtime.later import later
+from tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    from tokenizer import Tokenizer
+_llguidance = later("llguidance")
 
 
 class Vocabulary:
@@ -26,13 +25,11 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        from llguidance import LLTokenizer
-
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
         self.is_canonical = tokenizer.decoder.is_byte_level
-        adapter = _adapter(tokenizer, vocab_size, self.eos_token_ids)
-        self.ll_tokenizer: LLTokenizer = LLTokenizer(adapter, eos_token=list(self.eos_token_ids) or None)
+        adapter = _Adapter(tokenizer, vocab_size, self.eos_token_ids)
+        self.ll_tokenizer: Any = _llguidance.LLTokenizer(adapter, eos_token=list(self.eos_token_ids) or None)
         adapter.tokens = []  # it was copied
         self.num_mask_words = -(-self.ll_tokenizer.vocab_size // 32)
 
@@ -61,23 +58,20 @@ class LazyVocabulary:
             return self._vocabulary
 
 
-def _adapter(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenizerWrapper:
+class _Adapter:
     """A tokenizer with the attributes that llguidance reads."""
-    from llguidance import TokenizerWrapper
 
-    class Adapter(TokenizerWrapper):
-        def __init__(self) -> None:
-            token_bytes = tokenizer.decoder.token_bytes
-            texts = (tokenizer.id_to_token(token_id) for token_id in range(vocab_size))
-            self.tokens = [b"" if text is None else token_bytes(text) for text in texts]
-            self.special_token_ids = [i for i in tokenizer.all_special_ids if i < vocab_size]
-            # Without one llguidance adds an id of its own.
-            self.eos_token_id = eos_token_ids[0] if eos_token_ids else None  # type: ignore[assignment]
-            self.bos_token_id = None
-            self.is_tokenizer_wrapper = True
+    bos_token_id = None
+    is_tokenizer_wrapper = True
 
-        def __call__(self, text: str) -> list[int]:
-            """The ids of bytes that a grammar forces. A special token's text counts as ordinary text here."""
-            return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        token_bytes = tokenizer.decoder.token_bytes
+        texts = (tokenizer.id_to_token(token_id) for token_id in range(vocab_size))
+        self.tokens = [b"" if text is None else token_bytes(text) for text in texts]
+        self.special_token_ids = [i for i in tokenizer.all_special_ids if i < vocab_size]
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else None  # without one llguidance adds an id of its own
+        self._tokenizer = tokenizer
 
-    return Adapter()
+    def __call__(self, text: str) -> list[int]:
+        """The ids of bytes that a grammar forces. A special token's text counts as ordinary text here."""
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)

@@ -14,7 +14,7 @@ import pytest
 from numba_kernels.cpu.running import pool
 from runtime import LLM, SamplingParams
 from runtime.engine.errors import EngineDeadError
-from runtime.engine.grammar import deep_stack
+from runtime.engine.grammar import compiler
 from tests.models.folders import write_tiny_qwen3
 from tests.waiting import TIMEOUT_S
 
@@ -71,7 +71,7 @@ def test_a_forked_engine_raises_at_once_and_a_new_one_runs(folder: Path) -> None
             with make(folder) as own:
                 assert own.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
-        with llm.client._condition, pool.lock, deep_stack._starting:  # as if threads were in the midst of their work
+        with llm.client._condition, pool.lock, compiler._starting:  # as if threads were in the midst of their work
             assert in_child(use) == ""
         again = llm.generate([PROMPT], GREEDY, use_tqdm=False)
         assert again[0].outputs[0].token_ids == expected, "the parent's engine runs on"

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.compiler import GrammarChecker
+from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.process.client import ThreadEngineClient

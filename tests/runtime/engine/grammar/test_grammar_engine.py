@@ -14,9 +14,9 @@ import pytest
 
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar import compile_queue
+from runtime.engine.grammar import compiler
 from runtime.engine.grammar.grammar import Grammar
-from runtime.engine.grammar.matcher import MaskComputer
+from runtime.engine.grammar.masks import MaskComputer
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
@@ -157,14 +157,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered = threading.Semaphore(0)
         self.opened = threading.Event()
-        compile_grammar = compile_queue.compile_grammar
+        compile_grammar = compiler.compile_grammar
 
         def compile_later(*args: Any) -> Any:
             self.entered.release()
             assert self.opened.wait(TIMEOUT_S)
             return compile_grammar(*args)
 
-        monkeypatch.setattr(compile_queue, "compile_grammar", compile_later)
+        monkeypatch.setattr(compiler, "compile_grammar", compile_later)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.compiler import GrammarChecker, check_grammar, compile_grammar
-from runtime.engine.grammar.deep_stack import on_deep_stack
+from runtime.engine.grammar.compiler import check_grammar, compile_grammar, on_deep_stack
+from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.grammar import (
     MAX_CHOICES,
     MAX_ENUM_VALUES,

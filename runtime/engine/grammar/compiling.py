@@ -1,18 +1,48 @@
-"""Requests that wait for their grammars, which are compiled in threads while the engine runs other requests."""
+"""A model's grammars over the threads of a server and of an engine: checked once each, and compiled while the engine
+runs other requests. llguidance is imported with the first one."""
 
 from __future__ import annotations
 
 import queue
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from runtime.engine.grammar.compiler import compile_grammar
+from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.matcher import GrammarMatcher
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.scheduling.sequence import Request
+from runtime.later import later
 
+_compiler = later("runtime.engine.grammar.compiler")
+
+NUM_REMEMBERED = 256
+"""Accepted grammars that a checker remembers."""
 NUM_THREADS = 2
+
+
+class GrammarChecker:
+    """Checks the grammars of a model's requests, each once. Thread-safe."""
+
+    def __init__(self, vocabulary: LazyVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+        self._good: dict[Grammar, None] = {}
+
+    def is_known(self, grammar: Grammar | None) -> bool:
+        """Whether ``check`` would return at once."""
+        return grammar is None or grammar in self._good
+
+    def check(self, grammar: Grammar | None) -> None:
+        """Raises as ``check_grammar`` does, and if the model has no tokenizer."""
+        if grammar is None or grammar in self._good:
+            return
+        _compiler.check_grammar(grammar, self._vocabulary.get())
+        with self._lock:
+            if len(self._good) >= NUM_REMEMBERED:
+                del self._good[next(iter(self._good))]
+            self._good[grammar] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +108,7 @@ class GrammarQueue:
             grammar = request.params.grammar
             assert grammar is not None
             if request.open_sequences:  # otherwise it was cancelled
-                matchers = compile_grammar(grammar, vocabulary.get(), request.params.n)
+                matchers = _compiler.compile_grammar(grammar, vocabulary.get(), request.params.n)
         except Exception as failure:
             error = failure
         self._done.put(Compiled(request, matchers, error))

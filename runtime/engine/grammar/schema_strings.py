@@ -7,6 +7,7 @@ zod and pydantic for addresses and decimals.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _NOT_BUILT = re.compile(r"\\[bB1-9]|\\k<|\(\?<?[=!]")
 _QUANTIFIER = re.compile(r"\{\d+(?:,\d*)?\}")
@@ -70,3 +71,53 @@ def _translated(pattern: str) -> str:
         i += len(pattern[i : i + 2]) if piece.startswith("\\") and pattern[i] == "\\" else 1
         written.append(piece)
     return "".join(written)
+
+
+_YEAR = "[1-9][0-9]{3}"
+_LEAP_YEAR = "(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:[13579][26]|[2468][048])00)"
+_MONTH_AND_DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"(?:{_YEAR}-{_MONTH_AND_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR_AND_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{_HOUR_AND_MINUTE})"
+
+ENFORCED = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
+"""The formats that are enforced: those that llguidance supports."""
+
+PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+
+NAME_PATTERNS = PATTERNS | {"uuid": "^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"}
+"""The same for property names."""
+
+_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+"""Keywords whose values map names to schemas."""
+_DATA = {"const", "enum", "default", "examples"}
+
+
+def with_narrow_formats(schema: Any) -> Any:
+    """The schema with patterns beside those formats; it accepts a subset of the values."""
+    if isinstance(schema, list):
+        return [with_narrow_formats(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {}
+    for keyword, value in schema.items():
+        if keyword in _OF_SCHEMAS and isinstance(value, dict):
+            value = {name: with_narrow_formats(each) for name, each in value.items()}
+        elif keyword not in _DATA:
+            value = with_narrow_formats(value)
+        result[keyword] = value
+    named = schema.get("format")
+    pattern = PATTERNS.get(named) if isinstance(named, str) else None
+    if pattern is not None:
+        wanted = {"type": "string", "pattern": pattern}
+        if schema.get("type") == "string" and "pattern" not in schema:
+            result["pattern"] = pattern
+        elif isinstance(schema.get("allOf", []), list):
+            # It may be a value of another type, to which a format does not apply.
+            others = {"type": ["null", "boolean", "number", "array", "object"]}
+            result["allOf"] = [*result.get("allOf", []), {"anyOf": [wanted, others]}]
+    return result
