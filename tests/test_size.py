@@ -27,12 +27,12 @@ MOST_LINES = {
     "runtime/parallel": 1_140,
     "runtime/images": 920,
     "runtime/commands": 2_789,
-    "runtime/bench": 8_808,
+    "runtime/bench": 8_802,
     "runtime": 2_831,
     "models": 14_010,
     "server": 18_220,
     "tokenizer": 5_624,
-    "tools": 17_308,
+    "tools": 16_967,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests."""
@@ -47,7 +47,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 48_300
+MOST_WORDS = 48_255
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -16,14 +16,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 Result = dict[str, Any]
 
-
+_KERNELS = sorted((ROOT / "tests" / "numba_kernels" / "cuda").glob("test_*.py"))
 EMULATED_TESTS = (
-    *(f"numba_kernels/cuda/test_{name}.py" for name in (
-        "attention", "attention_exact", "attention_hopper", "w8a8", "decode_inputs", "dequantize", "embedding",
-        "experts", "skinny", "skinny_packed", "gemm", "gemm_choice", "gemm_fused", "gemm_hopper", "gemv",
-        "hopper_bytes", "hopper_intrinsics", "hopper_packed", "kv_cache", "logprobs", "norm", "mixed_input",
-        "quantised_pages", "rope", "rounded_norm", "sampling", "segments", "softmax", "activation",
-    )),
+    *(f"numba_kernels/cuda/{path.name}" for path in _KERNELS if path.stem != "test_registry"),
     *(f"runtime/{name}.py" for name in (
         "backends/test_cuda_ops", "backends/test_cuda_sampling", "backends/test_cuda_tensor", "device/test_graph",
         "device/test_launch", "device/test_upload", "linear/test_split_k", "linear/test_dynamic_quantisation",

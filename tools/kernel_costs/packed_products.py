@@ -1,10 +1,10 @@
-"""Modelled times of products with packed weights on an H200, compared with bf16: tables for docs/kernels.md.
+"""Modelled times of products of one row and of 16 with packed weights on an H200, compared with bf16: docs/kernels.md.
 
     python -m tools.kernel_costs.packed_products
 
-The first is device time, with launches overlapped by the previous ones. The second adds `LAUNCH_S`, the cost of a
-separate launch, fitted to the measured times of one row beside it; for 16 rows, whose blocks take steps of 32 of K, it
-also has `skinny_shape`'s time of these steps.
+A launch takes gap + first byte + its slowest resource + ends. Resources are the weight's stream from memory, which
+whole waves of blocks read at the sustained bandwidth or at their bytes in flight, the second-level cache, and issued
+instructions. None of the constants was measured by this project unless it says so.
 """
 
 from __future__ import annotations
@@ -15,10 +15,29 @@ from types import ModuleType
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import quantised_gemv, skinny, skinny_shape
+from numba_kernels.cuda.specialisation import Launch
 from runtime.emulator.driver.architectures import GpuModel, model_of
-from tools.kernel_costs.latencies import EDGES, Launched, Timing
+from runtime.emulator.driver.occupancy import blocks_per_sm
 from tools.kernel_costs.page import table
-from tools.kernel_costs.roofline import ISSUES, streamed
+
+GAP_S = 2.1e-6
+"""From one kernel's end to the next one's start in a graph (Hazy Research, "Look Ma, No Bubbles", 2025: 1.9 to 2.4)."""
+BANDWIDTH_SHARE = 0.90
+"""Sustained by long reads, as a share of the data sheet's: an H200 copies 4.3 of 4.8 TB/s (measured here)."""
+MEMORY_S, CACHE_S = 0.7e-6, 0.3e-6
+"""A first byte from device memory under load, and from the second-level cache."""
+CACHE_BYTES_PER_S = 6.5e12
+"""Reads of the second-level cache by all multiprocessors: microbenchmarks of an H100 give 5.5 to 7 TB/s."""
+CLUSTER_S = 0.4e-6
+"""Blocks of a cluster meet and read sums out of each other's shared memory (arXiv 2402.13499)."""
+ENDS_S = 0.5e-6
+"""Last sums meet across warps and are stored, and the grid's end is seen."""
+LOCKSTEP = 0.5
+"""Share of a last, incomplete wave's bytes that are read alone."""
+LAUNCH_S = 3.7e-6
+"""Seconds that a kernel timed by itself takes beside the model: the mean surplus of the five rows of `MEASURED_US`,
+which is 3.0 (bf16) to 4.9 (MXFP4)."""
+ISSUES = 4  # warp instructions a clock and multiprocessor
 
 SIZE = 8192
 ROWS = (1, 16)
@@ -29,9 +48,6 @@ INSTRUCTIONS = {"bf16": (124, 124)} | {
 }
 """Machine instructions of a warp in the main loop, for each 4 KB of the weight (nvdisasm, sm_90a), by `ROWS`: packed
 weights by `quantised_gemv` and by `skinny`, bf16 by the latter."""
-LAUNCH_S = 3.7e-6
-"""Seconds that a kernel timed by itself takes beside the model: the mean surplus of the five rows of `MEASURED_US`,
-which is 3.0 (bf16) to 4.9 (MXFP4)."""
 MEASURED_US = {
     "bf16": (37.4, 38.4), "u8": (22.3, None), "e4m3_g128": (23.6, None), "u4_g128": (15.6, 26.6),
     "e2m1_g32_exponents": (16.7, 26.8),
@@ -40,73 +56,71 @@ MEASURED_US = {
 `skinny` as it was: with x as the first factor, and K in half as many streams."""
 
 
-def times_of(weight: str, m: int, loop: int, model: GpuModel, size: int) -> tuple[gemm.Product, list[float]]:
-    """A product, and its seconds: fast, expected and slow."""
+def stream_s(model: GpuModel, num_bytes: float, blocks: int, blocks_at_once: int, bytes_in_flight: float) -> float:
+    """The time of a stream that so many blocks read in equal parts, with so many bytes in flight per block."""
+    sustained = BANDWIDTH_SHARE * model.memory_bytes_per_s
+
+    def rate(blocks: int) -> float:
+        return min(sustained, blocks * bytes_in_flight / MEMORY_S)
+
+    each, (waves, rest) = num_bytes / blocks, divmod(blocks, blocks_at_once)
+    last = LOCKSTEP / rate(max(rest, 1)) + (1 - LOCKSTEP) / sustained
+    return waves * blocks_at_once * each / rate(blocks_at_once) + rest * each * last
+
+
+def launch_s(model: GpuModel, launch: Launch, product: gemm.Product, instructions: int) -> float:
+    """The time of a product of few rows, which streams its weight once and reads x for each block."""
+    name, blocks, threads = launch.specialisation.name, launch.grid[0], math.prod(launch.block)
+    is_gemv, cluster = name.startswith("gemm_quantised_gemv"), math.prod(launch.cluster)
+    in_flight = max((256 if name.startswith("gemm_skinny") else 128) * threads, launch.shared_bytes)
+    at_once = model.num_sms * max(1, blocks_per_sm(model, threads, REGISTERS, launch.shared_bytes))
+    x_bytes = (4 if is_gemv else 2) * blocks / cluster * product.m * product.k  # a cluster's blocks each read a part
+    stream = product.weight_bytes / (BANDWIDTH_SHARE * model.memory_bytes_per_s)
+    slowest = max(
+        stream,
+        (product.weight_bytes + x_bytes) / CACHE_BYTES_PER_S,
+        instructions * product.weight_bytes / 4096 / (ISSUES * model.num_sms * model.clock_khz * 1e3),
+    )
+    waiting = stream_s(model, product.weight_bytes, blocks, at_once, in_flight) - stream
+    again = CACHE_S if is_gemv else 0.0  # x is read twice before it is used
+    return GAP_S + MEMORY_S + slowest + waiting + (CLUSTER_S if cluster > 1 else 0.0) + ENDS_S + again
+
+
+def modelled(weight: str, m: int, model: GpuModel, size: int = SIZE) -> tuple[gemm.Product, float]:
+    """A product with a weight of ``[size, size]``, and its seconds, launched in a row of others."""
     product = gemm.Product(m, size, size, "bf16", weight)
     tier: ModuleType = quantised_gemv if m == 1 and weight != "bf16" else skinny
     launch = tier.plan(product, gemm.machine_of("sm_90a", model.num_sms, model.max_clusters))
-    launched = Launched(
-        launch.specialisation.name, blocks=launch.grid[0], threads=math.prod(launch.block),
-        shared_bytes=launch.shared_bytes, num_registers=REGISTERS, product=(m, size, size),
-        weight_bytes=product.weight_bytes, cluster=math.prod(launch.cluster),
-    )  # fmt: skip
-    issued = loop * product.weight_bytes / 4096
-    issue_s = issued / (ISSUES * model.num_sms * model.clock_khz * 1e3)
-    times = []
-    for edge in EDGES:
-        modelled = streamed(launched, Timing(model, edge))
-        again = Timing(model, edge).of("cache") if tier is quantised_gemv else 0.0  # x is read twice before it is used
-        times.append(modelled.seconds + max(0.0, issue_s - max(modelled.needs_s.values())) + again)
-    return product, times
+    return product, launch_s(model, launch, product, INSTRUCTIONS[weight][ROWS.index(m)])
 
 
-def row_of(weight: str, model: GpuModel, size: int = SIZE) -> list[str]:
-    """A line of the first table: MB of the weight, instructions of its loop; for each number of rows the time, fast to
-    slow, and the weight's share of the data sheet's bandwidth."""
-    cells = [weight]
-    for m, loop in zip(ROWS, INSTRUCTIONS[weight], strict=True):
-        product, (fast, expected, slow) = times_of(weight, m, loop, model, size)
-        if m == ROWS[0]:
-            cells.append(f"{product.weight_bytes / 1e6:.1f}")
-        share = product.weight_bytes / expected / model.memory_bytes_per_s
-        cells += [str(loop), f"{1e6 * expected:.1f} ({1e6 * fast:.1f} to {1e6 * slow:.1f})", f"{share:.2f}"]
-    return cells
-
-
-def alone_of(weight: str, model: GpuModel) -> list[str]:
-    """A line of the second table, of the same products: for each number of rows the modelled time, for 16 rows also by
-    steps, and the measured one."""
+def row_of(weight: str, model: GpuModel) -> list[str]:
+    """A line of the table: MB of the weight, and for each number of rows the time of a launch alone, modelled (for 16
+    rows also by steps) and measured, with the share of the data sheet's bandwidth for one row."""
     cells = [weight]
     machine = gemm.machine_of("sm_90a", model.num_sms, model.max_clusters)
-    for m, loop, measured in zip(ROWS, INSTRUCTIONS[weight], MEASURED_US[weight], strict=True):
-        product, (_, expected, _) = times_of(weight, m, loop, model, SIZE)
-        alone = expected + LAUNCH_S
-        cells += [f"{1e6 * alone:.1f}"]
+    for m, measured_us in zip(ROWS, MEASURED_US[weight], strict=True):
+        product, seconds = modelled(weight, m, model)
+        measured = "" if measured_us is None else f"{measured_us:.1f}"
+        alone = f"{1e6 * (seconds + LAUNCH_S):.1f}"
         if m == 1:
-            cells += [f"{product.weight_bytes / alone / model.memory_bytes_per_s:.2f}"]
-        elif weight != "bf16":
-            cells += [f"{1e6 * skinny_shape.alone_s(product, machine, skinny_shape.choose(product, machine)):.1f}"]
+            assert measured_us is not None
+            share = product.weight_bytes / (1e-6 * measured_us) / model.memory_bytes_per_s
+            cells += [f"{product.weight_bytes / 1e6:.1f}", alone, measured, f"{share:.2f}"]
         else:
-            cells += [""]
-        cells += ["" if measured is None else f"{measured:.1f}"]
-        if m == 1 and measured is not None:
-            cells += [f"{product.weight_bytes / (1e-6 * measured) / model.memory_bytes_per_s:.2f}"]
+            shape = skinny_shape.choose(product, machine)
+            steps = "" if weight == "bf16" else f"{1e6 * skinny_shape.alone_s(product, machine, shape):.1f}"
+            cells += [alone, steps, measured]
     return cells
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    model = model_of("H200")
-    columns = (
-        text for m in ROWS for text in ("instructions for 4 KB", f"{m} row{'s' * (m > 1)} (µs)", "of the bandwidth")
-    )
-    header = ["weight", "MB", *columns]
-    print(table(header, [row_of(weight, model) for weight in INSTRUCTIONS]))
     header = [
-        "weight", "1 row alone, modelled (µs)", "of the bandwidth", "measured (µs)", "of the bandwidth",
-        "16 rows alone, modelled (µs)", "by steps (µs)", "measured before (µs)",
+        "weight", "MB", "1 row, modelled (µs)", "measured (µs)", "of the bandwidth", "16 rows, modelled (µs)",
+        "by steps (µs)", "measured before (µs)",
     ]  # fmt: skip
-    print(table(header, [alone_of(weight, model) for weight in INSTRUCTIONS]))
+    print(table(header, [row_of(weight, model_of("H200")) for weight in INSTRUCTIONS]))
 
 
 if __name__ == "__main__":

@@ -108,6 +108,13 @@ def test_verdicts(goal: str, value: float, verdict: str) -> None:
     assert found.verdict(value) == verdict
 
 
+def test_the_page_shows_every_goal() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "kernels.md").read_text()
+    for goal in GOALS.values():
+        bound = f"{'≤' if goal.is_most else '≥'} {goal.must:g}"
+        assert f"| {goal.work} | {goal.measure} | {bound} | {goal.ahead:g} |" in page, goal.name
+
+
 def test_rates_become_shares_of_what_was_measured() -> None:
     rates = {"read": {"gb_per_s": 4000.0}, "host to device": {"gb_per_s": 50.0}}
     rows: list[dict[str, Any]] = [
