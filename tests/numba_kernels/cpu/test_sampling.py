@@ -54,7 +54,7 @@ def test_draws_what_the_oracle_draws(vocab, filters):
     for row in range(rows):
         ids, probabilities = oracle.kept_tokens(logits[row], **settings)
         seed, choice, position = (int(v[row]) for v in (params.seed, params.choice_index, params.position))
-        assert drawn.token_ids[row] == oracle.draw(ids, probabilities, seed, choice, position)
+        assert drawn.token_ids[row] == oracle.sample(ids, probabilities, seed, choice, position)
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
@@ -151,7 +151,7 @@ def test_a_large_vocabulary_with_equal_logits():
     drawn = ops.sample(tensor(logits), _fill(1, temperature=1.0, top_k=5, top_p=0.25))
     ids, probabilities = oracle.kept_tokens(logits[0], top_k=5, top_p=0.25)
     assert len(ids) == -(-151_936 // 4)  # all tie with the fifth
-    assert drawn.token_ids[0] == oracle.draw(ids, probabilities, 0, 0, 0)
+    assert drawn.token_ids[0] == oracle.sample(ids, probabilities, 0, 0, 0)
 
 
 def test_the_kernels_arguments_are_the_fields_in_their_order():

@@ -182,7 +182,7 @@ def test_against_float64(gpu):
             filters = (getattr(params, name)[row] for name in ("temperature", "top_k", "top_p", "min_p"))
             kept = oracle.kept_tokens(allowed, *(number.item() for number in filters))
             drawn = params.seed[row].item(), params.choice_index[row].item(), params.position[row].item()
-            assert token == oracle.draw(*kept, *drawn), (vocab, row)
+            assert token == oracle.sample(*kept, *drawn), (vocab, row)
 
 
 def test_a_draw_depends_on_its_own_row_alone(gpu):

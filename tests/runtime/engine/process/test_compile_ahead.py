@@ -51,9 +51,9 @@ def test_each_task_is_one_processs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """Three processes draw numbers from one pipe; each task is done once, and the mark is set when all are over."""
     script = (
         "import os, sys\n"
-        "while work item := os.read(int(sys.argv[-1]), 1):\n"
-        "    if work item[0] >= 40: break\n"
-        "    print(f'done', flush=True); print(work item[0], file=open(sys.argv[-2], 'a'))\n"
+        "while work_item := os.read(int(sys.argv[-1]), 1):\n"
+        "    if work_item[0] >= 40: break\n"
+        "    print(f'done', flush=True); print(work_item[0], file=open(sys.argv[-2], 'a'))\n"
         "print(40, flush=True)"
     )
     tasks = tmp_path / "tasks"
