@@ -14,16 +14,14 @@ from contextlib import asynccontextmanager
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
 from runtime.engine.process.client import EngineClient
 from runtime.engine.recommended_sampling import recommended_sampling
-from server.anthropic_api.endpoints import count_tokens, create_message
-from server.code_colours import render
 from server.config import ServerConfig
-from server.description.docs_page import get_docs
-from server.description.openapi import get_description
+from server.description.openapi import description
+from server.description.operations import Json, routes
 from server.errors import (
     ApiError,
     handle_api_error,
@@ -31,42 +29,14 @@ from server.errors import (
     handle_http_exception,
     handle_unexpected,
 )
-from server.observing.live import watch_engine
 from server.observing.logs import LogWriter, log_access
 from server.observing.metrics import HttpMetrics, Metrics
-from server.observing.probes import health, metrics, ping, ready
 from server.observing.tracing import Tracing
-from server.ollama_api.embed import create_embed as create_ollama_embed
-from server.ollama_api.embed import create_embeddings as create_ollama_embeddings
-from server.ollama_api.endpoints import chat, generate
-from server.ollama_api.models import get_api_version, list_loaded, list_tags, show
-from server.openai_api.chat_answer import create_chat_completion
-from server.openai_api.completions import create_completion
-from server.openai_api.embeddings import create_embeddings
-from server.openai_api.models import detokenize, get_model, get_version, list_models, tokenize
-from server.requests.cancellation import cancel_request
-from server.responses_api.endpoints import (
-    cancel_response,
-    create_response,
-    delete_response,
-    get_response,
-    list_input_items,
-)
 from server.service import AppState, Service
-from server.static_page import get_about, get_page
 from server.transport.auth import ApiKeys, Authentication
 from server.transport.exchange import Exchange, Lifecycle
 from server.transport.gate import Gate, Observer, Refusals
 from server.transport.origins import Cors, OriginRules
-from server.vllm_api.operating import (
-    get_load,
-    get_server_info,
-    get_tokenizer_info,
-    list_engines,
-    reset_prefix_cache,
-    restart_engines,
-)
-from server.vllm_api.scoring import create_pooling, create_ranking, create_scores
 from tokenizer import Tokenizer
 
 
@@ -94,7 +64,7 @@ class Application(Starlette):
         tracing: Tracing | None = None,
     ) -> None:
         super().__init__(
-            routes=_routes(),
+            routes=routes(),
             exception_handlers={
                 ApiError: handle_api_error,
                 HTTPException: handle_http_exception,
@@ -127,6 +97,11 @@ class Application(Starlette):
         self._model = client, tokenizer, default_sampling
         if self._is_running:
             self._begin_service()
+
+    def description(self) -> Json:
+        """`/openapi.json`, of the loaded model. Raises `ApiError` until there is one."""
+        info = self.state.service.client.info
+        return description(self.model_names, info.vocab_size, reads_images=info.images is not None)
 
     def _begin_service(self) -> None:
         if self._model is None:
@@ -199,54 +174,3 @@ async def _lifespan(app: Application) -> AsyncIterator[None]:
     finally:
         if (service := app.state.found_service) is not None:
             service.end()
-
-
-def _routes() -> list[BaseRoute]:
-    return [
-        Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
-        Route("/v1/completions", create_completion, methods=["POST"]),
-        Route("/v1/embeddings", create_embeddings, methods=["POST"]),
-        Route("/v1/responses", create_response, methods=["POST"]),
-        Route("/v1/responses/{response_id}", get_response),
-        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
-        Route("/v1/responses/{response_id}/cancel", cancel_response, methods=["POST"]),
-        Route("/v1/responses/{response_id}/input_items", list_input_items),
-        Route("/v1/messages", create_message, methods=["POST"]),
-        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-        Route("/api/chat", chat, methods=["POST"]),
-        Route("/api/generate", generate, methods=["POST"]),
-        Route("/api/embed", create_ollama_embed, methods=["POST"]),
-        Route("/api/embeddings", create_ollama_embeddings, methods=["POST"]),
-        Route("/api/tags", list_tags),
-        Route("/api/ps", list_loaded),
-        Route("/api/show", show, methods=["POST"]),
-        Route("/api/version", get_api_version),
-        Route("/v1/requests/{request_id:path}/cancel", cancel_request, methods=["POST"]),
-        Route("/v1/models", list_models),
-        Route("/v1/models/{model_id:path}", get_model),
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
-        Route("/tokenizer_info", get_tokenizer_info),
-        Route("/pooling", create_pooling, methods=["POST"]),
-        Route("/score", create_scores, methods=["POST"]),
-        Route("/v1/score", create_scores, methods=["POST"]),
-        Route("/rerank", create_ranking, methods=["POST"]),
-        Route("/v1/rerank", create_ranking, methods=["POST"]),
-        Route("/openapi.json", get_description),
-        Route("/docs", get_docs),
-        Route("/load", get_load),
-        Route("/server_info", get_server_info),
-        Route("/engines", list_engines),
-        Route("/restart_engines", restart_engines, methods=["POST"]),
-        Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
-        Route("/ping", ping, methods=["GET", "POST"]),
-        Route("/version", get_version),
-        Route("/health", health),
-        Route("/ready", ready),
-        Route("/metrics", metrics),
-        Route("/live", watch_engine),
-        Route("/", get_page),
-        Route("/page/about", get_about),
-        Route("/page/render", render, methods=["POST"]),
-        Route("/page/{name:path}", get_page),
-    ]

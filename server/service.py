@@ -218,9 +218,9 @@ class Service:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.executor, work)
 
-    async def prepare_conversation(self, body: bytes, work: Callable[[], T]) -> T:
-        """The same for a body that may have pictures, or continue a conversation with some: on the pictures'
-        threads."""
+    async def prepare_body(self, body: bytes, work: Callable[[], T]) -> T:
+        """The same for a body. One that may have pictures, or continue a conversation with some, is prepared on the
+        pictures' threads."""
         if self.pictures is None or not any(sign in body for sign in _SIGNS_OF_PICTURES):
             return await self.prepare(len(body), work)
         return await asyncio.get_running_loop().run_in_executor(self.pictures.threads, work)

@@ -3,12 +3,11 @@ request, its tools, its thinking and its form."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from runtime.text.content import omitted, text_part
-from runtime.text.formats import AnswerFormat
 from server.anthropic_api.schema import (
     SAME_AS_IN_A_CHAT,
     ConversationFields,
@@ -40,10 +39,9 @@ from server.openai_api.schema import (
     ToolCall,
 )
 from server.requests.thinking import check_agreement, has_variable, nearest_effort, thinking_variables
+from server.service import Service
 from server.transport.typed import converted
-from tokenizer import Tokenizer
 
-T = TypeVar("T", bound=msgspec.Struct)
 Said = TextInput | ImageInput | DocumentInput | SearchResultInput
 Block = Said | ToolUseInput | ToolResultInput | ThinkingInput | RedactedThinkingInput
 
@@ -87,7 +85,7 @@ class Conversation:
             self._add(Message(role="system", content=_text(asked.system, "system")), "system")
         for i, fields in enumerate(asked.messages):
             path = f"messages[{i}]"
-            message = _converted(fields, Turn, path)
+            message = converted(fields, Turn, path)
             content = message.content
             if isinstance(content, str):
                 self._add(Message(role=message.role, content=content), path)
@@ -233,11 +231,7 @@ def _block(fields: dict[str, Any], kinds: dict[str, type[Block]], path: str) -> 
             raise invalid(name, f"Unsupported parameter: {name} ({_NOT_READ[kind]}).", "unsupported_parameter")
         got = "it is missing" if kind is None else f"got {json_text(kind)}"
         raise invalid(name, f"{name} must be one of {', '.join(kinds)}, {got}.")
-    return _converted(fields, kinds[kind], path)
-
-
-def _converted(fields: dict[str, Any], schema: type[T], path: str) -> T:
-    return converted(fields, schema, path)
+    return converted(fields, kinds[kind], path)
 
 
 RENAMED = {
@@ -255,10 +249,9 @@ LEAST_BUDGETS: dict[ReasoningEffort, int] = {"high": 4096, "medium": 2048, "low"
 
 
 def chat_request(
+    service: Service,
     asked: MessagesRequest | CountTokensRequest,
     conversation: Conversation,
-    tokenizer: Tokenizer | None,
-    answer_format: AnswerFormat,
     ignored: list[str],
 ) -> ChatCompletionRequest:
     """The chat's request. `ignored` gets the names of fields that the model's chat template changes or does not use.
@@ -267,12 +260,12 @@ def chat_request(
     choice = asked.tool_choice
     has_tools = tools is not None and not (choice is not None and choice.type == "none")
     thinking = None if asked.thinking is None else asked.thinking.type != "disabled"
-    variables = thinking_variables(tokenizer, thinking, has_tools=has_tools)
+    variables = thinking_variables(service, thinking, has_tools=has_tools)
     effort, name = (None if asked.output_config is None else asked.output_config.effort), "output_config.effort"
     check_agreement(effort, asked.chat_template_kwargs or {})
     if asked.thinking is not None:
         budget = asked.thinking.budget_tokens
-        takes_level = effort is None and has_variable(tokenizer, "reasoning_effort", has_tools=has_tools)
+        takes_level = effort is None and has_variable(service, "reasoning_effort", has_tools=has_tools)
         if takes_level and thinking and budget is not None:
             name = "thinking.budget_tokens"
             effort = next(level for level, least in LEAST_BUDGETS.items() if budget >= least)
@@ -285,7 +278,7 @@ def chat_request(
     num_ignored = len(ignored)
     variables |= asked.chat_template_kwargs or {}
     is_off = variables.get("enable_thinking") is False
-    effort = nearest_effort(effort, name, tokenizer, answer_format, ignored, has_tools=has_tools, is_off=is_off)
+    effort = nearest_effort(service, effort, name, ignored, has_tools=has_tools, is_off=is_off)
     if name == "thinking.budget_tokens" and len(ignored) == num_ignored:  # a budget is never an exact level
         ignored.append(f"{name}={effort}")
     own: dict[str, Any] = {}

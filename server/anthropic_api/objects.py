@@ -1,10 +1,19 @@
-"""The answers of `/v1/messages`, and the events of its streams, as typed objects in Anthropic's shapes."""
+"""The answers of `/v1/messages`, and the events of its streams, as typed objects in Anthropic's shapes; and an answer's
+content as it grows: blocks and their events, start, deltas, stop."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
+
+from runtime.text.parts import ToolCallDelta
+from server.openai_api.answers import ChatTokenLogprob
+from server.requests.items import AnswerItems
+from server.requests.tool_choice import tool_input
+
+SIGNATURE = "unsigned"
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -55,26 +64,6 @@ class MessageAnswer(msgspec.Struct, tag_field="type", tag="message", kw_only=Tru
 
 class TokensCount(msgspec.Struct):
     input_tokens: int
-
-
-class MessagesModel(msgspec.Struct, tag_field="type", tag="model", kw_only=True):
-    """The served model. max_tokens: of an answer, which the context bounds."""
-
-    id: str
-    display_name: str
-    created_at: str
-    lifecycle: Literal["active"] = "active"
-    max_input_tokens: int
-    max_tokens: int
-
-
-class MessagesModelList(msgspec.Struct, kw_only=True):
-    """One page holds them all."""
-
-    data: list[MessagesModel]
-    has_more: Literal[False] = False
-    first_id: str
-    last_id: str
 
 
 # Events
@@ -135,3 +124,42 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 
 
 MessageEvent = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+
+
+class MessageContent(AnswerItems[Block, MessageEvent]):
+    """`omits_thinking`: blocks of thinking stay empty."""
+
+    def __init__(self, *, omits_thinking: bool = False) -> None:
+        super().__init__()
+        self.has_calls = False
+        self._omits_thinking = omits_thinking
+        self._arguments: list[str] = []  # of the last call
+
+    def _new(self, kind: str, call: ToolCallDelta | None) -> Block:
+        if call is None:
+            return TextBlock() if kind == "text" else ThinkingBlock()
+        self.has_calls, self._arguments = True, []
+        return ToolUseBlock(id=call.id or "", name=call.name or "")
+
+    def _begin(self, item: Block) -> Iterator[MessageEvent]:
+        self.items.append(item)
+        yield BlockStart(self.index, item)
+
+    def _add(self, item: Block, text: str, logprobs: Sequence[ChatTokenLogprob]) -> Iterator[MessageEvent]:
+        if isinstance(item, TextBlock):
+            item.text += text
+            yield BlockDelta(self.index, TextDelta(text))
+        elif isinstance(item, ToolUseBlock):
+            self._arguments.append(text)
+            yield BlockDelta(self.index, InputJsonDelta(text))
+        elif not self._omits_thinking:
+            item.thinking += text
+            yield BlockDelta(self.index, ThinkingDelta(text))
+
+    def _end(self, item: Block, *, is_complete: bool) -> Iterator[MessageEvent]:
+        if isinstance(item, ThinkingBlock):
+            item.signature = SIGNATURE
+            yield BlockDelta(self.index, SignatureDelta(SIGNATURE))
+        elif isinstance(item, ToolUseBlock):
+            item.input = tool_input("".join(self._arguments))
+        yield BlockStop(self.index)

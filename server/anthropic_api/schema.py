@@ -5,12 +5,12 @@ prefixes are always cached."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from runtime.sampling_table import COLUMNS
-from server.openai_api.schema import SAMPLING_COLUMNS, Int, Name, ReasoningEffort, RequestId
+from server.openai_api.schema import SAMPLING_TYPES, Int, Name, ReasoningEffort, RequestId
 
 CacheControl = dict[str, Any]
 
@@ -82,12 +82,11 @@ class CountTokensRequest(ConversationFields, kw_only=True, forbid_unknown_fields
     """`POST /v1/messages/count_tokens`."""
 
 
-if TYPE_CHECKING:
-    SampledConversation = ConversationFields
-else:
-    SampledConversation = msgspec.defstruct(
-        "SampledConversation", SAMPLING_COLUMNS, bases=(ConversationFields,), kw_only=True
-    )
+class SampledConversation(ConversationFields, kw_only=True):
+    """The same with a chat's `SamplingFields`."""
+
+    __annotations__ = SAMPLING_TYPES
+    vars().update(dict.fromkeys(COLUMNS))
 
 
 class MessagesRequest(SampledConversation, kw_only=True, forbid_unknown_fields=True):
@@ -210,6 +209,18 @@ class RedactedThinkingInput(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     type: Literal["redacted_thinking"]
     data: str
 
+
+_BLOCKS = (TextInput, ToolUseInput, ToolResultInput, ThinkingInput, RedactedThinkingInput)
+HELD: dict[tuple[type, str], tuple[type, ...]] = {
+    (Turn, "content"): _BLOCKS,
+    (ToolResultInput, "content"): _BLOCKS,
+    **{
+        (request, name): kinds
+        for request in (MessagesRequest, CountTokensRequest)
+        for name, kinds in (("messages", (Turn,)), ("tools", (MessageTool,)), ("system", _BLOCKS))
+    },
+}
+"""As a chat's `HELD`."""
 
 _OF_A_RESULT = (TextInput, ImageInput, DocumentInput, SearchResultInput)
 MESSAGE_PARTS = (*_OF_A_RESULT, MessageTool, ToolUseInput, ToolResultInput, ThinkingInput, RedactedThinkingInput)

@@ -1,4 +1,4 @@
-"""`GET /docs`: the API's description as a page to read. It is made from `/openapi.json`, without scripts."""
+"""`GET /openapi.json`, and `GET /docs`: the same description as a page to read, without scripts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import hashlib
 from html import escape
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-
-from server.description.openapi import description_of
-from server.service import Service
 
 Json = dict[str, Any]
 
@@ -40,10 +38,12 @@ _HEADERS = {
 MAX_SHOWN_TYPES = 6
 
 
+async def get_description(request: Request) -> Response:
+    return Response(msgspec.json.encode(request.app.description()), media_type="application/json")
+
+
 async def get_docs(request: Request) -> Response:
-    service: Service = request.app.state.service
-    document = description_of(service)
-    return Response(page(document), media_type="text/html; charset=utf-8", headers=_HEADERS)
+    return Response(page(request.app.description()), media_type="text/html; charset=utf-8", headers=_HEADERS)
 
 
 def page(document: Json) -> str:

@@ -1,6 +1,7 @@
-"""`GET /openapi.json`: the API's description, from the types that requests are decoded into and answers encoded from.
+"""The API's description, from the types that requests are decoded into and answers encoded from.
 
-Details that types do not express are added to the requests' schemas (`request_schemas`). A request that the description
+Details that types do not express are added to the requests' schemas: ranges, which are those that `SamplingParams`
+checks, ids, content parts, and the fields without effect of `server.openai_api.fields`. A request that the description
 allows is accepted, or refused for a reason that no schema can express (a token id beyond the vocabulary)."""
 
 from __future__ import annotations
@@ -8,17 +9,18 @@ from __future__ import annotations
 import functools
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response as HttpResponse
 
+from runtime.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH
+from runtime.sampling_table import COLUMNS, json_schema
 from runtime.version import release
 from server.anthropic_api.schema import MESSAGE_PARTS, complete_messages
 from server.description.operations import ERRORS, OPERATIONS, Json, Operation, Readiness
-from server.description.request_schemas import IMAGES_OF_CHATS, IMAGES_OF_RESPONSES, NULL, complete, content_schema
 from server.ollama_api.schema import OLLAMA_PARTS, OllamaOptions, complete_ollama
-from server.openai_api.schema import Tool
-from server.responses_api.schema import InputFunctionCall, InputFunctionCallOutput, InputMessage, InputReasoning
-from server.service import Service
+from server.openai_api.fields import tables_of
+from server.openai_api.schema import CompletionRequest, DetokenizeRequest, EmbeddingRequest, Tool
+from server.pictures.reader import DETAILS, MAX_UUID_LENGTH
+from server.responses_api import schema as responses
+from server.vllm_api.schema import PoolingRequest, ScoreRequest
 
 _EVERYWHERE = (401, 403, 405, 431, 500, 503)
 """Statuses of the layers around the routes: no key, a foreign Host or Origin, headers too large, draining."""
@@ -31,7 +33,7 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
     answers = [operation.answer for operation in OPERATIONS if operation.answer not in (None, Json)]
     answers += [operation.anthropic_answer for operation in OPERATIONS if operation.anthropic_answer is not None]
     streams = [operation.stream for operation in OPERATIONS if operation.stream is not None]
-    items = (InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
+    items = responses.INPUT_ITEMS
     parts = (Tool, *items, *MESSAGE_PARTS, *OLLAMA_PARTS)
     ordered = [*sorted(types, key=lambda each: each.__name__), *answers, *streams, *ERRORS.values(), *parts]
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
@@ -51,8 +53,10 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
         components[name]["properties"]["mm_processor_kwargs"] = {"anyOf": [kwargs, NULL], "default": None}
     for item in items:
         for name in {"content", "output"}.intersection(components[item.__name__]["properties"]):
-            if item is not InputReasoning:
-                has_images = item is InputFunctionCallOutput or (reads_images and item is InputMessage)
+            if item is not responses.InputReasoning:
+                has_images = item is responses.InputFunctionCallOutput or (
+                    reads_images and item is responses.InputMessage
+                )
                 images = IMAGES_OF_RESPONSES if has_images else ()
                 content = content_schema("input_text", "output_text", images=images)
                 components[item.__name__]["properties"][name] = content
@@ -60,7 +64,8 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
     complete_ollama(components, model_names, reads_images=reads_images)
     paths: Json = {}
     for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, named)
+        path = operation.path.replace(":path}", "}")
+        paths.setdefault(path, {})[operation.method] = _operation(operation, path, named)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -76,7 +81,7 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
     }
 
 
-def _operation(operation: Operation, named: dict[str, Json]) -> Json:
+def _operation(operation: Operation, path: str, named: dict[str, Json]) -> Json:
     content: Json = {}
     if operation.answer is Json:
         content["application/json"] = {"schema": {"type": "object"}}
@@ -99,12 +104,12 @@ def _operation(operation: Operation, named: dict[str, Json]) -> Json:
     if operation.answer is Readiness:
         answers["503"]["content"] = {"application/json": {"schema": named[repr(Readiness)]}}
     result: Json = {
-        "operationId": f"{operation.method} {operation.path}",
+        "operationId": f"{operation.method} {path}",
         "summary": operation.summary,
         "responses": answers,
         "security": [{}] if operation.is_open else [{"key": []}, {}],
     }
-    if parameters := [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]:
+    if parameters := [part[1:-1] for part in path.split("/") if part.startswith("{")]:
         result["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
             for name in parameters
@@ -134,11 +139,126 @@ _MEANINGS = {
 }
 
 
-def description_of(service: Service) -> Json:
-    """The document of this server."""
-    info = service.client.info
-    return description(service.model_names, info.vocab_size, reads_images=info.images is not None)
+NULL = {"type": "null"}
+_LIMIT: Json = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, {"const": -1}]}
+_RANGES: dict[str, Json] = {
+    "n": {"type": "integer", "minimum": 1, "maximum": MAX_N},
+    **{name: json_schema(name) for name in COLUMNS},
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _LIMIT),
+    "min_tokens": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+    "prompt_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
+    },
+}
+"""`SamplingParams`' bounds of a field, beside its type. null is allowed everywhere."""
+
+_TOKEN_IDS: dict[str, Json] = {
+    "stop_token_ids": {"maxItems": 1024},
+    "allowed_token_ids": {"minItems": 1, "maxItems": 2**18},
+}
+
+_STOP: Json = {
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+            "maxItems": 64,
+        },
+        NULL,
+    ],
+    "default": None,
+}
 
 
-async def get_description(request: Request) -> HttpResponse:
-    return HttpResponse(msgspec.json.encode(description_of(request.app.state.service)), media_type="application/json")
+def _object(*required: str, **properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+_URL: Json = {"type": "string", "minLength": 1}
+_DETAIL: Json = {"enum": [*DETAILS, None]}
+_UUID: Json = {"type": "string", "minLength": 1, "maxLength": MAX_UUID_LENGTH}
+_NO_DATA: Json = {"anyOf": [{"type": "null"}, _object(url={"type": "null"}, detail=_DETAIL)]}
+"""Instead of a URL, where a uuid says which image it is."""
+IMAGES_OF_RESPONSES = (
+    _object("type", "image_url", type={"const": "input_image"}, image_url=_URL, detail=_DETAIL, uuid=_UUID),
+    _object("type", "uuid", type={"const": "input_image"}, image_url={"type": "null"}, detail=_DETAIL, uuid=_UUID),
+)
+IMAGES_OF_CHATS = (
+    _object(
+        "type", "image_url", type={"const": "image_url"}, uuid=_UUID,
+        image_url={"anyOf": [_URL, _object("url", url=_URL, detail=_DETAIL)]},
+    ),
+    _object("type", "uuid", type={"const": "image_url"}, image_url=_NO_DATA, uuid=_UUID),
+    *IMAGES_OF_RESPONSES,
+)  # fmt: skip
+
+
+def content_schema(*kinds: str, images: tuple[Json, ...]) -> Json:
+    """A text, or parts that are texts or images; null if a chat's assistant has only called tools."""
+    part: Json = {
+        "type": "object",
+        "properties": {"type": {"enum": kinds}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+        "additionalProperties": False,
+    }
+    if images:
+        part = {"anyOf": [part, *images]}
+    content: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+    if kinds == ("text",):
+        content["anyOf"].append(NULL)
+    return content
+
+
+def complete(schema: Json, request: type[msgspec.Struct], model_names: tuple[str, ...], vocab_size: int) -> None:
+    """Adds the details of a request type: the model's name and ids, ranges, items, and the tables' fields."""
+    fields = schema["properties"]
+    required = schema.get("required", ())
+    if "model" in fields:
+        fields["model"] = {"enum": [*model_names] if "model" in required else [*model_names, None]}
+    for name, limits in _RANGES.items():
+        if name in required:
+            fields[name] = limits
+        elif name in fields:
+            fields[name] = {"anyOf": [limits, NULL], "default": None}
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
+    for name, limits in _TOKEN_IDS.items():
+        if name in fields:
+            fields[name] = {"anyOf": [{**ids, **limits}, NULL], "default": None}
+    if request is DetokenizeRequest:
+        fields["tokens"] = ids
+    has_prompts = request in (CompletionRequest, EmbeddingRequest, PoolingRequest)
+    for name in {"prompt", "input"}.intersection(fields) if has_prompts else ():
+        texts = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+        one = {**ids, "minItems": 1}
+        fields[name] = {"anyOf": [{"type": "string"}, texts, one, {"type": "array", "items": one, "minItems": 1}]}
+    if request in (EmbeddingRequest, PoolingRequest):
+        of_messages = dict.fromkeys(("messages", "mm_processor_kwargs"), NULL)
+        of_input = dict.fromkeys(("input", "add_special_tokens", "truncate_prompt_tokens"), NULL)
+        schema["oneOf"] = [
+            {"required": ["input"], "properties": of_messages},
+            {"required": ["messages"], "properties": {"messages": {"type": "array"}, **of_input}},
+        ]
+    if request is ScoreRequest:
+        schema["oneOf"] = [{"required": ["text_1", "text_2"]}, {"required": ["queries", "documents"]}]
+    if request is responses.ResponsesRequest:
+        items = [{"$ref": f"#/components/schemas/{item.__name__}"} for item in responses.INPUT_ITEMS]
+        fields["input"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": items}, "minItems": 1}]}
+    elif "tools" in fields:
+        tools = {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}, "maxItems": 128}
+        fields["tools"] = {"anyOf": [tools, NULL], "default": None}
+    for name in {"stop", "stop_sequences"}.intersection(fields):
+        fields[name] = _STOP if name == "stop" else {**_STOP, "anyOf": _STOP["anyOf"][1:]}
+    if request is CompletionRequest:  # 0 means that only the prompt is wanted; alternatives are a number here
+        limit = {"type": "integer", "minimum": -1, "maximum": 2**31 - 1}
+        fields["max_tokens"] = {"anyOf": [limit, NULL], "default": None}
+        fields["logprobs"] = {"anyOf": [_RANGES["top_logprobs"], NULL], "default": None}
+    accepted, refused = tables_of(request)
+    for name, entry in accepted.items():
+        fields[name] = {"anyOf": [msgspec.json.schema(entry.type), NULL], "description": f"No effect: {entry.reason}."}
+    for name, missing in refused.items():
+        fields.setdefault(name, {"enum": [*missing.harmless, None], "description": f"Not built: {missing.reason}."})

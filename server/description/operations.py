@@ -1,80 +1,40 @@
-"""The server's operations: every path and method, and the types of its requests, answers and errors."""
+"""The table of the server's routes: every path and method, its endpoint, and the types of its requests, answers and
+errors, of which `/openapi.json` is made."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
 from runtime.engine.messages import EngineState
-from server.anthropic_api.objects import (
-    MessageAnswer,
-    MessageEvent,
-    MessagesModel,
-    MessagesModelList,
-    TokensCount,
-)
+from server import code_colours, static_page
+from server.anthropic_api import endpoints as anthropic
+from server.anthropic_api import objects as messages
 from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
-from server.code_colours import Rendered, RenderRequest
+from server.description.docs_page import get_description, get_docs
 from server.errors import Dialect, dialect_of
-from server.observing.live import LiveMessage
-from server.ollama_api.objects import (
-    ChatLine,
-    EmbedAnswer,
-    EmbeddingsAnswer,
-    GenerateLine,
-    ListedModels,
-    LoadedModels,
-    OllamaVersion,
-    ShownModel,
-)
-from server.ollama_api.schema import (
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaShowRequest,
-)
-from server.openai_api.answers import (
-    Cancelled,
-    ChatChunk,
-    ChatCompletion,
-    Completion,
-    Detokenized,
-    EmbeddingList,
-    Model,
-    ModelList,
-    Tokenized,
-    Version,
-)
-from server.openai_api.schema import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    TokenizeRequest,
-)
-from server.responses_api.objects import Event, Response, ResponseDeleted, ResponseInputItems
-from server.responses_api.schema import (
-    ResponsesRequest,
-)
-from server.static_page import About
-from server.vllm_api.schema import (
-    CacheReset,
-    EngineList,
-    PoolingAnswer,
-    PoolingRequest,
-    RerankAnswer,
-    RerankRequest,
-    ScoreAnswer,
-    ScoreRequest,
-    ServerInfo,
-    ServerLoad,
-    TokenizerInfo,
-)
+from server.observing import live, probes
+from server.ollama_api import embed as ollama_embed
+from server.ollama_api import endpoints as ollama
+from server.ollama_api import models as ollama_models
+from server.ollama_api import schema as of_ollama
+from server.openai_api import answers, chat_answer, completions, embeddings, models
+from server.openai_api import schema as of_openai
+from server.requests.cancellation import cancel_request
+from server.responses_api import endpoints as responses
+from server.responses_api import objects
+from server.responses_api.schema import ResponsesRequest
+from server.vllm_api import operating, scoring
+from server.vllm_api import schema as of_vllm
 
 Json = dict[str, Any]
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class ErrorObject(msgspec.Struct):
@@ -134,7 +94,7 @@ class Readiness(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path.
+    """One method of one path, in Starlette's notation.
 
     request, answer  the bodies' types, or None
     stream           the type of each event's data, if the answer can be a stream; of each line in Ollama's API
@@ -145,6 +105,7 @@ class Operation:
 
     method: str
     path: str
+    endpoint: Endpoint
     summary: str
     request: Any = None
     answer: Any = None
@@ -166,102 +127,171 @@ class Operation:
 
 _GENERATES = (400, 404, 408, 409, 413, 415, 429, 503)
 _READS = (400, 404, 408, 413, 415)
+_EMBEDS = (*_READS, 429, 503)
 
 OPERATIONS = (
     Operation(
-        "post", "/v1/chat/completions", "The answer to a conversation", ChatCompletionRequest, ChatCompletion,
-        ChatChunk, errors=_GENERATES,
+        "post", "/v1/chat/completions", chat_answer.create_chat_completion, "The answer to a conversation",
+        of_openai.ChatCompletionRequest, answers.ChatCompletion, answers.ChatChunk, errors=_GENERATES,
     ),
     Operation(
-        "post", "/v1/completions", "The continuation of prompts", CompletionRequest, Completion, Completion,
-        errors=_GENERATES,
+        "post", "/v1/completions", completions.create_completion, "The continuation of prompts",
+        of_openai.CompletionRequest, answers.Completion, answers.Completion, errors=_GENERATES,
     ),
     Operation(
-        "post", "/v1/responses", "The answer to a conversation, stored", ResponsesRequest, Response, Event,
-        errors=_GENERATES,
+        "post", "/v1/responses", responses.create_response, "The answer to a conversation, stored", ResponsesRequest,
+        objects.Response, objects.Event, errors=_GENERATES,
     ),
     Operation(
-        "post", "/v1/messages", "The answer to a conversation, in Anthropic's shapes", MessagesRequest, MessageAnswer,
-        MessageEvent, errors=_GENERATES,
+        "post", "/v1/messages", anthropic.create_message, "The answer to a conversation, in Anthropic's shapes",
+        MessagesRequest, messages.MessageAnswer, messages.MessageEvent, errors=_GENERATES,
     ),
     Operation(
-        "post", "/v1/messages/count_tokens", "How many tokens a conversation comes to", CountTokensRequest, TokensCount,
-        errors=_READS,
+        "post", "/v1/messages/count_tokens", anthropic.count_tokens, "How many tokens a conversation comes to",
+        CountTokensRequest, messages.TokensCount, errors=_READS,
     ),
     Operation(
-        "post", "/api/chat", "The answer to a conversation, in Ollama's shapes", OllamaChatRequest, ChatLine, ChatLine,
-        errors=_GENERATES,
+        "post", "/api/chat", ollama.chat, "The answer to a conversation, in Ollama's shapes",
+        of_ollama.OllamaChatRequest, ollama.ChatLine, ollama.ChatLine, errors=_GENERATES,
     ),
     Operation(
-        "post", "/api/generate", "The answer to a prompt, in Ollama's shapes", OllamaGenerateRequest, GenerateLine,
-        GenerateLine, errors=_GENERATES,
+        "post", "/api/generate", ollama.generate, "The answer to a prompt, in Ollama's shapes",
+        of_ollama.OllamaGenerateRequest, ollama.GenerateLine, ollama.GenerateLine, errors=_GENERATES,
     ),
     Operation(
-        "post", "/api/embed", "Vectors of texts, in Ollama's shapes", OllamaEmbedRequest, EmbedAnswer,
-        errors=(*_READS, 429, 503),
+        "post", "/api/embed", ollama_embed.create_embed, "Vectors of texts, in Ollama's shapes",
+        of_ollama.OllamaEmbedRequest, ollama_embed.EmbedAnswer, errors=_EMBEDS,
     ),
     Operation(
-        "post", "/api/embeddings", "The vector of a text, in Ollama's older shape", OllamaEmbeddingsRequest,
-        EmbeddingsAnswer, errors=(*_READS, 429, 503),
-    ),
-    Operation("get", "/api/tags", "The served model, in Ollama's shapes", answer=ListedModels),
-    Operation("get", "/api/ps", "The served model and its memory", answer=LoadedModels),
-    Operation("post", "/api/show", "The served model's template and abilities", OllamaShowRequest, ShownModel,
-              errors=_READS),
-    Operation("get", "/api/version", "The release of Ollama whose API this is", answer=OllamaVersion),
-    Operation("get", "/v1/responses/{response_id}", "A stored response", answer=Response, errors=(400, 404)),
-    Operation("delete", "/v1/responses/{response_id}", "Forget a response", answer=ResponseDeleted, errors=(404,)),
-    Operation("post", "/v1/responses/{response_id}/cancel", "End a response", answer=Response, errors=(404,)),
-    Operation(
-        "get", "/v1/responses/{response_id}/input_items", "What a response was asked", answer=ResponseInputItems,
-        errors=(404,),
+        "post", "/api/embeddings", ollama_embed.create_embeddings, "The vector of a text, in Ollama's older shape",
+        of_ollama.OllamaEmbeddingsRequest, ollama_embed.EmbeddingsAnswer, errors=_EMBEDS,
     ),
     Operation(
-        "post", "/v1/embeddings", "Vectors of inputs", EmbeddingRequest, EmbeddingList, errors=(*_READS, 429, 503)
+        "get", "/api/tags", ollama_models.list_tags, "The served model, in Ollama's shapes",
+        answer=ollama_models.ListedModels,
     ),
     Operation(
-        "post", "/v1/requests/{request_id}/cancel", "End whatever runs under this name", answer=Cancelled, errors=(404,)
-    ),
-    Operation("get", "/v1/models", "The served model", answer=ModelList, anthropic_answer=MessagesModelList),
-    Operation(
-        "get", "/v1/models/{model_id}", "The served model", answer=Model, anthropic_answer=MessagesModel, errors=(404,)
+        "get", "/api/ps", ollama_models.list_loaded, "The served model and its memory",
+        answer=ollama_models.LoadedModels,
     ),
     Operation(
-        "post", "/pooling", "Vectors of inputs, in vLLM's shape", PoolingRequest, PoolingAnswer,
-        errors=(*_READS, 429, 503),
+        "post", "/api/show", ollama_models.show, "The served model's template and abilities",
+        of_ollama.OllamaShowRequest, ollama_models.ShownModel, errors=_READS,
+    ),
+    Operation(
+        "get", "/api/version", ollama_models.get_api_version, "The release of Ollama whose API this is",
+        answer=ollama_models.OllamaVersion,
+    ),
+    Operation(
+        "get", "/v1/responses/{response_id}", responses.get_response, "A stored response", answer=objects.Response,
+        errors=(400, 404),
+    ),
+    Operation(
+        "delete", "/v1/responses/{response_id}", responses.delete_response, "Forget a response",
+        answer=objects.ResponseDeleted, errors=(404,),
+    ),
+    Operation(
+        "post", "/v1/responses/{response_id}/cancel", responses.cancel_response, "End a response",
+        answer=objects.Response, errors=(404,),
+    ),
+    Operation(
+        "get", "/v1/responses/{response_id}/input_items", responses.list_input_items, "What a response was asked",
+        answer=objects.ResponseInputItems, errors=(404,),
+    ),
+    Operation(
+        "post", "/v1/embeddings", embeddings.create_embeddings, "Vectors of inputs", of_openai.EmbeddingRequest,
+        answers.EmbeddingList, errors=_EMBEDS,
+    ),
+    Operation(
+        "post", "/v1/requests/{request_id:path}/cancel", cancel_request, "End whatever runs under this name",
+        answer=answers.Cancelled, errors=(404,),
+    ),
+    Operation(
+        "get", "/v1/models", models.list_models, "The served model", answer=models.ModelList,
+        anthropic_answer=models.MessagesModelList,
+    ),
+    Operation(
+        "get", "/v1/models/{model_id:path}", models.get_model, "The served model", answer=models.Model,
+        anthropic_answer=models.MessagesModel, errors=(404,),
+    ),
+    Operation(
+        "post", "/pooling", scoring.create_pooling, "Vectors of inputs, in vLLM's shape", of_vllm.PoolingRequest,
+        scoring.PoolingAnswer, errors=_EMBEDS,
     ),
     *(
-        Operation("post", path, "How near texts are", ScoreRequest, ScoreAnswer, errors=(*_READS, 429, 503))
+        Operation(
+            "post", path, scoring.create_scores, "How near texts are", of_vllm.ScoreRequest, scoring.ScoreAnswer,
+            errors=_EMBEDS,
+        )
         for path in ("/score", "/v1/score")
     ),
     *(
-        Operation("post", path, "Documents by nearness", RerankRequest, RerankAnswer, errors=(*_READS, 429, 503))
+        Operation(
+            "post", path, scoring.create_ranking, "Documents by nearness", of_vllm.RerankRequest,
+            scoring.RerankAnswer, errors=_EMBEDS,
+        )
         for path in ("/rerank", "/v1/rerank")
     ),
-    Operation("get", "/tokenizer_info", "Special tokens and the chat template", answer=TokenizerInfo, errors=(400,)),
-    Operation("get", "/load", "How many requests are open", answer=ServerLoad),
-    Operation("get", "/server_info", "The model, its limits and the server's", answer=ServerInfo),
-    Operation("get", "/engines", "The engines that share the requests", answer=EngineList),
-    Operation("post", "/restart_engines", "Start engines again, one by one", answer=EngineList, errors=(409,)),
     Operation(
-        "post", "/reset_prefix_cache", "Forget cached prefixes", answer=CacheReset, errors=(429,)
+        "get", "/tokenizer_info", operating.get_tokenizer_info, "Special tokens and the chat template",
+        answer=operating.TokenizerInfo, errors=(400,),
     ),
-    Operation("post", "/tokenize", "A prompt's or a conversation's ids", TokenizeRequest, Tokenized, errors=_READS),
-    Operation("post", "/detokenize", "The text of ids", DetokenizeRequest, Detokenized, errors=_READS),
-    Operation("get", "/health", "Whether the server lives", answer=Health, errors=(503,), is_open=True),
-    Operation("get", "/ready", "Whether requests are taken", answer=Readiness, is_open=True),
-    Operation("get", "/version", "The release", answer=Version),
-    Operation("get", "/metrics", "Prometheus' metrics", media_type="text/plain"),
-    Operation("get", "/live", "What the engine does", stream=LiveMessage),
-    Operation("get", "/ping", "Whether the server lives", answer=Health, errors=(503,), is_open=True),
-    Operation("post", "/ping", "Whether the server lives", answer=Health, errors=(503,), is_open=True),
-    Operation("get", "/docs", "This description to read", media_type="text/html"),
-    Operation("get", "/openapi.json", "This description", answer=Json),
-    Operation("get", "/", "The page", media_type="text/html"),
-    Operation("get", "/page/about", "The model behind the page", answer=About),
+    Operation("get", "/load", operating.get_load, "How many requests are open", answer=operating.ServerLoad),
     Operation(
-        "post", "/page/render", "Colours of an answer's code, for the page", RenderRequest, Rendered,
-        errors=(*_READS, 429),
+        "get", "/server_info", operating.get_server_info, "The model, its limits and the server's",
+        answer=operating.ServerInfo,
     ),
-    Operation("get", "/page/{name}", "The page's files", media_type="*/*", errors=(404,)),
+    Operation(
+        "get", "/engines", operating.list_engines, "The engines that share the requests", answer=operating.EngineList
+    ),
+    Operation(
+        "post", "/restart_engines", operating.restart_engines, "Start engines again, one by one",
+        answer=operating.EngineList, errors=(409,),
+    ),
+    Operation(
+        "post", "/reset_prefix_cache", operating.reset_prefix_cache, "Forget cached prefixes",
+        answer=operating.CacheReset, errors=(429,),
+    ),
+    Operation(
+        "post", "/tokenize", models.tokenize, "A prompt's or a conversation's ids", of_openai.TokenizeRequest,
+        models.Tokenized, errors=_READS,
+    ),
+    Operation(
+        "post", "/detokenize", models.detokenize, "The text of ids", of_openai.DetokenizeRequest, models.Detokenized,
+        errors=_READS,
+    ),
+    Operation(
+        "get", "/health", probes.health, "Whether the server lives", answer=Health, errors=(503,), is_open=True
+    ),
+    Operation("get", "/ready", probes.ready, "Whether requests are taken", answer=Readiness, is_open=True),
+    Operation("get", "/version", models.get_version, "The release", answer=models.Version),
+    Operation("get", "/metrics", probes.metrics, "Prometheus' metrics", media_type="text/plain"),
+    Operation("get", "/live", live.watch_engine, "What the engine does", stream=live.LiveMessage),
+    *(
+        Operation(
+            method, "/ping", probes.ping, "Whether the server lives", answer=Health, errors=(503,), is_open=True
+        )
+        for method in ("get", "post")
+    ),
+    Operation("get", "/docs", get_docs, "This description to read", media_type="text/html"),
+    Operation("get", "/openapi.json", get_description, "This description", answer=Json),
+    Operation("get", "/", static_page.get_page, "The page", media_type="text/html"),
+    Operation(
+        "get", "/page/about", static_page.get_about, "The model behind the page", answer=static_page.About
+    ),
+    Operation(
+        "post", "/page/render", code_colours.render, "Colours of an answer's code, for the page",
+        code_colours.RenderRequest, code_colours.Rendered, errors=(*_READS, 429),
+    ),
+    Operation(
+        "get", "/page/{name:path}", static_page.get_page, "The page's files", media_type="*/*", errors=(404,)
+    ),
 )  # fmt: skip
+
+
+def routes() -> list[BaseRoute]:
+    """A route for each path and endpoint."""
+    methods: dict[tuple[str, Endpoint], list[str]] = {}
+    for operation in OPERATIONS:
+        methods.setdefault((operation.path, operation.endpoint), []).append(operation.method.upper())
+    return [Route(path, endpoint, methods=names) for (path, endpoint), names in methods.items()]

@@ -1,20 +1,20 @@
 """`POST /api/chat` and `/api/generate`: Ollama's chat API. Each delta of a stream is a line of JSON, and the last line
-has the usage. Ollama's tool calls are whole: a call waits until the next one, or the answer's end."""
+has the usage. Ollama's tool calls are whole: a call waits until the next one, or the answer's end. Durations are in
+nanoseconds; a field that is UNSET is not sent."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
+from msgspec import UNSET, UnsetType
 
 from runtime.text.pipeline import TextDelta
 from server.errors import ApiError, renamed
-from server.ollama_api.objects import AnsweredFunction, AnsweredMessage, AnsweredToolCall, ChatLine, GenerateLine
 from server.ollama_api.request import (
     NAMES_OF_PROMPT,
     RENAMED,
@@ -26,11 +26,11 @@ from server.ollama_api.request import (
 )
 from server.ollama_api.schema import OllamaChatRequest, OllamaGenerateRequest
 from server.openai_api.answers import ChatTokenLogprob
-from server.openai_api.chat import Chat, chat_grammar, prepare_chat
-from server.openai_api.completions import PreparedCompletion, prepare_completion
+from server.openai_api.chat import chat_grammar, prepare_chat
+from server.openai_api.completions import prepare_completion
 from server.openai_api.logprobs import chat_logprobs
 from server.openai_api.schema import ChatCompletionRequest
-from server.requests.answering import Answer, answer
+from server.requests.answering import Answer, Prepared, answered
 from server.requests.generation import GenerationError, Piece
 from server.requests.sampling import chat_params
 from server.requests.structured import RequestSchemas
@@ -38,6 +38,50 @@ from server.requests.tool_choice import callable_tools, tool_input
 from server.service import Service, new_id
 from server.transport.body import Body, decode_body
 from server.transport.sse import StreamedResponse
+
+
+class AnsweredFunction(msgspec.Struct):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class AnsweredToolCall(msgspec.Struct):
+    id: str
+    function: AnsweredFunction
+
+
+class AnsweredMessage(msgspec.Struct):
+    content: str = ""
+    role: Literal["assistant"] = "assistant"
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
+
+
+class _Line(msgspec.Struct, kw_only=True):
+    """One line of a stream, or the whole answer; the last has the fields from `done_reason` on."""
+
+    model: str
+    created_at: str = msgspec.field(default_factory=lambda: time_text(datetime.now(UTC)))
+    done: bool
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+    done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class ChatLine(_Line, kw_only=True):
+    message: AnsweredMessage
+
+
+class GenerateLine(_Line, kw_only=True):
+    response: str
+    thinking: str | UnsetType = UNSET
+
 
 Line = ChatLine | GenerateLine
 
@@ -144,66 +188,44 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-async def chat(request: Request) -> Response:
-    return await answer(request, _prepare_chat)
-
-
-async def generate(request: Request) -> Response:
-    return await answer(request, _prepare_generate)
-
-
-def _prepare_chat(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> OllamaAnswer | Line:
+def _prepare_chat(service: Service, body: Body) -> OllamaAnswer | Line:
+    exchange = body.exchange
     asked = decode_body(body, OllamaChatRequest, service.config)
     if not asked.messages:
-        _check(service, chat_of_messages(service, asked, body.ignored), RENAMED)
+        _check(service, chat_of_messages(service, asked, exchange.ignored), RENAMED)
         return ChatLine(model=asked.model, message=AnsweredMessage(), done=True, done_reason="load")
     try:
-        messages = chat_of_messages(service, asked, body.ignored)
-        prepared = prepare_chat(service, tenant, messages, new_id("chat"), arrival_time_s)
-        body.ignored += prepared.left_out
+        messages = chat_of_messages(service, asked, exchange.ignored)
+        prepared = prepare_chat(service, exchange, messages, new_id("chat"))
+        exchange.ignored += prepared.left_out
     except ApiError as error:
         raise renamed(error, {**RENAMED, **names_of_images(asked)}) from None
-    return _running(service, asked, prepared, RENAMED, is_chat=True)
+    return OllamaAnswer(asked=prepared, names=RENAMED, model=asked.model, is_chat=True)
 
 
-def _prepare_generate(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> OllamaAnswer | Line:
+def _prepare_generate(service: Service, body: Body) -> OllamaAnswer | Line:
+    exchange = body.exchange
     asked = decode_body(body, OllamaGenerateRequest, service.config)
     if not asked.prompt:
-        _check(service, chat_of_prompt(service, asked, body.ignored), NAMES_OF_PROMPT)
+        _check(service, chat_of_prompt(service, asked, exchange.ignored), NAMES_OF_PROMPT)
         return GenerateLine(model=asked.model, response="", done=True, done_reason="load")
     request_id = new_id("gen")
     tokenizer = service.tokenizer
-    prepared: Chat | PreparedCompletion
+    prepared: Prepared
     is_plain = tokenizer is not None and not tokenizer.has_chat_template and not asked.system
     try:
         if asked.raw or is_plain:  # without a template, the prompt is the whole input
-            raw = completion_of_prompt(service, asked, body.ignored)
-            prepared = prepare_completion(service, raw, request_id, arrival_time_s)
+            raw = completion_of_prompt(service, asked, exchange.ignored)
+            prepared = prepare_completion(service, exchange, raw, request_id).asked
         else:
-            prompt = chat_of_prompt(service, asked, body.ignored)
-            prepared = prepare_chat(service, tenant, prompt, request_id, arrival_time_s)
+            prompt = chat_of_prompt(service, asked, exchange.ignored)
+            prepared = prepare_chat(service, exchange, prompt, request_id)
     except ApiError as error:
         raise renamed(error, names_of_prompt(asked)) from None
-    return _running(service, asked, prepared, NAMES_OF_PROMPT, is_chat=False)
+    return OllamaAnswer(asked=prepared, names=NAMES_OF_PROMPT, model=asked.model, is_chat=False)
 
 
-def _running(
-    service: Service,
-    asked: OllamaChatRequest | OllamaGenerateRequest,
-    prepared: Chat | PreparedCompletion,
-    names: Mapping[str, str],
-    *,
-    is_chat: bool,
-) -> OllamaAnswer:
-    return OllamaAnswer(
-        service=service,
-        generation=prepared.generation,
-        schemas=prepared.schemas,
-        names=names,
-        is_streamed=asked.stream is not False,
-        model=asked.model,
-        is_chat=is_chat,
-    )
+chat, generate = answered(_prepare_chat), answered(_prepare_generate)
 
 
 def _check(service: Service, asked: ChatCompletionRequest, names: Mapping[str, str]) -> None:
@@ -215,3 +237,7 @@ def _check(service: Service, asked: ChatCompletionRequest, names: Mapping[str, s
         chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     except ApiError as error:
         raise renamed(error, names) from None
+
+
+def time_text(when: datetime) -> str:
+    return when.isoformat().replace("+00:00", "Z")

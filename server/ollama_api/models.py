@@ -4,35 +4,85 @@ from __future__ import annotations
 
 import hashlib
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.version import release
 from server.errors import invalid
-from server.ollama_api.objects import (
-    ListedModel,
-    ListedModels,
-    LoadedModel,
-    LoadedModels,
-    ModelDetails,
-    OllamaVersion,
-    ShownModel,
-    time_text,
-)
+from server.ollama_api.endpoints import time_text
 from server.ollama_api.request import own_model
 from server.ollama_api.schema import OllamaShowRequest, tagged
+from server.requests.answering import answered
 from server.service import Service
-from server.transport.body import decode_body, read_body
+from server.transport.body import Body, decode_body
 from server.transport.json_answer import JsonAnswer
 
 API_VERSION = "0.12.11"
 """The release of Ollama whose API this is, log probabilities included. Some clients want at least a certain one."""
 
 Capability = Literal["completion", "tools", "thinking"]
+
+
+class ModelDetails(msgspec.Struct, kw_only=True):
+    """parameter_size: not known."""
+
+    parent_model: str = ""
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str = ""
+    quantization_level: str
+
+
+class ListedModel(msgspec.Struct, kw_only=True):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: ModelDetails
+
+
+class ListedModels(msgspec.Struct):
+    models: list[ListedModel]
+
+
+class LoadedModel(msgspec.Struct, kw_only=True):
+    """expires_at: never; the model stays loaded."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: ModelDetails
+    expires_at: str = "9999-12-31T23:59:59Z"
+    size_vram: int
+    context_length: int
+
+
+class LoadedModels(msgspec.Struct):
+    models: list[LoadedModel]
+
+
+class ShownModel(msgspec.Struct, kw_only=True):
+    modelfile: str = ""
+    parameters: str
+    template: str
+    details: ModelDetails
+    model_info: dict[str, str | int]
+    capabilities: list[Capability]
+    modified_at: str
+
+
+class OllamaVersion(msgspec.Struct):
+    """version: of Ollama's API, which clients compare; xserv: this server's."""
+
+    version: str
+    xserv: str
 
 
 async def list_tags(request: Request) -> Response:
@@ -48,7 +98,7 @@ async def list_tags(request: Request) -> Response:
         )
         for name in map(tagged, service.model_names)
     ]
-    return _json(ListedModels(models))
+    return JsonAnswer(ListedModels(models))
 
 
 async def list_loaded(request: Request) -> Response:
@@ -63,21 +113,15 @@ async def list_loaded(request: Request) -> Response:
         size_vram=0 if info.device == "cpu" else info.weight_bytes + info.kv_cache_bytes,
         context_length=info.max_model_len,
     )
-    return _json(LoadedModels([model]))
-
-
-async def show(request: Request) -> Response:
-    """The model's template, sampling defaults and abilities."""
-    service: Service = request.app.state.service
-    body = await read_body(request, service.config)
-    return _json(await service.prepare(len(body), partial(_shown, service, body)))
+    return JsonAnswer(LoadedModels([model]))
 
 
 async def get_api_version(request: Request) -> Response:
-    return _json(OllamaVersion(API_VERSION, release()))
+    return JsonAnswer(OllamaVersion(API_VERSION, release()))
 
 
-def _shown(service: Service, body: bytes) -> ShownModel:
+def _shown(service: Service, body: Body) -> ShownModel:
+    """The model's template, sampling defaults and abilities."""
     asked = decode_body(body, OllamaShowRequest, service.config)
     name = asked.model if asked.model is not None else asked.name
     if name is None:
@@ -103,6 +147,9 @@ def _shown(service: Service, body: bytes) -> ShownModel:
     )
 
 
+show = answered(_shown)
+
+
 def _details(service: Service) -> ModelDetails:
     info = service.client.info
     return ModelDetails(
@@ -121,7 +168,3 @@ def _digest(service: Service) -> str:
 def _modified_at(service: Service) -> str:
     """The time when the server began to serve it."""
     return time_text(datetime.fromtimestamp(service.created, UTC))
-
-
-def _json(answer: Any) -> Response:
-    return JsonAnswer(answer)

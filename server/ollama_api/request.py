@@ -147,9 +147,9 @@ def _thinking(service: Service, think: Think | None, ignored: list[str], *, has_
         raise invalid("think", f"think: {service.model_name!r} does not think.", "unsupported_parameter")
     variables = {}
     if think is not False and think != "none":
-        variables = thinking_variables(service.tokenizer, True, has_tools=has_tools)
+        variables = thinking_variables(service, True, has_tools=has_tools)
     effort = None if think is True else think or "none"
-    effort = nearest_effort(effort, "think", service.tokenizer, service.answer_format, ignored, has_tools=has_tools)
+    effort = nearest_effort(service, effort, "think", ignored, has_tools=has_tools)
     return {"chat_template_kwargs": variables or None, "reasoning_effort": effort}
 
 

@@ -134,6 +134,12 @@ class OllamaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 OLLAMA_PARTS = (OllamaMessage, OllamaOptions)
 """Types that no other names: the requests hold them as plain objects, so that an error can tell which one it means."""
 
+HELD: dict[tuple[type, str], tuple[type, ...]] = {
+    (OllamaChatRequest, "messages"): (OllamaMessage,),
+    (OllamaChatRequest, "tools"): (Tool,),
+}
+"""As a chat's `HELD`."""
+
 WITHOUT_EFFECT = (
     "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "draft_num_predict", "numa",
     "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "repeat_last_n",

@@ -195,19 +195,6 @@ class Completion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
 
 
-class Model(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "xserv"
-    max_model_len: int
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
 class Embedding(msgspec.Struct, kw_only=True):
     """embedding: numbers, or base64 of little-endian float32."""
 
@@ -226,25 +213,6 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
-
-
-class Tokenized(msgspec.Struct):
-    """The answer of `/tokenize`, in vLLM's shape."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class Detokenized(msgspec.Struct):
-    """The answer of `/detokenize`, in vLLM's shape."""
-
-    prompt: str
-
-
-class Version(msgspec.Struct):
-    version: str
 
 
 class Cancelled(msgspec.Struct):

@@ -22,34 +22,29 @@ from server.errors import invalid
 from server.openai_api.answers import ChatFinishReason, ChatLogprobs, ChatTokenLogprob, Usage
 from server.openai_api.logprobs import chat_logprobs
 from server.openai_api.schema import AllowedToolsChoice, ChatCompletionRequest
+from server.requests.answering import Prepared
 from server.requests.generation import Generation, Scheduling
 from server.requests.prompt import conversation_prompt
 from server.requests.sampling import chat_params, stream_flags
 from server.requests.structured import RequestSchemas, answer_grammar, contradiction, refused
 from server.requests.tool_choice import callable_tools, forced_calls, forces_call, free_calls_text
 from server.service import Service
+from server.transport.exchange import Exchange
 from tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A request that has passed every check, and its generation.
-
-    schemas   of its grammar, and the request's field that defines it
+@dataclass(slots=True, kw_only=True)
+class Chat(Prepared):
+    """
     echo      the beginning of the answer
     left_out  names of fields that the chat template leaves out
     """
 
-    service: Service
-    request_id: str
     created: int
-    generation: Generation
     params: SamplingParams
-    schemas: RequestSchemas
     prompt_token_ids: list[int]
     echo: str
     left_out: list[str]
-    is_streamed: bool
     has_usage: bool
     has_running_usage: bool
     has_token_ids: bool
@@ -78,9 +73,7 @@ class Chat:
         )
 
 
-def prepare_chat(
-    service: Service, tenant: str | None, asked: ChatCompletionRequest, request_id: str, arrival_time_s: float
-) -> Chat:
+def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequest, request_id: str) -> Chat:
     """A decoded request's generation, not admitted yet. Raises `ApiError`."""
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
@@ -90,15 +83,16 @@ def prepare_chat(
     params = chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     if asked.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
-    prompt = conversation_prompt(
-        asked, service.tokenizer, service.config, service.answer_format, service.client.info, service.pictures, tenant
-    )
+    prompt = conversation_prompt(service, exchange.tenant, asked)
     token_ids = prompt.token_ids
     answer_format = service.answer_format
     harmony = answer_format.harmony and not _is_of_whole_answer(asked)
     reasoning = answer_format.reasoning and not answer_format.harmony and not _is_of_whole_answer(asked)
     if reasoning and grammar is not None:
         params = _with_reasoning(params, service.tokenizer, token_ids, schemas.field)
+    prediction: tuple[int, ...] = ()
+    if asked.prediction is not None and service.tokenizer is not None:
+        prediction = tuple(service.tokenizer.encode_ordinary(asked.prediction.text))
     generation = Generation(
         client=service.client,
         bridge=service.bridge,
@@ -107,8 +101,8 @@ def prepare_chat(
         prompts=[token_ids],
         images=prompt.images,
         params=params,
-        arrival_time_s=arrival_time_s,
-        scheduling=replace(Scheduling.of(asked), prediction=_prediction(asked, service.tokenizer)),
+        arrival_time_s=exchange.arrival_s,
+        scheduling=replace(Scheduling.of(asked), prediction=prediction),
         reasoning=reasoning,
         tools=_tool_reading(service, asked, tools),
         harmony=harmony,
@@ -116,7 +110,6 @@ def prepare_chat(
     )
     return Chat(
         service=service,
-        request_id=request_id,
         created=int(time.time()),
         generation=generation,
         params=params,
@@ -129,13 +122,6 @@ def prepare_chat(
         has_running_usage=has_running_usage,
         has_token_ids=bool(asked.return_token_ids),
     )
-
-
-def _prediction(asked: ChatCompletionRequest, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokens that the answer may repeat."""
-    if asked.prediction is None or tokenizer is None:
-        return ()
-    return tuple(tokenizer.encode_ordinary(asked.prediction.text))
 
 
 def chat_grammar(

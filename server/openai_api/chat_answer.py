@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
 
 from runtime.text.parts import ToolCallDelta
 from runtime.text.pipeline import TextDelta
@@ -32,7 +30,7 @@ from server.openai_api.answers import (
 from server.openai_api.chat import Chat, prepare_chat
 from server.openai_api.logprobs import prompt_logprobs
 from server.openai_api.schema import ChatCompletionRequest
-from server.requests.answering import Answer, answer
+from server.requests.answering import Answer, answered
 from server.requests.generation import Piece
 from server.requests.thinking import settle_thinking
 from server.service import Service, new_id
@@ -44,30 +42,22 @@ _encode = msgspec.json.Encoder().encode
 _PLACE = "TEXT"
 
 
-async def create_chat_completion(request: Request) -> Response:
-    return await answer(request, _prepare)
-
-
-def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> _ChatAnswer:
+def _prepare(service: Service, body: Body) -> _ChatAnswer:
+    exchange = body.exchange
     asked = decode_body(body, ChatCompletionRequest, service.config)
-    settle_thinking(asked, service.tokenizer, service.answer_format, body.ignored, body.sent)
-    chat = prepare_chat(service, tenant, asked, new_id("chatcmpl"), arrival_time_s)
-    body.ignored += chat.left_out
-    return _ChatAnswer(
-        service=service,
-        generation=chat.generation,
-        schemas=chat.schemas,
-        names={},
-        is_streamed=chat.is_streamed,
-        chat=chat,
-        chunks=ChatChunks(chat),
-        choices=[_Choice([chat.echo]) for _ in range(chat.params.n)],
-    )
+    settle_thinking(service, asked, exchange.ignored, exchange.sent)
+    chat = prepare_chat(service, exchange, asked, new_id("chatcmpl"))
+    exchange.ignored += chat.left_out
+    choices = [_Choice([chat.echo]) for _ in range(chat.params.n)]
+    return _ChatAnswer(asked=chat, chunks=ChatChunks(chat), choices=choices)
+
+
+create_chat_completion = answered(_prepare)
 
 
 @dataclass(slots=True, kw_only=True)
 class _ChatAnswer(Answer):
-    chat: Chat
+    asked: Chat
     chunks: ChatChunks
     choices: list[_Choice]
 
@@ -78,15 +68,15 @@ class _ChatAnswer(Answer):
         return self.chunks.of(piece)
 
     def closing(self) -> bytes:
-        return (self.chunks.usage() if self.chat.has_usage else b"") + DONE
+        return (self.chunks.usage() if self.asked.has_usage else b"") + DONE
 
     def take(self, piece: Piece) -> None:
-        self.choices[piece.choice].add(self.chat, piece.delta)
+        self.choices[piece.choice].add(self.asked, piece.delta)
 
     async def whole(self) -> ChatCompletion:
-        chat, service = self.chat, self.service
+        chat, service = self.asked, self.service
         return ChatCompletion(
-            id=chat.request_id,
+            id=chat.generation.request_id,
             created=chat.created,
             model=service.model_name,
             system_fingerprint=service.system_fingerprint,
@@ -230,7 +220,7 @@ class ChatChunks:
     def _chunk(self, choices: list[ChatChunkChoice], *, has_usage: bool) -> ChatChunk:
         chat = self._chat
         return ChatChunk(
-            id=chat.request_id,
+            id=chat.generation.request_id,
             created=chat.created,
             model=chat.service.model_name,
             system_fingerprint=chat.service.system_fingerprint,

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
 
 from runtime.text.pipeline import TextDelta
 from server.errors import invalid
@@ -24,21 +22,21 @@ from server.openai_api.logprobs import (
     prompt_logprobs,
 )
 from server.openai_api.schema import CompletionRequest, Prompt
-from server.requests.answering import Answer, answer
+from server.requests.answering import Answer, Prepared, answered
 from server.requests.generation import Generation, Piece, Scheduling
 from server.requests.prompt import completion_prompts
 from server.requests.sampling import completion_params, stream_flags
 from server.requests.structured import RequestSchemas, answer_grammar
 from server.service import Service, new_id
 from server.transport.body import Body, decode_body
+from server.transport.exchange import Exchange
 from server.transport.sse import DONE, frame
 from tokenizer import Tokenizer
 
 
 @dataclass(slots=True, kw_only=True)
 class PreparedCompletion(Answer):
-    """A request that has passed every check, and its generation.
-
+    """
     echoes        each prompt's text, and with logprobs its tokens; None without `echo`
     drops_output  `max_tokens=0`: only the prompt is wanted, the one sampled token is not sent
     """
@@ -108,18 +106,16 @@ class PreparedCompletion(Answer):
         )
 
 
-async def create_completion(request: Request) -> Response:
-    """Admits every prompt or none."""
-    return await answer(request, _prepare)
-
-
-def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> PreparedCompletion:
+def _prepare(service: Service, body: Body) -> PreparedCompletion:
     asked = decode_body(body, CompletionRequest, service.config)
-    return prepare_completion(service, asked, new_id("cmpl"), arrival_time_s)
+    return prepare_completion(service, body.exchange, asked, new_id("cmpl"))
+
+
+create_completion = answered(_prepare)
 
 
 def prepare_completion(
-    service: Service, asked: CompletionRequest, request_id: str, arrival_time_s: float
+    service: Service, exchange: Exchange, asked: CompletionRequest, request_id: str
 ) -> PreparedCompletion:
     """A decoded request's generation, not admitted yet. Raises `ApiError`."""
     service.check_model(asked.model)
@@ -129,7 +125,7 @@ def prepare_completion(
     params = completion_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     if asked.stream and asked.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream; echo with logprobs is.")
-    prompts = completion_prompts(asked, service.tokenizer, service.config, service.client.info)
+    prompts = completion_prompts(service, asked)
     most_choices = service.config.max_choices
     if len(prompts) * params.n > most_choices:
         raise invalid("n", f"n × prompts must be at most {most_choices}, got {params.n} × {len(prompts)}.")
@@ -140,24 +136,21 @@ def prepare_completion(
         request_id=request_id,
         prompts=prompts,
         params=params,
-        arrival_time_s=arrival_time_s,
+        arrival_time_s=exchange.arrival_s,
         scheduling=Scheduling.of(asked),
     )
     echoes = None
     if asked.echo:
         echoes = _echoes(asked.prompt, prompts, service.tokenizer, has_offsets=asked.logprobs is not None)
     return PreparedCompletion(
-        service=service,
+        asked=Prepared(service=service, generation=generation, schemas=schemas, is_streamed=bool(asked.stream)),
         created=int(time.time()),
-        generation=generation,
-        schemas=schemas,
         names={"messages": "prompt", "logprobs": "logprobs"},
         prompts=prompts,
         echoes=echoes,
         drops_output=asked.max_tokens == 0,
         has_logprobs=asked.logprobs is not None,
         has_prompt_logprobs=asked.prompt_logprobs is not None,
-        is_streamed=bool(asked.stream),
         has_usage=has_usage,
         has_running_usage=has_running_usage,
         has_token_ids=bool(asked.return_token_ids) or service.tokenizer is None,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +26,10 @@ from runtime.errors import XservError
 from server.errors import from_engine, internal_error, invalid
 from server.openai_api.answers import Embedding, EmbeddingList, EmbeddingUsage
 from server.openai_api.schema import EmbeddingRequest
+from server.requests.answering import Pending, answered
 from server.requests.prompt import embedding_conversation, embedding_inputs
 from server.service import Service
-from server.transport.body import decode_body, read_body
-from server.transport.exchange import Exchange
+from server.transport.body import Body, decode_body
 from server.transport.json_answer import JsonAnswer
 from server.transport.sse import watch_disconnect
 
@@ -36,10 +38,14 @@ logger = logging.getLogger("xserv.server")
 Vector = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class AskedEmbeddings:
-    """A request that has passed all checks but the engine's."""
+@dataclass(slots=True, kw_only=True)
+class AskedEmbeddings(Pending):
+    """A request that has passed all checks but the engine's.
 
+    answer  makes the answer of the engine's vectors
+    """
+
+    service: Service
     inputs: list[list[int]]
     images: tuple[ImageItem, ...]
     cache_salt: str | None
@@ -47,39 +53,86 @@ class AskedEmbeddings:
     dimensions: int | None
     is_normalized: bool
     is_base64: bool
+    answer: Callable[[AskedEmbeddings, list[Vector]], Any]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.inputs))
+
+    @property
+    def usage(self) -> EmbeddingUsage:
+        return EmbeddingUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
+
+    async def respond(self, request: Request) -> Response:
+        """Submits all inputs at once; when the client leaves, waiting ones are not computed."""
+        vectors = await self._vectors(request)
+        if self.dimensions is not None and self.dimensions > len(vectors[0]):
+            raise invalid("dimensions", f"dimensions must be at most {len(vectors[0])}, got {self.dimensions}.")
+        work = partial(self.answer, self, vectors)
+        return JsonAnswer(await self.service.prepare(vectors[0].nbytes * len(vectors), work))
+
+    async def _vectors(self, request: Request) -> list[Vector]:
+        futures: list[Future[Vector]] = []
+        has_left = asyncio.Event()
+
+        def cancel() -> None:
+            for future in futures:
+                future.cancel()
+
+        def leave() -> None:
+            has_left.set()
+            cancel()
+
+        try:
+            for token_ids in self.inputs:
+                futures.append(self.service.client.embed(token_ids, self.pooling, self.images, self.cache_salt))
+            async with watch_disconnect(request.receive, leave):
+                return [await asyncio.wrap_future(future) for future in futures]
+        except asyncio.CancelledError:
+            if has_left.is_set():
+                raise ClientDisconnect from None
+            raise
+        except (EngineDeadError, QueueFullError, RequestError) as error:
+            raise from_engine(error, {"token_ids": "input", "images": "messages"}) from None
+        except XservError as error:
+            logger.error("an embedding failed: %s", error)
+            raise internal_error() from None
+        finally:
+            cancel()
+
+    def shaped(self, vector: Vector) -> list[float] | str:
+        """The vector for JSON, truncated and normalised: numbers, or base64 of little-endian float32. The zero vector
+        stays."""
+        vector = vector[: self.dimensions]
+        if self.is_normalized:
+            length = float(np.linalg.norm(vector.astype(np.float64)))
+            vector = (vector / length if length > 0 else vector).astype(np.float32)
+        if self.is_base64:
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+        numbers: list[float] = vector.tolist()
+        return numbers
 
 
-async def create_embeddings(request: Request) -> Response:
-    """Submits all inputs at once; when the client leaves, waiting ones are not computed."""
-    service: Service = request.app.state.service
-    body = await read_body(request, service.config)
-    tenant = Exchange.of(request).tenant
-    asked = await service.prepare_conversation(body, partial(_prepare, service, tenant, body))
-    vectors = await embed(request, service, asked)
-    answer = await service.prepare(vectors[0].nbytes * len(vectors), partial(_answer, service, asked, vectors))
-    return JsonAnswer(answer)
-
-
-def _prepare(service: Service, tenant: str | None, body: bytes) -> AskedEmbeddings:
-    """Prepares the request for the engine. Raises `ApiError`."""
-    return prepare_embeddings(service, decode_body(body, EmbeddingRequest, service.config), tenant)
-
-
-def prepare_embeddings(service: Service, asked: EmbeddingRequest, tenant: str | None = None) -> AskedEmbeddings:
+def prepare_embeddings(
+    service: Service,
+    asked: EmbeddingRequest,
+    answer: Callable[[AskedEmbeddings, list[Vector]], Any],
+    tenant: str | None = None,
+) -> AskedEmbeddings:
     """A decoded request's inputs as ids, not admitted yet; `tenant` owns their pictures. Raises `ApiError`."""
     service.check_model(asked.model)
     if (asked.input is None) == (asked.messages is None):
         raise invalid("input", "Send either input or messages.", "missing_required_parameter")
     if asked.mm_processor_kwargs is not None and asked.messages is None:
         raise invalid("mm_processor_kwargs", "mm_processor_kwargs is for messages, not for input.")
-    tokenizer, config, info = service.tokenizer, service.config, service.client.info
     images: tuple[ImageItem, ...] = ()
     if asked.messages is None:
-        inputs = embedding_inputs(asked, tokenizer, config, info)
+        inputs = embedding_inputs(service, asked)
     else:
-        prompt = embedding_conversation(asked, tokenizer, config, service.answer_format, info, service.pictures, tenant)
+        prompt = embedding_conversation(service, tenant, asked)
         inputs, images = [prompt.token_ids], prompt.images
     return AskedEmbeddings(
+        service=service,
         inputs=inputs,
         images=images,
         cache_salt=service.salt_of(tenant),
@@ -87,69 +140,18 @@ def prepare_embeddings(service: Service, asked: EmbeddingRequest, tenant: str | 
         dimensions=asked.dimensions,
         is_normalized=asked.normalize is not False,
         is_base64=asked.encoding_format == "base64",
+        answer=answer,
     )
 
 
-async def embed(request: Request, service: Service, asked: AskedEmbeddings) -> list[Vector]:
-    """The vectors, whole; see `shaped`. Raises `ApiError`."""
-    vectors = await _vectors(request, service, asked)
-    if asked.dimensions is not None and asked.dimensions > len(vectors[0]):
-        raise invalid("dimensions", f"dimensions must be at most {len(vectors[0])}, got {asked.dimensions}.")
-    return vectors
+def _prepare(service: Service, body: Body) -> AskedEmbeddings:
+    asked = decode_body(body, EmbeddingRequest, service.config)
+    return prepare_embeddings(service, asked, _answer, body.exchange.tenant)
 
 
-async def _vectors(request: Request, service: Service, asked: AskedEmbeddings) -> list[Vector]:
-    futures: list[Future[Vector]] = []
-    has_left = asyncio.Event()
-
-    def cancel() -> None:
-        for future in futures:
-            future.cancel()
-
-    def leave() -> None:
-        has_left.set()
-        cancel()
-
-    try:
-        for token_ids in asked.inputs:
-            futures.append(service.client.embed(token_ids, asked.pooling, asked.images, asked.cache_salt))
-        async with watch_disconnect(request.receive, leave):
-            return [await asyncio.wrap_future(future) for future in futures]
-    except asyncio.CancelledError:
-        if has_left.is_set():
-            raise ClientDisconnect from None
-        raise
-    except (EngineDeadError, QueueFullError, RequestError) as error:
-        raise from_engine(error, {"token_ids": "input", "images": "messages"}) from None
-    except XservError as error:
-        logger.error("an embedding failed: %s", error)
-        raise internal_error() from None
-    finally:
-        cancel()
+def _answer(asked: AskedEmbeddings, vectors: list[Vector]) -> EmbeddingList:
+    data = [Embedding(index=index, embedding=asked.shaped(vector)) for index, vector in enumerate(vectors)]
+    return EmbeddingList(data=data, model=asked.service.model_name, usage=asked.usage)
 
 
-def _answer(service: Service, asked: AskedEmbeddings, vectors: list[Vector]) -> EmbeddingList:
-    data = [
-        Embedding(index=index, embedding=encoded(shaped(vector, asked), is_base64=asked.is_base64))
-        for index, vector in enumerate(vectors)
-    ]
-    num_tokens = sum(map(len, asked.inputs))
-    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    return EmbeddingList(data=data, model=service.model_name, usage=usage)
-
-
-def shaped(vector: Vector, asked: AskedEmbeddings) -> Vector:
-    """Truncates and normalises the vector; the zero vector stays."""
-    vector = vector[: asked.dimensions]
-    if asked.is_normalized:
-        length = float(np.linalg.norm(vector.astype(np.float64)))
-        vector = (vector / length if length > 0 else vector).astype(np.float32)
-    return vector
-
-
-def encoded(vector: Vector, *, is_base64: bool) -> list[float] | str:
-    """The vector for JSON: numbers, or base64 of little-endian float32."""
-    if is_base64:
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
-    numbers: list[float] = vector.tolist()
-    return numbers
+create_embeddings = answered(_prepare)

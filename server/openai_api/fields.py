@@ -11,21 +11,9 @@ from typing import Any
 
 import msgspec
 
-from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
 from server.errors import invalid
-from server.ollama_api.schema import (
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaOptions,
-    OllamaShowRequest,
-)
 from server.openai_api.extensions import EXTENSIONS, rewrite
-from server.openai_api.schema import ChatCompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from server.responses_api.schema import ResponsesRequest
 from server.transport.typed import converted
-from server.vllm_api.schema import PoolingRequest, RerankRequest, ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,36 +142,37 @@ _OF_POOLING = {"user": ACCEPTED_WITHOUT_EFFECT["user"], "priority": Accepted(int
 
 Tables = tuple[dict[str, Accepted], dict[str, NotBuilt]]
 
-_TABLES: dict[type[msgspec.Struct], Tables] = {
-    ChatCompletionRequest: (
+_TABLES: dict[str, Tables] = {
+    "ChatCompletionRequest": (
         ACCEPTED_WITHOUT_EFFECT,
         {name: reason for name, reason in NOT_BUILT.items() if name != "mm_processor_kwargs"},
     ),
-    ResponsesRequest: (
+    "ResponsesRequest": (
         {name: ACCEPTED_WITHOUT_EFFECT[name] for name in _ACCEPTED_IN_RESPONSES}
         | {"client_metadata": Accepted(dict[str, Any], "what Codex tells about its sessions")},
         NOT_BUILT_IN_RESPONSES,
     ),
-    MessagesRequest: (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),
-    CountTokensRequest: (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),
-    OllamaChatRequest: ({}, NOT_BUILT_IN_OLLAMA_CHAT),
-    OllamaGenerateRequest: ({}, NOT_BUILT_IN_GENERATE),
-    OllamaOptions: ({}, {}),
-    OllamaEmbedRequest: ({}, {}),
-    OllamaEmbeddingsRequest: ({}, {}),
-    OllamaShowRequest: ({"verbose": Accepted(bool, "all there is to show is shown")}, {}),
-    EmbeddingRequest: ({"user": ACCEPTED_WITHOUT_EFFECT["user"]}, {}),
-    PoolingRequest: (_OF_POOLING, {}),
-    ScoreRequest: (_OF_POOLING, {}),
-    RerankRequest: (_OF_POOLING | {"max_tokens_per_doc": Accepted(int, "documents are read whole")}, {}),
-    TokenizeRequest: ({}, NOT_BUILT_IN_TOKENIZE),
-    DetokenizeRequest: ({}, {}),
+    "MessagesRequest": (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),
+    "CountTokensRequest": (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),
+    "OllamaChatRequest": ({}, NOT_BUILT_IN_OLLAMA_CHAT),
+    "OllamaGenerateRequest": ({}, NOT_BUILT_IN_GENERATE),
+    "OllamaOptions": ({}, {}),
+    "OllamaEmbedRequest": ({}, {}),
+    "OllamaEmbeddingsRequest": ({}, {}),
+    "OllamaShowRequest": ({"verbose": Accepted(bool, "all there is to show is shown")}, {}),
+    "EmbeddingRequest": ({"user": ACCEPTED_WITHOUT_EFFECT["user"]}, {}),
+    "PoolingRequest": (_OF_POOLING, {}),
+    "ScoreRequest": (_OF_POOLING, {}),
+    "RerankRequest": (_OF_POOLING | {"max_tokens_per_doc": Accepted(int, "documents are read whole")}, {}),
+    "TokenizeRequest": ({}, NOT_BUILT_IN_TOKENIZE),
+    "DetokenizeRequest": ({}, {}),
 }
+"""By the names of the requests' types."""
 
 
 def tables_of(schema: type[msgspec.Struct]) -> Tables:
     """The fields of a request that are accepted without effect, and those that are refused by name."""
-    return _TABLES.get(schema, (ACCEPTED_WITHOUT_EFFECT, NOT_BUILT))
+    return _TABLES.get(schema.__name__, (ACCEPTED_WITHOUT_EFFECT, NOT_BUILT))
 
 
 def take_table_fields(

@@ -4,7 +4,7 @@ clients, recognised by their header, get Anthropic's shape of a model."""
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from functools import partial
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -13,85 +13,99 @@ from starlette.responses import Response
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import check_token_ids
 from runtime.version import release
-from server.anthropic_api.objects import MessagesModel, MessagesModelList
 from server.errors import dialect_of, from_engine, invalid
-from server.openai_api.answers import Detokenized, Model, ModelList, Tokenized, Version
 from server.openai_api.schema import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
+from server.requests.answering import answered
 from server.requests.prompt import whole_conversation
 from server.service import Service
-from server.transport.body import Body, decode_body, read_body
-from server.transport.exchange import Exchange
+from server.transport.body import Body, decode_body
 from server.transport.json_answer import JsonAnswer
 from tokenizer import Tokenizer
 
 
-def listed_model(service: Service, name: str) -> MessagesModel:
-    info = service.client.info
-    return MessagesModel(
-        id=name,
-        display_name=name,
-        created_at=datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
-        max_input_tokens=info.max_model_len,
-        max_tokens=info.max_model_len,
-    )
+class Model(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "xserv"
+    max_model_len: int
 
 
-def listed_models(service: Service) -> MessagesModelList:
-    names = service.model_names
-    return MessagesModelList(data=[listed_model(service, name) for name in names], first_id=names[0], last_id=names[-1])
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
 
 
-def _model(service: Service, name: str) -> Model:
-    return Model(
-        id=name,
-        created=service.created,
-        max_model_len=service.client.info.max_model_len,
-    )
+class MessagesModel(msgspec.Struct, tag_field="type", tag="model", kw_only=True):
+    """The served model. max_tokens: of an answer, which the context bounds."""
+
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    max_tokens: int
+
+
+class MessagesModelList(msgspec.Struct, kw_only=True):
+    """One page holds them all."""
+
+    data: list[MessagesModel]
+    has_more: Literal[False] = False
+    first_id: str
+    last_id: str
+
+
+class Tokenized(msgspec.Struct):
+    """The answer of `/tokenize`, in vLLM's shape."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct):
+    """The answer of `/detokenize`, in vLLM's shape."""
+
+    prompt: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+def _model(request: Request, name: str) -> Model | MessagesModel:
+    service: Service = request.app.state.service
+    most = service.client.info.max_model_len
+    if dialect_of(request.scope) != "anthropic":
+        return Model(id=name, created=service.created, max_model_len=most)
+    created_at = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
+    return MessagesModel(id=name, display_name=name, created_at=created_at, max_input_tokens=most, max_tokens=most)
 
 
 async def list_models(request: Request) -> Response:
-    service: Service = request.app.state.service
-    is_anthropic = dialect_of(request.scope) == "anthropic"
-    models = (
-        listed_models(service)
-        if is_anthropic
-        else ModelList(data=[_model(service, name) for name in service.model_names])
-    )
-    return Response(msgspec.json.encode(models), media_type="application/json")
+    names = request.app.state.service.model_names
+    data: list[Any] = [_model(request, name) for name in names]
+    if isinstance(data[0], Model):
+        return JsonAnswer(ModelList(data=data))
+    return JsonAnswer(MessagesModelList(data=data, first_id=names[0], last_id=names[-1]))
 
 
 async def get_model(request: Request) -> Response:
     """404 unless it is a name of the served model. The id may hold slashes, as hub ids do."""
-    service: Service = request.app.state.service
     name = request.path_params["model_id"]
-    service.check_model(name)
-    model = listed_model(service, name) if dialect_of(request.scope) == "anthropic" else _model(service, name)
-    return Response(msgspec.json.encode(model), media_type="application/json")
+    request.app.state.service.check_model(name)
+    return JsonAnswer(_model(request, name))
 
 
 async def get_version(request: Request) -> Response:
     """The server's version."""
-    return Response(msgspec.json.encode(Version(release())), media_type="application/json")
+    return JsonAnswer(Version(release()))
 
 
-async def tokenize(request: Request) -> Response:
+def _tokenize(service: Service, body: Body) -> Tokenized:
     """The ids of a prompt, or of messages, without a limit, since nothing is generated."""
-    service: Service = request.app.state.service
-    body = await read_body(request, service.config)
-    work = partial(_tokenize, service, Exchange.of(request).tenant, body)
-    answer = await service.prepare_conversation(body, work)
-    return JsonAnswer(answer)
-
-
-async def detokenize(request: Request) -> Response:
-    """The text of ids, special tokens included."""
-    service: Service = request.app.state.service
-    body = await read_body(request, service.config)
-    answer = await service.prepare(len(body), partial(_detokenize, service, body))
-    return JsonAnswer(answer)
-
-
-def _tokenize(service: Service, tenant: str | None, body: Body) -> Tokenized:
     asked = decode_body(body, TokenizeRequest, service.config)
     tokenizer = _tokenizer(service, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
@@ -113,9 +127,9 @@ def _tokenize(service: Service, tenant: str | None, body: Body) -> Tokenized:
             continue_final_message=asked.continue_final_message,
             chat_template_kwargs=asked.chat_template_kwargs,
         )
-        prompt = whole_conversation(chat, tokenizer, service.config, service.answer_format, service.pictures, tenant)
+        prompt = whole_conversation(service, body.exchange.tenant, chat)
         ids = prompt.token_ids
-        body.ignored += prompt.left_out
+        body.exchange.ignored += prompt.left_out
     texts = [tokenizer.id_to_token(i) or "" for i in ids] if asked.return_token_strs else None
     return Tokenized(len(ids), service.client.info.max_model_len, ids, texts)
 
@@ -123,7 +137,8 @@ def _tokenize(service: Service, tenant: str | None, body: Body) -> Tokenized:
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 
 
-def _detokenize(service: Service, body: bytes) -> Detokenized:
+def _detokenize(service: Service, body: Body) -> Detokenized:
+    """The text of ids, special tokens included."""
     asked = decode_body(body, DetokenizeRequest, service.config)
     tokenizer = _tokenizer(service, asked.model)
     try:
@@ -131,6 +146,9 @@ def _detokenize(service: Service, body: bytes) -> Detokenized:
     except RequestError as error:
         raise from_engine(error, {}) from None
     return Detokenized(tokenizer.decode(asked.tokens))
+
+
+tokenize, detokenize = answered(_tokenize), answered(_detokenize)
 
 
 def _tokenizer(service: Service, model: str | None) -> Tokenizer:

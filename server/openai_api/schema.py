@@ -7,7 +7,7 @@ and unsupported ones are in `server.openai_api.fields`; the requests of `/v1/res
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -45,15 +45,16 @@ MAX_GRAMMAR_CHARACTERS = 64 * 1024
 """A regular expression or a grammar in a request."""
 
 
-SAMPLING_COLUMNS: list[tuple[str, Any, None]] = [
-    (name, (Int if column.kind is int else float) | None, None) for name, column in COLUMNS.items()
-]
+SAMPLING_TYPES: dict[str, Any] = {
+    name: (Int if column.kind is int else float) | None for name, column in COLUMNS.items()
+}
 
-if TYPE_CHECKING:
-    SamplingFields = msgspec.Struct
-else:
-    SamplingFields = msgspec.defstruct("SamplingFields", SAMPLING_COLUMNS, kw_only=True)
-"""The parameters of `runtime.sampling_table`."""
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The parameters of `runtime.sampling_table`, None by default: msgspec reads a class's annotations and values."""
+
+    __annotations__ = SAMPLING_TYPES
+    vars().update(dict.fromkeys(COLUMNS))
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -361,3 +362,19 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     model: str | None = None
     tokens: list[Int]
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a chat's content; `server.requests.prompt` reads it."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+HELD: dict[tuple[type, str], tuple[type, ...]] = {
+    (ChatCompletionRequest, "tools"): (Tool,),
+    (TokenizeRequest, "tools"): (Tool,),
+    (Message, "content"): (ContentPart,),
+}
+"""Item types of lists whose objects the schema leaves open, since they are read one by one."""

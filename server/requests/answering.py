@@ -1,16 +1,16 @@
-"""The way of every request that generates, whichever API it comes by: it is read, prepared, checked and admitted, and
-answered at once with a stream, or in full at the end. An API has an `Answer` for its shapes."""
+"""The way of every request with a body, whichever API it comes by: it is read, prepared and answered. One that
+generates is checked and admitted, and answered at once with a stream, or in full at the end. An API has an `Answer` for
+its shapes."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -20,32 +20,68 @@ from server.requests.generation import Generation, GenerationError, Piece
 from server.requests.structured import RequestSchemas
 from server.service import Service
 from server.transport.body import Body, read_body
-from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
 from server.transport.sse import EventStreamResponse, StreamedResponse, frame, watch_disconnect
 
-T = TypeVar("T")
 
-Prepare = Callable[[Service, str | None, Body, float], T]
-"""Prepares a request of a service, a tenant, a body and an arrival time for the engine. Raises `ApiError`."""
+class Pending(ABC):
+    """A prepared request whose answer needs the engine."""
+
+    @abstractmethod
+    async def respond(self, request: Request) -> Response:
+        """The engine's answer. Raises `ApiError`."""
+
+
+Prepare = Callable[[Service, Body], Any]
+"""Reads and checks a request's body, on a thread if it is large. Returns a `Pending`, or the answer itself. Raises
+`ApiError`."""
+
+
+def answered(prepare: Prepare) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """The endpoint for requests that are prepared like this."""
+
+    async def answer(request: Request) -> Response:
+        service: Service = request.app.state.service
+        body = await read_body(request, service.config)
+        prepared = await service.prepare_body(body, partial(prepare, service, body))
+        return await prepared.respond(request) if isinstance(prepared, Pending) else JsonAnswer(prepared)
+
+    return answer
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer(ABC):
-    """A request that has passed every check, and its answer as it grows: `push` for a stream, else `take`.
+class Prepared:
+    """A request that has passed every check.
 
     schemas  of its grammar, and the chat's field that defines it
-    names    a chat's names of fields to the request's
     """
 
     service: Service
     generation: Generation
     schemas: RequestSchemas
-    names: Mapping[str, str]
     is_streamed: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer(Pending):
+    """The answer to a prepared request as it grows: `push` for a stream, else `take`.
+
+    names  a chat's names of fields to the request's
+    """
+
+    asked: Prepared
+    names: Mapping[str, str] = field(default_factory=dict)
     stream_type: ClassVar[type[StreamedResponse]] = EventStreamResponse
 
-    def admitted(self) -> None:  # noqa: B027
+    @property
+    def service(self) -> Service:
+        return self.asked.service
+
+    @property
+    def generation(self) -> Generation:
+        return self.asked.generation
+
+    def admitted(self) -> None:
         """Called when the engine has taken the request."""
 
     def opening(self) -> bytes:
@@ -81,55 +117,42 @@ class Answer(ABC):
         """The same for a stream that has begun."""
         return frame(self.failed(error).body())
 
+    async def respond(self, request: Request) -> Response:
+        """Admits the request and answers it."""
+        generation, names, schemas = self.generation, self.names, self.asked.schemas
+        await self.service.check_grammar(request, generation, schemas, names)
+        own = {"prompt": names.get("messages", "messages"), "logprobs": "top_logprobs", **names}
+        grammar = "grammar" if schemas.field is None else names.get(schemas.field, schemas.field)
+        self.service.admit(request, generation, own | {"grammar": grammar})
+        self.admitted()
+        headers = {"X-Request-Id": generation.request_id}
+        if self.asked.is_streamed:
+            return self.stream_type(self._stream(), generation, headers)
+        try:
+            with closing(generation):
+                async with watch_disconnect(request.receive, generation.leave):
+                    async for pieces in generation:
+                        for piece in pieces:
+                            if (taken := self.take(piece)) is not None:
+                                await taken
+        except GenerationError as error:
+            raise self.failed(error) from None
+        if generation.has_left:
+            raise ClientDisconnect
+        return JsonAnswer(await self.whole(), headers)
 
-async def answer(request: Request, prepare: Prepare[Any]) -> Response:
-    """Answers the request. A value of `prepare` that is no `Answer` is sent as it is."""
-    service: Service = request.app.state.service
-    arrival_time_s = time.monotonic()
-    body = await read_body(request, service.config)
-    work = partial(prepare, service, Exchange.of(request).tenant, body, arrival_time_s)
-    prepared = await service.prepare_conversation(body, work)
-    if not isinstance(prepared, Answer):
-        return JsonAnswer(prepared)
-    return await admit(request, prepared)
-
-
-async def admit(request: Request, prepared: Answer) -> Response:
-    """Admits a prepared request and answers it."""
-    service, generation, names, field = prepared.service, prepared.generation, prepared.names, prepared.schemas.field
-    await service.check_grammar(request, generation, prepared.schemas, names)
-    own = {"prompt": names.get("messages", "messages"), "logprobs": "top_logprobs", **names}
-    service.admit(request, generation, own | {"grammar": names.get(field, field) if field else "grammar"})
-    prepared.admitted()
-    headers = {"X-Request-Id": generation.request_id}
-    if prepared.is_streamed:
-        return prepared.stream_type(_stream(prepared), generation, headers)
-    try:
-        with closing(generation):
-            async with watch_disconnect(request.receive, generation.leave):
-                async for pieces in generation:
-                    for piece in pieces:
-                        if (taken := prepared.take(piece)) is not None:
-                            await taken
-    except GenerationError as error:
-        raise prepared.failed(error) from None
-    if generation.has_left:
-        raise ClientDisconnect
-    return JsonAnswer(await prepared.whole(), headers)
-
-
-async def _stream(prepared: Answer) -> AsyncGenerator[bytes, None]:
-    if opening := prepared.opening():
-        yield opening
-    try:
-        async for pieces in prepared.generation:
-            for number, data in enumerate(prepared.frames(pieces)):
-                if number:
-                    await asyncio.sleep(0)
-                if data:
-                    yield data
-    except GenerationError as error:
-        yield prepared.failed_stream(error)
-        return
-    if not prepared.generation.has_left:
-        yield prepared.closing()
+    async def _stream(self) -> AsyncGenerator[bytes, None]:
+        if opening := self.opening():
+            yield opening
+        try:
+            async for pieces in self.generation:
+                for number, data in enumerate(self.frames(pieces)):
+                    if number:
+                        await asyncio.sleep(0)
+                    if data:
+                        yield data
+        except GenerationError as error:
+            yield self.failed_stream(error)
+            return
+        if not self.generation.has_left:
+            yield self.closing()

@@ -13,21 +13,19 @@ import jinja2
 import msgspec
 
 from runtime.engine.errors import ContextLengthExceededError, RequestError
-from runtime.engine.messages import EngineInfo, ImageItem
+from runtime.engine.messages import ImageItem
 from runtime.engine.prompt_images import image_places, place_images
 from runtime.engine.sampling_params import check_token_ids, last_tokens
 from runtime.text.chat import chat_prompt
 from runtime.text.content import ImagePart, plain_content, text_of
-from runtime.text.formats import AnswerFormat
-from runtime.text.picture_text import PictureText, picture_text
-from server.config import ServerConfig
+from runtime.text.picture_text import picture_text
 from server.errors import ApiError, from_engine, invalid, own_name
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Message, Prompt
 from server.pictures.reader import PictureReader, PictureSource, picture_source
 from server.requests.thinking import effort_variables
 from server.requests.tool_choice import callable_tools
+from server.service import Service
 from server.transport.json_limits import kinds_of
-from tokenizer import Tokenizer
 
 
 def template_messages(
@@ -136,40 +134,27 @@ def _unsupported(param: str, reason: str) -> ApiError:
     return invalid(param, f"Unsupported parameter: {param} ({reason}).", "unsupported_parameter")
 
 
-def completion_prompts(
-    request: CompletionRequest, tokenizer: Tokenizer | None, config: ServerConfig, info: EngineInfo
-) -> list[list[int]]:
+def completion_prompts(service: Service, request: CompletionRequest) -> list[list[int]]:
     """The token ids of each prompt. Raises `ApiError` 400."""
-    adds_special_tokens = request.add_special_tokens is not False
-    room = info.max_model_len - max(1, request.max_tokens or 1)
+    most = service.client.info.max_model_len
+    room = most - max(1, request.max_tokens or 1)
     return [
-        _checked(_cut(ids, request.truncate_prompt_tokens, room), "prompt", info, info.max_model_len - 1)
-        for ids in _given_ids(request.prompt, "prompt", tokenizer, config, adds_special_tokens=adds_special_tokens)
+        _checked(service, _cut(ids, request.truncate_prompt_tokens, room), "prompt", most - 1)
+        for ids in _given_ids(service, request.prompt, "prompt", request.add_special_tokens)
     ]
 
 
-def embedding_inputs(
-    request: EmbeddingRequest, tokenizer: Tokenizer | None, config: ServerConfig, info: EngineInfo
-) -> list[list[int]]:
+def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[int]]:
     """The token ids of each input. Raises `ApiError` 400."""
     assert request.input is not None
-    adds_special_tokens = request.add_special_tokens is not False
-    most = info.max_model_len
+    most = service.client.info.max_model_len
     return [
-        _checked(_cut(ids, request.truncate_prompt_tokens, most), "input", info, most)
-        for ids in _given_ids(request.input, "input", tokenizer, config, adds_special_tokens=adds_special_tokens)
+        _checked(service, _cut(ids, request.truncate_prompt_tokens, most), "input", most)
+        for ids in _given_ids(service, request.input, "input", request.add_special_tokens)
     ]
 
 
-def embedding_conversation(
-    request: EmbeddingRequest,
-    tokenizer: Tokenizer | None,
-    config: ServerConfig,
-    answer_format: AnswerFormat,
-    info: EngineInfo,
-    pictures: PictureReader | None,
-    tenant: str | None,
-) -> ConversationPrompt:
+def embedding_conversation(service: Service, tenant: str | None, request: EmbeddingRequest) -> ConversationPrompt:
     """A conversation to be embedded, without a generation prompt. Raises `ApiError` 400."""
     assert request.messages is not None
     for field in ("add_special_tokens", "truncate_prompt_tokens"):
@@ -178,14 +163,13 @@ def embedding_conversation(
     chat = ChatCompletionRequest(
         messages=request.messages, mm_processor_kwargs=request.mm_processor_kwargs, add_generation_prompt=False
     )
-    prompt = whole_conversation(chat, tokenizer, config, answer_format, pictures, tenant)
-    return replace(prompt, token_ids=_checked(prompt.token_ids, "messages", info, info.max_model_len))
+    prompt = whole_conversation(service, tenant, chat)
+    ids = _checked(service, prompt.token_ids, "messages", service.client.info.max_model_len)
+    return replace(prompt, token_ids=ids)
 
 
-def _given_ids(
-    prompt: Prompt, field: str, tokenizer: Tokenizer | None, config: ServerConfig, *, adds_special_tokens: bool
-) -> Iterator[list[int]]:
-    """The ids of each prompt of `field`, as given or encoded."""
+def _given_ids(service: Service, prompt: Prompt, field: str, adds_special: bool | None) -> Iterator[list[int]]:
+    """The ids of each prompt of `field`, as given or encoded; special tokens are added by default."""
     given: Sequence[str | list[int]]
     if isinstance(prompt, str) or _are_ids(prompt):
         given = [prompt]
@@ -195,13 +179,14 @@ def _given_ids(
         raise invalid(field, f"{field} must not mix strings, token ids and lists of them.", "invalid_type")
     if not given:
         raise invalid(field, f"{field} must have at least one entry.")
-    if len(given) > config.max_prompts:
-        raise invalid(field, f"{field} must have at most {config.max_prompts} entries, got {len(given)}.")
+    most = service.config.max_prompts
+    if len(given) > most:
+        raise invalid(field, f"{field} must have at most {most} entries, got {len(given)}.")
     for text_or_ids in given:
         if isinstance(text_or_ids, str):
-            if tokenizer is None:
+            if service.tokenizer is None:
                 raise invalid(field, f"This model has no tokenizer: {field} must be token ids.")
-            yield tokenizer.encode(text_or_ids, add_special_tokens=adds_special_tokens)
+            yield service.tokenizer.encode(text_or_ids, add_special_tokens=adds_special is not False)
         else:
             yield text_or_ids
 
@@ -217,41 +202,26 @@ class ConversationPrompt:
     left_out: list[str]
 
 
-def conversation_prompt(
-    request: ChatCompletionRequest,
-    tokenizer: Tokenizer | None,
-    config: ServerConfig,
-    answer_format: AnswerFormat,
-    info: EngineInfo,
-    pictures: PictureReader | None,
-    tenant: str | None,
-) -> ConversationPrompt:
+def conversation_prompt(service: Service, tenant: str | None, request: ChatCompletionRequest) -> ConversationPrompt:
     """The conversation rendered by the model's template. Raises `ApiError` 400."""
-    prompt = whole_conversation(request, tokenizer, config, answer_format, pictures, tenant)
+    prompt = whole_conversation(service, tenant, request)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    room = info.max_model_len - max(1, max_tokens or 1)
-    ids = _cut(prompt.token_ids, request.truncate_prompt_tokens, room)
-    return replace(prompt, token_ids=_checked(ids, "messages", info, info.max_model_len - 1))
+    most = service.client.info.max_model_len
+    ids = _cut(prompt.token_ids, request.truncate_prompt_tokens, most - max(1, max_tokens or 1))
+    return replace(prompt, token_ids=_checked(service, ids, "messages", most - 1))
 
 
-def whole_conversation(
-    request: ChatCompletionRequest,
-    tokenizer: Tokenizer | None,
-    config: ServerConfig,
-    answer_format: AnswerFormat,
-    pictures: PictureReader | None,
-    tenant: str | None,
-) -> ConversationPrompt:
-    """The same without a limit of length. `pictures` is None if the model reads none. Raises `ApiError` 400."""
+def whole_conversation(service: Service, tenant: str | None, request: ChatCompletionRequest) -> ConversationPrompt:
+    """The same without a limit of length. `tenant` owns its pictures. Raises `ApiError` 400."""
+    pictures = service.pictures
     messages, sources = template_messages(request, pictures)
     if sources and request.truncate_prompt_tokens is not None:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: a conversation with images is never cut.")
     if request.mm_processor_kwargs and pictures is None:
         why = "mm_processor_kwargs (the model reads text only)"
         raise invalid("mm_processor_kwargs", f"Unsupported parameter: {why}.", "unsupported_parameter")
-    text = picture_text(tokenizer, None if pictures is None else pictures.support)
     left_out = list[str]()
-    ids = _rendered(request, messages, tokenizer, config, answer_format, text, left_out)
+    ids = _rendered(service, request, messages, left_out)
     images: tuple[ImageItem, ...] = ()
     if pictures is not None:
         rule = pictures.rule(request.mm_processor_kwargs)
@@ -269,14 +239,9 @@ def whole_conversation(
 
 
 def _rendered(
-    request: ChatCompletionRequest,
-    messages: list[dict[str, Any]],
-    tokenizer: Tokenizer | None,
-    config: ServerConfig,
-    answer_format: AnswerFormat,
-    text: PictureText,
-    left_out: list[str],
+    service: Service, request: ChatCompletionRequest, messages: list[dict[str, Any]], left_out: list[str]
 ) -> list[int]:
+    tokenizer, answer_format, pictures = service.tokenizer, service.answer_format, service.pictures
     tools = callable_tools(request)
     adds_generation_prompt, continues_final_message = check_ending(request)
     if tokenizer is not None:
@@ -290,7 +255,7 @@ def _rendered(
     if request.documents is not None:
         variables["documents"] = request.documents
     if tokenizer is not None:
-        variables |= effort_variables(request, tokenizer, template, answer_format)
+        variables |= effort_variables(service, request, template)
     try:
         return chat_prompt(
             tokenizer,
@@ -298,10 +263,10 @@ def _rendered(
             tools=tools,
             add_generation_prompt=adds_generation_prompt,
             continue_final_message=continues_final_message,
-            special_tokens_in_content="parse" if config.special_tokens_in_content == "parse" else "text",
+            special_tokens_in_content="parse" if service.config.special_tokens_in_content == "parse" else "text",
             told_tools=answer_format.tools if answer_format.tells_tools else None,
             harmony=answer_format.renders_harmony,
-            picture_text=text,
+            picture_text=picture_text(tokenizer, None if pictures is None else pictures.support),
             notes=left_out,
             **variables,
         )
@@ -338,8 +303,9 @@ def _cut(ids: list[int], most: int | None, room: int) -> list[int]:
         raise from_engine(error, {}) from None
 
 
-def _checked(ids: list[int], field: str, info: EngineInfo, most: int) -> list[int]:
+def _checked(service: Service, ids: list[int], field: str, most: int) -> list[int]:
     """Checks what the engine would refuse, before any work per id."""
+    info = service.client.info
     if not ids:
         raise invalid(field, f"{field} must come to at least one token.")
     try:

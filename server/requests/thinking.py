@@ -10,35 +10,39 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, get_args
 
-from runtime.text.formats import AnswerFormat
 from runtime.text.harmony.conversation import EFFORTS
 from server.errors import invalid, json_text
 from server.openai_api.schema import ChatCompletionRequest, ReasoningEffort
+from server.service import Service
 from tokenizer import ChatTemplateError, Tokenizer
 
 LEVELS: tuple[ReasoningEffort, ...] = get_args(ReasoningEffort)
 """From the least to the most."""
 
 
-def thinking_variables(tokenizer: Tokenizer | None, is_enabled: bool | None, *, has_tools: bool) -> dict[str, Any]:
+def thinking_variables(service: Service, is_enabled: bool | None, *, has_tools: bool) -> dict[str, Any]:
     """`enable_thinking`, if the request sets it and the template has it."""
-    if is_enabled is None or not has_variable(tokenizer, "enable_thinking", has_tools=has_tools):
+    if is_enabled is None or not has_variable(service, "enable_thinking", has_tools=has_tools):
         return {}
     return {"enable_thinking": is_enabled}
 
 
-def has_variable(tokenizer: Tokenizer | None, name: str, *, has_tools: bool) -> bool:
+def has_variable(service: Service, name: str, *, has_tools: bool) -> bool:
     """Whether the model's chat template names this variable."""
-    if tokenizer is None or not tokenizer.has_chat_template:
-        return False
-    return name in tokenizer.chat_template(has_tools=has_tools)
+    template = _template(service, has_tools=has_tools)
+    return template is not None and name in template
+
+
+def _template(service: Service, *, has_tools: bool) -> str | None:
+    if service.tokenizer is None or not service.tokenizer.has_chat_template:
+        return None
+    return service.tokenizer.chat_template(has_tools=has_tools)
 
 
 def nearest_effort(
+    service: Service,
     effort: ReasoningEffort | None,
     name: str,
-    tokenizer: Tokenizer | None,
-    answer_format: AnswerFormat,
     ignored: list[str],
     *,
     has_tools: bool,
@@ -47,12 +51,12 @@ def nearest_effort(
     """The template's nearest level, or None if it has no levels. If that is not the requested level, `ignored` gets the
     field's `name` and the used level: "reasoning_effort=high". `is_off`: the switch `enable_thinking` is off, so that a
     template with only this switch gets no level."""
-    if effort is None or tokenizer is None or not tokenizer.has_chat_template:
+    template = _template(service, has_tools=has_tools)
+    if effort is None or template is None:
         return effort
-    template = tokenizer.chat_template(has_tools=has_tools)
     has_switch = "enable_thinking" in template
-    if answer_format.renders_harmony or "reasoning_effort" in template:
-        known = _known_levels(tokenizer, template, answer_format)
+    if service.answer_format.renders_harmony or "reasoning_effort" in template:
+        known = _known_levels(service, template)
         if effort in known or (effort == "none" and has_switch):
             return effort
         nearest = min(
@@ -82,11 +86,7 @@ def check_agreement(effort: ReasoningEffort | None, variables: Mapping[str, Any]
 
 
 def settle_thinking(
-    asked: ChatCompletionRequest,
-    tokenizer: Tokenizer | None,
-    answer_format: AnswerFormat,
-    ignored: list[str],
-    names: Mapping[str, str],
+    service: Service, asked: ChatCompletionRequest, ignored: list[str], names: Mapping[str, str]
 ) -> None:
     """Replaces a chat's effort by the template's nearest; `names` maps fields to their sent names, if different. If the
     template has no switch `enable_thinking`, off becomes the least effort, or is reported as ignored. Raises `ApiError`
@@ -96,43 +96,38 @@ def settle_thinking(
     name = names.get("reasoning_effort", "reasoning_effort")
     switch = names.get("chat_template_kwargs.enable_thinking", "enable_thinking")
     check_agreement(asked.reasoning_effort, given)
-    if (
-        "enable_thinking" in given
-        and tokenizer is not None
-        and tokenizer.has_chat_template
-        and not has_variable(tokenizer, "enable_thinking", has_tools=has_tools)
-    ):
+    template = _template(service, has_tools=has_tools)
+    if "enable_thinking" in given and template is not None and "enable_thinking" not in template:
         is_enabled = given.pop("enable_thinking")
         asked.chat_template_kwargs = given or None
         if is_enabled is False and asked.reasoning_effort is None:
             name, asked.reasoning_effort = switch, "none"
-        elif not (is_enabled and answer_format.reasoning):
+        elif not (is_enabled and service.answer_format.reasoning):
             ignored.append(switch)
     is_off = given.get("enable_thinking") is False
     asked.reasoning_effort = nearest_effort(
-        asked.reasoning_effort, name, tokenizer, answer_format, ignored, has_tools=has_tools, is_off=is_off
+        service, asked.reasoning_effort, name, ignored, has_tools=has_tools, is_off=is_off
     )
 
 
-def effort_variables(
-    request: ChatCompletionRequest, tokenizer: Tokenizer, template: str, answer_format: AnswerFormat
-) -> dict[str, Any]:
+def effort_variables(service: Service, request: ChatCompletionRequest, template: str) -> dict[str, Any]:
     """`reasoning_effort` as the template's variable, or as the switch of thinking if it has only that."""
     effort, given = request.reasoning_effort, request.chat_template_kwargs or {}
     if effort is None:
         return {}
-    has_effort = answer_format.renders_harmony or "reasoning_effort" in template
-    if has_effort and effort in _known_levels(tokenizer, template, answer_format):
+    has_effort = service.answer_format.renders_harmony or "reasoning_effort" in template
+    if has_effort and effort in _known_levels(service, template):
         return {"reasoning_effort": effort}
     if "enable_thinking" not in template:
         return {}
     return {"enable_thinking": False} if effort == "none" else {"enable_thinking": given.get("enable_thinking", True)}
 
 
-def _known_levels(tokenizer: Tokenizer, template: str, answer_format: AnswerFormat) -> tuple[ReasoningEffort, ...]:
-    if answer_format.harmony:
+def _known_levels(service: Service, template: str) -> tuple[ReasoningEffort, ...]:
+    if service.answer_format.harmony:
         return tuple(level for level in LEVELS if level in EFFORTS)
-    return _rendered_levels(tokenizer, template)
+    assert service.tokenizer is not None
+    return _rendered_levels(service.tokenizer, template)
 
 
 @lru_cache(maxsize=16)

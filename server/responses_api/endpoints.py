@@ -17,35 +17,21 @@ from starlette.responses import Response as HttpResponse
 from server.errors import ApiError, invalid, own_name
 from server.openai_api.chat import Chat, prepare_chat
 from server.openai_api.schema import Message
-from server.requests.answering import Answer, admit
+from server.requests.answering import Answer
 from server.requests.generation import GenerationError, Piece
 from server.requests.thinking import settle_thinking
-from server.responses_api.input import flat_tools, input_messages, names_of_tools
-from server.responses_api.objects import (
-    ErrorEvent,
-    Event,
-    IncompleteDetails,
-    InputTokensDetails,
-    OutputTokensDetails,
-    Response,
-    ResponseCompleted,
-    ResponseCreated,
-    ResponseDeleted,
-    ResponseFailed,
-    ResponseFault,
-    ResponseIncomplete,
-    ResponseInProgress,
-    ResponseInputItems,
-    ResponseUsage,
-)
-from server.responses_api.output import ResponseOutput
+from server.responses_api import objects
+from server.responses_api.objects import Event, Response, ResponseOutput
 from server.responses_api.request import (
     LOGPROBS,
     RENAMED,
     begun_response,
     chat_request,
+    flat_tools,
     in_own_names,
+    input_messages,
     names_of_items,
+    names_of_tools,
     output_messages,
 )
 from server.responses_api.schema import ResponsesRequest
@@ -65,8 +51,8 @@ class RunningResponse(Answer):
     conversation  the messages that it answers, without instructions
     """
 
+    asked: Chat
     tenant: str | None
-    chat: Chat
     response: Response
     output: ResponseOutput
     input_items: list[dict[str, Any]]
@@ -81,7 +67,7 @@ class RunningResponse(Answer):
         self.generation.on_close.append(partial(self.service.running_responses.pop, key))
 
     def opening(self) -> bytes:
-        return self._framed((ResponseCreated(self.response), ResponseInProgress(self.response)))
+        return self._framed((objects.ResponseCreated(self.response), objects.ResponseInProgress(self.response)))
 
     def push(self, piece: Piece) -> bytes:
         return self._framed(self._events(piece))
@@ -100,7 +86,9 @@ class RunningResponse(Answer):
 
     def failed_stream(self, error: GenerationError) -> bytes:
         told = self.failed(error)
-        event = ErrorEvent(told.code, told.message) if error.is_cancelled else ResponseFailed(self.response)
+        event = (
+            objects.ErrorEvent(told.code, told.message) if error.is_cancelled else objects.ResponseFailed(self.response)
+        )
         return self._framed((event,))
 
     def _framed(self, events: Iterable[Event]) -> bytes:
@@ -114,25 +102,25 @@ class RunningResponse(Answer):
     def _events(self, piece: Piece) -> Iterator[Event]:
         if piece.delta.finish_reason is not None:
             self.finish_reason = piece.delta.finish_reason
-        return self.output.push(piece.delta, self.chat.token_logprobs(piece.delta) if self.has_logprobs else ())
+        return self.output.push(piece.delta, self.asked.token_logprobs(piece.delta) if self.has_logprobs else ())
 
     def _complete(self) -> Iterator[Event]:
         """Records the end of the response."""
         response, is_complete = self.response, self.finish_reason != "length"
-        yield from self.output.finish(is_complete=is_complete)
+        yield from self.output.complete(is_complete=is_complete)
         if is_complete:
             response.status, response.completed_at = "completed", int(time.time())
         else:
-            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+            response.status, response.incomplete_details = "incomplete", objects.IncompleteDetails("max_output_tokens")
         self._end([*self.conversation, *output_messages(self.output.items)])
-        yield ResponseCompleted(response) if is_complete else ResponseIncomplete(response)
+        yield objects.ResponseCompleted(response) if is_complete else objects.ResponseIncomplete(response)
 
     def failed(self, error: GenerationError) -> ApiError:
         told = self.service.failure(self.response.id, error)
         self.response.status = "cancelled" if error.is_cancelled else "failed"
         if not error.is_cancelled:
-            self.response.error = ResponseFault("server_error", told.message)
-        for _ in self.output.finish(is_complete=False):
+            self.response.error = objects.ResponseFault("server_error", told.message)
+        for _ in self.output.complete(is_complete=False):
             pass
         self._end(self.conversation)
         return told
@@ -140,11 +128,11 @@ class RunningResponse(Answer):
     def _end(self, conversation: list[Message]) -> None:
         generation, response = self.generation, self.response
         response.output = self.output.items
-        response.usage = ResponseUsage(
+        response.usage = objects.ResponseUsage(
             input_tokens=generation.num_prompt_tokens,
-            input_tokens_details=InputTokensDetails(generation.num_cached_tokens),
+            input_tokens_details=objects.InputTokensDetails(generation.num_cached_tokens),
             output_tokens=generation.num_completion_tokens,
-            output_tokens_details=OutputTokensDetails(generation.num_reasoning_tokens),
+            output_tokens_details=objects.OutputTokensDetails(generation.num_reasoning_tokens),
             total_tokens=generation.num_prompt_tokens + generation.num_completion_tokens,
         )
         if response.store:
@@ -153,30 +141,21 @@ class RunningResponse(Answer):
 
 async def create_response(request: Request) -> HttpResponse:
     service: Service = request.app.state.service
-    arrival_time_s = time.monotonic()
-    tenant = Exchange.of(request).tenant
     body = await read_body(request, service.config)
     asked = await service.prepare(len(body), partial(decode_body, body, ResponsesRequest, service.config))
     before: list[Message] = []
     if asked.previous_response_id is not None:
-        stored = service.responses.get(tenant, asked.previous_response_id)
+        stored = service.responses.get(body.exchange.tenant, asked.previous_response_id)
         if stored is None:
             raise _not_found(asked.previous_response_id, "previous_response_id")
         before = stored.conversation
-    work = partial(_prepare, service, tenant, asked, before, body.ignored, arrival_time_s)
-    running = await service.prepare_conversation(body, work)
-    return await admit(request, running)
+    running = await service.prepare_body(body, partial(_prepare, service, body.exchange, asked, before))
+    return await running.respond(request)
 
 
-def _prepare(
-    service: Service,
-    tenant: str | None,
-    asked: ResponsesRequest,
-    before: list[Message],
-    ignored: list[str],
-    arrival_time_s: float,
-) -> RunningResponse:
-    """Prepares the request for the engine. Raises `ApiError`."""
+def _prepare(service: Service, exchange: Exchange, asked: ResponsesRequest, before: list[Message]) -> RunningResponse:
+    """Prepares the request for the engine; `before` are the messages that it continues. Raises `ApiError`."""
+    ignored = exchange.ignored
     given: list[dict[str, Any]] = (
         [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": asked.input}]}]
         if isinstance(asked.input, str)
@@ -190,22 +169,19 @@ def _prepare(
     try:
         tools, namespaced = flat_tools(asked.tools or ())
         request = chat_request(asked, conversation, tools)
-        settle_thinking(request, service.tokenizer, service.answer_format, ignored, RENAMED)
+        settle_thinking(service, request, ignored, RENAMED)
         names |= names_of_items(items, len(request.messages))
-        chat = prepare_chat(service, tenant, request, response_id, arrival_time_s)
+        chat = prepare_chat(service, exchange, request, response_id)
+        chat.is_streamed = bool(asked.stream)
     except ApiError as error:
         raise in_own_names(error, names) from None
     told = (own_name(name, names) for name in chat.left_out)
     ignored += [name for name in told if not name.startswith("messages")]  # stored responses reported theirs
     params = chat.generation.params
     return RunningResponse(
-        service=service,
-        generation=chat.generation,
-        schemas=chat.schemas,
+        asked=chat,
         names=RENAMED | names_of_tools(asked.tools or ()),
-        is_streamed=bool(asked.stream),
-        tenant=tenant,
-        chat=chat,
+        tenant=exchange.tenant,
         response=begun_response(
             asked, response_id, int(time.time()), service.model_name, params.temperature, params.top_p
         ),
@@ -239,7 +215,7 @@ async def delete_response(request: Request) -> HttpResponse:
     service, tenant, response_id = _asked_for(request)
     if not service.responses.delete(tenant, response_id):
         raise _not_found(response_id, "response_id")
-    return JsonAnswer(ResponseDeleted(response_id))
+    return JsonAnswer(objects.ResponseDeleted(response_id))
 
 
 async def cancel_response(request: Request) -> HttpResponse:
@@ -264,7 +240,7 @@ async def list_input_items(request: Request) -> HttpResponse:
     if stored is None:
         raise _not_found(response_id, "response_id")
     items = stored.input_items[::-1]
-    return JsonAnswer(ResponseInputItems(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
+    return JsonAnswer(objects.ResponseInputItems(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
 
 
 def _asked_for(request: Request) -> tuple[Service, str | None, str]:

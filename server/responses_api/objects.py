@@ -1,14 +1,23 @@
 """The answers of `/v1/responses`, and the events of its streams, as typed objects in OpenAI's shapes; None is sent as
-null, and UNSET not at all (the usage, until there is one)."""
+null, and UNSET not at all (the usage, until there is one). And a response's output as it grows: items and their events,
+in OpenAI's order.
+
+    added → (part added → deltas → text done → part done) → done         a message, or reasoning
+    added → deltas → arguments done → done                               a function call
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
+from uuid import uuid4
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from runtime.text.parts import ToolCallDelta
 from server.openai_api.answers import ChatTokenLogprob
+from server.requests.items import AnswerItems
 from server.responses_api.schema import ResponsesTool, Status, TextOptions, ToolChoice
 
 
@@ -244,3 +253,67 @@ Event = (
     | ArgumentsDone
     | ErrorEvent
 )
+
+
+Names = Mapping[str, tuple[str, str]]
+"""The model's name of a function: its namespace, and its name there."""
+
+
+class ResponseOutput(AnswerItems[OutputItem, Event]):
+    """`namespaced`: functions in namespaces, by the model's names for them."""
+
+    def __init__(self, namespaced: Names) -> None:
+        super().__init__()
+        self._namespaced = namespaced
+
+    def complete(self, *, is_complete: bool) -> Iterator[Event]:
+        """Ends the output: an answer has at least one item."""
+        if not self.items:
+            yield from self._grow("text", None, "")
+        yield from self.finish(is_complete=is_complete)
+
+    def _new(self, kind: str, call: ToolCallDelta | None) -> OutputItem:
+        if call is None:
+            return OutputMessage(_new_id("msg")) if kind == "text" else OutputReasoning(_new_id("rs"))
+        namespace, name = self._namespaced.get(call.name or "", (UNSET, call.name or ""))
+        return OutputFunctionCall(_new_id("fc"), call.id or _new_id("call"), name, namespace=namespace)
+
+    def _begin(self, item: OutputItem) -> Iterator[Event]:
+        self.items.append(item)
+        yield OutputItemAdded(self.index, item)
+        if isinstance(item, OutputMessage):
+            item.content.append(OutputText())
+            yield ContentPartAdded(item.id, self.index, 0, item.content[0])
+        elif isinstance(item, OutputReasoning):
+            item.content.append(ReasoningText())
+            yield ContentPartAdded(item.id, self.index, 0, item.content[0])
+
+    def _add(self, item: OutputItem, text: str, logprobs: Sequence[ChatTokenLogprob]) -> Iterator[Event]:
+        if isinstance(item, OutputMessage):
+            item.content[0].text += text
+            item.content[0].logprobs += logprobs
+            yield OutputTextDelta(item.id, self.index, 0, text, list(logprobs))
+        elif isinstance(item, OutputReasoning):
+            item.content[0].text += text
+            yield ReasoningTextDelta(item.id, self.index, 0, text)
+        else:
+            item.arguments += text
+            yield ArgumentsDelta(item.id, self.index, text)
+
+    def _end(self, item: OutputItem, *, is_complete: bool) -> Iterator[Event]:
+        if isinstance(item, OutputMessage):
+            part = item.content[0]
+            yield OutputTextDone(item.id, self.index, 0, part.text, part.logprobs)
+            yield ContentPartDone(item.id, self.index, 0, part)
+        elif isinstance(item, OutputReasoning):
+            thought = item.content[0]
+            yield ReasoningTextDone(item.id, self.index, 0, thought.text)
+            yield ContentPartDone(item.id, self.index, 0, thought)
+        else:
+            yield ArgumentsDone(item.id, self.index, item.name, item.arguments)
+        item.status = "completed" if is_complete else "incomplete"
+        yield OutputItemDone(self.index, item)
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid4().hex}"

@@ -211,3 +211,23 @@ class InputReasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: list[InputReasoningPart] | None = None
     encrypted_content: str | None = None
     status: Status | None = None
+
+
+class InputPart(msgspec.Struct):
+    """A part of an item's content; `server.responses_api.request` reads it."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+INPUT_ITEMS = (InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
+
+HELD: dict[tuple[type, str], tuple[type, ...]] = {
+    (ResponsesRequest, "input"): INPUT_ITEMS,
+    (InputMessage, "content"): (InputPart,),
+    (InputFunctionCallOutput, "output"): (InputPart,),
+}
+"""As a chat's `HELD`."""

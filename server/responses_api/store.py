@@ -13,8 +13,7 @@ import msgspec
 
 from server.openai_api.schema import Message
 from server.requests.generation import Generation
-from server.responses_api.objects import Response
-from server.responses_api.output import ResponseOutput
+from server.responses_api.objects import Response, ResponseOutput
 
 Key = tuple[str | None, str]
 """Tenant and id: a tenant does not find another's responses."""
@@ -23,7 +22,9 @@ Key = tuple[str | None, str]
 class Running(Protocol):
     """A response while it is generated."""
 
-    generation: Generation
+    @property
+    def generation(self) -> Generation: ...
+
     response: Response
     output: ResponseOutput
 

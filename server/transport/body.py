@@ -20,7 +20,7 @@ from server.config import ServerConfig
 from server.errors import ApiError, dialect_of, invalid
 from server.openai_api.fields import take_table_fields
 from server.transport.cleaning import Cleaner
-from server.transport.exchange import KEY, Exchange
+from server.transport.exchange import Exchange
 from server.transport.json_limits import check_limits, is_deeper
 from server.transport.typed import converted
 
@@ -37,14 +37,7 @@ too; their Origin is refused before."""
 class Body(bytes):
     """A request's body; decoding it sets the exchange's names of fields."""
 
-    ignored: list[str]
-    sent: dict[str, str]
-
-    @classmethod
-    def of(cls, data: bytes | bytearray, exchange: Exchange | None) -> Body:
-        body = cls(data)
-        body.ignored, body.sent = ([], {}) if exchange is None else (exchange.ignored, exchange.sent)
-        return body
+    exchange: Exchange
 
 
 async def read_body(request: Request, config: ServerConfig) -> Body:
@@ -95,10 +88,12 @@ async def read_body(request: Request, config: ServerConfig) -> Body:
         ) from None
     if is_too_large:
         raise _too_large(config)
-    return Body.of(body, request.scope.get(KEY))
+    whole = Body(body)
+    whole.exchange = Exchange.of(request)
+    return whole
 
 
-def decode_body(body: bytes, schema: type[T], config: ServerConfig) -> T:
+def decode_body(body: Body, schema: type[T], config: ServerConfig) -> T:
     """The body as `schema`. Raises `ApiError` 400: not JSON, nested too deep, a field that is unknown, missing,
     mistyped or unsupported."""
     try:
@@ -111,13 +106,13 @@ def decode_body(body: bytes, schema: type[T], config: ServerConfig) -> T:
         raise invalid(None, "The body holds a number that is out of range.", "invalid_json") from None
     except msgspec.DecodeError as error:
         raise _not_json(body, str(error)) from None
-    ignored, sent = (body.ignored, body.sent) if isinstance(body, Body) else ([], {})
+    ignored = body.exchange.ignored
     if not isinstance(value, dict):
         raise invalid(None, "The body must be a JSON object.", "invalid_json")
     if is_deeper(value, config.max_json_depth):
         raise _too_deep(config)
     takes_unknown = config.unknown_fields == "warn"
-    value = take_table_fields(value, schema, ignored, sent)
+    value = take_table_fields(value, schema, ignored, body.exchange.sent)
     num_known = len(ignored)
     value = Cleaner(ignored, takes_unknown=takes_unknown).request(value, schema)
     if takes_unknown and len(ignored) > num_known:

@@ -11,69 +11,16 @@ from typing import Any
 import msgspec
 import msgspec.inspect as inspect
 
-from server.anthropic_api.schema import (
-    CountTokensRequest,
-    MessagesRequest,
-    MessageTool,
-    RedactedThinkingInput,
-    TextInput,
-    ThinkingInput,
-    ToolResultInput,
-    ToolUseInput,
-    Turn,
-)
-from server.ollama_api.schema import OllamaChatRequest, OllamaMessage
+from server.anthropic_api.schema import HELD as OF_MESSAGES
+from server.ollama_api.schema import HELD as OF_OLLAMA
 from server.openai_api.extensions import WITHIN
-from server.openai_api.schema import ChatCompletionRequest, Message, TokenizeRequest, Tool
-from server.responses_api.schema import (
-    InputFunctionCall,
-    InputFunctionCallOutput,
-    InputMessage,
-    InputReasoning,
-    ResponsesRequest,
-)
+from server.openai_api.schema import HELD as OF_CHATS
+from server.openai_api.schema import ContentPart
+from server.responses_api.schema import HELD as OF_RESPONSES
+from server.responses_api.schema import InputPart
 from server.transport.json_limits import kinds_of
 
-
-class ContentPart(msgspec.Struct):
-    """A part of a chat's content; `server.requests.prompt` reads it."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class InputPart(msgspec.Struct):
-    """A part of an item's content; `server.responses_api.input` reads it."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-
-
-_BLOCKS = (TextInput, ToolUseInput, ToolResultInput, ThinkingInput, RedactedThinkingInput)
-_ITEMS = (InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
-
-_HELD: dict[tuple[type, str], tuple[type, ...]] = {
-    (ChatCompletionRequest, "tools"): (Tool,),
-    (TokenizeRequest, "tools"): (Tool,),
-    (Message, "content"): (ContentPart,),
-    (OllamaChatRequest, "messages"): (OllamaMessage,),
-    (OllamaChatRequest, "tools"): (Tool,),
-    (ResponsesRequest, "input"): _ITEMS,
-    (InputMessage, "content"): (InputPart,),
-    (InputFunctionCallOutput, "output"): (InputPart,),
-    (MessagesRequest, "messages"): (Turn,),
-    (CountTokensRequest, "messages"): (Turn,),
-    (MessagesRequest, "tools"): (MessageTool,),
-    (CountTokensRequest, "tools"): (MessageTool,),
-    (MessagesRequest, "system"): _BLOCKS,
-    (CountTokensRequest, "system"): _BLOCKS,
-    (Turn, "content"): _BLOCKS,
-    (ToolResultInput, "content"): _BLOCKS,
-}
+_HELD: dict[tuple[type, str], tuple[type, ...]] = OF_CHATS | OF_RESPONSES | OF_MESSAGES | OF_OLLAMA
 """Item types of lists whose objects the schema leaves open, since they are read one by one."""
 
 _PARTS = (ContentPart, InputPart)

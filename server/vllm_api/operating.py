@@ -7,12 +7,14 @@ import asyncio
 import logging
 import threading
 from dataclasses import asdict
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
+from runtime.engine.messages import EngineState
 from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError
 from runtime.parallel.fleet import Fleet
@@ -20,15 +22,71 @@ from runtime.version import release
 from server.errors import ApiError, from_engine, invalid
 from server.service import Service
 from server.transport.json_answer import JsonAnswer
-from server.vllm_api.schema import CacheReset, EngineList, ListedEngine, ServerInfo, ServerLoad, TokenizerInfo
+
+logger = logging.getLogger("xserv.server")
 
 _NOT_TOLD = frozenset({"api_keys", "api_key_files", "ssl_certfile", "ssl_keyfile", "log_file", "otlp_endpoint"})
 """Settings that are secrets, or lead to them, or tell about the machine."""
 
 
+class ServerLoad(msgspec.Struct):
+    """server_load: open requests, without this one."""
+
+    server_load: int
+
+
+class ServerInfo(msgspec.Struct):
+    """engine: its fields of `GET /live`; server: `ServerConfig` without keys and files."""
+
+    version: str
+    models: list[str]
+    engine: dict[str, Any]
+    server: dict[str, Any]
+
+
+class CacheReset(msgspec.Struct):
+    """num_dropped_blocks: removed from the cache; num_held_blocks: in use by running requests."""
+
+    num_dropped_blocks: int
+    num_held_blocks: int
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """The tokenizer's settings that lm-eval and others need to reproduce it."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
+class ListedEngine(msgspec.Struct, kw_only=True):
+    """num_routed: requests routed to it, with several engines. The numbers after it are null while it does not
+    answer."""
+
+    engine: int
+    state: EngineState
+    num_routed: int | None
+    num_running: int | None
+    num_waiting: int | None
+    kv_cache_usage: float | None
+
+
+class EngineList(msgspec.Struct, kw_only=True):
+    """routing_policy: of several engines."""
+
+    engines: list[ListedEngine]
+    routing_policy: str | None
+    is_restarting: bool
+
+
 async def get_load(request: Request) -> Response:
     service: Service = request.app.state.service
-    return _json(ServerLoad(service.lifecycle.num_open - 1))
+    return JsonAnswer(ServerLoad(service.lifecycle.num_open - 1))
 
 
 async def get_server_info(request: Request) -> Response:
@@ -38,7 +96,7 @@ async def get_server_info(request: Request) -> Response:
     for name in ("model_path", "type"):
         engine.pop(name, None)
     server = {name: value for name, value in asdict(service.config).items() if name not in _NOT_TOLD}
-    return _json(ServerInfo(release(), list(service.model_names), engine, server))
+    return JsonAnswer(ServerInfo(release(), list(service.model_names), engine, server))
 
 
 async def get_tokenizer_info(request: Request) -> Response:
@@ -47,7 +105,7 @@ async def get_tokenizer_info(request: Request) -> Response:
     if tokenizer is None:
         raise invalid(None, "This model has no tokenizer.", "unsupported_parameter")
     named = tokenizer.special_tokens_map
-    return _json(
+    return JsonAnswer(
         TokenizerInfo(
             tokenizer_class="PreTrainedTokenizerFast",
             vocab_size=tokenizer.vocab_size,
@@ -69,14 +127,7 @@ async def reset_prefix_cache(request: Request) -> Response:
         dropped, held = (int(count) for count in await asyncio.wrap_future(future))
     except (EngineDeadError, QueueFullError) as error:
         raise from_engine(error, {}) from None
-    return _json(CacheReset(dropped, held))
-
-
-def _json(answer: msgspec.Struct) -> Response:
-    return JsonAnswer(answer)
-
-
-logger = logging.getLogger("xserv.server")
+    return JsonAnswer(CacheReset(dropped, held))
 
 
 async def list_engines(request: Request) -> Response:

@@ -11,15 +11,16 @@ import msgspec.inspect as inspect
 import pytest
 
 from server.anthropic_api.schema import MessagesRequest
+from server.description.operations import OPERATIONS
 from server.errors import ApiError
-from server.ollama_api.schema import OllamaChatRequest
-from server.openai_api.fields import _TABLES
+from server.ollama_api.schema import OllamaChatRequest, OllamaOptions
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, Tool
 from server.responses_api.schema import ResponsesRequest
 from server.transport.cleaning import _HELD
 from server.transport.typed import converted
 
-ROOTS = (*_TABLES, CompletionRequest, Tool, *dict.fromkeys(each for held in _HELD.values() for each in held))
+ASKED = (each.request for each in OPERATIONS if each.request is not None)
+ROOTS = dict.fromkeys((*ASKED, OllamaOptions, Tool, *(each for held in _HELD.values() for each in held)))
 
 
 def flat(kind: inspect.Type) -> list[inspect.Type]:
