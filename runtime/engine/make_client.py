@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.engine.checks import check_seconds
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, RequestError
-from runtime.engine.process.client import EngineClient, ThreadEngineClient
-from runtime.engine.process.supervision import Supervision
+from runtime.engine.process.child import Supervision
+from runtime.engine.process.client import EngineClient
 from runtime.engine.process.supervisor import ProcessEngineClient
+from runtime.later import later
 from runtime.progress import ON_STDERR
 
-if TYPE_CHECKING:  # unused with one engine
-    from runtime.parallel.fleet import Fleet
+_engines = later("runtime.engine.make_engine")  # numba
+_clients = later("runtime.engine.process.thread_client")
+_fleets = later("runtime.parallel.fleet")
+_ray = later("runtime.parallel.ray_engines")
 
 
 def is_fleet(config: EngineConfig) -> bool:
@@ -69,7 +72,7 @@ class StartingClient:
         self._config = EngineConfig(**options)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._client: ThreadEngineClient | ProcessEngineClient | Fleet | None = None
+        self._client: EngineClient | None = None
         if in_process:
             if is_fleet(self._config):
                 raise RequestError(
@@ -80,23 +83,18 @@ class StartingClient:
             return
         supervision = None if hang_timeout_s is None else Supervision(hang_timeout_s=hang_timeout_s)
         if is_fleet(self._config):
-            from runtime.parallel.fleet import Fleet
-            from runtime.parallel.ray_engines import RayEngines
-
             on_ray = self._config.distributed_executor_backend == "ray"
-            places = RayEngines(self._config, ray_address or "auto") if on_ray else None
-            self._client = Fleet(model, supervision=supervision, places=places, waits=False, **options)
+            places = _ray.RayEngines(self._config, ray_address or "auto") if on_ray else None
+            self._client = _fleets.Fleet(model, supervision=supervision, places=places, waits=False, **options)
         else:
             self._client = ProcessEngineClient(model, supervision=supervision, waits=False, **options)
 
     def wait(self) -> EngineClient:
         """The client, once it takes requests. Raises as ``start_client`` does; ``EngineDeadError`` after ``close``."""
-        if self._client is not None and not isinstance(self._client, ThreadEngineClient):
+        if self._client is not None:
             self._client.wait_until_started()
             return self._client
-        from runtime.engine.make_engine import engine_of  # imports numba
-
-        client = ThreadEngineClient(engine_of(self._model, self._config, ON_STDERR))
+        client: EngineClient = _clients.ThreadEngineClient(_engines.engine_of(self._model, self._config, ON_STDERR))
         with self._lock:
             self._client = client
             is_closed = self._is_closed

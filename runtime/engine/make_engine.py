@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from models.base import Model
 from models.checkpoints.hub import model_name, resolve_model
@@ -23,12 +23,18 @@ from models.registry import Declaration, declare, declare_model, stages_of
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
 from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
+from runtime.device.gpu import Gpu
 from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, OPTIONS, OWN_DRAFTER, EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.limits import EngineLimits, available_memory_bytes, resolve
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, RankInfo
+from runtime.engine.process.wire import RemoteRank
+from runtime.engine.ranks.executor import ParallelExecutor
+from runtime.engine.ranks.group import RankGroup
+from runtime.engine.ranks.joining import Shape, device_of_rank, join, new_memory
+from runtime.engine.ranks.messages import Loaded
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
@@ -42,11 +48,6 @@ from runtime.kv.kinds import window_of
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
 from runtime.text.load import load_tokenizer
-
-if TYPE_CHECKING:  # imports processes, which an unsplit model does not need
-    from runtime.engine.process.wire import RemoteRank
-    from runtime.engine.ranks.group import RankGroup
-    from runtime.engine.ranks.messages import Loaded
 
 logger = logging.getLogger("xserv.engine")
 
@@ -84,8 +85,6 @@ def engine_of(
     folder = resolve_model(None if model is None else str(model), reporter)
     if config.num_ranks == 1:
         return engine_over(loaded_model(folder, config, reporter), folder, config, model_name(model))
-    from runtime.engine.ranks.group import RankGroup
-
     declared = declared_model(folder, config, declared_settings(config, layers_of_stages(folder, config)))
     ranks = RankGroup(folder, config, remote_ranks)
     try:
@@ -99,8 +98,6 @@ def engine_of(
 def lone_rank(folder: Path, config: EngineConfig) -> Engine:
     """An engine over rank 0's part of a model in a folder, on a device that does nothing, without the other ranks.
     Raises as `engine_of`."""
-    from runtime.engine.ranks.joining import Shape, join, new_memory
-
     device, shape = Device.parse(config.device), Shape(config.tensor_parallel_size)
     memory = new_memory(device, shape)
     try:
@@ -121,8 +118,6 @@ def declared_rank(config: EngineConfig) -> tuple[Communicator | None, Pipeline |
     num_ranks, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     is_here = config.distributed_executor_backend == "mp"  # otherwise each rank is on another machine
     if config.num_ranks > 1 and is_here and (device := Device.parse(config.device)).kind == "cuda":
-        from runtime.engine.ranks.joining import device_of_rank
-
         name = "tensor_parallel_size" if num_ranks > 1 else "pipeline_parallel_size"
         try:
             device_of_rank(device, config.num_ranks - 1).require()
@@ -228,8 +223,6 @@ def engine_over(
     if ranks is None:
         executor = executor_over(loaded, folder, config, limits, info.vocab_size)
     else:
-        from runtime.engine.ranks.executor import ParallelExecutor
-
         ranks.allocate(limits, info.vocab_size)
         local = executor_over(loaded, folder, config, limits, info.vocab_size, ranks.communicator)
         executor = ParallelExecutor(local, ranks, most_open_steps)
@@ -513,7 +506,5 @@ def free_memory_bytes(device: Device) -> int:
     """Free bytes of a device's memory. An emulated device's memory is the host's."""
     if device.kind == "cpu":
         return available_memory_bytes()
-    from runtime.device.gpu import Gpu  # imports the driver, which the CPU does not need
-
     free, _ = Gpu.of(device).context.call("cuMemGetInfo")
     return int(free) if device.kind == "cuda" else min(int(free), available_memory_bytes())

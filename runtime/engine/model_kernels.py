@@ -9,19 +9,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 from models.checkpoints.model_files import open_model
+from numba_kernels.cuda.specialisation import Specialisation
+from runtime.device.device import Device
+from runtime.device.driver import Driver, cuda_bindings
+from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelList
+from runtime.emulator.driver.emulated_driver import DryDriver
 from runtime.engine.config import EngineConfig
+from runtime.engine.make_engine import engine_of, lone_rank
 from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, ImageSupport
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
 from runtime.images.patches import FixedRule
-
-if TYPE_CHECKING:
-    from numba_kernels.cuda.specialisation import Specialisation
 
 MOST_LAYERS = 2
 """Layers beyond these launch the same kernels, if all are of one kind."""
@@ -53,12 +55,6 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
 
     The process's emulated device of that architecture does nothing afterwards. Raises what `engine_of` raises.
     """
-    from runtime.device.device import Device
-    from runtime.device.driver import Driver, cuda_bindings
-    from runtime.device.gpu import Gpu
-    from runtime.emulator.driver.emulated_driver import DryDriver
-    from runtime.engine.make_engine import engine_of, lone_rank
-
     bindings = cuda_bindings("the kernels' compiler")
     driver = Driver(DryDriver(arch), bindings, arch=arch)
     driver.call("cuInit", 0)

@@ -22,8 +22,9 @@ from runtime.engine.make_client import is_fleet, start_client
 from runtime.engine.make_engine import engine_of  # imports the kernels
 from runtime.engine.messages import EngineRequest, ImageItem
 from runtime.engine.option_names import known_options
-from runtime.engine.process.client import EngineClient, ThreadEngineClient
+from runtime.engine.process.client import EngineClient
 from runtime.engine.process.compile_ahead import compile_ahead as compile_kernels_ahead
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import SamplingParams, last_tokens
 from runtime.llm.images import with_images

@@ -37,9 +37,9 @@ from runtime.engine.messages import (
     RoutingStats,
     StepView,
 )
+from runtime.engine.process.child import Membership, Supervision
+from runtime.engine.process.client import EngineClient, Origin
 from runtime.engine.process.delivery import OutputSink
-from runtime.engine.process.origin import Origin
-from runtime.engine.process.supervision import Membership, Supervision
 from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
 from runtime.engine.scheduling.block_events import SECRET_BYTES, BlockChanges
@@ -52,7 +52,7 @@ from runtime.parallel.total_stats import total_stats
 logger = logging.getLogger("xserv.engine")
 
 
-class Fleet:
+class Fleet(EngineClient):
     """See ``EngineClient``. A request's sink is called on the thread of its engine's supervisor.
 
     places    starts the engines' processes; None for this machine, whose processors and GPUs are divided
@@ -131,7 +131,6 @@ class Fleet:
 
     @property
     def engines(self) -> Sequence[ProcessEngineClient]:
-        """See ``EngineClient.engines``."""
         return self._clients
 
     @property
@@ -145,7 +144,6 @@ class Fleet:
 
     @property
     def routing(self) -> RoutingStats:
-        """See ``EngineClient.routing``."""
         return self.router.stats()
 
     @property
@@ -155,7 +153,6 @@ class Fleet:
         return self._router
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        """See ``EngineClient.submit``."""
         self._origin.check()
         prepared = prepare(request, self.info)
         digests = self.router.digests_of(prepared)
@@ -182,17 +179,14 @@ class Fleet:
                     raise  # otherwise it has just died: another one takes the request
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
-        """See ``EngineClient.cancel``."""
         if (client := self._client_of(request_id)) is not None:
             client.cancel(request_id, index)
 
     def pause(self, request_id: str) -> None:
-        """See ``EngineClient.pause``."""
         if (client := self._client_of(request_id)) is not None:
             client.pause(request_id)
 
     def resume(self, request_id: str) -> None:
-        """See ``EngineClient.resume``."""
         if (client := self._client_of(request_id)) is not None:
             client.resume(request_id)
 
@@ -223,7 +217,6 @@ class Fleet:
         return stop
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See ``EngineClient.logits``."""
         return self._idlest().logits(token_ids)
 
     def embed(
@@ -233,7 +226,6 @@ class Fleet:
         images: Sequence[ImageItem] = (),
         cache_salt: str | None = None,
     ) -> Future[NDArray[np.float32]]:
-        """See ``EngineClient.embed``."""
         return self._idlest().embed(token_ids, pooling, images, cache_salt)
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
@@ -278,7 +270,6 @@ class Fleet:
                 self._is_restarting = False
 
     def close(self, drain: bool = False) -> None:
-        """See ``EngineClient.close``."""
         if not self._origin.is_here:
             return
         with self._lock:

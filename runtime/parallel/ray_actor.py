@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
-from runtime.engine.process.child import how_it_ended, spawn
 from runtime.engine.process.handshake import Listener, join, watch_connection
+from runtime.engine.process.spawning import how_it_ended, spawn
 
 
 class EngineActor:

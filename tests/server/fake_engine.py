@@ -24,7 +24,7 @@ from runtime.engine.messages import (
     StepView,
     TokenLogprobs,
 )
-from runtime.engine.process.client import OutputSink
+from runtime.engine.process.delivery import OutputSink
 from runtime.engine.step_views import Watchers
 
 Script = Callable[[EngineRequest, int], list[int]]

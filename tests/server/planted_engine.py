@@ -37,9 +37,8 @@ class PlantedRows(SamplingRows):
 
 class PlantedProcess(ProcessServer):
     def make_engine(self, start: Any) -> Any:
-        import runtime.engine.steps.rows as rows
-
         import runtime.engine.engine as engine
+        import runtime.engine.steps.persistent_batch as rows
 
         engine.Assembler = PlantedAssembler  # type: ignore[misc]
         rows.SamplingRows = PlantedRows  # type: ignore[misc]

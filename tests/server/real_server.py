@@ -12,7 +12,7 @@ import httpx
 import openai
 
 from runtime.engine.make_engine import build_engine
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig

@@ -28,7 +28,7 @@ from runtime.dtype import DType, float32
 from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import engine_of, lone_rank
 from runtime.engine.messages import EngineRequest
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.ranks import group, joining
 from runtime.engine.sampling_params import SamplingParams
 from runtime.nccl_communicator import NUM_SLOTS, NcclCommunicator

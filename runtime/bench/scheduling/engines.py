@@ -17,7 +17,8 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.roofline import PRESETS
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineOutput, EngineRequest
-from runtime.engine.process.client import EngineClient, ThreadEngineClient
+from runtime.engine.process.client import EngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.steps.local_executor import LocalExecutor
 

@@ -1,27 +1,27 @@
-"""The server's side of an engine process: messages in both directions, and its end."""
+"""The server's side of an engine process: its settings, messages in both directions, and its end."""
 
 from __future__ import annotations
 
 import logging
-import signal
 import socket
 import struct
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from runtime.engine.process.spawning import connected_process, how_it_ended
 from runtime.engine.process.wire import (
-    SOCKET_BUFFER_BYTES,
     FrameReader,
     FromEngine,
     PatientWriter,
     Start,
     frame,
 )
+from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.own_packages import python_module
 
 logger = logging.getLogger("xserv.engine")
@@ -100,15 +100,7 @@ class EngineProcess(EngineConnection):
     """
 
     def __init__(self, start: Start, command: Sequence[str] = COMMAND) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            for each in (ours, theirs):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-            try:
-                self._process = spawn(command, theirs.fileno())
-            except BaseException:
-                ours.close()
-                raise
+        ours, self._process = connected_process(command)
         super().__init__(ours)
         self.pid = self._process.pid
         self.send(frame(start))
@@ -128,28 +120,45 @@ class EngineProcess(EngineConnection):
         return how_it_ended(status)
 
 
-def spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Start Python, without the current folder on its module path. It inherits the socket's descriptor."""
-    # Blocked until the process ignores them itself. Python does not handle signals on this thread.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", *command, "--fd", str(descriptor)],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # stray prints must not reach the server's output
-            pass_fds=(descriptor,),
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supervision:
+    """How an engine process is monitored and restarted.
+
+    first_delay_s, most_delay_s  before the first restart after a death, and before any; each is twice the previous one
+    healthy_s                    after serving so long, an engine is restarted after the first delay again
+    hang_timeout_s               an engine with work is ended if it finishes no step for so long, and so is a silent
+                                 process
+    close_timeout_s              how long it may take to close without a drain; then the process is killed
+    command                      Python's command line; for tests
+    """
+
+    first_delay_s: float = 1.0
+    most_delay_s: float = 30.0
+    healthy_s: float = 60.0
+    hang_timeout_s: float = 600.0
+    close_timeout_s: float = 15.0
+    command: tuple[str, ...] = COMMAND
 
 
-def how_it_ended(status: int) -> str:
-    """A process's exit status in words."""
-    return f"was ended by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
+Launch = Callable[[Start], RunningEngine]
+"""Starts an engine's process somewhere. Called on the supervisor's thread, which lives as long as the process. Raises
+``OSError`` and ``XservError`` if it cannot be started."""
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """Settings of an engine that is one of several.
+
+    name            in the log
+    launch          starts the process, or None for one on this machine
+    cores           its processors; all if empty
+    routing_secret  keys the digests of ``on_blocks``
+    on_blocks       called with changes of its block contents, on the supervisor's thread, before the outputs of
+                    the step that made them, and with None when it has ended and they are gone
+    """
+
+    name: str = "the engine"
+    launch: Launch | None = None
+    cores: tuple[int, ...] = ()
+    routing_secret: bytes | None = None
+    on_blocks: Callable[[BlockChanges | None], None] | None = None

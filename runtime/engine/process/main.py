@@ -10,27 +10,28 @@ but finishes no step for too long. Signals from the terminal are for the server.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from runtime import collector
 from runtime.engine.errors import EngineDeadError
 from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, StepView
-from runtime.engine.process.parent import die_with_parent
+from runtime.engine.process.client import EngineClient
+from runtime.engine.process.spawning import begin, die_with_parent
 from runtime.engine.process.wire import (
     Answer,
     Call,
@@ -53,17 +54,17 @@ from runtime.engine.process.wire import (
     Watch,
     WireError,
     frame,
+    problem_of,
 )
-from runtime.engine.process.wire_errors import problem_of
+from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.errors import XservError
+from runtime.later import later
 from runtime.progress import SILENT, Reporter, redirect
 
-if TYPE_CHECKING:  # so that a process whose server is gone ends before it has loaded them
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from runtime.engine.engine import Engine
-    from runtime.engine.process.client import ThreadEngineClient
+_ahead = later("runtime.engine.process.compile_ahead")
+_clients = later("runtime.engine.process.thread_client")
+_engines = later("runtime.engine.make_engine")
+"""They import numba, which has to be compiled ahead of; a process whose server is gone ends before that."""
 
 logger = logging.getLogger("xserv.engine")
 
@@ -78,6 +79,20 @@ EXIT_STUCK = 71
 EXIT_SERVER_GONE = 72
 
 
+class RunningClient(EngineClient, Protocol):
+    """See `ThreadEngineClient`, whose module imports the engine."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def waiting(self) -> tuple[int, int]: ...
+
+    def take_block_changes(self) -> BlockChanges | None: ...
+
+    def start_logits(self, token_ids: Sequence[int]) -> Future[NDArray[np.float32]]: ...
+
+
 class ProcessServer:
     """One engine and the socket to its server."""
 
@@ -85,7 +100,7 @@ class ProcessServer:
         self._reader = FrameReader(connection)
         self._writer = WaitingWriter(connection)
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-        self._client: ThreadEngineClient | None = None
+        self._client: RunningClient | None = None
         self._has_died = threading.Event()
         # The reader's:
         self._num_received = self._num_received_tokens = 0
@@ -115,17 +130,13 @@ class ProcessServer:
             _exit(EXIT_START_FAILED)
         self._serve(engine, start.hang_timeout_s)
 
-    def make_engine(self, start: Start) -> Engine:
+    def make_engine(self, start: Start) -> Any:
         """See ``engine_of``, whose errors it raises. CPU kernels are compiled first, in other processes."""
         if start.cores:
             os.sched_setaffinity(0, start.cores)  # before threads are started, and counted
-        from runtime.engine.process.compile_ahead import compile_ahead
-
         reporter = Reporter(logger.info) if logger.isEnabledFor(logging.INFO) else SILENT
-        compile_ahead(start.model, start.config, reporter)
-        from runtime.engine.make_engine import engine_of  # imports the kernels
-
-        engine = engine_of(start.model, start.config, reporter, remote_ranks=start.remote_ranks)
+        _ahead.compile_ahead(start.model, start.config, reporter)
+        engine = _engines.engine_of(start.model, start.config, reporter, remote_ranks=start.remote_ranks)
         if start.routing_secret is not None:
             engine.publish_blocks(start.routing_secret)
         return engine
@@ -146,11 +157,9 @@ class ProcessServer:
             raise WireError("the first message is not the only one, or is not Start")
         return start
 
-    def _serve(self, engine: Engine, hang_timeout_s: float) -> NoReturn:
-        from runtime.engine.process.client import ThreadEngineClient
-
+    def _serve(self, engine: Any, hang_timeout_s: float) -> NoReturn:
         collector.resume(collects=True)
-        self._client = client = ThreadEngineClient(engine, after_delivery=self._report)
+        self._client = client = _clients.ThreadEngineClient(engine, after_delivery=self._report)
         self._pulse(time.monotonic())
         self.send(Started(client.info))
         while not self._has_died.wait(PULSE_IDLE_S) and client.state != "down":
@@ -248,7 +257,7 @@ class ProcessServer:
             case Start():
                 raise WireError("Start came twice")
 
-    def _submit(self, client: ThreadEngineClient, request: EngineRequest) -> None:
+    def _submit(self, client: RunningClient, request: EngineRequest) -> None:
         try:
             client.submit(request, self._receive)
         except XservError as error:
@@ -260,7 +269,7 @@ class ProcessServer:
         self._outputs.append(output)
 
     def _call(
-        self, client: ThreadEngineClient, call_id: int, name: str, arguments: list[Any], images: tuple[ImageItem, ...]
+        self, client: RunningClient, call_id: int, name: str, arguments: list[Any], images: tuple[ImageItem, ...]
     ) -> None:
         computations: dict[str, Callable[..., Future[Any]]] = {
             "logits": client.start_logits,
@@ -278,7 +287,7 @@ class ProcessServer:
     def _show(self, view: StepView) -> None:
         self.send(view)
 
-    def _close(self, client: ThreadEngineClient, drain: bool) -> None:
+    def _close(self, client: RunningClient, drain: bool) -> None:
         client.close(drain)
         _exit(EXIT_CLOSED)
 
@@ -320,15 +329,8 @@ def _exit(status: int) -> NoReturn:
 
 def main(server_type: type[ProcessServer] = ProcessServer) -> NoReturn:
     collector.hold_off()
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # blocked until here by the server
+    descriptor = begin("An engine's own process; started by a server.").fd
     die_with_parent()
-    faulthandler.enable()
-    parser = argparse.ArgumentParser(description="An engine's own process; started by a server.")
-    parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
-    descriptor = parser.parse_args().fd
-    os.set_inheritable(descriptor, False)
     server_type(socket.socket(fileno=descriptor)).run()
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,11 +28,9 @@ from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, ImageItem, StepView
-from runtime.engine.process.child import READ_TIMEOUT_S, EngineProcess, RunningEngine
-from runtime.engine.process.client import EngineClient
+from runtime.engine.process.child import READ_TIMEOUT_S, EngineProcess, Membership, RunningEngine, Supervision
+from runtime.engine.process.client import EngineClient, Origin
 from runtime.engine.process.delivery import Delivery, OutputSink
-from runtime.engine.process.origin import Origin
-from runtime.engine.process.supervision import Membership, Supervision
 from runtime.engine.process.wire import (
     Answer,
     Call,
@@ -51,16 +49,14 @@ from runtime.engine.process.wire import (
     Started,
     StartFailed,
     Watch,
+    error_of,
     frame,
 )
-from runtime.engine.process.wire_errors import error_of
 from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
 from runtime.engine.scheduling.block_events import BlockChanges
+from runtime.engine.scheduling.sequence import Request
 from runtime.engine.step_views import Watchers
 from runtime.errors import XservError
-
-if TYPE_CHECKING:
-    from runtime.engine.scheduling.sequence import Request
 
 logger = logging.getLogger("xserv.engine")
 
@@ -87,7 +83,7 @@ class _Queue:
         return self.num_older_tokens + self.num_sent_tokens
 
 
-class ProcessEngineClient:
+class ProcessEngineClient(EngineClient):
     """An engine in a process of its own.
 
     Sinks are called on the supervisor's thread, with all outputs of a step at once. If the process ends, is killed or
@@ -166,7 +162,6 @@ class ProcessEngineClient:
 
     @property
     def state(self) -> EngineState:
-        """See ``EngineClient.state``."""
         return self._state
 
     @property
@@ -199,15 +194,12 @@ class ProcessEngineClient:
             queue.num_sent_tokens += num_tokens
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
-        """See ``EngineClient.cancel``."""
         self._tell(request_id, Cancel(request_id, index))
 
     def pause(self, request_id: str) -> None:
-        """See ``EngineClient.pause``."""
         self._tell(request_id, Pause(request_id, True))
 
     def resume(self, request_id: str) -> None:
-        """See ``EngineClient.resume``."""
         self._tell(request_id, Pause(request_id, False))
 
     def _tell(self, request_id: str, message: Cancel | Pause) -> None:
@@ -239,7 +231,6 @@ class ProcessEngineClient:
         return stop
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See ``EngineClient.logits``."""
         return self._call("logits", token_ids).result()
 
     def embed(
@@ -253,18 +244,7 @@ class ProcessEngineClient:
         return self._call("embed", token_ids, pooling, cache_salt, images=images)
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
-        """See ``EngineClient.reset_prefix_cache``."""
         return self._send_call("reset_prefix_cache", [])
-
-    @property
-    def engines(self) -> Sequence[EngineClient]:
-        """See ``EngineClient.engines``."""
-        return (self,)
-
-    @property
-    def routing(self) -> None:
-        """See ``EngineClient.routing``: it is one engine."""
-        return None
 
     @property
     def waiting(self) -> tuple[int, int]:

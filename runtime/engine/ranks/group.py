@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -24,8 +22,8 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.limits import EngineLimits
 from runtime.engine.process.handshake import join as meet
 from runtime.engine.process.handshake import watch_connection
-from runtime.engine.process.wire import SOCKET_BUFFER_BYTES, FrameReader, RemoteRank, WaitingWriter
-from runtime.engine.process.wire_errors import error_of
+from runtime.engine.process.spawning import connected_process
+from runtime.engine.process.wire import FrameReader, RemoteRank, WaitingWriter, error_of
 from runtime.engine.ranks.joining import Shape, device_of_rank, forget_unique_ids, join, new_memory, new_unique_ids
 from runtime.engine.ranks.messages import (
     ANSWERS,
@@ -89,7 +87,7 @@ class RankGroup:
                     own, mine = remote[rank - 1].device, []
                     self._ranks.append(_Rank(rank, _connected(remote[rank - 1])))
                 else:
-                    self._ranks.append(_Rank(rank, *_started(memory)))
+                    self._ranks.append(_Rank(rank, *connected_process([*COMMAND, "--memory", str(memory)], memory)))
                 self._ranks[-1].send(
                     frame(
                         Load(
@@ -189,26 +187,6 @@ class RankGroup:
         for rank in self._ranks:
             rank.end(until)
         pool.limit_threads(pool.NUM_THREADS)
-
-
-def _started(memory: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Starts a process on this machine, which shares the memory, and the socket to it."""
-    connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with theirs:
-        for each in (connection, theirs):
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", *COMMAND, "--fd", str(theirs.fileno()), "--memory", str(memory)],
-                stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(), memory),
-            )  # fmt: skip
-        except BaseException:
-            connection.close()
-            raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    return connection, process
 
 
 def _connected(remote: RemoteRank) -> socket.socket:

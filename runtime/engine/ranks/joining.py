@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from runtime.communicator import RankCommunicator
 from runtime.device.device import Device
+from runtime.device.gpu import Gpu
+from runtime.device.nccl import NcclComm, open_nccl
+from runtime.nccl_communicator import NcclCommunicator
 from runtime.rank_notices import Notices, notices_bytes, shared_memory
-
-if TYPE_CHECKING:
-    from runtime.communicator import RankCommunicator
+from runtime.shared_communicator import SharedCommunicator, shared_file
 
 
 def device_of_rank(device: Device, rank: int) -> Device:
@@ -29,7 +30,7 @@ class Shape:
         """The number of processes."""
         return self.num_ranks * self.num_stages
 
-    def batch_slot_of(self, number: int) -> tuple[int, int]:
+    def stage_and_rank(self, number: int) -> tuple[int, int]:
         """The stage of a process, and its rank in that stage."""
         return divmod(number, self.num_ranks)
 
@@ -38,8 +39,6 @@ def new_memory(device: Device, shape: Shape) -> int:
     """Makes the memory that the ranks share; returns its descriptor, which they inherit."""
     if device.kind != "cpu":
         return shared_memory(notices_bytes(shape.count))
-    from runtime.shared_communicator import shared_file
-
     return shared_file(shape.num_ranks, shape.num_stages)
 
 
@@ -48,9 +47,6 @@ def new_unique_ids(device: Device, shape: Shape) -> list[bytes]:
     NoNcclError, NcclError."""
     if device.kind == "cpu":
         return []
-    from runtime.device.gpu import Gpu
-    from runtime.device.nccl import open_nccl
-
     nccl = open_nccl(Gpu.of(device).driver)
     has_both = shape.num_stages > 1 and shape.num_ranks > 1
     return [nccl.unique_id() for _ in range(1 + shape.num_stages * has_both)]
@@ -59,23 +55,15 @@ def new_unique_ids(device: Device, shape: Shape) -> list[bytes]:
 def forget_unique_ids(device: Device, unique_ids: list[bytes]) -> None:
     """Forgets the ids after all ranks have joined."""
     if unique_ids:
-        from runtime.device.gpu import Gpu
-        from runtime.device.nccl import open_nccl
-
         open_nccl(Gpu.of(device).driver).forget(unique_ids)
 
 
 def join(device: Device, memory: int, unique_ids: list[bytes], number: int, shape: Shape) -> RankCommunicator:
     """The communicator of one process, on its own device; on GPUs it waits for the others. Raises NoNcclError,
     NcclError."""
-    stage, rank = shape.batch_slot_of(number)
+    stage, rank = shape.stage_and_rank(number)
     if device.kind == "cpu":
-        from runtime.shared_communicator import SharedCommunicator
-
         return SharedCommunicator(memory, rank, shape.num_ranks, stage, shape.num_stages)
-    from runtime.device.gpu import Gpu
-    from runtime.device.nccl import NcclComm, open_nccl
-    from runtime.nccl_communicator import NcclCommunicator
 
     gpu = Gpu.of(device)
     nccl = open_nccl(gpu.driver)

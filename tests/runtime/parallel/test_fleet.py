@@ -17,7 +17,7 @@ import pytest
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.make_client import start_client
 from runtime.engine.messages import StepView
-from runtime.engine.process.supervision import Supervision
+from runtime.engine.process.child import Supervision
 from runtime.parallel.fleet import Fleet
 from runtime.parallel.shares import cores_of
 from tests.runtime.engine.light_engine import EXITS, HANGS

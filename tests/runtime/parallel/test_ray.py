@@ -19,7 +19,7 @@ import pytest
 from openai import OpenAI
 
 from runtime.engine.config import EngineConfig
-from runtime.engine.process.supervision import Supervision
+from runtime.engine.process.child import Supervision
 from runtime.engine.process.wire import Start
 from runtime.parallel.fleet import Fleet
 from runtime.parallel.ray_engines import RayEngines, RayError, _with_ranks

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from runtime.engine.make_engine import build_engine
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
 from server.serve import warm_up

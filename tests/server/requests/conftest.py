@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from runtime.engine.make_engine import build_engine
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 
 
 @pytest.fixture(scope="package")

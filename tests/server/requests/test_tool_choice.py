@@ -13,7 +13,7 @@ import jsonschema
 import openai
 import pytest
 
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig

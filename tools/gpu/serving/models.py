@@ -20,7 +20,8 @@ from runtime.bench.scheduling.engines import local
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
-from runtime.engine.process.client import EngineClient, ThreadEngineClient
+from runtime.engine.process.client import EngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.timeline import StepRecord
 from tools.gpu.sections import Case, Options, Result

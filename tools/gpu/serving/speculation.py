@@ -12,7 +12,7 @@ import numpy as np
 
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Sequence as Choice
 from runtime.engine.speculation.drafter import Ids

@@ -18,7 +18,7 @@ import numpy as np
 
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest, ImageItem
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from tools.gpu.sections import ROOT, Case, Options, Result
 from tools.gpu.serving.asking import ask, first_difference, ids_of

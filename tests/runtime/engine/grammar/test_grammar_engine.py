@@ -20,7 +20,7 @@ from runtime.engine.grammar.masks import MaskComputer
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from tests.runtime.engine.fakes import (
     Collected,
     collect,

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import runtime.engine.process.client as client_module
+import runtime.engine.process.thread_client as client_module
 from runtime.engine.errors import ContextLengthExceededError, EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import EngineOutput
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from tests.runtime.engine.fakes import Collected, FakeModel, each_loop, greedy, make_engine, request
 from tests.waiting import TIMEOUT_S, wait_until
 

@@ -108,7 +108,7 @@ def test_a_second_start_of_the_same_kind_looks_for_nothing(folder: Path, monkeyp
         asked.append(wanted)
         return Progress(total=1, num_new=1)
 
-    monkeypatch.setattr(kernels, "compile_kernels", note)
+    monkeypatch.setattr(ahead, "compile_kernels", note)
     config = EngineConfig(device="emulated:sm_80", exact=True)
     for _ in range(2):
         ahead.compile_ahead(DEMO, config, SILENT)
@@ -125,7 +125,7 @@ def test_what_is_not_known_is_compiled_later(monkeypatch: pytest.MonkeyPatch, fo
     def refuse(*_: Any) -> Progress:
         raise InvalidArgumentError("no such dtype", param="dtype")
 
-    monkeypatch.setattr(kernels, "compile_kernels", refuse)
+    monkeypatch.setattr(ahead, "compile_kernels", refuse)
     for _ in range(2):
         caplog.clear()
         ahead.compile_ahead(None, EngineConfig(device="emulated:sm_80", dtype="int32"), SILENT)
@@ -134,6 +134,6 @@ def test_what_is_not_known_is_compiled_later(monkeypatch: pytest.MonkeyPatch, fo
     def fail(*_: Any) -> Progress:
         raise CompileError("kernel gemv does not compile")
 
-    monkeypatch.setattr(kernels, "compile_kernels", fail)
+    monkeypatch.setattr(ahead, "compile_kernels", fail)
     with pytest.raises(CompileError, match="gemv"):
         ahead.compile_ahead(None, EngineConfig(device="emulated:sm_80"), SILENT)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-import runtime.engine.process.child as engine_process
+import runtime.engine.process.spawning as spawning
 from models.errors import ModelLoadError
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
@@ -433,7 +433,7 @@ def received(process: EngineProcess) -> list[FromEngine]:
 
 def test_an_engine_that_nobody_reads_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of its tokens are drawn when somebody reads again: the socket holds a few."""
-    monkeypatch.setattr(engine_process, "SOCKET_BUFFER_BYTES", 8192)
+    monkeypatch.setattr(spawning, "SOCKET_BUFFER_BYTES", 8192)
     process = EngineProcess(start_message(), LIGHT)
     messages: list[object] = []
     while not any(isinstance(message, Started) for message in messages):

@@ -41,9 +41,10 @@ from runtime.engine.process.wire import (
     WaitingWriter,
     Watch,
     WireError,
+    error_of,
     frame,
+    problem_of,
 )
-from runtime.engine.process.wire_errors import error_of, problem_of
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import OutOfMemoryError, XservError
 

@@ -15,7 +15,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineOutput
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.ranks.executor import ParallelExecutor
 from runtime.engine.sampling_params import SamplingParams
 from tests.models.folders import CASES, load_golden, write_model

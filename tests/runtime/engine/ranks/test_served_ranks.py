@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime.engine.process.supervision import Supervision
+from runtime.engine.process.child import Supervision
 from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.own_packages import python_module
 from tests.models.folders import load_golden, write_model

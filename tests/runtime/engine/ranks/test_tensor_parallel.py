@@ -20,7 +20,7 @@ from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.ranks.executor import ParallelExecutor
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.steps.executor import ExecutorLostError

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.batch import Batch
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
-from runtime.engine.process.client import ThreadEngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.steps.embedder import EmbeddingError
 from tests.runtime.engine.fakes import FakeModel, each_loop, greedy, make_engine, prefix_hashes, request
 from tests.runtime.engine.process.test_client import Gate, Sink

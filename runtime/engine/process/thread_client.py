@@ -1,0 +1,331 @@
+"""The client of an engine in a thread of this process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.engine import Engine
+from runtime.engine.errors import EngineDeadError, QueueFullError
+from runtime.engine.messages import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    FinishReason,
+    ImageItem,
+    StepView,
+)
+from runtime.engine.process.client import EngineClient, Origin
+from runtime.engine.process.delivery import Delivery, OutputSink
+from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
+from runtime.engine.scheduling.block_events import BlockChanges
+from runtime.engine.scheduling.sequence import Request
+from runtime.engine.step_views import StepViews, Watchers
+from runtime.engine.steps.embedder import Embedding
+
+T = TypeVar("T")
+
+logger = logging.getLogger("xserv.engine")
+
+BURST_PAUSE_S = 0.3e-3
+BURST_MOST_S = 2e-3
+"""An idle engine with a new request waits until no other has come for the first of these, at most for the second, so
+that a burst shares its first forward pass."""
+
+
+class ThreadEngineClient(EngineClient):
+    """An engine in a daemon thread of this process, which owns it from now on.
+
+    The thread sleeps on a condition while idle. If the loop itself fails (a bug: requests' own failures never get
+    there), every open request ends with "error", and all calls raise ``EngineDeadError``.
+
+
+    after_delivery  called on the engine's thread after the outputs of a step, or of commands, were given to their
+                    sinks; it may block the engine
+    """
+
+    def __init__(self, engine: Engine, after_delivery: Callable[[], None] | None = None) -> None:
+        self._origin = Origin()
+        self._engine = engine
+        self._after_delivery = after_delivery
+        self._watchers = Watchers()
+        self._views = StepViews(engine.timeline, engine.pool, engine.executor)
+        self._condition = threading.Condition()
+        self._delivery = Delivery(self._condition, self._drop)
+        # Guarded by the condition:
+        self._commands: deque[Callable[[], list[EngineOutput]]] = deque()
+        self._futures: set[Future[Any]] = set()  # of computations among the commands
+        self._embeddings: set[Future[NDArray[np.float32]]] = set()
+        self._num_submitted = 0  # requests among the commands
+        self._num_submitted_tokens = 0  # in their prompts
+        self._is_closing = False
+        self._drains = False
+        self._has_died = False
+        self._thread = threading.Thread(target=self._run, name="xserv-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        self._origin.check()
+        prepared = self._engine.prepare(request)
+        num_tokens = prepared.num_prompt_tokens
+        with self._condition:
+            self._check_alive()
+            self._delivery.check_free(request.request_id)
+            check_room(self.info, *self.waiting, num_tokens)
+            self._delivery.open(request, sink)
+            self._num_submitted += 1
+            self._num_submitted_tokens += num_tokens
+            self._enqueue(partial(self._admit, prepared))
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        if not self._origin.is_here:
+            return
+        with self._condition:
+            if request_id in self._delivery:
+                self._enqueue(partial(self._engine.cancel, request_id, index))
+
+    def pause(self, request_id: str) -> None:
+        self._tell(self._engine.pause, request_id)
+
+    def resume(self, request_id: str) -> None:
+        self._tell(self._engine.resume, request_id)
+
+    def stats(self) -> EngineStats:
+        self._origin.check()
+        if self._has_died:
+            raise EngineDeadError("the engine's loop has died; see the log")
+        stats = self._engine.stats()
+        return msgspec.structs.replace(
+            stats,
+            num_waiting=stats.num_waiting + self._num_submitted,
+            num_waiting_tokens=stats.num_waiting_tokens + self._num_submitted_tokens,
+        )
+
+    @property
+    def state(self) -> EngineState:
+        """See ``EngineClient.state``: never "starting"."""
+        if self._has_died:
+            return "down"
+        return "closing" if self._is_closing else "ready"
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Requests of which nothing has been scheduled, and their prompts' tokens."""
+        with self._condition:
+            engine = self._engine
+            return (
+                engine.num_unscheduled + self._num_submitted,
+                engine.num_unscheduled_tokens + self._num_submitted_tokens,
+            )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether work is pending or running."""
+        return bool(self._commands) or self._engine.has_work or self._engine.embedder.has_work
+
+    def take_block_changes(self) -> BlockChanges | None:
+        """See ``Engine.take_block_changes``. To be called on the engine's thread."""
+        return self._engine.take_block_changes()
+
+    def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
+        """See ``EngineClient.watch``; the sink is called on the engine's thread, after the outputs' sinks."""
+        return self._watchers.add(sink)
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        return self.start_logits(token_ids).result()
+
+    def start_logits(self, token_ids: Sequence[int]) -> Future[NDArray[np.float32]]:
+        """``logits`` that does not wait; computed between two steps. Raises ``EngineDeadError``."""
+        return self._compute(partial(self._engine.logits, token_ids))
+
+    def embed(
+        self,
+        token_ids: Sequence[int],
+        pooling: str = "last",
+        images: Sequence[ImageItem] = (),
+        cache_salt: str | None = None,
+    ) -> Future[NDArray[np.float32]]:
+        self._origin.check()
+        embedding = self._engine.embedder.prepare(token_ids, pooling, images, cache_salt)
+        max_waiting = self._engine.limits.max_waiting
+        with self._condition:
+            self._check_alive()
+            if len(self._embeddings) >= max_waiting:
+                raise QueueFullError(max_waiting, RETRY_AFTER_S)
+            self._embeddings.add(embedding.future)
+            self._enqueue(partial(self._add_embedding, embedding))
+        embedding.future.add_done_callback(self._embeddings.discard)
+        return embedding.future
+
+    def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
+        return self._compute(self._engine.reset_prefix_cache)
+
+    def close(self, drain: bool = False) -> None:
+        """See ``EngineClient.close``. From a sink (on the engine's thread) it returns before the engine
+        stops."""
+        if not self._origin.is_here:
+            return
+        with self._condition:
+            if not self._is_closing:
+                self._is_closing = True
+                self._drains = drain
+            elif not drain:
+                self._drains = False  # a second, impatient call
+            self._condition.notify()
+        atexit.unregister(self.close)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _tell(self, command: Callable[[str], None], request_id: str) -> None:
+        """Queue a call for the engine's thread between two steps, if the request is open."""
+
+        def run() -> list[EngineOutput]:
+            command(request_id)
+            return []
+
+        if not self._origin.is_here:
+            return
+        with self._condition:
+            if request_id in self._delivery:
+                self._enqueue(run)
+
+    def _compute(self, work: Callable[[], T]) -> Future[T]:
+        """Queue work for the engine's thread between two steps. Raises ``EngineDeadError``."""
+        self._origin.check()
+        future: Future[T] = Future()
+
+        def run() -> list[EngineOutput]:
+            self._futures.discard(future)
+            if not future.set_running_or_notify_cancel():
+                return []
+            try:
+                future.set_result(work())
+            except Exception as error:  # the caller's, not the loop's
+                future.set_exception(error)
+            return []
+
+        with self._condition:
+            self._check_alive()
+            self._futures.add(future)
+            self._enqueue(run)
+        return future
+
+    def _check_alive(self) -> None:
+        if self._has_died:
+            raise EngineDeadError("the engine's loop has died; see the log")
+        if self._is_closing:
+            raise EngineDeadError("the engine is closed or closing")
+
+    def _enqueue(self, command: Callable[[], list[EngineOutput]]) -> None:
+        self._commands.append(command)
+        self._condition.notify()
+
+    # Everything below runs on the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._deliver(self._obey())
+                self._engine.embedder.advance()
+                if self._engine.has_work:
+                    self._deliver(self._engine.step(self._obey))
+                    self._show_steps()
+                    self._engine.rest()
+            self._deliver(self._engine.cancel_all())
+            self._engine.close()
+        except BaseException:
+            logger.exception("the engine's loop has died")
+            self._has_died = True
+            self._engine.executor.close()
+        with self._condition:
+            self._is_closing = True
+        self._end_all("error" if self._has_died else "abort")
+
+    def _wait_for_work(self) -> bool:
+        """Sleep while idle; False means stop."""
+        with self._condition:
+            was_idle = not self.has_work
+            while not (self.has_work or (self._is_closing and not self._awaits_readers)):
+                self._condition.wait()
+            if self._is_closing and not (self._drains and self.has_work):
+                return False
+        if was_idle:
+            self._await_burst()
+        return True
+
+    @property
+    def _awaits_readers(self) -> bool:
+        """Whether a drain waits for paused requests to be resumed or cancelled."""
+        return self._drains and bool(self._delivery)
+
+    def _await_burst(self) -> None:
+        end = time.monotonic() + BURST_MOST_S
+        while (count := self._num_submitted) and time.monotonic() < end:
+            time.sleep(BURST_PAUSE_S)
+            if self._num_submitted == count:
+                return
+
+    def _obey(self) -> list[EngineOutput]:
+        """Run the queued commands."""
+        with self._condition:
+            commands = list(self._commands)
+            self._commands.clear()
+        return [output for command in commands for output in command()]
+
+    def _admit(self, request: Request) -> list[EngineOutput]:
+        with self._condition:  # one count goes down as the other goes up
+            self._num_submitted -= 1
+            self._num_submitted_tokens -= request.num_prompt_tokens
+            self._engine.admit(request)
+        return []
+
+    def _add_embedding(self, embedding: Embedding) -> list[EngineOutput]:
+        self._engine.embed(embedding)
+        return []
+
+    def _show_steps(self) -> None:
+        if self._watchers:
+            for view in self._views.take():
+                self._watchers.show(view)
+        else:
+            self._views.skip()
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            self._delivery.deliver(output)
+        if self._after_delivery is not None:
+            self._after_delivery()
+
+    def _drop(self, request_id: str) -> None:
+        """Cancel a request whose outputs are not read."""
+        for output in self._engine.cancel(request_id):
+            self._delivery.deliver(output)
+
+    def _end_all(self, reason: FinishReason) -> None:
+        """Give a last output to every choice that has none: to requests that never reached the engine, or to all of
+        them after the loop has died."""
+        with self._condition:
+            futures = [*self._futures, *self._embeddings]
+        for future in futures:
+            if not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(EngineDeadError("the engine was closed before this was computed"))
+        self._delivery.end_all(reason, "the engine's loop has died" if reason == "error" else None)
+        self._deliver([])
