@@ -27,12 +27,12 @@ MOST_LINES = {
     "runtime/parallel": 1_127,
     "runtime/images": 920,
     "runtime/commands": 2_789,
-    "runtime/bench": 8_802,
+    "runtime/bench": 8_803,
     "runtime": 2_831,
     "models": 14_010,
     "server": 17_819,
     "tokenizer": 5_624,
-    "tools": 16_967,
+    "tools": 16_968,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests."""

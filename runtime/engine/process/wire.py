@@ -114,7 +114,7 @@ ToEngine = Start | EngineRequest | Cancel | Pause | Watch | Call | CancelCall | 
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """An error: its class and base classes, nearest first; its text; its plain attributes. See ``wire_errors``."""
+    """An error: its class and base classes, nearest first; its text; its plain attributes. See ``problem_of``."""
 
     kinds: list[str]
     message: str
