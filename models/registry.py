@@ -36,7 +36,6 @@ from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.kept import kept_format
 from runtime.linear.options import LoadOptions, LoadSettings
-from runtime.linear.packed_matrix import packing_for
 from runtime.linear.quantized import QuantizedLayout
 from runtime.progress import SILENT, Reporter
 from tokenizer.warn import warn_once
@@ -377,8 +376,8 @@ def _rounded(source: TensorSource, config: ModelConfig, maker: DeclaringMaker) -
     shapes = maker.layout("", re.compile("")).shapes
 
     def can_keep(layout: QuantizedLayout) -> bool:
-        kept = kept_format(layout, replace(options, activations="auto"))  # else numbers are rounded, then floats again
-        return kept is not None if options.device.kind == "cpu" else bool(packing_for(layout))
+        options_of_layout = replace(options, activations="auto")  # else numbers are rounded, then floats again
+        return kept_format(layout, options_of_layout) is not None
 
     return RoundedSource(
         source, options.rounding, matrices - maker.tables, maker.heads,

@@ -53,7 +53,7 @@ class Batch:
 
     The runner sets every field once, before ``Model.forward``; only ``kept`` changes afterwards. ``slot_mappings`` and
     ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most models have one.
-    Each array that a step lays out is declared here alone (`StepField`).
+    Each array of a step's layout is declared here alone (`StepField`). Only a test of addends sets ``adapters`` yet.
     """
 
     token_ids: Annotated[Tensor, StepField("int32", "token")]  # [num_tokens]

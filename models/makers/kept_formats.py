@@ -16,7 +16,6 @@ from runtime.linear.experts import can_stay_packed
 from runtime.linear.format import GGML_FORMATS, WeightFormat
 from runtime.linear.kept import kept_format
 from runtime.linear.options import LoadOptions
-from runtime.linear.packed_matrix import packing_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,8 @@ class KeptFormats:
         """The format in which a quantised matrix is kept as it is stored: on the cpu, if no other format is requested,
         there is a kernel for it, and this rank's columns are whole blocks."""
         options = self.options
+        if options.device.kind != "cpu":
+            return None
         layout = None if self.source is None else self.source.quantized(name)
         is_cut = declaration is not None and declaration.is_cut
         unit = 1
@@ -51,7 +52,7 @@ class KeptFormats:
                 return None
             part = replace(layout, shape=(layout.shape[0], columns.count))
             format, unit = kept_format(part, options), layout.block[1] or 1
-        elif self.source is None or options.dtype or options.format or options.device.kind != "cpu":
+        elif self.source is None or options.dtype or options.format:
             return None
         else:
             format = GGML_FORMATS.get(self.source.block_format(name) or "")
@@ -66,15 +67,13 @@ class KeptFormats:
 
     def packing(self, declaration: LinearDeclaration) -> Packing | None:
         """A GPU's packing of a quantised map as stored; None if it is dequantised. Its parts must agree."""
-        options = self.options
-        if self.source is None or options.device.kind == "cpu":
-            return None
-        if options.format or options.gemm == "cublas":
+        if self.source is None or self.options.device.kind == "cpu":
             return None
         found = set()
         for name in declaration.names:
             layout = None if declaration.is_transposed else self.source.quantized(f"{name}.weight")
-            packing = None if layout is None else packing_for(layout)
+            format = None if layout is None else kept_format(layout, self.options)
+            packing = None if format is None else packing_of(format.packing)
             if layout is not None and layout.has_order and not self._can_reorder(declaration):
                 packing = None
             found.add((packing, layout is not None and layout.has_order))

@@ -20,7 +20,6 @@ from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
 from numba_kernels.cuda.kv_cache import page_row
 from numba_kernels.cuda.quantised_pages import PAGES as _QUANTISED
-from runtime.backends import cuda_packed
 from runtime.backends.checks import check, fail
 from runtime.backends.cuda_arithmetic import elementwise, matmul, reduce, write_elementwise
 from runtime.backends.cuda_experts import expert_linear, experts, normed_route, route
@@ -32,11 +31,11 @@ from runtime.backends.cuda_linear import (
     linear,
     linear_glu,
     linear_partial,
+    packed_embedding,
     rms_norm,
 )
 from runtime.backends.cuda_sampling import log_softmax_topk, sample, sample_into
-from runtime.backends.cuda_tensor import alignment, id_flag, upload, zeros
-from runtime.backends.remembered import remembered
+from runtime.backends.cuda_tensor import alignment, id_flag, remembered, upload, zeros
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
 from runtime.dtype import bfloat16, float16, float32
@@ -45,44 +44,12 @@ from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "ACTIVATIONS",
-    "GLU_ACTIVATIONS",
-    "LATENT_ROW_MULTIPLE",
-    "NORM_WEIGHTS",
-    "TABLE",
-    "WEIGHT",
-    "activate",
-    "add_embedding",
-    "add_partials",
-    "add_scaled",
-    "attention",
-    "deferred_norm",
-    "elementwise",
-    "embedding",
-    "expert_linear",
-    "experts",
-    "gather_rows",
-    "glu",
-    "join_columns",
-    "latent_attention",
-    "latent_prepare",
-    "layer_norm",
-    "linear",
-    "linear_glu",
-    "linear_partial",
-    "log_softmax_topk",
-    "matmul",
-    "normed_route",
-    "page_shape",
-    "qkv_prepare",
-    "reduce",
-    "rms_norm",
-    "route",
-    "sample",
-    "sample_into",
-    "scale_logits",
-    "take_decode_inputs",
-    "write_elementwise",
+    "ACTIVATIONS", "GLU_ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
+    "add_embedding", "add_partials", "add_scaled", "attention", "deferred_norm", "elementwise", "embedding",
+    "expert_linear", "experts", "gather_rows", "glu", "join_columns", "latent_attention", "latent_prepare",
+    "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "matmul", "normed_route",
+    "page_shape", "qkv_prepare", "reduce", "rms_norm", "route", "sample", "sample_into", "scale_logits",
+    "take_decode_inputs", "write_elementwise",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)
@@ -143,7 +110,7 @@ def _gather(op: str, ids: Tensor, table: Tensor | RowWeight, out: Tensor | None,
 def embedding(token_ids: Tensor, table: Tensor | GpuWeight, scale: float) -> Tensor:
     """See `ops.embedding`."""
     if isinstance(table, PackedWeight):
-        return cuda_packed.embedding(token_ids, table, scale)
+        return packed_embedding(token_ids, table, scale)
     assert isinstance(table, (Tensor, RowWeight))
     return _gather("embedding", token_ids, table, None, scale)
 

@@ -8,27 +8,14 @@ the number of tokens; its tiles give the same bits at any height.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from numba_kernels.cuda import dequantize
-from numba_kernels.cuda.experts import (
-    combine,
-    gather,
-    hopper,
-    order,
-    packed,
-    packed_gather,
-    router,
-    routing,
-    tensor_core,
-    tiled,
-)
-from numba_kernels.cuda.gemm import machine_of
-from numba_kernels.cuda.gemm.hopper_ring import Tile
+from numba_kernels.cuda import gemm
+from numba_kernels.cuda.experts import combine, order, router, routing
+from numba_kernels.cuda.experts.gather import SQUARE_COLUMNS
+from numba_kernels.cuda.specialisation import Launch
 from runtime.backends.checks import fail
-from runtime.backends.cuda_plans import can_gather, has_fast_rows, hopper_tile, tile_rows_of
-from runtime.backends.cuda_tensor import alignment
-from runtime.backends.remembered import remembered
+from runtime.backends.cuda_plans import Planned, list_rows, plan, plan_gathered
+from runtime.backends.cuda_tensor import alignment, remembered
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32, int32
 from runtime.linear.experts import ExpertsWeight
@@ -38,18 +25,9 @@ from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
 
 _plan_combine = remembered(combine.plan)
-_plan_down = remembered(gather.plan_down)
-_plan_gate_up = remembered(gather.plan_gate_up)
-_plan_hopper = remembered(hopper.plan)
 _plan_order = remembered(order.plan)
-_plan_packed = remembered(packed.plan)
-_plan_packed_down = remembered(packed_gather.plan_down)
-_plan_packed_gate_up = remembered(packed_gather.plan_gate_up)
 _plan_router = remembered(router.plan)
 _plan_routing = remembered(routing.plan)
-_plan_tensor_core = remembered(tensor_core.plan)
-_plan_tiled = remembered(tiled.plan)
-_plan_dequantised = remembered(dequantize.plan_experts)
 
 _MOST_ROWS = 65536  # of experts at a time, each token with all of its experts
 
@@ -105,8 +83,9 @@ def experts(
     added = [0 if each is None else each.address for each in (shared, shared_gate, residual)]
     if not (tokens and hidden):
         return result
-    if gather is None and can_gather(x, chosen, gate_up, down):
-        _gathered(x, chosen, gate_up, down, activation, added, result)
+    launches = plan_gathered(Gpu.of(x.device), x, chosen, gate_up, down, activation) if gather is None else None
+    if launches is not None:
+        _gathered(x, chosen, gate_up, down, launches, added, result)
         return result
     squares = Tensor.new((tokens, combine.SQUARE_PARTS), float32, x.device)
     at_once = max(1, _MOST_ROWS // chosen.rule.top_k)
@@ -122,25 +101,19 @@ def experts(
 
 
 def _gathered(
-    x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, added: list[int],
-    result: Tensor,
+    x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, launches: tuple[Launch, Launch],
+    added: list[int], result: Tensor,
 ) -> None:  # fmt: skip
-    gpu, dtype = Gpu.of(x.device), x.dtype.ptx
+    gpu, (first, second) = Gpu.of(x.device), launches
     (tokens, top_k), (num_experts, hidden, inner) = chosen.ids.shape, down.shape
     between = Tensor.new((tokens * top_k, inner), x.dtype, x.device)
-    if gate_up.packing is not None and down.packing is not None:
-        first = _plan_packed_gate_up(tokens * top_k, inner, hidden, gate_up.packing, activation, gpu.properties.num_sms)
-        second = _plan_packed_down(tokens, top_k, hidden, inner, down.packing)
-    else:
-        first = _plan_gate_up(tokens * top_k, inner, dtype, activation)
-        second = _plan_down(tokens, top_k, hidden, dtype)
     gpu.launch(
-        first, x.address, gate_up.table_address,
-        chosen.ids.address, between.address, inner, gate_up.shape[2], num_experts, top_k,
+        first, x.address, gate_up.table_address, chosen.ids.address, between.address, inner, gate_up.shape[2],
+        num_experts, top_k,
     )  # fmt: skip
     squares = 0
-    if hidden % (4 * gather.SQUARE_COLUMNS) == 0:
-        result.deferred_norm = Tensor.new((tokens, hidden // gather.SQUARE_COLUMNS), float32, x.device)
+    if hidden % (4 * SQUARE_COLUMNS) == 0:
+        result.deferred_norm = Tensor.new((tokens, hidden // SQUARE_COLUMNS), float32, x.device)
         squares = result.deferred_norm.address
     gpu.launch(
         second, between.address, down.table_address, chosen.ids.address,
@@ -153,8 +126,7 @@ def _grouped(
     gather: Callable[[Tensor, int], Tensor] | None,
 ) -> None:  # fmt: skip
     """`places` are addresses of the shared expert's results, its gate, the residual, the result and its squares."""
-    tile = hopper_tile(x, chosen.ids.size, gate_up, down)
-    rows = _RowsByExpert(x, chosen, (gate_up, down), tile)
+    rows = _RowsByExpert(x, chosen, (gate_up, down))
     between = rows.product(x, gate_up, gate_up.shape[1] // 2, activation, gathers=True)
     if gather is not None:
         between = gather(between, down.shape[2])
@@ -172,68 +144,64 @@ def expert_linear(x: Tensor, chosen: Routing, weight: ExpertsWeight) -> Tensor:
     for first in range(0, tokens, _MOST_ROWS):
         some = slice(first, first + _MOST_ROWS)
         part = Routing(chosen.ids[some], chosen.weights[some], chosen.rule)
-        rows = _RowsByExpert(x[some], part, (weight,), None)
+        rows = _RowsByExpert(x[some], part, (weight,))
         y = rows.product(x[some], weight, width, "", gathers=True)
         rows.add(y, [0, 0, 0, result[some].address, squares[some].address])
     return result
 
 
 class _RowsByExpert:
-    """Rows grouped by expert, for products with all of `weights`; by `wgmma` if there is a `tile`."""
+    """Rows grouped by expert, for products with all of `weights`."""
 
-    def __init__(self, x: Tensor, chosen: Routing, weights: tuple[ExpertsWeight, ...], tile: Tile | None) -> None:
-        self.chosen, self.gpu, self.dtype, self.tile = chosen, Gpu.of(x.device), x.dtype, tile
+    def __init__(self, x: Tensor, chosen: Routing, weights: tuple[ExpertsWeight, ...]) -> None:
+        self.chosen, self.gpu, self.dtype = chosen, Gpu.of(x.device), x.dtype
         (self.tokens, self.top_k), self.num_experts = chosen.ids.shape, chosen.rule.num_experts
         self.count = self.tokens * self.top_k
-        self.tile_rows = tile_rows_of(x, self.count, weights) if tile is None else hopper.tile_rows(tile)
-        self.num_tiles = order.most_tiles(self.count, self.num_experts, self.tile_rows)
+        self.list = list_rows(x, chosen, weights)
 
         def integers(*shape: int) -> Tensor:
             return Tensor.new(shape, int32, x.device)
 
         self.starts, self.num_used = integers(self.num_experts + 1), integers(1)
-        self.tiles = integers(self.num_tiles, 4)
+        self.tiles = integers(self.list.num_tiles, 4)
         self.tokens_of, self.rows_of = integers(self.count), integers(self.tokens, self.top_k)
         self.gpu.launch(
             _plan_order(self.num_experts), chosen.ids.address, self.starts.address, self.tiles.address,
             self.num_used.address, self.tokens_of.address, self.rows_of.address, self.count, self.top_k,
-            self.num_experts, self.tile_rows,
+            self.num_experts, self.list.height,
         )  # fmt: skip
 
     def product(self, source: Tensor, weight: ExpertsWeight, columns: int, activation: str, *, gathers: bool) -> Tensor:
         """Each row times its expert's matrix; with `gathers` the source's rows are tokens'."""
-        gpu, dtype, tile = self.gpu, self.dtype.ptx, self.tile
         out = Tensor.new((self.count, columns), self.dtype, source.device)
-        arguments: list[Any] = [source.address, weight.table_address, self.tiles.address, self.num_used.address]
-        tokens_of = self.tokens_of.address if gathers else 0
-        arguments += [tokens_of, out.address, columns, weight.shape[2], self.num_experts]
-        if tile is not None:
-            machine = machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
-            joined, packing = None, weight.packing if tile.num_unpackers else None
-            if weight.packing is None:
-                arguments.append(weight.maps_address)
-            elif packing is None:
-                dequantised = self._dequantised(weight)
-                arguments.append(dequantised.address)
-                joined = dequantised.shape[0], dequantised.shape[1]
-            launch = _plan_hopper(self.num_tiles, columns, dtype, activation, tile, machine, joined, packing)
-        elif weight.packing is not None:
-            launch = _plan_packed(self.num_tiles, columns, dtype, weight.packing.name, activation, self.tile_rows)
-        elif has_fast_rows(source, weight):
-            launch = _plan_tensor_core(self.num_tiles, columns, dtype, activation, tensor_core.tile_of(self.tile_rows))
-        else:
-            launch = _plan_tiled(self.num_tiles, columns, dtype, activation)
-        gpu.launch(launch, *arguments)
+        (num_experts, width, depth), planned = weight.shape, self._plan(source, weight, columns, activation)
+        assert planned.launch is not None
+        last = (weight.maps_address,) if planned.takes_maps else ()
+        if planned.dequantization is not None:  # the rows of all experts, of x's type
+            rows = Tensor.empty((num_experts * width, depth), self.dtype, weight.experts[0].device)
+            self.gpu.launch(
+                planned.dequantization, weight.table_address, 0, rows.address, 0, width, width, depth, 1.0
+            )  # fmt: skip
+            last = (rows.address,)
+        self.gpu.launch(
+            planned.launch, source.address, weight.table_address, self.tiles.address, self.num_used.address,
+            self.tokens_of.address if gathers else 0, out.address, columns, depth, self.num_experts, *last,
+        )  # fmt: skip
         return out
 
-    def _dequantised(self, weight: ExpertsWeight) -> Tensor:
-        """``[E N, K]``: the rows of all quantised experts, of x's type."""
-        assert weight.packing is not None
-        num_experts, width, depth = weight.shape
-        rows = Tensor.empty((num_experts * width, depth), self.dtype, weight.experts[0].device)
-        launch = _plan_dequantised(weight.packing, num_experts, width, depth, self.dtype.ptx)
-        self.gpu.launch(launch, weight.table_address, 0, rows.address, 0, width, width, depth, 1.0)
-        return rows
+    def _plan(self, source: Tensor, weight: ExpertsWeight, columns: int, activation: str) -> Planned:
+        """The product's kernels, remembered for all layers with such experts."""
+        key = self.list, self.num_experts, columns, activation, source.address & 15
+        planned = weight.plans.get(key)
+        if planned is None:
+            product = gemm.Product(
+                self.count, columns, weight.shape[2], self.dtype.ptx, weight.packing.name if weight.packing else "",
+                epilogue=gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation),
+                is_aligned=key[-1] == 0, exact=weight.exact,
+            )  # fmt: skip
+            planned = plan(self.gpu, weight, product, self.list)
+            weight.plans.keep(key, planned)
+        return planned
 
     def add(self, y: Tensor, places: list[int]) -> None:
         """Each token's weighted sum of ``y [T k, N]``; `places` as `_grouped` has them."""

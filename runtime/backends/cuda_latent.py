@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba_kernels.cuda import latent as _latent
 from runtime.backends.checks import fail
-from runtime.backends.remembered import remembered
+from runtime.backends.cuda_tensor import remembered
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
 from runtime.linear.norm import RmsNorm

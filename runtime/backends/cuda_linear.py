@@ -3,22 +3,29 @@
 A weight that a norm's weights are multiplied into (`RowWeight.is_normed`) takes rows as they are: its kernel scales the
 sums by `Tensor.deferred_norm`. A product with a residual leaves these for the next one; otherwise one launch adds them
 up. Packed weights have their norm in a launch before them, which rounds many rows to bytes where the product takes
-bytes.
+bytes. A packed weight that no tier reads (float32, exact segments, a tier that the user names), or that has more rows
+than its tiers are fast for, is dequantised first, every time: memory for one such matrix is needed then.
+
+In exact mode the sums over K are cut into segments (`numba_kernels.split_k`). With ``gemm="cublas"`` cuBLAS multiplies,
+as a reference for ours: bias and residual lie in the result before the product is added to them, so that they are
+rounded to its type once more.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 from numba_kernels.cuda import activation as _activation
+from numba_kernels.cuda import dequantize, dynamic_quantisation
 from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
-from runtime.backends import cuda_cublas, cuda_split_k
-from runtime.backends.cuda_packed import matrix_of, rows_of
-from runtime.backends.cuda_plans import NEVER_ROUNDED, Planned, plan_product
-from runtime.backends.cuda_tensor import alignment
-from runtime.backends.remembered import remembered
+from numba_kernels.cuda.gemm import split_k
+from runtime.backends.cuda_plans import NEVER_ROUNDED, Planned, plan
+from runtime.backends.cuda_tensor import alignment, id_flag, remembered
+from runtime.device.cublas import Cublas
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32
 from runtime.linear.norm import RmsNorm
@@ -44,10 +51,10 @@ def linear(
     result.deferred_norm = None
     if weight.tier == "cublas":
         assert isinstance(weight, RowWeight)
-        cuda_cublas.product(gpu, x, weight, residual, result)
+        _multiply_by_cublas(gpu, x, weight, residual, result)
     elif weight.num_segments > 1:
         added = 0 if residual is None else residual.address
-        cuda_split_k.product(gpu, x, weight, weight.bias_address, added, result)
+        _multiply_segments(gpu, x, weight, weight.bias_address, added, result)
     elif rows and width:
         bias, added = weight.bias_address, 0 if residual is None else residual.address
         key = (
@@ -58,11 +65,11 @@ def linear(
         if planned is None:
             epilogue = _gemm.Epilogue(has_residual=key[2], is_aligned=key[4] == 0)
             product = _product(weight, rows, width, dtype, epilogue, is_aligned=key[3] == 0)
-            planned = plan_product(gpu, weight, product, has_norm=norm is not None)
+            planned = plan(gpu, weight, product, has_norm=norm is not None)
             weight.plans.keep(key, planned)
         launch = planned.launch
         assert launch is not None
-        matrix, memory = matrix_of(gpu, weight, planned)
+        matrix, memory = _matrix_of(gpu, weight, planned)
         source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
         squares = matrix if planned.takes_weight_twice else 0
         if planned.num_squares:
@@ -76,7 +83,7 @@ def linear(
 def linear_partial(x: Tensor, weight: GpuWeight) -> Tensor:
     """See `ops.linear_partial`."""
     result = Tensor.new((x.shape[0], weight.shape[0]), float32, x.device)
-    cuda_split_k.product(Gpu.of(x.device), x, weight, 0, 0, result)
+    _multiply_segments(Gpu.of(x.device), x, weight, 0, 0, result)
     return result
 
 
@@ -84,7 +91,7 @@ def add_partials(partials: Tensor, weight: GpuWeight, residual: Tensor | None, o
     """See `ops.add_partials`."""
     result = Tensor.new(partials.shape[1:], weight.activations, partials.device) if out is None else out
     added = 0 if residual is None else residual.address
-    cuda_split_k.add(Gpu.of(partials.device), partials, weight.bias_address, added, result)
+    _add_segments(Gpu.of(partials.device), partials, weight.bias_address, added, result)
     return result
 
 
@@ -96,16 +103,14 @@ def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm: RmsNorm | No
     key = rows, activation, (x.address | weight.address) & 15, norm is not None
     planned = weight.plans.get(key)
     if planned is None:
-        planned = Planned(None)
-        if weight.bias is None and weight.tier != "cublas" and not weight.num_segments:
-            epilogue = _gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation)
-            product = _product(weight, rows, both // 2, x.dtype, epilogue, is_aligned=key[2] == 0)
-            planned = plan_product(gpu, weight, product, has_norm=norm is not None)
+        epilogue = _gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation)
+        product = _product(weight, rows, both // 2, x.dtype, epilogue, is_aligned=key[2] == 0)
+        planned = plan(gpu, weight, product, has_norm=norm is not None)
         weight.plans.keep(key, planned)
     if planned.launch is None:
         return glu(linear(given, weight, None, None, x.dtype, norm), activation)
     result = Tensor.new((rows, both // 2), x.dtype, x.device)
-    matrix, memory = matrix_of(gpu, weight, planned)
+    matrix, memory = _matrix_of(gpu, weight, planned)
     source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
     gpu.launch(
         planned.launch, source, matrix, 0, 0, result.address, rows, both // 2, depth, 0, *normalising,
@@ -139,7 +144,7 @@ def _rows(
 ) -> tuple[int, tuple[int, int, float], Any]:
     """The product's address for x, its arguments for scaling the rows, and the owner of that memory."""
     if planned.rounding is not None:
-        source, scales, memory = rows_of(gpu, x, planned, norm)
+        source, scales, memory = _rounded_rows(gpu, x, planned, norm)
         return source, (scales, 0, 0.0), memory
     if norm is not None and not weight.is_normed:
         x, norm = rms_norm(x, norm.weight, norm.eps, None), None
@@ -210,3 +215,142 @@ def glu(gate_up: Tensor, activation: str) -> Tensor:
         launch, accesses = _plan_glu(activation, rows, width, gate_up.dtype.ptx, alignment=alignment(*addresses))
         Gpu.of(gate_up.device).launch(launch, *addresses, rows, accesses)
     return result
+
+
+def _rounded_rows(gpu: Gpu, x: Tensor, planned: Planned, norm: RmsNorm | None) -> tuple[int, int, Any]:
+    """The addresses of the rounded rows of x and of their scales, and the owner of that memory. With `norm` the
+    rounding was planned to normalise x, too."""
+    assert planned.rounding is not None
+    rows, depth = x.shape
+    is_grouped = planned.rounding.specialisation.constants.get("group", 0) != 0
+    codes, both = dynamic_quantisation.sections(rows, depth, is_grouped=is_grouped)
+    memory = gpu.allocate(both)
+    scales = memory.address + codes
+    given = (planned.input_scale, 1.0 / planned.input_scale) if planned.input_scale else ()
+    if norm is None:
+        gpu.launch(planned.rounding, x.address, memory.address, scales, rows, depth, *given)
+    else:
+        gpu.launch(
+            planned.rounding, x.address, norm.weight.address, memory.address, scales, rows, depth, 1.0 / depth,
+            norm.eps, *(given or (0.0, 0.0)),
+        )  # fmt: skip
+    return memory.address, memory.address + codes, memory
+
+
+def _matrix_of(gpu: Gpu, weight: GpuWeight, planned: Planned) -> tuple[int, Any]:
+    """The weight's address for the product's launch, and the owner of that memory."""
+    if planned.dequantization is None:
+        return weight.address, weight
+    rows = Tensor.new(weight.shape, weight.activations, weight.device)
+    gpu.launch(planned.dequantization, weight.address, 0, rows.address, 0, weight.shape[0], *weight.shape, 1.0)
+    return rows.address, rows
+
+
+def packed_embedding(ids: Tensor, table: PackedWeight, multiplier: float) -> Tensor:
+    """Rows of a packed table."""
+    gpu, (num_rows, depth) = Gpu.of(ids.device), table.shape
+    result = Tensor.new((ids.shape[0], depth), table.activations, ids.device)
+    if result.size:
+        launch = dequantize.plan(
+            table.packing, ids.shape[0], depth, table.activations.ptx, is_lookup=True,
+            alignment=alignment(result.address),
+        )  # fmt: skip
+        flag = id_flag(ids.device).address
+        gpu.launch(launch, table.address, ids.address, result.address, flag, ids.shape[0], num_rows, depth, multiplier)
+    return result
+
+
+# Sums over segments of K
+
+
+def _multiply_segments(gpu: Gpu, x: Tensor, weight: GpuWeight, bias: int, residual: int, result: Tensor) -> None:
+    """``result [T, N] = x [T, K] . weight [N, K]^T + bias + residual``, the latter by their addresses, or 0. The
+    residual may be the result itself."""
+    (rows, depth), width, count = x.shape, weight.shape[0], weight.num_segments
+    if not result.size:
+        return
+    most = split_k.most_rows(count, width)
+    if count > 1:
+        _leave_squares(bias, residual, result)
+    sums = None if count == 1 else gpu.allocate(count * min(rows, most) * width * 4)
+    for first in range(0, rows, most):
+        num_rows = min(most, rows - first)
+        start, skipped = x.address + first * depth * x.dtype.itemsize, first * width * result.dtype.itemsize
+        multiply = _multiplication(gpu, weight, num_rows, is_aligned=(start | weight.address) & 15 == 0)
+        target = result.address + skipped if sums is None else sums.address
+        assert multiply.launch is not None
+        matrix, memory = _matrix_of(gpu, weight, multiply)
+        gpu.launch(multiply.launch, start, matrix, 0, 0, target, num_rows, width, depth, 0, *_gemm.NO_SQUARES)
+        del memory
+        if sums is not None:
+            _add_rows(gpu, count, sums.address, bias, residual, result, first, num_rows)
+
+
+def _add_segments(gpu: Gpu, partials: Tensor, bias: int, residual: int, result: Tensor) -> None:
+    """``result [T, N]`` from ``partials [R, T, N]``, which are added in pairs; bias and residual as addresses."""
+    count, rows, _ = partials.shape
+    if result.size:
+        _leave_squares(bias, residual, result)
+        _add_rows(gpu, count, partials.address, bias, residual, result, 0, rows)
+
+
+def _leave_squares(bias: int, residual: int, result: Tensor) -> None:
+    """Makes room for the result's squares, where there is a residual: a norm may follow."""
+    rows, width = result.shape
+    is_aligned = (bias | residual | result.address) & 15 == 0 and width % (4 * split_k.SQUARE_COLUMNS) == 0
+    result.deferred_norm = None
+    if residual and is_aligned:
+        result.deferred_norm = Tensor.new((rows, width // split_k.SQUARE_COLUMNS), float32, result.device)
+
+
+def _add_rows(
+    gpu: Gpu, count: int, sums: int, bias: int, residual: int, result: Tensor, first: int, num_rows: int
+) -> None:
+    """Adds the sums of some rows of the result, from `first` on, and leaves their squares where there is room."""
+    width, squares = result.shape[1], result.deferred_norm
+    skipped = first * width * result.dtype.itemsize
+    launch = split_k.plan_add(count, num_rows, width, result.dtype.ptx)
+    gpu.launch(
+        launch, sums, bias, residual + skipped if residual else 0, result.address + skipped, num_rows, width,
+        0 if squares is None else squares.address + first * squares.shape[1] * 4,
+    )  # fmt: skip
+
+
+def _multiplication(gpu: Gpu, weight: GpuWeight, rows: int, *, is_aligned: bool) -> Planned:
+    """The launch of all segments' sums, remembered for all weights of its kind."""
+    key = "segments", rows, is_aligned
+    planned = weight.plans.get(key)
+    if planned is None:
+        epilogue = _gemm.Epilogue(has_residual=False, is_aligned=True)
+        product = _product(weight, rows, weight.shape[0], float32, epilogue, is_aligned=is_aligned)
+        planned = plan(gpu, weight, replace(product, num_segments=weight.num_segments))
+        weight.plans.keep(key, planned)
+    return planned
+
+
+# cuBLAS
+
+
+@functools.cache
+def _cublas_of(gpu: Gpu) -> Cublas:
+    return Cublas(gpu)
+
+
+def _multiply_by_cublas(gpu: Gpu, x: Tensor, weight: RowWeight, residual: Tensor | None, result: Tensor) -> None:
+    """``result [T, N] = x [T, K] . weight [N, K]^T + bias + residual``; the residual may be the result itself.
+
+    Raises: as `Cublas`.
+    """
+    (rows, depth), width = x.shape, weight.shape[0]
+    if not result.size:
+        return
+    start = residual if weight.bias is None else weight.bias if residual is None else residual + weight.bias
+    if start is not None and start.address != result.address:
+        result[:] = start
+    if depth:
+        _cublas_of(gpu).bind_linear(
+            rows, width, depth, x.dtype.ptx, x.address, weight.weight.address, result.address,
+            out_dtype=result.dtype.ptx, is_added=start is not None,
+        )()  # fmt: skip
+    elif start is None:
+        result[:] = 0.0

@@ -1,8 +1,8 @@
 """The one place where a GPU's kernels of a product are chosen: by the product, its weight, its rows and the device.
 
-A product with a weight is planned by `plan_product`; `gemm.plan` chooses among the tiers that read the weight as it is.
-Experts are products with a row list: few tokens go straight over their experts (`can_gather`); else all products of a
-layer have one tile, of `wgmma` (`hopper_tile`) or of so many rows (`tile_rows_of`).
+`plan` plans a product with a weight; `gemm.plan` chooses among the tiers that read the weight as it is. A product with
+experts has a `RowList`, whose tiles are the same in all products of a layer. Few tokens take no list: two launches go
+straight over their experts (`plan_gathered`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from numba_kernels.cuda import dequantize, dynamic_quantisation, gemm, rounded_norm
-from numba_kernels.cuda.experts import gather, hopper, packed, packed_gather, tensor_core, tiled
-from numba_kernels.cuda.gemm import Machine, machine_of
+from numba_kernels.cuda.experts import gather, hopper, order, packed, packed_gather, tensor_core, tiled
+from numba_kernels.cuda.gemm import Machine
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.gemm.mixed_input import BLOCK_M
 from numba_kernels.cuda.gemm.skinny_shape import MAX_ROWS as FEW_ROWS
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.specialisation import Launch
+from runtime.backends.cuda_tensor import remembered
 from runtime.device.gpu import Gpu
 from runtime.linear.experts import ExpertsWeight
 from runtime.linear.weight import GpuWeight, PackedWeight
@@ -27,6 +28,10 @@ from runtime.tensor.tensor import Tensor
 
 _MOST_WRITTEN_OUT = 5 << 28  # bytes of quantised experts as 16-bit rows
 _LEAST_GAIN = 1.2  # by the models, from which on they are dequantised: these do not count writes
+_plan_down = remembered(gather.plan_down)
+_plan_gate_up = remembered(gather.plan_gate_up)
+_plan_packed_down = remembered(packed_gather.plan_down)
+_plan_packed_gate_up = remembered(packed_gather.plan_gate_up)
 _GATHERED_TOKENS = 4  # beyond, tokens share experts, and an expert's rows are better multiplied together
 NEVER_ROUNDED = 16
 """Most rows that are multiplied without rounding: they take no longer than the weight's bytes."""
@@ -40,9 +45,10 @@ class Planned:
         launch: the product's, or None where no launch has its epilogue.
         dequantization: the launch that writes the packed weight out first, or None if the product unpacks it.
         rounding: the launch that normalises x's rows, if need be, and rounds them to bytes first; None if x is not
-        rounded.
+            rounded.
         input_scale: the static scale of the rounding; 0 for scales of each row, or of each 128 of K.
         takes_weight_twice: whether the launch's last argument is the weight's address, too (`gemm/hopper_bytes.py`).
+        takes_maps: whether it is the address of the experts' tensor maps.
         num_squares: sums of squares that the launch leaves for each row of its result, or 0.
     """
 
@@ -51,20 +57,46 @@ class Planned:
     rounding: Launch | None = None
     input_scale: float = 0.0
     takes_weight_twice: bool = False
+    takes_maps: bool = False
     num_squares: int = 0
 
 
-def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product, *, has_norm: bool = False) -> Planned:
-    """Chooses the kernels of a product; see `gemm.plan`. With a norm, the launch before it can round, too."""
-    planned = _choose(gpu, weight, product, has_norm=has_norm)
+@dataclass(frozen=True, slots=True)
+class RowList:
+    """Rows grouped by expert, in tiles of one expert's rows each.
+
+    Attributes:
+        num_tiles: the most that there can be.
+        height: rows of a tile.
+        wgmma: the tile of `wgmma`, or None if other instructions multiply.
+    """
+
+    num_tiles: int
+    height: int
+    wgmma: Tile | None
+
+
+def plan(
+    gpu: Gpu, weight: GpuWeight | ExpertsWeight, product: gemm.Product, rows: RowList | None = None, *,
+    has_norm: bool = False,
+) -> Planned:  # fmt: skip
+    """Chooses the kernels of a product; see `gemm.plan`. With a norm, the launch before it can round, too. Rows of
+    experts come in a list."""
+    machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
+    if isinstance(weight, ExpertsWeight):
+        assert rows is not None
+        return _plan_experts(weight, product, rows, machine)
+    is_gated = product.epilogue.activation != ""
+    if is_gated and (weight.bias is not None or weight.tier == "cublas" or weight.num_segments):
+        return Planned(None)
+    planned = _choose(weight, product, machine, has_norm=has_norm)
     if planned.launch is None or not (product.epilogue.has_residual and product.epilogue.is_aligned):
         return planned
     columns = gemm.square_columns(planned.launch, product.n)
     return replace(planned, num_squares=product.n // columns) if columns else planned
 
 
-def _choose(gpu: Gpu, weight: GpuWeight, product: gemm.Product, *, has_norm: bool) -> Planned:
-    machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
+def _choose(weight: GpuWeight, product: gemm.Product, machine: Machine, *, has_norm: bool) -> Planned:
     if not isinstance(weight, PackedWeight):
         return Planned(gemm.plan(product, machine, weight.tier))
     plain = replace(product, weight=product.x)
@@ -79,7 +111,7 @@ def _choose(gpu: Gpu, weight: GpuWeight, product: gemm.Product, *, has_norm: boo
     return Planned(launch, None if launch is None else dequantization)
 
 
-def can_round(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) -> bool:
+def can_round(weight: PackedWeight, product: gemm.Product, machine: Machine) -> bool:
     """Whether the checkpoint rounds x to bytes, and a kernel multiplies them."""
     is_grouped = weight.rounds_rows == "groups"
     if not weight.rounds_rows or is_grouped != (weight.packing.group > 0):
@@ -87,12 +119,12 @@ def can_round(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine
     return not (gemm.hopper_bytes.why_not(product, machine) and gemm.w8a8.why_not(product, machine))
 
 
-def rounded_tier(product: gemm.Product, machine: gemm.Machine) -> ModuleType:
+def rounded_tier(product: gemm.Product, machine: Machine) -> ModuleType:
     """The launch that multiplies a weight of bytes by rows of bytes, or None."""
     return gemm.w8a8 if gemm.hopper_bytes.why_not(product, machine) else gemm.hopper_bytes
 
 
-def plan_rounded(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine, *, has_norm: bool) -> Planned:
+def plan_rounded(weight: PackedWeight, product: gemm.Product, machine: Machine, *, has_norm: bool) -> Planned:
     """The kernels of a product with rounded rows (`can_round`)."""
     packing = packing_of(product.weight)
     assert packing is not None
@@ -105,7 +137,7 @@ def plan_rounded(weight: PackedWeight, product: gemm.Product, machine: gemm.Mach
     return Planned(launch, rounding=rounding, input_scale=weight.input_scale, takes_weight_twice=not is_by_bytes)
 
 
-def _is_faster_packed(weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine) -> bool:
+def _is_faster_packed(weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: Machine) -> bool:
     """Whether the cost models expect unpacking in registers to beat a 16-bit matrix made for this product. False for
     exact products, whose kernel may not depend on the rows."""
     made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.sustained_bytes)
@@ -113,7 +145,7 @@ def _is_faster_packed(weight: PackedWeight, product: gemm.Product, plain: gemm.P
 
 
 def _is_faster_rounded(
-    weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine, *, has_norm: bool
+    weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: Machine, *, has_norm: bool
 ) -> bool:
     """Whether x may be rounded to bytes, and the cost models expect that to be faster for so many rows. After a norm's
     launch, rounding is free."""
@@ -129,15 +161,52 @@ def _is_faster_rounded(
 # Experts
 
 
-def can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight) -> bool:
-    if x.shape[0] > _GATHERED_TOKENS or gate_up.exact or x.address % 16:
-        return False
-    dtype, top_k, (hidden, inner) = x.dtype.ptx, chosen.rule.top_k, down.shape[1:]
+def plan_gathered(
+    gpu: Gpu, x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str
+) -> tuple[Launch, Launch] | None:
+    """The launches of both products of few tokens, or None where there are none."""
+    tokens, dtype, top_k, (hidden, inner) = x.shape[0], x.dtype.ptx, chosen.rule.top_k, down.shape[1:]
+    if tokens > _GATHERED_TOKENS or gate_up.exact or x.address % 16:
+        return None
     if gate_up.packing is not None and down.packing is not None:
         packings = gate_up.packing, down.packing
-        return all(packed_gather.can_plan(packing, dtype, inner, hidden, top_k) for packing in packings)
+        if not all(packed_gather.can_plan(packing, dtype, inner, hidden, top_k) for packing in packings):
+            return None
+        first = _plan_packed_gate_up(
+            tokens * top_k, inner, hidden, gate_up.packing, activation, gpu.properties.num_sms
+        )  # fmt: skip
+        return first, _plan_packed_down(tokens, top_k, hidden, inner, down.packing)
     is_aligned = hidden % VECTOR_WIDTH[dtype] == 0 and inner % VECTOR_WIDTH[dtype] == 0
-    return is_aligned and top_k <= gather.MAX_CHOICES and gate_up.packing is None and down.packing is None
+    if not is_aligned or top_k > gather.MAX_CHOICES or gate_up.packing is not None or down.packing is not None:
+        return None
+    return _plan_gate_up(tokens * top_k, inner, dtype, activation), _plan_down(tokens, top_k, hidden, dtype)
+
+
+def list_rows(x: Tensor, chosen: Routing, weights: tuple[ExpertsWeight, ...]) -> RowList:
+    """The tiles of all products of a layer with these experts: gate and up, then down, or one matrix alone."""
+    count = chosen.ids.size
+    tile = hopper_tile(x, count, *weights) if len(weights) == 2 else None
+    height = tile_rows_of(x, count, weights) if tile is None else hopper.tile_rows(tile)
+    return RowList(order.most_tiles(count, chosen.rule.num_experts, height), height, tile)
+
+
+def _plan_experts(weight: ExpertsWeight, product: gemm.Product, rows: RowList, machine: Machine) -> Planned:
+    dtype, columns, activation, tile = product.x, product.n, product.epilogue.activation, rows.wgmma
+    num_experts, width, depth = weight.shape
+    if tile is not None:
+        packing = weight.packing if tile.num_unpackers else None
+        is_dequantised = weight.packing is not None and packing is None
+        joined = (num_experts * width, depth) if is_dequantised else None
+        launch = hopper.plan(rows.num_tiles, columns, dtype, activation, tile, machine, joined, packing)
+        if weight.packing is None or packing is not None:
+            return Planned(launch, takes_maps=weight.packing is None)
+        return Planned(launch, dequantize.plan_experts(weight.packing, num_experts, width, depth, dtype))
+    if weight.packing is not None:
+        return Planned(packed.plan(rows.num_tiles, columns, dtype, weight.packing.name, activation, rows.height))
+    if product.is_aligned and tensor_core.can_plan(dtype, depth):
+        tile_of_rows = tensor_core.tile_of(rows.height)
+        return Planned(tensor_core.plan(rows.num_tiles, columns, dtype, activation, tile_of_rows))
+    return Planned(tiled.plan(rows.num_tiles, columns, dtype, activation))
 
 
 def hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> Tile | None:
@@ -145,7 +214,7 @@ def hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeigh
     if x.address % 16 or gate_up.exact or gate_up.shape[1] % (2 * VECTOR_WIDTH[x.dtype.ptx]):
         return None
     gpu = Gpu.of(x.device)
-    machine = machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
+    machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
     if gate_up.maps is not None and down.maps is not None:
         return hopper.choose_tile(rows, *gate_up.shape, machine)
     if gate_up.packing is None or down.packing is None:
@@ -181,14 +250,12 @@ def _tile_of_dequantised(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...
 
 def tile_rows_of(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...]) -> int:
     """The tile of all products where `wgmma` does not compute them."""
-    if not all(has_fast_rows(x, weight) for weight in weights):
-        return tiled.TILE_ROWS
+    is_aligned, dtype = x.address % 16 == 0, x.dtype.ptx
+    if any(
+        each.packing is None and not (is_aligned and tensor_core.can_plan(dtype, each.shape[2])) for each in weights
+    ):
+        return tiled.TILE_ROWS  # a packed weight was made for tensor cores
     num_experts, width, _ = weights[-1].shape
     if any(weight.packing is not None for weight in weights):
         return packed.choose_tile_rows(rows, num_experts)
     return tensor_core.choose_tile(rows, num_experts, width, Gpu.of(x.device).properties.num_sms).block_m
-
-
-def has_fast_rows(x: Tensor, weight: ExpertsWeight) -> bool:
-    """Whether tensor cores multiply rows as long as a weight's; a packed weight was made for them."""
-    return weight.packing is not None or (x.address % 16 == 0 and tensor_core.can_plan(x.dtype.ptx, weight.shape[2]))

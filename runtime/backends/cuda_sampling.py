@@ -13,8 +13,7 @@ import numpy as np
 from numba_kernels.cuda import logprobs as _logprobs
 from numba_kernels.cuda import sampling as _sampling
 from runtime.backends.checks import fail
-from runtime.backends.cuda_tensor import check_id_flag, id_flag, upload, upload_together
-from runtime.backends.remembered import remembered
+from runtime.backends.cuda_tensor import check_id_flag, id_flag, remembered, upload, upload_together
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32, int32, uint8
 from runtime.sampling_arrays import SAMPLING_FIELDS, Int32Array, SampledTokens, SamplingArrays, TopLogprobs

@@ -1,9 +1,10 @@
-"""Tensors on a GPU, real or emulated: copies between devices, and helpers of Tensor's operators."""
+"""Tensors on a GPU, real or emulated: copies between devices, and helpers of all operations."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,15 @@ from runtime.tensor.views import contiguous_strides
 
 _ALIGNMENT = 16
 _LEAST_ZEROS = 4096
+MOST_PLANS = 1024
+
+Plan = TypeVar("Plan", bound=Callable[..., Any])
+
+
+def remembered(plan: Plan) -> Plan:
+    """A kernel family's `plan`, which depends on its arguments alone: each layer's same launch gets the same object.
+    The answers used last are kept."""
+    return functools.lru_cache(MOST_PLANS)(plan)  # type: ignore[return-value]
 
 
 def upload(array: NDArray, device: Device) -> Tensor:

@@ -12,7 +12,7 @@ from runtime.device import tensor_map
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, NDArray
 from runtime.errors import InvalidArgumentError
-from runtime.linear.weight import GpuWeight, JoinedWeight, LinearWeight, PackedWeight, PanelWeight, RowWeight
+from runtime.linear.weight import GpuWeight, JoinedWeight, LinearWeight, PackedWeight, PanelWeight, Plans, RowWeight
 from runtime.tensor.tensor import Tensor
 
 
@@ -37,12 +37,13 @@ class ExpertsWeight:
             expert's rows; else None, and 0.
         packing: on a GPU, the packing of all of them, or None for floats.
         exact: on a GPU, whether a row's bits may not depend on how many rows there are.
+        plans: on a GPU, of the products with experts of their kind.
 
     Raises InvalidArgumentError for no expert, and for experts of different shapes or formats.
     """
 
     __slots__ = (
-        "exact", "experts", "maps", "maps_address", "packing", "parts", "table", "table_address", "tables",
+        "exact", "experts", "maps", "maps_address", "packing", "parts", "plans", "table", "table_address", "tables",
     )  # fmt: skip
 
     def __init__(self, experts: Sequence[LinearWeight]) -> None:
@@ -58,11 +59,13 @@ class ExpertsWeight:
         self.maps: Tensor | None = None
         self.table_address, self.maps_address, self.exact = 0, 0, False
         self.packing: Packing | None = None
+        self.plans = Plans()
         if isinstance(weight := self.experts[0], GpuWeight):
             places = [[each.address for each in experts], [each.bias_address for each in experts]]  # type: ignore[attr-defined]
             self.table = Tensor.from_numpy(np.array(places, np.int64)).to(weight.device)
             self.table.storage.freeze()
             self.table_address, self.exact = self.table.address, weight.exact
+            self.plans = weight.plans
             self.packing = weight.packing if isinstance(weight, PackedWeight) else None
             self.maps = _tensor_maps(self.experts)
             self.maps_address = 0 if self.maps is None else self.maps.address

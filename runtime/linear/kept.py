@@ -1,16 +1,17 @@
-"""Quantised matrices that the cpu multiplies without dequantising them, and their repacking into its panels.
+"""How a device keeps a quantised matrix that it multiplies without dequantising it: a row for each, a column a device.
 
-| matrix | kept as |
-|---|---|
-| int8 without zeros, a scale a row or one for all | `INT8`: these integers, these scales |
-| int4 or int8, scales (and zeros) of groups of 32 or a multiple | `Q4_0`, `Q8_0`, `int4_bfloat` …, scales repeated |
-| fp4 with e8m0 scales for groups of 32 (MXFP4) | `MXFP4` |
-| fp4 with e4m3 scales for groups of 16 (NVFP4) | `nvfp4`: scales by the number for all |
-| fp8, scales of rows or all, or of blocks or groups of a multiple of 128 of K | `fp8`: scales repeated, float32 |
+| matrix | on a cpu: a `WeightFormat`, in panels | on a GPU: a `Packing` |
+|---|---|---|
+| int8, no zeros, a scale a row or one | `INT8`: these integers and scales | a scale a row |
+| int4, int8 with groups of K | `Q4_0`, `int4_bfloat` …: groups of 32 n | a scale, an offset a row and group |
+| MXFP4: e8m0 scales of 32 | `MXFP4` | a byte a scale, an exponent |
+| NVFP4: e4m3 scales of 16 | `nvfp4`: scales by the number for all | a byte a scale; that number in the rows' |
+| fp8 | `fp8`: groups of 128 n, float32 | as integers, rows or groups |
 
+A GPU's groups are of 16 to 128. Larger groups' scales are repeated.
 Columns may be stored in another order (`desc_act`): products take x's columns in that order. Tables that are read row
-by row, and experts, have no such products (`models.makers.maker`). No number is rounded again. Any other matrix is
-dequantised while it is loaded.
+by row have no such products, nor have experts on a cpu (`models.makers.kept_formats`). No number is rounded again. Any
+other matrix is dequantised while it is loaded.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import ml_dtypes
 import numpy as np
 
 from numba_kernels.cpu.gemm.blocks import BLOCKS
+from numba_kernels.cuda.packing import GROUPS, Packing
 from runtime.dtype import NDArray
-from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS, INT8, WeightFormat
+from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS, INT8, WeightFormat, packed_format
 from runtime.linear.options import LoadOptions
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 
@@ -31,16 +33,35 @@ _NAN = 0x7F  # of e4m3, without the sign
 _INTEGERS_A_WORD = 4
 _SCALES = {np.dtype(np.float16): "half", np.dtype(ml_dtypes.bfloat16): "bfloat", np.dtype(np.float32): "float"}
 _ROWS_AT_ONCE = 256
+_ELEMENTS = {"int4": "u4", "int8": "u8", "fp8": "e4m3", "fp4": "e2m1"}  # of a GPU's packings
+_EXPONENTS, _E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def kept_format(layout: QuantizedLayout, options: LoadOptions) -> WeightFormat | None:
-    """The cpu's format for a quantised matrix; None if it is dequantised, as all are if only a type is requested, and
-    those whose products round x if none may."""
-    is_of_type = options.dtype is not None and not options.rounding
-    if options.device.kind != "cpu" or is_of_type or options.format:
+    """A device's format for a quantised matrix; None if it is dequantised, as all are if another format is requested.
+    On the cpu all are if only a type is requested, and those whose products round x if none may."""
+    if options.format:
+        return None
+    if options.device.kind != "cpu":
+        packing = _packing_of(layout) if options.gemm != "cublas" else None
+        return None if packing is None else packed_format(packing)
+    if options.dtype is not None and not options.rounding:
         return None
     format = _stored_format(layout)
     return None if format is None or (options.has_float_activations and options.rounds_x(format)) else format
+
+
+def _packing_of(layout: QuantizedLayout) -> Packing | None:
+    element, size = _ELEMENTS[layout.kind], layout.block[1]
+    if size not in GROUPS and size % GROUPS[-1]:
+        return None
+    if not size:
+        return Packing(element, GROUPS[-1], "value", True) if layout.has_zeros else Packing(element)
+    kind = "exponent" if layout.scale == _EXPONENTS else "e4m3" if layout.scale == _E4M3 else ""
+    kind = kind if element == "e2m1" else ""
+    if size == 16 and kind != "e4m3":
+        return None
+    return Packing(element, min(size, GROUPS[-1]), kind or "value", layout.has_zeros)
 
 
 def _stored_format(layout: QuantizedLayout) -> WeightFormat | None:
@@ -54,12 +75,12 @@ def _stored_format(layout: QuantizedLayout) -> WeightFormat | None:
 
 def _block_format(layout: QuantizedLayout) -> WeightFormat | None:
     rows, elements = layout.block
-    if layout.kind == "fp4" and elements == _FP4_GROUP and layout.scale == ml_dtypes.float8_e4m3fn:
+    if layout.kind == "fp4" and elements == _FP4_GROUP and layout.scale == _E4M3:
         return GROUP_FORMATS["nvfp4"] if rows == 1 else None
     if rows != 1 or elements % _GROUP or layout.shape[1] % _GROUP:
         return None
     if layout.kind == "fp4":
-        return GGML_FORMATS["MXFP4"] if layout.scale == ml_dtypes.float8_e8m0fnu and elements == _GROUP else None
+        return GGML_FORMATS["MXFP4"] if layout.scale == _EXPONENTS and elements == _GROUP else None
     if layout.scale not in _SCALES:
         return None
     if layout.scale == np.float16 and not layout.has_zeros:

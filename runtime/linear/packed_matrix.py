@@ -1,15 +1,5 @@
-"""Quantised matrices out of a checkpoint, arranged for a GPU without becoming floats (`numba_kernels.cuda.packing`).
-
-| matrix | is kept as |
-|---|---|
-| a scale for the whole, or for each row | float32 for each row |
-| groups of 16 to 128 of K, blocks of rows and K | a scale for each row and group; those of larger groups are repeated |
-| scales that are powers of two, of e2m1 | a byte each, an exponent |
-| scales in e4m3, of e2m1 (NVFP4) | a byte each, and the number for all of the matrix in the rows' scales |
-| zeros | an offset for each row and group |
-
-A matrix whose columns lie in another order (`desc_act`) keeps it: products take x's columns so. One whose groups have
-another size is dequantised while it is loaded; so are neighbours that become one map, but differ in any of this.
+"""Quantised matrices out of a checkpoint, arranged for a GPU without becoming floats (`numba_kernels.cuda.packing`), as
+`kept_format` says. Neighbours that become one map, but differ in their packing, are dequantised while they are loaded.
 """
 
 from __future__ import annotations
@@ -17,14 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 
-from numba_kernels.cuda.packing import GROUPS, Packing, arrange
+from numba_kernels.cuda.packing import GROUPS, Packing, arrange, packing_of
 from runtime.dtype import NDArray
-from runtime.linear.format import packed_format
+from runtime.linear.kept import kept_format
 from runtime.linear.options import LoadOptions, Split
-from runtime.linear.quantized import ActivationScheme, QuantizedLayout, QuantizedMatrix
+from runtime.linear.quantized import ActivationScheme, QuantizedMatrix
 from runtime.linear.weight import DynamicQuantisation, GpuSettings, PackedWeight
 from runtime.tensor.tensor import Tensor
 
@@ -32,23 +21,6 @@ _ROUNDED: dict[ActivationScheme | None, DynamicQuantisation] = {
     ActivationScheme("int8"): "rows", ActivationScheme("fp8"): "rows", ActivationScheme("fp8", GROUPS[-1]): "groups",
     ActivationScheme("int8", is_static=True): "static", ActivationScheme("fp8", is_static=True): "static",
 }  # fmt: skip
-_ELEMENTS = {"int4": "u4", "int8": "u8", "fp8": "e4m3", "fp4": "e2m1"}
-_EXPONENTS, _E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
-
-
-def packing_for(layout: QuantizedLayout) -> Packing | None:
-    """A GPU's packing for matrices of this layout; None if it has none."""
-    element, size = _ELEMENTS[layout.kind], layout.block[1]
-    if size not in GROUPS and size % GROUPS[-1]:
-        return None
-    if not size:
-        return Packing(element, GROUPS[-1], "value", True) if layout.has_zeros else Packing(element)
-    is_small = element == "e2m1"
-    kind = "exponent" if layout.scale == _EXPONENTS else "e4m3" if layout.scale == _E4M3 else ""
-    kind = kind if is_small else ""
-    if size == 16 and kind != "e4m3":
-        return None
-    return Packing(element, min(size, GROUPS[-1]), kind or "value", layout.has_zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +58,9 @@ def prepare_packed(
 ) -> PackedWeight:  # fmt: skip
     """Parts that have one packing and one order of their columns, joined over N, with their biases; as `prepare_linear`
     gives it on a GPU."""
-    packing = packing_for(parts[0].matrix.layout)
+    format = kept_format(parts[0].matrix.layout, options)
+    assert format is not None
+    packing = packing_of(format.packing)
     assert packing is not None
     assert options.dtype is not None
     codes = np.concatenate([part.numbers() for part in parts])
@@ -128,9 +102,7 @@ def prepare_packed(
     if order is not None:
         kept_order = Tensor.from_numpy(order).to(options.device)
         kept_order.storage.freeze()
-    return PackedWeight(
-        shape, packed_format(packing), memory, options.dtype, bias, options.gemm, order=kept_order, **settings
-    )
+    return PackedWeight(shape, format, memory, options.dtype, bias, options.gemm, order=kept_order, **settings)
 
 
 def _scales_of(part: MatrixPart, packing: Packing) -> tuple[NDArray, NDArray, NDArray]:

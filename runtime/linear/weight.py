@@ -542,7 +542,11 @@ def _check(weights: list[MatrixSource], biases: list[Tensor | None], options: Lo
         )
     for number, (part, bias) in enumerate(zip(weights, biases, strict=True)):
         if isinstance(part, QuantizedMatrix):
-            if kept_format(part.layout, options) is None or part.shape[1] != weights[0].shape[1]:
+            if (
+                device.kind != "cpu"
+                or kept_format(part.layout, options) is None
+                or part.shape[1] != weights[0].shape[1]
+            ):
                 raise InvalidArgumentError(
                     f"prepare_linear: weight {number} is {part.layout.name} {part.shape}, which {device} cannot keep"
                     " so, whole, or beside the first",

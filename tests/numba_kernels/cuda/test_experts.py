@@ -385,7 +385,7 @@ def test_quantised_experts(
             assert [name.startswith("experts_packed_gather") for name in names] == [True, True]
             with monkeypatch.context() as patched:  # blocks that take tile after tile
                 patched.setattr(
-                    cuda_experts, "_plan_packed_gate_up", lambda *sizes: packed_gather.plan_gate_up(*sizes[:-1], 1)
+                    cuda_plans, "_plan_packed_gate_up", lambda *sizes: packed_gather.plan_gate_up(*sizes[:-1], 1)
                 )
                 np.testing.assert_array_equal(layer(x, routing, activation, residual=residual), found[0])
         monkeypatch.setattr(cuda_plans, "_GATHERED_TOKENS", 0)
@@ -446,7 +446,7 @@ def test_quantised_experts_that_are_unpacked_for_wgmma(gpu: Gpu, monkeypatch: py
     routing, x = uneven(rng, 140)
     found: list[Array] = []
     for tile in hopper.UNPACKING_TILES:
-        monkeypatch.setattr(cuda_experts, "hopper_tile", lambda *_, tile=tile: tile)
+        monkeypatch.setattr(cuda_plans, "hopper_tile", lambda *_, tile=tile: tile)
         names.clear()
         found.append(layer(x, routing, activation))
         both = [name for name in names if name.startswith("experts_hopper")]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runtime import ops
-from runtime.backends import cuda_cublas
+from runtime.backends import cuda_linear
 from runtime.device import cublas
 from runtime.device.cublas import Cublas, CublasError, NoCublasError
 from runtime.device.gpu import Gpu
@@ -97,7 +97,7 @@ def test_a_product_is_what_it_says(gpu: Gpu) -> None:
 @pytest.mark.parametrize("added", ["", "residual", "in place"])
 def test_a_linear_layer_by_cublas(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, has_bias: bool, added: str) -> None:
     handle = Cublas(gpu, Library(gpu))
-    monkeypatch.setattr(cuda_cublas, "_handle", lambda gpu: handle)
+    monkeypatch.setattr(cuda_linear, "_cublas_of", lambda gpu: handle)
     rng = np.random.default_rng(1)
     x, weight, extra = (rng.integers(-3, 4, shape).astype(np.float16) for shape in ((5, 16), (24, 16), (5, 24)))
     bias = rng.integers(-3, 4, 24).astype(np.float32)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from runtime import ops
-from runtime.backends import remembered as remembered_module
+from runtime.backends import cuda_tensor
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.linear import weight as weight_module
@@ -66,9 +66,9 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         plans.keep(rows, -rows)
         assert plans[rows] == -rows
         assert len(plans) <= 3
-    monkeypatch.setattr(remembered_module, "MOST_PLANS", 2)
+    monkeypatch.setattr(cuda_tensor, "MOST_PLANS", 2)
     asked: list[int] = []
-    plan = remembered_module.remembered(lambda rows: asked.append(rows) or [rows])
+    plan = cuda_tensor.remembered(lambda rows: asked.append(rows) or [rows])
     assert plan(1) is plan(1)
     for rows in (2, 3, 1):
         assert plan(rows) == [rows]

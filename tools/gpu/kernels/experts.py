@@ -18,7 +18,7 @@ from numba_kernels.cuda.gemm.epilogue import LIMIT, SLOPE
 from numba_kernels.cuda.gemm.hopper import ARCH
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from runtime import ops
-from runtime.backends import cuda_experts
+from runtime.backends import cuda_plans
 from runtime.bench.kernels.cases import TOLERANCE, Array, Inputs, sampled
 from runtime.bench.kernels.timing import Stopwatch
 from runtime.device.gpu import Gpu
@@ -212,7 +212,7 @@ def _tiles(options: Options, stopwatch: Stopwatch, mixture: Mixture) -> Result:
     x, chosen = put(gpu, mixture.rows(gpu)), mixture.routing(gpu)[2]
 
     def recorded(tile: Tile | None) -> Recorded:
-        with patch.object(cuda_experts, "hopper_tile", lambda *_: tile):
+        with patch.object(cuda_plans, "hopper_tile", lambda *_: tile):
             return Recorded(gpu, lambda: ops.experts(x, chosen, gate_up, down, "silu"))
 
     tiles: dict[str, Tile | None] = {"mma.sync": None, **{str(tile): tile for tile in hopper.TILES}}

@@ -75,13 +75,13 @@ def _measure(options: Options, stopwatch: Stopwatch, name: str, rows: int, width
     competitors: dict[str, Any] = {}
     for way, (planned, _) in found.items():
         weight.plans.clear()
-        with patch.object(cuda_linear, "plan_product", lambda *_, planned=planned, **__: planned):
+        with patch.object(cuda_linear, "plan", lambda *_, planned=planned, **__: planned):
             ours = competitors[way] = Recorded(gpu, lambda: ops.linear(given, weight))
         if not options.is_dry:
             result = ours.result.to("cpu").array[some].astype(np.float32)
             errors(result, layer.expected(numpy_rounded(x[some], weight) if planned.rounding else x[some]))
     weight.plans.clear()
-    chosen = cuda_plans.plan_product(gpu, weight, product)
+    chosen = cuda_plans.plan(gpu, weight, product)
     way_of_plan = next((way for way, (planned, _) in found.items() if _is_same(planned, chosen)), "another")
     times = stopwatch.times(competitors)
     return {
