@@ -14,6 +14,8 @@ class _Later:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for by pickle and copy, not by users
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 
 

@@ -9,8 +9,10 @@ needs no library, so that the command line's help starts quickly.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
 
 MAX_FACTOR = 1e4
 """Bound of factors and divisors of logits, so that they stay finite."""
@@ -45,8 +47,7 @@ class Column:
         return int if self.dtype == "int32" else float
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingNumbers:
+class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """The table."""
 
     temperature: Annotated[
@@ -104,7 +105,7 @@ COLUMNS: dict[str, Column] = {
 }
 """By parameter, in the order of the kernels' arguments."""
 
-DEFAULTS: dict[str, float] = {field.name: field.default for field in fields(SamplingNumbers)}  # type: ignore[misc]
+DEFAULTS: dict[str, float] = {field.name: field.default for field in msgspec.structs.fields(SamplingNumbers)}
 
 PENALTIES = {name: column.neutral for name, column in COLUMNS.items() if column.is_penalty}
 

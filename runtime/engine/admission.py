@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.checks import check_seconds, is_integer
-from runtime.engine.errors import ContextLengthExceededError, RequestError
+from runtime.engine.errors import ContextLengthExceededError, QueueFullError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest, ImageItem, ImageSupport
 from runtime.engine.sampling_params import SamplingParams, check_token_ids
 from runtime.engine.scheduling.pictures import Picture, Pictures
@@ -31,13 +31,22 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
     if not isinstance(request.params, SamplingParams):
         raise RequestError(f"params must be SamplingParams, got {type(request.params)}", param="params")
     _check_scheduling(request, info.scheduling_policy)
-    prompt_ids = as_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
-    room = info.max_model_len - len(prompt_ids)
+    prompt_ids = prompt_of("prompt", request.prompt_token_ids, info.vocab_size, info.max_model_len)
+    request.params.validate(info.vocab_size)
+    check_token_ids("eos_token_ids", request.eos_token_ids, info.vocab_size)
+    if request.prediction:
+        as_token_ids("prediction", request.prediction, info.vocab_size)
+    return record_of(request, info, prompt_ids)
+
+
+def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.int32] | None = None) -> Request:
+    """The record of a request that another process has prepared, whose engine may since have started with a shorter
+    context. Raises as ``prepare`` does, for its length and its images."""
+    if prompt_ids is None:
+        prompt_ids = np.array(request.prompt_token_ids, np.int32)
+    params, room = request.params, info.max_model_len - len(prompt_ids)
     if room < 1:
         raise ContextLengthExceededError(len(prompt_ids), info.max_model_len)
-    params = request.params
-    params.validate(info.vocab_size)
-    check_token_ids("eos_token_ids", request.eos_token_ids, info.vocab_size)
     if params.min_tokens > room:
         raise RequestError(
             f"min_tokens={params.min_tokens} does not fit: a prompt of {len(prompt_ids)} tokens leaves "
@@ -57,7 +66,7 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         arrival_s=request.arrival_time_s or time.monotonic(),
         speculates=bool(request.speculates),
-        prediction=as_token_ids("prediction", request.prediction, info.vocab_size) if request.prediction else NO_IDS,
+        prediction=np.array(request.prediction, np.int32) if request.prediction else NO_IDS,
         pictures=pictures,
     )
 
@@ -135,6 +144,16 @@ def _check_scheduling(request: EngineRequest, policy: str) -> None:
         raise RequestError(f"cache_salt must be a string, not empty, got {salt!r:.80}", param="cache_salt")
 
 
+def prompt_of(
+    field: str, token_ids: Sequence[int], vocab_size: int, max_model_len: int, *, has_answer: bool = True
+) -> NDArray[np.int32]:
+    """`as_token_ids` of a prompt that fits the context, with one token of the answer if there is one. Raises
+    ``ContextLengthExceededError``, before any work for each id, and ``RequestError``."""
+    if isinstance(token_ids, (list, tuple, np.ndarray)) and len(token_ids) > max_model_len - has_answer:
+        raise ContextLengthExceededError(len(token_ids), max_model_len, has_answer=has_answer, param=field)
+    return as_token_ids(field, token_ids, vocab_size)
+
+
 def as_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     """Checked ids as ``[num_tokens]`` int32, a copy. Raises ``RequestError`` naming the field."""
     if isinstance(token_ids, np.ndarray):
@@ -149,3 +168,16 @@ def as_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> NDArr
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         check_token_ids(field, token_ids, vocab_size)
     return np.array(token_ids, np.int32)
+
+
+RETRY_AFTER_S = 1.0
+"""Retry-after seconds of a refused request: about the time in which a busy engine starts several requests."""
+
+
+def check_room(info: EngineInfo, num_waiting: int, num_waiting_tokens: int, num_prompt_tokens: int) -> None:
+    """Raises ``QueueFullError`` if the queue, of so many requests and prompt tokens, has no room for this prompt. An
+    empty queue takes any prompt."""
+    if num_waiting >= info.max_waiting:
+        raise QueueFullError(info.max_waiting, RETRY_AFTER_S)
+    if num_waiting and num_waiting_tokens + num_prompt_tokens > info.max_waiting_tokens:
+        raise QueueFullError(info.max_waiting_tokens, RETRY_AFTER_S, "tokens")

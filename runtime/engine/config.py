@@ -10,6 +10,9 @@ from runtime.engine.checks import check_positive
 from runtime.engine.errors import RequestError
 from runtime.engine.option import Flag, Option, check_options, describe, option_fields
 from runtime.errors import InvalidArgumentError
+from runtime.later import later
+
+_overrides = later("models.configuration.overrides")  # the help does without models
 
 DEFAULT_MAX_WAITING_TOKENS = 4 << 20
 """Most prompt tokens in the waiting queue: a thousand requests of 4,096."""
@@ -487,10 +490,8 @@ class EngineConfig(SchedulingConfig):
                 param="decode",
             )
         if self.hf_overrides != "":
-            from models.configuration.overrides import as_text  # the help does without models
-
             try:
-                object.__setattr__(self, "hf_overrides", as_text(self.hf_overrides))
+                object.__setattr__(self, "hf_overrides", _overrides.as_text(self.hf_overrides))
             except InvalidArgumentError as error:
                 raise RequestError(str(error), param="hf_overrides") from None
         if self.num_ranks > MOST_RANKS:

@@ -19,9 +19,8 @@ from collections.abc import Sequence as Sequences
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.admission import as_token_ids, prepare
-from runtime.engine.encoding_budget import EncodingBudget
-from runtime.engine.errors import ContextLengthExceededError, RequestError
+from runtime.engine.admission import prepare, prompt_of, record_of
+from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiling import GrammarQueue
 from runtime.engine.grammar.grammar import grammar_error
 from runtime.engine.grammar.vocabulary import LazyVocabulary
@@ -29,7 +28,7 @@ from runtime.engine.limits import EngineLimits
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from runtime.engine.open_requests import OpenRequests
 from runtime.engine.open_steps import OpenSteps, Poll
-from runtime.engine.picture_queue import PictureQueue
+from runtime.engine.picture_queue import EncodingBudget, PictureQueue
 from runtime.engine.scheduling.block_events import BlockChanges, BlockEvents, SharedDigest
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.host_pool import HostPool
@@ -162,9 +161,10 @@ class Engine:
         """Prompt tokens of those requests."""
         return self.opened.num_unscheduled_tokens
 
-    def prepare(self, request: EngineRequest) -> Request:
-        """See ``runtime.engine.admission.prepare``. Thread-safe."""
-        prepared = prepare(request, self.info)
+    def prepare(self, request: EngineRequest, *, is_prepared: bool = False) -> Request:
+        """See ``runtime.engine.admission``: ``prepare``, or ``record_of`` if another process has done that.
+        Thread-safe."""
+        prepared = (record_of if is_prepared else prepare)(request, self.info)
         if prepared.awaits_grammar and self.vocabulary is None:
             raise grammar_error("this engine knows no text, so that it follows no grammar")
         return prepared
@@ -264,10 +264,8 @@ class Engine:
 
         Raises ``RequestError``, ``ContextLengthExceededError``.
         """
-        ids = as_token_ids("token_ids", token_ids, self.info.vocab_size)
-        if len(ids) > self.limits.max_model_len:
-            raise ContextLengthExceededError(len(ids), self.limits.max_model_len)
-        return self.executor.logits(ids)
+        most = self.limits.max_model_len
+        return self.executor.logits(prompt_of("token_ids", token_ids, self.info.vocab_size, most, has_answer=False))
 
     def reset_prefix_cache(self) -> NDArray[np.float32]:
         """See ``EngineClient.reset_prefix_cache``."""

@@ -29,13 +29,17 @@ class RequestError(InvalidArgumentError):
 
 
 class ContextLengthExceededError(RequestError):
-    """The prompt leaves no room for a single token within `max_model_len`."""
+    """The prompt leaves no room for the answer's first token within `max_model_len`; without an answer it does not fit
+    itself."""
 
-    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, num_prompt_tokens: int, max_model_len: int, *, has_answer: bool = True, param: str = "prompt"
+    ) -> None:
+        answer = ", and the answer needs at least one" if has_answer else ""
         super().__init__(
-            f"This model's maximum context length is {max_model_len} tokens. The prompt has {num_prompt_tokens}, and "
-            "the answer needs at least one: please shorten the prompt",
-            param="prompt",
+            f"This model's maximum context length is {max_model_len} tokens. The prompt has {num_prompt_tokens}"
+            f"{answer}: please shorten the prompt",
+            param=param,
             code="context_length_exceeded",
         )
         self.num_prompt_tokens = num_prompt_tokens

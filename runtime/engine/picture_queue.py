@@ -11,8 +11,9 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 
-from runtime.engine.encoding_budget import EncodingBudget
+from numba_kernels.cpu.running.pool import most_threads
 from runtime.engine.messages import ImageSupport
 from runtime.engine.scheduling.pictures import Picture, PictureKeys
 from runtime.engine.scheduling.sequence import Request
@@ -160,3 +161,59 @@ class PictureQueue:
         if self._current == key:
             self._current = None
         self._executor.drop_encoded(entry.slot)
+
+
+SHARE = 0.5
+"""Fraction of the usual time of a decode step."""
+
+FIRST_S, IDLE_S, MOST_S = 0.02, 0.05, 0.1
+"""Seconds: before a decode step was seen; while idle, until arrivals and cancellations are polled again; the upper
+limit."""
+
+PIECE_ROWS, IDLE_PIECE_ROWS = 32, 96
+"""Rows of a piece on the CPU, for each thread (at least two are counted); and of one while the engine is idle."""
+
+_STEPS = 15
+"""Decode steps of which the median is taken."""
+
+
+class EncodingBudget:
+    """Belongs to the engine's loop.
+
+    rows  between two steps, where a row counts twice in each layer; None means that time is counted
+    """
+
+    def __init__(self, rows: int | None) -> None:
+        self._rows = rows
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._left_s = self._last_s = 0.0
+        self._left_rows = 0
+        self._is_first, self._is_idle = True, False
+
+    def observe(self, step_s: float) -> None:
+        """Record the duration of a decode step."""
+        self._steps.append(step_s)
+
+    def begin(self, *, is_idle: bool) -> None:
+        """Start the budget after a step. `is_idle` means that there is no other work."""
+        self._is_first, self._is_idle = True, is_idle
+        if is_idle:
+            self._left_s = IDLE_S
+        else:
+            self._left_s = min(SHARE * median(self._steps), MOST_S) if self._steps else FIRST_S
+        self._left_rows = self._rows or 0
+
+    def next_rows(self) -> int:
+        """Rows that may be encoded next; 0 when the budget is spent. The first piece is always allowed; further ones if
+        they fit by the time of the last."""
+        if self._rows is not None:
+            return max(0, self._left_rows)
+        if not self._is_first and self._last_s > self._left_s:
+            return 0
+        return (IDLE_PIECE_ROWS if self._is_idle else PIECE_ROWS) * max(2, most_threads())
+
+    def spend(self, rows: int, seconds: float) -> None:
+        self._is_first = False
+        self._left_rows -= rows
+        self._left_s -= seconds
+        self._last_s = seconds

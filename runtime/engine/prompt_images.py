@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import ImageItem, ImageSupport
 from runtime.images.patches import Patches, Rule, make_patches
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 class PreparedImage(msgspec.Struct, frozen=True, tag=True):
@@ -27,8 +24,8 @@ class PreparedImage(msgspec.Struct, frozen=True, tag=True):
     patches: bytes
 
 
-def prepare_image(image: NDArray[np.uint8] | Image, rule: Rule) -> PreparedImage:
-    """An RGB image, or its pixels ``[height, width, 3]``, cut into patches. Raises ImageError."""
+def prepare_image(image: NDArray[np.uint8] | Any, rule: Rule) -> PreparedImage:
+    """An RGB image of Pillow, or its pixels ``[height, width, 3]``, cut into patches. Raises ImageError."""
     patches = make_patches(image, rule)
     return PreparedImage(digest_of(patches), patches.rows, patches.columns, patches.pixels.tobytes())
 

@@ -1,19 +1,23 @@
 """A record of every step, cheap enough for production, in a ring buffer.
 
-A record keeps the step's own arrays; its ``chunks`` are made on access.
+A record keeps the step's own arrays; its ``chunks`` are made on access. `StepViews` are made for observers alone.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.messages import ChunkView
+from runtime.engine.messages import ChunkView, RankSpan, StepView
+from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.step import PreemptionWay
+from runtime.engine.steps.executor import Executor
 
 TIMELINE_STEPS = 8192
 """Records kept: at 256 sequences a step these are about 20 MB."""
@@ -130,3 +134,68 @@ Timeline = deque[StepRecord]
 """The latest records, oldest first; ``list(timeline)`` is a snapshot, from any thread."""
 
 _NO_TOKENS: NDArray[np.int64] = np.empty(0, np.int64)
+
+BLOCK_MAP_INTERVAL_S = 0.25
+"""Least seconds between two maps of the blocks, whose time is proportional to the number of blocks."""
+
+
+class StepViews:
+    """Views of an engine's steps, made on its thread."""
+
+    def __init__(self, timeline: Timeline, pool: BlockPool, executor: Executor) -> None:
+        self._timeline = timeline
+        self._pool = pool
+        self._executor = executor
+        self._known_spans = [0] * len(executor.tallies())
+        self._last_number = -1
+        self._next_map_s = 0.0
+
+    def skip(self) -> None:
+        """Skip the steps until now, which are not observed."""
+        if self._timeline:
+            self._last_number = self._timeline[-1].number
+        self._known_spans = [tally.num_steps for tally in self._executor.tallies()]
+
+    def take(self) -> list[StepView]:
+        """Those of the steps since the last call or ``skip``, oldest first."""
+        records: list[StepRecord] = []
+        for record in reversed(self._timeline):
+            if record.number <= self._last_number:
+                break
+            records.append(record)
+        spans = self._take_spans() if records else []
+        if records:
+            self._last_number = records[0].number
+        views = [self._view(record) for record in reversed(records)]
+        if spans:
+            views[-1] = msgspec.structs.replace(views[-1], ranks=spans)
+        return views
+
+    def _take_spans(self) -> list[RankSpan]:
+        """The steps of each of several ranks since the last call."""
+        found, shift_s = [], time.monotonic() - time.perf_counter()
+        for rank, num_known in enumerate(self._known_spans):
+            self._known_spans[rank], spans = self._executor.spans(rank, num_known)
+            for span in spans:
+                start_s, duration_s = span.begun_ns / 1e9 + shift_s, (span.ended_ns - span.begun_ns) / 1e9
+                found.append(RankSpan(rank, start_s, duration_s, span.waited_ns / 1e9))
+        return found
+
+    def _view(self, record: StepRecord) -> StepView:
+        now, block_map = time.monotonic(), None
+        if now >= self._next_map_s:
+            self._next_map_s = now + BLOCK_MAP_INTERVAL_S
+            block_map = self._pool.run_lengths()
+        return StepView(
+            step=record.number,
+            start_s=record.start_s,
+            duration_s=record.end_s - record.start_s,
+            chunks=record.chunk_views,
+            num_running=record.num_running,
+            num_waiting=record.num_waiting,
+            num_blocks=self._pool.num_blocks,
+            num_free_blocks=self._pool.num_free,
+            num_cached_blocks=self._pool.num_cached,
+            preempted=[request_id for request_id, _, _ in record.preempted],
+            block_map=block_map,
+        )

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
+from runtime.engine.admission import prompt_of
 from runtime.engine.checks import is_integer, is_number
-from runtime.engine.errors import ContextLengthExceededError, RequestError
+from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineInfo
 from runtime.engine.option_names import KnownOptions
 from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -88,11 +89,9 @@ class BeamSearch:
                 f"an answer, got {params.beam_width}",
                 param="beam_width",
             )
-        room = info.max_model_len - len(token_ids)
-        if room < 1:
-            raise ContextLengthExceededError(len(token_ids), info.max_model_len)
+        prompt_of("prompt", token_ids, info.vocab_size, info.max_model_len)
         self._num_candidates = min(factor * params.beam_width, info.vocab_size)
-        self._max_tokens = min(params.max_tokens, room)
+        self._max_tokens = min(params.max_tokens, info.max_model_len - len(token_ids))
         self._running = [_Beam()]
         self._finished: list[_Beam] = []
 

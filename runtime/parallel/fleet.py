@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.admission import prepare
+from runtime.engine.admission import RETRY_AFTER_S, check_room, prepare
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import (
@@ -41,7 +41,6 @@ from runtime.engine.process.child import Membership, Supervision
 from runtime.engine.process.client import EngineClient, Origin
 from runtime.engine.process.delivery import OutputSink
 from runtime.engine.process.supervisor import ProcessEngineClient
-from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
 from runtime.engine.scheduling.block_events import SECRET_BYTES, BlockChanges
 from runtime.parallel.prefix_index import PromptDigests
 from runtime.parallel.ray_engines import RayEngines

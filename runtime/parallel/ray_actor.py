@@ -13,6 +13,9 @@ from contextlib import suppress
 
 from runtime.engine.process.handshake import Listener, join, watch_connection
 from runtime.engine.process.spawning import how_it_ended, spawn
+from runtime.later import later
+
+ray = later("ray")
 
 
 class EngineActor:
@@ -24,8 +27,6 @@ class EngineActor:
 
     def place(self) -> tuple[str, list[str]]:
         """This node's address, and the GPUs that Ray gives the actor."""
-        import ray
-
         return ray.util.get_node_ip_address(), [str(number) for number in ray.get_gpu_ids()]
 
     def show_gpus(self, numbers: Sequence[str]) -> None:

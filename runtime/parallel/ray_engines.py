@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -28,12 +28,13 @@ from runtime.engine.process.child import COMMAND, EXIT_TIMEOUT_S, EngineConnecti
 from runtime.engine.process.handshake import SECRET_BYTES, TIMEOUT_S, Listener, watch_connection
 from runtime.engine.process.wire import FromEngine, Outputs, Pulse, RemoteRank, Start, frame
 from runtime.errors import XservError
+from runtime.later import later
 from runtime.own_packages import python_module
 from runtime.parallel.ray_actor import EngineActor
 from runtime.parallel.shares import cores_of
 
-if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
+ray = later("ray")  # optional
+_strategies = later("ray.util.scheduling_strategies")
 
 logger = logging.getLogger("xserv.engine")
 
@@ -62,15 +63,12 @@ class RayEngines:
         self._address = address
         self._command = command
         self._lock = threading.Lock()
-        self._group: PlacementGroup | None = None
+        self._group: Any = None
         self._has_connected = False
 
     def launch(self, engine: int, start: Start) -> RayEngine:
         """See ``supervision.Launch``. Raises ``RayError``, ``HandshakeError``, ``OSError``."""
         group = self._placed()
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         has_gpus = _has_gpus(self._config.device)
         bundle, num_parts = _bundle(self._config, has_gpus), _num_parts(self._config, has_gpus)
         options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
@@ -80,7 +78,7 @@ class RayEngines:
         actors: list[Any] = []
         try:
             for part in range(num_parts):
-                strategy = PlacementGroupSchedulingStrategy(
+                strategy = _strategies.PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=engine * num_parts + part
                 )
                 actors.append(ray.remote(EngineActor).options(**options, scheduling_strategy=strategy).remote())
@@ -109,27 +107,25 @@ class RayEngines:
             group, self._group = self._group, None
         if group is None:
             return
-        import ray
-
         with suppress(Exception):  # the cluster has gone
             ray.util.remove_placement_group(group)
         if self._has_connected:
             ray.shutdown()
             self._has_connected = False
 
-    def _placed(self) -> PlacementGroup:
+    def _placed(self) -> Any:
         """The placement group, made on first use."""
         with self._lock:
             if self._group is None:
                 self._group = self._place()
             return self._group
 
-    def _place(self) -> PlacementGroup:
+    def _place(self) -> Any:
         try:
-            import ray
+            is_initialized = ray.is_initialized()
         except ImportError:
             raise RayError("Ray is not installed: pip install '.[ray]' in xserv's checkout") from None
-        if not ray.is_initialized():
+        if not is_initialized:
             try:
                 ray.init(address=self._address, log_to_driver=False, logging_level=logging.WARNING)
             except (ConnectionError, ValueError, RuntimeError) as error:
@@ -150,10 +146,8 @@ class RayEngines:
         logger.info("Ray has placed %d engines of %d parts of %s", count, num_parts, bundle)
         return group
 
-    def _place_on_node(self, engine: int, group: PlacementGroup) -> tuple[int, int]:
+    def _place_on_node(self, engine: int, group: Any) -> tuple[int, int]:
         """This engine's index among those on its node, and their number."""
-        import ray
-
         nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
         together = sorted(number for number, node in nodes.items() if node == nodes[engine])
         return together.index(engine), len(together)
@@ -184,8 +178,6 @@ class RayEngine(EngineConnection):
 
     def end(self) -> str:
         """See ``RunningEngine.end``."""
-        import ray
-
         self.close()
         try:
             how: str = ray.get(self._actors[0].wait.remote(EXIT_TIMEOUT_S), timeout=2 * EXIT_TIMEOUT_S)
@@ -228,8 +220,6 @@ def _shifted(times: RequestTimes, offset_s: float) -> RequestTimes:
 def _with_ranks(start: Start, actors: Sequence[Any], has_gpus: bool) -> Start:
     """The first message of an engine with its ranks in these actors: each one's address and device. Raises Ray's
     errors."""
-    import ray
-
     places = ray.get([actor.place.remote() for actor in actors], timeout=START_TIMEOUT_S)
     devices = [start.config.device] * len(actors)
     if has_gpus:
@@ -249,8 +239,6 @@ def _with_ranks(start: Start, actors: Sequence[Any], has_gpus: bool) -> Start:
 
 
 def _kill(actors: Sequence[Any]) -> None:
-    import ray
-
     for actor in actors:
         with suppress(Exception):  # it has gone, or Ray has
             ray.kill(actor)
@@ -270,8 +258,6 @@ def _bundle(config: EngineConfig, has_gpus: bool) -> dict[str, float]:
 
 def _has_gpus(device: str) -> bool:
     """Whether engines run on GPUs; for "auto", whether the cluster has any."""
-    import ray
-
     return device.startswith("cuda") or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
 

@@ -12,10 +12,11 @@ from typing import Any, TypeGuard
 import jinja2
 import msgspec
 
-from runtime.engine.errors import ContextLengthExceededError, RequestError
+from runtime.engine.admission import prompt_of
+from runtime.engine.errors import RequestError
 from runtime.engine.messages import ImageItem
 from runtime.engine.prompt_images import image_places, place_images
-from runtime.engine.sampling_params import check_token_ids, last_tokens
+from runtime.engine.sampling_params import last_tokens
 from runtime.text.chat import chat_prompt
 from runtime.text.content import ImagePart, plain_content, text_of
 from runtime.text.picture_text import picture_text
@@ -139,7 +140,7 @@ def completion_prompts(service: Service, request: CompletionRequest) -> list[lis
     most = service.client.info.max_model_len
     room = most - max(1, request.max_tokens or 1)
     return [
-        _checked(service, _cut(ids, request.truncate_prompt_tokens, room), "prompt", most - 1)
+        _checked(service, _cut(ids, request.truncate_prompt_tokens, room), "prompt", has_answer=True)
         for ids in _given_ids(service, request.prompt, "prompt", request.add_special_tokens)
     ]
 
@@ -149,7 +150,7 @@ def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[i
     assert request.input is not None
     most = service.client.info.max_model_len
     return [
-        _checked(service, _cut(ids, request.truncate_prompt_tokens, most), "input", most)
+        _checked(service, _cut(ids, request.truncate_prompt_tokens, most), "input", has_answer=False)
         for ids in _given_ids(service, request.input, "input", request.add_special_tokens)
     ]
 
@@ -164,7 +165,7 @@ def embedding_conversation(service: Service, tenant: str | None, request: Embedd
         messages=request.messages, mm_processor_kwargs=request.mm_processor_kwargs, add_generation_prompt=False
     )
     prompt = whole_conversation(service, tenant, chat)
-    ids = _checked(service, prompt.token_ids, "messages", service.client.info.max_model_len)
+    ids = _checked(service, prompt.token_ids, "messages", has_answer=False)
     return replace(prompt, token_ids=ids)
 
 
@@ -208,7 +209,7 @@ def conversation_prompt(service: Service, tenant: str | None, request: ChatCompl
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     most = service.client.info.max_model_len
     ids = _cut(prompt.token_ids, request.truncate_prompt_tokens, most - max(1, max_tokens or 1))
-    return replace(prompt, token_ids=_checked(service, ids, "messages", most - 1))
+    return replace(prompt, token_ids=_checked(service, ids, "messages", has_answer=True))
 
 
 def whole_conversation(service: Service, tenant: str | None, request: ChatCompletionRequest) -> ConversationPrompt:
@@ -303,24 +304,15 @@ def _cut(ids: list[int], most: int | None, room: int) -> list[int]:
         raise from_engine(error, {}) from None
 
 
-def _checked(service: Service, ids: list[int], field: str, most: int) -> list[int]:
-    """Checks what the engine would refuse, before any work per id."""
+def _checked(service: Service, ids: list[int], field: str, *, has_answer: bool) -> list[int]:
+    """Checks what the engine would refuse, as it does, before further work for each id."""
     info = service.client.info
     if not ids:
         raise invalid(field, f"{field} must come to at least one token.")
     try:
-        if len(ids) > most == info.max_model_len:
-            raise RequestError(
-                f"This model's maximum context length is {most} tokens, and {field} has an entry of {len(ids)}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if len(ids) > most:
-            raise ContextLengthExceededError(len(ids), info.max_model_len)
-        if min(ids) < 0 or max(ids) >= info.vocab_size:
-            check_token_ids(field, ids, info.vocab_size)
+        prompt_of(field, ids, info.vocab_size, info.max_model_len, has_answer=has_answer)
     except RequestError as error:
-        raise from_engine(error, {"prompt": field}) from None
+        raise from_engine(error, {}) from None
     return ids
 
 

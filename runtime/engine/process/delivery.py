@@ -1,4 +1,5 @@
-"""Delivers outputs to the sink of each request, until each of its choices has had its last one."""
+"""Delivers outputs to the sink of each request, until each of its choices has had its last one, and views of steps to
+observers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime.engine.errors import RequestError
-from runtime.engine.messages import EngineOutput, EngineRequest, ErrorCode, FinishReason
+from runtime.engine.messages import EngineOutput, EngineRequest, ErrorCode, FinishReason, StepView
 
 logger = logging.getLogger("xserv.engine")
 
@@ -107,3 +108,41 @@ class Delivery:
 
 def _drop(output: EngineOutput) -> None:
     """Replaces a sink that has failed."""
+
+
+ViewSink = Callable[[StepView], None]
+"""Receives the view of each step, on any thread; it must not block. One that raises is logged and removed."""
+
+
+class Watchers:
+    """The sinks of step views. ``add`` is thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sinks: tuple[ViewSink, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._sinks)
+
+    def add(self, sink: ViewSink) -> Callable[[], None]:
+        """Returns an idempotent function that removes it."""
+
+        def watch(view: StepView) -> None:  # a new function, so that one sink may be added twice
+            sink(view)
+
+        with self._lock:
+            self._sinks = (*self._sinks, watch)
+        return lambda: self._remove(watch)
+
+    def show(self, view: StepView) -> None:
+        """Give the view to every sink."""
+        for sink in self._sinks:
+            try:
+                sink(view)
+            except Exception:
+                logger.exception("a sink that watches the steps failed; it is removed")
+                self._remove(sink)
+
+    def _remove(self, removed: ViewSink) -> None:
+        with self._lock:
+            self._sinks = tuple(sink for sink in self._sinks if sink is not removed)

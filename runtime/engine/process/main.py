@@ -31,6 +31,7 @@ from runtime import collector
 from runtime.engine.errors import EngineDeadError
 from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, StepView
 from runtime.engine.process.client import EngineClient
+from runtime.engine.process.delivery import OutputSink
 from runtime.engine.process.spawning import begin, die_with_parent
 from runtime.engine.process.wire import (
     Answer,
@@ -87,6 +88,8 @@ class RunningClient(EngineClient, Protocol):
 
     @property
     def waiting(self) -> tuple[int, int]: ...
+
+    def submit_prepared(self, request: EngineRequest, sink: OutputSink) -> None: ...
 
     def take_block_changes(self) -> BlockChanges | None: ...
 
@@ -259,7 +262,7 @@ class ProcessServer:
 
     def _submit(self, client: RunningClient, request: EngineRequest) -> None:
         try:
-            client.submit(request, self._receive)
+            client.submit_prepared(request, self._receive)
         except XservError as error:
             self.send(Refused(request.request_id, problem_of(error)))
         self._num_received += 1

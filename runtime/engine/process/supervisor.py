@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import progress
-from runtime.engine.admission import as_token_ids, prepare
+from runtime.engine.admission import RETRY_AFTER_S, as_token_ids, check_room, prepare
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, ImageItem, StepView
 from runtime.engine.process.child import READ_TIMEOUT_S, EngineProcess, Membership, RunningEngine, Supervision
 from runtime.engine.process.client import EngineClient, Origin
-from runtime.engine.process.delivery import Delivery, OutputSink
+from runtime.engine.process.delivery import Delivery, OutputSink, Watchers
 from runtime.engine.process.wire import (
     Answer,
     Call,
@@ -52,10 +52,8 @@ from runtime.engine.process.wire import (
     error_of,
     frame,
 )
-from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.sequence import Request
-from runtime.engine.step_views import Watchers
 from runtime.errors import XservError
 
 logger = logging.getLogger("xserv.engine")

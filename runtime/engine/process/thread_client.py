@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.admission import RETRY_AFTER_S, check_room
 from runtime.engine.engine import Engine
 from runtime.engine.errors import EngineDeadError, QueueFullError
 from runtime.engine.messages import (
@@ -29,12 +30,11 @@ from runtime.engine.messages import (
     StepView,
 )
 from runtime.engine.process.client import EngineClient, Origin
-from runtime.engine.process.delivery import Delivery, OutputSink
-from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
+from runtime.engine.process.delivery import Delivery, OutputSink, Watchers
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.sequence import Request
-from runtime.engine.step_views import StepViews, Watchers
 from runtime.engine.steps.embedder import Embedding
+from runtime.engine.timeline import StepViews
 
 T = TypeVar("T")
 
@@ -84,7 +84,13 @@ class ThreadEngineClient(EngineClient):
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         self._origin.check()
-        prepared = self._engine.prepare(request)
+        self._submit(request, sink, self._engine.prepare(request))
+
+    def submit_prepared(self, request: EngineRequest, sink: OutputSink) -> None:
+        """``submit`` for a request that another process has checked."""
+        self._submit(request, sink, self._engine.prepare(request, is_prepared=True))
+
+    def _submit(self, request: EngineRequest, sink: OutputSink, prepared: Request) -> None:
         num_tokens = prepared.num_prompt_tokens
         with self._condition:
             self._check_alive()

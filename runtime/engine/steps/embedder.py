@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.dtype import float32
-from runtime.engine.admission import as_token_ids, pictures_of
+from runtime.engine.admission import pictures_of, prompt_of
 from runtime.engine.checks import check_one_of
-from runtime.engine.errors import RequestError
 from runtime.engine.limits import EngineLimits
 from runtime.engine.messages import ImageItem, ImageSupport
 from runtime.engine.scheduling.pictures import Pictures
@@ -101,14 +100,7 @@ class Embedder:
     ) -> Embedding:
         """A checked prompt of 1 … ``max_model_len`` tokens. Raises ``RequestError``."""
         check_one_of("pooling", pooling, POOLINGS)
-        ids = as_token_ids("token_ids", token_ids, self._vocab_size)
-        if len(ids) > self._limits.max_model_len:
-            most = self._limits.max_model_len
-            raise RequestError(
-                f"This model's maximum context length is {most} tokens, and the input has {len(ids)}",
-                param="token_ids",
-                code="context_length_exceeded",
-            )
+        ids = prompt_of("token_ids", token_ids, self._vocab_size, self._limits.max_model_len, has_answer=False)
         return Embedding(
             ids, "mean" if pooling == "mean" else "last", Future(),
             pictures=pictures_of(images, ids, self._images), cache_salt=cache_salt,

@@ -19,7 +19,10 @@ from runtime.device.errors import LaunchError
 from runtime.dtype import DType
 from runtime.engine.steps.recorder_cpu import CpuRecorder
 from runtime.errors import DeviceError, OutOfMemoryError
+from runtime.later import later
 from runtime.tensor.tensor import Tensor
+
+_gpu = later("runtime.engine.steps.recorder_gpu")  # imports numba-cuda, which the CPU does not need
 
 logger = logging.getLogger("xserv.engine")
 
@@ -190,9 +193,8 @@ def open_recorder(device: Device) -> Recorder:
     """A recorder with memory of its own."""
     if device.kind == "cpu":
         return CpuRecorder()
-    from runtime.engine.steps.recorder_gpu import GpuRecorder  # imports the driver, which the CPU does not need
-
-    return GpuRecorder(device)
+    recorder: Recorder = _gpu.GpuRecorder(device)
+    return recorder
 
 
 class Recordings(Generic[Key, Kept]):

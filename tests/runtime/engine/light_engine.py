@@ -83,7 +83,7 @@ class LightEngine:
     def has_work(self) -> bool:
         return bool(self._open)
 
-    def prepare(self, request: EngineRequest) -> Request:
+    def prepare(self, request: EngineRequest, *, is_prepared: bool = False) -> Request:
         if request.prompt_token_ids[0] == REFUSED:
             raise RequestError("refused")
         return prepare(request, self.info)

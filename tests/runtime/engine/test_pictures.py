@@ -23,11 +23,10 @@ from models.picture_decoder import AxesDecoder
 from models.registry import load_model
 from runtime import ops
 from runtime.batch import Batch, EncodedTokens
-from runtime.engine.encoding_budget import EncodingBudget
 from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest, ImageItem
-from runtime.engine.picture_queue import PictureQueue
+from runtime.engine.picture_queue import EncodingBudget, PictureQueue
 from runtime.engine.sampling_params import SamplingParams
 from runtime.images.patches import make_patches, normalised
 from runtime.images.positions import token_positions

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from runtime.commands.serve import ServerOptions
+from runtime.engine.admission import check_room
 from runtime.engine.errors import QueueFullError
 from runtime.engine.messages import EngineRequest
-from runtime.engine.queue_limit import check_room
 from server.config import OPTIONS, ServerConfig, ServerConfigError
 from server.transport.json_limits import is_deeper, kinds_of
 from server.transport.protocol import RESERVED_CONNECTIONS
