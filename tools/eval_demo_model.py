@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime import LLM, SamplingParams
-from tools.demo_model import experts_evaluation, tasks, vision_evaluation
+from tools.demo_model import evaluation, tasks
 
 MAX_ANSWER_TOKENS = 64
-
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -65,10 +63,12 @@ def main() -> None:
         options["device"] = args.device
     name = "demo_moe" if args.experts else "demo_vision" if args.vision else "demo"
     llm = LLM(str(args.model or ROOT / "models" / name), **options)
-    for is_asked, evaluation in ((args.experts, experts_evaluation), (args.vision, vision_evaluation)):
+    for is_asked, evaluate, goals in (
+        (args.experts, evaluation.evaluate_experts, evaluation.EXPERTS_GOALS),
+        (args.vision, evaluation.evaluate_vision, evaluation.VISION_GOALS),
+    ):
         if is_asked:
-            scores, wrong = evaluation.evaluate(llm, args.num, args.seed)
-            _report(args, scores, wrong, evaluation.missed_goals(scores))
+            _report(args, *evaluate(llm, args.num, args.seed), goals)
             return
     if args.conversation:
         turns = tasks.held_out_questions("sum_2", args.conversation, args.seed)
@@ -83,11 +83,12 @@ def main() -> None:
         for turn, text in zip(turns, texts, strict=True)
         if not tasks.is_exact(turn, text)
     ]
-    _report(args, scores, wrong, tasks.missed_goals(scores))
+    _report(args, scores, wrong, tasks.GOALS)
 
 
-def _report(args: argparse.Namespace, scores: list[tasks.Score], wrong: list[str], missed: list[str]) -> None:
+def _report(args: argparse.Namespace, scores: list[tasks.Score], wrong: list[str], goals: dict[str, float]) -> None:
     """Prints the scores, and exits with 1 if a goal is missed under `--check`."""
+    missed = tasks.missed_goals(scores, goals)
     if args.show_wrong:
         print("\n".join(wrong), file=sys.stderr)
     if args.json:

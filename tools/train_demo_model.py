@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> None:
     )
     training.round_to_bfloat16(trial.model)
     ends = (demo_tokenizer.END,)
-    training.save(trial.model, tokenizer, demo_tokenizer.CHAT_TEMPLATE, args.out, ends=ends, pad=demo_tokenizer.PAD)
+    training.save(trial.model, tokenizer, "demo", args.out, ends=ends, pad=demo_tokenizer.PAD)
     check_template(tokenizer, args.out)
     print(f"saved to {args.out}\n{tasks.format_scores(trial.evaluate(args.num, seed=0))}", flush=True)
 

@@ -17,7 +17,7 @@ from runtime.llm import LLM
 from server.config import ServerConfig
 from tests.server.pictures.test_fetching import OK, says, web
 from tests.server.real_server import Real, serving_real
-from tools.demo_model import picture_tasks, vision_evaluation
+from tools.demo_model import evaluation, picture_tasks, tasks
 
 FOLDER = Path(models.demo_vision.__file__).parent
 CHART = FOLDER / "chart.png"
@@ -75,7 +75,7 @@ def test_the_chat_of_the_command_line_and_how_often_it_is_right() -> None:
         session = ChatSession(llm)
         session.attach(CHART)
         assert "".join(session.answer(QUESTION)) == ANSWER
-        scores, wrong = vision_evaluation.evaluate(llm, 10, seed=1)
+        scores, wrong = evaluation.evaluate_vision(llm, 10, seed=1)
     assert sum(score.num_questions for score in scores) == 90
     assert sum(score.num_right for score in scores) >= 86, "\n".join(wrong)
 
@@ -83,6 +83,6 @@ def test_the_chat_of_the_command_line_and_how_often_it_is_right() -> None:
 @pytest.mark.exhaustive
 def test_two_hundred_questions_of_each_kind() -> None:
     with LLM(str(FOLDER), device="cpu", use_tqdm_on_load=False) as llm:
-        scores, _ = vision_evaluation.evaluate(llm, 200, seed=0)
+        scores, _ = evaluation.evaluate_vision(llm, 200, seed=0)
     assert [(score.task, score.num_questions) for score in scores] == [(task, 200) for task in picture_tasks.TASKS]
-    assert vision_evaluation.missed_goals(scores) == []
+    assert tasks.missed_goals(scores, evaluation.VISION_GOALS) == []

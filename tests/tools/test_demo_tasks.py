@@ -71,8 +71,8 @@ def test_scores_and_goals() -> None:
         ("capital", 10, 10),
         ("overall", 19, 20),
     ]
-    assert tasks.missed_goals(scores) == ["sum_2: 90.0 % is under 95 %"]
-    assert tasks.missed_goals(tasks.score(turns, ["42"] * 10 + ["Paris"] * 10)) == []
+    assert tasks.missed_goals(scores, tasks.GOALS) == ["sum_2: 90.0 % is under 95 %"]
+    assert tasks.missed_goals(tasks.score(turns, ["42"] * 10 + ["Paris"] * 10), tasks.GOALS) == []
     assert "| overall | 20 | 95.0 |" in tasks.format_scores(scores)
 
 

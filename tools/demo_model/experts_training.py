@@ -23,7 +23,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import load_balancing_loss_fun
 
 from runtime.text.harmony.message import CALL, RETURN, special_ids
 from tokenizer import Tokenizer as OwnTokenizer
-from tools.demo_model import harmony_tasks, harmony_tokenizer, training
+from tools.demo_model import harmony_tasks, training
+from tools.demo_model.tokenizer import HARMONY_PAD, trained_tokenizer
 from tools.demo_model.training import IGNORED
 
 ROWS, BRANCHES, MOST_TOKENS = 8, 10, 112
@@ -130,7 +131,7 @@ class Trial:
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = tokenizer.get_vocab()
         config = GptOssConfig(
-            **SIZES, eos_token_id=ids[RETURN], pad_token_id=ids[harmony_tokenizer.PAD],
+            **SIZES, eos_token_id=ids[RETURN], pad_token_id=ids[HARMONY_PAD],
             layer_types=["sliding_attention", "full_attention"] * (SIZES["num_hidden_layers"] // 2),
         )  # fmt: skip
         self.writer, self.model = own_writer(tokenizer), GptOssForCausalLM(config)
@@ -188,9 +189,7 @@ class Trial:
 def run(args: argparse.Namespace) -> None:
     """Trains and saves. The last part of the run has rounded experts."""
     kept = args.checkpoint.with_suffix(".tokenizer.json")
-    tokenizer = harmony_tokenizer.kept_tokenizer(
-        kept, lambda: harmony_tasks.texts(args.seed, 3000), SIZES["vocab_size"]
-    )
+    tokenizer = trained_tokenizer(kept, lambda: harmony_tasks.texts(args.seed, 3000), SIZES["vocab_size"])
     trial = Trial(tokenizer)
 
     def loss_of(step: int) -> tuple[Tensor, Tensor]:
@@ -210,7 +209,7 @@ def run(args: argparse.Namespace) -> None:
             "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
         ],
     }  # fmt: skip
-    ends = RETURN, harmony_tokenizer.PAD, CALL
-    template, pad = harmony_tokenizer.CHAT_TEMPLATE, harmony_tokenizer.PAD
-    training.save(GptOssForCausalLM(config), tokenizer, template, args.out, ends=ends, pad=pad, state=state)
+    ends = RETURN, HARMONY_PAD, CALL
+    model = GptOssForCausalLM(config)
+    training.save(model, tokenizer, "demo_moe", args.out, ends=ends, pad=HARMONY_PAD, state=state)
     print(f"saved to {args.out}\n{trial.evaluate(2 * args.num, seed=0)}", flush=True)

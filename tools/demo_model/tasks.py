@@ -225,7 +225,8 @@ TASKS: dict[str, tuple[Sampler, int]] = {
     "identity": (_fixed("identity", data.IDENTITIES, data.IDENTITY_ENDINGS), 2),
     "refusal": (_refusal, 2),
 }
-TWO_DIGIT_TASKS = ("sum_2", "difference_2")
+GOALS = {"sum_2": 95.0, "difference_2": 95.0, "overall": 90.0}
+"""Percent of right answers."""
 
 
 def sample_turn(rng: random.Random, task: str, split: Split) -> Turn:
@@ -291,8 +292,13 @@ def score(turns: Iterable[Turn], texts: Iterable[str]) -> list[Score]:
         count[0] += is_exact(turn, text)
         count[1] += 1
     scores = [Score(task, *counts[task]) for task in TASKS if task in counts]
-    scores.append(Score("overall", sum(s.num_right for s in scores), sum(s.num_questions for s in scores)))
-    return scores
+    return [*scores, overall(scores)]
+
+
+def overall(scores: Iterable[Score]) -> Score:
+    """The score over all questions."""
+    own = [score for score in scores if score.task != "overall"]
+    return Score("overall", sum(s.num_right for s in own), sum(s.num_questions for s in own))
 
 
 def format_scores(scores: Iterable[Score]) -> str:
@@ -301,11 +307,8 @@ def format_scores(scores: Iterable[Score]) -> str:
     return "\n".join(["| task | questions | exact match, % |", "|---|---:|---:|", *rows])
 
 
-def missed_goals(scores: Iterable[Score]) -> list[str]:
-    """The missed goals: 95 % on two-digit sums and differences and 90 % over all."""
-    goals = {**dict.fromkeys(TWO_DIGIT_TASKS, 95.0), "overall": 90.0}
-    return [
-        f"{s.task}: {s.percent:.1f} % is under {goals[s.task]:.0f} %"
-        for s in scores
-        if s.task in goals and not s.percent >= goals[s.task]
-    ]
+def missed_goals(scores: list[Score], goals: dict[str, float]) -> list[str]:
+    """The missed goals of those in percent by task, and "overall"."""
+    found = {each.task: each.percent for each in (overall(scores), *scores)}
+    missed = {task: goal for task, goal in goals.items() if task in found and not found[task] >= goal}
+    return [f"{task}: {found[task]:.1f} % is under {goal:.0f} %" for task, goal in missed.items()]

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+MODELS = Path(__file__).resolve().parents[2] / "models"
 IGNORED = -100
 """No target, as in torch's cross entropy."""
 _WRITES = ("o_proj", "down_proj", "attn.proj", "linear_fc2")
@@ -174,11 +175,13 @@ def round_to_bfloat16(model: nn.Module) -> None:
 
 
 def save(
-    model: Any, tokenizer: Tokenizer, template: str, out: Path, *, ends: tuple[str, ...], pad: str,
+    model: Any, tokenizer: Tokenizer, name: str, out: Path, *, ends: tuple[str, ...], pad: str,
     state: dict[str, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Writes the files of AutoModelForCausalLM and AutoTokenizer. `ends`: the tokens that end an answer, the first in
-    the tokenizer's config, too. `state`: the tensors, if not the model's in bfloat16."""
+    """Writes the files of AutoModelForCausalLM and AutoTokenizer, with the chat template of `models/NAME`. `ends`: the
+    tokens that end an answer, the first in the tokenizer's config, too. `state`: the tensors, if not the model's in
+    bfloat16."""
+    template = (MODELS / name / "chat_template.jinja").read_text(encoding="utf-8")
     ids = tokenizer.get_vocab()
     eos = [ids[end] for end in ends]
     model.generation_config = GenerationConfig(

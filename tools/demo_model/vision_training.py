@@ -22,37 +22,15 @@ from torch import Tensor, nn
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from runtime.images.patches import PatchRule, make_patches, normalised
-from tools.demo_model import harmony_tokenizer, picture_tasks, training
+from tools.demo_model import picture_tasks, training
 from tools.demo_model.data import SYSTEM_MESSAGES
 from tools.demo_model.drawing import NUM_MARKS, Drawing, draw_sheet, sample_facts
 from tools.demo_model.picture_tasks import Seen, held_out, near, sample_drawing, sample_size
-from tools.demo_model.tokenizer import ASSISTANT, END, PAD, SYSTEM, USER
+from tools.demo_model.tokenizer import ASSISTANT, END, PAD, SYSTEM, USER, trained_tokenizer
 from tools.demo_model.training import IGNORED
 
 START, IMAGE, STOP = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 SPECIAL_TOKENS = (END, USER, ASSISTANT, SYSTEM, PAD, START, IMAGE, STOP)
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-{{- raise_exception('the demo model knows system, user and assistant messages, not ' ~ message['role']) -}}
-{%- endif -%}
-{{- '<|' ~ message['role'] ~ '|>' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] | trim -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'image' -%}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-{%- else -%}
-{{- part['text'] | trim -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- if message['role'] == 'assistant' -%}{{- '<|end|>' -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
-"""
-
 MIN_PIXELS, MAX_PIXELS = 64 * 64, 80 * 80
 MOST_TOKENS = 120
 _NOTHING_HERE = 0.4  # weight of empty places
@@ -272,15 +250,13 @@ def texts(seed: int, num: int) -> list[str]:
 def run(args: argparse.Namespace) -> None:
     """Trains and saves; continues from a checkpoint of the tower or of the language model, if there is one."""
     kept = args.checkpoint.with_suffix(".tokenizer.json")
-    tokenizer = harmony_tokenizer.kept_tokenizer(
-        kept, lambda: texts(args.seed, 4000), TEXT["vocab_size"], SPECIAL_TOKENS
-    )
+    tokenizer = trained_tokenizer(kept, lambda: texts(args.seed, 4000), TEXT["vocab_size"], SPECIAL_TOKENS)
     writer = Writer(tokenizer)
     model = Model(writer.special)
     train_tower(model, args)
     train_text(model, writer, args)
     training.round_to_bfloat16(model)
-    training.save(model.whole, tokenizer, CHAT_TEMPLATE, args.out, ends=(END,), pad=PAD)
+    training.save(model.whole, tokenizer, "demo_vision", args.out, ends=(END,), pad=PAD)
     preprocessor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": PATCH,

@@ -1,13 +1,14 @@
 """Makes the goldens of tests/models from Hugging Face transformers; needs the extra `reference` (torch,
 transformers).
 
-    python tools/references/generate_reference.py [CASE ...]  # writes tests/models/goldens/<case>/, all or the named
-                                                              ones
+    python tools/references/generate_reference.py [CASE ...]  # of tests/models/goldens/<case>/, all or the named ones
 
-Each case is a small random model of one family: `config.json` as written by transformers now, `config_older.json` as
-written before version 5, `golden.json` (tensor names and shapes, the seed of the weights, the prompt, greedy
-continuations) and `logits.npz` (the prompt's logits `[tokens, vocabulary]`, in float32 arithmetic). Every model is run
-twice: with its float32 weights, and with the same weights rounded to bfloat16.
+Each case is a small random model of one family. Its `config.json` declares it: a new case is a folder with a
+`config.json` of the fields that differ from its class's defaults. This writes `config.json` as transformers writes it
+now, `config_older.json` as written before version 5, `golden.json` (tensor names and shapes, the seed of the weights,
+the prompt, greedy continuations) and `logits.npz` (the prompt's logits `[tokens, vocabulary]`, in float32 arithmetic).
+A case keeps its seed and its prompt's length. Every model is run twice: with its float32 weights, and with the same
+weights rounded to bfloat16.
 
 transformers' own reading of the older spelling must give the same logits, or nothing is written.
 """
@@ -32,21 +33,13 @@ from tests.models.golden_weights import (  # noqa: E402
     rounded_to_bfloat16,
     stored_tensors,
 )
-from tools.references.golden_cases import (  # noqa: E402
-    cases,
-    heads,
-    linear_rope,
-    llama,
-    llama3_rope,
-    sizes,
-    small,
-    yarn_rope,
-)
 
 GOLDENS = ROOT / "tests" / "models" / "goldens"
 NUM_NEW_TOKENS = 24
+NEW_PROMPT_TOKENS = 20
+"""Of a new case."""
 LEAST_ROUTER_MARGIN = 0.03
-BEAM_MODEL = "llama_default"
+BEAM_MODEL, INTERNLM2 = "llama_default", "internlm2_grouped"
 ROPE_POSITIONS = [1, 777, 40_959, 131_071]
 
 # Fields of every config that carry no information for a language model.
@@ -187,20 +180,56 @@ def least_router_margin(config: Any, prompt: list[int], seed: int) -> float:
     return least
 
 
-def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None:
-    folder = GOLDENS / name
-    folder.mkdir(parents=True, exist_ok=True)
-    family = type(config).__name__.removesuffix("Config")
-    family = family.removesuffix("Text")  # Gemma 3's text model
-    config.architectures = ["GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"]
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def config_of(name: str) -> Any:
+    """transformers' config of a case; Gemma 3's text model is a class of its own."""
+    return transformers.AutoConfig.from_pretrained(GOLDENS / name)
+
+
+def seeds() -> dict[str, tuple[int, int]]:
+    """Each case's seed, and its prompt's length, in the order of seeds; new cases come last."""
+    found, names = {}, sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+    for name in names:
+        if (path := GOLDENS / name / "golden.json").exists():
+            golden = read_json(path)
+            found[name] = golden["seed"], len(golden["prompt_ids"])
+    found = dict(sorted(found.items(), key=lambda item: item[1]))
+    last = max(seed for name, (seed, _) in found.items() if name != INTERNLM2)
+    return found | {
+        name: (last + i, NEW_PROMPT_TOKENS) for i, name in enumerate((n for n in names if n not in found), 1)
+    }
+
+
+def write_golden(
+    name: str, seed: int, prompt: list[int], tensors: dict[str, list[int]],
+    results: dict[str, tuple[np.ndarray, list[int]]],
+) -> None:  # fmt: skip
+    """Writes the results by the weights' type: logits and greedy continuations."""
+    golden = {
+        "seed": seed, "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}",
+        "prompt_ids": prompt, "greedy_ids": {kind: greedy for kind, (_, greedy) in results.items()}, "tensors": tensors,
+    }  # fmt: skip
+    (GOLDENS / name / "golden.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
+    logits = {kind: rows for kind, (rows, _) in results.items()}
+    np.savez(GOLDENS / name / "logits.npz", allow_pickle=False, **logits)
+    top = np.sort(logits["float32"], axis=1)
+    print(f"{name}: std {logits['float32'].std():.2f}, least top-1 margin {(top[:, -1] - top[:, -2]).min():.1e}")
+
+
+def make_case(name: str, seed: int, num_prompt_tokens: int) -> None:
+    folder, config = GOLDENS / name, config_of(name)
     config.dtype = "float32"
     config.to_json_file(folder / "config.json", use_diff=False)
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for key in _SAYS_NOTHING:
-        fields.pop(key, None)
-    fields = {key: value for key, value in fields.items() if not key.startswith("summary_")}
-    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-    (folder / "config_older.json").write_text(json.dumps(older_spelling(fields), indent=1) + "\n", encoding="utf-8")
+    fields = {
+        key: value
+        for key, value in read_json(folder / "config.json").items()
+        if key not in _SAYS_NOTHING and not key.startswith("summary_")
+    }
+    for file, content in (("config.json", fields), ("config_older.json", older_spelling(fields))):
+        (folder / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     prompt = random_prompt(config, num_prompt_tokens, seed)
     for attempt in range(1, 3000):
@@ -209,52 +238,33 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
         prompt = random_prompt(config, num_prompt_tokens, seed + 1000 * attempt)
     else:
         raise AssertionError(f"{name}: no prompt whose experts are clear was found")
-    logits, greedy = {}, {}
+    found = {}
+    spellings = [transformers.AutoConfig.from_pretrained(folder, _configuration_file=file)
+                 for file in ("config.json", "config_older.json")]  # fmt: skip
     for weights in ("float32", "bfloat16"):
-        spellings = [transformers.AutoConfig.from_pretrained(folder, _configuration_file=file)
-                     for file in ("config.json", "config_older.json")]  # fmt: skip
         results = [run(load(spelling, seed, weights == "bfloat16"), prompt) for spelling in spellings]
         assert np.array_equal(results[0][0], results[1][0]), f"{name}: the two spellings differ in transformers"
-        logits[weights], greedy[weights] = results[0]
-    model = load(spellings[0], seed, is_rounded=False)
-    golden = {
-        "seed": seed,
-        "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}",
-        "prompt_ids": prompt,
-        "greedy_ids": greedy,
-        "tensors": {
-            key: list(place.shape)
-            for name, parameter in named_tensors(model)
-            for key, place in stored_tensors(name, parameter, config.model_type)
-        },
+        found[weights] = results[0]
+    tensors = {
+        key: list(place.shape)
+        for each, parameter in named_tensors(load(spellings[0], seed, is_rounded=False))
+        for key, place in stored_tensors(each, parameter, config.model_type)
     }
-    (folder / "golden.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
-    np.savez(folder / "logits.npz", allow_pickle=False, **logits)
-    top = np.sort(logits["float32"], axis=1)
-    print(f"{name}: std {logits['float32'].std():.2f}, least top-1 margin {(top[:, -1] - top[:, -2]).min():.1e}")
+    write_golden(name, seed, prompt, tensors, found)
 
 
-def make_internlm2() -> None:
+def make_internlm2(seed: int, num_prompt_tokens: int) -> None:
     """InternLM 2, which transformers lacks: Llama's arithmetic with its names, queries, keys and values in one."""
-    name, seed, head_dim, q_heads, kv_heads = "internlm2_grouped", 1000, 8, 6, 2
-    config = small(
-        "Llama", q_heads * head_dim, 37, **heads(q_heads, kv_heads), attention_bias=True, rope_parameters={
-            "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0,
-        },
-    )  # fmt: skip
-    folder, group = GOLDENS / name, q_heads // kv_heads + 2
-    folder.mkdir(parents=True, exist_ok=True)
-    fields = {
-        "architectures": ["InternLM2ForCausalLM"], "attn_implementation": "eager", "bias": True, "bos_token_id": None,
-        "eos_token_id": None, "hidden_act": "silu", "hidden_size": 48, "initializer_range": 0.02,
-        "intermediate_size": 37, "max_position_embeddings": 128, "model_type": "internlm2", "num_attention_heads": 6,
-        "num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": None, "pretraining_tp": 1,
-        "rms_norm_eps": config.rms_norm_eps, "rope_scaling": {"factor": 2.0, "type": "dynamic"}, "rope_theta": 1e4,
-        "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.41.0", "use_cache": True,
-        "vocab_size": 61,
-    }  # fmt: skip
-    for file in ("config.json", "config_older.json"):
-        (folder / file).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    fields = read_json(GOLDENS / INTERNLM2 / "config.json")
+    q_heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    group, head_dim = q_heads // kv_heads + 2, fields["hidden_size"] // q_heads
+    rope = {"rope_type": "dynamic", "rope_theta": fields["rope_theta"], "factor": fields["rope_scaling"]["factor"]}
+    same = ("bos_token_id", "eos_token_id", "hidden_size", "intermediate_size", "max_position_embeddings",
+            "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "pad_token_id", "rms_norm_eps",
+            "vocab_size")  # fmt: skip
+    config = transformers.LlamaConfig(
+        **{key: fields[key] for key in same}, attention_bias=fields["bias"], rope_parameters=rope
+    )
     parts = {
         "model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo",
         "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
@@ -262,7 +272,7 @@ def make_internlm2() -> None:
     }  # fmt: skip
     places = {"q_proj": slice(0, group - 2), "k_proj": slice(group - 2, group - 1), "v_proj": slice(group - 1, group)}
     shapes: dict[str, list[int]] = {}
-    logits, greedy, prompt = {}, {}, random_prompt(config, 19, seed)
+    found, prompt = {}, random_prompt(config, num_prompt_tokens, seed)
     for weights in ("float32", "bfloat16"):
         model = load(config, seed, weights == "bfloat16")
         with torch.no_grad():
@@ -280,41 +290,42 @@ def make_internlm2() -> None:
                 if "wqkv" in stored:
                     array = array.reshape(kv_heads, group, head_dim, *shape[1:])[:, rows].reshape(tuple(place.shape))
                 place.copy_(torch.from_numpy(np.ascontiguousarray(array)))
-        logits[weights], greedy[weights] = run(model, prompt)
-    golden = {
-        "seed": seed, "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}",
-        "prompt_ids": prompt, "greedy_ids": greedy, "tensors": shapes,
-    }  # fmt: skip
-    (folder / "golden.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
-    np.savez(folder / "logits.npz", allow_pickle=False, **logits)
+        found[weights] = run(model, prompt)
+    write_golden(INTERNLM2, seed, prompt, shapes, found)
+
+
+def rope(kind: str, theta: float, **options: float | bool) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, **options}
+
+
+def yarn(original: int, factor: float, theta: float, **options: float | bool) -> dict[str, Any]:
+    return rope("yarn", theta, factor=factor, original_max_position_embeddings=original, **options)
 
 
 def make_rope_references() -> None:
     """Frequencies, and cosines and sines far into the context, of real models' rotary positions."""
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     shapes = {
-        "llama2": (128, linear_rope(1.0)),
-        "llama31": (128, llama3_rope(8192, 8.0, 1.0, 4.0, 5e5)),
-        "llama32": (64, llama3_rope(8192, 32.0, 1.0, 4.0, 5e5)),
-        "qwen3": (128, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-        "linear": (80, linear_rope(3.0)),
-        "qwen3_yarn": (128, yarn_rope(32768, 4.0, 1e6)),
-        "yarn_options": (64, yarn_rope(4096, 16.0, 1e4, beta_fast=20.0, beta_slow=2.0, truncate=False)),
-        "yarn_mscale": (64, yarn_rope(4096, 40.0, 1e4, mscale=1.0, mscale_all_dim=0.707)),
+        "llama2": (128, rope("linear", 10000.0, factor=1.0)),
+        "llama31": (128, rope("llama3", 5e5, factor=8.0, **llama3)),
+        "llama32": (64, rope("llama3", 5e5, factor=32.0, **llama3)),
+        "qwen3": (128, rope("default", 1e6)),
+        "linear": (80, rope("linear", 10000.0, factor=3.0)),
+        "qwen3_yarn": (128, yarn(32768, 4.0, 1e6)),
+        "yarn_options": (64, yarn(4096, 16.0, 1e4, beta_fast=20.0, beta_slow=2.0, truncate=False)),
+        "yarn_mscale": (64, yarn(4096, 40.0, 1e4, mscale=1.0, mscale_all_dim=0.707)),
     }
     references = {}
-    for name, (head_dim, fields) in shapes.items():
-        config = llama(
-            **sizes(2 * head_dim, 8),
-            **heads(2, 2),
-            head_dim=head_dim,
-            **fields,
-            max_position_embeddings=1 << 17,
-        )
+    for name, (head_dim, rope_parameters) in shapes.items():
+        config = transformers.LlamaConfig(
+            vocab_size=97, num_hidden_layers=2, hidden_size=2 * head_dim, intermediate_size=8, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=head_dim, rope_parameters=rope_parameters, max_position_embeddings=1 << 17,
+        )  # fmt: skip
         rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
         cos, sin = rotary(torch.zeros(1), torch.tensor([ROPE_POSITIONS]))
         references[name] = {
             "head_dim": head_dim,
-            "rope_parameters": fields["rope_parameters"],
+            "rope_parameters": rope_parameters,
             "positions": ROPE_POSITIONS,
             "frequencies": rotary.inv_freq.tolist(),
             "cos": cos[0, :, : head_dim // 2].tolist(),
@@ -325,8 +336,7 @@ def make_rope_references() -> None:
 
 def make_beam_searches() -> None:
     """The beams of `BEAM_MODEL`, and their log probabilities, for widths, penalties and ids that end a beam."""
-    config, num_prompt_tokens = cases()[BEAM_MODEL]
-    seed = list(cases()).index(BEAM_MODEL) + 1
+    config, (seed, num_prompt_tokens) = config_of(BEAM_MODEL), seeds()[BEAM_MODEL]
     model = load(config, seed, is_rounded=False)
     random = np.random.default_rng(16)
     searches = []
@@ -358,13 +368,15 @@ def main() -> None:
     wanted = sys.argv[1:]
     if not wanted:
         make_rope_references()
-    if not wanted or "internlm2_grouped" in wanted:
-        make_internlm2()
     if not wanted or "beam_search" in wanted:
         make_beam_searches()
-    for seed, (name, (config, num_prompt_tokens)) in enumerate(cases().items(), start=1):
-        if not wanted or name in wanted:
-            make_case(name, config, num_prompt_tokens, seed)
+    for name, (seed, num_prompt_tokens) in seeds().items():
+        if wanted and name not in wanted:
+            continue
+        if name == INTERNLM2:
+            make_internlm2(seed, num_prompt_tokens)
+        else:
+            make_case(name, seed, num_prompt_tokens)
 
 
 if __name__ == "__main__":
