@@ -31,7 +31,7 @@ class DummyCheckpoint:
     def __init__(
         self, layout: TensorLayout, seed: int, dtype: DType, quantized: Mapping[str, QuantizedLayout] | None = None
     ) -> None:
-        self._shapes: Mapping[str, tuple[int, ...]] = layout.shapes
+        self.shapes: Mapping[str, tuple[int, ...]] = layout.shapes
         self._quantized = quantized or {}
         self._seed = seed
         self._dtype = dtype
@@ -44,7 +44,7 @@ class DummyCheckpoint:
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """The tensor, made anew at each call."""
-        shape = self._shapes[name]
+        shape = self.shapes[name]
         if len(shape) == 1:
             fill = 0 if name.endswith(".bias") else 1
             return np.full(shape, fill, self._dtype.numpy)

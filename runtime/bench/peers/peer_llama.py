@@ -21,42 +21,17 @@ import numpy as np
 
 VARIANTS = ("flash-512", "plain-512", "flash-128", "plain-128")
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
-
-GPT2_NAMES = {
-    "ln_1.weight": "attn_norm.weight",
-    "ln_1.bias": "attn_norm.bias",
-    "attn.c_attn.weight": "attn_qkv.weight",
-    "attn.c_attn.bias": "attn_qkv.bias",
-    "attn.c_proj.weight": "attn_output.weight",
-    "attn.c_proj.bias": "attn_output.bias",
-    "ln_2.weight": "ffn_norm.weight",
-    "ln_2.bias": "ffn_norm.bias",
-    "mlp.c_fc.weight": "ffn_up.weight",
-    "mlp.c_fc.bias": "ffn_up.bias",
-    "mlp.c_proj.weight": "ffn_down.weight",
-    "mlp.c_proj.bias": "ffn_down.bias",
-}
-QWEN3_NAMES = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
-OTHER_NAMES = {
-    "transformer.wte.weight": "token_embd.weight",
-    "transformer.wpe.weight": "position_embd.weight",
-    "transformer.ln_f.weight": "output_norm.weight",
-    "transformer.ln_f.bias": "output_norm.bias",
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-}
+GPT2_FIELDS = {
+    "block_count": "n_layer", "context_length": "n_positions", "embedding_length": "n_embd",
+    "feed_forward_length": "n_inner", "head_count": "n_head", "layer_norm_eps": "layer_norm_epsilon",
+}  # fmt: skip
+QWEN3_FIELDS = {
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads", "key_length": "head_dim", "value_length": "head_dim",
+    "layer_norm_rms_eps": "rms_norm_eps", "rope_freq_base": "rope_theta",
+}  # fmt: skip
+"""gguf's writer's methods, and the fields of config.json that they take."""
 
 
 def stored_tensors(path: Path) -> Iterator[tuple[str, Any]]:
@@ -77,17 +52,6 @@ def stored_tensors(path: Path) -> Iterator[tuple[str, Any]]:
         yield name, values.reshape(entry["shape"])
 
 
-def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor of Hugging Face's GPT-2 or Qwen3."""
-    if name in OTHER_NAMES:
-        return OTHER_NAMES[name]
-    for prefix, names in (("transformer.h.", GPT2_NAMES), ("model.layers.", QWEN3_NAMES)):
-        if name.startswith(prefix):
-            layer, _, rest = name.removeprefix(prefix).partition(".")
-            return f"blk.{layer}.{names[rest]}"
-    raise ValueError(f"no name in GGUF for {name}")
-
-
 def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     """The folder's model as GGUF, its matrices as `dtype`; vectors and positions stay float32. It has no tokenizer: ids
     go in, ids come out."""
@@ -96,38 +60,26 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = config["model_type"]
     writer = gguf.GGUFWriter(path, kind)
-    if kind == "gpt2":
-        hidden = config["n_embd"]
-        writer.add_block_count(config["n_layer"])
-        writer.add_context_length(config["n_positions"])
-        writer.add_embedding_length(hidden)
-        writer.add_feed_forward_length(4 * hidden)
-        writer.add_head_count(config["n_head"])
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-    elif kind == "qwen3":
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_context_length(config["max_position_embeddings"])
-        writer.add_embedding_length(config["hidden_size"])
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_head_count(config["num_attention_heads"])
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_rope_freq_base(config["rope_theta"])
-    else:
+    names = {"gpt2": GPT2_FIELDS, "qwen3": QWEN3_FIELDS}.get(kind)
+    if names is None:
         raise ValueError(f"model_type {kind!r} is neither gpt2 nor qwen3")
+    fields = {**config, "n_inner": 4 * config.get("n_embd", 0)}
+    for name, field in names.items():
+        getattr(writer, f"add_{name}")(fields[field])
+    layers = fields[names["block_count"]]
+    tensor_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], layers)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     matrix_type = gguf.GGMLQuantizationType[GGUF_TYPES[dtype]]
     for name, values in stored_tensors(folder / "model.safetensors"):
         if ".c_" in name and values.ndim == 2:
             values = values.T  # GPT-2 stores its maps as [in, out]
+        theirs = tensor_names.get_name(name, try_suffixes=(".weight", ".bias"))
+        data = np.ascontiguousarray(values, np.float32)
         if values.ndim == 2 and name != "transformer.wpe.weight":
-            data = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), matrix_type)
-            writer.add_tensor(gguf_name(name), data, raw_dtype=matrix_type)
+            writer.add_tensor(theirs, gguf.quants.quantize(data, matrix_type), raw_dtype=matrix_type)
         else:
-            writer.add_tensor(gguf_name(name), np.ascontiguousarray(values, np.float32))
+            writer.add_tensor(theirs, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
