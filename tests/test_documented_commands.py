@@ -49,11 +49,9 @@ SLOW = {
     "make chat DEVICE=emulated": "42",
     "xserv bench overhead": "host (ms a step)",
     "xserv info --device cpu --pipeline-parallel-size 2": "stage 1",
-    "xserv bench latency": "",
     "python -m tools.simulate --shared-prefixes 1000,64,2000,100,16,0 --config qwen3-8b --gpu h200 --num-blocks 2500 "
     "--max-concurrency 64 --replicas 4": "hit_rate",
-    "xserv bench throughput": "",
-    "xserv bench throughput --device cpu --pipeline-parallel-size 2": "tokens per second",
+    "xserv bench streaming --device cpu --pipeline-parallel-size 2": "tokens/s",
     "xserv bench streaming": "",
     "xserv bench memory": "",
     "python -m tools.eval_demo_model --num 200 --check": "",

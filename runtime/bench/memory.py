@@ -29,8 +29,7 @@ from runtime.bench.load.samples import random_samples
 from runtime.bench.load.serving import Load, bench_serve
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.child_process import ChildProcess
-from runtime.bench.peers.model_folders import Gpt2Shape
-from runtime.bench.peers.workloads import GPT2, Group
+from runtime.bench.peers.workloads import GPT2, Gpt2Shape, Group
 from runtime.own_packages import python_module
 
 ALLOWANCE_BYTES = 400_000_000

@@ -59,11 +59,13 @@ def test_help_names_every_command() -> None:
     for command in ("chat", "generate", "serve", "tokenize", "info", "perplexity", "kernels", "bench"):
         assert re.search(rf"^  {command}\b", out, re.MULTILINE)
         assert invoke(command, "--help")[0] == 0
-    for benchmark in ("latency", "throughput", "serve", "streaming", "peers", "memory", "overhead", "products"):
+    for benchmark in ("serve", "streaming", "peers", "memory", "overhead", "products"):
         assert invoke("bench", benchmark, "--help")[0] == 0
 
 
-@pytest.mark.parametrize("arguments", [["-h"], ["serve", "-h"], ["kernels", "build", "-h"], ["bench", "latency", "-h"]])
+@pytest.mark.parametrize(
+    "arguments", [["-h"], ["serve", "-h"], ["kernels", "build", "-h"], ["bench", "streaming", "-h"]]
+)
 def test_h_is_help(arguments: list[str]) -> None:
     assert invoke(*arguments) == invoke(*arguments[:-1], "--help")
     assert invoke(*arguments)[0] == 0
@@ -82,7 +84,7 @@ def test_help_stands_under_headings() -> None:
     assert headings("chat") == ["Arguments", "Options", *engine, "Sampling"]
     of_server = ["Limits of the server", "Answers", "Keys and addresses", "Operations"]
     assert headings("serve") == ["Arguments", "Options", *engine, *of_server]
-    assert headings("bench", "latency")[1:5] == engine
+    assert headings("bench", "streaming")[1:5] == engine
     text = invoke("serve", "--help")[1]
     assert text.index("Keys and addresses:") < text.index("--api-key") < text.index("Operations:")
 

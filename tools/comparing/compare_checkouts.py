@@ -26,11 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from runtime.bench.environment import describe_machine
-from runtime.bench.load.prompts import random_prompts
+from runtime.bench.load.samples import random_prompts
 from runtime.bench.metrics import BenchmarkError, check_outputs
 from runtime.bench.peers.child_process import ChildProcess
-from runtime.bench.peers.model_folders import Gpt2Shape, write_gpt2_folder
-from runtime.bench.peers.workloads import WORKLOADS, Workload
+from runtime.bench.peers.workloads import WORKLOADS, Gpt2Shape, Workload, write_gpt2_folder
 
 SCRIPT = Path(__file__).parent / "checkouts" / "engine_side.py"
 SIDES = ("before", "after")

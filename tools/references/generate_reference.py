@@ -37,7 +37,7 @@ from tests.models.golden_weights import (  # noqa: E402
 GOLDENS = ROOT / "tests" / "models" / "goldens"
 NUM_NEW_TOKENS = 24
 NEW_PROMPT_TOKENS = 20
-"""Of a new case."""
+"""The length of a new case's prompt."""
 LEAST_ROUTER_MARGIN = 0.03
 BEAM_MODEL, INTERNLM2 = "llama_default", "internlm2_grouped"
 ROPE_POSITIONS = [1, 777, 40_959, 131_071]

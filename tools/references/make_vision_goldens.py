@@ -1,4 +1,4 @@
-"""Writes transformers' results for the tiny models of `tests/models/vision/cases.py`.
+"""Writes transformers' results for the tiny models of `tests/models/vision`.
 
     python -m tools.references.make_vision_goldens [CASE ... | configs]          # needs transformers and torch
 
@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
+from tests.models.driver import mean_relative_error, relative_error
 from tests.models.golden_weights import golden_tensor
 from tests.models.vision import gemma3_cases, llava_cases, pixtral_cases
 from tests.models.vision.cases import CASES, FOLDER, GRIDS, IMAGE, PROMPT, SEED, patches_of, stored_tensors
@@ -26,12 +28,37 @@ NUM_NEW = 6
 """Tokens sampled after the prompt."""
 
 
+OTHERS = {case: module for module in (llava_cases, pixtral_cases, gemma3_cases) for case in module.CASES}
+"""The cases of families whose towers see patches of fixed places."""
+
+
 def main() -> None:
-    for case in sys.argv[1:] or (*CASES, "configs"):
+    for case in sys.argv[1:] or (*CASES, *OTHERS, "configs"):
         if case == "configs":
             make_configs()
+        elif case in OTHERS:
+            make_other_case(OTHERS[case], case)
         else:
             make_case(case)
+
+
+def made_model(config: dict[str, Any]) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """transformers' model of a config with the golden weights, and the shapes of its tensors."""
+    made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    made._attn_implementation = "eager"
+    model: Any = transformers.AutoModelForImageTextToText.from_config(made).eval()
+    shapes: dict[str, tuple[int, ...]] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shapes[name] = tuple(parameter.shape)
+            parameter.copy_(torch.from_numpy(golden_tensor(name, shapes[name], SEED)))
+    return model, shapes
+
+
+def write(case: str, shapes: dict[str, tuple[int, ...]], found: dict[str, Any]) -> None:
+    (FOLDER / f"{case}.json").write_text(json.dumps(shapes, separators=(",", ":")), encoding="utf-8")
+    np.savez_compressed(FOLDER / f"{case}.npz", **found)
+    print(case, {name: np.shape(array) for name, array in found.items()}, found.get("greedy"))
 
 
 def make_configs() -> None:
@@ -50,14 +77,8 @@ def make_configs() -> None:
 
 
 def make_case(case: str) -> None:
-    config = transformers.AutoConfig.for_model(**CASES[case])
-    config._attn_implementation = "eager"
-    model: Any = transformers.AutoModelForImageTextToText.from_config(config).eval()
-    shapes: dict[str, tuple[int, ...]] = {}
+    model, shapes = made_model(CASES[case])
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            shapes[name] = tuple(parameter.shape)
-            parameter.copy_(torch.from_numpy(golden_tensor(name, shapes[name], SEED)))
         grids = torch.tensor([[1, *grid] for grid in GRIDS])
         pixels = torch.from_numpy(np.concatenate([patches_of(case, index) for index in range(len(GRIDS))]))
         made = model.model.get_image_features(pixels, grids)
@@ -87,9 +108,7 @@ def make_case(case: str) -> None:
         found["logits"] = logits
         found["greedy"] = ids[0, len(PROMPT) :].numpy().astype(np.int32)
     check_stored(model, shapes)
-    (FOLDER / f"{case}.json").write_text(json.dumps(shapes, separators=(",", ":")), encoding="utf-8")
-    np.savez_compressed(FOLDER / f"{case}.npz", **found)
-    print(case, {name: array.shape for name, array in found.items()}, found["delta"], found["greedy"])
+    write(case, shapes, found)
 
 
 def check_stored(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -114,6 +133,46 @@ def positions_of(model: Any, ids: Any, kinds: Any, grids: Any) -> tuple[Any, Any
         ids, mm_token_type_ids=kinds, image_grid_thw=grids[[0, 2, 3]], video_grid_thw=grids[[1]]
     )
     return positions, deltas
+
+
+def make_other_case(module: ModuleType, case: str) -> None:
+    model, shapes = made_model(module.CASES[case])
+    with torch.no_grad():
+        sizes = {}
+        if module is pixtral_cases:
+            batch, each = module.batch_of(case)
+            pixels, sizes = torch.from_numpy(batch), {"image_sizes": torch.tensor(each)}
+        else:
+            pixels = torch.from_numpy(module.pixels_of(case))
+        names = ("vision_feature_layer", "vision_feature_select_strategy")
+        choices = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
+        made = model.model.get_image_features(pixels, **choices, **sizes)
+        ids = module.prompt_of(case)[0]
+        found: dict[str, Any] = {}
+        logits = logits_of(model, ids, pixels, **sizes)
+        if module is gemma3_cases:
+            found["greedy"] = []
+            for _ in range(NUM_NEW):
+                found["greedy"].append(int(logits[-1].argmax()))
+                logits = logits_of(model, [*ids, *found["greedy"]], pixels)
+            ids, logits = [*ids, *found["greedy"][:-1]], logits[:-1]
+        rough = logits_of(model.bfloat16(), ids, pixels.bfloat16(), **sizes)
+    put = torch.cat if module is pixtral_cases else torch.stack
+    found |= {
+        "bfloat16_mean_error": np.float64(mean_relative_error(rough, logits)), "logits": logits,
+        "embeddings": put(list(made.pooler_output)).numpy(),
+        "bfloat16_error": np.float64(relative_error(rough, logits)),
+    }  # fmt: skip
+    write(case, shapes, found)
+
+
+def logits_of(model: Any, ids: list[int], pixels: Any, **more: Any) -> np.ndarray[Any, Any]:
+    """Logits of all positions; Gemma gets a mask of pictures, so that their tokens see each other."""
+    if model.config.model_type == "gemma3":
+        more["token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in ids]])
+    made = model(input_ids=torch.tensor([ids]), pixel_values=pixels, **more)
+    logits: np.ndarray[Any, Any] = made.logits[0].float().numpy()
+    return logits
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 from runtime.backends import cpu
 from runtime.bench.environment import describe_engine
 from runtime.bench.kernels.counted import Counts, counting
-from runtime.bench.load.prompts import random_prompts
+from runtime.bench.load.samples import random_prompts
 from runtime.bench.metrics import BenchmarkError, check_finite
 from runtime.bench.scheduling.engines import Stepper, local
 from runtime.device.gpu import Gpu

@@ -1,124 +1,62 @@
-"""The requests of `bench serve`: prompts of random tokens, from a file, or of a recorded trace, with output lengths.
+"""The requests of `bench serve`, and random prompts of given lengths, no two alike.
 
-Random prompts are token ids if the server takes ids (completions). For chats each id is replaced by a word of `WORDS`,
-so that lengths are approximate, and equal prefixes stay equal; the server counts the real tokens.
+Prompts are random tokens, from a file, or of a recorded trace, with output lengths. Random prompts are token ids if the
+server takes ids (completions). For chats each id is replaced by a word of `WORDS`, so that lengths are approximate, and
+equal prefixes stay equal; the server counts the real tokens.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.bench.load.prompts import random_prompts, varied_lengths
 from runtime.bench.load.traces import random_tokens, read_trace
 from runtime.bench.metrics import BenchmarkError
 
-WORDS = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "you",
-    "that",
-    "it",
-    "he",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-    "at",
-    "be",
-    "this",
-    "have",
-    "from",
-    "or",
-    "one",
-    "had",
-    "by",
-    "word",
-    "but",
-    "not",
-    "what",
-    "all",
-    "were",
-    "we",
-    "when",
-    "your",
-    "can",
-    "said",
-    "there",
-    "use",
-    "an",
-    "each",
-    "which",
-    "she",
-    "do",
-    "how",
-    "their",
-    "if",
-    "will",
-    "up",
-    "other",
-    "about",
-    "out",
-    "many",
-    "then",
-    "them",
-    "these",
-    "so",
-    "some",
-    "her",
-    "would",
-    "make",
-    "like",
-    "him",
-    "into",
-    "time",
-    "has",
-    "look",
-    "two",
-    "more",
-    "write",
-    "go",
-    "see",
-    "number",
-    "no",
-    "way",
-    "could",
-    "people",
-    "my",
-    "than",
-    "first",
-    "water",
-    "been",
-    "call",
-    "who",
-    "oil",
-    "its",
-    "now",
-    "find",
-    "long",
-    "down",
-    "day",
-    "did",
-    "get",
-    "come",
-    "made",
-    "may",
-    "part",
-    "over",
-    "new",
-    "sound",
-)
+
+def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """`num_prompts` distinct lists of `length` ids in [0, vocab_size), the same for the same arguments.
+
+    They are distinct so that no engine can serve one from another's cache. Raises `BenchmarkError` if there are not
+    that many distinct prompts.
+    """
+    if num_prompts < 1 or length < 1:
+        raise BenchmarkError(f"{num_prompts} prompts of {length} tokens: both must be at least 1")
+    if vocab_size ** min(length, 64) < 2 * num_prompts:
+        raise BenchmarkError(
+            f"{num_prompts} distinct prompts of {length} tokens need a larger vocabulary than {vocab_size}"
+        )
+    generator = random.Random(seed)
+    seen: set[tuple[int, ...]] = set()
+    prompts: list[list[int]] = []
+    while len(prompts) < num_prompts:
+        prompt = [generator.randrange(vocab_size) for _ in range(length)]
+        if tuple(prompt) not in seen:
+            seen.add(tuple(prompt))
+            prompts.append(prompt)
+    return prompts
+
+
+def varied_lengths(num_prompts: int, length: int, range_ratio: float, seed: int) -> list[int]:
+    """Lengths drawn evenly from [length·(1 − ratio), length·(1 + ratio)], at least 1, as in vLLM."""
+    if not 0.0 <= range_ratio < 1.0:
+        raise BenchmarkError(f"--random-range-ratio {range_ratio} must lie in [0, 1)")
+    generator = random.Random(seed)
+    low, high = int(length * (1 - range_ratio)), int(length * (1 + range_ratio))
+    return [max(1, generator.randint(low, high)) for _ in range(num_prompts)]
+
+
+_TEXT = """
+the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not
+what all were we when your can said there use an each which she do how their if will up other about out many then them
+these so some her would make like him into time has look two more write go see number no way could people my than
+first water been call who oil its now find long down day did get come made may part over new sound
+"""
+WORDS = tuple(_TEXT.split())
 
 
 @dataclass(frozen=True, slots=True)

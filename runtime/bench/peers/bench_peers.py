@@ -27,13 +27,18 @@ from runtime.bench.environment import describe_engine
 from runtime.bench.metrics import BenchmarkError, check_finite
 from runtime.bench.peers.child_process import ChildProcess
 from runtime.bench.peers.cpu_limits import LimitMeter, ModelSize, limit_rate, open_meter
-from runtime.bench.peers.goals import PEER_GOALS, host_row
-from runtime.bench.peers.loading import bench_load, bench_pack
-from runtime.bench.peers.model_folders import Gpt2Shape
-from runtime.bench.peers.rounds import compare_logits, measure_workload
-from runtime.bench.peers.sides import OURS, PEER_ENGINES, OurSide, PeerEngine, PeerSide
-from runtime.bench.peers.tokenizers import NAMES, tokenizer_rows
-from runtime.bench.peers.workloads import GPT2, Group, Workload
+from runtime.bench.peers.host_work import NAMES, bench_load, bench_pack, tokenizer_rows
+from runtime.bench.peers.report import PEER_GOALS, host_row
+from runtime.bench.peers.rounds import (
+    OURS,
+    PEER_ENGINES,
+    OurSide,
+    PeerEngine,
+    PeerSide,
+    compare_logits,
+    measure_workload,
+)
+from runtime.bench.peers.workloads import GPT2, Gpt2Shape, Group, Workload
 from runtime.llm import LLM
 
 KV_CACHE_BYTES = 512 << 20

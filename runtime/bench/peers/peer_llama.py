@@ -75,6 +75,7 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
         if ".c_" in name and values.ndim == 2:
             values = values.T  # GPT-2 stores its maps as [in, out]
         theirs = tensor_names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, name
         data = np.ascontiguousarray(values, np.float32)
         if values.ndim == 2 and name != "transformer.wpe.weight":
             writer.add_tensor(theirs, gguf.quants.quantize(data, matrix_type), raw_dtype=matrix_type)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from runtime.bench.environment import finished
-from runtime.bench.load.prompts import random_prompts
+from runtime.bench.load.samples import random_prompts
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.engines import like
 from runtime.engine.engine import Engine

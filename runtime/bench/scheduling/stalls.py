@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.bench.environment import finished
-from runtime.bench.load.prompts import random_prompts
+from runtime.bench.load.samples import random_prompts
 from runtime.bench.metrics import BenchmarkError, percentiles_of
 from runtime.bench.scheduling.engines import Stepper, like
 from runtime.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""`xserv bench` on an engine, its steps and kernels: latency, throughput, exact, products, profile and others."""
+"""`xserv bench` on an engine, its steps and kernels: streaming, exact, products, profile and others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.commands.report import ReportOptions, listing
 from runtime.engine.config import integers
 
 _cpu_products = later("runtime.bench.cpu_products")
-_batches = later("runtime.bench.load.batches")
+_burst = later("runtime.bench.load.burst")
 _exact = later("runtime.bench.scheduling.exact")
 _overhead = later("runtime.bench.scheduling.overhead")
 _llm = later("runtime.llm")
@@ -22,51 +22,6 @@ _bars = later("runtime.bench.kernels.bars")
 _bench_kernels = later("runtime.bench.kernels.bench_kernels")
 _step_profile = later("runtime.bench.kernels.step_profile")
 _make_engine = later("runtime.engine.make_engine")
-
-
-def latency(
-    engine: EngineOptions,
-    output: ReportOptions,
-    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
-    output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
-    batch_size: Annotated[int, typer.Option(help="Prompts in the batch.")] = 8,
-    num_iters_warmup: Annotated[int, typer.Option(help="Runs before the timed ones.")] = 3,
-    num_iters: Annotated[int, typer.Option(help="Timed runs.")] = 10,
-) -> None:
-    """Measure the latency of one batch."""
-    with _llm.LLM(**engine.arguments()) as llm:
-        report = _batches.bench_latency(
-            llm,
-            input_len=input_len,
-            output_len=output_len,
-            batch_size=batch_size,
-            num_iters_warmup=num_iters_warmup,
-            num_iters=num_iters,
-        )
-    lines = {"avg latency (s)": report["avg_latency"]}
-    lines.update({f"p{q} latency (s)": value for q, value in report["percentiles"].items()})
-    output.deliver(report, listing(report, lines))
-
-
-def throughput(
-    engine: EngineOptions,
-    output: ReportOptions,
-    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
-    output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
-    num_prompts: Annotated[int, typer.Option(help="How many prompts.")] = 64,
-) -> None:
-    """Measure the throughput with all requests submitted at the start."""
-    with _llm.LLM(**engine.arguments()) as llm:
-        report = _batches.bench_throughput(llm, input_len=input_len, output_len=output_len, num_prompts=num_prompts)
-    names = (
-        "elapsed_time",
-        "num_requests",
-        "total_num_tokens",
-        "requests_per_second",
-        "tokens_per_second",
-        "output_tokens_per_second",
-    )
-    output.deliver(report, listing(report, {name.replace("_", " "): report[name] for name in names}))
 
 
 def streaming(
@@ -80,7 +35,7 @@ def streaming(
 ) -> None:
     """Measure a burst of many short requests."""
     with _llm.LLM(**engine.arguments()) as llm:
-        report = _batches.bench_streaming(
+        report = _burst.bench_streaming(
             llm,
             num_requests=num_requests,
             prompt_len=prompt_len,

@@ -15,7 +15,7 @@ _memory = later("runtime.bench.memory")
 _metrics = later("runtime.bench.metrics")
 _bench_peers = later("runtime.bench.peers.bench_peers")
 _report = later("runtime.bench.peers.report")
-_sides = later("runtime.bench.peers.sides")
+_sides = later("runtime.bench.peers.rounds")
 _workloads = later("runtime.bench.peers.workloads")
 
 CheckFlag = Annotated[bool, typer.Option("--check", help="Status 1 where a goal is missed or cannot be judged.")]

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from runtime.commands.bench.accuracy import accuracy
-from runtime.commands.bench.engine import exact, kernels, latency, overhead, products, profile, streaming, throughput
+from runtime.commands.bench.engine import exact, kernels, overhead, products, profile, streaming
 from runtime.commands.bench.peers import memory, peers
 from runtime.commands.bench.scheduling import schedule, simulation, speculation, stalls
 from runtime.commands.bench.serve import serve
@@ -20,13 +20,14 @@ GONE = {
     "allocator": "`xserv bench profile` shows where the time of a step goes, the host's parts among it",
     "budget": "`xserv bench stalls --tpot-ratio R` measures the budget, and what prompts beside decodes then cost",
     "chunked": "`xserv bench stalls` and `xserv bench schedule` compare chunks with whole prompts",
+    "latency": "`xserv bench streaming --num-requests N --prompt-len M --max-tokens K` times one batch",
     "loading": "`xserv bench peers --workloads load` times how soon the tensors of a file are there",
     "nccl": "NVIDIA's nccl-tests measure the same; `tools/simulate.py --link` takes their MICROSECONDS,GB_PER_S",
-    "parallel": "`xserv bench latency`, `throughput` and `serve` take --tensor-parallel-size, --pipeline-parallel-size "
-    "and --data-parallel-size",
-    "pictures": "`xserv bench serve` measures a server that is busy; `python -m tools.comparing.compare_towers` in the "
-    "repository times a tower",
+    "parallel": "`xserv bench streaming` and `serve` take --tensor-parallel-size, --pipeline-parallel-size and "
+    "--data-parallel-size",
+    "pictures": "`xserv bench serve` measures a server that is busy; `python -m tools.gpu_check` times a tower",
     "routing": "`xserv bench serve --data-parallel-size N --routing-policy P --num-prefixes M` measures one policy",
+    "throughput": "`xserv bench streaming` has the throughput of requests that are submitted at once",
     "tokenizer": "`xserv bench peers --workloads tokenizer --tokenizer FILE` compares encoding",
 }
 """Commands of earlier versions, each with what measures the same or the nearest."""
@@ -44,7 +45,7 @@ class BenchGroup(TyperGroup):
 bench = typer.Typer(
     name="bench",
     cls=BenchGroup,
-    help="Measure: latency, throughput, serve, streaming, accuracy, peers, exact, overhead, products, …",
+    help="Measure: serve, streaming, accuracy, peers, exact, overhead, products, …",
     rich_markup_mode=None,
     add_completion=False,
 )
@@ -56,7 +57,7 @@ def _bench() -> None:
 
 
 for _command in (
-    latency, throughput, streaming, exact, overhead, products, peers, memory, serve, accuracy, schedule, stalls,
-    simulation, speculation, kernels, profile,
+    streaming, exact, overhead, products, peers, memory, serve, accuracy, schedule, stalls, simulation, speculation,
+    kernels, profile,
 ):  # fmt: skip
     bench.command(cls=Command)(with_options(_command))

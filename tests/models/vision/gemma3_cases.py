@@ -1,6 +1,6 @@
 """Tiny Gemma 3s that read pictures, and what they are asked.
 
-The tests and `tools/references/make_llava_goldens.py` share them.
+The tests and `tools/references/make_vision_goldens.py` share them.
 """
 
 from __future__ import annotations

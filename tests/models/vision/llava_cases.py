@@ -1,4 +1,4 @@
-"""Tiny LLaVAs, and what they are asked: shared by the tests and `tools/references/make_llava_goldens.py`."""
+"""Tiny LLaVAs, and what they are asked: shared by the tests and `tools/references/make_vision_goldens.py`."""
 
 from __future__ import annotations
 

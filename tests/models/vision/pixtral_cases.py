@@ -1,5 +1,5 @@
 """Tiny models with Pixtral's tower, and what they are asked: shared by the tests and
-`tools/references/make_llava_goldens.py`."""
+`tools/references/make_vision_goldens.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Gemma 3 with pictures against transformers: embeddings and logits, whose pictures see each other.
 
-Made by `tools/references/make_llava_goldens.py`. Chunks end before a picture or behind it.
+Made by `tools/references/make_vision_goldens.py`. Chunks end before a picture or after it.
 """
 
 from __future__ import annotations

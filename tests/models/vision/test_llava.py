@@ -1,6 +1,6 @@
 """LLaVA against transformers: the tower's embeddings and the logits, however a prompt is cut; then through the engine.
 
-Made by `tools/references/make_llava_goldens.py`.
+Made by `tools/references/make_vision_goldens.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pixtral, Mistral 3 and Ministral 3 against transformers: the tower's embeddings and the logits, however a prompt is
 cut; then through the engine.
 
-Made by `tools/references/make_llava_goldens.py`.
+Made by `tools/references/make_vision_goldens.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Ggml
 
-from runtime.bench.peers.model_folders import Gpt2Shape, write_gpt2_folder
+from runtime.bench.peers.workloads import Gpt2Shape, write_gpt2_folder
 from tests.models.folders import load_golden, write_model, write_tiny_qwen3
 from tests.models.gguf.files import write_gguf
 from tests.models.gguf.test_model import CONFIG, quantised_tensors

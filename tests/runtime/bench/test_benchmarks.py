@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from runtime.bench.load.batches import bench_streaming
+from runtime.bench.load import burst
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.peers.model_folders import Gpt2Shape, write_gpt2_folder
+from runtime.bench.peers.workloads import Gpt2Shape, write_gpt2_folder
 from runtime.cli import app
 from runtime.llm import LLM
 from tests.runtime.bench.running import bench
@@ -38,45 +38,13 @@ def check_environment(report: dict[str, Any]) -> None:
     assert {"cpu", "num_cores", "python", "numpy", "numba", "date"} <= environment.keys()
 
 
-def test_latency(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "latency.json"
+def test_streaming(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "streaming.json"
     report = bench(
-        *("latency", "--model", str(folder), "--input-len", "5", "--output-len", "3", "--batch-size", "2"),
-        *("--num-iters-warmup", "1", "--num-iters", "4", "--output-json", str(out)),
+        *("streaming", "--model", str(folder), "--num-requests", "6", "--prompt-len", "4", "--max-tokens", "3"),
+        *("--num-rounds", "3", "--output-json", str(out)),
     )
     assert json.loads(out.read_text()) == report
-    assert len(report["latencies"]) == 4
-    assert report["avg_latency"] == pytest.approx(sum(report["latencies"]) / 4)
-    assert set(report["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
-    assert min(report["latencies"]) <= report["percentiles"]["50"] <= max(report["latencies"])
-    check_environment(report)
-
-
-def test_throughput(folder: Path) -> None:
-    report = bench(
-        *("throughput", "--model", str(folder), "--input-len", "5", "--output-len", "3", "--num-prompts", "6")
-    )
-    assert (report["num_requests"], report["total_num_tokens"], report["total_output_tokens"]) == (6, 48, 18)
-    assert report["requests_per_second"] == pytest.approx(6 / report["elapsed_time"])
-    assert report["tokens_per_second"] == pytest.approx(48 / report["elapsed_time"])
-    check_environment(report)
-
-
-def test_streaming(folder: Path) -> None:
-    report = bench(
-        *(
-            "streaming",
-            "--model",
-            str(folder),
-            "--num-requests",
-            "6",
-            "--prompt-len",
-            "4",
-            "--max-tokens",
-            "3",
-        ),
-        *("--num-rounds", "3"),
-    )
     assert len(report["wall_times_s"]) == 3
     assert report["duration"] == sorted(report["wall_times_s"])[1]
     assert report["completion_throughput"] == pytest.approx(18 / report["duration"])
@@ -107,19 +75,19 @@ def test_serve_starts_our_own_server(folder: Path, tmp_path: Path) -> None:
 
 
 def test_reports_for_people(folder: Path) -> None:
-    arguments = ["bench", "throughput", "--model", str(folder), "--input-len", "5", "--output-len", "3"]
-    result = CliRunner().invoke(app, [*arguments, "--num-prompts", "2"], catch_exceptions=False)
+    arguments = ["bench", "streaming", "--model", str(folder), "--prompt-len", "5", "--max-tokens", "3"]
+    result = CliRunner().invoke(app, [*arguments, "--num-requests", "2", "--num-rounds", "1"], catch_exceptions=False)
     assert result.exit_code == 0
-    assert "tokens per second:" in result.stdout
+    assert "completion throughput (tokens/s):" in result.stdout
     assert "float32  cpu" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["latency", "--input-len", "60", "--output-len", "9"], "4 tokens, not 9"),  # 64 positions
-        (["latency", "--num-iters", "0"], "--num-iters"),
-        (["throughput", "--input-len", "0"], "at least 1"),
+        (["streaming", "--prompt-len", "60", "--max-tokens", "9"], "4 tokens, not 9"),  # 64 positions
+        (["streaming", "--num-rounds", "0"], "--num-rounds"),
+        (["streaming", "--prompt-len", "0"], "at least 1"),
         (["streaming", "--max-tokens", "0"], "max_tokens"),
     ],
 )
@@ -131,22 +99,19 @@ def test_what_is_not_whole_is_not_timed(folder: Path, arguments: list[str], word
 
 
 def test_wrong_tokens_are_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.bench.load import batches
-    from runtime.bench.load.burst import run_burst
-
-    bursts = []
+    run_burst, bursts = burst.run_burst, []
 
     def faulty_burst(*arguments: Any, **options: Any) -> Any:
-        burst = run_burst(*arguments, **options)
-        if len(burst.records) == 3:  # else the lone request
-            bursts.append(burst)
+        made = run_burst(*arguments, **options)
+        if len(made.records) == 3:  # else the lone request
+            bursts.append(made)
         if len(bursts) == 3:
-            burst.records[1].token_ids[2] = (burst.records[1].token_ids[2] + 1) % SHAPE.vocab_size
-        return burst
+            made.records[1].token_ids[2] = (made.records[1].token_ids[2] + 1) % SHAPE.vocab_size
+        return made
 
-    monkeypatch.setattr(batches, "run_burst", faulty_burst)
+    monkeypatch.setattr(burst, "run_burst", faulty_burst)
     with LLM(folder) as llm, pytest.raises(BenchmarkError, match=r"request 1 gave token .* at position 2"):
-        bench_streaming(llm, num_requests=3, prompt_len=4, max_tokens=4, num_rounds=2)
+        burst.bench_streaming(llm, num_requests=3, prompt_len=4, max_tokens=4, num_rounds=2)
 
 
 def test_gpt2_folder_is_seeded_and_loads(folder: Path, tmp_path: Path) -> None:

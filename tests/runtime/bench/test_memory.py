@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from runtime.bench import memory
 from runtime.bench.memory import MemoryWatch, bench_memory, descendants, resident_bytes
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.peers.model_folders import Gpt2Shape
+from runtime.bench.peers.workloads import Gpt2Shape
 from runtime.cli import app
 from tests.waiting import wait_until
 

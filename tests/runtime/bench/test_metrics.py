@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from runtime.bench.load.prompts import random_prompts, varied_lengths
+from runtime.bench.load.samples import random_prompts, varied_lengths
 from runtime.bench.metrics import (
     BenchmarkError,
     check_finite,

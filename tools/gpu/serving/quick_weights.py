@@ -41,25 +41,25 @@ class QuickWeights(DummyCheckpoint):
     matrices: dict[tuple[str, tuple[int, ...]], QuantizedMatrix]
 
     def array(self, name: str) -> Array:
-        shape = self._shapes[name]
+        shape = self.shapes[name]
         if len(shape) == 1:
             return super().array(name)
         if not self.numbers:  # as many as the largest has; others use the beginning
-            count = max(math.prod(each) for name, each in self._shapes.items() if self.quantized(name) is None)
+            count = max(math.prod(each) for name, each in self.shapes.items() if self.quantized(name) is None)
             drawn = np.random.default_rng(self._seed).standard_normal(min(count, MOST_DRAWN), np.float32)
             drawn *= np.float32(_STD)
             self.numbers.append(np.resize(drawn.astype(self._dtype.numpy), count))
         return self.numbers[0][: math.prod(shape)].reshape(shape)
 
     def quantized(self, name: str) -> QuantizedLayout | None:
-        shape = self._shapes.get(name, ())
+        shape = self.shapes.get(name, ())
         format = next((format for part, format in self.stored.items() if part in name), None)
         if format is None or len(shape) != 2:
             return None
         return FORMATS[format].layout(*shape)
 
     def matrix(self, name: str) -> QuantizedMatrix:
-        shape = self._shapes[name]
+        shape = self.shapes[name]
         format = next(format for part, format in self.stored.items() if part in name)
         key = format, shape
         if key not in self.matrices:

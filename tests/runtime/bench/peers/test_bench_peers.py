@@ -18,28 +18,29 @@ import pytest
 from typer.testing import CliRunner
 
 from models.registry import load_model
-from runtime.bench.load.prompts import random_prompts
+from runtime.bench.load.samples import random_prompts
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers import bench_peers as peers
 from runtime.bench.peers import rounds as peer_rounds
 from runtime.bench.peers.bench_peers import bench_peers, failures, tokenizer_row
 from runtime.bench.peers.cpu_limits import CpuLimits, LimitMeter, ModelSize, limit_rate, open_meter
-from runtime.bench.peers.goals import PEER_GOALS, host_row
-from runtime.bench.peers.loading import bench_load, bench_pack
-from runtime.bench.peers.model_folders import Gpt2Shape, write_gpt2_folder, write_qwen3_folder
+from runtime.bench.peers.host_work import bench_load, bench_pack
 from runtime.bench.peers.peer_llama import write_gguf
-from runtime.bench.peers.report import markdown
-from runtime.bench.peers.sides import LLAMA, PEER_ENGINES, TRANSFORMERS
+from runtime.bench.peers.report import PEER_GOALS, host_row, markdown
+from runtime.bench.peers.rounds import LLAMA, PEER_ENGINES, TRANSFORMERS
 from runtime.bench.peers.workloads import (
     DTYPES,
     GGUF,
     GGUF_WORKLOADS,
     GPT2,
     WORKLOADS,
+    Gpt2Shape,
     Workload,
     gguf_groups,
     groups_of,
     named,
+    write_gpt2_folder,
+    write_qwen3_folder,
 )
 from runtime.bench.scheduling.roofline import PRESETS
 from runtime.cli import app

@@ -8,8 +8,8 @@ import pytest
 
 from models.checkpoints.hub import resolve_model
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.peers import tokenizers as bench
-from runtime.bench.peers.tokenizers import LOADERS, Side, chat_like_prompt, default_texts, load_ours, tokenizer_rows
+from runtime.bench.peers import host_work as bench
+from runtime.bench.peers.host_work import LOADERS, Side, chat_like_prompt, default_texts, load_ours, tokenizer_rows
 
 FILE = Path(resolve_model(None)) / "tokenizer.json"
 TEXTS = {"prose": "The quick brown fox. " * 200, "code": "def f(x):\n    return x + 1\n" * 100}

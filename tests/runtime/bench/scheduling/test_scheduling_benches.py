@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.peers.model_folders import Gpt2Shape, write_gpt2_folder
+from runtime.bench.peers.workloads import Gpt2Shape, write_gpt2_folder
 from runtime.bench.scheduling import stalls as stalls_module
 from runtime.bench.scheduling.prediction import poisson_trace, step_times
 from runtime.bench.scheduling.schedule import styles_named
