@@ -101,12 +101,8 @@ ELSEWHERE = {
         "python -m tools.write_moe_gguf qwen3moe FILE --layers 8",
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
-        "python -m tools.comparing.compare_pictures --reference .venv-reference/bin/python",
-        "python -m tools.comparing.compare_harmony",
         "python -m tools.references.make_eagle3_goldens", "python -m tools.references.make_mtp_goldens",
         "python -m tools.references.make_dflash_goldens",
-        "python -m tools.comparing.compare_checkouts ../before --num-rounds 15 --num-cores 1 --output-json "
-        "docs/measurements/DATE-before-after-seams.json",
     ),
     "a hub, or a file that the reader has": (
         "xserv chat --model Qwen/Qwen3-VL-4B-Instruct --image chart.png", "make chat MODEL=Qwen/Qwen3-0.6B",
@@ -120,7 +116,7 @@ ELSEWHERE = {
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --output-json azure.json",
     ),
     "many minutes of a quiet machine": (
-        "xserv bench products", "python -m runtime.cli bench products",
+        "xserv bench products",
         "python -m runtime.cli bench speculation --model FOLDER --batches 1,4,8 --rates 0.3,0.5,0.7,0.8,0.9 "
         "--output-len 100",
         "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",

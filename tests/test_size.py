@@ -26,13 +26,13 @@ MOST_LINES = {
     "runtime/llm": 1_226,
     "runtime/parallel": 1_113,
     "runtime/images": 920,
-    "runtime/commands": 2_789,
-    "runtime/bench": 8_803,
+    "runtime/commands": 2_745,
+    "runtime/bench": 8_435,
     "runtime": 2_834,
     "models": 14_010,
     "server": 17_811,
     "tokenizer": 5_624,
-    "tools": 16_968,
+    "tools": 15_200,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests."""
@@ -47,7 +47,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 48_255
+MOST_WORDS = 48_246
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

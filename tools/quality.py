@@ -24,8 +24,8 @@ from typing import Any
 from models.checkpoints.hub import BUNDLED_MODEL
 from models.quantized.write import Calibration, quantize_folder
 from runtime import LLM, SamplingParams
-from runtime.bench.engine_perplexity import measure
 from runtime.bench.environment import describe_machine
+from runtime.bench.perplexity import measure
 from runtime.text.load import read_tokenizer
 from tools.demo_model import tasks
 from tools.eval_demo_model import ask

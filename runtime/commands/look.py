@@ -17,7 +17,7 @@ _info_report = later("runtime.commands.info_report")
 _hub = later("models.checkpoints.hub")
 _load = later("runtime.text.load")
 _environment = later("runtime.bench.environment")
-_perplexity = later("runtime.bench.engine_perplexity")
+_perplexity = later("runtime.bench.perplexity")
 _llm = later("runtime.llm")
 
 

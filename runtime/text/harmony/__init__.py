@@ -8,5 +8,5 @@
     grammar.py         grammars that force calls, or an answer's form in the final channel
     prompt.py          detects harmony, and the state at a prompt's end
 
-Rendering and reading follow the package `openai-harmony`; `tools/comparing/compare_harmony.py` compares the two.
+Rendering and reading follow the package `openai-harmony`; `tests/runtime/text/harmony` compares the two.
 """

@@ -1,6 +1,6 @@
 """Configs of models that read pictures as transformers saves them again say what those they were made of say.
 
-Made by `tools/references/make_vision_goldens.py`; `tools.comparing.compare_resaved_vision` compares whole models.
+Made by `tools/references/make_vision_goldens.py`.
 """
 
 from __future__ import annotations

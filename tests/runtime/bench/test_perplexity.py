@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import LLM
-from runtime.bench.engine_perplexity import log_probabilities
-from runtime.bench.perplexity import Window, summary, windows
+from runtime.bench.perplexity import Window, log_probabilities, summary, windows
 from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
-from tests.runtime.commands.running import ROOT, invoke
+from tests.runtime.commands.running import invoke
 
 
 @given(num_tokens=st.integers(2, 400), window=st.integers(2, 90), stride=st.integers(1, 89))
@@ -87,7 +84,7 @@ def test_a_missing_or_broken_score_is_an_error() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """Over the bundled model: its report, and the tool's windows."""
+    """Over the bundled model: its report."""
     text = tmp_path / "text.txt"
     text.write_text("What is 17 plus 25?\n" * 9)
     status, out, _ = invoke("perplexity", str(text), "--device", "cpu", "--window", "32", "--json")
@@ -104,11 +101,3 @@ def test_the_command(tmp_path: Path) -> None:
     text.write_bytes(b"\xff\xfe")
     status, _, err = invoke("perplexity", str(text))
     assert (status, "UTF-16" in err, err.count("\n")) == (2, True, 1)
-
-
-def test_the_tool_needs_nothing_of_ours_but_the_standard_library() -> None:
-    script = "import sys; sys.argv = ['x', '--help']; import tools.perplexity; print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "runtime.bench.perplexity" in done.stdout
-    for name in ("numpy", "numba", "msgspec", "runtime.llm"):
-        assert f"'{name}'" not in done.stdout

@@ -1,12 +1,11 @@
-"""Harmony beside the package `openai-harmony`, in part and as a whole: what `tools/comparing/compare_harmony.py`
-compares."""
+"""Harmony beside the package `openai-harmony`, in part and as a whole."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.runtime.text.harmony.against_package import Comparison, write_vocabulary
 from tests.tokenizer.support import shared
-from tools.comparing.compare_harmony import Comparison, write_vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,22 @@
-"""Compares xserv's harmony rendering and parsing with the package `openai-harmony`, on generated conversations and
-answers.
-
-    python -m tools.comparing.compare_harmony                                   # 10,000 conversations, 100,000 answers
-    python -m tools.comparing.compare_harmony --conversations 500 --answers 0   # fewer
-    python -m tools.comparing.compare_harmony --seed 7
+"""xserv's harmony rendering and parsing beside the package `openai-harmony`, on generated conversations and answers.
 
 Conversations must render to the same token ids and read back as the same messages. Answers are faulty: truncated,
 reordered, with tokens lost, doubled and invented. None may raise an error, an answer must parse the same in pieces and
 whole, and if the package parses an answer, in its lenient mode, both must agree. Three behaviours of the package for
 broken headers are excluded: it drops a header without "<|message|>" unless it is the first, it collapses white space in
-the one that it keeps, and it waits for the end of a header of any length. The number of such answers is printed.
+the one that it keeps, and it waits for the end of a header of any length.
 
-The package downloads its vocabulary; here that is made from gpt-oss's `tokenizer.json`, in the folder `--model`.
+The package downloads its vocabulary; here that is made from gpt-oss's `tokenizer.json`.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import dataclasses
 import hashlib
 import json
 import os
 import random
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -36,7 +29,6 @@ from runtime.text.harmony.message import SPECIAL_TOKENS, HarmonyMessage, Rendere
 from runtime.text.harmony.reader import MAX_HEADER, MessageParser
 from tokenizer import Tokenizer
 
-MODEL = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers" / "gpt-oss"
 VOCABULARY = "o200k_base.tiktoken"
 NUM_RANKS = 199_998
 SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
@@ -77,7 +69,7 @@ class Report:
 class Comparison:
     """The two implementations. Raises `FileNotFoundError` without the tokenizer, `ImportError` without the package."""
 
-    def __init__(self, model: Path = MODEL) -> None:
+    def __init__(self, model: Path) -> None:
         from openai_harmony import HarmonyEncodingName, load_harmony_encoding
 
         self.tokenizer = Tokenizer.from_file(model / "tokenizer.json")
@@ -459,28 +451,3 @@ def package_message(message: HarmonyMessage) -> Any:
     made = Message.from_author_and_content(Author(role=Role(message.role), name=message.name), message.content)
     made.channel, made.recipient, made.content_type = message.channel, message.recipient, message.content_type
     return made
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="harmony beside the package openai-harmony")
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder with gpt-oss's tokenizer.json")
-    parser.add_argument("--conversations", type=int, default=10_000)
-    parser.add_argument("--answers", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    comparison = Comparison(options.model)
-    reports = [
-        comparison.conversations(options.conversations, options.seed),
-        comparison.answers(options.answers, options.seed),
-    ]
-    for report in reports:
-        for name, count in report.counts.items():
-            print(f"{name}: {count}")
-        print(f"differences: {len(report.differences)}")
-        for each in report.differences[:5]:
-            print(f"  {each.what}\n    source {each.source!r}\n    ours   {each.ours!r}\n    theirs {each.theirs!r}")
-    return int(any(report.differences for report in reports))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
