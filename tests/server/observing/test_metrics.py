@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.observing import metrics
-from server.observing.metrics import Histogram, one_two_five
+from server.observing.meter import Histogram, one_two_five
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.real_server import Real, serving_real
