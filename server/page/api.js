@@ -1,27 +1,18 @@
 // The server's HTTP API for the page: requests with the key, event streams, and readable errors.
 
+import { keep, stored } from "./storage.js";
+
 const BASE = new URL("../", import.meta.url);
 const KEY_NAME = "xserv.key";
 
 let memoryKey = ""; // if the browser has no session storage
 
-export function apiKey() {
-  try {
-    return sessionStorage.getItem(KEY_NAME) ?? memoryKey;
-  } catch {
-    return memoryKey;
-  }
-}
+export const apiKey = () => stored("sessionStorage", KEY_NAME) ?? memoryKey;
 
 /** Kept for this tab only. */
 export function setApiKey(key) {
   memoryKey = key;
-  try {
-    if (key) sessionStorage.setItem(KEY_NAME, key);
-    else sessionStorage.removeItem(KEY_NAME);
-  } catch {
-    // it stays in memory
-  }
+  keep("sessionStorage", KEY_NAME, key);
 }
 
 /** A failed request. `title` and `message` are for people; `code` is OpenAI's; status 0: the server was not reached. */

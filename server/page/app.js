@@ -9,6 +9,7 @@ import { Live } from "./live.js";
 import { Settings } from "./settings.js";
 import { Sidebar, download } from "./sidebar.js";
 import { Status } from "./status.js";
+import { keep, stored } from "./storage.js";
 import { Store, asMarkdown, newConversation } from "./store.js";
 
 const OPEN = "xserv.open"; // the conversation that this tab shows
@@ -99,11 +100,7 @@ const isEmpty = (conversation) => !conversation.nodes.length && !conversation.te
 
 function open(conversation) {
   current = conversation;
-  try {
-    sessionStorage.setItem(OPEN, conversation.id);
-  } catch {
-    // the latest is opened
-  }
+  keep("sessionStorage", OPEN, conversation.id);
   const isChat = conversation.text === undefined;
   for (const id of ["scroll", "composer-place"]) byId(id).hidden = !isChat;
   byId("document").hidden = isChat;
@@ -160,12 +157,7 @@ function showTheme(theme) {
 byId("theme").addEventListener("click", () => {
   const now = document.documentElement.dataset.theme ?? "auto";
   const next = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
-  try {
-    if (next === "auto") localStorage.removeItem("xserv.theme");
-    else localStorage.setItem("xserv.theme", next);
-  } catch {
-    // kept until the page is left
-  }
+  keep("localStorage", "xserv.theme", next === "auto" ? "" : next);
   showTheme(next);
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => live.redraw());
@@ -195,12 +187,7 @@ addEventListener("storage", (event) => {
 
 /** The conversation that this tab showed last, or the latest. */
 function firstConversation() {
-  let id = null;
-  try {
-    id = sessionStorage.getItem(OPEN);
-  } catch {
-    // use the latest
-  }
+  const id = stored("sessionStorage", OPEN);
   const found = id === null ? store.list()[0] : store.conversations.get(id);
   return found ?? { ...newConversation(settings.isText), ...(id === null ? {} : { id }) };
 }

@@ -1,33 +1,25 @@
 // The chat: shows the branch of a conversation, asks the server for answers, and follows them as they come.
 
-import { ApiFailure, stream, wordsOf } from "./api.js";
+import { ApiFailure, postJson, stream } from "./api.js";
 import { partsOf } from "./attachments.js";
-import { Clock } from "./numbers.js";
-import { fit, surelyFits } from "./context.js";
 import { announce, byId, h, toast } from "./dom.js";
 import { MessageView } from "./message.js";
+import { Clock } from "./numbers.js";
 import { addNode, choose, path, pathTo, removeNode, siblings } from "./store.js";
+import { Writing } from "./writing.js";
 
-const SAVE_INTERVAL_MS = 1500;
+const MOST_RESERVED_TOKENS = 256; // kept free for the answer, if no limit of tokens is set
+const MESSAGE_TOKENS = 64; // at most, for the template's text around a message
 const SUGGESTIONS = ["What is 17 plus 25?", "Reverse the word planet", "Sort these words: pear, apple, fig", "What is the capital of France?"];
 
-export class Chat {
+export class Chat extends Writing {
   #views = new Map(); // by node id
   #running = new Map(); // by conversation id: {node, controller}
   #frame = 0;
-  #saveTimer = 0;
-  #isLeaving = false;
 
-  /**
-   * store     where conversations are kept
-   * settings  () → {model, maxModelLen, system, sampling}
-   * on        {changed(), needsKey(), suggested(text), asked(request id), failed(): a request found no server or no
-   *           engine}: events for the rest of the page
-   */
+  /** As `Writing`'s; `on` also has suggested(text). */
   constructor(store, settings, on) {
-    this.store = store;
-    this.settings = settings;
-    this.on = on;
+    super(store, settings, on);
     this.log = byId("log");
     this.follower = new Follower(byId("scroll"), byId("to-latest"));
     this.actions = {
@@ -39,8 +31,6 @@ export class Chat {
       openKey: () => this.on.needsKey(),
       focusComposer: () => byId("message").focus(),
     };
-    for (const type of ["beforeunload", "pagehide"]) addEventListener(type, () => this.#leave(true));
-    addEventListener("pageshow", () => this.#leave(false));
   }
 
   get isRunning() {
@@ -119,13 +109,13 @@ export class Chat {
     const { conversation } = this;
     this.stop();
     const undo = removeNode(conversation, node);
-    this.#keep(conversation);
+    this.keep(conversation);
     this.render();
     toast("Deleted.", {
       label: "Undo",
       run: () => {
         undo();
-        this.#keep(conversation);
+        this.keep(conversation);
         this.render();
       },
     });
@@ -133,7 +123,7 @@ export class Chat {
 
   show(node) {
     choose(this.conversation, node);
-    this.#keep(this.conversation);
+    this.keep(this.conversation);
     this.render();
   }
 
@@ -152,30 +142,23 @@ export class Chat {
     this.#running.set(conversation.id, { node, controller });
     for (const name of ["finish", "failure", "numDropped"]) delete node[name];
     const clock = new Clock(node, resumes);
-    this.#keep(conversation);
+    this.keep(conversation);
     this.render();
     announce("Answering");
-    try {
-      for await (const chunk of this.#chunks(conversation, node, resumes, controller.signal)) {
-        if (chunk.id !== node.requestId) this.on.asked((node.requestId = chunk.id));
-        absorb(node, chunk);
-        clock.note(chunk);
-        this.#changed(conversation);
-      }
-      if (!node.finish) node.failure = { title: "The answer broke off", message: "The server ended it early." };
-    } catch (error) {
-      if (controller.signal.aborted) node.finish = "stopped";
-      else if (this.#isLeaving) node.finish = "interrupted"; // the browser has cut the connection
-      else node.failure = wordsOf(error);
-      if (error instanceof ApiFailure && (error.status === 0 || error.status === 503)) this.on.failed();
-    } finally {
-      delete node.requestId;
-      this.#running.delete(conversation.id);
-      this.#keep(conversation);
-      if (conversation === this.conversation) this.render();
-    }
-    announce(node.failure ? `${node.failure.title}. ${node.failure.message}` : node.content);
-    if (node.failure?.needsKey) this.on.needsKey();
+    const chunks = this.#chunks(conversation, node, resumes, controller.signal);
+    const end = await this.follow(node, chunks, controller.signal, (chunk) => {
+      if (chunk.id !== node.requestId) this.on.asked((node.requestId = chunk.id));
+      absorb(node, chunk);
+      clock.note(chunk);
+      this.#changed(conversation);
+    });
+    if (end) node.finish = end;
+    else if (!node.finish) node.failure ??= { title: "The answer broke off", message: "The server ended it early." };
+    delete node.requestId;
+    this.#running.delete(conversation.id);
+    this.keep(conversation);
+    if (conversation === this.conversation) this.render();
+    this.report(node, node.content);
   }
 
   /** The chunks of the answer; without the oldest turns, if the whole is too long. */
@@ -206,28 +189,56 @@ export class Chat {
         this.render();
       });
     }
-    this.#saveTimer ||= setTimeout(() => this.#saveRunning(), SAVE_INTERVAL_MS);
+    this.saveSoon();
   }
 
-  #leave(isLeaving) {
-    this.#isLeaving = isLeaving;
-    if (isLeaving) this.#saveRunning();
-  }
-
-  #saveRunning() {
-    clearTimeout(this.#saveTimer);
-    this.#saveTimer = 0;
+  /** Stores the answers that are being written. */
+  save() {
     for (const id of this.#running.keys()) {
       const conversation = this.store.conversations.get(id);
       if (conversation) this.store.save(conversation);
     }
   }
+}
 
-  #keep(conversation) {
-    conversation.updated = Date.now();
-    this.store.save(conversation);
-    this.on.changed();
+// The oldest turns that do not fit the model's context are left out, as in `xserv chat`.
+
+/** How many tokens the prompt may have. */
+function roomFor(request, maxModelLen) {
+  return maxModelLen - Math.min(request.max_tokens ?? MOST_RESERVED_TOKENS, Math.floor(maxModelLen / 2));
+}
+
+/** Whether it surely fits: a token takes a byte or more. */
+function surelyFits(request, maxModelLen) {
+  if (request.messages.some(({ content }) => typeof content !== "string")) return false; // the server counts pictures
+  const encoder = new TextEncoder();
+  const sizes = request.messages.map(({ content }) => encoder.encode(content).length + MESSAGE_TOKENS);
+  return sizes.reduce((sum, size) => sum + size, 0) <= roomFor(request, maxModelLen);
+}
+
+/**
+ * The request without the oldest turns that do not fit, and their number. The system message and the last turn
+ * stay. The server counts.
+ */
+async function fit(request, maxModelLen, signal) {
+  const system = request.messages.filter((message) => message.role === "system");
+  const rest = request.messages.slice(system.length);
+  const begins = rest.flatMap((message, at) => (message.role === "user" ? [at] : []));
+  if (begins.length < 2) return { request, numDropped: 0 };
+  const from = (turn) => [...system, ...rest.slice(turn === 0 ? 0 : begins[turn])];
+  const room = roomFor(request, maxModelLen);
+  const { model, add_generation_prompt, continue_final_message } = request;
+  const fits = async (turn) => {
+    const asked = { model, messages: from(turn), add_generation_prompt, continue_final_message };
+    return (await postJson("tokenize", asked, signal)).count <= room;
+  };
+  let [low, high] = [0, begins.length - 1]; // the first kept turn lies between them
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (await fits(middle)) high = middle;
+    else low = middle + 1;
   }
+  return { request: { ...request, messages: from(low) }, numDropped: low };
 }
 
 /** The request for an answer at this place of the conversation. */

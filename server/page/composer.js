@@ -3,6 +3,7 @@
 
 import { Attachments } from "./attachments.js";
 import { byId } from "./dom.js";
+import { keep, parseJson, stored } from "./storage.js";
 
 const DRAFT = "xserv.draft.";
 const LINE_HEIGHT = 24;
@@ -34,7 +35,7 @@ export class Composer {
   /** Shows the draft of this conversation. */
   open(conversation) {
     this.#id = conversation.id;
-    const { text = "", files = [] } = readDraft(this.#id);
+    const { text, files } = readDraft(this.#id);
     this.message.value = text;
     this.attachments.files = files;
     this.show();
@@ -91,19 +92,10 @@ export class Composer {
 }
 
 function readDraft(id) {
-  try {
-    const { text, files } = JSON.parse(sessionStorage.getItem(DRAFT + id)) ?? {};
-    return { text: String(text ?? ""), files: Array.isArray(files) ? files : [] };
-  } catch {
-    return {};
-  }
+  const { text, files } = parseJson(stored("sessionStorage", DRAFT + id)) ?? {};
+  return { text: String(text ?? ""), files: Array.isArray(files) ? files : [] };
 }
 
 function keepDraft(id, draft) {
-  try {
-    if (draft.text || draft.files.length) sessionStorage.setItem(DRAFT + id, JSON.stringify(draft));
-    else sessionStorage.removeItem(DRAFT + id);
-  } catch {
-    // it is there until the page is left
-  }
+  keep("sessionStorage", DRAFT + id, draft.text || draft.files.length ? JSON.stringify(draft) : "");
 }

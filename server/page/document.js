@@ -1,25 +1,21 @@
 // A text that the model continues: for models without a chat template, and for writing with a model.
 
-import { ApiFailure, stream, wordsOf } from "./api.js";
-import { announce, byId, h } from "./dom.js";
-import { Clock, count, rate, seconds } from "./numbers.js";
+import { ApiFailure, stream } from "./api.js";
+import { announce, byId, failureElements, h } from "./dom.js";
+import { Clock, describeStats } from "./numbers.js";
 import { titleOf } from "./store.js";
+import { Writing } from "./writing.js";
 
 const MAX_TOKENS = 256; // if the settings give no number
-const SAVE_INTERVAL_MS = 1500;
 const ENDS = { length: "Stopped at the token limit.", stopped: "Stopped.", stop: "The model ended the text here." };
 
-export class TextDocument {
+export class TextDocument extends Writing {
   #run = null; // {conversation, controller}
   #undo = []; // texts before the model's, of the conversation that is open
-  #saveTimer = 0;
-  #isLeaving = false;
 
-  /** As the chat's; `canSend`: () → whether a request may be sent now. */
+  /** As `Writing`'s; `on` also has canSend(): whether a request may be sent now. */
   constructor(store, settings, on) {
-    this.store = store;
-    this.settings = settings;
-    this.on = on;
+    super(store, settings, on);
     this.area = byId("text");
     this.meta = byId("text-meta");
     this.failure = byId("text-failure");
@@ -34,8 +30,6 @@ export class TextDocument {
     byId("text-again").addEventListener("click", () => this.again());
     byId("text-undo").addEventListener("click", () => this.undo());
     byId("text-stop").addEventListener("click", () => this.stop());
-    for (const type of ["beforeunload", "pagehide"]) addEventListener(type, () => this.#leave(true));
-    addEventListener("pageshow", () => this.#leave(false));
   }
 
   get isRunning() {
@@ -75,7 +69,7 @@ export class TextDocument {
     if (this.isRunning || !this.#undo.length) return;
     this.#set(this.#undo.pop());
     this.#note({}, "");
-    this.#keep(this.conversation);
+    this.keep(this.conversation);
     this.show();
     this.focus();
   }
@@ -101,34 +95,29 @@ export class TextDocument {
     const settings = this.settings();
     const request = { model: settings.model, prompt: before, max_tokens: MAX_TOKENS, ...settings.sampling };
     let end = "";
-    try {
-      for await (const chunk of this.#chunks(request, node, controller.signal)) {
-        const choice = chunk.choices?.[0];
-        if (choice?.finish_reason) end = choice.finish_reason;
-        if (choice?.text) conversation.text += choice.text;
-        if (chunk.id) this.on.asked(chunk.id);
-        clock.note(chunk);
-        if (conversation === this.conversation) {
-          if (choice?.text) this.#append(choice.text);
-          this.#note(node, "");
-        }
-        this.#saveTimer ||= setTimeout(() => this.#save(), SAVE_INTERVAL_MS);
+    const chunks = this.#chunks(request, node, controller.signal);
+    const broken = await this.follow(node, chunks, controller.signal, (chunk) => {
+      const choice = chunk.choices?.[0];
+      if (choice?.finish_reason) end = choice.finish_reason;
+      if (choice?.text) conversation.text += choice.text;
+      if (chunk.id) this.on.asked(chunk.id);
+      clock.note(chunk);
+      if (conversation === this.conversation) {
+        if (choice?.text) this.#append(choice.text);
+        this.#note(node, "");
       }
-    } catch (error) {
-      if (controller.signal.aborted || this.#isLeaving) end = "stopped";
-      else node.failure = wordsOf(error);
-      if (error instanceof ApiFailure && (error.status === 0 || error.status === 503)) this.on.failed();
-    }
+      this.saveSoon();
+    });
+    if (broken) end = "stopped";
     this.#run = null;
-    this.#keep(conversation);
+    this.keep(conversation);
     if (conversation === this.conversation) {
       if (conversation.text === before) this.#undo.pop();
       this.#note(node, ENDS[end] ?? "");
       this.show();
       if (document.activeElement === document.body || document.activeElement === this.area) this.focus();
     }
-    announce(node.failure ? `${node.failure.title}. ${node.failure.message}` : conversation.text.slice(before.length));
-    if (node.failure?.needsKey) this.on.needsKey();
+    this.report(node, conversation.text.slice(before.length));
   }
 
   /** The chunks of the answer; without the text's beginning, if all of it is too long. */
@@ -140,11 +129,6 @@ export class TextDocument {
       node.isCut = true;
       yield* stream("v1/completions", { ...request, truncate_prompt_tokens: -1 }, signal);
     }
-  }
-
-  #leave(isLeaving) {
-    this.#isLeaving = isLeaving;
-    if (isLeaving) this.#save();
   }
 
   #set(text) {
@@ -163,34 +147,28 @@ export class TextDocument {
     const { conversation } = this;
     conversation.text = this.area.value;
     this.#undo = [];
-    this.#saveTimer ||= setTimeout(() => this.#save(), SAVE_INTERVAL_MS);
-    if (!conversation.title && conversation.text.includes("\n")) this.#keep(conversation);
+    this.saveSoon();
+    if (!conversation.title && conversation.text.includes("\n")) this.keep(conversation);
     this.show();
   }
 
-  #save() {
-    clearTimeout(this.#saveTimer);
-    this.#saveTimer = 0;
+  save() {
     const changed = this.#run?.conversation ?? this.conversation;
-    if (changed?.text && !this.store.removed.has(changed)) this.#keep(changed);
+    if (changed?.text && !this.store.removed.has(changed)) this.keep(changed);
   }
 
-  #keep(conversation) {
+  keep(conversation) {
     if (!conversation.title) conversation.title = titleOf(conversation.text);
-    conversation.updated = Date.now();
-    this.store.save(conversation);
-    this.on.changed();
+    super.keep(conversation);
   }
 
   #note({ stats = {}, failure = null, isCut = false }, end) {
     const parts = [];
     if (isCut) parts.push("The context is full: the beginning of the text was left out.");
     if (end) parts.push(end);
-    if (stats.ttftS !== undefined) parts.push(`first token ${seconds(stats.ttftS)}`);
-    if (stats.rate) parts.push(`${rate(stats.rate)} tokens/s`);
-    if (stats.tokens) parts.push(`${count(stats.tokens)} ${stats.tokens === 1 ? "token" : "tokens"}`);
+    parts.push(...describeStats(stats));
     this.meta.replaceChildren(...parts.map((part) => h("span", {}, part)));
     this.failure.hidden = !failure;
-    if (failure) this.failure.replaceChildren(h("strong", {}, failure.title), h("p", {}, failure.message));
+    if (failure) this.failure.replaceChildren(...failureElements(failure));
   }
 }

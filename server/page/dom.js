@@ -103,6 +103,8 @@ export function copyButton(text, label = "Copy") {
   return button;
 }
 
+export const failureElements = ({ title, message }) => [h("strong", {}, title), h("p", {}, message)];
+
 /** Reads a text out with a screen reader. */
 export function announce(text) {
   byId("announcer").textContent = text;

@@ -1,9 +1,9 @@
 // One message on the screen: its text, how the answer was generated, and its actions.
 
 import { fileElement } from "./attachments.js";
-import { copyButton, h, icon, iconButton } from "./dom.js";
+import { copyButton, failureElements, h, icon, iconButton } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
-import { count, rate, seconds } from "./numbers.js";
+import { count, describeStats, seconds } from "./numbers.js";
 
 const ENDS = {
   length: "Stopped at the token limit.",
@@ -90,7 +90,7 @@ export class MessageView {
     this.pending.hidden = !isRunning || Boolean(node.content || node.reasoning || node.calls?.length);
     this.failure.hidden = !node.failure;
     if (node.failure) {
-      this.failure.replaceChildren(h("strong", {}, node.failure.title), h("p", {}, node.failure.message));
+      this.failure.replaceChildren(...failureElements(node.failure));
       if (node.failure.needsKey) {
         this.failure.append(h("button", { type: "button", class: "button", click: this.#actions.openKey }, "Enter the key"));
       }
@@ -204,9 +204,7 @@ function describe(node, isRunning) {
   const { stats } = node;
   const parts = [];
   if (node.finish && ENDS[node.finish] && !isRunning) parts.push(ENDS[node.finish]);
-  if (stats?.ttftS !== undefined) parts.push(`first token ${seconds(stats.ttftS)}`);
-  if (stats?.rate) parts.push(`${rate(stats.rate)} tokens/s`);
-  if (stats?.tokens) parts.push(`${count(stats.tokens)} ${stats.tokens === 1 ? "token" : "tokens"}`);
+  parts.push(...describeStats(stats ?? {}));
   if (stats?.cachedTokens) parts.push(`${count(stats.cachedTokens)} of ${count(stats.promptTokens)} cached`);
   return parts.map((part) => h("span", {}, part));
 }

@@ -20,6 +20,15 @@ export function rate(value) {
   return value >= 100 || value === 0 ? count(Math.round(value)) : value.toFixed(1);
 }
 
+/** How an answer was generated, in a few phrases. */
+export function describeStats({ ttftS, rate: perSecond, tokens }) {
+  const parts = [];
+  if (ttftS !== undefined) parts.push(`first token ${seconds(ttftS)}`);
+  if (perSecond) parts.push(`${rate(perSecond)} tokens/s`);
+  if (tokens) parts.push(`${count(tokens)} ${tokens === 1 ? "token" : "tokens"}`);
+  return parts;
+}
+
 /** Measures one answer: the time to its first token, and its tokens a second after it. */
 export class Clock {
   #begin = performance.now();

@@ -7,6 +7,7 @@
 //                 an assistant's also has reasoning, calls, stats, finish, failure, numDropped (omitted turns)
 
 import { contentOf } from "./attachments.js";
+import { keep, parseJson, stored, storedKeys } from "./storage.js";
 
 const PREFIX = "xserv.conversation.";
 const SETTINGS = "xserv.settings";
@@ -120,8 +121,8 @@ export class Store {
   }
 
   load() {
-    for (const key of storedKeys()) {
-      const text = localStorage.getItem(key);
+    for (const key of storedKeys("localStorage", PREFIX)) {
+      const text = stored("localStorage", key);
       const conversation = readConversation(parseJson(text));
       if (!conversation) continue;
       this.conversations.set(conversation.id, conversation);
@@ -135,7 +136,7 @@ export class Store {
     this.conversations.set(conversation.id, conversation);
     const text = JSON.stringify(conversation);
     const others = this.numCharacters - (this.sizes.get(conversation.id) ?? 0);
-    this.isFull = others + text.length > MAX_CHARACTERS || !write(PREFIX + conversation.id, text);
+    this.isFull = others + text.length > MAX_CHARACTERS || !keep("localStorage", PREFIX + conversation.id, text);
     if (!this.isFull) this.sizes.set(conversation.id, text.length);
     return !this.isFull;
   }
@@ -145,7 +146,7 @@ export class Store {
     this.conversations.delete(conversation.id);
     this.sizes.delete(conversation.id);
     this.isFull = false;
-    forget(PREFIX + conversation.id);
+    keep("localStorage", PREFIX + conversation.id, "");
   }
 
   restore(conversation) {
@@ -193,11 +194,11 @@ export function asMarkdown(conversation) {
 const picturesOf = ({ files = [] }) => files.filter((file) => file.image).map((file) => `(picture: ${file.name})`);
 
 export function loadSettings() {
-  const found = parseJson(read(SETTINGS));
+  const found = parseJson(stored("localStorage", SETTINGS));
   return found && typeof found === "object" && !Array.isArray(found) ? found : {};
 }
 
-export const saveSettings = (settings) => write(SETTINGS, JSON.stringify(settings));
+export const saveSettings = (settings) => keep("localStorage", SETTINGS, JSON.stringify(settings));
 
 /** A stored or imported conversation with every field of its type, or null. */
 function readConversation(value) {
@@ -255,47 +256,4 @@ function readNode(node) {
   }
   if (read.role === "assistant" && !read.finish && !read.failure) read.finish = "interrupted"; // the page was left
   return read;
-}
-
-function parseJson(text) {
-  try {
-    return JSON.parse(text ?? "null");
-  } catch {
-    return null;
-  }
-}
-
-// Storage may be switched off, or full.
-
-function storedKeys() {
-  try {
-    return Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
-  } catch {
-    return [];
-  }
-}
-
-function read(key) {
-  try {
-    return localStorage.getItem(key);
-  } catch {
-    return null;
-  }
-}
-
-function write(key, text) {
-  try {
-    localStorage.setItem(key, text);
-    return true;
-  } catch {
-    return false;
-  }
-}
-
-function forget(key) {
-  try {
-    localStorage.removeItem(key);
-  } catch {
-    // nothing is stored
-  }
 }
