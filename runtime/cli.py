@@ -23,9 +23,8 @@ from runtime.commands.chat import chat
 from runtime.commands.generate import generate
 from runtime.commands.group import Command, CommandGroup
 from runtime.commands.kernels import kernels
-from runtime.commands.look import info, perplexity, tokenize
+from runtime.commands.look import info, perplexity, quantize, tokenize
 from runtime.commands.options import with_options
-from runtime.commands.quantize import quantize
 from runtime.commands.serve import deploy, serve
 
 _bench_program = later("runtime.commands.bench.program")

@@ -16,9 +16,8 @@ from typing import Any
 import typer
 
 from runtime import collector
-from runtime.commands.chat_session import ChatSession
+from runtime.commands.chat_session import COMMANDS, ChatSession, run_slash
 from runtime.commands.group import one_line
-from runtime.commands.slash import COMMANDS, run_slash
 from runtime.errors import XservError
 from runtime.llm import LLM
 

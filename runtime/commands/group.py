@@ -1,8 +1,11 @@
-"""The exit of every command: status 0; or one line on stderr, and status 2 (usage, model, request) or 1. And the layout
-of its help: options and commands under headings (``rich_help_panel``), without rich, which is slow to import."""
+"""The exit of every command: status 0; or one line on stderr, and status 2 (usage, model, request) or 1. The layout of
+its help: options and commands under headings (``rich_help_panel``), without rich, which is slow to import. And streams
+that are closed, not UTF-8, or closed during the run."""
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,11 +14,10 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from runtime.commands import later, streams
+from runtime.commands import later
 from runtime.errors import DeviceError, InvalidArgumentError, UnsupportedError, XservError
 
 _model_errors = later("models.errors")
-_tokenizer_errors = later("tokenizer.errors")
 _tokenizer_errors = later("tokenizer.errors")
 
 MOST_CHARACTERS = 1000
@@ -64,7 +66,7 @@ class CommandGroup(TyperGroup):
         **extra: Any,
     ) -> Any:
         arguments, is_debug = _without_debug(list(sys.argv[1:] if args is None else args))
-        streams.prepare()
+        prepare_streams()
         try:
             status = super().main(
                 arguments or ["--help"],
@@ -74,11 +76,11 @@ class CommandGroup(TyperGroup):
                 windows_expand_args,
                 **extra,
             )
-            streams.flush()
+            sys.stdout.flush()  # raises where it cannot be written: a closed pipe, or a full disk
         except Exception as error:
             if is_debug:
                 raise
-            streams.give_up_output()
+            give_up_output()
             with suppress(OSError):  # stderr may be closed, too
                 print(f"xserv: error: {one_line(error)}{_about_names(arguments)}", file=sys.stderr, flush=True)
             status = exit_status(error)
@@ -134,3 +136,42 @@ def _without_debug(arguments: list[str]) -> tuple[list[str], bool]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     kept = [argument for argument in arguments[:end] if argument != "--debug"]
     return kept + arguments[end:], len(kept) < end
+
+
+class ClosedOutput(io.TextIOBase):
+    """The stdout of a process started without one (`>&-`): writing to it is an error."""
+
+    def write(self, text: str) -> int:
+        raise OSError("stdout is closed: nothing can be written")
+
+
+def prepare_streams() -> None:
+    """Prepares the streams for any language. In an ASCII locale (`LC_ALL=POSIX`) they are UTF-8, as in Python itself;
+    characters that another encoding lacks are written as `\\xe9`. File descriptors 0 to 2 never belong to another
+    file."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    if sys.stdout is None:
+        sys.stdout = ClosedOutput()
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if type(stream) is not io.TextIOWrapper or stream.encoding is None:
+            continue
+        is_ascii = stream.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968", "646")
+        errors = "surrogateescape" if stream is sys.stdin else "backslashreplace"
+        stream.reconfigure(encoding="utf-8" if is_ascii else None, errors=errors)
+
+
+def give_up_output() -> None:
+    """Drops pending output after such an error, so that the interpreter's exit does not retry."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)

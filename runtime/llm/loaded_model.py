@@ -34,9 +34,9 @@ from runtime.llm.prompts import Prompt, scheduling_of
 from runtime.progress import ON_STDERR, SILENT
 from runtime.text.bad_words import bad_words_token_ids
 from runtime.text.chat import chat_prompt
+from runtime.text.content import PictureText, picture_text, with_picture_texts
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
-from runtime.text.picture_text import PictureText, picture_text, with_picture_texts
 from tokenizer import Tokenizer
 from tokenizer.warn import warn_once
 

@@ -19,9 +19,8 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from runtime.engine.errors import RequestError
-from runtime.text.content import beside, has_pictures, plain_content, plain_data, shaped
+from runtime.text.content import NO_PICTURES, PictureText, beside, has_pictures, plain_content, plain_data, shaped
 from runtime.text.harmony.prompt import VARIABLES, harmony_prompt
-from runtime.text.picture_text import NO_PICTURES, PictureText
 from runtime.text.tools.notation import Notation
 from runtime.text.tools.past_calls import (
     has_calls,

@@ -2,20 +2,23 @@
 
 Normalised content is None, a text, or a list of parts that are `{"type": "text", "text": …}` or `{"type": "image"}`.
 Clients and scripts write parts under the names of several APIs; `plain_content` reads them all, for the server and for
-`LLM.chat`. `shaped` gives each message the form that the template takes for its role.
+`LLM.chat`. `shaped` gives each message the form that the template takes for its role; `picture_text` is what stands for
+an image in the prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from runtime.engine.errors import RequestError
+from runtime.engine.messages import ImageSupport
 from runtime.engine.option_names import nearest_name
-from tokenizer import ContentForm, TemplateForms
+from tokenizer import ContentForm, TemplateForms, Tokenizer
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of text parts, and the field with the text."""
@@ -289,3 +292,38 @@ def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
         isinstance(content := message.get("content"), list) and any(part["type"] == "image" for part in content)
         for message in messages
     )
+
+
+class PictureText(NamedTuple):
+    """The text of an image in a prompt.
+
+    token     the template's token for it, or None if the model reads no images
+    replaced  texts that templates write, and their replacements: for Gemma 3, the image token between those that
+              frame it, and empty lines around them. Most models' templates write the image token, and need nothing
+    """
+
+    token: str | None = None
+    replaced: Mapping[str, str] = MappingProxyType({})
+
+
+NO_PICTURES = PictureText()
+
+
+def picture_text(tokenizer: Tokenizer | None, support: ImageSupport | None) -> PictureText:
+    """The texts of a model's images. ``support`` describes how it reads images, or is None if it reads none."""
+    if tokenizer is None or support is None:
+        return NO_PICTURES
+    token = tokenizer.id_to_token(support.token_id)
+    if support.frame is None:
+        return PictureText(token)
+    begin, end = (tokenizer.id_to_token(each) for each in support.frame)
+    if begin is None or token is None or end is None:
+        return PictureText(token)
+    return PictureText(begin, {begin: f"\n\n{begin}{token}{end}\n\n"})
+
+
+def with_picture_texts(text: str, texts: Mapping[str, str]) -> str:
+    """The text with these replacements."""
+    for written, meant in texts.items():
+        text = text.replace(written, meant)
+    return text

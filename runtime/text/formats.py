@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.errors import InvalidArgumentError
-from runtime.text.harmony.grammar import HARMONY
-from runtime.text.harmony.message import SPECIAL_TOKENS, special_ids
+from runtime.text.harmony.message import HARMONY, SPECIAL_TOKENS, special_ids
 from runtime.text.harmony.prompt import answer_end_ids, has_plain_template, speaks_harmony
 from runtime.text.reasoning import TAGS
 from runtime.text.tools.notation import Notation

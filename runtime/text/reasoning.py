@@ -1,4 +1,5 @@
-"""Parses reasoning: text between `<think>` and `</think>` before the answer.
+"""Parses reasoning: text between `<think>` and `</think>` before the answer. And extends an answer's grammar by
+reasoning before it, or by calls as an alternative.
 
 The opening tag counts only at the beginning of the answer, since a text about tags may have it anywhere else; many
 templates write it themselves, at the end of the prompt (`reasoning_start`). Unclosed reasoning extends to the end.
@@ -7,9 +8,11 @@ Newlines beside the tags belong to them, as in the templates that write past rea
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Literal
 
+from runtime.engine.grammar.grammar import Grammar, parse_json
 from runtime.text.parts import ContentParser, Part, PartParser, held_back
 from tokenizer import Tokenizer
 
@@ -115,3 +118,44 @@ class ReasoningParser:
             parts.append(Part(kind, self._held[:length]))
             self._held = self._held[length:]
             self._places = [place - length for place in self._places if place >= length]
+
+
+def after_reasoning(grammar: Grammar, start: ReasoningStart) -> Grammar:
+    """The grammar with optional reasoning before it, if the prompt's end permits it.
+
+    In Lark's notation the first line of the grammar is the rule `start`, which no other rule may use. Raises
+    ``RequestError`` if the text is then too long.
+    """
+    if start == "closed":
+        return grammar
+    opening = "" if start == "open" else f"{json.dumps(OPEN_TAG)} "
+    lines = [
+        f"start: thinking{'?' if start == 'may_open' else ''} answer",
+        f"thinking: {opening}thought line_ends",
+        f"thought[suffix={json.dumps(CLOSE_TAG)}]: /(?s:.*)/",
+        r"line_ends: /\n{0,2}/",
+        f"answer: {rule_body(grammar)}",
+    ]
+    return Grammar(kind="lark", text="\n".join(lines))
+
+
+def or_calls(grammar: Grammar, calls: str) -> Grammar:
+    """A text of the grammar, or tool calls, whose grammar in Lark's notation begins with the rule `start`. Raises
+    ``RequestError`` if both together are too long."""
+    lines = ["start: content | calls", f"content: {rule_body(grammar)}", f"calls: {calls.removeprefix('start:')}"]
+    return Grammar(kind="lark", text="\n".join(lines))
+
+
+def rule_body(grammar: Grammar) -> str:
+    """The body of the grammar's first rule, and its further rules."""
+    if grammar.kind == "json_schema":
+        return f"%json {grammar.text}"
+    if grammar.kind == "json_object":
+        return '%json {"type": "object"}'
+    if grammar.kind == "choice":
+        return " | ".join(json.dumps(text) for text in parse_json(grammar))
+    if grammar.kind == "regex":
+        from llguidance import regex_to_lark
+
+        return f"/{regex_to_lark(grammar.text)}/"
+    return grammar.text.removeprefix("start: ")

@@ -11,7 +11,7 @@ import msgspec
 from runtime.text.parts import ToolCallDelta
 from server.openai_api.answers import ChatTokenLogprob
 from server.requests.items import AnswerItems
-from server.requests.tool_choice import tool_input
+from server.requests.structured import tool_input
 
 SIGNATURE = "unsigned"
 

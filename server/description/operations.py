@@ -20,7 +20,6 @@ from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
 from server.description.docs_page import get_description, get_docs
 from server.errors import Dialect, dialect_of
 from server.observing import live, probes
-from server.ollama_api import embed as ollama_embed
 from server.ollama_api import endpoints as ollama
 from server.ollama_api import models as ollama_models
 from server.ollama_api import schema as of_ollama
@@ -159,12 +158,12 @@ OPERATIONS = (
         of_ollama.OllamaGenerateRequest, ollama.GenerateLine, ollama.GenerateLine, errors=_GENERATES,
     ),
     Operation(
-        "post", "/api/embed", ollama_embed.create_embed, "Vectors of texts, in Ollama's shapes",
-        of_ollama.OllamaEmbedRequest, ollama_embed.EmbedAnswer, errors=_EMBEDS,
+        "post", "/api/embed", ollama.create_embed, "Vectors of texts, in Ollama's shapes",
+        of_ollama.OllamaEmbedRequest, ollama.EmbedAnswer, errors=_EMBEDS,
     ),
     Operation(
-        "post", "/api/embeddings", ollama_embed.create_embeddings, "The vector of a text, in Ollama's older shape",
-        of_ollama.OllamaEmbeddingsRequest, ollama_embed.EmbeddingsAnswer, errors=_EMBEDS,
+        "post", "/api/embeddings", ollama.create_embeddings, "The vector of a text, in Ollama's older shape",
+        of_ollama.OllamaEmbeddingsRequest, ollama.EmbeddingsAnswer, errors=_EMBEDS,
     ),
     Operation(
         "get", "/api/tags", ollama_models.list_tags, "The served model, in Ollama's shapes",

@@ -1,6 +1,7 @@
-"""`POST /api/chat` and `/api/generate`: Ollama's chat API. Each delta of a stream is a line of JSON, and the last line
-has the usage. Ollama's tool calls are whole: a call waits until the next one, or the answer's end. Durations are in
-nanoseconds; a field that is UNSET is not sent."""
+"""Ollama's API: `POST /api/chat` and `/api/generate`; `/api/embed` and the older `/api/embeddings`, with the vectors of
+`/v1/embeddings`. Each delta of a stream is a line of JSON, and the last line has the usage. Ollama's tool calls are
+whole: a call waits until the next one, or the answer's end. Durations are in nanoseconds; a field that is UNSET is not
+sent."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from runtime.text.pipeline import TextDelta
-from server.errors import ApiError, renamed
+from server.errors import ApiError, invalid, renamed
 from server.ollama_api.request import (
     NAMES_OF_PROMPT,
     RENAMED,
@@ -23,18 +24,24 @@ from server.ollama_api.request import (
     completion_of_prompt,
     names_of_images,
     names_of_prompt,
+    own_model,
 )
-from server.ollama_api.schema import OllamaChatRequest, OllamaGenerateRequest
+from server.ollama_api.schema import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+)
 from server.openai_api.answers import ChatTokenLogprob
 from server.openai_api.chat import chat_grammar, prepare_chat
 from server.openai_api.completions import prepare_completion
+from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
 from server.openai_api.logprobs import chat_logprobs
-from server.openai_api.schema import ChatCompletionRequest
+from server.openai_api.schema import ChatCompletionRequest, EmbeddingRequest
 from server.requests.answering import Answer, Prepared, answered
 from server.requests.generation import GenerationError, Piece
 from server.requests.sampling import chat_params
-from server.requests.structured import RequestSchemas
-from server.requests.tool_choice import callable_tools, tool_input
+from server.requests.structured import RequestSchemas, callable_tools, tool_input
 from server.service import Service, new_id
 from server.transport.body import Body, decode_body
 from server.transport.sse import StreamedResponse
@@ -241,3 +248,59 @@ def _check(service: Service, asked: ChatCompletionRequest, names: Mapping[str, s
 
 def time_text(when: datetime) -> str:
     return when.isoformat().replace("+00:00", "Z")
+
+
+class EmbedAnswer(msgspec.Struct, kw_only=True):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class EmbeddingsAnswer(msgspec.Struct):
+    embedding: list[float]
+
+
+def _prepare_embed(service: Service, body: Body) -> AskedEmbeddings | EmbedAnswer:
+    """Truncates inputs at their end; OpenAI's and vLLM's API keeps the end."""
+    asked = decode_body(body, OllamaEmbedRequest, service.config)
+    service.check_model(own_model(service, asked.model))
+
+    def answer(prepared: AskedEmbeddings | None, vectors: list[Vector]) -> EmbedAnswer:
+        shaped: list[Any] = [prepared.shaped(vector) for vector in vectors] if prepared else []
+        return EmbedAnswer(
+            model=asked.model,
+            embeddings=shaped,
+            total_duration=round((time.monotonic() - body.exchange.arrival_s) * 1e9),
+            prompt_eval_count=prepared.num_tokens if prepared else 0,
+        )
+
+    inputs = [asked.input] if isinstance(asked.input, str) else asked.input
+    if not inputs or inputs == [""]:  # how Ollama's clients request that the model be loaded
+        return answer(None, [])
+    if service.tokenizer is None:
+        raise invalid("input", "This model has no tokenizer: it has no vectors of texts.")
+    ids: list[Any] = list(inputs)
+    if asked.truncate is not False:
+        most = service.client.info.max_model_len
+        ids = [service.tokenizer.encode(text)[:most] for text in inputs]
+    request = EmbeddingRequest(model=service.model_name, input=ids, dimensions=asked.dimensions)
+    return prepare_embeddings(service, request, answer)
+
+
+def _prepare_one(service: Service, body: Body) -> AskedEmbeddings:
+    asked = decode_body(body, OllamaEmbeddingsRequest, service.config)
+    request = EmbeddingRequest(model=own_model(service, asked.model), input=asked.prompt, normalize=False)
+    try:
+        return prepare_embeddings(service, request, _answer_one)
+    except ApiError as error:
+        raise renamed(error, {"input": "prompt"}) from None
+
+
+def _answer_one(asked: AskedEmbeddings, vectors: list[Vector]) -> EmbeddingsAnswer:
+    vector: Any = asked.shaped(vectors[0])
+    return EmbeddingsAnswer(vector)
+
+
+create_embed, create_embeddings = answered(_prepare_embed), answered(_prepare_one)

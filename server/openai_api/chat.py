@@ -12,11 +12,9 @@ from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.formats import end_ids
-from runtime.text.harmony.grammar import after_analysis, in_final_channel
-from runtime.text.harmony.message import SpecialIds, special_ids
+from runtime.text.harmony.message import SpecialIds, after_analysis, in_final_channel, special_ids
 from runtime.text.pipeline import TextDelta
-from runtime.text.reasoning import reasoning_start
-from runtime.text.reasoning_grammar import after_reasoning, or_calls
+from runtime.text.reasoning import after_reasoning, or_calls, reasoning_start
 from runtime.text.tools.notation import ToolReading
 from server.errors import invalid
 from server.openai_api.answers import ChatFinishReason, ChatLogprobs, ChatTokenLogprob, Usage
@@ -26,8 +24,16 @@ from server.requests.answering import Prepared
 from server.requests.generation import Generation, Scheduling
 from server.requests.prompt import conversation_prompt
 from server.requests.sampling import chat_params, stream_flags
-from server.requests.structured import RequestSchemas, answer_grammar, contradiction, refused
-from server.requests.tool_choice import callable_tools, forced_calls, forces_call, free_calls_text
+from server.requests.structured import (
+    RequestSchemas,
+    answer_grammar,
+    callable_tools,
+    contradiction,
+    forced_calls,
+    forces_call,
+    free_calls_text,
+    refused,
+)
 from server.service import Service
 from server.transport.exchange import Exchange
 from tokenizer import Tokenizer

@@ -18,15 +18,14 @@ from runtime.engine.messages import ImageItem
 from runtime.engine.prompt_images import image_places, place_images
 from runtime.engine.sampling_params import last_tokens
 from runtime.text.chat import chat_prompt
-from runtime.text.content import ImagePart, plain_content, text_of
-from runtime.text.picture_text import picture_text
+from runtime.text.content import ImagePart, picture_text, plain_content, text_of
 from server.errors import ApiError, from_engine, invalid, own_name
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Message, Prompt
 from server.pictures.reader import PictureReader, PictureSource, picture_source
+from server.requests.structured import callable_tools
 from server.requests.thinking import effort_variables
-from server.requests.tool_choice import callable_tools
 from server.service import Service
-from server.transport.json_limits import kinds_of
+from server.transport.cleaning import kinds_of
 
 
 def template_messages(

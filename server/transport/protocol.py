@@ -32,8 +32,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError
-from server.transport.admission import Turns
-from server.transport.connection_eviction import Crowd, Wait
+from server.transport.admission import Crowd, Turns, Wait
 from server.transport.exchange import new_request_id
 from server.transport.gate import SURPLUS
 from server.transport.origins import Cors

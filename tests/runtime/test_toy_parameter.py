@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from models.configuration.generation_config import load_generation_config
 from runtime.cli import app
 from runtime.commands.options import SamplingOptions
-from runtime.commands.slash import run_slash
+from runtime.commands.chat_session import run_slash
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import SamplingParams
 from server.description.openapi import description

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from runtime.commands import later
-from runtime.commands.report import ReportOptions, listing
+from runtime.commands.options import ReportOptions, listing
 from runtime.errors import InvalidArgumentError
 from runtime.progress import ON_STDERR
 from runtime.text_files import read_text_file

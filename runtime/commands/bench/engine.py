@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from runtime.commands import later
-from runtime.commands.options import EngineOptions
-from runtime.commands.report import ReportOptions, listing
+from runtime.commands.options import EngineOptions, ReportOptions, listing
 from runtime.engine.config import integers
 
 _cpu_products = later("runtime.bench.cpu_products")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from runtime.commands import later
-from runtime.commands.report import ReportOptions
+from runtime.commands.options import ReportOptions
 
 _memory = later("runtime.bench.memory")
 _metrics = later("runtime.bench.metrics")

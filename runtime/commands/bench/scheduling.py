@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from runtime.commands import later
-from runtime.commands.options import EngineOptions, numbers
-from runtime.commands.report import ReportOptions, listing
+from runtime.commands.options import EngineOptions, ReportOptions, listing, numbers
 from runtime.engine.config import integers
 
 _traces = later("runtime.bench.load.traces")

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from runtime.commands import later
-from runtime.commands.options import EngineOptions
-from runtime.commands.report import ReportOptions, listing
+from runtime.commands.options import EngineOptions, ReportOptions, listing
 from runtime.own_packages import python_module
 
 _samples = later("runtime.bench.load.samples")

@@ -1,6 +1,6 @@
-"""Harmony's messages, the special tokens that delimit them, by name in a tokenizer, and their rendering to ids.
-
-Each piece of a header is encoded separately, as in `openai-harmony`.
+"""Harmony's messages, the special tokens that delimit them, and their rendering to ids, each piece of a header
+separately, as in `openai-harmony`. And grammars for answers: a forced call, or a constrained answer in the final
+channel, with optional analysis before it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from runtime.engine.grammar.grammar import Grammar
+from runtime.text.reasoning import rule_body
+from runtime.text.tools.notation import CallForm, Notation
 from tokenizer import Tokenizer
 
 START, MESSAGE, END = "<|start|>", "<|message|>", "<|end|>"
@@ -114,3 +117,30 @@ class Renderer:
             else:
                 rendered += self._text(f" {message.content_type}")
         return [*rendered, ids.message, *self._content(message.content)]
+
+
+HARMONY = Notation(
+    "harmony",
+    None,
+    CallForm(f"{CHANNEL}commentary to={FUNCTIONS}.NAME {CONSTRAIN}json{MESSAGE}", "", between=f"{END}{START}assistant"),
+    markers=SPECIAL_TOKENS,
+    names=("openai",),
+)
+"""The notation of a forced call: gpt-oss's own."""
+
+
+def in_final_channel(grammar: Grammar, ids: SpecialIds) -> Grammar:
+    """A message on the final channel whose content is the grammar's. Raises ``RequestError`` if that is too long."""
+    lines = [f'start: <[{ids.channel}]> "final" <[{ids.message}]> final_text', f"final_text: {rule_body(grammar)}"]
+    return Grammar(kind="lark", text="\n".join(lines))
+
+
+def after_analysis(grammar: Grammar, ids: SpecialIds) -> Grammar:
+    """Messages on the analysis channel, then one of the grammar's. Raises ``RequestError`` if that is too long."""
+    lines = [
+        "start: analysis* message",
+        f'analysis: <[{ids.channel}]> "analysis" <[{ids.message}]> thought <[{ids.end}]> <[{ids.start}]> "assistant"',
+        "thought: /(?s:.*)/",
+        f"message: {rule_body(grammar)}",
+    ]
+    return Grammar(kind="lark", text="\n".join(lines))

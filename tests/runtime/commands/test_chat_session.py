@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.commands.chat_session import ChatSession
-from runtime.commands.slash import COMMANDS, run_slash
+from runtime.commands.chat_session import COMMANDS, ChatSession, run_slash
 from runtime.engine.errors import RequestError
 from runtime.errors import InvalidArgumentError, XservError
 from tests.runtime.commands.fakes import FakeLLM

@@ -12,8 +12,7 @@ pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 
 from PIL import Image
 
-from runtime.commands.chat_session import ChatSession
-from runtime.commands.slash import run_slash
+from runtime.commands.chat_session import ChatSession, run_slash
 from runtime.errors import InvalidArgumentError
 from runtime.images.errors import ImageError
 from runtime.llm import LLM

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.commands.options import EngineOptions
-from runtime.commands.speculative_config import options_of
+from runtime.commands.options import EngineOptions, options_of
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import RequestError
 

@@ -10,8 +10,7 @@ import pytest
 
 from runtime.engine.errors import RequestError
 from runtime.text.chat import chat_prompt
-from runtime.text.content import plain_content
-from runtime.text.picture_text import PictureText
+from runtime.text.content import PictureText, plain_content
 from tests.server.byte_tokenizer import make_byte_tokenizer
 from tests.tokenizer.support import SHARED
 from tests.tokenizer.test_template_forms import EITHER, FIRST_PART, JSON, LLAVA, OLD_PIXTRAL, STRINGS

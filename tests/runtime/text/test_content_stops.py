@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from runtime.engine.messages import FinishReason
 from runtime.engine.sampling_params import SamplingParams
-from runtime.text.harmony.grammar import HARMONY
+from runtime.text.harmony.message import HARMONY
 from runtime.text.pipeline import TextPipeline
 from runtime.text.reasoning import ReasoningStart
 from runtime.text.tools.notation import ToolReading

@@ -418,6 +418,6 @@ def test_the_server_starts_without_the_extra() -> None:
     """What only pictures need is imported where there are some."""
     script = (
         "import sys; sys.modules.update(PIL=None, httpcore=None)\n"
-        "import server.serve, server.app, server.pictures.worker, server.pictures.reader"
+        "import server.serve, server.app, server.pictures.decoder, server.pictures.reader"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3], timeout=60)

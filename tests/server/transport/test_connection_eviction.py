@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from server.config import ServerConfig
-from server.transport.connection_eviction import PATIENCE_S, Crowd, Wait
+from server.transport.admission import PATIENCE_S, Crowd, Wait
 from server.transport.protocol import RESERVED_CONNECTIONS
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngineClient

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import InvalidArgumentError
 from runtime.text.formats import AnswerFormat, end_ids
-from runtime.text.harmony.grammar import HARMONY
-from runtime.text.harmony.message import SPECIAL_TOKENS
+from runtime.text.harmony.message import HARMONY, SPECIAL_TOKENS
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.tools.notation import ToolReading
 from tests.runtime.text.answers import Message, message_of

@@ -14,10 +14,9 @@ from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.vocabulary import Vocabulary
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
-from runtime.text.reasoning_grammar import after_reasoning
+from runtime.text.reasoning import after_reasoning
 from runtime.text.tools.grammar import tool_grammar
-from runtime.text.tools.notation import ToolReading
-from runtime.text.tools.parser import ToolCallParser
+from runtime.text.tools.notation import ToolCallParser, ToolReading
 from runtime.text.tools.table import HERMES
 from tests.runtime.text.answers import parse
 from tokenizer import Tokenizer

@@ -18,12 +18,11 @@ from runtime.engine.grammar.compiler import check_grammar, compile_grammar
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.vocabulary import Vocabulary
 from runtime.engine.sampling_params import SamplingParams
-from runtime.text.harmony.grammar import HARMONY
+from runtime.text.harmony.message import HARMONY
 from runtime.text.parser_names import TOOL_CALL_PARSERS
 from runtime.text.pipeline import TextPipeline
 from runtime.text.tools.grammar import marker_ids, tool_grammar
-from runtime.text.tools.notation import Notation, ToolReading
-from runtime.text.tools.parser import ToolCallParser
+from runtime.text.tools.notation import Notation, ToolCallParser, ToolReading
 from runtime.text.tools.table import (
     BY_NAME,
     DEEPSEEK_V3,
@@ -42,7 +41,7 @@ from runtime.text.tools.table import (
     PYTHONIC,
     QWEN3_CODER,
 )
-from runtime.text.tools.writing import written
+from runtime.text.tools.tool_prompt import written
 from tests.runtime.text.answers import FRAGMENTS, Message, cut, message_of, parse
 from tests.runtime.text.test_pipeline import outputs_of, run
 from tests.runtime.text.tokenizers import with_special

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from runtime.text.tools.notation import ToolReading
-from runtime.text.tools.parser import ToolCallParser
+from runtime.text.tools.notation import ToolCallParser, ToolReading
 from runtime.text.tools.table import BY_NAME, HERMES, LLAMA3, MISTRAL, NOTATIONS, QWEN3_CODER, notation_in
-from runtime.text.tools.tool_prompt import ignores_tools
-from runtime.text.tools.writing import written
+from runtime.text.tools.tool_prompt import ignores_tools, written
 from tests.runtime.text.answers import parse
 from tests.runtime.text.tools.test_notations import TOOLS
 from tests.server.byte_tokenizer import make_byte_tokenizer
