@@ -1,4 +1,4 @@
-"""What is measured of generations as their outputs arrive: time to the first token, between tokens, and per phase.
+"""Measurements of generations as their outputs arrive: time to the first token, between tokens, and per phase.
 
 Every choice counts as a request of its own, as in vLLM, whose `n` fans out. All times are by the server's clock, except
 `RequestTimes`, which are by the engine's; both are `time.monotonic()` of one machine. The names, their meanings and

@@ -1,4 +1,4 @@
-"""What happens when there is more than the server holds at once.
+"""Admits requests and connections where there are more than the server holds at once.
 
 Requests with incomplete bodies start a few at a time (`Turns`). A request costs half a millisecond before it waits for
 the rest of its body. When thousands of them arrive at once, complete ones must not queue after all of them, and those

@@ -1,7 +1,6 @@
-"""What is done with the decoded JSON of any request before it becomes typed objects: its parts are limited, and values
-that a schema would refuse are normalised where that is unambiguous: a null field is absent, a whole float (2.0) is an
-integer. Lengths of text are limited by the body's size and the context; other servers' fields are handled by
-`server.openai_api.extensions`.
+"""Limits and normalises the decoded JSON of any request before it becomes typed objects. Normalised are unambiguous
+values that a schema would refuse: a null field is absent, a whole float (2.0) is an integer. Lengths of text are
+limited by the body's size and the context; other servers' fields are handled by `server.openai_api.extensions`.
 
 The walk follows the schema's types. Values of any type (a JSON schema, a template's variables) stay as they are."""
 
