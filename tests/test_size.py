@@ -27,12 +27,12 @@ MOST_LINES = {
     "runtime/parallel": 1_113,
     "runtime/images": 920,
     "runtime/commands": 2_689,
-    "runtime/bench": 8_435,
+    "runtime/bench": 8_458,
     "runtime": 2_834,
     "models": 14_010,
     "server": 17_725,
     "tokenizer": 5_624,
-    "tools": 15_200,
+    "tools": 14_947,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests."""
@@ -47,7 +47,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 48_246
+MOST_WORDS = 48_241
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -28,8 +28,8 @@ from numba_kernels.cuda import gemm  # noqa: E402
 from numba_kernels.cuda.gemm import hopper  # noqa: E402
 from numba_kernels.cuda.gemm.hopper_ring import Tile  # noqa: E402
 from numba_kernels.cuda.tables import FOLDER, Choice, read  # noqa: E402
-from runtime.bench.kernels.cases import Inputs, product_case  # noqa: E402
-from runtime.bench.kernels.table import prepare, verify  # noqa: E402
+from runtime.bench.kernels.case import Inputs, prepare, verify  # noqa: E402
+from runtime.bench.kernels.operations import product_case  # noqa: E402
 from runtime.bench.kernels.timing import Stopwatch  # noqa: E402
 from runtime.device.gpu import Gpu  # noqa: E402
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 
 from numba_kernels.cuda.gemm import gemv
 from numba_kernels.cuda.registry import specialisations
+from runtime.bench.kernels.case import Case
 from runtime.bench.kernels.counted import Counts, loops
 from runtime.device.kernel_cache import KernelCache, is_meant_for
 from runtime.emulator.driver.architectures import A100, H100, H200
 from runtime.emulator.translation.ptx import parse
 from tools import kernel_report
+from tools.kernel_cases.report import cases
 from tools.kernel_costs import packed_products, page
-from tools.kernel_costs.cases import cases
-from tools.kernel_costs.counts import Bench, Work
 from tools.kernel_costs.machine_code import nvdisasm_if_any
 from tools.kernel_costs.machine_code import parse as parse_machine_code
 from tools.kernel_costs.static import ARCHS, MachineFacts, StaticFacts, examine, machine_facts
-from tools.kernel_report import Allowed, main, offences_of, offenders
+from tools.kernel_report import Allowed, count, main, offences_of, offenders
 
 SHARES = 16  # of the kernels, so that no worker is left with much more than the others
 
@@ -41,13 +40,6 @@ def test_every_kernel_is_examined_somewhere() -> None:
         assert any(is_meant_for(each, arch) for arch in ARCHS), each.name
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    found = Bench(kernel_report.COUNTED_ARCH)
-    yield found
-    found.gpu.synchronize()
-
-
 EACH_TIME = (
     "gemm skinny bf16", "gemm hopper bf16 m=256", "gemm quantised_gemv u4_g128", "attention decode bf16 d128",
     "rms_norm", "sampling greedy", "add f32",
@@ -63,18 +55,18 @@ EACH_TIME = (
     ],
 )
 @pytest.mark.exhaustive_cases("attention decode")
-def test_every_case(bench: Bench, case) -> None:
-    counts = (Bench(case.arch) if case.arch else bench).count(case.name, case.run)
+def test_every_case(case: Case) -> None:
+    counts = count(case)
     if counts.warp_instructions == 0 or sum(counts.mix.values()) != counts.warp_instructions:
         raise ValueError(f"{case.name}: {counts.warp_instructions} instructions, of kinds {counts.mix}")
     assert offenders([], [(case, counts)]) == []
 
 
 @pytest.mark.emulator
-def test_counts_of_a_copy_are_known(bench: Bench) -> None:
+def test_counts_of_a_copy_are_known() -> None:
     (case,) = (case for case in cases() if case.name == "add f32")
-    counts = bench.count(case.name, case.run)
-    assert counts.moved_bytes == case.work.least_bytes == 12 << 15
+    counts = count(case)
+    assert counts.moved_bytes == case.least_bytes == 12 << 15
     assert counts.sector_efficiency == 1
     assert counts.sectors_per_request == 4
     assert counts.requests == 3 * (1 << 15) // 32
@@ -82,9 +74,9 @@ def test_counts_of_a_copy_are_known(bench: Bench) -> None:
 
 
 @pytest.mark.emulator
-def test_tensor_cores_do_the_product_and_nothing_more(bench: Bench) -> None:
+def test_tensor_cores_do_the_product_and_nothing_more() -> None:
     (case,) = (case for case in cases() if case.name == "gemm tensor_core bf16 m=256")
-    assert bench.count(case.name, case.run).tensor_flops == case.work.flops == 2 * 256**3
+    assert count(case).tensor_flops == case.flops == 2 * 256**3
 
 
 FACTS = StaticFacts("kernel", "sm_80", 256, 32, 0, 0, 0, 8, 1.0, (), False, False)
@@ -238,9 +230,11 @@ def test_a_loop_is_what_lies_between_a_branch_and_its_target() -> None:
 
 
 def test_roofline_is_the_slower_of_memory_and_arithmetic() -> None:
-    assert Work(10**9 + 10**9, 1).roofline_us(A100) == pytest.approx(1e6 * 2e9 / 2.039e12)
-    assert Work(1 + 1, 10**12).roofline_us(A100) == pytest.approx(1e6 / 19.5)
-    assert Work(1 + 1, 10**12, is_tensor_core=True).roofline_us(H200) == pytest.approx(1e6 / 989.4)
+    case = dataclasses.replace(next(cases()), least_bytes=2 * 10**9, flops=1, has_16_bits=False)
+    assert page.roofline_us(case, A100) == pytest.approx(1e6 * 2e9 / 2.039e12)
+    case = dataclasses.replace(case, least_bytes=2, flops=10**12)
+    assert page.roofline_us(case, A100) == pytest.approx(1e6 / 19.5)
+    assert page.roofline_us(dataclasses.replace(case, has_16_bits=True), H200) == pytest.approx(1e6 / 989.4)
 
 
 @pytest.mark.emulator

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.bench.kernels.cases import Array, Inputs
+from runtime.bench.kernels.case import Array, Inputs
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph
 from runtime.device.nccl import NcclComm, NcclError, candidates, open_nccl

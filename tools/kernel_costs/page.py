@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from runtime.bench.kernels.case import Case
 from runtime.bench.kernels.counted import KINDS, Counts
-from tools.kernel_costs.counts import PRODUCTS, Case
+from runtime.emulator.driver.architectures import A100, H100, H200, RTX_4090, RTX_5090, GpuModel
 from tools.kernel_costs.static import StaticFacts
 
+PRODUCTS = (A100, RTX_4090, RTX_5090, H100, H200)
 Measured = Sequence[tuple[Case, Counts]]
 
 
@@ -27,7 +29,7 @@ COUNT_COLUMNS = (
 def count_row(case: Case, counts: Counts) -> list[str]:
     """A case's counts, in the order of `COUNT_COLUMNS`."""
     return [
-        case.name, case.shape, f"{counts.warp_instructions:,}", f"{counts.moved_bytes / case.work.least_bytes:.2f}",
+        case.name, case.shape, f"{counts.warp_instructions:,}", f"{counts.moved_bytes / case.least_bytes:.2f}",
         f"{counts.data_bytes / case.tiled_bytes:.3f}" if case.tiled_bytes else "",
         f"{counts.sectors_per_request:.2f}", f"{100 * counts.sector_efficiency:.1f} %", f"{counts.conflicts:,}",
         f"{counts.loop_conflicts:,}", f"{counts.tensor_flops / 1e6:.1f}",
@@ -50,11 +52,17 @@ def fill(text: str, measured: Measured) -> str:
     return re.sub(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", made, text, flags=re.DOTALL)
 
 
+def roofline_us(case: Case, model: GpuModel) -> float:
+    """The lower bound in microseconds: its bytes at full bandwidth, or its arithmetic at full rate."""
+    rate = model.bf16_flops if case.has_16_bits else model.float32_flops
+    return 1e6 * max(case.least_bytes / model.memory_bytes_per_s, case.flops / rate)
+
+
 def roofline_table(measured: Measured) -> str:
     """Lower bounds of a case's microseconds, on each product."""
     rows = [
-        [case.name, f"{case.work.least_bytes:,}", f"{case.work.flops:,}"]
-        + [f"{case.work.roofline_us(model):.3f}" for model in PRODUCTS]
+        [case.name, f"{case.least_bytes:,}", f"{case.flops:,.0f}"]
+        + [f"{roofline_us(case, model):.3f}" for model in PRODUCTS]
         for case, _ in measured
     ]
     return table(("case", "least bytes", "operations", *(f"{model.name} (us)" for model in PRODUCTS)), rows)

@@ -12,20 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from runtime.bench.environment import describe_machine
-from runtime.bench.kernels.bandwidth import bandwidth
-from runtime.bench.kernels.cases import Case, Prepared, attention_case, product_case
+from runtime.bench.kernels.case import Case, prepare, row_of, timed, verify
 from runtime.bench.kernels.counted import Counts, counting
 from runtime.bench.kernels.goals import GOALS
-from runtime.bench.kernels.host_costs import graph_row, launch_row, upload_row
-from runtime.bench.kernels.table import error_share, prepare, read_rows, row_of, spoil, timed, verify
+from runtime.bench.kernels.host_costs import bandwidth, graph_row, launch_row, upload_row
+from runtime.bench.kernels.operations import QWEN3_8B, attention_case, product_case
 from runtime.bench.kernels.timing import Stopwatch
 from runtime.bench.metrics import BenchmarkError
 from runtime.device.cublas import Cublas, NoCublasError
 from runtime.device.gpu import Gpu
 from runtime.emulator.driver.architectures import model_of
-
-QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-"""N, K of a layer's matrices."""
 
 PARTS = ("gemm", "linear", "prefill", "decode", "launch", "graph", "upload")
 NUM_RUNS = 30
@@ -41,10 +37,10 @@ def cases(is_quick: bool) -> Iterator[tuple[str, Case]]:
         yield "decode", attention_case("auto", "bf16", 2, 255, 1, 4, 2, 128)
         return
     yield "gemm", product_case("auto", 8192, 8192, 8192, "bf16")
-    for n, k in QWEN3_8B.values():
+    for n, k in QWEN3_8B:
         yield "gemm", product_case("auto", 2048, n, k, "bf16")
     for rows in (1, 16, 64):
-        for n, k in QWEN3_8B.values():
+        for n, k in QWEN3_8B:
             yield _linear_goal(rows), product_case("auto", rows, n, k, "bf16")
     yield "prefill", attention_case("auto", "bf16", 1, 0, 8192, 32, 8, 128)
     yield "decode", attention_case("auto", "bf16", 32, 4095, 1, 32, 8, 128)  # 0.54 GB of K and V
@@ -132,23 +128,16 @@ def _case_row(
 ) -> dict[str, Any]:
     _inputs, ready = prepare(gpu, case, seed)
     with counting(gpu) as counts:
-        error = verify(gpu, case, ready, ready.run)
-    row: dict[str, Any] = {"goal": goal} | row_of(case, error)
+        found = verify(gpu, case, ready)
+    row: dict[str, Any] = {"goal": goal} | row_of(case, ready, found)
     if stopwatch.is_emulated:
         return row | {"counted": _counted(counts, case)}
     competitors: dict[str, Callable[[], Any]] = {"ours": ready.run}
     if cublas is not None and ready.operands:
         (m, n, k), (x, weight) = ready.sizes, ready.operands
-        theirs = cublas.bind_linear(m, n, k, ready.dtype, x, weight, ready.out)
-        row["cublas_error_share"] = _peer_error(gpu, case, ready, theirs)
-        competitors["cublas"] = theirs
+        theirs = competitors["cublas"] = cublas.bind_linear(m, n, k, ready.dtype, x, weight, ready.out)
+        row["cublas_error_share"] = verify(gpu, case, ready, theirs, "cuBLAS's")["error_share"]
     return timed(row, case, competitors, stopwatch)
-
-
-def _peer_error(gpu: Gpu, case: Case, ready: Prepared, run: Callable[[], None]) -> float:
-    spoil(gpu, ready)
-    run()
-    return error_share(read_rows(gpu, ready), ready, case.tolerance, "cuBLAS's")
 
 
 def _counted(counts: Counts, case: Case) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Host costs on a GPU: a launch, a graph's replay, and the upload of weights. Rows of `bench kernels`."""
+"""Memory's bandwidth (reads by a kernel, copies by the driver, both ways over the bus), and host costs on a GPU: a
+launch, a graph's replay, and the upload of weights. Rows of `bench kernels`."""
 
 from __future__ import annotations
 
@@ -10,17 +11,58 @@ from typing import Any
 import numpy as np
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.probes import empty_kernel
+from numba_kernels.cuda.probes import THREADS, empty_kernel, read_kernel
 from numba_kernels.cuda.specialisation import Launch
-from runtime.bench.kernels.cases import Inputs
+from runtime.bench.kernels.case import Inputs
+from runtime.bench.kernels.operations import QWEN3_8B
 from runtime.bench.kernels.timing import Stopwatch, Times
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph
 
-LAYER = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))  # N, K of Qwen3-8B's products
-NUM_LAYERS = 36
+NUM_LAYERS = 36  # Qwen3-8B's
 TINY_LAYER = ((96, 64), (64, 64))
+WORD = 0x5A5A5A5A
 _EMPTY_ARGUMENTS = (1, 1, 1, 1, 2, 2, 2, 2)
+
+
+def bandwidth(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
+    """Bytes a second by name, each verified first: {"read": {...}, "copy": {...}, ...}; copies count twice."""
+    blocks = 2 if is_quick else 4 * gpu.properties.num_sms
+    round_bytes = blocks * THREADS * 4 * 16
+    size = max(1, ((256 << 10) if is_quick else (2 << 30)) // round_bytes) * round_bytes
+    data, target, sums = gpu.allocate(size), gpu.allocate(size), gpu.allocate(4 * blocks * THREADS)
+    gpu.fill(data.address, WORD & 0xFF, size)
+    launch = Launch(read_kernel(), (blocks, 1, 1), (THREADS, 1, 1))
+    bound = gpu.bind(launch)
+    bus_bytes = (64 << 10) if is_quick else (256 << 20)
+    pinned = gpu.pinned.allocate(bus_bytes)
+
+    def read() -> None:
+        bound(data.address, sums.address, size // 16)
+
+    read()
+    found = np.empty(blocks * THREADS, np.uint32)
+    gpu.read(sums.address, found)
+    expected = np.uint32(size // 4 // found.size * WORD % 2**32)
+    if not (found == expected).all():
+        raise AssertionError(f"the read kernel's sums are wrong: {found[found != expected][:4]}, not {expected}")
+    gpu.copy(target.address, data.address, size)
+    last = np.empty(4096, np.uint32)
+    gpu.read(target.address + size - last.nbytes, last)
+    if not (last == WORD).all():
+        raise AssertionError("the copy's end is not what was copied")
+    runs: dict[str, tuple[int, Callable[[], None]]] = {
+        "read": (size, read),
+        "copy": (2 * size, lambda: gpu.copy(target.address, data.address, size)),
+        "host to device": (bus_bytes, lambda: gpu.upload(target.address, pinned, bus_bytes)),
+        "device to host": (bus_bytes, lambda: gpu.download(pinned, data.address, bus_bytes)),
+    }
+    times = stopwatch.times({name: run for name, (_, run) in runs.items()})
+    return {
+        name: {"bytes": runs[name][0], "times": value.as_json()}
+        | ({} if stopwatch.is_emulated else {"gb_per_s": round(runs[name][0] / value.median_us / 1e3, 1)})
+        for name, value in times.items()
+    }
 
 
 def launch_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
@@ -66,7 +108,7 @@ def graph_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
 
     Raises AssertionError if the replay's bits differ from the eager run's.
     """
-    inputs, layer = Inputs(gpu, 7), TINY_LAYER if is_quick else LAYER
+    inputs, layer = Inputs(gpu, 7), TINY_LAYER if is_quick else QWEN3_8B
     num_layers = 2 if is_quick else NUM_LAYERS
     bound = []
     outs = []

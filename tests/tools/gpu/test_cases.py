@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda.gemm import hopper
-from runtime.bench.kernels.cases import Prepared, product_case
-from runtime.bench.kernels.table import check, error_share, prepare, verify
+from runtime.bench.kernels.case import Prepared, errors, prepare, verify
+from runtime.bench.kernels.operations import product_case
 from tests.runtime.device.emulated import new_gpu
 from tools import gpu_check
 from tools.gpu.checking import worker
+from tools.gpu.kernels.cases import check
 from tools.gpu.kernels.first_launches import _copy
 from tools.gpu.sections import EMULATED_TESTS, ROOT, Case, Options, sections
 from tools.gpu.serving import graph_timeline
@@ -59,10 +60,12 @@ def ready(expected: np.ndarray) -> Prepared:
 
 def test_a_wrong_result_and_nan_are_errors() -> None:
     expected = np.array([1.0, -4.0], np.float32)
-    assert error_share(np.array([1.0, -4.2], np.float32), ready(expected), 0.06, "ours") == pytest.approx(0.05)
+    assert errors(np.array([1.0, -4.2], np.float32), ready(expected), 0.12, "ours") == {
+        "error_share": pytest.approx(0.05), "error_rms": pytest.approx(0.2 / 17**0.5),
+    }  # fmt: skip
     for wrong in ([1.5, -4.0], [np.nan, -4.0], [np.inf, -4.0]):
         with pytest.raises(AssertionError, match="ours result is wrong"):
-            error_share(np.array(wrong, np.float32), ready(expected), 0.06, "ours")
+            errors(np.array(wrong, np.float32), ready(expected), 0.12, "ours")
 
 
 def test_texts_in_a_models_own_tokens() -> None:
@@ -94,8 +97,8 @@ def test_a_wrong_product_says_where() -> None:
     _inputs, ready = prepare(gpu, case, 0)
     ready.expected += np.eye(3, 64, 5, dtype=np.float32) * 99
     with pytest.raises(AssertionError, match=r"off by .* row \d, element \[[567]\]: .* 1.6% of the elements are off"):
-        verify(gpu, case, ready, ready.run)
-    with pytest.raises(AssertionError, match="written behind the result"):
+        verify(gpu, case, ready)
+    with pytest.raises(AssertionError, match="written after the result"):
         verify(gpu, case, ready, lambda: gpu.fill(ready.out + 3 * 64 * 2, 0, 1))
 
 

@@ -9,10 +9,11 @@ import numpy as np
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import hopper
-from runtime.bench.kernels.cases import Inputs, numpy_dtype, product_case
-from runtime.bench.kernels.table import check
+from runtime.bench.kernels.case import Inputs, numpy_dtype
+from runtime.bench.kernels.operations import product_case
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph
+from tools.gpu.kernels.cases import check
 from tools.gpu.kernels.first_kernels import CLUSTER, COLUMNS, ROWS, plan_copy
 from tools.gpu.sections import Case, Options, Result
 

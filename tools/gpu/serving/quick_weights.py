@@ -7,7 +7,6 @@ A step's time depends on the weights' placement and randomness, not on whether t
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,13 +18,13 @@ import models.makers.loading_maker
 import models.registry
 from models.checkpoints.dummy import DummyCheckpoint
 from runtime import ops
-from runtime.bench.kernels.cases import MOST_DRAWN
-from runtime.device.gpu import Gpu
+from runtime.bench.kernels.case import MOST_DRAWN
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
-from runtime.linear.weight import GpuWeight, RowWeight
+from runtime.linear.weight import GpuWeight
 from runtime.tensor.tensor import Tensor
-from tools.gpu.kernels.packed_layers import FORMATS, random_matrix
+from tools.kernel_cases.experts import copied
+from tools.kernel_cases.quantised_layers import FORMATS, random_matrix
 
 _STD = 0.02
 Array = np.ndarray[Any, Any]
@@ -99,15 +98,3 @@ def quick_weights(stored: Mapping[str, str]) -> Iterator[None]:
         patch.object(MatrixPart, "has_nan", False),  # there is none, and the search is slow
     ):
         yield
-
-
-def copied(weight: GpuWeight) -> GpuWeight:
-    """A copy in memory of its own."""
-    made, memory = copy.copy(weight), weight.memory
-    made.memory = Tensor.empty(memory.shape, memory.dtype, memory.device)
-    Gpu.of(memory.device).copy(made.memory.address, memory.address, memory.size_bytes)
-    made.memory.storage.freeze()
-    made.address = made.memory.address
-    if isinstance(made, RowWeight):
-        made.weight = made.memory
-    return made

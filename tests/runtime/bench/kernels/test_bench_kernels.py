@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from runtime.bench.kernels import bench_kernels as kernels
 from runtime.bench.kernels.bars import roofline_svg
 from runtime.bench.kernels.bench_kernels import as_lines, bench_kernels, parts_named, roofs
-from runtime.bench.kernels.cases import MOST_ROWS, attention_case, product_case, sampled
+from runtime.bench.kernels.case import MOST_ROWS, prepare, sampled, verify
 from runtime.bench.kernels.goals import GOALS, Goal
-from runtime.bench.kernels.table import prepare, verify
+from runtime.bench.kernels.operations import attention_case, product_case
 from runtime.bench.metrics import BenchmarkError
 from runtime.cli import app
 from runtime.device.gpu import Gpu
@@ -64,12 +64,12 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = product_case("auto", 8, 16, 16, "bf16")
     gpu = Gpu.of(DEVICE)
     inputs, ready = prepare(gpu, case, 1)
-    assert verify(gpu, case, ready, ready.run) <= case.tolerance
+    assert verify(gpu, case, ready)["error_share"] <= case.tolerance
     with pytest.raises(AssertionError, match="ours result is wrong"):
         verify(gpu, case, ready, lambda: None)  # the place holds NaN
     ready.expected[0, 0] += 1.0
     with pytest.raises(AssertionError, match="ours result is wrong"):
-        verify(gpu, case, ready, ready.run)
+        verify(gpu, case, ready)
     monkeypatch.setattr(kernels, "cases", lambda is_quick: [("gemm", case)])
     monkeypatch.setattr(kernels, "prepare", lambda gpu, case, seed: (inputs, ready))
     with pytest.raises(AssertionError, match="ours result is wrong"):
@@ -87,13 +87,13 @@ def test_rows_of_large_results_are_sampled_from_first_to_last() -> None:
 def test_sampled_rows_of_attention_are_the_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     case = attention_case("flash", "bf16", 2, 5, 40, 4, 2, 64)
     gpu = Gpu.of(DEVICE)
-    monkeypatch.setattr("runtime.bench.kernels.cases.MOST_ROWS", 1000)
+    monkeypatch.setattr("runtime.bench.kernels.case.MOST_ROWS", 1000)
     _, whole = prepare(gpu, case, 3)
-    monkeypatch.setattr("runtime.bench.kernels.cases.MOST_ROWS", 7)
+    monkeypatch.setattr("runtime.bench.kernels.case.MOST_ROWS", 7)
     _, part = prepare(gpu, case, 3)
     assert len(part.rows) == 7
     assert np.allclose(whole.expected[part.rows], part.expected, rtol=1e-4, atol=1e-5)
-    assert verify(gpu, case, part, part.run) <= case.tolerance
+    assert verify(gpu, case, part)["error_share"] <= case.tolerance
 
 
 @pytest.mark.parametrize(

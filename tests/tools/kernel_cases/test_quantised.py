@@ -14,17 +14,19 @@ from models.registry import declare_model, load_model
 from numba_kernels.cuda.experts import hopper
 from runtime import ops
 from runtime.backends import cuda_plans
-from runtime.bench.kernels.cases import Inputs
+from runtime.bench.kernels.case import Inputs, Prepared, errors
 from runtime.device.gpu import Gpu
 from runtime.linear.options import LoadOptions
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.weight import PackedWeight
-from tools.gpu.kernels import experts, packed_layers, quantized, quantized_speed
-from tools.gpu.kernels.packed_layers import FORMATS, packed_layer, random_matrix
-from tools.gpu.kernels.quantized import Wanted, check, errors
+from tools.gpu.kernels import cases, tuning
 from tools.gpu.sections import Options
 from tools.gpu.serving.models import STORED, TINY
 from tools.gpu.serving.quick_weights import quick_weights
+from tools.kernel_cases import experts, quantised, quantised_layers
+from tools.kernel_cases.operation import Recorded, put
+from tools.kernel_cases.quantised import served_case
+from tools.kernel_cases.quantised_layers import FORMATS, packed_layer, random_matrix
 
 pytestmark = pytest.mark.emulator
 
@@ -35,7 +37,7 @@ def the_gpu() -> Gpu:
 
 @pytest.fixture(autouse=True)
 def fresh_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_layers, "MOST_ROWS", 32)
+    monkeypatch.setattr(quantised_layers, "MOST_ROWS", 32)
     packed_layer.cache_clear()
 
 
@@ -63,11 +65,12 @@ def test_a_layer_is_what_its_rows_would_be_prepared_to(name: str) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3.0])
 def test_a_wrong_element_is_an_error(value: float) -> None:
     expected = np.random.default_rng(0).standard_normal((4, 300)).astype(np.float32)
-    assert errors(expected, expected) == {"error_share": 0.0, "error_rms": 0.0}
+    ready = Prepared(lambda: None, rows=np.array([0, 5, 9, 17]), expected=expected)
+    assert errors(expected, ready, 2e-2, "ours") == {"error_share": 0.0, "error_rms": 0.0}
     found = expected.copy()
     found[1, 7] = value
-    with pytest.raises(AssertionError, match=r"sampled row 1, column 7"):
-        errors(found, expected)
+    with pytest.raises(AssertionError, match=r"at row 5, element \[7\]"):
+        errors(found, ready, 2e-2, "ours")
 
 
 def test_an_element_of_k_too_few_is_an_error() -> None:
@@ -75,7 +78,7 @@ def test_an_element_of_k_too_few_is_an_error() -> None:
     rng = np.random.default_rng(0)
     x, matrix = rng.standard_normal((16, 4096), np.float32), rng.standard_normal((64, 4096), np.float32)
     with pytest.raises(AssertionError, match="on the whole"):
-        errors(x[:, 1:] @ matrix[:, 1:].T, x @ matrix.T)
+        errors(x[:, 1:] @ matrix[:, 1:].T, Prepared(lambda: None, rows=np.arange(16), expected=x @ matrix.T), 2e-2, "")
 
 
 @pytest.mark.exhaustive  # translates kernels of bytes
@@ -85,13 +88,11 @@ def test_rows_that_are_rounded_are_compared_so(name: str, use: Any, monkeypatch:
     monkeypatch.setattr(cuda_plans, "_is_faster_rounded", lambda weight, product, plain, machine, has_norm: (
         cuda_plans.can_round(weight, product, machine)
     ))  # fmt: skip
-    found = check(the_gpu(), Wanted(name, 80, 128, 328, use))
-    assert found["kernels"][0].startswith("rounded_")
-    real = quantized.dynamic_quantisation
-    monkeypatch.setattr(quantized, "dynamic_quantisation", lambda x, weight: real(x, weight) * 0 + x)
-    monkeypatch.setattr(quantized, "MOST_RMS", 1.0)
-    monkeypatch.setitem(quantized.TOLERANCE, "bf16", 1.0)
-    assert check(the_gpu(), Wanted(name, 80, 128, 328, use))["error_rms"] > 2 * found["error_rms"]
+    case = served_case(name, 80, 128, 328, use)
+    found = cases.check(the_gpu(), case)
+    assert found["kernels"][0].startswith(("rounded_norm", "dynamic_quantisation"))
+    monkeypatch.setattr(quantised, "dynamic_quantisation", lambda x, weight: x)
+    assert cases.check(the_gpu(), replace(case, tolerance=2.0))["error_rms"] > 2 * found["error_rms"]
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b int4", "gpt-oss-20b"])
@@ -118,31 +119,31 @@ def test_quick_weights_are_kept_as_declared_each_in_memory_of_its_own(tmp_path: 
 def test_recorded_launches_do_it_again_and_nothing_is_missing() -> None:
     gpu = the_gpu()
     layer = packed_layer(gpu, "int4 g128", 48, 136)
-    x = quantized.put(gpu, Inputs(gpu, 1).normal((2, 136), "bf16"))
-    recorded = quantized_speed.Recorded(gpu, lambda: ops.linear(x, layer.weight))
+    x = put(gpu, Inputs(gpu, 1).normal((2, 136), "bf16"))
+    recorded = Recorded(gpu, lambda: ops.linear(x, layer.weight))
     expected = recorded.result.to("cpu").array.copy()
     gpu.fill(recorded.result.address, 0xFF, recorded.result.size_bytes)
     recorded()
     np.testing.assert_array_equal(recorded.result.to("cpu").array, expected)
     with pytest.raises(AssertionError, match="copies or fills"):
-        quantized_speed.Recorded(gpu, lambda: gpu.fill(recorded.result.address, 0, 4))
+        Recorded(gpu, lambda: gpu.fill(recorded.result.address, 0, 4))
 
 
 @pytest.mark.exhaustive  # translates kernels of experts
 def test_experts_are_verified_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    (case,) = experts.speed(Options("emulated:sm_90a", is_quick=True))
+    (case,) = cases.timed(Options("emulated:sm_90a", is_quick=True), "experts speed")
     found = case.run()
     assert found["error_rms"] < 1e-2
     assert (found["touched"], set(found["times"])) == (4, {"ours", "bf16"})
-    real = experts.expected
-    monkeypatch.setattr(experts, "expected", lambda x, ids, *more: real(x, ids + 1, *more))
+    real = experts._expected
+    monkeypatch.setattr(experts, "_expected", lambda x, ids, *more: real(x, ids + 1, *more))
     with pytest.raises(AssertionError, match="off by"):
         case.run()
 
 
 @pytest.mark.exhaustive
 def test_every_tile_of_experts_is_timed() -> None:
-    (case,) = experts.tuning(Options("emulated:sm_90a", is_quick=True))
+    (case,) = tuning.experts(Options("emulated:sm_90a", is_quick=True))
     found = case.run()["us"]
     unpacked = [f"unpacked {tile}" for tile in hopper.UNPACKING_TILES]
     assert list(found) == ["mma.sync", *map(str, hopper.TILES), *unpacked]

@@ -1,153 +1,38 @@
-"""Operations to verify, to count and to time: inputs, our launch, numpy's result for a sample of its rows, and torch's
-call, all of the same arrays, with the minimum of bytes and operations and the tolerance.
+"""The operations that `bench kernels` times, as cases of any size: products, attention, norms, activations, softmax.
 
-`bench kernels`, `gpu_check` and the kernel report use these, at sizes of their own. Nothing here imports torch: callers
-pass the module.
+`gpu_check` and the kernel report use them at sizes of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from numba_kernels.cuda import activation, attention, gemm, norm
 from numba_kernels.cuda.arithmetic import softmax
+from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
 from numba_kernels.cuda.gemm import hopper
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.specialisation import Launch
-from runtime.device.allocator import DeviceBlock
+from runtime.bench.kernels.case import TOLERANCE, Array, Case, Inputs, Prepared, numpy_dtype, sampled
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType
 
 BLOCK_SIZE = 16
 EPS = 1e-6
 PAGE_SCALE = 0.01
-GUARD_BYTES = 256
-MOST_DRAWN = 4_194_301  # a prime
-MOST_ROWS = 64
-"""Rows of a result that are compared with numpy's, the first and the last among them."""
-
-Array = NDArray[Any]
-
-
-class Inputs:
-    """A case's arrays on the device, kept for the case's lifetime."""
-
-    def __init__(self, gpu: Gpu, seed: int) -> None:
-        self.gpu = gpu
-        self._rng = np.random.default_rng(seed)
-        self._held: list[DeviceBlock] = []
-
-    def normal(self, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Array:
-        """Normal numbers; beyond `MOST_DRAWN` the first ones repeat, with a period that divides no shape."""
-        count = math.prod(shape)
-        values = self._rng.standard_normal(min(count, MOST_DRAWN), dtype=np.float32)
-        values *= np.float32(scale)
-        return np.resize(values.astype(numpy_dtype(dtype)), shape)
-
-    def keys(self, shape: tuple[int, ...], dtype: str, pages: str) -> Array:
-        """Normal numbers; for pages of one byte per number, positive ones of that type."""
-        if not pages:
-            return self.normal(shape, dtype)
-        codes = self._rng.integers(0, 0x58, shape, np.uint8)
-        return codes.view(np.int8 if pages == "s8" else ml_dtypes.float8_e4m3fn)
-
-    def permutation(self, count: int) -> Array:
-        return self._rng.permutation(count).astype(np.int32)
-
-    def put(self, array: Array) -> int:
-        address = self.empty(array.nbytes)
-        self.gpu.write(address, array)
-        return address
-
-    def put_weight(self, array: Array) -> int:
-        """As `put`, for read-only arrays: dependent launches may read them early."""
-        address = self.put(array)
-        self.gpu.declare_immutable(self._held[-1])
-        return address
-
-    def empty(self, size_bytes: int) -> int:
-        self._held.append(self.gpu.allocate(size_bytes))
-        return self._held[-1].address
-
-    def result(self, size_bytes: int) -> int:
-        """As `empty`, with guard memory after it, which `table.verify` checks."""
-        return self.empty(size_bytes + GUARD_BYTES)
-
-    def bind(self, *launches: tuple[Launch | None, Sequence[int | float]]) -> Callable[[], None]:
-        """A function that runs all of them, in order."""
-        known = [(launch, arguments) for launch, arguments in launches if launch is not None]
-
-        def run() -> None:
-            for launch, arguments in known:
-                self.gpu.launch(launch, *arguments)
-
-        return run
-
-
-@dataclass
-class Prepared:
-    """A case that is ready to run.
-
-    Attributes:
-        run: queues our kernels.
-        out, shape, dtype: the result's address (of `Inputs.result`), shape and type; its first dimension is rows.
-        rows: those that `expected` has, ascending.
-        expected: float32 [len(rows), ...], computed by numpy from the same arrays.
-        torch: returns torch's call, given the module and a function that makes tensors of arrays; or None.
-        operands, sizes: of a matrix product, the addresses of x and of the weight, and m, n, k, for a library; else ().
-    """
-
-    run: Callable[[], None]
-    out: int
-    shape: tuple[int, ...]
-    dtype: str
-    rows: Array
-    expected: Array
-    torch: Callable[[Any, Callable[[Array], Any]], Callable[[], Any]] | None
-    operands: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the table.
-
-    Attributes:
-        least_bytes, flops: the minimum of traffic and computation.
-        tolerance: of the largest difference, as a share of the largest value.
-    """
-
-    name: str
-    shape: str
-    least_bytes: int
-    flops: int
-    tolerance: float
-    prepare: Callable[[Inputs], Prepared] = field(repr=False)
-
-
-def sampled(num_rows: int) -> Array:
-    """At most `MOST_ROWS` of so many rows, spread from the first to the last."""
-    return np.unique(np.linspace(0, num_rows - 1, min(num_rows, MOST_ROWS)).astype(np.int64))
-
-
-TOLERANCE = {"f32": 1e-4, "f16": 4e-3, "bf16": 2e-2}
-
-
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    return DType.parse(dtype).numpy
+QWEN3_8B = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
+"""N, K of a layer's matrices: q k v, o, gate and up, down."""
+ON_TENSOR_CORES = ("tensor_core", "skinny", "hopper", "flash", "flash_hopper")
+"""Tiers whose products of 16-bit factors tensor cores do."""
 
 
 def product_case(
     tier: str, m: int, n: int, k: int, dtype: str = "bf16", *, out_dtype: str = "", tile: Tile | None = None,
     parts: int = 1, num_sms: int = 0, has_bias: bool = False, has_residual: bool = False, activation: str = "",
-    is_aligned: bool = True, exact: bool = False,
+    is_aligned: bool = True, exact: bool = False, block: tuple[int, int] = (0, 0),
 ) -> Case:  # fmt: skip
     """``y [m, n] = act(x [m, k] . w^T + bias) + residual``.
 
@@ -158,6 +43,7 @@ def product_case(
         activation: "silu" or "gelu_tanh", by the Hopper tier: the weight has 2 n rows, gate and then up, and y is
             ``act(gate) * up``.
         is_aligned: whether y and its terms are 16-byte aligned, an argument of the plan.
+        block: rows and columns of y that share reads of x and of the weight, if the report checks these.
     """
     out_type = out_dtype or dtype
     columns = 2 * n if activation else n
@@ -200,8 +86,11 @@ def product_case(
     words = [f"gemm {tier if tile is None else f'hopper {tile}'} {dtype}"] + [f"to {out_dtype}"] * bool(out_dtype)
     words += [f"{parts} parts"] * (parts > 1) + ["bias"] * has_bias + ["residual"] * has_residual
     words += [activation] * bool(activation) + ["rows on any bounds"] * (not is_aligned) + ["exact"] * exact
-    shape = f"{m} x {n} x {k}"
-    return Case(", ".join(words), shape, least, 2 * m * columns * k, TOLERANCE[dtype], prepare)
+    tiled_bytes = (-(-n // block[1]) * m + -(-m // block[0]) * n) * k * size + m * n * size if all(block) else 0
+    return Case(
+        ", ".join(words), f"{m} x {n} x {k}", least, 2 * m * columns * k, TOLERANCE[dtype], prepare, "gemm",
+        tiled_bytes, dtype != "f32", tier in ON_TENSOR_CORES,
+    )  # fmt: skip
 
 
 def _gated(activation: str, gate: Array, up: Array) -> Array:
@@ -227,7 +116,7 @@ def attention_case(
     def prepare(inputs: Inputs) -> Prepared:
         q = inputs.normal((tokens, heads, head_dim), dtype)
         k, v = (inputs.keys((seqs, kv_heads, length, head_dim), dtype, pages) for _ in range(2))
-        table = inputs.permutation(seqs * blocks)
+        table = inputs.rng.permutation(seqs * blocks).astype(np.int32)
         plan = attention.plan(
             num_tokens=tokens, num_seqs=seqs, max_query_len=queries, max_seq_len=length, num_q_heads=heads,
             num_kv_heads=kv_heads, head_dim=head_dim, table_width=blocks, dtype=dtype, block_size=BLOCK_SIZE,
@@ -265,7 +154,21 @@ def attention_case(
     least = 2 * tokens * heads * head_dim * size + 2 * seqs * length * kv_heads * key_bytes
     shape = f"{seqs} x {queries} queries, {length} keys, {heads}/{kv_heads} heads of {head_dim}"
     name = f"attention {tier} {dtype}{f' {pages} pages' if pages else ''}"
-    return Case(name, shape, least, 4 * seen * heads * head_dim, TOLERANCE[dtype], prepare)
+    tiled_bytes = 0
+    if tier == "decode":  # parts of at least MIN_PART_KEYS write a record per row, which is read again
+        records = 0 if num_sms == 1 else seqs * heads * (length // MIN_PART_KEYS)
+        tiled_bytes = least + 2 * records * 4 * record(head_dim)
+    elif tier in (
+        "flash",
+        "flash_hopper",
+    ):  # a tile of 128 rows (64 of float32) reads the keys that its last query sees
+        queries_each = (128 if dtype != "f32" else 64) // (heads // kv_heads)
+        keys = sum(context + min(queries, first + queries_each) for first in range(0, queries, queries_each))
+        tiled_bytes = 2 * tokens * heads * head_dim * size + 2 * seqs * keys * kv_heads * key_bytes
+    return Case(
+        name, shape, least, 4 * seen * heads * head_dim, TOLERANCE[dtype], prepare, "attention", tiled_bytes,
+        dtype != "f32", dtype != "f32" and tier in ON_TENSOR_CORES,
+    )  # fmt: skip
 
 
 def _paged(rows: Array, table: Array) -> Array:
@@ -298,17 +201,8 @@ def _attention_expected(q: Array, k: Array, v: Array, scale: float, rows: Array)
     return out
 
 
-def rms_norm_case(rows: int, size: int, *, has_residual: bool = False) -> Case:
-    """RMSNorm of ``[rows, size]``; a residual is added after it."""
-    return _norm("rms_norm", rows, size, has_residual=has_residual)
-
-
-def layer_norm_case(rows: int, size: int) -> Case:
-    """LayerNorm of ``[rows, size]``."""
-    return _norm("layer_norm", rows, size)
-
-
-def _norm(name: str, rows: int, size: int, *, has_residual: bool = False) -> Case:
+def norm_case(name: str, rows: int, size: int, *, has_residual: bool = False) -> Case:
+    """``rms_norm`` or ``layer_norm`` of ``[rows, size]``; a residual is added after the first."""
     is_rms = name == "rms_norm"
 
     def prepare(inputs: Inputs) -> Prepared:
@@ -342,7 +236,7 @@ def _norm(name: str, rows: int, size: int, *, has_residual: bool = False) -> Cas
 
     least = (6 if has_residual else 4) * rows * size + 4 * size * (1 if is_rms else 2)
     title = f"{name}{' + residual' * has_residual} bf16"
-    return Case(title, f"{rows} x {size}", least, 4 * rows * size, TOLERANCE["bf16"], prepare)
+    return Case(title, f"{rows} x {size}", least, 4 * rows * size, TOLERANCE["bf16"], prepare, "norm")
 
 
 def swiglu_case(rows: int, size: int) -> Case:
@@ -364,7 +258,7 @@ def swiglu_case(rows: int, size: int) -> Case:
         return Prepared(run, out, (rows, size), "bf16", chosen, expected[chosen], torch)
 
     count = rows * size
-    return Case("swiglu bf16", f"{rows} x {size}", 6 * count, 5 * count, TOLERANCE["bf16"], prepare)
+    return Case("swiglu bf16", f"{rows} x {size}", 6 * count, 5 * count, TOLERANCE["bf16"], prepare, "activation")
 
 
 def softmax_case(rows: int, size: int, *, is_log: bool = False) -> Case:
@@ -386,4 +280,5 @@ def softmax_case(rows: int, size: int, *, is_log: bool = False) -> Case:
         return Prepared(run, out, (rows, size), "f32", chosen, expected[chosen], torch)
 
     count = rows * size
-    return Case(f"{'log_' * is_log}softmax f32", f"{rows} x {size}", 8 * count, 5 * count, TOLERANCE["f32"], prepare)
+    name = f"{'log_' * is_log}softmax f32"
+    return Case(name, f"{rows} x {size}", 8 * count, 5 * count, TOLERANCE["f32"], prepare, "softmax")

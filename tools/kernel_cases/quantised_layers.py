@@ -14,10 +14,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from numba_kernels.cuda.packing import Packing, packing_of
 from runtime import ops
-from runtime.bench.kernels.cases import Array
+from runtime.bench.kernels.case import Array
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32
+from runtime.linear.kept import kept_format
 from runtime.linear.options import LoadOptions
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.quantized import ActivationScheme, NumberKind, QuantizedLayout, QuantizedMatrix
@@ -50,6 +52,15 @@ class Format:
             self.kind, (rows, depth), self.block, self.scale, self.has_zeros, has_factor=self.has_factor,
             activation=self.activation,
         )  # fmt: skip
+
+    @property
+    def packing(self) -> Packing:
+        """A GPU's packing of such matrices."""
+        options = LoadOptions.parse(device="emulated:sm_90a", dtype="bfloat16")
+        format = kept_format(self.layout(TILE, MOST_ROWS), options)
+        found = None if format is None else packing_of(format.packing)
+        assert found is not None
+        return found
 
 
 FORMATS = {
