@@ -22,17 +22,14 @@ import llvmlite.ir as ir
 import numpy as np
 from numba import carray
 from numba.core import cgutils, types
-from numba.core.errors import RequireLiteralValue
-from numba.extending import intrinsic
 
 from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.emitted import LITERAL, emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I64, constant_like, fma
 from numba_kernels.cpu.rows import for_each_vector
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at
 
-FIELDS = Fields("*x *up *out num_rows width x_stride up_stride rows_a_work_item")
-
-SHAPED_FIELDS = Fields("*x *out num_rows width rows_a_work_item", "first second third fourth")
+FIELDS = Fields("*x *up *out num_rows width x_stride up_stride rows_a_work_item", "first second third fourth")
 
 CLAMP = 7.0  # of gpt-oss's gates and factors
 
@@ -106,43 +103,6 @@ def _clamped_factor(builder, up):
     return builder.fadd(bounded, constant_like(up, 1.0))
 
 
-_FUNCTIONS = (_silu, _gelu_sigmoid, _gelu_tanh, _gelu_erf, _clamped_silu)
-NAMES = ("silu", "gelu_sigmoid", "gelu_tanh", "gelu_erf", "clamped_silu")  # in the same order
-
-
-@intrinsic
-def _apply(typingctx, which, x, up, out, count):
-    """``out[i] = f(x[i])`` for ``count`` floats, times ``up[i]``, or a clamped function's factor of it, where that
-    address is not 0; ``out`` may be ``x``.
-
-    ``which`` is a literal index into _FUNCTIONS.
-    """
-    if not isinstance(which, types.IntegerLiteral):
-        raise RequireLiteralValue("which must be a literal")
-    function = _FUNCTIONS[which.literal_value]
-    index = types.intp
-    signature = types.void(which, index, index, index, index)
-
-    def codegen(context, builder, signature, args):
-        _, x, up, out, count = args
-
-        def piece(offset, mask):
-            value = function(builder, simd.masked_load(builder, builder.add(x, offset), mask))
-            register = cgutils.alloca_once(builder, simd.vector(F32))
-            builder.store(value, register)
-            with builder.if_then(builder.icmp_signed("!=", up, ir.Constant(I64, 0))):
-                factor = simd.masked_load(builder, builder.add(up, offset), mask)
-                if function is _clamped_silu:
-                    factor = _clamped_factor(builder, factor)
-                builder.store(builder.fmul(value, factor), register)
-            simd.masked_store(builder, builder.load(register), builder.add(out, offset), mask)
-
-        for_each_vector(builder, count, piece)
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
 def _clamp(builder, x, limit, *_):
     x = builder.select(builder.fcmp_ordered(">", x, limit), limit, x)
     least = builder.fsub(constant_like(x, -0.0), limit)
@@ -167,90 +127,79 @@ def _xielu(builder, x, positive, negative, beta, eps):
     return fma(builder, beta, x, builder.select(above, parabola, curve))
 
 
-_SHAPED = (_clamp, _xielu)
-SHAPED_NAMES = ("clamp", "xielu")  # in the same order
+_PLAIN = {
+    "silu": _silu, "gelu_sigmoid": _gelu_sigmoid, "gelu_tanh": _gelu_tanh, "gelu_erf": _gelu_erf,
+    "clamped_silu": _clamped_silu,
+}  # fmt: skip
+_SHAPED = {"clamp": _clamp, "xielu": _xielu}  # with numbers of their own
+_FUNCTIONS = _PLAIN | _SHAPED
+NAMES = tuple(_PLAIN)
 
 
-@intrinsic
-def _apply_shaped(typingctx, which, x, out, count, first, second, third, fourth):
-    """``out[i] = f(x[i], ...)`` for ``count`` floats; ``out`` may be ``x``. ``which`` is an index into _SHAPED."""
-    if not isinstance(which, types.IntegerLiteral):
-        raise RequireLiteralValue("which must be a literal")
-    function, index = _SHAPED[which.literal_value], types.intp
+@emitted(types.void, LITERAL, *[types.intp] * 4, *[types.float32] * 4)
+def _apply(builder, which, x, up, out, count, first, second, third, fourth):
+    """``out[i] = f(x[i])`` for ``count`` floats, times ``up[i]``, or a clamped function's factor of it, where that
+    address is not 0; ``out`` may be ``x``. Some functions take the numbers.
 
-    def codegen(context, builder, signature, args):
-        _, x, out, count, *numbers = args
-        factors = [simd.splat(builder, number) for number in numbers]
+    ``which`` is a literal index into _FUNCTIONS.
+    """
+    name, numbers = list(_FUNCTIONS)[which], []
+    if name in _SHAPED:
+        numbers = [simd.splat(builder, number) for number in (first, second, third, fourth)]
 
-        def piece(offset, mask):
-            value = function(builder, simd.masked_load(builder, builder.add(x, offset), mask), *factors)
-            simd.masked_store(builder, value, builder.add(out, offset), mask)
+    def piece(offset, mask):
+        value = _FUNCTIONS[name](builder, simd.masked_load(builder, builder.add(x, offset), mask), *numbers)
+        register = cgutils.alloca_once(builder, simd.vector(F32))
+        builder.store(value, register)
+        with builder.if_then(builder.icmp_signed("!=", up, ir.Constant(I64, 0))):
+            factor = simd.masked_load(builder, builder.add(up, offset), mask)
+            if name == "clamped_silu":
+                factor = _clamped_factor(builder, factor)
+            builder.store(builder.fmul(value, factor), register)
+        simd.masked_store(builder, builder.load(register), builder.add(out, offset), mask)
 
-        for_each_vector(builder, count, piece)
-        return context.get_dummy_value()
-
-    return types.void(which, *(index,) * 3, *(types.float32,) * 4), codegen
-
-
-@functools.cache
-def shaped_kernel(name: str) -> Kernel:
-    """``out [R, W] = f(x)`` of a function with numbers of its own; a work item is some rows."""
-    which = SHAPED_NAMES.index(name)
-
-    def shaped(arguments, work_item):
-        a = carray(arguments, 1)[0]
-        numbers = np.float32(a.first), np.float32(a.second), np.float32(a.third), np.float32(a.fourth)
-        first = work_item * a.rows_a_work_item
-        for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
-            at = row * a.width * 4
-            _apply_shaped(which, a.x + at, a.out + at, a.width, numbers[0], numbers[1], numbers[2], numbers[3])
-
-    return Kernel(shaped, SHAPED_FIELDS)
+    for_each_vector(builder, count, piece)
 
 
 @functools.cache
 def activation_kernel(name: str) -> Kernel:
-    """``out [R, W] = f(x)``, times ``up`` unless its address is 0; a work item is some rows. Strides in elements."""
-    which = NAMES.index(name)
+    """``out [R, W] = f(x)``, times ``up`` unless its address is 0; a work item is some rows. Strides in elements. The
+    numbers are those of functions that take some."""
+    which = list(_FUNCTIONS).index(name)
 
     def activation(arguments, work_item):
         a = carray(arguments, 1)[0]
+        one, two, three, four = np.float32(a.first), np.float32(a.second), np.float32(a.third), np.float32(a.fourth)
         first = work_item * a.rows_a_work_item
         for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
             up = a.up + row * a.up_stride * 4 if a.up != 0 else 0
-            _apply(which, a.x + row * a.x_stride * 4, up, a.out + row * a.width * 4, a.width)
+            x, out = a.x + row * a.x_stride * 4, a.out + row * a.width * 4
+            _apply(which, x, up, out, a.width, one, two, three, four)
 
     return Kernel(activation, FIELDS)
 
 
-@intrinsic
-def cap_floats(typingctx, values, count, scale, cap):
+@emitted(types.void, types.intp, types.intp, types.float32, types.float32)
+def cap_floats(builder, values, count, scale, cap):
     """``x = cap tanh(x scale / cap)`` for the ``count`` floats at the address ``values``; NaN stays.
 
     tanh is (1 - e) / (1 + e) with e = exp(-2 |x|): its error is 1e-7 of the cap.
     """
-    signature = types.void(types.intp, types.intp, types.float32, types.float32)
+    factor, bound = simd.splat(builder, scale), simd.splat(builder, cap)
+    exponent = builder.fdiv(constant_like(bound, -2.0), bound)
+    one = constant_like(bound, 1.0)
 
-    def codegen(context, builder, signature, args):
-        values, count, scale, cap = args
-        factor, bound = simd.splat(builder, scale), simd.splat(builder, cap)
-        exponent = builder.fdiv(constant_like(bound, -2.0), bound)
-        one = constant_like(bound, 1.0)
+    def piece(offset, mask):
+        place = builder.add(values, offset)
+        x = builder.fmul(simd.masked_load(builder, place, mask), factor)
+        is_negative = builder.fcmp_ordered("<", x, constant_like(x, 0.0))
+        size = builder.select(is_negative, builder.fsub(constant_like(x, -0.0), x), x)
+        e = simd.exp(builder, builder.fmul(size, exponent), at_most_zero=True)
+        result = builder.fmul(bound, builder.fdiv(builder.fsub(one, e), builder.fadd(one, e)))
+        negative = builder.fsub(constant_like(x, -0.0), result)
+        simd.masked_store(builder, builder.select(is_negative, negative, result), place, mask)
 
-        def piece(offset, mask):
-            place = builder.add(values, offset)
-            x = builder.fmul(simd.masked_load(builder, place, mask), factor)
-            is_negative = builder.fcmp_ordered("<", x, constant_like(x, 0.0))
-            size = builder.select(is_negative, builder.fsub(constant_like(x, -0.0), x), x)
-            e = simd.exp(builder, builder.fmul(size, exponent), at_most_zero=True)
-            result = builder.fmul(bound, builder.fdiv(builder.fsub(one, e), builder.fadd(one, e)))
-            negative = builder.fsub(constant_like(x, -0.0), result)
-            simd.masked_store(builder, builder.select(is_negative, negative, result), place, mask)
-
-        for_each_vector(builder, count, piece)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    for_each_vector(builder, count, piece)
 
 
 @functools.cache

@@ -26,10 +26,10 @@ import functools
 import llvmlite.ir as ir
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.intrinsics import atomic
+from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.running.launch import Fields, Kernel, copy_bytes, float32_at, int64_at
 
 LINE_BYTES = 64
@@ -63,16 +63,12 @@ def header_bytes(num_ranks: int) -> int:
 def _called(name, num_arguments):
     """An intrinsic that calls a function of the C library, whose argument, if it has one, is an int."""
 
-    @intrinsic
-    def call(typingctx, argument):
-        def codegen(context, builder, signature, args):
-            int32 = ir.IntType(32)
-            kind = ir.FunctionType(int32, [int32] * num_arguments)
-            values = [builder.trunc(args[0], int32)] * num_arguments
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
-            return context.get_dummy_value()
-
-        return types.void(types.intp), codegen
+    @emitted(types.void, types.intp)
+    def call(builder, argument):
+        int32 = ir.IntType(32)
+        kind = ir.FunctionType(int32, [int32] * num_arguments)
+        values = [builder.trunc(argument, int32)] * num_arguments
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 
     return call
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from numba_kernels.cache import njit
+from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.intrinsics.simd import (
     F32,
     I32,
@@ -48,63 +48,53 @@ def _chains(builder, iterations, start, step):
     return [builder.load(slot) for slot in slots]
 
 
-@intrinsic
-def _fma_chains(typingctx, iterations):
-    def codegen(context, builder, signature, args):
-        factor, addend = splat_constant(F32, 0.5), splat_constant(F32, 1.0)
-        values = _chains(builder, args[0], addend, lambda value: fma(builder, value, factor, addend))
-        total = values[0]
-        for value in values[1:]:
-            total = builder.fadd(total, value)
-        return reduce_sum(builder, total)
-
-    return types.float32(types.intp), codegen
+@emitted(types.float32, types.intp)
+def _fma_chains(builder, iterations):
+    factor, addend = splat_constant(F32, 0.5), splat_constant(F32, 1.0)
+    values = _chains(builder, iterations, addend, lambda value: fma(builder, value, factor, addend))
+    total = values[0]
+    for value in values[1:]:
+        total = builder.fadd(total, value)
+    return reduce_sum(builder, total)
 
 
 def _dot_chains(feature):
-    @intrinsic
-    def chains(typingctx, iterations):
-        def codegen(context, builder, signature, args):
-            llvm.initialize_native_asmparser()
-            kind = vector(I32)
-            function_type = ir.FunctionType(kind, [kind, kind, kind])
-            instruction = ir.InlineAsm(function_type, _DOT_INSTRUCTION[feature], "=v,v,v,0")
-            factor = splat_constant(I32, 0)
-            values = _chains(builder, args[0], factor, lambda sums: builder.call(instruction, [factor, factor, sums]))
-            total = values[0]
-            for value in values[1:]:
-                total = builder.or_(total, value)
-            return builder.extract_element(total, I32(0))
-
-        return types.int32(types.intp), codegen
+    @emitted(types.int32, types.intp)
+    def chains(builder, iterations):
+        llvm.initialize_native_asmparser()
+        kind = vector(I32)
+        function_type = ir.FunctionType(kind, [kind, kind, kind])
+        instruction = ir.InlineAsm(function_type, _DOT_INSTRUCTION[feature], "=v,v,v,0")
+        factor = splat_constant(I32, 0)
+        values = _chains(builder, iterations, factor, lambda sums: builder.call(instruction, [factor, factor, sums]))
+        total = values[0]
+        for value in values[1:]:
+            total = builder.or_(total, value)
+        return builder.extract_element(total, I32(0))
 
     return chains
 
 
-@intrinsic
-def _read(typingctx, address, size_bytes):
-    def codegen(context, builder, signature, args):
-        start, size = args
-        kind = vector(I32)
-        stream_bytes = builder.sdiv(size, ir.Constant(I64, READ_STREAMS))
-        iterations = builder.sdiv(stream_bytes, ir.Constant(I64, READ_BYTES))
-        slots = [cgutils.alloca_once_value(builder, splat_constant(I32, 0)) for _ in range(READ_STREAMS)]
-        with cgutils.for_range(builder, iterations) as loop:
-            moved = builder.mul(loop.index, ir.Constant(I64, READ_BYTES))
-            for number, slot in enumerate(slots):
-                first = builder.add(builder.mul(stream_bytes, ir.Constant(I64, number)), moved)
-                place = builder.add(start, first)
-                seen = builder.load(slot)
-                for step in range(0, READ_BYTES, 64):
-                    prefetch(builder, offset(builder, place, _PREFETCH_BYTES + step))
-                    seen = builder.or_(seen, load(builder, offset(builder, place, step), kind, 4))
-                builder.store(seen, slot)
-        total = builder.load(slots[0])
-        for slot in slots[1:]:
-            total = builder.or_(total, builder.load(slot))
-        return builder.extract_element(total, I32(0))
-
-    return types.int32(types.intp, types.intp), codegen
+@emitted(types.int32, types.intp, types.intp)
+def _read(builder, start, size):
+    kind = vector(I32)
+    stream_bytes = builder.sdiv(size, ir.Constant(I64, READ_STREAMS))
+    iterations = builder.sdiv(stream_bytes, ir.Constant(I64, READ_BYTES))
+    slots = [cgutils.alloca_once_value(builder, splat_constant(I32, 0)) for _ in range(READ_STREAMS)]
+    with cgutils.for_range(builder, iterations) as loop:
+        moved = builder.mul(loop.index, ir.Constant(I64, READ_BYTES))
+        for number, slot in enumerate(slots):
+            first = builder.add(builder.mul(stream_bytes, ir.Constant(I64, number)), moved)
+            place = builder.add(start, first)
+            seen = builder.load(slot)
+            for step in range(0, READ_BYTES, 64):
+                prefetch(builder, offset(builder, place, _PREFETCH_BYTES + step))
+                seen = builder.or_(seen, load(builder, offset(builder, place, step), kind, 4))
+            builder.store(seen, slot)
+    total = builder.load(slots[0])
+    for slot in slots[1:]:
+        total = builder.or_(total, builder.load(slot))
+    return builder.extract_element(total, I32(0))
 
 
 @njit

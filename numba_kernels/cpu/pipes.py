@@ -21,11 +21,11 @@ import time
 import llvmlite.ir as ir
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.collectives import DIFFER, HAS_ABORTED, LINE_BYTES, wait_a_moment
 from numba_kernels.cpu.intrinsics import atomic
+from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.running.launch import Fields, Kernel, copy_bytes, int64_at
 
 SLOTS = 16
@@ -36,20 +36,16 @@ PIPE_BYTES = 4096 + SLOTS * SLOT_BYTES
 HAND_OVER = Fields("*pipe *flag *step *numbers num_bytes message_bytes")
 
 
-@intrinsic
-def monotonic_ns(typingctx, unused):
-    """Nanoseconds of `CLOCK_MONOTONIC`. The argument is ignored: an intrinsic has one."""
-
-    def codegen(context, builder, signature, args):
-        int32, int64 = ir.IntType(32), ir.IntType(64)
-        moment = cgutils.alloca_once(builder, ir.LiteralStructType((int64, int64)))
-        kind = ir.FunctionType(int32, [int32, moment.type])
-        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
-        builder.call(function, [int32(time.CLOCK_MONOTONIC), moment])
-        seconds, rest = (builder.load(builder.gep(moment, [int32(0), int32(place)])) for place in (0, 1))
-        return builder.add(builder.mul(seconds, int64(1_000_000_000)), rest)
-
-    return types.int64(types.intp), codegen
+@emitted(types.int64)
+def monotonic_ns(builder):
+    """Nanoseconds of `CLOCK_MONOTONIC`."""
+    int32, int64 = ir.IntType(32), ir.IntType(64)
+    moment = cgutils.alloca_once(builder, ir.LiteralStructType((int64, int64)))
+    kind = ir.FunctionType(int32, [int32, moment.type])
+    function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+    builder.call(function, [int32(time.CLOCK_MONOTONIC), moment])
+    seconds, rest = (builder.load(builder.gep(moment, [int32(0), int32(place)])) for place in (0, 1))
+    return builder.add(builder.mul(seconds, int64(1_000_000_000)), rest)
 
 
 @njit(nogil=True)
@@ -104,11 +100,11 @@ def receive_kernel() -> Kernel:
         taken = a.pipe + LINE_BYTES
         number = atomic.load(taken)
         if atomic.load(a.pipe) <= number:
-            begun = monotonic_ns(0)
+            begun = monotonic_ns()
             if not wait_above(a.flag, a.pipe, number):
                 a.status = HAS_ABORTED
                 return
-            int64_at(a.step, 2)[1] += monotonic_ns(0) - begun
+            int64_at(a.step, 2)[1] += monotonic_ns() - begun
         said = int64_at(a.pipe + (2 + number % SLOTS) * LINE_BYTES, 2)
         if said[0] != int64_at(a.step, 1)[0] or said[1] != a.message_bytes:
             a.status = DIFFER

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import llvmlite.ir as ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I64
 from numba_kernels.cpu.target import LANES
 
@@ -24,62 +24,52 @@ def for_each_vector(builder, count, piece):
         piece(builder.mul(done, ir.Constant(I64, 4)), simd.lanes_below(builder, 0, builder.sub(count, done)))
 
 
-@intrinsic
-def largest_of(typingctx, x, count):
+@emitted(types.float32, types.intp, types.intp)
+def largest_of(builder, x, count):
     """The largest of ``count`` floats at the address ``x``: NaN if one is NaN or +inf, -inf if there are none."""
+    infinity = simd.splat_constant(F32, float("inf"))
+    low = simd.splat_constant(F32, float("-inf"))
+    peak = cgutils.alloca_once(builder, simd.vector(F32))
+    bad = cgutils.alloca_once(builder, simd.vector(simd.I32))
+    builder.store(low, peak)
+    builder.store(simd.splat_constant(simd.I32, 0), bad)
 
-    def codegen(context, builder, signature, args):
-        x, count = args
-        infinity = simd.splat_constant(F32, float("inf"))
-        low = simd.splat_constant(F32, float("-inf"))
-        peak = cgutils.alloca_once(builder, simd.vector(F32))
-        bad = cgutils.alloca_once(builder, simd.vector(simd.I32))
-        builder.store(low, peak)
-        builder.store(simd.splat_constant(simd.I32, 0), bad)
+    def piece(place, mask):
+        value = builder.select(mask, simd.masked_load(builder, builder.add(x, place), mask), low)
+        builder.store(simd.larger(builder, value, builder.load(peak)), peak)
+        strange = builder.not_(builder.fcmp_ordered("<", value, infinity))
+        strange = builder.sext(strange, simd.vector(simd.I32))
+        builder.store(builder.or_(builder.load(bad), strange), bad)
 
-        def piece(place, mask):
-            value = builder.select(mask, simd.masked_load(builder, builder.add(x, place), mask), low)
-            builder.store(simd.larger(builder, value, builder.load(peak)), peak)
-            strange = builder.not_(builder.fcmp_ordered("<", value, infinity))
-            strange = builder.sext(strange, simd.vector(simd.I32))
-            builder.store(builder.or_(builder.load(bad), strange), bad)
-
-        for_each_vector(builder, count, piece)
-        largest = simd.reduce_max(builder, builder.load(peak))
-        lanes = builder.load(bad)
-        any_bad = ir.Constant(simd.I32, 0)
-        for lane in range(LANES):
-            any_bad = builder.or_(any_bad, builder.extract_element(lanes, ir.Constant(simd.I32, lane)))
-        is_bad = builder.icmp_signed("!=", any_bad, ir.Constant(simd.I32, 0))
-        return builder.select(is_bad, ir.Constant(F32, float("nan")), largest)
-
-    return types.float32(types.intp, types.intp), codegen
+    for_each_vector(builder, count, piece)
+    largest = simd.reduce_max(builder, builder.load(peak))
+    lanes = builder.load(bad)
+    any_bad = ir.Constant(simd.I32, 0)
+    for lane in range(LANES):
+        any_bad = builder.or_(any_bad, builder.extract_element(lanes, ir.Constant(simd.I32, lane)))
+    is_bad = builder.icmp_signed("!=", any_bad, ir.Constant(simd.I32, 0))
+    return builder.select(is_bad, ir.Constant(F32, float("nan")), largest)
 
 
-@intrinsic
-def exponentials(typingctx, x, origin, count, out):
+@emitted(types.float64, types.intp, types.float32, types.intp, types.intp)
+def exponentials(builder, x, origin, count, out):
     """The float64 sum of ``e^(x[i] - origin)`` over ``count`` floats at ``x``; each is written to ``out`` unless 0."""
+    origins = simd.splat(builder, origin)
+    total = cgutils.alloca_once(builder, simd.vector(F64))
+    builder.store(ir.Constant(simd.vector(F64), [0.0] * LANES), total)
+    writes = builder.icmp_signed("!=", out, ir.Constant(I64, 0))
 
-    def codegen(context, builder, signature, args):
-        x, origin, count, out = args
-        origins = simd.splat(builder, origin)
-        total = cgutils.alloca_once(builder, simd.vector(F64))
-        builder.store(ir.Constant(simd.vector(F64), [0.0] * LANES), total)
-        writes = builder.icmp_signed("!=", out, ir.Constant(I64, 0))
+    def piece(place, mask):
+        value = simd.exp(builder, builder.fsub(simd.masked_load(builder, builder.add(x, place), mask), origins))
+        value = builder.select(mask, value, simd.splat_constant(F32, 0.0))
+        wide = builder.fpext(value, simd.vector(F64))
+        builder.store(builder.fadd(builder.load(total), wide), total)
+        with builder.if_then(writes):
+            simd.masked_store(builder, value, builder.add(out, place), mask)
 
-        def piece(place, mask):
-            value = simd.exp(builder, builder.fsub(simd.masked_load(builder, builder.add(x, place), mask), origins))
-            value = builder.select(mask, value, simd.splat_constant(F32, 0.0))
-            wide = builder.fpext(value, simd.vector(F64))
-            builder.store(builder.fadd(builder.load(total), wide), total)
-            with builder.if_then(writes):
-                simd.masked_store(builder, value, builder.add(out, place), mask)
-
-        for_each_vector(builder, count, piece)
-        lanes = builder.load(total)
-        result = ir.Constant(F64, 0.0)
-        for lane in range(LANES):
-            result = builder.fadd(result, builder.extract_element(lanes, ir.Constant(simd.I32, lane)))
-        return result
-
-    return types.float64(types.intp, types.float32, types.intp, types.intp), codegen
+    for_each_vector(builder, count, piece)
+    lanes = builder.load(total)
+    result = ir.Constant(F64, 0.0)
+    for lane in range(LANES):
+        result = builder.fadd(result, builder.extract_element(lanes, ir.Constant(simd.I32, lane)))
+    return result

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
@@ -125,41 +126,48 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+def _walker(dtype: str, width: int, of_lane: Any, *, has_two: bool = False) -> Any:
+    """A device function ``(x, y, out, num_accesses, numbers)``: the loop of elementwise kernels over accesses, with
+    ``of_lane(element of x, element of y, numbers)``; without `has_two` y is not read."""
+    access_bytes = uint64(ITEM_BYTES[dtype] * width)
+    load, store = elements_loader(dtype, width), elements_storer(dtype, width)
+
+    @device_function
+    def walk(x, y, out, num_accesses, numbers):
+        wait_for_previous_grid()
+        launch_dependents()
+        values = cuda.local.array(width, float32)
+        index = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
+        step = uint32(cuda.gridDim.x) * uint32(cuda.blockDim.x)
+        while index < num_accesses:
+            at = uint64(index) * access_bytes
+            first = load(x + at)
+            second = load(y + at) if has_two else first
+            for lane in range(width):
+                values[lane] = of_lane(first[lane], second[lane], numbers)
+            store(out + at, values)
+            index += step
+
+    return walk
+
+
 @functools.cache
 def _activation(name: str, dtype: str, width: int) -> Specialisation:
     """Arguments: x, out addresses; number of accesses of `width` elements; four numbers, if the function takes some."""
-    access_bytes = uint64(ITEM_BYTES[dtype] * width)
-    load, store, function = elements_loader(dtype, width), elements_storer(dtype, width), FUNCTIONS[name]
+    function, is_shaped = FUNCTIONS[name], name in SHAPED
+    if is_shaped:
+        of_lane = device_function(lambda x, _, n: function(x, n[0], n[1], n[2], n[3]))
+    else:
+        of_lane = device_function(lambda x, _, n: function(x))
+    walk = _walker(dtype, width, of_lane)
 
     def shaped(x, out, num_accesses, first, second, third, fourth):
-        wait_for_previous_grid()
-        launch_dependents()
-        values = cuda.local.array(width, float32)
-        index = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
-        step = uint32(cuda.gridDim.x) * uint32(cuda.blockDim.x)
-        while index < num_accesses:
-            at = uint64(index) * access_bytes
-            loaded = load(x + at)
-            for lane in range(width):
-                values[lane] = function(loaded[lane], first, second, third, fourth)
-            store(out + at, values)
-            index += step
+        walk(x, x, out, num_accesses, (first, second, third, fourth))
 
     def activation(x, out, num_accesses):
-        wait_for_previous_grid()
-        launch_dependents()
-        values = cuda.local.array(width, float32)
-        index = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
-        step = uint32(cuda.gridDim.x) * uint32(cuda.blockDim.x)
-        while index < num_accesses:
-            at = uint64(index) * access_bytes
-            loaded = load(x + at)
-            for lane in range(width):
-                values[lane] = function(loaded[lane])
-            store(out + at, values)
-            index += step
+        walk(x, x, out, num_accesses, float32(0))
 
-    kernel, numbers = (shaped, 4) if name in SHAPED else (activation, 0)
+    kernel, numbers = (shaped, 4) if is_shaped else (activation, 0)
     arguments = (types.uint64, types.uint64, types.uint32, *(types.float32,) * numbers)
     constants = {"dtype": dtype, "width": width}
     return Specialisation(f"{name}_{dtype}_x{width}", cuda.jit(kernel), arguments, THREADS, constants=constants)
@@ -215,24 +223,11 @@ def plan_glu(name: str, num_rows: int, size: int, dtype: str, *, alignment: int 
 @functools.cache
 def _add_scaled(dtype: str, width: int) -> Specialisation:
     """Arguments: x, y, out addresses; accesses of `width` elements; scale."""
-    access_bytes = uint64(ITEM_BYTES[dtype] * width)
-    load, store = elements_loader(dtype, width), elements_storer(dtype, width)
+    walk = _walker(dtype, width, device_function(lambda x, y, scale: x + scale * y), has_two=True)
 
     @cuda.jit
     def add_scaled(x, y, out, num_accesses, scale):
-        wait_for_previous_grid()
-        launch_dependents()
-        values = cuda.local.array(width, float32)
-        index = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
-        step = uint32(cuda.gridDim.x) * uint32(cuda.blockDim.x)
-        while index < num_accesses:
-            at = uint64(index) * access_bytes
-            first = load(x + at)
-            second = load(y + at)
-            for lane in range(width):
-                values[lane] = first[lane] + scale * second[lane]
-            store(out + at, values)
-            index += step
+        walk(x, y, out, num_accesses, scale)
 
     arguments = (types.uint64,) * 3 + (types.uint32, types.float32)
     constants = {"dtype": dtype, "width": width}
@@ -242,30 +237,24 @@ def _add_scaled(dtype: str, width: int) -> Specialisation:
 @functools.cache
 def _scale_logits(width: int, is_capped: bool) -> Specialisation:
     """Arguments: the logits' address; accesses of `width` elements; scale; cap; -2 / cap."""
-    access_bytes = uint64(4 * width)
-    load, store = elements_loader("f32", width), elements_storer("f32", width)
+
+    @device_function
+    def scaled(x, _, numbers):
+        scale, cap, exponent = numbers
+        value = x * scale
+        if is_capped:
+            e = exp(absolute(value) * exponent)
+            capped = cap * divide(float32(1) - e, float32(1) + e)
+            if value < float32(0):
+                capped = -capped
+            value = capped
+        return value
+
+    walk = _walker("f32", width, scaled)
 
     @cuda.jit
     def scale_logits(logits, num_accesses, scale, cap, exponent):
-        wait_for_previous_grid()
-        launch_dependents()
-        values = cuda.local.array(width, float32)
-        index = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
-        step = uint32(cuda.gridDim.x) * uint32(cuda.blockDim.x)
-        while index < num_accesses:
-            at = uint64(index) * access_bytes
-            loaded = load(logits + at)
-            for lane in range(width):
-                value = loaded[lane] * scale
-                if is_capped:
-                    e = exp(absolute(value) * exponent)
-                    capped = cap * divide(float32(1) - e, float32(1) + e)
-                    if value < float32(0):
-                        capped = -capped
-                    value = capped
-                values[lane] = value
-            store(logits + at, values)
-            index += step
+        walk(logits, logits, logits, num_accesses, (scale, cap, exponent))
 
     arguments = (types.uint64, types.uint32, types.float32, types.float32, types.float32)
     name = f"scale_logits{'_capped' if is_capped else ''}_x{width}"

@@ -12,13 +12,13 @@ table sets the flag (int32, 0 before) and is read as row 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from numba import cuda, types
 
 from numba_kernels.cuda.intrinsics import convert, memory
-from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.device import device_function, in_turn
 from numba_kernels.cuda.intrinsics.element import element_loader, elements_storer
 from numba_kernels.cuda.intrinsics.element_types import (
     BITS,
@@ -103,7 +103,8 @@ def _step(packing: Packing, dtype: str, width: int, step: int) -> Any:
     item_bytes, count = ITEM_BYTES[dtype], 8 // width
 
     @device_function
-    def leave(words, scales, zeros, row_scale, column, k, out):
+    def leave(state):
+        words, scales, zeros, row_scale, column, k, out = state
         pairs = cuda.local.array(4, uint32)
         values = cuda.local.array(8, float32)
         part = cuda.local.array(width, float32)
@@ -121,21 +122,6 @@ def _step(packing: Packing, dtype: str, width: int, step: int) -> Any:
                 store(out + uint64(at) * uint64(item_bytes), part)
 
     return leave
-
-
-def in_turn(functions: Sequence[Any]) -> Any:
-    """A device function of seven arguments that calls these with them, one after another."""
-    first, *others = functions
-    if not others:
-        return first
-    rest = in_turn(others)
-
-    @device_function
-    def call(a, b, c, d, e, f, g):
-        first(a, b, c, d, e, f, g)
-        rest(a, b, c, d, e, f, g)
-
-    return call
 
 
 @functools.cache
@@ -191,7 +177,7 @@ def _kernel(packing: Packing, dtype: str, width: int, kind: str) -> Specialisati
             column = uint32(slot * uint32(slot_elements) + t * uint32(8))
             at = out + uint64(target) * uint64(k) * uint64(item_bytes)
             load_scales(scale_at, zero_at, scales, zeros)
-            leave_steps(words, scales, zeros, row_scale, column, k, at)
+            leave_steps((words, scales, zeros, row_scale, column, k, at))
             target = uint32(target + uint32(cuda.gridDim.y) * uint32(rows_at_once))
 
     return Specialisation(

@@ -233,12 +233,10 @@ def activate(function: str, x: Tensor, out: Tensor | None, factors: tuple[float,
     width = x.shape[-1] if x.ndim else 1
     rows = x.size // width if width else 0
     work_items, workers, rows_a_work_item = share_among(rows, width * 8)
-    if factors:
-        kernel, numbers = _activation.shaped_kernel(function), (*factors, 0.0, 0.0, 0.0)[:4]
-        kernel(work_items, workers, x.address, result.address, rows, width, rows_a_work_item, *numbers)
-    else:
-        kernel = _activation.activation_kernel(function)
-        kernel(work_items, workers, x.address, 0, result.address, rows, width, width, width, rows_a_work_item)
+    _activation.activation_kernel(function)(
+        work_items, workers, x.address, 0, result.address, rows, width, width, width, rows_a_work_item,
+        *(*factors, 0.0, 0.0, 0.0, 0.0)[:4],
+    )  # fmt: skip
     return result
 
 
@@ -250,8 +248,9 @@ def glu(gate_up: Tensor, activation: str) -> Tensor:
     work_items, workers, rows_a_work_item = share_among(rows, width * 8)
     gate = gate_up.address
     _activation.activation_kernel(activation)(
-        work_items, workers, gate, gate + width * 4, result.address, rows, width, both, both, rows_a_work_item
-    )
+        work_items, workers, gate, gate + width * 4, result.address, rows, width, both, both, rows_a_work_item,
+        0.0, 0.0, 0.0, 0.0,
+    )  # fmt: skip
     return result
 
 

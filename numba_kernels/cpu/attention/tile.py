@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import llvmlite.ir as ir
 from numba.core import cgutils, types
-from numba.core.errors import RequireLiteralValue
-from numba.extending import intrinsic
 
 from numba_kernels.cpu.gemm.packed_words import transposed
 from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.emitted import KIND, LITERAL, emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I64
 from numba_kernels.cpu.layout import TILE_ROWS, TILE_VECTORS
 from numba_kernels.cpu.quantised_rows import load_page
@@ -79,8 +78,8 @@ def _entry(builder, table, index):
     return simd.load(builder, builder.add(table, builder.mul(index, _constant(8))), I64, 8)
 
 
-@intrinsic
-def score_tile(typingctx, stored, span, q, keys, key_stride, head_dim, scores, tokens, values, rows):
+@emitted(types.void, KIND, LITERAL, *[types.intp] * 8)
+def score_tile(builder, stored, span, q, keys, key_stride, head_dim, scores, tokens, values, rows):
     """``scores[r, t] = sum_d q[d, r] * key[d, t]`` for ``rows`` (one of HEIGHTS) rows and at least the first ``tokens``
     of a chunk (scores past them are undefined).
 
@@ -89,64 +88,53 @@ def score_tile(typingctx, stored, span, q, keys, key_stride, head_dim, scores, t
     a literal, HALF_TOKENS or LANES, are sure to lie side by side. A low tile, which waits for memory, meanwhile
     prefetches the chunk's values at the addresses in the table ``values``, unless that is 0.
     """
-    kind = stored.instance_type
-    index = types.intp
-    if not isinstance(span, types.IntegerLiteral):
-        raise RequireLiteralValue("span must be a literal")
-    is_whole = span.literal_value == LANES
-    signature = types.void(stored, span, index, index, index, index, index, index, index, index)
+    is_whole = span == LANES
+    join = ir.Constant(simd.vector(simd.I32), list(range(LANES)))
 
-    def codegen(context, builder, signature, args):
-        _, _, q, keys, key_stride, head_dim, scores, tokens, values, rows = args
-        join = ir.Constant(simd.vector(simd.I32), list(range(LANES)))
+    def emit(height):
+        units = max(1, min(CHUNK_TOKENS // LANES, _ACCUMULATORS // height))
+        sums = [_registers(builder, units) for _ in range(height)]
+        span = units * LANES
+        turns = builder.sdiv(builder.add(tokens, _constant(span - 1)), _constant(span))
+        with cgutils.for_range(builder, turns, intp=I64) as loop:
+            first = builder.mul(loop.index, _constant(units))
+            pieces = [
+                _entry(builder, keys, builder.add(builder.mul(first, _constant(2)), _constant(h)))
+                for h in range(0, 2 * units, 2 if is_whole else 1)
+            ]
+            for row in sums:
+                for register in row:
+                    builder.store(simd.splat_constant(F32, 0.0), register)
 
-        def emit(height):
-            units = max(1, min(CHUNK_TOKENS // LANES, _ACCUMULATORS // height))
-            sums = [_registers(builder, units) for _ in range(height)]
-            span = units * LANES
-            turns = builder.sdiv(builder.add(tokens, _constant(span - 1)), _constant(span))
-            with cgutils.for_range(builder, turns, intp=I64) as loop:
-                first = builder.mul(loop.index, _constant(units))
-                pieces = [
-                    _entry(builder, keys, builder.add(builder.mul(first, _constant(2)), _constant(h)))
-                    for h in range(0, 2 * units, 2 if is_whole else 1)
-                ]
-                for row in sums:
-                    for register in row:
-                        builder.store(simd.splat_constant(F32, 0.0), register)
+            def add_up(fetches):
+                with cgutils.for_range(builder, head_dim, intp=I64) as inner:
+                    at = builder.mul(inner.index, key_stride)
+                    if fetches:
+                        half = _entry(builder, values, builder.and_(inner.index, _constant(_HALVES - 1)))
+                        _fetch(builder, half, builder.udiv(inner.index, _constant(_HALVES)), stored)
+                    lanes = LANES if is_whole else HALF_TOKENS
+                    vectors = [load_page(builder, builder.add(piece, at), stored, lanes) for piece in pieces]
+                    if not is_whole:
+                        pairs = zip(vectors[::2], vectors[1::2])
+                        vectors = [builder.shuffle_vector(low, high, join) for low, high in pairs]
+                    q_row = builder.add(q, builder.mul(inner.index, _constant(4 * height)))
+                    for r, row in enumerate(sums):
+                        value = simd.splat(builder, simd.load(builder, simd.offset(builder, q_row, 4 * r), F32, 4))
+                        for vector, register in zip(vectors, row):
+                            builder.store(simd.fma(builder, value, vector, builder.load(register)), register)
 
-                def add_up(fetches):
-                    with cgutils.for_range(builder, head_dim, intp=I64) as inner:
-                        at = builder.mul(inner.index, key_stride)
-                        if fetches:
-                            half = _entry(builder, values, builder.and_(inner.index, _constant(_HALVES - 1)))
-                            _fetch(builder, half, builder.udiv(inner.index, _constant(_HALVES)), kind)
-                        lanes = LANES if is_whole else HALF_TOKENS
-                        vectors = [load_page(builder, builder.add(piece, at), kind, lanes) for piece in pieces]
-                        if not is_whole:
-                            pairs = zip(vectors[::2], vectors[1::2])
-                            vectors = [builder.shuffle_vector(low, high, join) for low, high in pairs]
-                        q_row = builder.add(q, builder.mul(inner.index, _constant(4 * height)))
-                        for r, row in enumerate(sums):
-                            value = simd.splat(builder, simd.load(builder, simd.offset(builder, q_row, 4 * r), F32, 4))
-                            for vector, register in zip(vectors, row):
-                                builder.store(simd.fma(builder, value, vector, builder.load(register)), register)
+            _if_fetching(builder, values, height, add_up)
+            out = builder.add(scores, builder.mul(first, _constant(LANES * 4)))
+            for r, row in enumerate(sums):
+                for u, register in enumerate(row):
+                    place = simd.offset(builder, out, (r * CHUNK_TOKENS + u * LANES) * 4)
+                    simd.store(builder, builder.load(register), place)
 
-                _if_fetching(builder, values, height, add_up)
-                out = builder.add(scores, builder.mul(first, _constant(LANES * 4)))
-                for r, row in enumerate(sums):
-                    for u, register in enumerate(row):
-                        place = simd.offset(builder, out, (r * CHUNK_TOKENS + u * LANES) * 4)
-                        simd.store(builder, builder.load(register), place)
-
-        _for_each_height(builder, rows, emit)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    _for_each_height(builder, rows, emit)
 
 
-@intrinsic
-def softmax_tile(typingctx, scores, ends, firsts, chunk, maxima, sums, factors, rows):
+@emitted(types.void, *[types.intp] * 8)
+def softmax_tile(builder, scores, ends, firsts, chunk, maxima, sums, factors, rows):
     """A step of the online softmax (https://arxiv.org/abs/1805.02867) for ``rows`` rows and one chunk, in place.
 
     Row r sees the tokens from ``firsts[r]`` to ``ends[r]`` (int64, the last not included); ``chunk`` is the position of
@@ -156,71 +144,64 @@ def softmax_tile(typingctx, scores, ends, firsts, chunk, maxima, sums, factors, 
 
     Three passes, so that rows overlap in the processor: largest scores; factors of all rows at once; exponentials.
     """
-    signature = types.void(*[types.intp] * 8)
     low = float("-inf")
+    units = range(CHUNK_TOKENS // LANES)
+    lowest = simd.splat_constant(F32, low)
 
-    def codegen(context, builder, signature, args):
-        scores, ends, firsts, chunk, maxima, sums, factors, rows = args
-        units = range(CHUNK_TOKENS // LANES)
-        lowest = simd.splat_constant(F32, low)
+    def places(row):
+        base = builder.add(scores, builder.mul(row, _constant(CHUNK_TOKENS * 4)))
+        return [simd.offset(builder, base, v * LANES * 4) for v in units]
 
-        def places(row):
-            base = builder.add(scores, builder.mul(row, _constant(CHUNK_TOKENS * 4)))
-            return [simd.offset(builder, base, v * LANES * 4) for v in units]
+    def float_at(base, row):
+        return builder.add(base, builder.mul(row, _constant(4)))
 
-        def float_at(base, row):
-            return builder.add(base, builder.mul(row, _constant(4)))
+    peak = cgutils.alloca_once(builder, simd.vector(F32))
+    with cgutils.for_range(builder, rows, intp=I64) as loop:
+        at = places(loop.index)
+        last = builder.sub(_entry(builder, ends, loop.index), chunk)
+        first = builder.sub(_entry(builder, firsts, loop.index), chunk)
+        sees_all = builder.and_(
+            builder.icmp_signed(">=", last, _constant(CHUNK_TOKENS)), builder.icmp_signed("<=", first, _constant(0))
+        )
+        with builder.if_else(sees_all) as (whole, masked):
+            with whole:
+                found = simd.load(builder, at[0], simd.vector(F32), 4)
+                for place in at[1:]:
+                    found = simd.larger(builder, simd.load(builder, place, simd.vector(F32), 4), found)
+                builder.store(found, peak)
+            with masked:
+                found = lowest
+                for v, place in enumerate(at):
+                    inside = builder.and_(
+                        simd.lanes_below(builder, v * LANES, last),
+                        builder.not_(simd.lanes_below(builder, v * LANES, first)),
+                    )
+                    score = builder.select(inside, simd.load(builder, place, simd.vector(F32), 4), lowest)
+                    simd.store(builder, score, place)
+                    found = simd.larger(builder, score, found)
+                builder.store(found, peak)
+        simd.store(builder, simd.reduce_max(builder, builder.load(peak)), float_at(factors, loop.index))
 
-        peak = cgutils.alloca_once(builder, simd.vector(F32))
-        with cgutils.for_range(builder, rows, intp=I64) as loop:
-            at = places(loop.index)
-            last = builder.sub(_entry(builder, ends, loop.index), chunk)
-            first = builder.sub(_entry(builder, firsts, loop.index), chunk)
-            sees_all = builder.and_(
-                builder.icmp_signed(">=", last, _constant(CHUNK_TOKENS)), builder.icmp_signed("<=", first, _constant(0))
-            )
-            with builder.if_else(sees_all) as (whole, masked):
-                with whole:
-                    found = simd.load(builder, at[0], simd.vector(F32), 4)
-                    for place in at[1:]:
-                        found = simd.larger(builder, simd.load(builder, place, simd.vector(F32), 4), found)
-                    builder.store(found, peak)
-                with masked:
-                    found = lowest
-                    for v, place in enumerate(at):
-                        inside = builder.and_(
-                            simd.lanes_below(builder, v * LANES, last),
-                            builder.not_(simd.lanes_below(builder, v * LANES, first)),
-                        )
-                        score = builder.select(inside, simd.load(builder, place, simd.vector(F32), 4), lowest)
-                        simd.store(builder, score, place)
-                        found = simd.larger(builder, score, found)
-                    builder.store(found, peak)
-            simd.store(builder, simd.reduce_max(builder, builder.load(peak)), float_at(factors, loop.index))
+    state = simd.vector(F32, STATE_ROWS)
+    before = simd.load(builder, maxima, state, 4)
+    largest = simd.larger(builder, simd.load(builder, factors, state, 4), before)
+    factor = simd.exp(builder, builder.fsub(before, _origin(builder, largest)), at_most_zero=True)
+    simd.store(builder, largest, maxima)
+    simd.store(builder, factor, factors)
+    simd.store(builder, builder.fmul(simd.load(builder, sums, state, 4), factor), sums)
 
-        state = simd.vector(F32, STATE_ROWS)
-        before = simd.load(builder, maxima, state, 4)
-        largest = simd.larger(builder, simd.load(builder, factors, state, 4), before)
-        factor = simd.exp(builder, builder.fsub(before, _origin(builder, largest)), at_most_zero=True)
-        simd.store(builder, largest, maxima)
-        simd.store(builder, factor, factors)
-        simd.store(builder, builder.fmul(simd.load(builder, sums, state, 4), factor), sums)
-
-        with cgutils.for_range(builder, rows, intp=I64) as loop:
-            origin = _origin(builder, simd.load(builder, float_at(maxima, loop.index), F32, 4))
-            origins = simd.splat(builder, origin)
-            total = None
-            for place in places(loop.index):
-                score = builder.fsub(simd.load(builder, place, simd.vector(F32), 4), origins)
-                weight = simd.exp(builder, score, at_most_zero=True)
-                simd.store(builder, weight, place)
-                total = weight if total is None else builder.fadd(total, weight)
-            sum_at = float_at(sums, loop.index)
-            total = builder.fadd(simd.load(builder, sum_at, F32, 4), simd.reduce_sum(builder, total))
-            simd.store(builder, total, sum_at)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    with cgutils.for_range(builder, rows, intp=I64) as loop:
+        origin = _origin(builder, simd.load(builder, float_at(maxima, loop.index), F32, 4))
+        origins = simd.splat(builder, origin)
+        total = None
+        for place in places(loop.index):
+            score = builder.fsub(simd.load(builder, place, simd.vector(F32), 4), origins)
+            weight = simd.exp(builder, score, at_most_zero=True)
+            simd.store(builder, weight, place)
+            total = weight if total is None else builder.fadd(total, weight)
+        sum_at = float_at(sums, loop.index)
+        total = builder.fadd(simd.load(builder, sum_at, F32, 4), simd.reduce_sum(builder, total))
+        simd.store(builder, total, sum_at)
 
 
 def _origin(builder, largest):
@@ -229,10 +210,8 @@ def _origin(builder, largest):
     return builder.select(nothing, simd.constant_like(largest, 0.0), largest)
 
 
-@intrinsic
-def value_tile(
-    typingctx, stored, weights, values, value_stride, first, last, factors, out, out_vectors, next_keys, rows
-):  # fmt: skip
+@emitted(types.void, KIND, *[types.intp] * 10)
+def value_tile(builder, stored, weights, values, value_stride, first, last, factors, out, out_vectors, next_keys, rows):
     """``out[r, c] = out[r, c] * factors[r] + sum_t weights[r, t] * value[t, c]`` over tokens [first, last) of a chunk.
 
     ``weights`` is ``[rows, CHUNK_TOKENS]``; ``values`` a table of addresses, one for each HALF_TOKENS tokens, of their
@@ -240,99 +219,81 @@ def value_tile(
     low tile meanwhile prefetches the keys of the next chunk, a page of LANES tokens for each second entry of the table
     ``next_keys``, unless that is 0.
     """
-    kind = stored.instance_type
-    index = types.intp
-    signature = types.void(stored, index, index, index, index, index, index, index, index, index, index)
+    vector_bytes = LANES * stored.bitwidth // 8
 
-    def codegen(context, builder, signature, args):
-        _, weights, values, value_stride, first, last, factors, out, out_vectors, next_keys, rows = args
-        vector_bytes = LANES * kind.bitwidth // 8
+    def columns(height, width, start):
+        """``width`` vectors of the output from vector ``start`` on."""
+        sums = [_registers(builder, width) for _ in range(height)]
+        row_bytes = builder.mul(out_vectors, _constant(LANES * 4))
+        out_at = builder.add(out, builder.mul(start, _constant(LANES * 4)))
+        out_rows = [builder.add(out_at, builder.mul(row_bytes, _constant(r))) for r in range(height)]
+        for r, row in enumerate(sums):
+            factor = simd.splat(builder, simd.load(builder, simd.offset(builder, factors, 4 * r), F32, 4))
+            for c, register in enumerate(row):
+                old = simd.load(builder, simd.offset(builder, out_rows[r], c * LANES * 4), simd.vector(F32), 4)
+                builder.store(builder.fmul(old, factor), register)
+        start_bytes = builder.mul(start, _constant(vector_bytes))
 
-        def columns(height, width, start):
-            """``width`` vectors of the output from vector ``start`` on."""
-            sums = [_registers(builder, width) for _ in range(height)]
-            row_bytes = builder.mul(out_vectors, _constant(LANES * 4))
-            out_at = builder.add(out, builder.mul(start, _constant(LANES * 4)))
-            out_rows = [builder.add(out_at, builder.mul(row_bytes, _constant(r))) for r in range(height)]
-            for r, row in enumerate(sums):
-                factor = simd.splat(builder, simd.load(builder, simd.offset(builder, factors, 4 * r), F32, 4))
-                for c, register in enumerate(row):
-                    old = simd.load(builder, simd.offset(builder, out_rows[r], c * LANES * 4), simd.vector(F32), 4)
-                    builder.store(builder.fmul(old, factor), register)
-            start_bytes = builder.mul(start, _constant(vector_bytes))
+        def add_up(fetches):
+            with cgutils.for_range_slice(builder, first, last, _constant(1), intp=I64) as (token, _):
+                half = _entry(builder, values, builder.lshr(token, _constant(3)))
+                row = builder.mul(builder.and_(token, _constant(HALF_TOKENS - 1)), value_stride)
+                at = builder.add(builder.add(half, row), start_bytes)
+                if fetches:
+                    turn = builder.add(token, builder.mul(start, _constant(CHUNK_TOKENS // _FULL_WIDTH)))
+                    page = builder.mul(builder.and_(turn, _constant(_HALVES // 2 - 1)), _constant(2))
+                    line = builder.udiv(turn, _constant(_HALVES // 2))
+                    _fetch(builder, _entry(builder, next_keys, page), line, stored)
+                vectors = [
+                    load_page(builder, simd.offset(builder, at, c * vector_bytes), stored, LANES) for c in range(width)
+                ]
+                weight_at = builder.add(weights, builder.mul(token, _constant(4)))
+                for r, registers in enumerate(sums):
+                    place = simd.offset(builder, weight_at, r * CHUNK_TOKENS * 4)
+                    weight = simd.splat(builder, simd.load(builder, place, F32, 4))
+                    for vector, register in zip(vectors, registers):
+                        builder.store(simd.fma(builder, weight, vector, builder.load(register)), register)
 
-            def add_up(fetches):
-                with cgutils.for_range_slice(builder, first, last, _constant(1), intp=I64) as (token, _):
-                    half = _entry(builder, values, builder.lshr(token, _constant(3)))
-                    row = builder.mul(builder.and_(token, _constant(HALF_TOKENS - 1)), value_stride)
-                    at = builder.add(builder.add(half, row), start_bytes)
-                    if fetches:
-                        turn = builder.add(token, builder.mul(start, _constant(CHUNK_TOKENS // _FULL_WIDTH)))
-                        page = builder.mul(builder.and_(turn, _constant(_HALVES // 2 - 1)), _constant(2))
-                        line = builder.udiv(turn, _constant(_HALVES // 2))
-                        _fetch(builder, _entry(builder, next_keys, page), line, kind)
-                    vectors = [
-                        load_page(builder, simd.offset(builder, at, c * vector_bytes), kind, LANES)
-                        for c in range(width)
-                    ]
-                    weight_at = builder.add(weights, builder.mul(token, _constant(4)))
-                    for r, registers in enumerate(sums):
-                        place = simd.offset(builder, weight_at, r * CHUNK_TOKENS * 4)
-                        weight = simd.splat(builder, simd.load(builder, place, F32, 4))
-                        for vector, register in zip(vectors, registers):
-                            builder.store(simd.fma(builder, weight, vector, builder.load(register)), register)
+        _if_fetching(builder, next_keys, height, add_up)
+        for r, registers in enumerate(sums):
+            for c, register in enumerate(registers):
+                place = simd.offset(builder, out_rows[r], c * LANES * 4)
+                simd.store(builder, builder.load(register), place)
 
-            _if_fetching(builder, next_keys, height, add_up)
-            for r, registers in enumerate(sums):
-                for c, register in enumerate(registers):
-                    place = simd.offset(builder, out_rows[r], c * LANES * 4)
-                    simd.store(builder, builder.load(register), place)
+    def emit(height):
+        width = max(1, min(_FULL_WIDTH, _ACCUMULATORS // height))
+        whole = builder.sdiv(out_vectors, _constant(width))
+        with cgutils.for_range(builder, whole, intp=I64) as loop:
+            columns(height, width, builder.mul(loop.index, _constant(width)))
+        if width > 1:
+            done = builder.mul(whole, _constant(width))
+            with cgutils.for_range_slice(builder, done, out_vectors, _constant(1), intp=I64) as (start, _):
+                columns(height, 1, start)
 
-        def emit(height):
-            width = max(1, min(_FULL_WIDTH, _ACCUMULATORS // height))
-            whole = builder.sdiv(out_vectors, _constant(width))
-            with cgutils.for_range(builder, whole, intp=I64) as loop:
-                columns(height, width, builder.mul(loop.index, _constant(width)))
-            if width > 1:
-                done = builder.mul(whole, _constant(width))
-                with cgutils.for_range_slice(builder, done, out_vectors, _constant(1), intp=I64) as (start, _):
-                    columns(height, 1, start)
-
-        _for_each_height(builder, rows, emit)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    _for_each_height(builder, rows, emit)
 
 
-@intrinsic
-def transpose_rows(typingctx, stored, source, width, target):
+@emitted(types.void, KIND, *[types.intp] * 3)
+def transpose_rows(builder, stored, source, width, target):
     """``target[d, t] = source[t, d]`` for HALF_TOKENS rows of ``width`` elements, a multiple of LANES.
 
     ``source`` has elements of ``stored``, rows one after the other; ``target`` float32 rows of CHUNK_TOKENS, of which
     the first HALF_TOKENS are written. Both are addresses.
     """
-    kind = stored.instance_type
-    signature = types.void(stored, *[types.intp] * 3)
-
-    def codegen(context, builder, signature, args):
-        _, source, width, target = args
-        itemsize = kind.bitwidth // 8
-        row_bytes = builder.mul(width, ir.Constant(I64, itemsize))
-        low = ir.Constant(simd.vector(simd.I32, HALF_TOKENS), list(range(HALF_TOKENS)))
-        nothing = simd.splat_constant(simd.I32, 0)
-        turns = builder.sdiv(width, ir.Constant(I64, LANES))
-        with cgutils.for_range(builder, turns, intp=I64) as loop:
-            first = builder.mul(loop.index, ir.Constant(I64, LANES))
-            at = builder.add(source, builder.mul(first, ir.Constant(I64, itemsize)))
-            rows = []
-            for row in range(HALF_TOKENS):
-                place = builder.add(at, builder.mul(row_bytes, ir.Constant(I64, row)))
-                floats = simd.load_wide(builder, place, kind, LANES)
-                rows.append(builder.bitcast(floats, simd.vector(simd.I32)))
-            out = builder.add(target, builder.mul(first, ir.Constant(I64, CHUNK_TOKENS * 4)))
-            for number, column in enumerate(transposed(builder, rows + [nothing] * (LANES - HALF_TOKENS))):
-                half = builder.bitcast(builder.shuffle_vector(column, column, low), simd.vector(F32, HALF_TOKENS))
-                simd.store(builder, half, simd.offset(builder, out, number * CHUNK_TOKENS * 4))
-        return context.get_dummy_value()
-
-    return signature, codegen
+    itemsize = stored.bitwidth // 8
+    row_bytes = builder.mul(width, ir.Constant(I64, itemsize))
+    low = ir.Constant(simd.vector(simd.I32, HALF_TOKENS), list(range(HALF_TOKENS)))
+    nothing = simd.splat_constant(simd.I32, 0)
+    turns = builder.sdiv(width, ir.Constant(I64, LANES))
+    with cgutils.for_range(builder, turns, intp=I64) as loop:
+        first = builder.mul(loop.index, ir.Constant(I64, LANES))
+        at = builder.add(source, builder.mul(first, ir.Constant(I64, itemsize)))
+        rows = []
+        for row in range(HALF_TOKENS):
+            place = builder.add(at, builder.mul(row_bytes, ir.Constant(I64, row)))
+            floats = simd.load_wide(builder, place, stored, LANES)
+            rows.append(builder.bitcast(floats, simd.vector(simd.I32)))
+        out = builder.add(target, builder.mul(first, ir.Constant(I64, CHUNK_TOKENS * 4)))
+        for number, column in enumerate(transposed(builder, rows + [nothing] * (LANES - HALF_TOKENS))):
+            half = builder.bitcast(builder.shuffle_vector(column, column, low), simd.vector(F32, HALF_TOKENS))
+            simd.store(builder, half, simd.offset(builder, out, number * CHUNK_TOKENS * 4))

@@ -11,12 +11,12 @@ import functools
 import llvmlite.ir as ir
 import numpy as np
 from numba import carray, njit, types
-from numba.extending import intrinsic
 
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.gemm.blocks import BLOCKS, Block
 from numba_kernels.cpu.gemm.packed_words import words_of_rows
 from numba_kernels.cpu.intrinsics import atomic, simd
+from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.intrinsics.simd import I32, I64
 from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, int32_at
@@ -96,8 +96,8 @@ def _arrange_block_of(stored, is_whole):
     before.
     """
 
-    @intrinsic
-    def arrange_block(typingctx, source, row_bytes, columns, target, ahead):
+    @emitted(types.void, *[types.intp] * 5)
+    def arrange_block(builder, source, row_bytes, columns, target, ahead):
         block = BLOCKS[stored]
         pieces, words = _pieces_and_words(block)
         by_bytes = [
@@ -105,48 +105,42 @@ def _arrange_block_of(stored, is_whole):
             for plane in block.planes if plane.field == "high" and plane.run == 4
             for pair in range(block.pairs)
         ]  # fmt: skip
+        last = builder.sub(columns, ir.Constant(I64, 1))
+        rows = []
+        for lane in range(LANES):
+            row = ir.Constant(I64, lane)
+            if not is_whole:
+                row = builder.select(builder.icmp_signed("<", row, last), row, last)
+            rows.append(builder.add(source, builder.mul(row, row_bytes)))
 
-        def codegen(context, builder, signature, args):
-            source, row_bytes, columns, target, ahead = args
-            last = builder.sub(columns, ir.Constant(I64, 1))
-            rows = []
-            for lane in range(LANES):
-                row = ir.Constant(I64, lane)
-                if not is_whole:
-                    row = builder.select(builder.icmp_signed("<", row, last), row, last)
-                rows.append(builder.add(source, builder.mul(row, row_bytes)))
+        def put(word, value):
+            place = simd.offset(builder, target, word * _LINE)
+            simd.store(builder, value, place, _LINE if is_whole else 4, is_read_soon=not is_whole)
 
-            def put(word, value):
-                place = simd.offset(builder, target, word * _LINE)
-                simd.store(builder, value, place, _LINE if is_whole else 4, is_read_soon=not is_whole)
+        def columns_of(place):
+            quads = [simd.load(builder, simd.offset(builder, row, place), simd.vector(I32, 4), 1) for row in rows]
+            return words_of_rows(builder, quads)
 
-            def columns_of(place):
-                quads = [simd.load(builder, simd.offset(builder, row, place), simd.vector(I32, 4), 1) for row in rows]
-                return words_of_rows(builder, quads)
-
-            piece_of = {word: place for place, word in pieces}
-            lines = [simd.offset(builder, ahead, line) for line in range(0, LANES * block.source_bytes, _CACHE_LINE)]
-            steps = sorted([*piece_of, *words])
-            for number, word in enumerate(steps):
-                for line in lines[number * len(lines) // len(steps) : (number + 1) * len(lines) // len(steps)]:
-                    simd.prefetch(builder, line)
-                if (piece := piece_of.get(word)) is not None:
-                    for index, column in enumerate(columns_of(piece)):
-                        put(word + index, column)
-                    continue
-                found = simd.splat_constant(I32, 0)
-                for place, within, size in words[word]:
-                    first, place_in_piece, up = _piece_around(place, within, size, block.source_bytes)
-                    part = columns_of(first)[place_in_piece]  # LLVM leaves out what the others would need
-                    if up:
-                        move = builder.shl if up > 0 else builder.lshr
-                        part = move(part, simd.splat_constant(I32, 8 * abs(up)))
-                    mask = ((1 << 8 * size) - 1) << 8 * within
-                    found = builder.or_(found, builder.and_(part, simd.splat_constant(I32, mask)))
-                put(word, _by_bytes(builder, found) if word in by_bytes else found)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 5), codegen
+        piece_of = {word: place for place, word in pieces}
+        lines = [simd.offset(builder, ahead, line) for line in range(0, LANES * block.source_bytes, _CACHE_LINE)]
+        steps = sorted([*piece_of, *words])
+        for number, word in enumerate(steps):
+            for line in lines[number * len(lines) // len(steps) : (number + 1) * len(lines) // len(steps)]:
+                simd.prefetch(builder, line)
+            if (piece := piece_of.get(word)) is not None:
+                for index, column in enumerate(columns_of(piece)):
+                    put(word + index, column)
+                continue
+            found = simd.splat_constant(I32, 0)
+            for place, within, size in words[word]:
+                first, place_in_piece, up = _piece_around(place, within, size, block.source_bytes)
+                part = columns_of(first)[place_in_piece]  # LLVM leaves out what the others would need
+                if up:
+                    move = builder.shl if up > 0 else builder.lshr
+                    part = move(part, simd.splat_constant(I32, 8 * abs(up)))
+                mask = ((1 << 8 * size) - 1) << 8 * within
+                found = builder.or_(found, builder.and_(part, simd.splat_constant(I32, mask)))
+            put(word, _by_bytes(builder, found) if word in by_bytes else found)
 
     return arrange_block
 

@@ -17,10 +17,10 @@ import llvmlite.ir as ir
 import ml_dtypes
 import numpy as np
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.intrinsics import dots, simd
+from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I32, I64
 from numba_kernels.cpu.layout import PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
 from numba_kernels.cpu.target import HAS_BF16_DOT, LANES, compiled_for
@@ -111,28 +111,22 @@ class E4m3Sums:
             self.sums.add_word(builder, builder.add(x_at, builder.mul(part.index, _i64(self.height * 4))), places)
 
 
-@intrinsic
-def unpack_blocks(typingctx, source, words, target):
+@emitted(types.void, *[types.intp] * 3)
+def unpack_blocks(builder, source, words, target):
     """``words`` words of a panel, whole blocks, to the buffer."""
-
-    def codegen(context, builder, signature, args):
-        source, words, target = args
-        num_blocks = builder.sdiv(words, _i64(BLOCK.words))
-        with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
-            at = builder.add(source, builder.mul(loop.index, _i64(BLOCK.words * PANEL_COLUMNS * 4)))
-            place = builder.add(target, builder.mul(loop.index, _i64(UNPACKED_WORDS * PANEL_COLUMNS * 4)))
-            for v in range(TILE_VECTORS):
-                scale = simd.load(builder, simd.offset(builder, at, v * BLOCK.words * _BYTES), _FLOATS, 4)
-                simd.store(builder, scale, simd.offset(builder, place, v * _BYTES))
-            with cgutils.for_range(builder, simd.not_unrolled(builder, _CODE_WORDS), intp=I64) as word:
-                words_at = builder.add(place, builder.mul(word.index, _i64(PARTS * PANEL_COLUMNS * 4)))
-                for v, codes in enumerate(_codes(builder, at, word.index, TILE_VECTORS)):
-                    for index, part in enumerate(_parts(builder, codes)):
-                        inside = ((index + 1) * TILE_VECTORS + v) * _BYTES
-                        simd.store(builder, part, simd.offset(builder, words_at, inside))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 3), codegen
+    num_blocks = builder.sdiv(words, _i64(BLOCK.words))
+    with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
+        at = builder.add(source, builder.mul(loop.index, _i64(BLOCK.words * PANEL_COLUMNS * 4)))
+        place = builder.add(target, builder.mul(loop.index, _i64(UNPACKED_WORDS * PANEL_COLUMNS * 4)))
+        for v in range(TILE_VECTORS):
+            scale = simd.load(builder, simd.offset(builder, at, v * BLOCK.words * _BYTES), _FLOATS, 4)
+            simd.store(builder, scale, simd.offset(builder, place, v * _BYTES))
+        with cgutils.for_range(builder, simd.not_unrolled(builder, _CODE_WORDS), intp=I64) as word:
+            words_at = builder.add(place, builder.mul(word.index, _i64(PARTS * PANEL_COLUMNS * 4)))
+            for v, codes in enumerate(_codes(builder, at, word.index, TILE_VECTORS)):
+                for index, part in enumerate(_parts(builder, codes)):
+                    inside = ((index + 1) * TILE_VECTORS + v) * _BYTES
+                    simd.store(builder, part, simd.offset(builder, words_at, inside))
 
 
 def _prefetch(builder, at, step, lines):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.emitted import KIND, emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I32, I64
 from numba_kernels.cpu.target import LANES
 
@@ -84,93 +84,79 @@ def words_of_rows(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]
     return _transposed_fours(builder, joined)
 
 
-@intrinsic
-def transpose_words(typingctx, source, source_stride, num_rows, num_words, target, target_stride):
+@emitted(types.void, *[types.intp] * 6)
+def transpose_words(builder, source, source_stride, num_rows, num_words, target, target_stride):
     """``target[w, r] = source[r, w]`` for at most LANES rows and LANES words.
 
     Strides are bytes from row to row of the source, and from word to word of the target. No other memory is read or
     written.
     """
-    signature = types.void(*[types.intp] * 6)
 
-    def codegen(context, builder, signature, args):
-        source, source_stride, num_rows, num_words, target, target_stride = args
+    def place(base, stride, index):
+        return builder.add(base, builder.mul(stride, _i64(index)))
 
-        def place(base, stride, index):
-            return builder.add(base, builder.mul(stride, _i64(index)))
+    def at_most(index, count):
+        return builder.icmp_signed("<", _i64(index), count)
 
-        def at_most(index, count):
-            return builder.icmp_signed("<", _i64(index), count)
-
-        whole = builder.and_(
-            builder.icmp_signed("==", num_rows, _i64(LANES)), builder.icmp_signed("==", num_words, _i64(LANES))
-        )
-        with builder.if_else(whole) as (full, part):
-            with full:
-                rows = [simd.load(builder, place(source, source_stride, r), _WORDS, 1) for r in range(LANES)]
-                for w, column in enumerate(transposed(builder, rows)):
-                    simd.store(builder, column, place(target, target_stride, w))
-            with part:
-                last = builder.sub(num_rows, _i64(1))
-                mask = simd.lanes_below(builder, 0, num_words)
-                rows = []
-                for r in range(LANES):
-                    row = builder.select(at_most(r, num_rows), _i64(r), last)
-                    at = builder.add(source, builder.mul(source_stride, row))
-                    rows.append(simd.masked_load(builder, at, mask, I32, 1))
-                mask = simd.lanes_below(builder, 0, num_rows)
-                for w, column in enumerate(transposed(builder, rows)):
-                    with builder.if_then(at_most(w, num_words)):
-                        simd.masked_store(builder, column, place(target, target_stride, w), mask)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    whole = builder.and_(
+        builder.icmp_signed("==", num_rows, _i64(LANES)), builder.icmp_signed("==", num_words, _i64(LANES))
+    )
+    with builder.if_else(whole) as (full, part):
+        with full:
+            rows = [simd.load(builder, place(source, source_stride, r), _WORDS, 1) for r in range(LANES)]
+            for w, column in enumerate(transposed(builder, rows)):
+                simd.store(builder, column, place(target, target_stride, w))
+        with part:
+            last = builder.sub(num_rows, _i64(1))
+            mask = simd.lanes_below(builder, 0, num_words)
+            rows = []
+            for r in range(LANES):
+                row = builder.select(at_most(r, num_rows), _i64(r), last)
+                at = builder.add(source, builder.mul(source_stride, row))
+                rows.append(simd.masked_load(builder, at, mask, I32, 1))
+            mask = simd.lanes_below(builder, 0, num_rows)
+            for w, column in enumerate(transposed(builder, rows)):
+                with builder.if_then(at_most(w, num_words)):
+                    simd.masked_store(builder, column, place(target, target_stride, w), mask)
 
 
-@intrinsic
-def arrange_words(typingctx, source, source_stride, num_rows, num_words, target, end):
+@emitted(types.void, *[types.intp] * 6)
+def arrange_words(builder, source, source_stride, num_rows, num_words, target, end):
     """``target[w, r] = source[r, w]`` for at most LANES rows and LANES words, columns one after the other.
 
     ``source_stride`` is bytes from row to row. Columns are written in whole vectors, in their order, so that bytes
     after the last one are written, too, but none at ``end`` (an address) or after it.
     """
-    signature = types.void(*[types.intp] * 6)
     few = LANES // 2
+    of_words = simd.lanes_below(builder, 0, num_words)
+    last, stride = builder.sub(num_rows, _i64(1)), builder.mul(num_rows, _i64(4))
+    undefined = ir.Constant(_WORDS, ir.Undefined)
 
-    def codegen(context, builder, signature, args):
-        source, source_stride, num_rows, num_words, target, end = args
-        of_words = simd.lanes_below(builder, 0, num_words)
-        last, stride = builder.sub(num_rows, _i64(1)), builder.mul(num_rows, _i64(4))
-        undefined = ir.Constant(_WORDS, ir.Undefined)
+    def arrange(most_rows):
+        """Vectors of so many lanes, a power of two."""
+        rows = [undefined] * LANES
+        for r in range(most_rows):
+            row = builder.select(builder.icmp_signed("<", _i64(r), num_rows), _i64(r), last)
+            at = builder.add(source, builder.mul(source_stride, row))
+            rows[r] = simd.masked_load(builder, at, of_words, I32, 1)
+        lanes = ir.Constant(simd.vector(I32, most_rows), list(range(most_rows)))
+        of_rows = simd.lanes_below(builder, 0, num_rows, most_rows)
+        for w, column in enumerate(transposed(builder, rows)):
+            column = builder.shuffle_vector(column, undefined, lanes)
+            place = builder.add(target, builder.mul(stride, _i64(w)))
+            is_inside = builder.icmp_signed("<=", simd.offset(builder, place, most_rows * 4), end)
+            exists = builder.icmp_signed("<", _i64(w), num_words)
+            with builder.if_then(exists), builder.if_else(is_inside, likely=True) as (whole, part):
+                with whole:
+                    simd.store(builder, column, place)
+                with part:
+                    simd.masked_store(builder, column, place, of_rows)
 
-        def arrange(most_rows):
-            """Vectors of so many lanes, a power of two."""
-            rows = [undefined] * LANES
-            for r in range(most_rows):
-                row = builder.select(builder.icmp_signed("<", _i64(r), num_rows), _i64(r), last)
-                at = builder.add(source, builder.mul(source_stride, row))
-                rows[r] = simd.masked_load(builder, at, of_words, I32, 1)
-            lanes = ir.Constant(simd.vector(I32, most_rows), list(range(most_rows)))
-            of_rows = simd.lanes_below(builder, 0, num_rows, most_rows)
-            for w, column in enumerate(transposed(builder, rows)):
-                column = builder.shuffle_vector(column, undefined, lanes)
-                place = builder.add(target, builder.mul(stride, _i64(w)))
-                is_inside = builder.icmp_signed("<=", simd.offset(builder, place, most_rows * 4), end)
-                exists = builder.icmp_signed("<", _i64(w), num_words)
-                with builder.if_then(exists), builder.if_else(is_inside, likely=True) as (whole, part):
-                    with whole:
-                        simd.store(builder, column, place)
-                    with part:
-                        simd.masked_store(builder, column, place, of_rows)
-
-        with builder.if_else(builder.icmp_signed("<=", num_rows, _i64(few))) as (are_few, are_many):
-            with are_few:
-                arrange(few)
-            with are_many:
-                arrange(LANES)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    with builder.if_else(builder.icmp_signed("<=", num_rows, _i64(few))) as (are_few, are_many):
+        with are_few:
+            arrange(few)
+        with are_many:
+            arrange(LANES)
 
 
 def _group(builder, source, stored, count):
@@ -192,45 +178,30 @@ def _group(builder, source, stored, count):
     return [builder.load(variable) for variable in vectors]
 
 
-@intrinsic
-def largest_bits(typingctx, stored, source, count):
+@emitted(types.int32, KIND, types.intp, types.intp)
+def largest_bits(builder, stored, source, count):
     """The bits of the largest magnitude among at most GROUP elements at ``source``; those of NaN are above all."""
-    kind = stored.instance_type
-    signature = types.int32(stored, types.intp, types.intp)
-
-    def codegen(context, builder, signature, args):
-        _, source, count = args
-        magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
-        found = simd.splat_constant(I32, 0)
-        for values in _group(builder, source, kind, count):
-            bits = builder.and_(builder.bitcast(values, _WORDS), magnitude)
-            found = builder.select(builder.icmp_signed(">", bits, found), bits, found)
-        return simd.fold(builder, found, lambda a, b: builder.select(builder.icmp_signed(">", a, b), a, b))
-
-    return signature, codegen
+    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
+    found = simd.splat_constant(I32, 0)
+    for values in _group(builder, source, stored, count):
+        bits = builder.and_(builder.bitcast(values, _WORDS), magnitude)
+        found = builder.select(builder.icmp_signed(">", bits, found), bits, found)
+    return simd.fold(builder, found, lambda a, b: builder.select(builder.icmp_signed(">", a, b), a, b))
 
 
-@intrinsic
-def scale_of(typingctx, bits):
+@emitted(types.float32, types.int32)
+def scale_of(builder, bits):
     """The float32 that 1 stands for where 127 stands for the magnitude with these bits. NaN or infinity stay so."""
-
-    def codegen(context, builder, signature, args):
-        return builder.fdiv(builder.bitcast(args[0], F32), ir.Constant(F32, 127.0))
-
-    return types.float32(types.int32), codegen
+    return builder.fdiv(builder.bitcast(bits, F32), ir.Constant(F32, 127.0))
 
 
-@intrinsic
-def inverse_of(typingctx, bits):
+@emitted(types.float32, types.int32)
+def inverse_of(builder, bits):
     """The factor before rounding to int8: 127 over the magnitude with these bits.
 
     0 where that is too small, or is NaN or infinity: the scale then carries it into every product.
     """
-
-    def codegen(context, builder, signature, args):
-        return _inverse(builder, builder.bitcast(args[0], F32))
-
-    return types.float32(types.int32), codegen
+    return _inverse(builder, builder.bitcast(bits, F32))
 
 
 def _inverse(builder, magnitude):
@@ -250,91 +221,69 @@ def rounded(builder: ir.IRBuilder, values: ir.Value, inverse: ir.Value) -> ir.Va
     return builder.sub(shifted, simd.splat_constant(I32, 0x4B400000))
 
 
-@intrinsic
-def quantize_words(typingctx, stored, source, count, inverse, added, target):
+@emitted(types.int32, KIND, types.intp, types.intp, types.float32, types.int32, types.intp)
+def quantize_words(builder, stored, source, count, inverse, added, target):
     """GROUP_WORDS words of ``rint(element * inverse) + added`` as bytes, of the ``count`` (at most GROUP) elements at
     ``source`` and zeros after them. Returns the sum of the rounded elements."""
-    kind = stored.instance_type
-    signature = types.int32(stored, types.intp, types.intp, types.float32, types.int32, types.intp)
-
-    def codegen(context, builder, signature, args):
-        _, source, count, inverse, added, target = args
-        total = simd.splat_constant(I32, 0)
-        inverses, addends = simd.splat(builder, inverse), simd.splat(builder, added)
-        for index, values in enumerate(_group(builder, source, kind, count)):
-            whole = rounded(builder, values, inverses)
-            total = builder.add(total, whole)
-            byte = builder.trunc(builder.add(whole, addends), simd.vector(I8))
-            simd.store(builder, byte, simd.offset(builder, target, index * LANES), 1)
-        return simd.fold(builder, total, builder.add)
-
-    return signature, codegen
+    total = simd.splat_constant(I32, 0)
+    inverses, addends = simd.splat(builder, inverse), simd.splat(builder, added)
+    for index, values in enumerate(_group(builder, source, stored, count)):
+        whole = rounded(builder, values, inverses)
+        total = builder.add(total, whole)
+        byte = builder.trunc(builder.add(whole, addends), simd.vector(I8))
+        simd.store(builder, byte, simd.offset(builder, target, index * LANES), 1)
+    return simd.fold(builder, total, builder.add)
 
 
-@intrinsic
-def quantize_block(typingctx, source, target, start, is_halved):
+@emitted(types.void, *[types.intp] * 3, types.boolean)
+def quantize_block(builder, source, target, start, is_halved):
     """32 floats at ``source`` as int8 to ``target``: the largest magnitude stands for 127.
 
     Three words follow them: the scale, and where sums of products begin: ``start`` times the sums of both halves where
     ``is_halved``, else ``start`` times the whole sum, and that sum below zero, as a float. A group with NaN or infinity
     has such a scale, and zeros.
     """
-    signature = types.void(*[types.intp] * 3, types.boolean)
+    behind = [simd.offset(builder, target, 2 * LANES + 4 * word) for word in range(3)]
+    places = [simd.offset(builder, source, first * 4) for first in (0, LANES)]
+    halves = [simd.load(builder, place, simd.vector(F32), 4) for place in places]
+    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
+    first, second = (builder.and_(builder.bitcast(half, _WORDS), magnitude) for half in halves)
 
-    def codegen(context, builder, signature, args):
-        source, target, start, is_halved = args
-        behind = [simd.offset(builder, target, 2 * LANES + 4 * word) for word in range(3)]
-        places = [simd.offset(builder, source, first * 4) for first in (0, LANES)]
-        halves = [simd.load(builder, place, simd.vector(F32), 4) for place in places]
-        magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
-        first, second = (builder.and_(builder.bitcast(half, _WORDS), magnitude) for half in halves)
+    def larger(a, b):
+        return builder.select(builder.icmp_signed(">", a, b), a, b)
 
-        def larger(a, b):
-            return builder.select(builder.icmp_signed(">", a, b), a, b)
-
-        largest = builder.bitcast(simd.fold(builder, larger(first, second), larger), F32)
-        simd.store(builder, builder.fdiv(largest, ir.Constant(F32, 127.0)), behind[0])
-        inverse = simd.splat(builder, _inverse(builder, largest))
-        sums = []
-        for number, half in enumerate(halves):
-            whole = rounded(builder, half, inverse)
-            simd.store(builder, builder.trunc(whole, simd.vector(I8)), simd.offset(builder, target, number * LANES), 1)
-            sums.append(whole)
-        start = builder.trunc(start, I32)
-        with builder.if_else(is_halved) as (by_halves, at_once):
-            with by_halves:
-                for half, place in zip(sums, behind[1:]):
-                    simd.store(builder, builder.mul(simd.fold(builder, half, builder.add), start), place)
-            with at_once:
-                total = simd.fold(builder, builder.add(*sums), builder.add)
-                simd.store(builder, builder.mul(total, start), behind[1])
-                simd.store(builder, builder.fneg(builder.sitofp(total, F32)), behind[2])
-        return context.get_dummy_value()
-
-    return signature, codegen
+    largest = builder.bitcast(simd.fold(builder, larger(first, second), larger), F32)
+    simd.store(builder, builder.fdiv(largest, ir.Constant(F32, 127.0)), behind[0])
+    inverse = simd.splat(builder, _inverse(builder, largest))
+    sums = []
+    for number, half in enumerate(halves):
+        whole = rounded(builder, half, inverse)
+        simd.store(builder, builder.trunc(whole, simd.vector(I8)), simd.offset(builder, target, number * LANES), 1)
+        sums.append(whole)
+    start = builder.trunc(start, I32)
+    with builder.if_else(is_halved) as (by_halves, at_once):
+        with by_halves:
+            for half, place in zip(sums, behind[1:]):
+                simd.store(builder, builder.mul(simd.fold(builder, half, builder.add), start), place)
+        with at_once:
+            total = simd.fold(builder, builder.add(*sums), builder.add)
+            simd.store(builder, builder.mul(total, start), behind[1])
+            simd.store(builder, builder.fneg(builder.sitofp(total, F32)), behind[2])
 
 
-@intrinsic
-def largest_bits_of_columns(typingctx, stored, source, source_stride, depth, columns, target):
+@emitted(types.void, KIND, *[types.intp] * 5)
+def largest_bits_of_columns(builder, stored, source, source_stride, depth, columns, target):
     """The bits of the largest magnitude in each of at most LANES columns of ``depth`` rows; i32, to ``target``."""
-    kind = stored.instance_type
-    signature = types.void(stored, *[types.intp] * 5)
-
-    def codegen(context, builder, signature, args):
-        _, source, source_stride, depth, columns, target = args
-        magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
-        found = cgutils.alloca_once(builder, _WORDS)
-        builder.store(simd.splat_constant(I32, 0), found)
-        with cgutils.for_range(builder, depth, intp=I64) as loop:
-            at = builder.add(source, builder.mul(loop.index, source_stride))
-            values = simd.widen(builder, _columns(builder, at, kind, columns), kind)
-            bits = builder.and_(builder.bitcast(values, _WORDS), magnitude)
-            before = builder.load(found)
-            builder.store(builder.select(builder.icmp_signed(">", bits, before), bits, before), found)
-        simd.store(builder, builder.load(found), target)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
+    found = cgutils.alloca_once(builder, _WORDS)
+    builder.store(simd.splat_constant(I32, 0), found)
+    with cgutils.for_range(builder, depth, intp=I64) as loop:
+        at = builder.add(source, builder.mul(loop.index, source_stride))
+        values = simd.widen(builder, _columns(builder, at, stored, columns), stored)
+        bits = builder.and_(builder.bitcast(values, _WORDS), magnitude)
+        before = builder.load(found)
+        builder.store(builder.select(builder.icmp_signed(">", bits, before), bits, before), found)
+    simd.store(builder, builder.load(found), target)
 
 
 def _columns(builder, address, stored, columns):
@@ -351,42 +300,34 @@ def _columns(builder, address, stored, columns):
     return builder.load(found)
 
 
-@intrinsic
-def join_rows(typingctx, stored, packed, source, source_stride, depth, columns, inverses, target, target_stride):
+@emitted(types.void, KIND, KIND, *[types.intp] * 7)
+def join_rows(builder, stored, packed, source, source_stride, depth, columns, inverses, target, target_stride):
     """Words of LANES columns each from rows of the source: ``depth`` elements of K in each of ``columns`` columns.
 
     A word holds one row's float32, two rows' 16-bit elements, or four rows' elements rounded to int8 after they were
     multiplied with ``inverses`` (the address of LANES float32), ZERO_POINT added; rows from ``depth`` on count as
     zeros. Columns from ``columns`` on are not written.
     """
-    kind, packed_kind = stored.instance_type, packed.instance_type
-    signature = types.void(stored, packed, *[types.intp] * 7)
-    elements = 32 // packed_kind.bitwidth
-
-    def codegen(context, builder, signature, args):
-        _, _, source, source_stride, depth, columns, inverses, target, target_stride = args
-        mask = simd.lanes_below(builder, 0, columns)
-        factor = simd.load(builder, inverses, simd.vector(F32), 4) if packed_kind == types.uint8 else None
-        count = builder.sdiv(builder.add(depth, _i64(elements - 1)), _i64(elements))
-        last = builder.sub(depth, _i64(1))
-        with cgutils.for_range(builder, count, intp=I64) as loop:
-            joined = None
-            for index in range(elements):
-                row = builder.add(builder.mul(loop.index, _i64(elements)), _i64(index))
-                exists = builder.icmp_signed("<", row, depth)
-                row = builder.select(exists, row, last)
-                at = builder.add(source, builder.mul(row, source_stride))
-                word = _part_of_word(builder, _columns(builder, at, kind, columns), kind, factor)
-                nothing = ZERO_POINT if packed_kind == types.uint8 else 0
-                if elements > 1:
-                    word = builder.select(exists, word, simd.splat_constant(I32, nothing))
-                    word = builder.shl(word, simd.splat_constant(I32, index * packed_kind.bitwidth))
-                joined = word if joined is None else builder.or_(joined, word)
-            place = builder.add(target, builder.mul(loop.index, target_stride))
-            simd.masked_store(builder, joined, place, mask)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    elements = 32 // packed.bitwidth
+    mask = simd.lanes_below(builder, 0, columns)
+    factor = simd.load(builder, inverses, simd.vector(F32), 4) if packed == types.uint8 else None
+    count = builder.sdiv(builder.add(depth, _i64(elements - 1)), _i64(elements))
+    last = builder.sub(depth, _i64(1))
+    with cgutils.for_range(builder, count, intp=I64) as loop:
+        joined = None
+        for index in range(elements):
+            row = builder.add(builder.mul(loop.index, _i64(elements)), _i64(index))
+            exists = builder.icmp_signed("<", row, depth)
+            row = builder.select(exists, row, last)
+            at = builder.add(source, builder.mul(row, source_stride))
+            word = _part_of_word(builder, _columns(builder, at, stored, columns), stored, factor)
+            nothing = ZERO_POINT if packed == types.uint8 else 0
+            if elements > 1:
+                word = builder.select(exists, word, simd.splat_constant(I32, nothing))
+                word = builder.shl(word, simd.splat_constant(I32, index * packed.bitwidth))
+            joined = word if joined is None else builder.or_(joined, word)
+        place = builder.add(target, builder.mul(loop.index, target_stride))
+        simd.masked_store(builder, joined, place, mask)
 
 
 def _part_of_word(builder, values, stored, factor):
@@ -399,68 +340,47 @@ def _part_of_word(builder, values, stored, factor):
     return builder.zext(values, _WORDS)
 
 
-@intrinsic
-def round_pairs(typingctx, source, count, target):
+@emitted(types.void, *[types.intp] * 3)
+def round_pairs(builder, source, count, target):
     """LANES words of two bfloat16 each: the ``count`` (at most 2 * LANES) floats at ``source``, rounded to nearest
     even, and zeros after them. NaN stays NaN."""
-    signature = types.void(*[types.intp] * 3)
     shorts = 2 * LANES
-
-    def codegen(context, builder, signature, args):
-        source, count, target = args
-        halves = []
-        for first in (0, LANES):
-            mask = simd.lanes_below(builder, first, count)
-            bits = simd.masked_load(builder, simd.offset(builder, source, first * 4), mask, I32)
-            is_nan = builder.icmp_unsigned(
-                ">", builder.and_(bits, simd.splat_constant(I32, 0x7FFFFFFF)), simd.splat_constant(I32, 0x7F800000)
-            )
-            sixteen = simd.splat_constant(I32, 16)
-            odd = builder.and_(builder.lshr(bits, sixteen), simd.splat_constant(I32, 1))
-            nearest = builder.add(builder.add(bits, simd.splat_constant(I32, 0x7FFF)), odd)
-            quiet = builder.or_(bits, simd.splat_constant(I32, 0x400000))
-            upper = builder.lshr(builder.select(is_nan, quiet, nearest), sixteen)
-            halves.append(builder.trunc(upper, simd.vector(simd.I16)))
-        order = ir.Constant(simd.vector(I32, shorts), list(range(shorts)))
-        simd.store(builder, builder.shuffle_vector(*halves, order), target)
-        return context.get_dummy_value()
-
-    return signature, codegen
+    halves = []
+    for first in (0, LANES):
+        mask = simd.lanes_below(builder, first, count)
+        bits = simd.masked_load(builder, simd.offset(builder, source, first * 4), mask, I32)
+        is_nan = builder.icmp_unsigned(
+            ">", builder.and_(bits, simd.splat_constant(I32, 0x7FFFFFFF)), simd.splat_constant(I32, 0x7F800000)
+        )
+        sixteen = simd.splat_constant(I32, 16)
+        odd = builder.and_(builder.lshr(bits, sixteen), simd.splat_constant(I32, 1))
+        nearest = builder.add(builder.add(bits, simd.splat_constant(I32, 0x7FFF)), odd)
+        quiet = builder.or_(bits, simd.splat_constant(I32, 0x400000))
+        upper = builder.lshr(builder.select(is_nan, quiet, nearest), sixteen)
+        halves.append(builder.trunc(upper, simd.vector(simd.I16)))
+    order = ir.Constant(simd.vector(I32, shorts), list(range(shorts)))
+    simd.store(builder, builder.shuffle_vector(*halves, order), target)
 
 
-@intrinsic
-def split_pairs(typingctx, source, evens, odds):
+@emitted(types.void, *[types.intp] * 3)
+def split_pairs(builder, source, evens, odds):
     """LANES words of four int8 each as words of two int16: of bytes 0 and 2, and of bytes 1 and 3."""
-    signature = types.void(*[types.intp] * 3)
-
-    def codegen(context, builder, signature, args):
-        shorts = simd.vector(simd.I16, 2 * LANES)
-        eight = simd.splat_constant(simd.I16, 8, 2 * LANES)
-        words = simd.load(builder, args[0], shorts, 4)
-        simd.store(builder, builder.ashr(builder.shl(words, eight), eight), args[1])
-        simd.store(builder, builder.ashr(words, eight), args[2])
-        return context.get_dummy_value()
-
-    return signature, codegen
+    shorts = simd.vector(simd.I16, 2 * LANES)
+    eight = simd.splat_constant(simd.I16, 8, 2 * LANES)
+    words = simd.load(builder, source, shorts, 4)
+    simd.store(builder, builder.ashr(builder.shl(words, eight), eight), evens)
+    simd.store(builder, builder.ashr(words, eight), odds)
 
 
-@intrinsic
-def half_word(typingctx, address):
+@emitted(types.uint32, types.intp)
+def half_word(builder, address):
     """The 16 bits at ``address``."""
-
-    def codegen(context, builder, signature, args):
-        return builder.zext(simd.load(builder, args[0], simd.I16, 2), I32)
-
-    return types.uint32(types.intp), codegen
+    return builder.zext(simd.load(builder, address, simd.I16, 2), I32)
 
 
-@intrinsic
-def block_on_stack(typingctx):
+@emitted(types.intp)
+def block_on_stack(builder):
     """The address of LANES rows of LANES words on the stack of the function that calls it."""
-
-    def codegen(context, builder, signature, args):
-        memory = cgutils.alloca_once(builder, ir.ArrayType(_WORDS, LANES))
-        memory.align = 64
-        return builder.ptrtoint(memory, I64)
-
-    return types.intp(), codegen
+    memory = cgutils.alloca_once(builder, ir.ArrayType(_WORDS, LANES))
+    memory.align = 64
+    return builder.ptrtoint(memory, I64)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import llvmlite.ir as ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from numba_kernels.cpu.gemm import e4m3_tile
 from numba_kernels.cpu.gemm.block_tile import (
@@ -33,6 +32,7 @@ from numba_kernels.cpu.gemm.block_tile import (
 )
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP, Block
 from numba_kernels.cpu.intrinsics import dots, simd
+from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64
 from numba_kernels.cpu.layout import PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.cpu.target import LANES
@@ -205,27 +205,19 @@ def unpack_blocks_of(stored):
     if BLOCKS[stored].is_e4m3:
         return e4m3_tile.unpack_blocks
 
-    @intrinsic
-    def unpack_blocks(typingctx, source, words, target):
+    @emitted(types.void, *[types.intp] * 3)
+    def unpack_blocks(builder, source, words, target):
         block = BLOCKS[stored]
-
-        def codegen(context, builder, signature, args):
-            source, words, target = args
-            num_blocks = builder.sdiv(words, _i64(block.words))
-            with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
-                at = builder.add(source, builder.mul(loop.index, _i64(block.words * PANEL_COLUMNS * 4)))
-                to = builder.add(target, builder.mul(loop.index, _i64(unpacked_words(block) * PANEL_COLUMNS * 4)))
-                with cgutils.for_range(
-                    builder, simd.not_unrolled(builder, TILE_VECTORS * len(_PARTS)), intp=I64
-                ) as part:
-                    vector = builder.sdiv(part.index, _i64(len(_PARTS)))
-                    inside = builder.mul(builder.srem(part.index, _i64(len(_PARTS))), _i64(PART * 4))
-                    source_at = builder.add(at, builder.mul(vector, _i64(block.words * _VECTOR_BYTES)))
-                    target_at = builder.add(to, builder.mul(vector, _i64(unpacked_words(block) * _VECTOR_BYTES)))
-                    _unpack(builder, block, builder.add(source_at, inside), builder.add(target_at, inside))
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 3), codegen
+        num_blocks = builder.sdiv(words, _i64(block.words))
+        with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
+            at = builder.add(source, builder.mul(loop.index, _i64(block.words * PANEL_COLUMNS * 4)))
+            to = builder.add(target, builder.mul(loop.index, _i64(unpacked_words(block) * PANEL_COLUMNS * 4)))
+            with cgutils.for_range(builder, simd.not_unrolled(builder, TILE_VECTORS * len(_PARTS)), intp=I64) as part:
+                vector = builder.sdiv(part.index, _i64(len(_PARTS)))
+                inside = builder.mul(builder.srem(part.index, _i64(len(_PARTS))), _i64(PART * 4))
+                source_at = builder.add(at, builder.mul(vector, _i64(block.words * _VECTOR_BYTES)))
+                target_at = builder.add(to, builder.mul(vector, _i64(unpacked_words(block) * _VECTOR_BYTES)))
+                _unpack(builder, block, builder.add(source_at, inside), builder.add(target_at, inside))
 
     return unpack_blocks
 

@@ -7,7 +7,8 @@ import platform
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+
+from numba_kernels.cpu.intrinsics.emitted import emitted
 
 _I64 = ir.IntType(64)
 
@@ -16,54 +17,32 @@ def _word(builder, address):
     return builder.inttoptr(address, _I64.as_pointer())
 
 
-@intrinsic
-def load(typingctx, address):
+@emitted(types.int64, types.intp)
+def load(builder, address):
     """The int64 at ``address``, with all writes before it (acquire)."""
-
-    def codegen(context, builder, signature, args):
-        return builder.load_atomic(_word(builder, args[0]), "acquire", 8)
-
-    return types.int64(types.intp), codegen
+    return builder.load_atomic(_word(builder, address), "acquire", 8)
 
 
-@intrinsic
-def store(typingctx, address, value):
-    def codegen(context, builder, signature, args):
-        builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.int64), codegen
+@emitted(types.void, types.intp, types.int64)
+def store(builder, address, value):
+    builder.store_atomic(value, _word(builder, address), "release", 8)
 
 
-@intrinsic
-def add(typingctx, address, value):
+@emitted(types.int64, types.intp, types.int64)
+def add(builder, address, value):
     """Adds to the int64 at ``address`` as one step among all threads; returns the value before."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "acq_rel")
-
-    return types.int64(types.intp, types.int64), codegen
+    return builder.atomic_rmw("add", _word(builder, address), value, "acq_rel")
 
 
-@intrinsic
-def fence(typingctx):
+@emitted(types.void)
+def fence(builder):
     """Orders earlier stores, also those that bypass the caches, before later ones, for all threads."""
-
-    def codegen(context, builder, signature, args):
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    builder.fence("seq_cst")
 
 
-@intrinsic
-def pause(typingctx):
+@emitted(types.void)
+def pause(builder):
     """Hints to the core that this is a waiting loop, where LLVM has an instruction for it."""
-
-    def codegen(context, builder, signature, args):
-        if platform.machine() in ("x86_64", "AMD64"):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if platform.machine() in ("x86_64", "AMD64"):
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])

@@ -12,41 +12,29 @@ import llvmlite.ir as ir
 import numpy as np
 from numba import njit
 from numba.core import types
-from numba.extending import intrinsic
 
 from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.emitted import KIND, emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32
 from numba_kernels.cpu.target import HAS_HALF
 
 
-@intrinsic
-def exp_f32(typingctx, x):
+@emitted(types.float32, types.float32)
+def exp_f32(builder, x):
     """e^x of a float32, within 2e-7 relative."""
-
-    def codegen(context, builder, signature, args):
-        return simd.exp(builder, args[0])
-
-    return types.float32(types.float32), codegen
+    return simd.exp(builder, x)
 
 
-@intrinsic
-def float_bits(typingctx, x):
+@emitted(types.int32, types.float32)
+def float_bits(builder, x):
     """The bits of a float32 as int32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], I32)
-
-    return types.int32(types.float32), codegen
+    return builder.bitcast(x, I32)
 
 
-@intrinsic
-def float_of_bits(typingctx, bits):
+@emitted(types.float32, types.int32)
+def float_of_bits(builder, bits):
     """The float32 with the bits of an int32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], F32)
-
-    return types.float32(types.int32), codegen
+    return builder.bitcast(bits, F32)
 
 
 def _place(builder, kind, address, index):
@@ -55,40 +43,28 @@ def _place(builder, kind, address, index):
     return builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
 
 
-@intrinsic
-def load_f32(typingctx, stored, address, index):
+@emitted(types.float32, KIND, types.intp, types.intp)
+def load_f32(builder, stored, address, index):
     """Element ``index`` of the array of ``stored`` at ``address``, as float32."""
-    kind = stored.instance_type
-
-    def codegen(context, builder, signature, args):
-        value = builder.load(_place(builder, kind, *args[1:]))
-        if kind == types.float32:
-            return value
-        if kind == types.uint8:
-            return builder.uitofp(value, F32)
-        if kind == types.uint16:
-            return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
-        one = simd.widen(builder, builder.bitcast(value, simd.vector(I16, 1)), kind, 1)
-        return builder.extract_element(one, ir.Constant(I32, 0))
-
-    return types.float32(stored, types.intp, types.intp), codegen
+    value = builder.load(_place(builder, stored, address, index))
+    if stored == types.float32:
+        return value
+    if stored == types.uint8:
+        return builder.uitofp(value, F32)
+    if stored == types.uint16:
+        return builder.bitcast(builder.shl(builder.zext(value, I32), ir.Constant(I32, 16)), F32)
+    one = simd.widen(builder, builder.bitcast(value, simd.vector(I16, 1)), stored, 1)
+    return builder.extract_element(one, ir.Constant(I32, 0))
 
 
-@intrinsic
-def store_f32(typingctx, stored, address, index, value):
+@emitted(types.void, KIND, types.intp, types.intp, types.float32)
+def store_f32(builder, stored, address, index, value):
     """Writes a float32 to element ``index``, rounded to the nearest (ties to even) where ``stored`` is narrower."""
-    kind = stored.instance_type
-
-    def codegen(context, builder, signature, args):
-        _, address, index, value = args
-        if kind == types.uint16:
-            value = _to_bfloat16(builder, value)
-        elif kind == types.int16:
-            value = _to_float16(builder, value)
-        builder.store(value, _place(builder, kind, address, index))
-        return context.get_dummy_value()
-
-    return types.void(stored, types.intp, types.intp, types.float32), codegen
+    if stored == types.uint16:
+        value = _to_bfloat16(builder, value)
+    elif stored == types.int16:
+        value = _to_float16(builder, value)
+    builder.store(value, _place(builder, stored, address, index))
 
 
 def _to_float16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:

@@ -20,10 +20,10 @@ import llvmlite.ir as ir
 import numba
 import numpy as np
 from numba import carray, njit, types
-from numba.extending import intrinsic
 
 from numba_kernels.closure_cache import CFunction
 from numba_kernels.cpu import CODE_FOLDER
+from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.running import pool
 from numba_kernels.cpu.running.recording import Explain, current, hold, new_array
 
@@ -132,12 +132,9 @@ class OwnLaunch:
         return status
 
 
-@intrinsic
-def _pointer(typingctx, address):
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.intp), codegen
+@emitted(types.voidptr, types.intp)
+def _pointer(builder, address):
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
 @njit

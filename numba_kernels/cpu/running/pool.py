@@ -10,8 +10,7 @@ The protocol, over the words of `_words` (each on a cache line of its own):
 - A job is open while NEXT < CLOSED. The launcher writes the job's words while it is closed, opens it by NEXT = 0, draws
   work items like the helpers, closes it by NEXT = CLOSED, and waits until ACTIVE is 0.
 - A helper counts itself in ACTIVE, then draws. A work item drawn from an open job belongs to that job, whose words
-cannot
-  change while the helper is counted; a work item of a closed one is at least CLOSED, and it leaves.
+  cannot change while the helper is counted; a work item of a closed one is at least CLOSED, and it leaves.
 
 One launch at a time, or one program of launches: callers of `run` or `run_program` hold the lock. Helpers are
 daemon threads, joined when the process ends.
@@ -27,11 +26,11 @@ import llvmlite.ir as ir
 import numba
 import numpy as np
 from numba import njit, types
-from numba.extending import intrinsic
 
 from numba_kernels.closure_cache import kept_njit
 from numba_kernels.cpu import CODE_FOLDER
 from numba_kernels.cpu.intrinsics.atomic import pause
+from numba_kernels.cpu.intrinsics.emitted import emitted
 
 NUM_THREADS = numba.get_num_threads()  # the processors that this process may use, the launcher's own included
 SPIN_ROUNDS = 20_000  # a round is a pause instruction and two loads, 10 to 60 ns: around half a millisecond in all
@@ -48,13 +47,13 @@ NEXT, ACTIVE, FUNCTION, ARGUMENTS, NUM_WORK_ITEMS, NUM_HELPERS, ASLEEP, STOP, BU
 
 _words = np.zeros(10 * _LINE, np.int64)
 _words[NEXT] = CLOSED
+_address = _words.ctypes.data
 _I64 = ir.IntType(64)
 
 
-def _word(context, builder, signature, args):
-    """The address of word ``args[1]`` of the array ``args[0]``."""
-    data = context.make_array(signature.args[0])(context, builder, args[0]).data
-    return builder.gep(data, [args[1]])
+def _word(builder, words, index):
+    """A pointer to a word of those at the address ``words``."""
+    return builder.gep(builder.inttoptr(words, _I64.as_pointer()), [index])
 
 
 def _compiled(signature):
@@ -69,62 +68,38 @@ def _compiled(signature):
     return decorate
 
 
-@intrinsic
-def _load(typingctx, words, index):
-    def codegen(context, builder, signature, args):
-        return builder.load_atomic(_word(context, builder, signature, args), "seq_cst", 8)
-
-    return types.int64(words, types.intp), codegen
+@emitted(types.int64, types.intp, types.intp)
+def _load(builder, words, index):
+    return builder.load_atomic(_word(builder, words, index), "seq_cst", 8)
 
 
-@intrinsic
-def _store(typingctx, words, index, value):
-    def codegen(context, builder, signature, args):
-        builder.store_atomic(args[2], _word(context, builder, signature, args), "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.void(words, types.intp, types.int64), codegen
+@emitted(types.void, types.intp, types.intp, types.int64)
+def _store(builder, words, index, value):
+    builder.store_atomic(value, _word(builder, words, index), "seq_cst", 8)
 
 
-@intrinsic
-def _add(typingctx, words, index, value):
+@emitted(types.int64, types.intp, types.intp, types.int64)
+def _add(builder, words, index, value):
     """Adds as one step among all threads; returns the value before."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", _word(context, builder, signature, args), args[2], "seq_cst")
-
-    return types.int64(words, types.intp, types.int64), codegen
+    return builder.atomic_rmw("add", _word(builder, words, index), value, "seq_cst")
 
 
-@intrinsic
-def _call(typingctx, function, arguments, work_item):
-    def codegen(context, builder, signature, args):
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _I64])
-        target = builder.inttoptr(args[0], kind.as_pointer())
-        builder.call(target, [builder.inttoptr(args[1], pointer), args[2]])
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, types.intp), codegen
+@emitted(types.void, *[types.intp] * 3)
+def _call(builder, function, arguments, work_item):
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I64])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [builder.inttoptr(arguments, pointer), work_item])
 
 
-@intrinsic
-def _status_at(typingctx, address):
+@emitted(types.int64, types.intp)
+def _status_at(builder, address):
     """The first word of an argument block."""
-
-    def codegen(context, builder, signature, args):
-        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()))
-
-    return types.int64(types.intp), codegen
+    return builder.load(builder.inttoptr(address, _I64.as_pointer()))
 
 
-@intrinsic
-def _clear_status(typingctx, address):
-    def codegen(context, builder, signature, args):
-        builder.store(ir.Constant(_I64, 0), builder.inttoptr(args[0], _I64.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.intp), codegen
+@emitted(types.void, types.intp)
+def _clear_status(builder, address):
+    builder.store(ir.Constant(_I64, 0), builder.inttoptr(address, _I64.as_pointer()))
 
 
 @_compiled("void(int64, int64, int64)")
@@ -143,7 +118,7 @@ def _draw(words):
         work_item = _add(words, NEXT, 1)
 
 
-@_compiled("void(int64[::1], int64, int64, int64, int64)")
+@_compiled("void(int64, int64, int64, int64, int64)")
 def _launch(words, function, arguments, num_work_items, num_helpers):
     _store(words, FUNCTION, function)
     _store(words, ARGUMENTS, arguments)
@@ -156,7 +131,7 @@ def _launch(words, function, arguments, num_work_items, num_helpers):
         pause()
 
 
-@_compiled("UniTuple(int64, 2)(int64[::1], int64[:, ::1])")
+@_compiled("UniTuple(int64, 2)(int64, int64[:, ::1])")
 def _launch_all(words, program):
     """Launch after launch; (the one that set its status, and which) or (-1, 0)."""
     for i in range(program.shape[0]):
@@ -173,7 +148,7 @@ def _launch_all(words, program):
     return -1, 0
 
 
-@_compiled("void(int64[::1], int64, int64)")
+@_compiled("void(int64, int64, int64)")
 def _help(words, index, rounds):
     """Takes part in jobs until ``rounds`` looks in a row found none, and no program has jobs to come."""
     idle = 0
@@ -226,7 +201,7 @@ class _Helpers:
 
     def _serve(self, index: int) -> None:
         while not _words[STOP]:
-            _help(_words, index, SPIN_ROUNDS)
+            _help(_address, index, SPIN_ROUNDS)
             with self.wake:
                 # A job may have been opened while this thread waited for the interpreter's lock.
                 if not _words[STOP] and not _words[BUSY] and _words[NEXT] >= _words[NUM_WORK_ITEMS]:
@@ -265,7 +240,7 @@ def run(function: int, arguments: int, num_work_items: int, num_threads: int) ->
         _helpers.rouse()
     elif not _helpers.threads:
         _helpers.start()
-    _launch(_words, function, arguments, num_work_items, helpers)
+    _launch(_address, function, arguments, num_work_items, helpers)
 
 
 def run_program(program: np.ndarray, most_helpers: int) -> tuple[int, int]:
@@ -274,7 +249,7 @@ def run_program(program: np.ndarray, most_helpers: int) -> tuple[int, int]:
     if most_helpers:
         _helpers.begin()
     try:
-        return _launch_all(_words, program)
+        return _launch_all(_address, program)
     finally:
         _words[BUSY] = 0
 

@@ -64,8 +64,8 @@ from numba_kernels.cuda.intrinsics.mma import (
     load_matrix_x2,
     load_matrix_x4,
     load_matrix_x4_transposed,
-    mma_bf16,
-    mma_f16,
+    product_adder,
+    put_4,
     transpose_matrix,
 )
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
@@ -117,7 +117,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     steps, groups = columns // 16, num_rows // 8  # of the tensor core along the head dim, and along the queries
     keeps_queries = columns * groups <= 256  # in registers; else they are read again for each tile of keys
     query_registers = steps if keeps_queries else 1
-    mma, pack = (mma_bf16, pack_bf16) if dtype == "bf16" else (mma_f16, pack_f16)
+    add_product, pack = product_adder(dtype), pack_bf16 if dtype == "bf16" else pack_f16
     pieces_of_tile = 1 if columns <= 128 else 2  # each of which a lane finds in one page
     piece_keys = NUM_KEYS // pieces_of_tile
     pages, has_scales = variant.pages, variant.pages != ""
@@ -298,11 +298,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                     scores[n, j] = float32(0)
             if has_scales:
                 for two in range(step_pairs):
-                    first, second, third, fourth = load_matrix_x4(uint32(k_tile + key_place + uint32(two * 32)))
-                    words[0] = first
-                    words[1] = second
-                    words[2] = third
-                    words[3] = fourth
+                    put_4(words, load_matrix_x4(uint32(k_tile + key_place + uint32(two * 32))))
                     unpack(pairs, words, room)
                     for side in range(2):
                         step = 2 * two + side  # of an odd number of steps the last one's other half is none
@@ -313,13 +309,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                                     pair = (queries[step, n, 0], queries[step, n, 1])
                                 else:
                                     pair = load_matrix_x2(uint32(query_place + uint32(n * 8 * pitch + step * 32)))
-                                s0, s1, s2, s3 = mma(
-                                    (scores[n, 0], scores[n, 1], scores[n, 2], scores[n, 3]), keys, pair
-                                )
-                                scores[n, 0] = s0
-                                scores[n, 1] = s1
-                                scores[n, 2] = s2
-                                scores[n, 3] = s3
+                                add_product(scores[n], keys, pair)
             for step in range(single_steps):
                 keys = load_matrix_x4(uint32(k_tile + key_place + uint32(step * 32)))
                 for n in range(groups):
@@ -327,11 +317,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                         pair = (queries[step, n, 0], queries[step, n, 1])
                     else:
                         pair = load_matrix_x2(uint32(query_place + uint32(n * 8 * pitch + step * 32)))
-                    s0, s1, s2, s3 = mma((scores[n, 0], scores[n, 1], scores[n, 2], scores[n, 3]), keys, pair)
-                    scores[n, 0] = s0
-                    scores[n, 1] = s1
-                    scores[n, 2] = s2
-                    scores[n, 3] = s3
+                    add_product(scores[n], keys, pair)
             if has_scales:
                 for side in range(2):
                     place = uint32(k_tile + uint32(scales_offset + 32 * side) + below * uint32(4))
@@ -392,38 +378,18 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                     weights[n, 1] = transpose_matrix(pack(scores[n, 2] * lower, scores[n, 3] * lower))
             if has_scales:
                 for two in range(step_pairs):
-                    first, second, third, fourth = load_matrix_x4_transposed(
-                        uint32(v_tile + value_place + uint32(two * 32))
-                    )
-                    words[0] = first
-                    words[1] = second
-                    words[2] = third
-                    words[3] = fourth
+                    put_4(words, load_matrix_x4_transposed(uint32(v_tile + value_place + uint32(two * 32))))
                     unpack(pairs, words, room)
                     for side in range(2):
                         i = 2 * two + side
                         if i < steps:
                             v = pairs[4 * side], pairs[4 * side + 1], pairs[4 * side + 2], pairs[4 * side + 3]
                             for n in range(groups):
-                                s0, s1, s2, s3 = mma(
-                                    (sums[i, n, 0], sums[i, n, 1], sums[i, n, 2], sums[i, n, 3]),
-                                    v,
-                                    (weights[n, 0], weights[n, 1]),
-                                )
-                                sums[i, n, 0] = s0
-                                sums[i, n, 1] = s1
-                                sums[i, n, 2] = s2
-                                sums[i, n, 3] = s3
+                                add_product(sums[i, n], v, (weights[n, 0], weights[n, 1]))
             for i in range(single_steps):
                 v = load_matrix_x4_transposed(uint32(v_tile + value_place + uint32(i * 32)))
                 for n in range(groups):
-                    s0, s1, s2, s3 = mma(
-                        (sums[i, n, 0], sums[i, n, 1], sums[i, n, 2], sums[i, n, 3]), v, (weights[n, 0], weights[n, 1])
-                    )
-                    sums[i, n, 0] = s0
-                    sums[i, n, 1] = s1
-                    sums[i, n, 2] = s2
-                    sums[i, n, 3] = s3
+                    add_product(sums[i, n], v, (weights[n, 0], weights[n, 1]))
             odd = uint32(uint32(tile_bytes) - odd)
             key = uint32(key + uint32(keys_a_turn))
             turn = following

@@ -60,7 +60,7 @@ from numba_kernels.cuda.intrinsics.memory import (
     shared_store_2xb32,
     shared_store_b32,
 )
-from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, mma_bf16, mma_f16
+from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, product_adder, put_4
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, or_b32, shuffle_xor_f32
 from numba_kernels.cuda.kv_cache import check_pages
@@ -116,7 +116,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
     key_pairs, value_pairs = (0, 0) if variant.pages else (key_tiles // 2, value_tiles // 2)
     keeps_queries = columns * strips <= 128  # in registers; else they are read again for each tile of keys
     query_registers = steps if keeps_queries else 1
-    mma, pack = (mma_bf16, pack_bf16) if dtype == "bf16" else (mma_f16, pack_f16)
+    add_product, pack = product_adder(dtype), pack_bf16 if dtype == "bf16" else pack_f16
     pages, has_scales = variant.pages, variant.pages != ""
     key_pitch = tile_shape(pages or dtype, head_dim).pitch
     column_of, locate, copy_rows = key_tile_copier(
@@ -249,11 +249,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         if keeps_queries:
             for m in range(strips):
                 for step in range(steps):
-                    a, b, c, d = load_matrix_x4(uint32(q_place + uint32(m * 16 * pitch + step * 32)))
-                    queries[m, step, 0] = a
-                    queries[m, step, 1] = b
-                    queries[m, step, 2] = c
-                    queries[m, step, 3] = d
+                    put_4(queries[m, step], load_matrix_x4(uint32(q_place + uint32(m * 16 * pitch + step * 32))))
 
         odd = uint32(0)  # where the tiles of this turn lie
         while key < longest_end:
@@ -277,35 +273,17 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
             for step in range(steps):
                 if not keeps_queries:
                     for m in range(strips):
-                        a, b, c, d = load_matrix_x4(uint32(q_place + uint32(m * 16 * pitch + step * 32)))
-                        queries[m, 0, 0] = a
-                        queries[m, 0, 1] = b
-                        queries[m, 0, 2] = c
-                        queries[m, 0, 3] = d
+                        put_4(queries[m, 0], load_matrix_x4(uint32(q_place + uint32(m * 16 * pitch + step * 32))))
                 at = step if keeps_queries else 0
                 if has_scales:
                     for four in range(key_fours):
-                        first, second, third, fourth = load_matrix_x4(
-                            uint32(k_place + odd + uint32(four * 32 * key_pitch + step * 16))
-                        )
-                        words[0] = first
-                        words[1] = second
-                        words[2] = third
-                        words[3] = fourth
+                        put_4(words, load_matrix_x4(uint32(k_place + odd + uint32(four * 32 * key_pitch + step * 16))))
                         unpack(pairs, words, room)
                         for m in range(strips):
                             query = (queries[m, at, 0], queries[m, at, 1], queries[m, at, 2], queries[m, at, 3])
                             for each in range(4):
                                 i = 4 * four + each
-                                s0, s1, s2, s3 = mma(
-                                    (scores[m, i, 0], scores[m, i, 1], scores[m, i, 2], scores[m, i, 3]),
-                                    query,
-                                    (pairs[2 * each], pairs[2 * each + 1]),
-                                )
-                                scores[m, i, 0] = s0
-                                scores[m, i, 1] = s1
-                                scores[m, i, 2] = s2
-                                scores[m, i, 3] = s3
+                                add_product(scores[m, i], query, (pairs[2 * each], pairs[2 * each + 1]))
                 for pair in range(key_pairs):
                     k0, k1, k2, k3 = load_matrix_x4(uint32(k_place + odd + uint32(pair * 16 * pitch + step * 32)))
                     for m in range(strips):
@@ -313,13 +291,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                         for side in range(2):
                             i = 2 * pair + side
                             half = (k0, k1) if side == 0 else (k2, k3)
-                            s0, s1, s2, s3 = mma(
-                                (scores[m, i, 0], scores[m, i, 1], scores[m, i, 2], scores[m, i, 3]), query, half
-                            )
-                            scores[m, i, 0] = s0
-                            scores[m, i, 1] = s1
-                            scores[m, i, 2] = s2
-                            scores[m, i, 3] = s3
+                            add_product(scores[m, i], query, half)
 
             if has_scales:
                 for i in range(key_tiles):
@@ -399,28 +371,21 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                     weights[m, 3] = pack(scores[m, left + 1, 2], scores[m, left + 1, 3])
                 if has_scales:
                     for two in range(value_fours):
-                        first, second, third, fourth = load_matrix_x4_transposed(
-                            uint32(v_place + odd + uint32(step * 16 * key_pitch + two * 32))
+                        put_4(
+                            words,
+                            load_matrix_x4_transposed(uint32(v_place + odd + uint32(step * 16 * key_pitch + two * 32))),
                         )
-                        words[0] = first
-                        words[1] = second
-                        words[2] = third
-                        words[3] = fourth
                         unpack(pairs, words, room)
                         for m in range(strips):
                             weight = (weights[m, 0], weights[m, 1], weights[m, 2], weights[m, 3])
                             for each in range(4):
                                 i = 4 * two + each  # the last one's other half may be none
                                 if i < value_tiles:
-                                    s0, s1, s2, s3 = mma(
-                                        (sums[m, i, 0], sums[m, i, 1], sums[m, i, 2], sums[m, i, 3]),
+                                    add_product(
+                                        sums[m, i],
                                         weight,
                                         (pairs[each // 2 * 4 + each % 2], pairs[each // 2 * 4 + each % 2 + 2]),
                                     )
-                                    sums[m, i, 0] = s0
-                                    sums[m, i, 1] = s1
-                                    sums[m, i, 2] = s2
-                                    sums[m, i, 3] = s3
                 for pair in range(value_pairs):
                     v0, v1, v2, v3 = load_matrix_x4_transposed(
                         uint32(v_place + odd + uint32(step * 16 * pitch + pair * 32))
@@ -430,13 +395,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                         for side in range(2):
                             i = 2 * pair + side
                             half = (v0, v1) if side == 0 else (v2, v3)
-                            s0, s1, s2, s3 = mma(
-                                (sums[m, i, 0], sums[m, i, 1], sums[m, i, 2], sums[m, i, 3]), weight, half
-                            )
-                            sums[m, i, 0] = s0
-                            sums[m, i, 1] = s1
-                            sums[m, i, 2] = s2
-                            sums[m, i, 3] = s3
+                            add_product(sums[m, i], weight, half)
             if is_double:
                 odd = uint32(uint32(tile_bytes) - odd)
             key = following

@@ -42,6 +42,8 @@ from numba_kernels.cuda.gemm.hopper_ring import (
     PIECE_BYTES,
     PIECE_COLUMNS,
     Tile,
+    ring_starter,
+    stage_advancer,
     tile_multiplier,
     tile_order,
 )
@@ -51,7 +53,7 @@ from numba_kernels.cuda.gemm.tensor_core import EFFICIENCY, MEDIUM
 from numba_kernels.cuda.gemm.weight_stream import TILE_COLUMNS
 from numba_kernels.cuda.intrinsics import cluster, convert, mbarrier, memory, mma, tma
 from numba_kernels.cuda.intrinsics.asm import instruction
-from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.device import device_function, in_turn
 from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.math import minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
@@ -85,23 +87,6 @@ _acquire_map = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128
 def map_layout(dtype: str, rows: int, depth: int) -> TensorMapLayout:
     """The map of an expert's weight [rows, depth], or of all of them, one after the other."""
     return TensorMapLayout(dtype, (depth, rows), (depth * 2,), (BLOCK_K, MAP_ROWS), 128)
-
-
-@functools.cache
-def _ring_starter(tile: Tile) -> Any:
-    """A device function, called by one thread: makes a ring's barriers. A stage is full after each producer's warp has
-    arrived, whose copies are there, and, unless they unpack the weight, the thread that posted the TMA's bytes."""
-    num_stages, num_readers = tile.num_stages, 4 * tile.num_consumers * tile.cluster
-    num_fillers = tile.num_unpackers or tile.producers + 1
-
-    @device_function
-    def start_ring(full, empty):
-        for stage in range(num_stages):
-            mbarrier.init(uint32(full + uint32(8 * stage)), uint32(num_fillers))
-            mbarrier.init(uint32(empty + uint32(8 * stage)), uint32(num_readers))
-        mbarrier.fence_init()
-
-    return start_ring
 
 
 @functools.cache
@@ -152,7 +137,9 @@ def _piece_storer(dtype: str, num_columns: int, number: int, activation: str) ->
         return a, b, c, d
 
     @device_function
-    def store_piece(sums, piece, lane, bias, out, end, n, row, column):
+    def store_piece(state):
+        sums, piece, lane, bias, out, end, n, row, first_column = state
+        column = uint32(first_column + uint32(number * PIECE_COLUMNS))
         place = uint32((lane & uint32(15)) * uint32(128) + (((lane >> uint32(4)) ^ (lane & uint32(7))) << uint32(4)))
         target = uint32(piece + uint32(number % 2 * half_bytes))
         for i in range(pairs):
@@ -198,21 +185,7 @@ def _rows_storer(dtype: str, num_columns: int, activation: str) -> Any:
     """A device function that finishes a warp's sums, 16 rows of `num_columns`, and stores those before `end`."""
     num_pieces = num_columns // PIECE_COLUMNS
     # Each piece's sums by constant places: LLVM does not unroll a loop so long, and registers cannot be indexed.
-    store_0, store_1, store_2, store_3 = [
-        _piece_storer(dtype, num_columns, min(number, num_pieces - 1), activation) for number in range(4)
-    ]
-    step = PIECE_COLUMNS
-
-    @device_function
-    def store_rows(sums, piece, lane, bias, out, end, n, row, column):
-        store_0(sums, piece, lane, bias, out, end, n, row, column)
-        if num_pieces > 1:
-            store_1(sums, piece, lane, bias, out, end, n, row, uint32(column + uint32(step)))
-        if num_pieces > 2:
-            store_2(sums, piece, lane, bias, out, end, n, row, uint32(column + uint32(2 * step)))
-            store_3(sums, piece, lane, bias, out, end, n, row, uint32(column + uint32(3 * step)))
-
-    return store_rows
+    return in_turn([_piece_storer(dtype, num_columns, number, activation) for number in range(num_pieces)])
 
 
 @functools.cache
@@ -222,7 +195,10 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False, we
     pieces_at, barriers_at, x_bytes, stage_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes, tile.stage_bytes
     num_sums, is_gated = block_n // 2, activation != ""
     columns = block_n // 2 if is_gated else block_n  # of the output, a tile
-    start_ring, multiply_tile = _ring_starter(tile), tile_multiplier(dtype, tile)
+    # A stage is full after each producer's warp has arrived, whose copies are there, and the thread that posted the
+    # TMA's bytes, unless the warps unpack the weight.
+    start_ring = ring_starter(tile, tile.num_unpackers or tile.producers + 1)
+    multiply_tile, next_stage = tile_multiplier(dtype, tile), stage_advancer(num_stages)
     load_weight, place_of = _weight_loader(tile, is_gated), tile_order(GROUP_ROWS // blocks)
     store_rows = _rows_storer(dtype, columns, activation)
     producers, rows_at_once = tile.producers, 4 * tile.producers  # a lane copies 16 bytes of x at a time
@@ -240,14 +216,6 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False, we
             place = uint32(target + uint32(128 * rows_at_once * i))
             memory.copy_async_16(place, at + uint64(sources[i]) * uint64(16), size)
         memory.copy_async_commit()
-
-    @device_function
-    def next_stage(stage, phase):
-        stage = uint32(stage + uint32(1))
-        if stage == uint32(num_stages):
-            stage = uint32(0)
-            phase ^= uint32(1)
-        return stage, phase
 
     @device_function
     def hand_over(full, lane, late):
@@ -383,7 +351,7 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False, we
                 if is_packed:
                     scale_columns(sums, column_scales, lane)
                 row = uint32(first_row + rank * uint32(block_m) + warp * uint32(16))
-                store_rows(sums, piece, lane, bias, out, uint32(first_row + rows), n, row, column)
+                store_rows((sums, piece, lane, bias, out, uint32(first_row + rows), n, row, column))
                 index = uint32(index + step)
 
     inner = device_function(experts)

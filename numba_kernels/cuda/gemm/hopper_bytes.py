@@ -31,7 +31,15 @@ from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, scale_element
 from numba_kernels.cuda.gemm.hopper_out import row_finisher, tile_storer
-from numba_kernels.cuda.gemm.hopper_ring import GROUP_ROWS, PIECE_BYTES, PIECE_COLUMNS, Tile, ring_starter, tile_order
+from numba_kernels.cuda.gemm.hopper_ring import (
+    GROUP_ROWS,
+    PIECE_BYTES,
+    PIECE_COLUMNS,
+    Tile,
+    ring_starter,
+    stage_advancer,
+    tile_order,
+)
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.intrinsics import cluster, convert, mbarrier, memory, tma, wgmma
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -71,7 +79,7 @@ _LEAST_STEPS = 4  # of K, least of a block: below, filling the ring takes longer
 def _loader(activation: str) -> Any:
     """A device function for the producer: has the TMA bring one tile's stages, and returns the next stage and phase."""
     load, num_stages, stage_bytes, x_bytes = tma.load(4), TILE.num_stages, TILE.stage_bytes, TILE.x_bytes
-    is_gated, zero = activation != "", uint32(0)
+    is_gated, zero, next_stage = activation != "", uint32(0), stage_advancer(num_stages)
 
     @device_function
     def load_tile(x, weight, shared, full, empty, stage, phase, row_tile, column_tile, up, slot, last_slot):
@@ -85,10 +93,7 @@ def _loader(activation: str) -> Any:
             load(target, weight, barrier, zero, zero, slot, column_tile)
             if is_gated:
                 load(uint32(target + uint32(x_bytes // 2)), weight, barrier, zero, zero, slot, uint32(column_tile + up))
-            stage = uint32(stage + uint32(1))
-            if stage == uint32(num_stages):
-                stage = uint32(0)
-                phase ^= uint32(1)
+            stage, phase = next_stage(stage, phase)
             slot = uint32(slot + uint32(STAGE_SLOTS))
         return stage, phase
 
@@ -111,7 +116,7 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
     find, load_tile = sections_of(packing, dtype), _loader(activation)
     finish_rows = row_finisher(dtype, out_dtype, block_n)
     store_tile = tile_storer(dtype, block_n // 2, activation=activation or "silu")
-    wait_until_read = tma.store_wait_read(0)
+    wait_until_read, next_stage = tma.store_wait_read(0), stage_advancer(num_stages)
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
     unshifted = float32(2.0 ** -SHIFTS.get(("e4m3", dtype), 0))
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
@@ -232,10 +237,7 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                     else:
                         for e in range(num_sums):
                             sums[e] += parts[e]
-                    stage = uint32(stage + uint32(1))
-                    if stage == uint32(num_stages):
-                        stage = uint32(0)
-                        phase ^= uint32(1)
+                    stage, phase = next_stage(stage, phase)
                     slot = uint32(slot + uint32(STAGE_SLOTS))
                 if blocks > uint32(1):
                     sync_named(uint32(1), uint32(num_consumer_threads))  # all have multiplied the last stage

@@ -120,10 +120,26 @@ def tile_order(group_rows: int) -> Any:
 
 
 @functools.cache
-def ring_starter(tile: Tile) -> Any:
-    """A device function, called by one thread: makes a ring's barriers. The others see them after a barrier."""
+def stage_advancer(num_stages: int) -> Any:
+    """A device function ``(stage, phase)`` that gives those of the next stage."""
+
+    @device_function
+    def next_stage(stage, phase):
+        stage = uint32(stage + uint32(1))
+        if stage == uint32(num_stages):
+            stage = uint32(0)
+            phase ^= uint32(1)
+        return stage, phase
+
+    return next_stage
+
+
+@functools.cache
+def ring_starter(tile: Tile, num_fillers: int = 0) -> Any:
+    """A device function, called by one thread: makes a ring's barriers. The others see them after a barrier. A stage is
+    full after so many arrivals: 0 stands for the thread that posts the TMA's bytes, and the warps that unpack."""
     num_stages, num_arrivals = tile.num_stages, 4 * tile.num_consumers * tile.cluster
-    num_fillers = 1 + tile.num_unpackers
+    num_fillers = num_fillers or 1 + tile.num_unpackers
 
     @device_function
     def start_ring(full, empty):
@@ -153,7 +169,7 @@ def tile_loader(tile: Tile, *, is_gated: bool = False) -> Any:
     num_parts = 2 if is_gated else blocks  # of the weight's tile
     part_rows = tile.block_n // num_parts
     part_bytes = part_rows * BLOCK_K * 2
-    loads_all = blocks < num_parts
+    loads_all, next_stage = blocks < num_parts, stage_advancer(num_stages)
     load, load_for_all = tma.load(2), tma.load(2, is_multicast=True)
 
     @device_function
@@ -189,10 +205,7 @@ def tile_loader(tile: Tile, *, is_gated: bool = False) -> Any:
                 load_weight(weight, shared, full, stage, rank, first, up, start)
             target = uint32(shared + stage * uint32(stage_bytes))
             load(target, x, uint32(full + stage * uint32(8)), start, row)
-            stage = uint32(stage + uint32(1))
-            if stage == uint32(num_stages):
-                stage = uint32(0)
-                phase ^= uint32(1)
+            stage, phase = next_stage(stage, phase)
             start = uint32(start + uint32(BLOCK_K))
         return stage, phase
 
@@ -201,10 +214,7 @@ def tile_loader(tile: Tile, *, is_gated: bool = False) -> Any:
         count = uint32(0)
         while count < uint32(num_stages):
             mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
-            stage = uint32(stage + uint32(1))
-            if stage == uint32(num_stages):
-                stage = uint32(0)
-                phase ^= uint32(1)
+            stage, phase = next_stage(stage, phase)
             count = uint32(count + uint32(1))
 
     return ask_ahead, load_tile, wait_until_read_by_all
@@ -220,6 +230,7 @@ def tile_multiplier(dtype: str, tile: Tile) -> Any:
     num_sums, num_stages, stage_bytes, blocks = tile.block_n // 2, tile.num_stages, tile.stage_bytes, tile.cluster
     multiply, describe = wgmma.group_multiply(dtype, tile.block_n, BLOCK_K // 16, 32, 32), wgmma.descriptor(128, 1024)
     wait_but_one, wait_for_all = wgmma.group_wait(1, num_sums), wgmma.group_wait(0, num_sums)
+    next_stage = stage_advancer(num_stages)
     arrive = mbarrier.arrive_read if blocks > 1 else mbarrier.arrive
 
     @device_function
@@ -235,10 +246,7 @@ def tile_multiplier(dtype: str, tile: Tile) -> Any:
             if count > uint32(0) and lane < uint32(blocks):
                 arrive(read)
             read = uint32(empty + stage * uint32(8))
-            stage = uint32(stage + uint32(1))
-            if stage == uint32(num_stages):
-                stage = uint32(0)
-                phase ^= uint32(1)
+            stage, phase = next_stage(stage, phase)
             count = uint32(count + uint32(1))
         wait_for_all(sums)
         if lane < uint32(blocks):

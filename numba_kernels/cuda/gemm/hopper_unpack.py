@@ -22,10 +22,10 @@ from typing import Any
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import scale_element
-from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, Tile
+from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, Tile, stage_advancer
 from numba_kernels.cuda.gemm.weight_stream import STEP, TILE_COLUMNS, packed_stream
 from numba_kernels.cuda.intrinsics import mbarrier, memory, tma
-from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.device import device_function, in_turn, passed_on
 from numba_kernels.cuda.intrinsics.fragments import exchange_all
 from numba_kernels.cuda.intrinsics.math import minimum_u32
 from numba_kernels.cuda.intrinsics.sync import wait_for_previous_grid
@@ -74,7 +74,8 @@ def stage_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, slot: in
             store(place, (pairs[4 * r], pairs[4 * r + 1], pairs[4 * r + 2], pairs[4 * r + 3]))
 
     @device_function
-    def unpack_stage(words, scales, zeros, factors, pairs, at, is_odd):
+    def unpack_stage(kept, factors, pairs, at, is_odd):
+        words, scales, zeros = kept
         exchange_words(words, is_odd)
         spread_first(factors, scales, zeros)
         if has_two_factors:
@@ -110,41 +111,53 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
     warp_columns = 2 * columns if has_two_parts else columns
     place, advance = stream.place, stream.advance
     num_words, num_scale_words, num_zero_words = stream.num_words, stream.num_scale_words, stream.num_zero_words
-    load_early_0, load_0 = stream.load_early(0), stream.load(0)
-    load_early_1, load_1 = (stream.load_early(1), stream.load(1)) if num_slots == 2 else (None, None)
-    has_two_slots, has_two_stages = num_slots == 2, stages_a_slot == 2
+    load_early, next_stage = in_turn([stream.load_early(slot) for slot in range(num_slots)]), stage_advancer(num_stages)
 
     def taker(slot: int, pair: int) -> Any:
         unpack_stage = stage_unpacker(tile, weight, dtype, is_gated, slot, pair)
         inside, part_bytes = slot * slot_elements + pair * BLOCK_K, columns * 2 * BLOCK_K
 
         @device_function
-        def take_stage(
-            x, shared, full, empty, stage, phase, late, rows_of_x, start, end, k, warp, lane, target, words, scales,
-            zeros, more_words, more_scales, more_zeros, factors, pairs,
-        ):  # fmt: skip
+        def take_stage(ring, state):
+            stage, phase, late = ring
+            x, shared, full, empty, rows_of_x, (start, _, end, _, k), warp, lane, target, own, more, factors, pairs = (
+                state
+            )
             at_k = uint32(start + uint32(inside))
             if at_k < end:
                 mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
                 barrier, at = uint32(full + stage * uint32(8)), uint32(shared + stage * uint32(stage_bytes))
                 fetch(x, at, barrier, rows_of_x, at_k, k, warp, lane)
                 at, is_odd = uint32(at + target), uint32((lane >> uint32(2)) & uint32(1))
-                unpack_stage(words, scales, zeros, factors, pairs, at, is_odd)
+                unpack_stage(own[0], factors, pairs, at, is_odd)
                 if has_two_parts:
-                    at = uint32(at + uint32(part_bytes))
-                    unpack_stage(more_words, more_scales, more_zeros, factors, pairs, at, is_odd)
+                    unpack_stage(more[0], factors, pairs, uint32(at + uint32(part_bytes)), is_odd)
                 late = hand_over(full, stage, lane, late)
-                stage = uint32(stage + uint32(1))
-                if stage == uint32(num_stages):
-                    stage = uint32(0)
-                    phase ^= uint32(1)
+                stage, phase = next_stage(stage, phase)
             return stage, phase, late
 
         return take_stage
 
-    take_00, take_01 = taker(0, 0), taker(0, 1) if has_two_stages else None
-    take_10 = taker(1, 0) if has_two_slots else None
-    take_11 = taker(1, 1) if has_two_slots and has_two_stages else None
+    def loader(slot: int) -> Any:
+        load = stream.load(slot)
+
+        @device_function
+        def load_slot(ring, state):
+            _, next_start, end, is_whole, _ = state[5]
+            (kept, places), (more_kept, more_places) = state[9], state[10]
+            load((kept, places, next_start, end, is_whole))
+            if has_two_parts:
+                load((more_kept, more_places, next_start, end, is_whole))
+            return ring
+
+        return load_slot
+
+    take_group = passed_on(
+        [
+            each for slot in range(num_slots)
+            for each in (*(taker(slot, pair) for pair in range(stages_a_slot)), loader(slot))
+        ]
+    )  # fmt: skip
 
     @device_function
     def unpack_tile(
@@ -157,21 +170,15 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
         scales, more_scales = cuda.local.array(num_scale_words, uint32), cuda.local.array(num_scale_words, uint32)
         zeros, more_zeros = cuda.local.array(num_zero_words, uint32), cuda.local.array(num_zero_words, uint32)
         pairs, factors = cuda.local.array(16, uint32), cuda.local.array(16, uint32)
+        own, more = ((words, scales, zeros), (rows, scale_rows, zero_rows)), (
+            (more_words, more_scales, more_zeros), (more_rows, more_scale_rows, more_zero_rows)
+        )  # fmt: skip
         column = uint32(first_column + warp * uint32(warp_columns))
-        place(rows, scale_rows, zero_rows, weight, n, k, column, start, lane)
-        load_early_0(words, scales, zeros, rows, scale_rows, zero_rows, start, end, False)
-        if has_two_slots:
-            load_early_1(words, scales, zeros, rows, scale_rows, zero_rows, start, end, False)
+        place(own[1], weight, n, k, column, start, lane)
+        load_early((own[0], own[1], start, end, False))
         if has_two_parts:
-            column = uint32(column + uint32(columns))
-            place(more_rows, more_scale_rows, more_zero_rows, weight, n, k, column, start, lane)
-            load_early_0(
-                more_words, more_scales, more_zeros, more_rows, more_scale_rows, more_zero_rows, start, end, False
-            )  # fmt: skip
-            if has_two_slots:
-                load_early_1(
-                    more_words, more_scales, more_zeros, more_rows, more_scale_rows, more_zero_rows, start, end, False
-                )  # fmt: skip
+            place(more[1], weight, n, k, uint32(column + uint32(columns)), start, lane)
+            load_early((more[0], more[1], start, end, False))
         wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
         # Row g of its tiles of 8; chunk t, or of odd rows the one half a row further, in its swizzled place.
         g = lane >> uint32(2)
@@ -180,40 +187,14 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
         target = uint32(uint32(x_bytes) + first_row * uint32(2 * BLOCK_K) + (chunk << uint32(4)))
         while start < end:
             next_start, is_whole = uint32(start + uint32(group)), uint32(start + uint32(2 * group)) <= end
-            advance(rows, scale_rows, zero_rows)
+            advance(own[1])
             if has_two_parts:
-                advance(more_rows, more_scale_rows, more_zero_rows)
-            stage, phase, late = take_00(
-                x, shared, full, empty, stage, phase, late, rows_of_x, start, end, k, warp, lane, target, words,
-                scales, zeros, more_words, more_scales, more_zeros, factors, pairs,
-            )  # fmt: skip
-            if has_two_stages:
-                stage, phase, late = take_01(
-                    x, shared, full, empty, stage, phase, late, rows_of_x, start, end, k, warp, lane, target, words,
-                    scales, zeros, more_words, more_scales, more_zeros, factors, pairs,
-                )  # fmt: skip
-            load_0(words, scales, zeros, rows, scale_rows, zero_rows, next_start, end, is_whole)
-            if has_two_parts:
-                load_0(
-                    more_words, more_scales, more_zeros, more_rows, more_scale_rows, more_zero_rows, next_start, end,
-                    is_whole,
-                )  # fmt: skip
-            if has_two_slots:
-                stage, phase, late = take_10(
-                    x, shared, full, empty, stage, phase, late, rows_of_x, start, end, k, warp, lane, target, words,
-                    scales, zeros, more_words, more_scales, more_zeros, factors, pairs,
-                )  # fmt: skip
-                if has_two_stages:
-                    stage, phase, late = take_11(
-                        x, shared, full, empty, stage, phase, late, rows_of_x, start, end, k, warp, lane, target, words,
-                        scales, zeros, more_words, more_scales, more_zeros, factors, pairs,
-                    )  # fmt: skip
-                load_1(words, scales, zeros, rows, scale_rows, zero_rows, next_start, end, is_whole)
-                if has_two_parts:
-                    load_1(
-                        more_words, more_scales, more_zeros, more_rows, more_scale_rows, more_zero_rows, next_start,
-                        end, is_whole,
-                    )  # fmt: skip
+                advance(more[1])
+            span = start, next_start, end, is_whole, k
+            stage, phase, late = take_group(
+                (stage, phase, late),
+                (x, shared, full, empty, rows_of_x, span, warp, lane, target, own, more, factors, pairs),
+            )
             start = next_start
         return stage, phase, late
 

@@ -82,7 +82,7 @@ from numba_kernels.cuda.gemm.weight_stream import (
     weight_stream,
 )
 from numba_kernels.cuda.intrinsics import cluster, memory
-from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.device import device_function, in_turn
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.fragments import copy_rows_of_tiles
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
@@ -165,10 +165,11 @@ def _kernel(
     copy_tiles = copy_rows_of_tiles(num_tiles, TILE_BYTES)
 
     def copier(first_step: int) -> Any:
-        """``copy_x(...)`` of steps that are waited for together, of the group or after it."""
+        """Copies x of steps that are waited for together, of the group or after it."""
 
         @device_function
-        def copy_x(places, x_stages, column, end, m, chosen):
+        def copy_x(state):
+            places, x_stages, column, end, m, chosen = state
             for step in range(first_step, first_step + together):
                 num_bytes = uint32(16) if uint32(column + uint32(step * STEP)) < end else uint32(0)
                 target = uint32(x_stages[0] + uint32(step % num_stages * stage_bytes))
@@ -199,75 +200,46 @@ def _kernel(
             tiles = range(part * part_tiles, (part + 1) * part_tiles)
             return operands.multiplier(stage + 2 * tiles.start * TILE_BYTES, 0 if is_packed else 16 * slot, tiles)
 
-        multiply_0 = multiplier(0)
-        multiply_1, multiply_2, multiply_3 = (multiplier(part) if part < num_parts else None for part in (1, 2, 3))
+        multiply = in_turn([multiplier(part) for part in range(num_parts)])
 
         @device_function
-        def take_step(
-            sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-            column, end, m, chosen, rank, num_teams,
-        ):  # fmt: skip
+        def take_step(state):
+            arrays, (words, scales, zeros), _, (column, _, end, _), (m, chosen, rank, num_teams) = state
+            sums, parts, pairs, factors, row_factors, x_words, x_stages, places = arrays
             if is_apart:
                 split_schedule(uint32(column + uint32(step * STEP)))
             if is_waiting:
                 wait_for_x(rank, num_teams)
-                copy_x(places, x_stages, column, end, m, chosen)
+                copy_x((places, x_stages, column, end, m, chosen))
             factor, added = words, sums
             if is_packed:
                 unpack(pairs, factors, words, scales, zeros)
                 factor = pairs
             if is_settled:
                 added = parts
-            multiply_0(added, x_words, x_stages, factor)
-            if num_parts == 4:
-                multiply_1(added, x_words, x_stages, factor)
-                multiply_2(added, x_words, x_stages, factor)
-                multiply_3(added, x_words, x_stages, factor)
+            multiply((added, x_words, x_stages, factor))
             if ends_slot:
                 settle(sums, parts, scales, row_factors)
 
         return take_step
 
-    def turn_of(slot: int) -> Any:
-        """A slot's steps, one after another."""
-        steps = [step_of(slot * steps_a_slot + inside) for inside in range(steps_a_slot)]
-        while len(steps) < 4:
-            steps.append(None)
-        step_0, step_1, step_2, step_3 = steps
-        has_two, has_four = steps_a_slot >= 2, steps_a_slot == 4
+    def loader_of(slot: int) -> Any:
+        """Loads a slot of the next group."""
+        load = stream.load(slot)
 
         @device_function
-        def take_turn(
-            sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-            column, end, m, chosen, rank, num_teams,
-        ):  # fmt: skip
-            step_0(
-                sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                column, end, m, chosen, rank, num_teams,
-            )  # fmt: skip
-            if has_two:
-                step_1(
-                    sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, m, chosen, rank, num_teams,
-                )  # fmt: skip
-            if has_four:
-                step_2(
-                    sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, m, chosen, rank, num_teams,
-                )  # fmt: skip
-                step_3(
-                    sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, m, chosen, rank, num_teams,
-                )  # fmt: skip
+        def load_slot(state):
+            _, kept, places_of_weight, (_, next_column, end, is_whole), _ = state
+            load((kept, places_of_weight, next_column, end, is_whole))
 
-        return take_turn
+        return load_slot
 
-    has_two_slots, has_four_slots = num_slots >= 2, num_slots == 4
-    copy_now_0, copy_now_1, copy_now_2 = copier(0), copier(together), copier(2 * together)
-    load_early_0, load_early_1, load_early_2, load_early_3 = (stream.load_early(i) for i in range(4))
-    load_0, load_1, load_2, load_3 = (stream.load(i) for i in range(4))
-    turn_0, turn_1 = turn_of(0), turn_of(1) if has_two_slots else None
-    turn_2, turn_3 = (turn_of(2), turn_of(3)) if has_four_slots else (None, None)
+    def slot_of(slot: int) -> list[Any]:
+        return [step_of(slot * steps_a_slot + inside) for inside in range(steps_a_slot)] + [loader_of(slot)]
+
+    take_group = in_turn([each for slot in range(num_slots) for each in slot_of(slot)])
+    load_early = in_turn([stream.load_early(slot) for slot in range(num_slots)])
+    copy_first = in_turn([copier(together * i) for i in range(3 if num_waits > 2 else 1)])
 
     @device_function
     def sum_quads(at, num_streams, num_blocks):
@@ -332,7 +304,8 @@ def _kernel(
         scale_rows = cuda.local.array(2, uint64)
         zero_rows = cuda.local.array(2, uint64)
         warp_column = uint32(first_column + team * uint32(columns))
-        place_stream(rows, scale_rows, zero_rows, weight, n, k, warp_column, position, lane)
+        places_of_weight = rows, scale_rows, zero_rows
+        place_stream(places_of_weight, weight, n, k, warp_column, position, lane)
         words = cuda.local.array(num_words, uint32)
         group_scales = cuda.local.array(num_scale_words, uint32)
         zeros = cuda.local.array(num_zero_words, uint32)
@@ -340,12 +313,8 @@ def _kernel(
         factors, row_factors = cuda.local.array(num_factors, uint32), cuda.local.array(4, float32)
         factors[NOTHING] = n >> uint32(31)
         column = uint32(position + t * uint32(8))
-        load_early_0(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
-        if has_two_slots:
-            load_early_1(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
-        if has_four_slots:
-            load_early_2(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
-            load_early_3(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
+        kept = words, group_scales, zeros
+        load_early((kept, places_of_weight, column, end, False))
 
         wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
         # This lane's row of each tile of x, and which tiles its warp copies. Rows beyond the last one repeat it, or are
@@ -359,10 +328,7 @@ def _kernel(
                 chosen |= uint32(1 << i)
         x_stages = cuda.local.array(1, uint32)
         x_stages[0] = uint32(shared + rank * uint32(num_stages * stage_bytes) + lane * uint32(16))
-        copy_now_0(places, x_stages, column, end, m, chosen)
-        if num_waits > 2:
-            copy_now_1(places, x_stages, column, end, m, chosen)
-            copy_now_2(places, x_stages, column, end, m, chosen)
+        copy_first((places, x_stages, column, end, m, chosen))
         warp = uint32(rank + num_streams * team)
         if leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
@@ -376,29 +342,10 @@ def _kernel(
             parts[e] = float32(0.0)
         while position < end:
             next_column, is_whole = uint32(column + uint32(group)), uint32(position + uint32(2 * group)) <= end
-            advance(rows, scale_rows, zero_rows)
-            turn_0(
-                sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                column, end, m, chosen, rank, num_teams,
-            )  # fmt: skip
-            load_0(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
-            if has_two_slots:
-                turn_1(
-                    sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, m, chosen, rank, num_teams,
-                )  # fmt: skip
-                load_1(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
-            if has_four_slots:
-                turn_2(
-                    sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, m, chosen, rank, num_teams,
-                )  # fmt: skip
-                load_2(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
-                turn_3(
-                    sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, m, chosen, rank, num_teams,
-                )  # fmt: skip
-                load_3(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
+            advance(places_of_weight)
+            arrays = sums, parts, pairs, factors, row_factors, x_words, x_stages, places
+            span = column, next_column, end, is_whole
+            take_group((arrays, kept, places_of_weight, span, (m, chosen, rank, num_teams)))
             position, column = uint32(position + uint32(group)), next_column
             for i in range(num_tiles):
                 places[i] += uint64(group * 2)

@@ -271,8 +271,8 @@ class Operands:
     """Device functions of an order of factors.
 
     Attributes:
-        multiplier: ``(bytes from a stage, first word, tiles) -> (sums, x_words, x_stages, pairs)``: some tiles of 16
-            rows of x, from shared memory, times 16 words of the weight from there on.
+        multiplier: ``(bytes from a stage, first word, tiles)`` -> a tuple's, ``(sums, x_words, x_stages, pairs)``: some
+            tiles of 16 rows of x, from shared memory, times 16 words of the weight from there on.
         store_sums: ``(tile, sums, g, t)``: to shared memory, float32 [16 row tiles, COLUMNS] at `tile`.
         flip_of: ``row -> bits of the column that are exchanged`` there, so that there are no bank conflicts.
     """
@@ -282,9 +282,21 @@ class Operands:
     flip_of: Any
 
 
-def _x_loader(at: int, tiles: range) -> Any:
-    """``(x_words, x_stages)``: so many tiles of 16 rows of x, from `at` bytes after the stage on."""
-    return load_all("shared", tuple((4 * j, 0, at + j * TILE_BYTES) for j in range(2 * len(tiles))))
+def _multiplier(dtype: str, at: int, tiles: range, plan: Any, *, is_x_first: bool) -> Any:
+    """See `Operands`. So many tiles of x lie from `at` bytes after the stage on."""
+    load_x = load_all("shared", tuple((4 * j, 0, at + j * TILE_BYTES) for j in range(2 * len(tiles))))
+    multiply_tiles = multiply_all(dtype, tuple(plan))
+
+    @device_function
+    def multiply(state):
+        sums, x_words, x_stages, pairs = state
+        load_x(x_words, x_stages)
+        if is_x_first:
+            multiply_tiles(sums, x_words, pairs)
+        else:
+            multiply_tiles(sums, pairs, x_words)
+
+    return multiply
 
 
 @functools.cache
@@ -293,24 +305,14 @@ def x_first(dtype: str, row_tiles: int) -> Operands:
     flip_of, store_pair = mma.accumulator_flip(COLUMNS), memory.shared_store_2xf32
 
     def multiplier(at: int, word: int, tiles: range) -> Any:
-        load_x = _x_loader(at, tiles)
-        multiply_tiles = multiply_all(
-            dtype,
-            tuple(
-                (
-                    4 * (4 * tile + r), tuple(8 * j + 2 * h + e for e in (0, 4, 1, 5)),
-                    (word + 4 * r + 2 * h, word + 4 * r + 2 * h + 1),
-                )
-                for j, tile in enumerate(tiles) for h in range(2) for r in range(4)
-            ),
+        plan = (
+            (
+                4 * (4 * tile + r), tuple(8 * j + 2 * h + e for e in (0, 4, 1, 5)),
+                (word + 4 * r + 2 * h, word + 4 * r + 2 * h + 1),
+            )
+            for j, tile in enumerate(tiles) for h in range(2) for r in range(4)
         )  # fmt: skip
-
-        @device_function
-        def multiply(sums, x_words, x_stages, pairs):
-            load_x(x_words, x_stages)
-            multiply_tiles(sums, x_words, pairs)
-
-        return multiply
+        return _multiplier(dtype, at, tiles, plan, is_x_first=True)
 
     @device_function
     def store_sums(tile, sums, g, t):
@@ -333,24 +335,14 @@ def weight_first(dtype: str, row_tiles: int) -> Operands:
     flip_of = device_function(lambda row: (row & uint32(6)) << uint32(2))
 
     def multiplier(at: int, word: int, tiles: range) -> Any:
-        load_x = _x_loader(at, tiles)
-        multiply_tiles = multiply_all(
-            dtype,
-            tuple(
-                (
-                    16 * tile + 8 * i + 4 * h, tuple(word + 8 * h + 2 * q + e for e in (0, 4, 1, 5)),
-                    (8 * j + 4 * i + 2 * q, 8 * j + 4 * i + 2 * q + 1),
-                )
-                for j, tile in enumerate(tiles) for q in range(2) for i in range(2) for h in range(2)
-            ),
+        plan = (
+            (
+                16 * tile + 8 * i + 4 * h, tuple(word + 8 * h + 2 * q + e for e in (0, 4, 1, 5)),
+                (8 * j + 4 * i + 2 * q, 8 * j + 4 * i + 2 * q + 1),
+            )
+            for j, tile in enumerate(tiles) for q in range(2) for i in range(2) for h in range(2)
         )  # fmt: skip
-
-        @device_function
-        def multiply(sums, x_words, x_stages, pairs):
-            load_x(x_words, x_stages)
-            multiply_tiles(sums, pairs, x_words)
-
-        return multiply
+        return _multiplier(dtype, at, tiles, plan, is_x_first=False)
 
     @device_function
     def store_sums(tile, sums, g, t):

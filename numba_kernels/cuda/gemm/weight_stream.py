@@ -46,9 +46,11 @@ class WeightStream:
         num_slots: loaded ahead, each again as soon as it is used.
         steps_a_slot: steps of a slot.
         num_words: of all slots. num_scale_words, num_zero_words: of their scales and offsets, at least 1.
-        place: ``(rows, scale_rows, zero_rows, weight, n, k, first_column, position, lane)``: this lane's addresses.
-        advance: ``(rows, scale_rows, zero_rows)``: to the next slots.
-        load: a slot's ``(words, scales, zeros, rows, scale_rows, zero_rows, column, end, is_whole)``.
+        place: ``(places, weight, n, k, first_column, position, lane)``: this lane's addresses, in arrays ``(rows,
+            scale_rows, zero_rows)``.
+        advance: ``places``: to the next slots.
+        load: a slot's ``(kept, places, column, end, is_whole)``, a tuple (`in_turn`), into ``kept``, arrays ``(words,
+            scales, zeros)``.
         load_early: the same before `wait_for_previous_grid`.
         unpack: a slot's and step's ``(pairs, factors, words, scales, zeros)``; None if words are pairs.
         spread, unpack_words: the two halves of it, ``(factors, scales, zeros)`` and ``(pairs, factors, words)``, of a
@@ -121,7 +123,8 @@ def _plain(is_gated: bool) -> WeightStream:
     columns = TILE_COLUMNS if is_gated else 2 * TILE_COLUMNS
 
     @device_function
-    def place(rows, scale_rows, zero_rows, weight, n, k, first_column, position, lane):
+    def place(places, weight, n, k, first_column, position, lane):
+        rows = places[0]
         # Rows of the weight beyond the last repeat it: their sums are never stored.
         g, t = lane >> uint32(2), lane & uint32(3)
         for r in range(4):
@@ -133,16 +136,17 @@ def _plain(is_gated: bool) -> WeightStream:
             rows[r] = weight + uint64(row) * row_bytes + uint64(position * uint32(2) + t * uint32(16))
 
     @device_function
-    def advance(rows, scale_rows, zero_rows):
+    def advance(places):
         for r in range(4):
-            rows[r] += uint64(PLAIN_SLOTS * STEP * 2)
+            places[0][r] += uint64(PLAIN_SLOTS * STEP * 2)
 
     def loader(how: str, slot: int) -> Any:
         first = 16 * slot
         load_whole = load_all(how, tuple((first + 4 * r, r, slot * STEP * 2) for r in range(4)))
 
         @device_function
-        def load(words, scales, zeros, rows, scale_rows, zero_rows, column, end, is_whole):
+        def load(state):
+            (words, _, _), (rows, _, _), column, end, is_whole = state
             if is_whole:
                 load_whole(words, rows)
             else:
@@ -176,7 +180,8 @@ def packed_stream(
     rows_a_column = 2 if is_gated else 1
 
     @device_function
-    def place(rows, scale_rows, zero_rows, weight, n, k, first_column, position, lane):
+    def place(places, weight, n, k, first_column, position, lane):
+        rows, scale_rows, zero_rows = places
         words, all_scales, all_zeros, _, slots = find(weight, uint32(n * uint32(rows_a_column)), k)
         g, t = lane >> uint32(2), lane & uint32(3)
         last = uint32(uint32(n + uint32(TILE_COLUMNS - 1)) // uint32(TILE_COLUMNS) - uint32(1))
@@ -199,7 +204,8 @@ def packed_stream(
             zero_rows[h] = all_zeros + pair * uint64(4 * zero_words)
 
     @device_function
-    def advance(rows, scale_rows, zero_rows):
+    def advance(places):
+        rows, scale_rows, zero_rows = places
         for r in range(4):
             rows[r] += uint64(num_slots * TILE_BYTES)
         for h in range(2):
@@ -218,7 +224,8 @@ def packed_stream(
             load_zeros = load_all(how, places, zero_words)
 
         @device_function
-        def load_whole(words, scales, zeros, rows, scale_rows, zero_rows):
+        def load_whole(kept, places):
+            (words, scales, zeros), (rows, scale_rows, zero_rows) = kept, places
             if has_scales:
                 load_scales(scales, scale_rows)
             if has_zeros:
@@ -226,10 +233,12 @@ def packed_stream(
             load_words(words, rows)
 
         @device_function
-        def load(words, scales, zeros, rows, scale_rows, zero_rows, column, end, is_whole):
+        def load(state):
+            kept, places, column, end, is_whole = state
             if is_whole:
-                load_whole(words, scales, zeros, rows, scale_rows, zero_rows)
+                load_whole(kept, places)
             else:
+                words, scales, zeros = kept
                 for e in range(16):
                     words[first + e] = uint32(0)
                 for e in range(2 * scale_words):
@@ -237,10 +246,10 @@ def packed_stream(
                 for e in range(2 * zero_words):
                     zeros[2 * slot * zero_words + e] = uint32(0)
                 if uint32(column + uint32(slot * slot_elements)) < end:
-                    load_whole(words, scales, zeros, rows, scale_rows, zero_rows)
+                    load_whole(kept, places)
                 elif is_settled:  # noqa: SIM102 - numba prunes; sums of other lanes' numbers are this lane's, too
                     if uint32((column & uint32(~(STEP - 1) & 0xFFFFFFFF)) + uint32(slot * slot_elements)) < end:
-                        load_scales(scales, scale_rows)
+                        load_scales(scales, places[1])
 
         return load
 

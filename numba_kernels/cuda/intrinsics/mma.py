@@ -52,6 +52,28 @@ load_matrix_x2 = instruction("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0,$1}, 
 transpose_matrix = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r")  # an 8x8 matrix in registers
 
 
+@device_function
+def put_4(words, four):
+    """Puts a tuple of four into an array."""
+    a, b, c, d = four
+    words[0] = a
+    words[1] = b
+    words[2] = c
+    words[3] = d
+
+
+@functools.cache
+def product_adder(dtype: str) -> Any:
+    """A device function ``(sums, a, b)``: `mma_bf16` or `mma_f16` on an array of an accumulator's four."""
+    mma = mma_bf16 if dtype == "bf16" else mma_f16
+
+    @device_function
+    def add_product(sums, a, b):
+        put_4(sums, mma((sums[0], sums[1], sums[2], sums[3]), a, b))
+
+    return add_product
+
+
 @functools.cache
 def accumulator_flip(num_columns: int) -> Any:
     """A device function ``row -> bits of the column that are exchanged``, in a tile of so many columns (16, 32, ...).

@@ -75,7 +75,7 @@ def test_replays_equal_what_is_done_at_once():
         x.array[...] = normal(rng, x.shape)
         expected = layers(x, norm, weights).array
         if turn == 2:
-            pool._help(pool._words, 0, 0)  # a moment for others
+            pool._help(pool._address, 0, 0)  # a moment for others
             pool._helpers.rouse()
         recording.replay()
         assert np.array_equal(result.array, expected)
