@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +18,7 @@ from runtime.device.driver import open_driver
 from runtime.engine.config import EngineConfig
 from runtime.engine.limits import available_memory_bytes
 from runtime.engine.make_engine import describe_engine, load_settings
-from runtime.engine.messages import EngineInfo
+from runtime.engine.messages import CacheGroupInfo, EngineInfo, PoolInfo
 from runtime.errors import DeviceError
 from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence, kind_of_window
 
@@ -53,24 +54,30 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
     """Bytes of weights and KV cache, and of a sequence: by kind of layers, and for ``max_model_len`` tokens in all.
     During prefill, layers with a window also hold a step's tokens; without windows a sequence would take
     ``full_bytes``."""
-    size, length, block_bytes = facts.block_size, facts.max_model_len, facts.kv_cache_bytes // facts.num_blocks
-    windows = tuple(group.window for group in facts.cache_groups)
-    of_groups = tuple(map(kind_of_window, windows))
+    size, length, every = facts.block_size, facts.max_model_len, facts.cache_groups
+    pools = facts.pools or (PoolInfo(facts.num_blocks, facts.kv_cache_bytes // facts.num_blocks),)
 
-    def bytes_of(kinds: tuple[CacheKind, ...], chunk: int = 1) -> int:
-        return block_bytes * blocks_of_sequence(length, kinds, size, chunk=min(chunk, length))
+    def blocks_of(group: CacheGroupInfo, kind: CacheKind | None = None, chunk: int = 1) -> int:
+        return blocks_of_sequence(length, (kind or kind_of_window(group.window),), size, chunk=min(chunk, length))
 
+    def bytes_of(groups: Sequence[CacheGroupInfo], kind: CacheKind | None = None, chunk: int = 1) -> int:
+        return sum(pools[group.pool].block_bytes * blocks_of(group, kind, chunk) for group in groups)
+
+    def token_bytes(groups: Sequence[CacheGroupInfo]) -> int:
+        return sum(pools[group.pool].block_bytes for group in groups) // size
+
+    groups_of = [[group for group in every if group.pool == pool] for pool in range(len(pools))]
     kinds: list[dict[str, Any]] = []
-    for window in dict.fromkeys(windows):
-        groups = [group for group in facts.cache_groups if group.window == window]
+    for window in dict.fromkeys(group.window for group in every):
+        groups = [group for group in every if group.window == window]
         kinds.append(
             {
                 "window": window,
                 "num_layers": sum(group.num_layers for group in groups),
                 "num_padding": sum(group.num_padding for group in groups),
                 "num_groups": len(groups),
-                "bytes_per_token": len(groups) * block_bytes // size,
-                "bytes_per_sequence": bytes_of((kind_of_window(window),) * len(groups)),
+                "bytes_per_token": token_bytes(groups),
+                "bytes_per_sequence": bytes_of(groups),
             }
         )
     num_layers = sum(kind["num_layers"] for kind in kinds)
@@ -78,15 +85,17 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
     return {
         "weight_bytes": facts.weight_bytes,
         "kv_cache_bytes": facts.kv_cache_bytes,
-        "kv_bytes_per_token": len(windows) * block_bytes // size,
+        "kv_bytes_per_token": token_bytes(every),
         "block_size": size,
         "num_blocks": facts.num_blocks,
-        "num_tokens": facts.num_blocks // len(windows) * size,
-        "num_full_length_sequences": facts.num_blocks // blocks_of_sequence(length, of_groups, size),
+        "num_tokens": min(pool.num_blocks // len(own) for pool, own in zip(pools, groups_of)) * size,
+        "num_full_length_sequences": min(
+            pool.num_blocks // sum(map(blocks_of, own)) for pool, own in zip(pools, groups_of)
+        ),
         "cache_groups": kinds,
-        "bytes_per_sequence": bytes_of(of_groups),
-        "prompt_bytes_per_sequence": bytes_of(of_groups, facts.max_num_batched_tokens),
-        "full_bytes_per_sequence": bytes_of((FULL,) * len(windows)) * num_layers // max(1, num_places),
+        "bytes_per_sequence": bytes_of(every),
+        "prompt_bytes_per_sequence": bytes_of(every, chunk=facts.max_num_batched_tokens),
+        "full_bytes_per_sequence": bytes_of(every, FULL) * num_layers // max(1, num_places),
     }
 
 

@@ -30,8 +30,7 @@ from runtime.engine.open_requests import OpenRequests
 from runtime.engine.open_steps import OpenSteps, Poll
 from runtime.engine.picture_queue import EncodingBudget, PictureQueue
 from runtime.engine.scheduling.block_events import BlockChanges, BlockEvents, SharedDigest
-from runtime.engine.scheduling.block_pool import BlockPool
-from runtime.engine.scheduling.host_pool import HostPool
+from runtime.engine.scheduling.block_pool import pool_of
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.speculation.evidence import SpeculationCounters
@@ -76,20 +75,13 @@ class Engine:
     ) -> None:
         self.info = info
         self.limits = limits
-        num_slots = limits.num_host_blocks
-        self.host_pool = HostPool(num_slots) if num_slots else None
-        self.pool = BlockPool(
-            limits.num_blocks,
-            limits.block_size,
-            kinds=limits.cache_kinds,
-            enable_prefix_caching=limits.enable_prefix_caching,
-            host_pool=self.host_pool,
-        )
+        self.pool = pool_of(limits)
+        self.host_pool = self.pool.host_pool
         self.scheduler = Scheduler(limits, self.pool, depth=executor.depth)
         self.executor = executor
         self.overlaps = executor.overlaps
         mode: Mode = "eager" if limits.decode_graphs == "off" else "record"
-        self.assembler = Assembler(limits.max_num_seqs, executor.num_groups, limits.block_size, mode)
+        self.assembler = Assembler(limits, mode)
         self.embedder = Embedder(executor, limits, info.vocab_size, info.images)
         self.opened = OpenRequests(self.scheduler, seed)
         self.vocabulary = vocabulary

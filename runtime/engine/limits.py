@@ -7,7 +7,8 @@ with, or raises ``RequestError`` with the numbers that do not fit.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from runtime.engine.config import (
     SchedulingConfig,
 )
 from runtime.engine.errors import RequestError
-from runtime.kv.kinds import FULL, AnyKind, blocks_of_sequence
+from runtime.kv.kinds import FULL, AnyKind, blocks_of_sequence, window_of
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 """Default upper limit of the KV cache in bytes (never more than a quarter of free memory)."""
@@ -28,14 +29,18 @@ GPU_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 512
 """Default upper limit of tokens in a step. On two cores a prompt of 2,000 tokens takes as long in steps of 512 as in
 one, with 1 M weights and with 600 M; other streams stall for a quarter of the time."""
 
+USUAL_WINDOWS, USUAL_WINDOW = 4, 1024
+"""Memory is split over pools for sequences as long as this many windows (of the longest, or of this length)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """The numbers that the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and every
     running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``. ``num_host_blocks`` is the
-    swap space in blocks, ``cache_kinds`` the kind of each cache group; ``longrope_threshold`` is the model's, or None
-    if no sequence can be longer. ``most_whole`` tokens of images that may not be cut fit a step and the pool; None if
-    there are none."""
+    swap space in blocks; ``cache_kinds`` and ``cache_pools`` are the kind and the pool of each cache group,
+    ``pool_sizes`` and ``host_pool_sizes`` the blocks of each pool, ``block_bytes`` the bytes of one of them (empty: one
+    pool). ``longrope_threshold`` is the model's, or None if no sequence can be longer. ``most_whole`` tokens of images
+    that may not be cut fit a step and the pools; None if there are none."""
 
     max_model_len: int
     max_num_seqs: int
@@ -48,28 +53,42 @@ class EngineLimits:
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
     cache_kinds: tuple[AnyKind, ...] = (FULL,)
+    cache_pools: tuple[int, ...] = ()
+    pool_sizes: tuple[int, ...] = ()
+    host_pool_sizes: tuple[int, ...] = ()
+    block_bytes: tuple[int, ...] = (1,)
     longrope_threshold: int | None = None
     most_whole: int | None = None
     exact: bool = False
     overlap: Overlap = "auto"
     decode_graphs: DecodeGraphsMode = "auto"
 
+    def __post_init__(self) -> None:
+        for name, total in (("pool_sizes", self.num_blocks), ("host_pool_sizes", self.num_host_blocks)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (total,))
+            assert sum(getattr(self, name)) == total, f"{name} are {getattr(self, name)}, {total} in all"
+
 
 def resolve(
     config: EngineConfig,
     *,
     max_position_embeddings: int,
-    bytes_per_block: int,
+    bytes_per_block: int | Sequence[int],
     draft_bytes_per_block: int = 0,
     available_bytes: int,
     is_gpu: bool = False,
     has_own_memory: bool = False,
     cache_kinds: tuple[AnyKind, ...] = (FULL,),
+    cache_pools: Sequence[int] = (),
     longrope_threshold: int | None = None,
     whole_tokens: int | None = None,
 ) -> EngineLimits:
-    """The limits for a model with these positions, bytes in one KV block (all layers of a cache group), kinds of cache
-    groups, and ``longrope_threshold``.
+    """The limits for a model with these positions, bytes in one KV block (all layers of a cache group) of each pool,
+    kinds and pools of cache groups, and ``longrope_threshold``.
+
+    One budget, of bytes or of ``config.num_blocks``, is split over the pools: each has the blocks of the longest
+    sequence, and the rest has as many sequences of a usual length as fit (`USUAL_WINDOWS`).
 
     ``whole_tokens`` counts those of an image that one step computes, beside the decodes of all other sequences; None
     means that images may be cut. ``draft_bytes_per_block`` is the size of a draft model's block beside each block.
@@ -80,8 +99,9 @@ def resolve(
     cache size exceeds the free memory, or the KV cache cannot hold one request of that length.
     """
     block_size = config.block_size
-    num_host_blocks = config.swap_space_bytes // bytes_per_block
-    bytes_per_block += draft_bytes_per_block
+    block_bytes = (bytes_per_block,) if isinstance(bytes_per_block, int) else tuple(bytes_per_block)
+    pools = tuple(cache_pools) or (0,) * len(cache_kinds)
+    full_bytes = [size + draft_bytes_per_block for size in block_bytes]
     max_num_batched_tokens = config.max_num_batched_tokens
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(GPU_BATCHED_TOKENS if is_gpu else CPU_BATCHED_TOKENS, config.max_num_seqs)
@@ -103,46 +123,66 @@ def resolve(
     wanted_len = config.max_model_len or max_position_embeddings
     chunk = (whole_tokens or 1) if config.batching == "stall-free" else None  # the others compute prompts whole
 
-    def blocks_for(num_tokens: int) -> int:
-        return blocks_of_sequence(num_tokens, cache_kinds, block_size, chunk=chunk)
+    def blocks_for(num_tokens: int, chunk: int | None = chunk) -> list[int]:
+        """By pool: the most blocks that a sequence needs at once."""
+        of_pools = [[kind for kind, own in zip(cache_kinds, pools) if own == pool] for pool in range(len(block_bytes))]
+        return [blocks_of_sequence(num_tokens, kinds, block_size, chunk=chunk) for kinds in of_pools]
 
+    def cost(num_tokens: int) -> int:
+        return _product(blocks_for(num_tokens), costs)
+
+    costs, most = full_bytes, None
     if config.num_blocks is not None:
-        num_blocks = config.num_blocks
+        budget, costs = config.num_blocks, [1] * len(block_bytes)
     elif config.kv_cache_bytes is not None:
-        num_blocks = config.kv_cache_bytes // bytes_per_block
+        budget = config.kv_cache_bytes
     else:
         if has_own_memory:
             budget = available_bytes * 9 // 10
         else:
             num_engines = config.data_parallel_size if config.distributed_executor_backend == "mp" else 1
             budget = min(DEFAULT_KV_CACHE_BYTES, available_bytes // 4 // num_engines)
-        chunks = -(-max_num_batched_tokens // block_size) * sum(not kind.is_whole for kind in cache_kinds)
-        most = config.max_num_seqs * blocks_for(wanted_len) + 2 * chunks  # of the running step and of the next
-        num_blocks = min(budget // bytes_per_block, most)
-    if num_blocks * bytes_per_block > available_bytes:
+        chunk_pages = 2 * -(-max_num_batched_tokens // block_size)  # of the running step and of the next
+        most = [config.max_num_seqs * count for count in blocks_for(wanted_len)]
+        for pool, kind in zip(pools, cache_kinds):
+            most[pool] += 0 if kind.is_whole else chunk_pages
+    max_model_len = wanted_len
+    if cost(wanted_len) > budget:
+        max_model_len = bisect_right(range(wanted_len), budget, key=cost) - 1
+    usual = USUAL_WINDOWS * max((window_of(kind) or 0 for kind in cache_kinds), default=0) or USUAL_WINDOW
+    pool_sizes = _split(
+        budget, costs, blocks_for(max_model_len), blocks_for(max(1, min(max_model_len, usual))), most
+    )  # fmt: skip
+    num_blocks, num_bytes = sum(pool_sizes), _product(pool_sizes, full_bytes)
+    if num_bytes > available_bytes:
         raise RequestError(
-            f"a KV cache of {num_blocks} blocks takes {num_blocks * bytes_per_block:,} bytes, but only "
+            f"a KV cache of {num_blocks} blocks takes {num_bytes:,} bytes, but only "
             f"{available_bytes:,} are free on the device: lower kv_cache_memory_bytes or num_blocks",
             param="num_blocks" if config.num_blocks is not None else "kv_cache_memory_bytes",
         )
-    max_model_len = wanted_len
-    if num_blocks < blocks_for(wanted_len):
-        max_model_len = bisect_right(range(wanted_len), num_blocks, key=blocks_for) - 1
+    if max_model_len < wanted_len:
         max_model_len -= max_model_len % block_size
         if config.max_model_len is not None or max_model_len < 1:
             length = -(-wanted_len // block_size) * block_size if config.max_model_len is not None else block_size
             needed = blocks_for(length)
             raise RequestError(
-                f"a request of {length} tokens needs {needed} KV blocks of {block_size} tokens "
-                f"({needed * bytes_per_block:,} bytes), but the KV cache has {num_blocks}: lower "
+                f"a request of {length} tokens needs {sum(needed)} KV blocks of {block_size} tokens "
+                f"({_product(needed, full_bytes):,} bytes), but the KV cache has {num_blocks}: lower "
                 "max_model_len or raise kv_cache_memory_bytes",
                 param="kv_cache_memory_bytes",
             )
     if whole_tokens is not None and chunk is not None:
-        most_whole = bisect_right(
-            range(most_whole + 1), num_blocks,
-            key=lambda count: blocks_of_sequence(max_model_len, cache_kinds, block_size, chunk=max(chunk, count)),
-        ) - 1  # fmt: skip
+
+        def is_too_long(count: int) -> bool:
+            needed = blocks_for(max_model_len, max(chunk, count))
+            return any(own > size for own, size in zip(needed, pool_sizes))
+
+        most_whole = bisect_left(range(most_whole + 1), True, key=is_too_long) - 1
+    host_pool_sizes = [
+        config.swap_space_bytes * size // max(1, _product(pool_sizes, block_bytes)) for size in pool_sizes
+    ]
+    if not all(host_pool_sizes):
+        host_pool_sizes = [0] * len(pool_sizes)
     return EngineLimits(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -153,8 +193,12 @@ def resolve(
         max_waiting_tokens=config.max_waiting_tokens,
         scheduling=config.scheduling,
         enable_prefix_caching=config.enable_prefix_caching,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=sum(host_pool_sizes),
         cache_kinds=cache_kinds,
+        cache_pools=pools,
+        pool_sizes=tuple(pool_sizes),
+        host_pool_sizes=tuple(host_pool_sizes),
+        block_bytes=block_bytes,
         longrope_threshold=longrope_threshold
         if longrope_threshold is not None and max_model_len > longrope_threshold
         else None,
@@ -163,6 +207,25 @@ def resolve(
         overlap=config.overlap,
         decode_graphs=config.decode_graphs,
     )
+
+
+def _split(
+    budget: int, costs: Sequence[int], longest: Sequence[int], usual: Sequence[int], most: Sequence[int] | None
+) -> list[int]:
+    """The blocks of each pool, at most ``most``, that together cost ``budget``: those of the longest sequence, then
+    equally many sequences of a usual length, and then what fits."""
+    share, rest = _product(usual, costs), max(0, budget - _product(longest, costs))
+    sizes = [first + rest * count // share for first, count in zip(longest, usual)]
+    if most is not None:
+        sizes = [min(size, own) for size, own in zip(sizes, most)]
+    for pool, each in enumerate(costs):
+        count = max(0, budget - _product(sizes, costs)) // each
+        sizes[pool] += count if most is None else min(count, most[pool] - sizes[pool])
+    return sizes
+
+
+def _product(counts: Sequence[int], each: Sequence[int]) -> int:
+    return sum(count * one for count, one in zip(counts, each, strict=True))
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:

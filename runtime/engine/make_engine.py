@@ -29,7 +29,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.limits import EngineLimits, available_memory_bytes, resolve
-from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, RankInfo
+from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, PoolInfo, RankInfo
 from runtime.engine.process.wire import RemoteRank
 from runtime.engine.ranks.executor import ParallelExecutor
 from runtime.engine.ranks.group import RankGroup
@@ -238,10 +238,11 @@ def executor_over(
     """An executor of a model from ``folder``, or of a rank's part of it, over its own pages. Raises
     ``OutOfMemoryError``."""
     spec = loaded.kv_cache_spec(config.block_size)
-    logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.block_bytes[0])
+    for size, num_bytes in zip(limits.pool_sizes, spec.block_bytes, strict=True):
+        logger.info("allocating %d KV blocks of %d bytes", size, num_bytes)
     if isinstance(loaded, PictureModel):
         read_picture_files(loaded, folder)
-    return LocalExecutor(loaded, KVCache(spec, limits.num_blocks), limits, vocab_size, communicator)
+    return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator)
 
 
 Draft = Model | SteppingDrafter | BlockDrafter
@@ -330,7 +331,7 @@ def _draft_bytes_per_block(draft: Draft | None, config: EngineConfig) -> int:
     if draft is None:
         return 0
     spec = draft.kv_cache_spec(config.block_size)
-    return spec.block_bytes[0] * len(spec.group_kinds)
+    return spec.bytes_per_token * spec.block_size
 
 
 def speculator_of(
@@ -343,11 +344,9 @@ def speculator_of(
     if draft is not None and not isinstance(draft, Model):
         drafter = StateProposer(draft, limits, limits.num_blocks, config.num_speculative_tokens)
     elif draft is not None:
-        num_groups = len(draft.kv_cache_spec(config.block_size).group_kinds)
-        num_blocks = limits.num_blocks * num_groups
         rejects = config.speculation_acceptance == "rejection"
         drafter = DraftModelDrafter(
-            draft, draft.max_positions, draft.longrope_threshold, limits, num_blocks, rejects=rejects
+            draft, draft.max_positions, draft.longrope_threshold, limits, limits.num_blocks, rejects=rejects
         )
     elif config.speculation != "auto":
         drafter = NgramDrafter() if config.speculation == "ngram" else SuffixDrafter()
@@ -384,7 +383,9 @@ def _info(
 ) -> EngineInfo:  # fmt: skip
     """`of_ranks` are the bytes of each rank's weights."""
     spec = model.kv_cache_spec(config.block_size)
-    bytes_per_block = sum(_bytes_of_ranks(model, config)) + _draft_bytes_per_block(draft, config)
+    draft_bytes = _draft_bytes_per_block(draft, config)
+    block_bytes = [sum(each) + draft_bytes for each in zip(*_bytes_of_ranks(model, config), strict=True)]
+    pools = tuple(map(PoolInfo, limits.pool_sizes, block_bytes))
     return EngineInfo(
         model_name=name,
         model_path=str(folder),
@@ -402,13 +403,14 @@ def _info(
         max_waiting_tokens=limits.max_waiting_tokens,
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
-        kv_cache_bytes=limits.num_blocks * bytes_per_block,
+        kv_cache_bytes=sum(pool.num_blocks * pool.block_bytes for pool in pools),
         weight_bytes=sum(of_ranks) + (0 if draft is None else draft.weight_bytes),
         scheduling_policy=config.scheduling_policy,
         cache_groups=tuple(
-            CacheGroupInfo(window_of(group.kind), len(group.layers), group.num_padding)
+            CacheGroupInfo(window_of(group.kind), len(group.layers), group.num_padding, group.pool)
             for group in replace(spec, own_layers=None).groups
         ),
+        pools=pools,
         images=_image_support(model, folder, limits),
         longrope_threshold=limits.longrope_threshold,
         ranks=_ranks(model, config, limits, of_ranks),
@@ -422,18 +424,25 @@ def _ranks(model: Model, config: EngineConfig, limits: EngineLimits, of_ranks: S
     stages = model.stages or (model.own_layers,)
     places = [(stage, own) for stage, own in enumerate(stages) for _ in range(config.tensor_parallel_size)]
     return tuple(
-        RankInfo(number, stage, own.start, own.stop, weight_bytes, limits.num_blocks * size)
-        for number, ((stage, own), weight_bytes, size) in enumerate(
+        RankInfo(
+            number,
+            stage,
+            own.start,
+            own.stop,
+            weight_bytes,
+            sum(count * size for count, size in zip(limits.pool_sizes, sizes, strict=True)),
+        )
+        for number, ((stage, own), weight_bytes, sizes) in enumerate(
             zip(places, of_ranks, _bytes_of_ranks(model, config), strict=True)
         )
     )
 
 
-def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[int]:
-    """Bytes of one block in the memory of each rank; the model may be of any stage."""
+def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[tuple[int, ...]]:
+    """Bytes of one block of each pool in the memory of each rank; the model may be of any stage."""
     spec = model.kv_cache_spec(config.block_size)
-    of_stages = [replace(spec, own_layers=own).block_bytes[0] for own in model.stages] or [spec.block_bytes[0]]
-    return [size for size in of_stages for _ in range(config.tensor_parallel_size)]
+    of_stages = [replace(spec, own_layers=own).block_bytes for own in model.stages] or [spec.block_bytes]
+    return [sizes for sizes in of_stages for _ in range(config.tensor_parallel_size)]
 
 
 def read_picture_files(model: PictureModel, folder: Path) -> bool:
@@ -472,16 +481,22 @@ def limits_of(
     spec, has_own_memory = model.kv_cache_spec(config.block_size), model.device.kind == "cuda"
     of_ranks = _bytes_of_ranks(model, config)
     free = max(0, free_memory_bytes(model.device) - num_bytes_to_load)
-    bytes_per_block = max(of_ranks) if has_own_memory else sum(of_ranks)
+    bytes_per_block = [max(each) if has_own_memory else sum(each) for each in zip(*of_ranks, strict=True)]
     if has_own_memory:
-        each = [free, *(free_bytes or [free] * (len(of_ranks) - 1))]
-        free = min(mine * bytes_per_block // own for mine, own in zip(each, of_ranks, strict=True))
+        of_gpus = [free, *(free_bytes or [free] * (len(of_ranks) - 1))]
+        free = min(
+            mine * size // own
+            for mine, sizes in zip(of_gpus, of_ranks, strict=True)
+            for size, own in zip(bytes_per_block, sizes, strict=True)
+            if own  # a stage may have no layer of a pool
+        )
     return resolve(
         config,
         max_position_embeddings=model.max_positions,
         bytes_per_block=bytes_per_block,
         draft_bytes_per_block=_draft_bytes_per_block(draft, config),
         cache_kinds=spec.group_kinds,
+        cache_pools=spec.group_pools,
         longrope_threshold=model.longrope_threshold,
         whole_tokens=model.whole_picture_tokens if isinstance(model, PictureModel) else None,
         available_bytes=free,

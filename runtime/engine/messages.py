@@ -229,11 +229,19 @@ class RoutingStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class CacheGroupInfo(msgspec.Struct, frozen=True):
     """Layers that share a block table: see ``runtime.kv.groups``. Its blocks have room for ``num_padding`` layers more.
-    ``window`` is the attention window in tokens, None for full attention."""
+    ``window`` is the attention window in tokens, None for full attention; ``pool`` has its blocks."""
 
     window: int | None
     num_layers: int
     num_padding: int
+    pool: int = 0
+
+
+class PoolInfo(msgspec.Struct, frozen=True):
+    """The blocks of one size: how many there are, and the bytes of one, over all ranks."""
+
+    num_blocks: int
+    block_bytes: int
 
 
 class RankInfo(msgspec.Struct, frozen=True):
@@ -294,6 +302,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_cache_dtype  of the KV pages
     kv_cache_bytes, weight_bytes  device memory held by each
     cache_groups    of the layers, in block table order; a block is a page of one of them
+    pools           of the blocks; empty: one
     images          None if the model reads none
     longrope_threshold   longer prompts are rotated otherwise, and share no prefixes with shorter ones
     ranks           of a split model; empty for one in one piece
@@ -319,6 +328,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     cache_groups: tuple[CacheGroupInfo, ...] = (CacheGroupInfo(None, 0, 0),)
+    pools: tuple[PoolInfo, ...] = ()
     images: ImageSupport | None = None
     longrope_threshold: int | None = None
     ranks: tuple[RankInfo, ...] = ()

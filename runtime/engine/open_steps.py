@@ -273,9 +273,9 @@ class OpenSteps:
                         num_pairs = int((made.counts * (2 * made.starts + made.counts)).sum())
                         self._scheduler.observe_prompts(num_tokens, num_pairs, record.run_s)
                     self.counters.count_tokens(num_tokens)
-            num_blocks, seconds = self._executor.take_timed()
-            if num_blocks:
-                self._scheduler.observe_transfer(num_blocks, seconds)
+            num_bytes, seconds = self._executor.take_timed()
+            if num_bytes:
+                self._scheduler.observe_transfer(num_bytes, seconds)
         record.preempted = [(s.request.request_id, s.index, way) for s, way in step.preempted]
         record.end_s = time.monotonic()
         record.commit_s = record.end_s - ended

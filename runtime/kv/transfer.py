@@ -137,13 +137,12 @@ class KVTransfer:
         )
 
     def take_timed(self) -> tuple[int, float]:
-        """(blocks, seconds) of the swaps that were finished and timed since the last call; (0, 0.0) if there are none.
-        Blocks are counted as bytes of the first pool's. The seconds include copies from page to page in the same calls
-        of `run`."""
+        """(bytes, seconds) of the swaps that were finished and timed since the last call; (0, 0.0) if there are none.
+        The seconds include copies from page to page in the same calls of `run`."""
         mover, before = self._mover, self._taken
         mover.collect()
         self._taken = (mover.swap_bytes, mover.swap_s)
-        return (mover.swap_bytes - before[0]) // self._block_bytes[0], mover.swap_s - before[1]
+        return mover.swap_bytes - before[0], mover.swap_s - before[1]
 
     @property
     def bandwidth(self) -> float | None:

@@ -122,10 +122,12 @@ class Fleet(EngineClient):
         """The first engine's, with limits of lengths that all engines have. ``max_waiting`` and ``max_waiting_tokens``
         are totals."""
         infos = [client.info for client in self._clients]
+        smallest = min(infos, key=lambda info: info.num_blocks)
         return msgspec.structs.replace(
             infos[0],
             max_model_len=min(info.max_model_len for info in infos),
-            num_blocks=min(info.num_blocks for info in infos),
+            num_blocks=smallest.num_blocks,
+            pools=smallest.pools,
         )
 
     @property

@@ -28,8 +28,7 @@ from runtime.engine.config import RoutingPolicy
 from runtime.engine.limits import EngineLimits
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_events import BlockChanges, SharedDigest
-from runtime.engine.scheduling.block_pool import BlockPool
-from runtime.engine.scheduling.host_pool import HostPool
+from runtime.engine.scheduling.block_pool import pool_of
 from runtime.engine.scheduling.prefix_cache import Digest
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence
@@ -58,13 +57,7 @@ class Replica:
         wake_s: float = 0.0,
         digest: Digest | None = None,
     ) -> None:
-        self.pool = BlockPool(
-            limits.num_blocks,
-            limits.block_size,
-            kinds=limits.cache_kinds,
-            enable_prefix_caching=limits.enable_prefix_caching,
-            host_pool=HostPool(limits.num_host_blocks) if limits.num_host_blocks else None,
-        )
+        self.pool = pool_of(limits)
         self.events = None if digest is None else self.pool.publish(digest)
         self.on_token: Callable[[Request, bool], None] = _ignore
         self._pipeline = model if isinstance(model, Pipeline) else Pipeline((model,), _at_once)
@@ -133,7 +126,7 @@ class Replica:
         if step.has_transfers:
             num_blocks = len(step.swap_out) + len(step.swap_in)
             moved_s = num_blocks * self._block_transfer_s
-            self.scheduler.observe_transfer(num_blocks, moved_s)
+            self.scheduler.observe_transfer(num_blocks * self.scheduler.limits.block_bytes[0], moved_s)
         at_s = self.clock_s + moved_s
         if step.chunks:
             features = features_of([(chunk.start, chunk.num_tokens) for chunk in step.chunks], self._windows)

@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.block_events import BlockEvents
 from runtime.engine.scheduling.eviction import EvictionPolicy, eviction_policy
 from runtime.engine.scheduling.host_pool import HostPool
@@ -505,6 +506,18 @@ class BlockPool:
 
     def _is_held(self, node: CachedBlock) -> bool:
         return node.block_id is not None and self.ref_counts[node.block_id] > 0
+
+
+def pool_of(limits: EngineLimits) -> BlockPool:
+    """The blocks, and those on the host, that an engine of these limits has."""
+    return BlockPool(
+        limits.pool_sizes,
+        limits.block_size,
+        kinds=limits.cache_kinds,
+        pools=limits.cache_pools,
+        enable_prefix_caching=limits.enable_prefix_caching,
+        host_pool=HostPool(limits.host_pool_sizes) if limits.num_host_blocks else None,
+    )
 
 
 def by_page(blocks: Sequence[Sequence[T]], first_pages: Sequence[int]) -> list[T]:

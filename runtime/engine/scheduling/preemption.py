@@ -40,7 +40,7 @@ VICTIM_RULES: dict[str, Callable[[list[Sequence]], Sequence]] = {
 
 @dataclass(slots=True)
 class CostModel:
-    """Estimates the seconds to compute tokens and to move blocks, from measurements with decaying weights.
+    """Estimates the seconds to compute tokens and to move bytes, from measurements with decaying weights.
 
     A step's time is modelled as a constant plus a cost a token: recomputed tokens mostly join steps that run anyway, so
     only their own cost counts.
@@ -51,7 +51,7 @@ class CostModel:
     _seconds: float = 0.0
     _tokens_squared: float = 0.0
     _tokens_seconds: float = 0.0
-    _moved_blocks: float = 0.0
+    _moved_bytes: float = 0.0
     _moved_seconds: float = 0.0
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
@@ -62,9 +62,9 @@ class CostModel:
         self._tokens_squared = _MEMORY * self._tokens_squared + num_tokens * num_tokens
         self._tokens_seconds = _MEMORY * self._tokens_seconds + num_tokens * seconds
 
-    def observe_transfer(self, num_blocks: int, seconds: float) -> None:
-        """Record that moving ``num_blocks`` blocks between device and host took ``seconds``."""
-        self._moved_blocks = _MEMORY * self._moved_blocks + num_blocks
+    def observe_transfer(self, num_bytes: int, seconds: float) -> None:
+        """Record that moving ``num_bytes`` between device and host took ``seconds``."""
+        self._moved_bytes = _MEMORY * self._moved_bytes + num_bytes
         self._moved_seconds = _MEMORY * self._moved_seconds + seconds
 
     def compute_s(self, num_tokens: int) -> float:
@@ -78,12 +78,12 @@ class CostModel:
         slope = (self._weight * self._tokens_seconds - self._tokens * self._seconds) / spread
         return num_tokens * min(max(slope, 0.0), mean)
 
-    def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether moving ``num_blocks`` out and back is faster than recomputing ``num_tokens``. True before the first
+    def prefers_swap(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether moving ``num_bytes`` out and back is faster than recomputing ``num_tokens``. True before the first
         measured transfer."""
-        if self._moved_blocks <= 0.0:
+        if self._moved_bytes <= 0.0:
             return True
-        return 2 * num_blocks * (self._moved_seconds / self._moved_blocks) < self.compute_s(num_tokens)
+        return 2 * num_bytes * (self._moved_seconds / self._moved_bytes) < self.compute_s(num_tokens)
 
 
 def _last_step(sequence: Sequence) -> int:

@@ -165,9 +165,9 @@ class Scheduler:
         """See ``PromptTimes.observe``."""
         self.prompt_times.observe(num_tokens, num_pairs, seconds)
 
-    def observe_transfer(self, num_blocks: int, seconds: float) -> None:
-        """Record that moving so many blocks between device and host took this long."""
-        self.costs.observe_transfer(num_blocks, seconds)
+    def observe_transfer(self, num_bytes: int, seconds: float) -> None:
+        """Record that moving so many bytes between device and host took this long."""
+        self.costs.observe_transfer(num_bytes, seconds)
 
     def check_invariants(self) -> None:
         """Assert the invariants between two calls. For tests: O(blocks + sequences)."""
@@ -323,11 +323,13 @@ class Scheduler:
 
     def _slots_for(self, sequence: Sequence, counts: list[int]) -> list[list[int]] | None:
         """By pool: host slots for a victim's blocks; None if it is to be recomputed."""
-        host_pool, num_blocks = self.pool.host_pool, sum(counts)
-        if host_pool is None or self._preemption == "recompute" or sequence.is_drawing_last or num_blocks == 0:
+        host_pool = self.pool.host_pool
+        if host_pool is None or self._preemption == "recompute" or sequence.is_drawing_last or not any(counts):
             return None
-        if self._preemption == "auto" and not self.costs.prefers_swap(sequence.num_computed, num_blocks):
-            return None
+        if self._preemption == "auto":
+            num_bytes = sum(count * size for count, size in zip(counts, self.limits.block_bytes, strict=True))
+            if not self.costs.prefers_swap(sequence.num_computed, num_bytes):
+                return None
         return host_pool.take(counts)
 
     def _release(self, sequence: Sequence) -> None:

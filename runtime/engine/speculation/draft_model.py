@@ -51,7 +51,7 @@ class DraftModelDrafter:
 
     model          the draft model, on the engine's device
     num_positions  most tokens of a sequence that it drafts for
-    num_blocks     of its pages
+    num_blocks     of its pages in each cache group
     rejects        whether to use rejection sampling, for random samples without a grammar that may cut drafts
     """
 
@@ -65,8 +65,10 @@ class DraftModelDrafter:
         self._num_positions = num_positions
         self._longrope_threshold = longrope_threshold
         self._num_groups = len(spec.group_kinds)
-        self._pages = KVCache(spec, num_blocks)
-        self._free_blocks = list(range(num_blocks - 1, -1, -1))
+        self._pools = spec.group_pools
+        sizes = [num_blocks * self._pools.count(pool) for pool in range(len(spec.block_bytes))]
+        self._pages = KVCache(spec, sizes)
+        self._free_blocks = [list(range(size - 1, -1, -1)) for size in sizes]  # by pool
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         max_blocks = -(-limits.max_model_len // limits.block_size)
         self._tables = BlockTables(self._num_groups, limits.max_num_seqs, max_blocks, limits.block_size)
@@ -74,11 +76,11 @@ class DraftModelDrafter:
         self._proposed: dict[Sequence, list[int]] = {}
         self._rejects = rejects
         self._distributions: dict[Sequence, list[NDArray[np.float32]]] = {}  # of these draft tokens
-        self.num_blocks = num_blocks
+        self.num_blocks = sum(sizes)
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free_blocks)
+        return sum(map(len, self._free_blocks))
 
     def prepare(self, asked: list[tuple[Sequence, int]]) -> None:
         """See `BatchDrafter`. Of a long prompt it computes one step's worth at a time, and proposes at its end."""
@@ -139,8 +141,8 @@ class DraftModelDrafter:
         self._distributions.pop(sequence, None)
         seen = self._seen.pop(sequence, None)
         if seen is not None:
-            for blocks in seen.blocks:
-                self._free_blocks += blocks
+            for pool, blocks in zip(self._pools, seen.blocks, strict=True):
+                self._free_blocks[pool] += blocks
             self._tables.clear(seen.row)
             self._free_rows.append(seen.row)
 
@@ -168,12 +170,12 @@ class DraftModelDrafter:
     def _allocate(self, seen: _Seen, num_tokens: int, keep: set[Sequence]) -> bool:
         """Allocate pages for so many tokens, if there are enough outside ``keep``."""
         missing = -(-num_tokens // self._limits.block_size) - len(seen.blocks[0])
-        while missing * self._num_groups > len(self._free_blocks):
+        while any(missing * self._pools.count(pool) > len(free) for pool, free in enumerate(self._free_blocks)):
             if not self._forget_oldest(keep):
                 return False
         if missing > 0:
             for group, blocks in enumerate(seen.blocks):
-                added = [self._free_blocks.pop() for _ in range(missing)]
+                added = [self._free_blocks[self._pools[group]].pop() for _ in range(missing)]
                 self._tables.add(group, seen.row, len(blocks), added)
                 blocks += added
         return True

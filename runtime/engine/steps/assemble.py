@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.batch import STEP_FIELDS
+from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.pictures import Pictures
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.step import Chunk, Step
@@ -23,6 +24,7 @@ from runtime.engine.steps.step_input import (
     StepInput,
     UncutSpan,
 )
+from runtime.kv.groups import NO_BLOCK
 from runtime.sampling_table import COLUMNS
 
 _OF_SEQUENCES = {name: attrgetter(field.row) for name, field in STEP_FIELDS.items() if field.row}
@@ -49,12 +51,16 @@ class Assembled:
 class Assembler:
     """Tracks the contents of the executor's rows. A step that was assembled but not `sent` is forgotten.
 
-    A running sequence's tables only grow. Entries are sent to the executor with the first chunk that needs them.
+    A running sequence's tables only grow. Entries are sent to the executor with the first chunk that needs them, as
+    numbers inside the group's pool.
     """
 
-    def __init__(self, max_num_seqs: int, num_groups: int, block_size: int, mode: Mode) -> None:
+    def __init__(self, limits: EngineLimits, mode: Mode) -> None:
         self._mode: Mode = mode
-        self._block_size = block_size
+        self._block_size = limits.block_size
+        max_num_seqs, num_groups = limits.max_num_seqs, len(limits.cache_kinds)
+        firsts = list(accumulate(limits.pool_sizes, initial=0))
+        self._first_blocks = [firsts[pool] for pool in limits.cache_pools or (0,) * num_groups]  # by group
         self._num_blocks = [[0] * max_num_seqs for _ in range(num_groups)]  # by row: entries that the executor has
         self._num_covered = np.zeros(max_num_seqs, np.int64)  # by row: tokens whose pages it has in all groups
         self._first_unknown = [0] * max_num_seqs  # by row: position whose prompt log probabilities come next
@@ -174,7 +180,10 @@ class Assembler:
             for group, block_ids in enumerate(sequence.blocks):
                 first = self._num_blocks[group][row]
                 if len(block_ids) > first:
-                    additions.append(BlockAddition(group, row, first, block_ids[first:]))
+                    added, first_block = block_ids[first:], self._first_blocks[group]
+                    if first_block:
+                        added = [max(NO_BLOCK, block_id - first_block) for block_id in added]
+                    additions.append(BlockAddition(group, row, first, added))
         return additions
 
     def _wanted_prompt_logprobs(self, chunks: list[Chunk]) -> tuple[list[PromptLogprobs], list[Request]]:

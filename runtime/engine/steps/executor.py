@@ -190,7 +190,7 @@ class Executor(Protocol):
         ...
 
     def take_timed(self) -> tuple[int, float]:
-        """Blocks and seconds of the swaps that have finished since the last call."""
+        """Bytes and seconds of the swaps that have finished since the last call."""
         ...
 
     def graph_stats(self) -> GraphStats:

@@ -87,8 +87,8 @@ class LocalExecutor:
         self.kv_cache = kv_cache
         self.limits = limits
         self.vocab_size = vocab_size
-        num_slots = limits.num_host_blocks
-        self.transfer = KVTransfer(kv_cache, HostPages(kv_cache.spec, num_slots) if num_slots else None)
+        host_pages = HostPages(kv_cache.spec, limits.host_pool_sizes) if limits.num_host_blocks else None
+        self.transfer = KVTransfer(kv_cache, host_pages)
         max_blocks = -(-limits.max_model_len // limits.block_size)
         self.num_groups = len(kv_cache.spec.group_kinds)
         self.pictures = PictureStore(model, has_tower=self.is_first) if isinstance(model, PictureModel) else None

@@ -48,11 +48,11 @@ class PagedSidePass:
         self._rows = np.arange(len(lengths))
         switch = limits.longrope_threshold
         self._rotary_offsets = np.array([switch if switch and length > switch else 0 for length in lengths], np.int64)
-        num_used = 0
-        for group in range(num_groups):
+        num_used = [0] * len(spec.block_bytes)  # by pool
+        for group, pool in enumerate(spec.group_pools):
             for row, count in enumerate(num_blocks):
-                self._tables.add(group, row, 0, range(num_used, num_used + count))
-                num_used += count
+                self._tables.add(group, row, 0, range(num_used[pool], num_used[pool] + count))
+                num_used[pool] += count
         self._pages = KVCache(spec, num_used)
 
     def run(

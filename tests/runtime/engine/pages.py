@@ -12,8 +12,9 @@ from runtime.kv.forms import KeyValues, Latent
 
 
 def slot_sums(kv_cache: KVCache) -> NDArray[np.uint64]:
-    """A checksum over all layers of each slot's keys and values, `[num_blocks * block_size]`."""
+    """A checksum over all layers of each slot's keys and values, `[num_blocks * block_size]`, pool by pool."""
     spec = kv_cache.spec
+    firsts = np.cumsum([0, *kv_cache.pool_sizes])
     sums = np.zeros((kv_cache.num_blocks, spec.block_size), np.uint64)
     rng = np.random.default_rng(0)
     for layer in range(spec.num_layers):
@@ -26,7 +27,8 @@ def slot_sums(kv_cache: KVCache) -> NDArray[np.uint64]:
         for pages in planes:
             bits = np.ascontiguousarray(pages[..., :width]).view(f"u{pages.itemsize}").astype(np.uint64)
             weights = rng.integers(0, 2**63, (heads, width), np.uint64) * 2 + 1
-            sums += np.einsum("nhsd,hd->ns", bits, weights)
+            pool = spec.groups[kv_cache.group_of(layer)].pool
+            sums[firsts[pool] : firsts[pool + 1]] += np.einsum("nhsd,hd->ns", bits, weights)
     return sums.reshape(-1)
 
 

@@ -20,8 +20,7 @@ from runtime.engine.errors import ContextLengthExceededError
 from runtime.engine.limits import EngineLimits
 from runtime.engine.messages import EngineInfo, EngineRequest, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.scheduling.block_pool import BlockPool
-from runtime.engine.scheduling.host_pool import HostPool
+from runtime.engine.scheduling.block_pool import pool_of
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.scheduling.step import Chunk, Step
@@ -35,11 +34,11 @@ LOGPROBS = TokenLogprobs(0, 0.0, 1, [], [])
 class Pages:
     """What lies in each slot of each block, on the device and on the host."""
 
-    def __init__(self, limits: EngineLimits, num_pools: int) -> None:
+    def __init__(self, limits: EngineLimits) -> None:
         self.block_size = limits.block_size
         self.kinds = limits.cache_kinds
-        self.blocks = [[GARBAGE] * self.block_size for _ in range(num_pools * limits.num_blocks)]
-        self.host = [[GARBAGE] * self.block_size for _ in range(num_pools * limits.num_host_blocks)]
+        self.blocks = [[GARBAGE] * self.block_size for _ in range(limits.num_blocks)]
+        self.host = [[GARBAGE] * self.block_size for _ in range(limits.num_host_blocks)]
 
     def move(self, step: Step) -> None:
         for block_id, slot in step.swap_out:
@@ -83,30 +82,19 @@ class Driver:
     rng      everything that is random comes from here
     eos      probability that a drawn token ends its sequence
     failure  probability that a step fails after its transfers
-    pools    the pool of each cache group, each as large as the limits say; empty: one
     """
 
     def __init__(
-        self, rng: random.Random, limits: EngineLimits, *, overlaps: bool, eos: float = 0.0, failure: float = 0.0,
-        pools: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+        self, rng: random.Random, limits: EngineLimits, *, overlaps: bool, eos: float = 0.0, failure: float = 0.0
+    ) -> None:
         self.rng = rng
         self.limits = limits
         self.overlaps = overlaps
         self.eos = eos
         self.failure = failure
-        num_pools = max(pools, default=0) + 1
-        host_pool = HostPool([limits.num_host_blocks] * num_pools) if limits.num_host_blocks else None
-        self.pool = BlockPool(
-            [limits.num_blocks] * num_pools,
-            limits.block_size,
-            kinds=limits.cache_kinds,
-            pools=pools,
-            enable_prefix_caching=limits.enable_prefix_caching,
-            host_pool=host_pool,
-        )
+        self.pool = pool_of(limits)
         self.scheduler = Scheduler(limits, self.pool)
-        self.pages = Pages(limits, num_pools)
+        self.pages = Pages(limits)
         self.info = _info(limits)
         self.open: list[Sequence] = []
         self.histories: dict[Sequence, list[int]] = {}

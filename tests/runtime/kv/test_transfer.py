@@ -158,9 +158,9 @@ def test_bytes_and_seconds_are_counted() -> None:
     assert counters.num_driver_calls == 0
     assert 0 < counters.swap_s < 10
     assert transfer.bandwidth == counters.swap_bytes / counters.swap_s
-    assert transfer.take_timed() == (3, counters.swap_s)
+    assert transfer.take_timed() == (3 * size, counters.swap_s)
     assert transfer.take_timed() == (0, 0.0)
     transfer.run([(7, 8)], [], [])
-    num_blocks, seconds = transfer.take_timed()
-    assert num_blocks == 1
+    num_bytes, seconds = transfer.take_timed()
+    assert num_bytes == size
     assert seconds == pytest.approx(transfer.counters.swap_s - counters.swap_s)

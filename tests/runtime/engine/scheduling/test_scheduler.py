@@ -85,8 +85,12 @@ def test_groups_of_several_pools_draw_on_their_own() -> None:
             )
             for pool in (0, 1)
         ]  # fmt: skip
-        limits = replace(limits, num_blocks=max(needed) + rng.randrange(3))
-        driver = Driver(rng, limits, overlaps=seed % 2 == 0, eos=rng.choice((0.0, 0.1)), pools=pools)
+        size = max(needed) + rng.randrange(3)
+        limits = replace(
+            limits, num_blocks=2 * size, pool_sizes=(size, size), cache_pools=pools, block_bytes=(1, 3),
+            num_host_blocks=2 * limits.num_host_blocks, host_pool_sizes=(limits.num_host_blocks,) * 2,
+        )  # fmt: skip
+        driver = Driver(rng, limits, overlaps=seed % 2 == 0, eos=rng.choice((0.0, 0.1)))
         driver.arrivals = partial(sometimes_add, driver, rng, 12)  # type: ignore[method-assign]
         add_random_request(driver, rng)
         try:

@@ -43,7 +43,7 @@ class Running:
         self.arrays = DecodeArrays(open_recorder(device), LIMITS, self.rows)
         self.sequences: dict[int, Sequence] = {}
         self.nothing = Tensor.from_numpy(np.zeros((NUM_PLACES + 1, 4), np.float32)).to(device)
-        self._assembler = Assembler(NUM_PLACES, 1, BLOCK_SIZE, "record")
+        self._assembler = Assembler(LIMITS, "record")
 
     def load(self, row: int, rng: random.Random, **params: object) -> Sequence:
         """A sequence whose prompt is computed: it decodes next."""
