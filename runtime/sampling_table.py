@@ -9,10 +9,8 @@ needs no library, so that the command line's help starts quickly.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_type_hints
-
-import msgspec
 
 MAX_FACTOR = 1e4
 """Bound of factors and divisors of logits, so that they stay finite."""
@@ -47,7 +45,8 @@ class Column:
         return int if self.dtype == "int32" else float
 
 
-class SamplingNumbers(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class SamplingNumbers:
     """The table."""
 
     temperature: Annotated[
@@ -105,7 +104,7 @@ COLUMNS: dict[str, Column] = {
 }
 """By parameter, in the order of the kernels' arguments."""
 
-DEFAULTS: dict[str, float] = {field.name: field.default for field in msgspec.structs.fields(SamplingNumbers)}
+DEFAULTS: dict[str, float] = {field.name: field.default for field in fields(SamplingNumbers)}  # type: ignore[misc]
 
 PENALTIES = {name: column.neutral for name, column in COLUMNS.items() if column.is_penalty}
 

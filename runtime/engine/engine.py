@@ -194,11 +194,9 @@ class Engine:
         return self.opened.cancel(request_id, index)
 
     def pause(self, request_id: str) -> None:
-        """See ``EngineClient.pause``."""
         self.opened.pause(request_id)
 
     def resume(self, request_id: str) -> None:
-        """See ``EngineClient.resume``."""
         self.opened.resume(request_id)
 
     def cancel_all(self) -> list[EngineOutput]:
@@ -260,7 +258,6 @@ class Engine:
         return self.executor.logits(prompt_of("token_ids", token_ids, self.info.vocab_size, most, has_answer=False))
 
     def reset_prefix_cache(self) -> NDArray[np.float32]:
-        """See ``EngineClient.reset_prefix_cache``."""
         return np.array(self.pool.drop_prefixes(), np.float32)
 
     def stats(self) -> EngineStats:

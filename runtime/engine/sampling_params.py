@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,7 +19,7 @@ from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 from runtime.engine.option_names import KnownOptions
-from runtime.sampling_table import COLUMNS, PENALTIES, SamplingNumbers
+from runtime.sampling_table import COLUMNS, DEFAULTS, PENALTIES, SamplingNumbers
 
 MAX_N = 128
 """Most choices of one request."""
@@ -44,7 +44,19 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-class SamplingParams(SamplingNumbers, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=KnownOptions):
+if TYPE_CHECKING:  # the table's module may not import msgspec, since every command's help reads it
+
+    class _Numbers(SamplingNumbers, msgspec.Struct, frozen=True, kw_only=True): ...
+else:
+    _Numbers = msgspec.defstruct(
+        "_Numbers",
+        [(name, column.kind, DEFAULTS[name]) for name, column in COLUMNS.items()],
+        frozen=True,
+        kw_only=True,
+    )
+
+
+class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=KnownOptions):
     """Sampling parameters of one request: the numbers of ``runtime.sampling_table``, ``temperature`` to
     ``frequency_penalty``, with their meanings and bounds, and
 

@@ -168,16 +168,13 @@ class RayEngine(EngineConnection):
         self.send(frame(start))
 
     def receive(self) -> list[FromEngine] | None:
-        """See ``EngineConnection.receive``."""
         messages = super().receive()
         return None if messages is None else [self._in_our_time(message) for message in messages]
 
     def kill(self) -> None:
-        """See ``RunningEngine.kill``."""
         _kill(self._actors)
 
     def end(self) -> str:
-        """See ``RunningEngine.end``."""
         self.close()
         try:
             how: str = ray.get(self._actors[0].wait.remote(EXIT_TIMEOUT_S), timeout=2 * EXIT_TIMEOUT_S)

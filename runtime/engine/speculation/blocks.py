@@ -10,8 +10,7 @@ from models.drafters.hidden_state_drafter import BlockDrafter
 from runtime import ops
 from runtime.batch import Batch
 from runtime.engine.limits import EngineLimits
-from runtime.engine.speculation.drafting import Drawing, PairChunks, rows_of
-from runtime.engine.speculation.sampling_ahead import sample_ahead
+from runtime.engine.speculation.drafting import Drawing, PairChunks, rows_of, sample_ahead
 from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
@@ -30,18 +29,15 @@ class Blocks:
         self._most = drafter.block_size - drafter.first_proposal
 
     def slots_behind(self, most: int) -> int:
-        """See `Drafting`."""
         return self._drafter.block_size if most > 0 else 0
 
     def absorb(self, chunks: PairChunks) -> None:
-        """See `Drafting`."""
         drafter = self._drafter
         layout = lay_out(chunks.token_ids, chunks.rows, chunks.starts, chunks.counts, self._tables, _NO_LOGITS)
         batch = layout.batch(drafter.device, exact=self._exact)
         drafter.absorb(batch, drafter.fuse(chunks.own_states(drafter.device)), self._pages)
 
     def draft(self, chunks: PairChunks, sampling_sequences: list[Drawing]) -> list[list[int]]:
-        """See `Drafting`."""
         self.absorb(chunks)
         known = chunks.token_ids[chunks.last]
         normed = self._drafter.forward(self._blocks_behind(chunks, known), self._pages)

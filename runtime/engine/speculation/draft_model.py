@@ -19,7 +19,7 @@ from runtime import ops
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import NOTHING, Ids
-from runtime.engine.speculation.sampling_ahead import arrays_ahead
+from runtime.engine.speculation.drafting import arrays_ahead
 from runtime.engine.steps.executor import Model
 from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
@@ -132,7 +132,6 @@ class DraftModelDrafter:
         return (np.array(ids[:most], np.int32), 0) if ids else (NOTHING, 0)
 
     def distributions(self, sequence: Sequence, count: int) -> NDArray[np.float32] | None:
-        """See `DistributionDrafter`."""
         known = self._distributions.get(sequence)
         return None if known is None else np.stack(known[:count])
 

@@ -10,23 +10,34 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.constants import (
-    BACK_OFF_AGE,
-    DOUBT,
-    DRAFTED_S,
-    FADING,
-    KEPT_TIMES,
-    NEAR,
-    PRIOR,
-    PRIOR_WEIGHT,
-    SEQUENCE_FADING,
-    SEQUENCE_WEIGHT,
-    SHARED_BY,
-    STALE_STEPS,
-    TOKEN_COST,
-    WIDTHS,
-)
 from runtime.engine.speculation.drafter import SUREST, Ids
+
+PRIOR, PRIOR_WEIGHT, SEQUENCE_WEIGHT = 0.6, 4.0, 24.0
+"""A kind of drafts counts at first as so many tokens with this rate of acceptance, a sequence as so many with the rate
+of the kind."""
+FADING, SEQUENCE_FADING = 0.985, 0.95
+"""The share of such counts that is left after each further draft: the latest 70 drafts of a kind count, and 20 of a
+sequence."""
+
+KEPT_TIMES = 8
+"""Times of one kind that are kept. Their lower quartile is used, since others use the machine, too."""
+STALE_STEPS = 512
+"""Steps after which a time is forgotten, as contexts have grown; also the longest back-off."""
+BACK_OFF_AGE = 1 / 8
+"""The age of a time in steps that one step of a back-off adds: nothing is measured there, and most steps are."""
+DRAFTED_S = 1.5e-4
+"""Seconds that any draft adds to a step, until measured: mostly Python's."""
+TOKEN_COST, SHARED_BY = 0.5, 16
+"""The part of its cost that a token beyond the measured ones is taken for, so that what is promising is tried: of one
+token's between the two longest steps, or, until these are measured, of a plain step's over its sequences, at least
+over so many, since a step of few mostly reads weights."""
+DOUBT = 0.5
+"""The part of a step's excess over a plain one that is not believed after one measurement, its square after two: a
+disturbed one is repeated."""
+NEAR = 0.15
+"""Relative distance in tokens within which a time counts as measured: less than a tile of products."""
+WIDTHS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16))
+"""Draft tokens that a step may have in all: few, since each shape is recorded."""
 
 
 @dataclass(slots=True)

@@ -14,30 +14,50 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.constants import (
-    ALLOWANCE,
-    ASKED_S,
-    BACK_OFF_STEPS,
-    CHANGE,
-    COLD,
-    COLD_FADING,
-    COMES_TRUE,
-    CREDIT_S,
-    CREDIT_STEPS,
-    DISTURBED,
-    EVIDENCE,
-    FIRST,
-    LOOKING,
-    MOST_SETUP_STEPS,
-    PAUSE_STEPS,
-    PLAIN_EVERY,
-    RUN_STEPS,
-    SHORT_S,
+from runtime.engine.speculation.evidence import (
+    SEQUENCE_WEIGHT,
     STALE_STEPS,
-    USUAL,
     WIDTHS,
+    Acceptance,
+    Draft,
+    Ended,
+    StepTimes,
 )
-from runtime.engine.speculation.evidence import Acceptance, Draft, Ended, StepTimes
+
+CREDIT_S, CREDIT_STEPS = 0.02, 2.0
+"""The first loss that trials may make: so many seconds, or steps of the first length, whichever is more."""
+ALLOWANCE, LOOKING = 0.008, 0.004
+"""The parts of the time that trials, and fruitless questions to the drafter, may take."""
+ASKED_S = 5e-5
+"""The cost of a question beside the drafter's time: cold code of the engine."""
+MOST_SETUP_STEPS = 100.0
+"""The first step of a shape, which is recorded, is charged at most so many plain steps: the machine may have slept."""
+DISTURBED = 4.0
+"""A step with drafts counts as at most so many times what plain steps take for its tokens: others use the machine."""
+
+SHORT_S = 2e-3
+"""Recording a shape takes dozens of plain steps shorter than this. There all sequences have the same length, one of
+`USUAL`, and `EVIDENCE` draft tokens are compared with samples before any is tried."""
+USUAL, EVIDENCE = (1, 3, 7, 15, 31), SEQUENCE_WEIGHT
+COLD, COLD_FADING = 1.6, 0.75
+"""The excess of the first of such steps in a run, as a multiple of later ones', and what is left of that a step later:
+code and memory are cold."""
+FIRST = 3
+"""The draft length that is tried first; then up to twice as many tokens as ever."""
+CHANGE = 1.05
+"""The gain that another length, or a new shape, has to promise over the present one: times are noisy. In long steps
+so much is added for an untimed length below the longest: times rise in leaps, which interpolation does not show."""
+COMES_TRUE = 0.8
+"""The part of a promised gain that the budget counts on."""
+RUN_STEPS = 8
+"""Short steps for which a choice is kept, as choosing takes a part of one; its loss counts as often."""
+
+BACK_OFF_STEPS = 8
+"""Steps of the first back-off; each is at most half as long again as the one before."""
+PAUSE_STEPS = 4
+"""Plain steps in a pause while drafts pay, which times them: the last two are timed, as at the end of a back-off."""
+PLAIN_EVERY = 64
+"""Steps with drafts before a pause."""
 
 
 class TrialBudget:

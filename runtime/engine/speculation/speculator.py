@@ -25,8 +25,8 @@ from runtime.engine.speculation.drafter import (
     StateDrafter,
 )
 from runtime.engine.speculation.evidence import Draft, Ended, SpeculationCounters
+from runtime.engine.speculation.ngram import PredictionDrafter
 from runtime.engine.speculation.policy import DraftPolicy
-from runtime.engine.speculation.prediction import PredictionDrafter
 from runtime.engine.steps.assemble import Assembled
 from runtime.engine.steps.executor import AuxiliaryHiddenStates
 

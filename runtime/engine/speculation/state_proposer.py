@@ -133,7 +133,6 @@ class StateProposer:
             self._note(prompts)
 
     def prepare(self, asked: list[tuple[Sequence, int]]) -> None:
-        """See `BatchDrafter`."""
         self._proposed = {}
         keep = {sequence for sequence, _ in asked}
         left = {chunk.sequence: chunk for chunk in self._chunks()}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.constants import CREDIT_S
 from runtime.engine.speculation.drafter import Ids
 from runtime.engine.speculation.evidence import Ended
+from runtime.engine.speculation.policy import CREDIT_S
 from runtime.engine.speculation.speculator import Speculator
 from tests.runtime.engine.fakes import VOCAB_SIZE
 from tests.runtime.engine.speculation.test_ngram import grow, sequence

@@ -12,12 +12,14 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.speculation.drafter import SUREST
 from runtime.engine.speculation.ngram import (
+    BREAK,
     MOST_KEPT_TOKENS,
     MOST_TENANTS,
+    Lookup,
     NgramDrafter,
     SuffixDrafter,
+    Text,
 )
-from runtime.engine.speculation.ngram_lookup import BREAK, Lookup, Text
 
 
 def one_by_one(tokens: list[int], ending: list[int], most: int) -> tuple[list[int], int]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.constants import (
+from runtime.engine.speculation.evidence import STALE_STEPS, Draft, Ended, StepTimes
+from runtime.engine.speculation.policy import (
     ALLOWANCE,
     BACK_OFF_STEPS,
     MOST_SETUP_STEPS,
     PAUSE_STEPS,
-    STALE_STEPS,
+    DraftPolicy,
+    TrialBudget,
 )
-from runtime.engine.speculation.evidence import Draft, Ended, StepTimes
-from runtime.engine.speculation.policy import DraftPolicy, TrialBudget
 from tests.runtime.engine.speculation.test_speculator import decoding
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from runtime.engine.errors import RequestError
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.prediction import PredictionDrafter
+from runtime.engine.speculation.ngram import PredictionDrafter
 from runtime.engine.speculation.speculator import Speculator
 from tests.runtime.engine.fakes import VOCAB_SIZE, Collected, make_engine, request, run_to_end
 from tests.runtime.engine.speculation.test_ngram import grow, sequence

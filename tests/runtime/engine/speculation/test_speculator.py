@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.constants import DRAFTED_S, WIDTHS
 from runtime.engine.speculation.drafter import Ids
-from runtime.engine.speculation.evidence import Ended, StepTimes
+from runtime.engine.speculation.evidence import DRAFTED_S, WIDTHS, Ended, StepTimes
 from runtime.engine.speculation.ngram import NgramDrafter
 from runtime.engine.speculation.speculator import Speculator
 from tests.runtime.engine.fakes import VOCAB_SIZE, make_engine, request, run_to_end, said_by_engine
