@@ -16,10 +16,14 @@ from typing import Any
 import typer
 
 from runtime import collector
+from runtime.commands import later
 from runtime.commands.chat_session import COMMANDS, ChatSession, run_slash
 from runtime.commands.group import one_line
 from runtime.errors import XservError
 from runtime.llm import LLM
+
+_toolkit, _completion = later("prompt_toolkit"), later("prompt_toolkit.completion")
+_history, _output = later("prompt_toolkit.history"), later("prompt_toolkit.output")
 
 
 def run(
@@ -123,18 +127,13 @@ def talk(session: ChatSession, read: Callable[[], str]) -> None:
 
 def terminal_reader() -> Callable[[], str]:
     """Reads messages with line editing and a persistent history."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.history import FileHistory
-    from prompt_toolkit.output import create_output
-
     path = history_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    session: PromptSession[str] = PromptSession(
-        history=FileHistory(str(path)),
-        completer=WordCompleter(list(COMMANDS), sentence=True),
+    session = _toolkit.PromptSession(
+        history=_history.FileHistory(str(path)),
+        completer=_completion.WordCompleter(list(COMMANDS), sentence=True),
         complete_while_typing=False,
-        output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
+        output=_output.create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
     )
 
     def read() -> str:

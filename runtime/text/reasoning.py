@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from runtime.engine.grammar.grammar import Grammar, parse_json
+from runtime.later import later
 from runtime.text.parts import ContentParser, Part, PartParser, held_back
 from tokenizer import Tokenizer
+
+_llguidance = later("llguidance")
 
 TAGS = OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 
@@ -155,7 +158,5 @@ def rule_body(grammar: Grammar) -> str:
     if grammar.kind == "choice":
         return " | ".join(json.dumps(text) for text in parse_json(grammar))
     if grammar.kind == "regex":
-        from llguidance import regex_to_lark
-
-        return f"/{regex_to_lark(grammar.text)}/"
+        return f"/{_llguidance.regex_to_lark(grammar.text)}/"
     return grammar.text.removeprefix("start: ")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import msgspec
+
 from runtime.engine.messages import TokenLogprobs
 from runtime.text.pipeline import TextDelta
 from server.openai_api.answers import ChatTokenLogprob, CompletionLogprobs, PromptLogprobs, TopLogprob
@@ -173,35 +175,23 @@ class EncodedLogprobs:
     """The legacy form, kept as encoded JSON."""
 
     def __init__(self) -> None:
-        self._tokens: EncodedList[str] = EncodedList()
-        self._token_logprobs: EncodedList[float | None] = EncodedList()
-        self._top_logprobs: EncodedList[dict[str, float] | None] = EncodedList()
-        self._text_offset: EncodedList[int] = EncodedList()
+        self._lists: list[EncodedList[Any]] = [EncodedList() for _ in CompletionLogprobs.__struct_fields__]
 
     def extend(self, part: CompletionLogprobs) -> None:
-        self._tokens.extend(part.tokens)
-        self._token_logprobs.extend(part.token_logprobs)
-        self._top_logprobs.extend(part.top_logprobs)
-        self._text_offset.extend(part.text_offset)
+        for kept, items in zip(self._lists, msgspec.structs.astuple(part), strict=True):
+            kept.extend(items)
 
     def whole(self) -> CompletionLogprobs:
         """All stretches joined."""
-        return CompletionLogprobs(
-            self._tokens.as_list(),
-            self._token_logprobs.as_list(),
-            self._top_logprobs.as_list(),
-            self._text_offset.as_list(),
-        )
+        return CompletionLogprobs(*(kept.as_list() for kept in self._lists))
 
 
 def join_logprobs(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
     """Joins several stretches into one."""
     whole = CompletionLogprobs()
     for part in parts:
-        whole.tokens += part.tokens
-        whole.token_logprobs += part.token_logprobs
-        whole.top_logprobs += part.top_logprobs
-        whole.text_offset += part.text_offset
+        for joined, items in zip(msgspec.structs.astuple(whole), msgspec.structs.astuple(part), strict=True):
+            joined.extend(items)
     return whole
 
 

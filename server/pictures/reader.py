@@ -21,11 +21,14 @@ from runtime.engine.prompt_images import PreparedImage
 from runtime.images.decoding import DecodingLimits
 from runtime.images.errors import ImageError
 from runtime.images.patches import FixedRule, PatchRule, Rule, SideRule
+from runtime.later import later
 from runtime.text.content import ImagePart
 from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError, invalid
 from server.pictures.addresses import Place
 from server.pictures.decoder import PictureDecoder
+
+_fetching = later("server.pictures.fetching")  # needs httpcore, which is optional
 
 Owner = tuple[str | None, str | None]
 """A tenant and the `cache_salt` of its request: other tenants do not find a picture by its name."""
@@ -143,10 +146,8 @@ class PictureReader:
         if config.allow_image_urls:
             if find_spec("httpcore") is None:
                 raise ServerConfigError("allow_image_urls needs httpcore: pip install '.[vision]' in xserv's checkout")
-            from server.pictures.fetching import PictureFetcher
-
             places = [Place.of(each) for each in config.allow_image_hosts]
-            self._fetch = PictureFetcher(places, config.max_image_bytes, config.image_timeout_s).fetch
+            self._fetch = _fetching.PictureFetcher(places, config.max_image_bytes, config.image_timeout_s).fetch
 
     def rule(self, asked: Mapping[str, Any] | None) -> Rule:
         """How a request's pictures are cut, with its `mm_processor_kwargs`. Raises `ApiError` 400."""
