@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from runtime.emulator.translation.ptx import Instruction
-
 
 class DividedAllocations(Protocol):
     """The blocks of a machine's divided allocations (driver/pool_blocks.py), as the machine sees them."""
@@ -31,14 +29,3 @@ class LoadedModule(Protocol):
     """A module (driver/modules.py), as its context sees it."""
 
     def unload(self) -> None: ...
-
-
-class Emitter(Protocol):
-    """A translation (translation/lowering.py), as the watch over wgmma's registers sees it."""
-
-    builder: Any
-    chunk_start: int
-    instruction: Instruction
-
-    def state_byte(self, offset: int) -> Any: ...
-    def call_if(self, condition: Any, name: str) -> None: ...

@@ -43,8 +43,7 @@ from numba_kernels.source_digests import sources_digest
 from runtime.device.assemble import assemble
 from runtime.device.kernel_cache import KernelCache, is_meant_for
 from runtime.device.kernel_key import tool_versions
-from runtime.emulator.driver.architectures import model_of
-from runtime.emulator.driver.occupancy import blocks_per_sm
+from runtime.emulator.driver.architectures import blocks_per_sm, model_of
 from tools.kernel_costs.machine_code import MachineInstruction, disassemble
 
 QWEN_VOCABULARY = 151_936

@@ -188,15 +188,9 @@ def last_operands(low: Lowering, ins: Instruction, first: int) -> Operand:
     return ranks
 
 
-def _only(low: Lowering, ins: Instruction, first: int, *known: str) -> None:
-    for part in ins.parts[first:]:
-        if part not in known:
-            raise low.refuse(f"modifier .{part}")
-
-
 @lowers("cp.async.bulk.shared::cluster.global", "cp.async.bulk.shared::cta.global")
 def lower_load(low: Lowering, ins: Instruction) -> None:
-    _only(low, ins, 5, MBARRIER, MULTICAST, HINT)
+    low.only(MBARRIER, MULTICAST, HINT, first=5)
     target, source, size, mbarrier = ins.operands[:4]
     ranks = low.slot(last_operands(low, ins, 4), 32)
     addresses = (*low.address(target), *low.address(source))
@@ -221,7 +215,7 @@ def _reduction(low: Lowering, ins: Instruction) -> tuple[int, int]:
 def lower_store(low: Lowering, ins: Instruction) -> None:
     reduction, kind = _reduction(low, ins)
     if reduction == NO_REDUCTION:
-        _only(low, ins, 5, "bulk_group", HINT)
+        low.only("bulk_group", HINT, first=5)
     last_operands(low, ins, 3)
     target, source, size = ins.operands[:3]
     addresses = (*low.address(target), *low.address(source))

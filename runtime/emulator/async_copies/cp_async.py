@@ -269,9 +269,7 @@ _SPACES = {"shared", "shared::cta", "global"}
 @lowers("cp.async.ca", "cp.async.cg")
 def lower_cp_async(low: Lowering, ins: Instruction) -> None:
     """cp.async.ca|cg.shared.global[hints] [dst], [src], size{, src-size | ignore-src}{, cache-policy}"""
-    for part in ins.parts[3:]:
-        if part not in _HINTS | _SPACES:
-            raise low.refuse(f"modifier .{part}")
+    low.only(*_HINTS, *_SPACES, first=3)
     size = low.uniform(ins.operands[2])
     if size not in ((16,) if ins.parts[2] == "cg" else (4, 8, 16)):
         raise low.refuse(f"a copy of {size} bytes")
@@ -299,7 +297,5 @@ def lower_groups(low: Lowering, ins: Instruction) -> None:
 
 @lowers("cp.async.mbarrier.arrive")
 def lower_mbarrier_arrive(low: Lowering, ins: Instruction) -> None:
-    rest = set(ins.parts[4:])
-    if rest - {"noinc", "shared", "shared::cta", "b64"}:
-        raise low.refuse("modifiers")
-    low.call("cp_async_arrive", *low.address(ins.operands[0]), 1 if "noinc" in rest else 0)
+    low.only("noinc", "shared", "shared::cta", "b64", first=4)
+    low.call("cp_async_arrive", *low.address(ins.operands[0]), 1 if "noinc" in ins.parts else 0)

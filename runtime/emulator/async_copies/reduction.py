@@ -1,33 +1,28 @@
-"""Reductions of an asynchronous copy: ``target[i] = op(target[i], source[i])`` for runs of elements.
+"""Read-modify-write arithmetic, of atomics (`memory/atomics.py`) and of an asynchronous copy's reductions.
 
-Element types are those of tensor_map.py. 16-bit floats are added, compared and rounded once (to nearest even), as
-``.noftz`` requires; f32 keeps subnormals.
+Floating-point sums round once to nearest even. 16-bit floats are never flushed (``.noftz``); f32 is only where asked.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
+import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic as _intrinsic
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import f32_at, f64_at, i32_at, i64_at, u16_at, u32_at, u64_at
-from runtime.emulator.async_copies.tensor_map import BF16, F16, F32, F64, S32, S64, U32, U64
+from numba_kernels.pointers import f32_at, f64_at, i64_at, intrinsic, u32_at, u64_at
+from runtime.emulator.async_copies.tensor_map import BF16, ELEMENT_NAMES, F16, F32, F64, S32, S64, element_bytes
+from runtime.emulator.memory.careful_access import element, set_element
 from runtime.emulator.memory.pointers import address_of, stack_longs
 from runtime.emulator.translation.operations import call_operation, operation
 
-intrinsic: Any = _intrinsic  # numba's stub takes the typing context for an argument of the call
-
-ADD, MIN, MAX, INC, DEC, AND, OR, XOR = range(8)
+ADD, MIN, MAX, INC, DEC, AND, OR, XOR, EXCH, CAS = range(10)
+UNSIGNED, SIGNED, FLOAT, HALF, BRAIN, HALF_PAIR, BRAIN_PAIR = range(7)
 REDUCTIONS = {"add": ADD, "min": MIN, "max": MAX, "inc": INC, "dec": DEC, "and": AND, "or": OR, "xor": XOR}
-REDUCTION_TYPES = {
-    "u32": U32, "s32": S32, "u64": U64, "s64": S64, "f16": F16, "bf16": BF16, "f32": F32, "f64": F64,
-    "b32": U32, "b64": U64,
-}  # fmt: skip
 
 
 @intrinsic
@@ -84,83 +79,111 @@ def bf16_of_float(value):
 
 
 @njit
-def _float(operation, a, b):
-    if operation == ADD:
-        return a + b
-    if a != a:
-        return b
-    if b != b:
-        return a
-    return min(a, b) if operation == MIN else max(a, b)
+def _flushed(value):
+    """A float32 whose subnormals are zeros of their sign."""
+    return math.copysign(_ZERO, value) if abs(value) < _SMALLEST_NORMAL else value
+
+
+_ZERO, _SMALLEST_NORMAL = np.float32(0.0), np.float32(2.0**-126)
 
 
 @njit
-def _integer(operation, a, b):
-    """For u32 (in int64), s32 and s64."""
-    if operation == ADD:
-        return a + b
-    if operation == MIN:
-        return min(a, b)
-    if operation == MAX:
-        return max(a, b)
-    if operation == INC:
-        return 0 if a >= b else a + 1
-    if operation == DEC:
-        return b if a == 0 or a > b else a - 1
-    if operation == AND:
-        return a & b
-    if operation == OR:
-        return a | b
-    return a ^ b
+def add_float(place, operand, size, flush):
+    """Adds in memory what lies at `operand`; NaN becomes the one that the hardware makes."""
+    if size == 8:
+        f64_at(place)[0] += f64_at(operand)[0]
+        if f64_at(place)[0] != f64_at(place)[0]:
+            u64_at(place)[0] = types.uint64(0x7FFFFFFFFFFFFFFF)
+        return
+    x, y = f32_at(place)[0], f32_at(operand)[0]
+    total = _flushed(_flushed(x) + _flushed(y)) if flush else x + y
+    f32_at(place)[0] = total
+    if total != total:
+        u32_at(place)[0] = types.uint32(0x7FFFFFFF)
+
+
+@njit
+def _half(code, kind, old, operand):
+    """One 16-bit float."""
+    x = float_of_half(types.int64(old)) if kind == HALF else float_of_bf16(types.int64(old))
+    y = float_of_half(types.int64(operand)) if kind == HALF else float_of_bf16(types.int64(operand))
+    if code == ADD:
+        result = x + y
+    elif x != x:
+        result = y
+    elif y != y:
+        result = x
+    elif x == y:  # zeros of both signs: -0 is below +0
+        is_negative = types.int64(old) >> 15 != 0
+        result = x if is_negative == (code == MIN) else y
+    else:
+        result = x if (x < y) == (code == MIN) else y
+    if result != result:
+        return types.uint64(0x7FFF)
+    return types.uint64(half_of_float(result)) if kind == HALF else types.uint64(bf16_of_float(result))
+
+
+@njit
+def _integer(code, kind, old, operand, size):
+    shift = types.int64(64 - 8 * size)
+    if code == ADD:
+        return old + operand
+    if code == INC:
+        return types.uint64(0) if old >= operand else old + types.uint64(1)
+    if code == DEC:
+        return operand if old == types.uint64(0) or old > operand else old - types.uint64(1)
+    if code == AND:
+        return old & operand
+    if code == OR:
+        return old | operand
+    if code == XOR:
+        return old ^ operand
+    if kind == SIGNED:
+        first, second = types.int64(old) << shift, types.int64(operand) << shift
+        return old if (first < second) == (code == MIN) else operand
+    return old if (old < operand) == (code == MIN) else operand
+
+
+@njit
+def result_of(code, kind, old, operand, other, size):
+    """The value to store; `other` is the third operand of cas, which stores it where `old` equals `operand`."""
+    if code == EXCH:
+        return operand
+    if code == CAS:
+        return other if old == operand else old
+    if kind in (HALF, BRAIN):
+        return _half(code, kind, old, operand)
+    if kind in (HALF_PAIR, BRAIN_PAIR):
+        single, low = (HALF if kind == HALF_PAIR else BRAIN), types.uint64(0xFFFF)
+        upper = _half(code, single, old >> types.uint64(16), operand >> types.uint64(16))
+        return upper << types.uint64(16) | _half(code, single, old & low, operand & low)
+    return _integer(code, kind, old, operand, size)
+
+
+@njit
+def _kind_of(code, element_type):
+    """The kind of a tensor map's element type; the bits of floats for operations that floats do not have."""
+    if code > MAX:
+        return UNSIGNED
+    if element_type in (F32, F64):
+        return FLOAT
+    if element_type in (F16, BF16):
+        return HALF if element_type == F16 else BRAIN
+    return SIGNED if element_type in (S32, S64) else UNSIGNED
 
 
 @operation("reduce_run", "l")
 def reduce_run(warp, mask, site, arguments):
     """`arguments` is the address of int64[5]: operation, element type, addresses of target and source, elements."""
     given = i64_at(arguments)
-    operation, element_type, target, source, count = given[0], given[1], given[2], given[3], given[4]
-    if element_type == U32:
-        for index in range(count):
-            a, b = types.int64(u32_at(target)[index]), types.int64(u32_at(source)[index])
-            u32_at(target)[index] = types.uint32(_integer(operation, a, b))
-    elif element_type == S32:
-        for index in range(count):
-            a, b = types.int64(i32_at(target)[index]), types.int64(i32_at(source)[index])
-            i32_at(target)[index] = types.int32(_integer(operation, a, b))
-    elif element_type == S64:
-        for index in range(count):
-            i64_at(target)[index] = _integer(operation, i64_at(target)[index], i64_at(source)[index])
-    elif element_type == U64:
-        for index in range(count):
-            x, y = u64_at(target)[index], u64_at(source)[index]
-            if operation == MIN:
-                u64_at(target)[index] = min(x, y)
-            elif operation == MAX:
-                u64_at(target)[index] = max(x, y)
-            else:
-                i64_at(target)[index] = _integer(operation, i64_at(target)[index], i64_at(source)[index])
-    elif element_type == F32:
-        for index in range(count):
-            f32_at(target)[index] = _float(operation, f32_at(target)[index], f32_at(source)[index])
-    elif element_type == F64:
-        for index in range(count):
-            f64_at(target)[index] = _float(operation, f64_at(target)[index], f64_at(source)[index])
-    elif element_type == F16:
-        for index in range(count):
-            p, q = u16_at(target)[index], u16_at(source)[index]
-            if operation <= MAX:
-                u16_at(target)[index] = half_of_float(_float(operation, float_of_half(p), float_of_half(q)))
-            else:
-                u16_at(target)[index] = types.uint16(_integer(operation, types.int64(p), types.int64(q)))
-    elif element_type == BF16:
-        for index in range(count):
-            p, q = types.int64(u16_at(target)[index]), types.int64(u16_at(source)[index])
-            if operation <= MAX:
-                u16_at(target)[index] = types.uint16(
-                    bf16_of_float(_float(operation, float_of_bf16(p), float_of_bf16(q)))
-                )
-            else:
-                u16_at(target)[index] = types.uint16(_integer(operation, p, q))
+    code, size, kind = given[0], element_bytes(given[1]), _kind_of(given[0], given[1])
+    for index in range(given[4]):
+        at, of = given[2] + index * size, given[3] + index * size
+        if kind == FLOAT and code == ADD:
+            add_float(at, of, size, False)
+        else:
+            old, operand = element(at, size), element(of, size)
+            set_element(at, size, result_of(code, kind, old, operand, operand, size))
     return 0
 
 
@@ -176,11 +199,12 @@ def reduce(warp, site, reducer, operation, element_type, target, source, count):
 def reduction_of(parts: tuple[str, ...]) -> tuple[int, int] | None:
     """(operation, element type) that an opcode's parts name, or None."""
     operations = [REDUCTIONS[part] for part in parts if part in REDUCTIONS]
-    element_types = [REDUCTION_TYPES[part] for part in parts if part in REDUCTION_TYPES]
+    names = [part.replace("b", "u") if part in ("b32", "b64") else part for part in parts]
+    element_types = [ELEMENT_NAMES.index(name) for name in names if name in ELEMENT_NAMES[2:]]
     if len(operations) != 1 or len(element_types) != 1:
         return None
-    operation, element_type = operations[0], element_types[0]
+    code, element_type = operations[0], element_types[0]
     floating = element_type in (F16, BF16, F32, F64)
-    if (floating and operation > MAX) or (element_type in (F32, F64) and operation != ADD):
+    if (floating and code > MAX) or (element_type in (F32, F64) and code != ADD):
         return None
-    return operation, element_type
+    return code, element_type

@@ -20,9 +20,8 @@ from runtime.emulator.async_copies.bulk_copy import (
     set_mbarrier,
     start_record,
 )
-from runtime.emulator.async_copies.bulk_queue import TENSOR_LOAD, TENSOR_REDUCE, TENSOR_STORE
+from runtime.emulator.async_copies.bulk_queue import TENSOR_LOAD, TENSOR_REDUCE, TENSOR_STORE, count_tile
 from runtime.emulator.async_copies.reduction import REDUCTIONS
-from runtime.emulator.async_copies.swizzle import SWIZZLE_BYTES
 from runtime.emulator.async_copies.tensor_map import (
     MAP_ADDRESS,
     MAP_BOX,
@@ -34,6 +33,7 @@ from runtime.emulator.async_copies.tensor_map import (
     MAP_STRIDES,
     MARK,
     REPLACE_ELEMENT_TYPES,
+    SWIZZLE_BYTES,
     element_bytes,
     map_bytes,
     map_extent,
@@ -41,7 +41,6 @@ from runtime.emulator.async_copies.tensor_map import (
     map_swizzle,
     map_type,
 )
-from runtime.emulator.async_copies.tensor_tile import count_tile
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import DONE, FAILED, block_at
 from runtime.emulator.memory.careful_access import read_any, write_any

@@ -1,4 +1,4 @@
-"""A tensor map: the 128 bytes that describe a tensor in global memory to TMA, in an encoding of our own.
+"""A tensor map: the 128 bytes that describe a tensor in global memory to TMA, in an encoding of our own; swizzles.
 
 Hardware's encoding is not published; ours is 16 int64 words. The emulated driver's cuTensorMapEncodeTiled calls
 `encode`, `tensormap.replace` writes single fields, the compiled copies read them.
@@ -7,6 +7,9 @@ Word 0 global address; 1 element type | rank - 1 << 8 | swizzle << 16 | interlea
 elements, innermost first; 7-10 strides in bytes of dimensions 1-4; 11 box sizes minus 1 (8 bits a dimension);
 12 element strides minus 1 (8 bits a dimension); 15 a mark of validity. "Minus 1" makes a zeroed map, which Triton
 starts from, complete it with `tensormap.replace`.
+
+A swizzle permutes the 16-byte chunks of a 128-byte line: the 32-, 64- and 128-byte modes exchange chunks by address
+bits alone: bits 4 (… 5, … 6) are XORed with bits 7 (… 8, … 9). wgmma's descriptors count the modes the other way.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -18,7 +21,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from numba_kernels.cache import njit
-from runtime.emulator.async_copies.swizzle import SWIZZLE_BYTES
 from runtime.errors import InvalidArgumentError
 
 MAP_BYTES = 128
@@ -168,3 +170,12 @@ def map_bytes(words):
     for dimension in range(map_rank(words)):
         total *= map_extent(words, dimension)
     return total
+
+
+SWIZZLE_BYTES = (16, 32, 64, 128)  # the widest row of each mode; 16: chunks stay where they are
+
+
+@njit
+def swizzled(address, mode):
+    """The shared address of the data under a mode (0 … 3)."""
+    return address ^ ((address >> 7) & ((1 << mode) - 1)) << 4

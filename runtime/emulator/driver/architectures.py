@@ -10,8 +10,9 @@ feature support and technical specifications). Counts, clocks, bandwidths and pe
 - B200: "NVIDIA Blackwell Architecture Technical Brief" and the HGX B200 datasheet (per GPU).
 - RTX 5090: "NVIDIA RTX Blackwell GPU Architecture" whitepaper, appendix A.
 
-Tensor-core rates are dense, with float32 accumulation. An emulated device's memory is an argument of its driver, not
-`memory_bytes`, which is the product's.
+Limits on resident blocks follow the "CUDA Occupancy Calculator" of the CUDA Toolkit: registers are handed out by 256 a
+warp, warps by four, shared memory by 128 bytes. Tensor-core rates are dense, with float32 accumulation. An emulated
+device's memory is an argument of its driver, not `memory_bytes`, which is the product's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ MAX_THREADS_PER_BLOCK = 1024
 MAX_BLOCK = (1024, 1024, 64)
 MAX_GRID = (2**31 - 1, 65535, 65535)
 REGISTERS_PER_SM = 65536
-MAX_REGISTERS_PER_THREAD = 255
 DEFAULT_SHARED_BYTES_PER_BLOCK = 48 * KIB
 """Shared memory that a block may have without asking for more (`CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`)."""
 RESERVED_SHARED_BYTES_PER_BLOCK = 1 * KIB
@@ -184,3 +184,34 @@ def model_of(name: str) -> GpuModel:
         known = ", ".join((*MODEL_OF_ARCH, *GPU_MODELS))
         raise InvalidArgumentError(f"{name!r} is no GPU that can be emulated: {known}", param="arch")
     return model
+
+
+_REGISTER_UNIT = 256  # registers, for a warp
+_WARP_UNIT = 4
+_SHARED_UNIT = 128
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def blocks_per_sm(model: GpuModel, threads: int, registers: int, shared_bytes: int) -> int:
+    """Blocks of a kernel that one multiprocessor holds at once; 0 where not even one fits.
+
+    Args:
+        threads: a block.
+        registers: a thread.
+        shared_bytes: a block, static and dynamic.
+    """
+    if threads < 1 or shared_bytes > model.shared_bytes_per_block:
+        return 0
+    warps = -(-threads // WARP_SIZE)
+    registers_per_warp = _up(registers * WARP_SIZE, _REGISTER_UNIT)
+    warps_by_registers = REGISTERS_PER_SM // registers_per_warp // _WARP_UNIT * _WARP_UNIT
+    shared = _up(shared_bytes + RESERVED_SHARED_BYTES_PER_BLOCK, _SHARED_UNIT)
+    return min(
+        model.blocks_per_sm,
+        model.threads_per_sm // WARP_SIZE // warps,
+        warps_by_registers // warps,
+        model.shared_bytes_per_sm // shared,
+    )

@@ -7,10 +7,21 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from runtime.emulator.driver.graph_nodes import MODE, Capture, Graph, GraphExec, Node, Step, plan_replay
 from runtime.emulator.driver.launches import KernelLaunch, LaunchFunctions, overlap_of
 from runtime.emulator.driver.state import DriverState, R, Refused, Stream, entry, handle_of
-from runtime.emulator.driver.work_queues import MeetingTemplate, Operation, Queue, Work
+from runtime.emulator.driver.work_queues import (
+    MODE,
+    Capture,
+    Graph,
+    GraphExec,
+    MeetingTemplate,
+    Node,
+    Operation,
+    Queue,
+    Step,
+    Work,
+    plan_replay,
+)
 from runtime.emulator.protocols import CapturedStream
 from runtime.emulator.races.stream_order import Overlap
 

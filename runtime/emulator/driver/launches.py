@@ -17,12 +17,11 @@ from runtime.emulator.driver.architectures import (
 )
 from runtime.emulator.driver.modules import Function, ModuleFunctions
 from runtime.emulator.driver.state import R, Refused, entry
-from runtime.emulator.driver.stream_faults import missing_event
 from runtime.emulator.driver.work_queues import Work
 from runtime.emulator.execution.counters import Counters
 from runtime.emulator.execution.fault import EmulatorFault, FaultKind
 from runtime.emulator.execution.launch import Checks, launch
-from runtime.emulator.races.stream_order import Overlap
+from runtime.emulator.races.stream_order import Overlap, missing_event
 
 Dim3 = tuple[int, int, int]
 

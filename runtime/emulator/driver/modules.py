@@ -1,7 +1,7 @@
 """The driver's functions for modules, their kernels and the attributes of those. An image is PTX text.
 
 A kernel is translated when it is first launched. ptxas's results are missing from its text: the number of registers is
-an estimate (see `occupancy.py`), spills are zero.
+an estimate (`basic_blocks.estimate_registers`), spills are zero.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from cuda.bindings import driver as cu
 from runtime.emulator.driver.architectures import (
     DEFAULT_SHARED_BYTES_PER_BLOCK,
     MAX_THREADS_PER_BLOCK,
+    blocks_per_sm,
 )
-from runtime.emulator.driver.occupancy import blocks_per_sm, estimate_registers
 from runtime.emulator.driver.state import Context, DriverState, R, Refused, entry, handle_of
 from runtime.emulator.execution.launch import Program, load
+from runtime.emulator.translation.basic_blocks import estimate_registers
 from runtime.emulator.translation.ptx import Kernel, PtxError
 from runtime.errors import OutOfMemoryError
 

@@ -17,11 +17,10 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from runtime.emulator.driver.state import DriverState, R, Refused, entry, handle_of
-from runtime.emulator.driver.stream_faults import DriverFault
 from runtime.emulator.driver.work_queues import Work
 from runtime.emulator.execution.fault import FaultKind
 from runtime.emulator.memory.device_memory import IS_ALLOCATED, IS_FREED, DeviceMemoryError, Machine
-from runtime.emulator.races.stream_order import Conflict
+from runtime.emulator.races.stream_order import Conflict, DriverFault
 
 _MOST_REMEMBERED = 1000
 

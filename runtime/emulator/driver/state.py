@@ -21,12 +21,21 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from cuda.bindings import driver as cu
 
 from runtime.emulator.driver.architectures import GpuModel
-from runtime.emulator.driver.graph_nodes import MODE, Capture, Node, NodeOperation
-from runtime.emulator.driver.stream_faults import missing_event, status_of
-from runtime.emulator.driver.work_queues import IDLE_S, MeetingTemplate, Operation, Queue, Scheduler, Work
+from runtime.emulator.driver.work_queues import (
+    IDLE_S,
+    MODE,
+    Capture,
+    MeetingTemplate,
+    Node,
+    NodeOperation,
+    Operation,
+    Queue,
+    Scheduler,
+    Work,
+)
 from runtime.emulator.memory.device_memory import Allocation, Machine
 from runtime.emulator.protocols import LoadedModule
-from runtime.emulator.races.stream_order import Conflict, Overlap, StreamOrder
+from runtime.emulator.races.stream_order import Conflict, Overlap, StreamOrder, missing_event, status_of
 
 R = cu.CUresult
 OK = (R.CUDA_SUCCESS,)

@@ -7,9 +7,8 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from runtime.emulator.driver.graph_nodes import Capture, Node
 from runtime.emulator.driver.state import Context, DriverState, R, Refused, Stream, entry, handle_of
-from runtime.emulator.driver.work_queues import Work
+from runtime.emulator.driver.work_queues import Capture, Node, Work
 
 _EVENT_FLAGS = 0x1 | 0x2 | 0x4  # blocking sync, no timing, interprocess
 _NO_TIMING = 0x2

@@ -11,13 +11,13 @@ from ctypes import c_int32
 from dataclasses import dataclass
 
 from runtime.emulator.execution.fault import Fault, FaultKind
-from runtime.emulator.execution.residency import Slot
 from runtime.emulator.execution.state import BLOCKED, EXITED, SHARED_OFFSET_MASK, SHARED_RANK_SHIFT, Block, Warp
+from runtime.emulator.execution.warp_scheduler import Slot
 from runtime.emulator.memory.device_memory import Machine
 from runtime.emulator.memory.locate import ACTIONS, CONST, GENERIC, GLOBAL, LOCAL, PARAM, SHARED_CLUSTER, SPACE_NAMES
 from runtime.emulator.races.clocks import IN_SHARED
 from runtime.emulator.translation.program import LoadedKernel
-from runtime.emulator.translation.variables import SharedLayout
+from runtime.emulator.translation.symbols import SharedLayout
 
 _MAX_LINES = 24
 
@@ -71,29 +71,6 @@ def ranges(numbers: list[int]) -> str:
 
 
 Dim3 = tuple[int, int, int]
-_RACES = {
-    FaultKind.NC_WRITTEN: (
-        "a .nc load of {place}, which {other} has written in this launch: .nc is for data that nobody writes"
-    ),
-    FaultKind.RACE_READ_AFTER_WRITE: (
-        "a race: this reads {place}, which {other} has written, and nothing orders the two"
-    ),
-    FaultKind.RACE_WRITE_AFTER_WRITE: (
-        "a race: this writes {place}, which {other} has written another value to, and nothing orders the two"
-    ),
-    FaultKind.RACE_WRITE_AFTER_READ: "a race: this writes {place}, which {other} has read, and nothing orders the two",
-    FaultKind.RACE_WITHIN_WARP: (
-        "a race: this reads {place}, which {other} of the same warp has written, with no bar.warp.sync between the two"
-    ),
-}
-_REASONS = {
-    FaultKind.OUT_OF_BOUNDS: "which is outside of every allocation",
-    FaultKind.ACCESS_AFTER_FREE: "which has been freed",
-    FaultKind.UNINITIALIZED: "which nothing has written",
-    FaultKind.NO_PEER_ACCESS: "which belongs to another device",
-    FaultKind.WRONG_SPACE: "which is not in the instruction's state space",
-    FaultKind.IMMUTABLE_WRITTEN: "which was declared immutable",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +109,6 @@ class LaunchShape:
         return x // cx + gx // cx * (y // cy + gy // cy * (z // cz))
 
 
-def is_memory_fault(kind: FaultKind) -> bool:
-    return FaultKind.OUT_OF_BOUNDS <= kind <= FaultKind.IMMUTABLE_WRITTEN
-
-
 def kind_of(kind: FaultKind, fault: Fault, machine: Machine) -> FaultKind:
     """The kind of a record: shadow bytes alone do not distinguish freed memory from memory never allocated."""
     in_device_memory = fault.c in (GENERIC, GLOBAL, CONST)
@@ -144,27 +117,23 @@ def kind_of(kind: FaultKind, fault: Fault, machine: Machine) -> FaultKind:
     return kind
 
 
-def explain(kind: FaultKind, fault: Fault, machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:
-    """The sentence for a memory fault's record (its numbers are documented in execution/fault.py and locate.py)."""
+def describe(kind: FaultKind, fault: Fault, machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:
+    """The sentence for a fault's record (memory's numbers are documented in locate.py)."""
     block, address, a, b, c, d = fault.block, fault.address, fault.a, fault.b, fault.c, fault.d
-    if kind in _RACES:
-        is_shared = a == IN_SHARED
-        place = _place(address, SHARED_CLUSTER if is_shared else GLOBAL, machine, layout, shape)
-        if is_shared:
+    words: dict[str, object] = {"address": address, "a": a, "b": b, "c": c, "d": d}
+    if FaultKind.NC_WRITTEN <= kind <= FaultKind.RACE_WITHIN_WARP:
+        if a == IN_SHARED:
             warps = -(-(shape.block[0] * shape.block[1] * shape.block[2]) // 32)
             c += shape.cluster_of(block) * shape.cluster[0] * shape.cluster[1] * shape.cluster[2] * warps
-        return _RACES[kind].format(place=place, other=shape.warp_name(c, d))
-    if kind == FaultKind.LANES_DIFFER:
-        return f"two lanes of this instruction write different values to {_place(address, c, machine, layout, shape)}"
-    what = f"a {ACTIONS[a]} of {b} bytes at {SPACE_NAMES[c]} address {d:#x}"
-    if kind == FaultKind.MISALIGNED:
-        return f"{what}, which is no multiple of {b}"
-    at = "" if address == d else f", whose byte {address - d} is at {address:#x}"
-    return f"{what}{at}, {_REASONS[kind]}: {_there(address, c, machine, layout, shape)}"
-
-
-def _place(address: int, space: int, machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:
-    return f"{address:#x} ({_there(address, space, machine, layout, shape)})"
+        space = SHARED_CLUSTER if a == IN_SHARED else GLOBAL
+        words["place"] = f"{address:#x} ({_there(address, space, machine, layout, shape)})"
+        words["other"] = shape.warp_name(c, d)
+    elif FaultKind.OUT_OF_BOUNDS <= kind <= FaultKind.IMMUTABLE_WRITTEN:
+        at = "" if address == d else f", whose byte {address - d} is at {address:#x}"
+        words["what"] = f"a {ACTIONS[a]} of {b} bytes at {SPACE_NAMES[c]} address {d:#x}{at}"
+        words["there"] = there = _there(address, c, machine, layout, shape)
+        words["place"] = f"{address:#x} ({there})"
+    return kind.message.format_map(words)
 
 
 def _there(address: int, space: int, machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:

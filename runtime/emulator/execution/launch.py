@@ -1,4 +1,9 @@
-"""Running a kernel over a grid: arguments and state laid out, OS threads set to it, a fault made into an exception."""
+"""Running a kernel over a grid: arguments and state laid out, OS threads set to it, a fault made into an exception.
+
+Also the end of asynchronous work when a warp, a block or a launch ends (`close_warp`, `close_block`).
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
 
 from __future__ import annotations
 
@@ -13,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from runtime.collector import NO_COLLECTION
+from runtime.emulator.async_copies.bulk_queue import drop, finish, first_into, first_unread
+from runtime.emulator.async_copies.cp_async import close_copies, drop_copies
 from runtime.emulator.async_copies.proxy import proxy_bytes
 from runtime.emulator.execution import counters
 from runtime.emulator.execution.counters import Counters, TrafficCounts, traffic_of
-from runtime.emulator.execution.fault import EmulatorFault, Fault, FaultKind, message_of
-from runtime.emulator.execution.fault_text import LaunchShape, explain, is_memory_fault, kind_of, who_waits
-from runtime.emulator.execution.residency import Shape, SlotBuffer, lay_out, round_up
+from runtime.emulator.execution.fault import EmulatorFault, Fault, FaultKind, report
+from runtime.emulator.execution.fault_text import LaunchShape, describe, kind_of, who_waits
 from runtime.emulator.execution.state import (
     CHECK_ASYNC,
     CHECK_MEMORY,
@@ -27,10 +33,22 @@ from runtime.emulator.execution.state import (
     COUNT_MEMORY,
     Launch,
 )
-from runtime.emulator.execution.warp_scheduler import FAULTED, NEEDS_SLOT, Grid, abandon, run_clusters
+from runtime.emulator.execution.warp_scheduler import (
+    FAULTED,
+    NEEDS_SLOT,
+    Grid,
+    Shape,
+    SlotBuffer,
+    abandon,
+    lay_out,
+    round_up,
+    run_clusters,
+)
 from runtime.emulator.memory.device_memory import Machine
+from runtime.emulator.memory.pointers import address_of
 from runtime.emulator.races.launch_memory import RaceMemory
-from runtime.emulator.translation.operations import compile_operation, compiled
+from runtime.emulator.tensor_cores.wgmma import close_wgmma
+from runtime.emulator.translation.operations import compile_operation, compiled, operation
 from runtime.emulator.translation.program import LoadedKernel, Program, load
 from runtime.errors import InvalidArgumentError
 
@@ -260,12 +278,10 @@ class _Run:
 
     def _exception(self, worker: _Worker) -> EmulatorFault:
         fault = worker.fault
-        kind, site, linear = FaultKind(fault.kind), fault.site, fault.block
-        detail = message_of(kind, fault)
-        if is_memory_fault(kind):
-            kind = kind_of(kind, fault, self.machine)
-            shape = LaunchShape(self.grid, self.block, self.cluster, self.dynamic_bytes)
-            detail = explain(kind, fault, self.machine, self.kernel.shared, shape)
+        site, linear = fault.site, fault.block
+        kind = kind_of(FaultKind(fault.kind), fault, self.machine)
+        shape = LaunchShape(self.grid, self.block, self.cluster, self.dynamic_bytes)
+        detail = describe(kind, fault, self.machine, self.kernel.shared, shape)
         if kind == FaultKind.ASSERT:
             message, file = self._text_at(fault.a), self._text_at(fault.b)
             detail = f"assertion {message!r} failed ({file}:{fault.c})"
@@ -319,3 +335,38 @@ def _on_threads(work: Any, workers: list[_Worker]) -> None:
         work(workers[0])
         for other in others:
             other.result()
+
+
+@operation("close_warp", "l")
+def close_warp(warp, mask, site, nothing):
+    """All lanes of the warp have exited. Its bulk stores are carried out; returns 1 and a fault, or 0.
+
+    A copy that has not read its shared memory, a wgmma that was never waited for, and, with the block's last warp, a
+    copy that will still write the block's shared memory, are faults under CHECK_ASYNC: the memory may belong to another
+    block by then. `warp` still counts as running in `num_exited_warps`.
+    """
+    checked = warp.launch.checks & CHECK_ASYNC
+    pending = max(close_wgmma(warp), first_unread(warp))
+    if checked and pending >= 0:
+        return report(warp, FaultKind.EXIT_IN_FLIGHT, pending, 0, 0, pending, 0, 0, 0)
+    if finish(warp) or close_copies(warp):
+        return 1
+    block = warp.block
+    if checked and block.num_exited_warps + 1 == block.num_warps:
+        for rank in range(warp.launch.cluster_size):
+            pending = first_into(address_of(block), block.cluster[rank])
+            if pending >= 0:
+                return report(warp, FaultKind.EXIT_IN_FLIGHT, pending, 0, 0, pending, 0, 0, 0)
+    return 0
+
+
+@operation("close_block", "l")
+def close_block(warp, mask, site, nothing):
+    """The cluster of the warp's block has ended, or the launch is given up: frees what the block's queues hold."""
+    block = warp.block
+    drop(block)
+    for index in range(block.num_warps):
+        other = block.warps[index]
+        drop_copies(other)
+        close_wgmma(other)
+    return 0

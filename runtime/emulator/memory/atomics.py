@@ -1,21 +1,38 @@
 """atom and red: one read-modify-write a lane, in the order of the lanes.
 
-OS threads never share device memory while a kernel has atomics, so plain loads and stores do. Floating-point sums round
-once to nearest even; add.f32 on device memory flushes subnormal inputs and results to zero and on shared memory does
-not, as in PTX; 16-bit floats are never flushed (.noftz). Vectors are that many scalar operations.
+OS threads never share device memory while a kernel has atomics, so plain loads and stores do. add.f32 on device memory
+flushes subnormal inputs and results to zero and on shared memory does not, as in PTX. Vectors are that many scalar
+operations.
 """
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 from numba import types
 
 from numba_kernels.cache import njit
-from numba_kernels.pointers import f32_at, f64_at, i64_at, u32_at, u64_at
+from numba_kernels.pointers import i64_at, u32_at, u64_at
 from runtime.emulator.async_copies.proxy import wrote
-from runtime.emulator.async_copies.reduction import bf16_of_float, float_of_bf16, float_of_half, half_of_float
+from runtime.emulator.async_copies.reduction import (
+    ADD,
+    AND,
+    BRAIN,
+    BRAIN_PAIR,
+    CAS,
+    DEC,
+    EXCH,
+    FLOAT,
+    HALF,
+    HALF_PAIR,
+    INC,
+    MAX,
+    MIN,
+    OR,
+    SIGNED,
+    UNSIGNED,
+    XOR,
+    add_float,
+    result_of,
+)  # fmt: skip
 from runtime.emulator.execution.counters import count_access
 from runtime.emulator.execution.state import CHECK_RACES, COUNT_MEMORY, block_at
 from runtime.emulator.memory.careful_access import (
@@ -48,9 +65,6 @@ from runtime.emulator.translation.modifiers import Modifiers
 from runtime.emulator.translation.operations import compiled_once, operation
 from runtime.emulator.translation.ptx import TYPE_BYTES, Instruction, Operand, Sink, Vector
 
-ADD, INC, DEC, MIN, MAX, AND, OR, XOR, EXCH, CAS = range(10)
-UNSIGNED, SIGNED, FLOAT, HALF, BRAIN, HALF_PAIR, BRAIN_PAIR = range(7)
-
 _BITS = ("b16", "b32", "b64", "b128")
 _PAIRS = ("f16x2", "bf16x2")
 _HALVES = ("f16", "bf16", *_PAIRS)
@@ -70,88 +84,6 @@ _KINDS = {
     "f32": FLOAT, "f64": FLOAT, "f16": HALF, "bf16": BRAIN, "f16x2": HALF_PAIR, "bf16x2": BRAIN_PAIR, "s32": SIGNED,
     "s64": SIGNED,
 }  # fmt: skip
-
-
-@njit
-def _flushed(value):
-    """A float32 whose subnormals are zeros of their sign."""
-    return math.copysign(_ZERO, value) if abs(value) < _SMALLEST_NORMAL else value
-
-
-_ZERO, _SMALLEST_NORMAL = np.float32(0.0), np.float32(2.0**-126)
-
-
-@njit
-def _add_float(place, operands, lane, size, flush):
-    """Adds in memory; NaN becomes the one that the hardware makes."""
-    if size == 8:
-        f64_at(place)[0] += f64_at(operands)[lane]
-        if f64_at(place)[0] != f64_at(place)[0]:
-            u64_at(place)[0] = types.uint64(0x7FFFFFFFFFFFFFFF)
-        return
-    x, y = f32_at(place)[0], f32_at(operands)[lane]
-    total = _flushed(_flushed(x) + _flushed(y)) if flush else x + y
-    f32_at(place)[0] = total
-    if total != total:
-        u32_at(place)[0] = types.uint32(0x7FFFFFFF)
-
-
-@njit
-def _half(code, kind, old, operand):
-    """One 16-bit float."""
-    x = float_of_half(types.int64(old)) if kind == HALF else float_of_bf16(types.int64(old))
-    y = float_of_half(types.int64(operand)) if kind == HALF else float_of_bf16(types.int64(operand))
-    if code == ADD:
-        result = x + y
-    elif x != x:
-        result = y
-    elif y != y:
-        result = x
-    elif x == y:  # zeros of both signs: -0 is below +0
-        is_negative = types.int64(old) >> 15 != 0
-        result = x if is_negative == (code == MIN) else y
-    else:
-        result = x if (x < y) == (code == MIN) else y
-    if result != result:
-        return types.uint64(0x7FFF)
-    return types.uint64(half_of_float(result)) if kind == HALF else types.uint64(bf16_of_float(result))
-
-
-@njit
-def _integer(code, kind, old, operand, size):
-    shift = types.int64(64 - 8 * size)
-    if code == ADD:
-        return old + operand
-    if code == INC:
-        return types.uint64(0) if old >= operand else old + types.uint64(1)
-    if code == DEC:
-        return operand if old == types.uint64(0) or old > operand else old - types.uint64(1)
-    if code == AND:
-        return old & operand
-    if code == OR:
-        return old | operand
-    if code == XOR:
-        return old ^ operand
-    if kind == SIGNED:
-        first, second = types.int64(old) << shift, types.int64(operand) << shift
-        return old if (first < second) == (code == MIN) else operand
-    return old if (old < operand) == (code == MIN) else operand
-
-
-@njit
-def result_of(code, kind, old, operand, other, size):
-    """The value to store; `other` is the third operand of cas, which stores it where `old` equals `operand`."""
-    if code == EXCH:
-        return operand
-    if code == CAS:
-        return other if old == operand else old
-    if kind in (HALF, BRAIN):
-        return _half(code, kind, old, operand)
-    if kind in (HALF_PAIR, BRAIN_PAIR):
-        single, low = (HALF if kind == HALF_PAIR else BRAIN), types.uint64(0xFFFF)
-        upper = _half(code, single, old >> types.uint64(16), operand >> types.uint64(16))
-        return upper << types.uint64(16) | _half(code, single, old & low, operand & low)
-    return _integer(code, kind, old, operand, size)
 
 
 @njit
@@ -193,7 +125,7 @@ def atomic(warp, mask, site, addresses, offset, space, code, size, align, flags,
         places[lane], blocks[lane] = place[HOST], place[BLOCK]
         old = element(place[HOST], size)
         if kind == FLOAT and code == ADD:
-            _add_float(place[HOST], operands, lane, size, place[BLOCK] <= 0)
+            add_float(place[HOST], operands + lane * size, size, place[BLOCK] <= 0)
         else:
             operand = slot_value(operands, lane, is_wide) & low
             other = slot_value(others, lane, is_wide) & low

@@ -34,8 +34,7 @@ from runtime.emulator.memory.careful_access import (
 from runtime.emulator.memory.lane_vectors import load_lanes, store_lanes
 from runtime.emulator.memory.locate import CONST, GENERIC, GLOBAL, LOCAL, PARAM, SHARED, SHARED_CLUSTER
 from runtime.emulator.memory.pointers import address_of, addresses_of, trailing_zeros
-from runtime.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU, warp_is_fine
-from runtime.emulator.races.stream_touch import touch_lanes
+from runtime.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU, touch_lanes, warp_is_fine
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.modifiers import Modifiers
 from runtime.emulator.translation.operations import OPERATIONS as OPERATIONS

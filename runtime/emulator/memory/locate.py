@@ -40,7 +40,7 @@ from runtime.emulator.memory.pointers import address_of, fill_bytes
 from runtime.emulator.races.clocks import ATOMIC as ATOMIC
 from runtime.emulator.races.clocks import LOAD as LOAD
 from runtime.emulator.races.clocks import STORE as STORE
-from runtime.emulator.races.stream_touch import touch_range
+from runtime.emulator.races.clocks import touch_range
 from runtime.emulator.translation.operations import compiled_once
 
 malloc = types.ExternalFunction("malloc", types.int64(types.int64))

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.emulator.driver.state import Context, DriverState
-from runtime.emulator.driver.stream_faults import DriverFault
 from runtime.emulator.driver.work_queues import Work
 from runtime.emulator.execution.fault import FaultKind
 from runtime.emulator.memory.device_memory import DeviceMemoryError
 from runtime.emulator.nccl.board import ABORTED, LEFT, POSTED, RING, STATE, THREAD, Board, Call, described, window_place
+from runtime.emulator.races.stream_order import DriverFault
 
 LOOK_S = 0.05
 """Interval at which a waiting rank checks that the others still live."""

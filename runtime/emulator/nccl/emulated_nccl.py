@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 from runtime.call_sites import calling_line, line_name
 from runtime.emulator.driver.emulated_driver import DryDriver, EmulatedDriver
 from runtime.emulator.driver.state import Refused, Stream
-from runtime.emulator.driver.stream_faults import DriverFault
 from runtime.emulator.nccl.board import ABORTED, LEFT, NOT_JOINED, STATE, Board, Call, new_unique_id, open_by_id
 from runtime.emulator.nccl.communicator import LOOK_S, Communicator
 from runtime.emulator.nccl.works import ELEMENTS, Messages, Template
+from runtime.emulator.races.stream_order import DriverFault
 
 VERSION = 22_700
 _SUCCESS, _CUDA_ERROR, _INVALID_ARGUMENT, _INVALID_USAGE, _REMOTE_ERROR = 0, 1, 4, 5, 6

@@ -22,6 +22,15 @@ from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at, u32_at, u64_at
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import block_at, warp_at
+from runtime.emulator.memory.pointers import (
+    CHUNK,
+    count_16_longs,
+    fill_16_longs,
+    fill_16_words,
+    highest_16_longs,
+    highest_16_words,
+    raise_16_words,
+)
 from runtime.emulator.races.clocks import (
     ACCESS_NC,
     ACCESS_SAME,
@@ -30,15 +39,6 @@ from runtime.emulator.races.clocks import (
     IN_SHARED,
     LOAD,
     STORE,
-)
-from runtime.emulator.races.shadow_vectors import (
-    CHUNK,
-    count_16_longs,
-    fill_16_longs,
-    fill_16_words,
-    highest_16_longs,
-    highest_16_words,
-    raise_16_words,
 )
 from runtime.emulator.races.vector_clocks import known
 

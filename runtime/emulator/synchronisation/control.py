@@ -100,16 +100,9 @@ def report_divergence(warp, mask, site, kind):
     return report(warp, kind, site, trailing_zeros(lanes), 0, lanes, warp.live, 0, 0)
 
 
-def _only(low: Lowering, ins: Instruction, *known: str) -> None:
-    """Refuses modifiers that are not `known`."""
-    for part in ins.parts[1:]:
-        if part not in known:
-            raise low.refuse(f"modifier .{part}")
-
-
 @lowers("bra")
 def lower_branch(low: Lowering, ins: Instruction) -> None:
-    _only(low, ins, "uni")
+    low.only("uni")
     (target,) = targets_of(low.kernel, ins)
     if ins.guard is None:
         low.flow.jump(target)
@@ -119,7 +112,7 @@ def lower_branch(low: Lowering, ins: Instruction) -> None:
 
 @lowers("brx.idx")
 def lower_branch_by_index(low: Lowering, ins: Instruction) -> None:
-    _only(low, ins, "idx", "uni")
+    low.only("idx", "uni")
     targets = targets_of(low.kernel, ins)
     if ins.guard is not None:
         raise low.refuse("a guard")
@@ -146,13 +139,13 @@ def branch_by_index(warp, mask, site, indices, targets, count):
 
 @lowers("ret", "exit")
 def lower_exit(low: Lowering, ins: Instruction) -> None:
-    _only(low, ins, "uni")
+    low.only("uni")
     low.flow.exit(low.mask, None if ins.guard is None else low.site + 1)
 
 
 @lowers("trap", "brkpt")
 def lower_trap(low: Lowering, ins: Instruction) -> None:
-    _only(low, ins)
+    low.only()
     low.call("trap")
     if ins.parts[0] == "trap":
         low.flow.exit(low.mask, None if ins.guard is None else low.site + 1)
@@ -165,14 +158,14 @@ def trap(warp, mask, site):
 
 @lowers("activemask")
 def lower_activemask(low: Lowering, ins: Instruction) -> None:
-    _only(low, ins, "b32")
+    low.only("b32")
     low.write(ins.operands[0], low.splat(low.mask))
 
 
 @lowers("nanosleep")
 def lower_nanosleep(low: Lowering, ins: Instruction) -> None:
     """The others go first; how long is not simulated."""
-    _only(low, ins, "u32")
+    low.only("u32")
     low.resume_here()
     low.call("sleep", blocks=True)
 
@@ -184,7 +177,7 @@ def sleep(warp, mask, site):
 
 @lowers("bar.warp")
 def lower_warp_barrier(low: Lowering, ins: Instruction) -> None:
-    _only(low, ins, "warp", "sync")
+    low.only("warp", "sync")
     low.converge(ins.operands[0])
     low.call("warp_barrier")
 
@@ -234,7 +227,7 @@ def lower_fence(low: Lowering, ins: Instruction) -> None:
     """Every access here is complete in the program's order: a fence matters to the race checker alone. A fence
     restricted to shared memory counts for device memory, too: a race there may be missed, but none is invented."""
     if ins.parts[1:] not in _RESTRICTED:
-        _only(low, ins, *_SCOPES, "sc", "acq_rel", "acquire", "release")
+        low.only(*_SCOPES, "sc", "acq_rel", "acquire", "release")
     scopes = [_SCOPES[part] for part in ins.parts[1:] if part in _SCOPES]
     if len(scopes) != 1:
         raise low.refuse("needs one scope")
@@ -273,7 +266,7 @@ def lower_store_argument(low: Lowering, ins: Instruction) -> None:
 @lowers("call")
 def lower_call(low: Lowering, ins: Instruction) -> None:
     """Only an assertion's failure, __assertfail(message, file, line, function, char size); the rest is inlined."""
-    _only(low, ins, "uni")
+    low.only("uni")
     match ins.operands:
         case (Symbol(name), Vector(items)) if name == _ASSERT_FAIL and len(items) == 5:
             message, file, line = (low.call_arguments[item.name] for item in items[:3] if isinstance(item, Symbol))

@@ -132,33 +132,24 @@ def mbarrier_wait(warp, mask, site, result, addresses, offset, wanted, flags):
     return DONE if done == mask else DONE_BUT_YIELD
 
 
-_SPACES = {"shared", "shared::cta", "shared::cluster"}
-_SCOPES = {"cta", "cluster"}
-_ORDERS = {"release", "acquire", "relaxed"}
-_PLAIN = _SPACES | _SCOPES | _ORDERS | {"b64"}
-
-
-def _check(low: Lowering, ins: Instruction, first: int, extra: set[str]) -> None:
-    for part in ins.parts[first:]:
-        if part not in _PLAIN | extra:
-            raise low.refuse(f"modifier .{part}")
+_PLAIN = ("shared", "shared::cta", "shared::cluster", "cta", "cluster", "release", "acquire", "relaxed", "b64")
 
 
 @lowers("mbarrier.init")
 def lower_init(low: Lowering, ins: Instruction) -> None:
-    _check(low, ins, 2, set())
+    low.only(*_PLAIN, first=2)
     low.call("mbarrier_init", *low.address(ins.operands[0]), low.slot(ins.operands[1], 32))
 
 
 @lowers("mbarrier.inval")
 def lower_inval(low: Lowering, ins: Instruction) -> None:
-    _check(low, ins, 2, set())
+    low.only(*_PLAIN, first=2)
     low.call("mbarrier_inval", *low.address(ins.operands[0]))
 
 
 @lowers("mbarrier.arrive", "mbarrier.arrive_drop")
 def lower_arrive(low: Lowering, ins: Instruction) -> None:
-    _check(low, ins, 2, {"expect_tx", "noComplete"})
+    low.only(*_PLAIN, "expect_tx", "noComplete", first=2)
     operands = ins.operands
     if isinstance(operands[0], Address):
         operands = (Sink(), *operands)
@@ -174,7 +165,7 @@ def lower_arrive(low: Lowering, ins: Instruction) -> None:
 
 @lowers("mbarrier.expect_tx", "mbarrier.complete_tx")
 def lower_transactions(low: Lowering, ins: Instruction) -> None:
-    _check(low, ins, 2, set())
+    low.only(*_PLAIN, first=2)
     base, offset = low.address(ins.operands[0])
     sign = 1 if ins.parts[1] == "expect_tx" else -1
     low.call("mbarrier_transactions", base, offset, low.slot(ins.operands[1], 32), sign)
@@ -182,7 +173,7 @@ def lower_transactions(low: Lowering, ins: Instruction) -> None:
 
 @lowers("mbarrier.test_wait", "mbarrier.try_wait")
 def lower_wait(low: Lowering, ins: Instruction) -> None:
-    _check(low, ins, 2, {"parity"})
+    low.only(*_PLAIN, "parity", first=2)
     flags = (_WAIT_PARITY if "parity" in ins.parts else 0) | (_WAIT_BLOCKS if ins.parts[1] == "try_wait" else 0)
     if len(ins.operands) not in ((3, 4) if flags & _WAIT_BLOCKS else (3,)):
         raise low.refuse(f"{len(ins.operands)} operands")

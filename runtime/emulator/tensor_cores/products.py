@@ -29,26 +29,33 @@ from numba.extending import intrinsic
 
 F16, BF16, TF32, E4M3, E5M2, S8, U8, S4, U4 = range(9)
 ELEMENT_CODES = {
-    "f16": F16,
-    "bf16": BF16,
-    "tf32": TF32,
-    "e4m3": E4M3,
-    "e5m2": E5M2,
-    "s8": S8,
-    "u8": U8,
-    "s4": S4,
-    "u4": U4,
+    name: code for code, name in enumerate(("f16", "bf16", "tf32", "e4m3", "e5m2", "s8", "u8", "s4", "u4"))
 }
 PER_WORD = (2, 2, 1, 4, 4, 4, 4, 8, 8)  # elements of a 32-bit word, by code
 IS_INTEGER = (False, False, False, False, False, True, True, True, True)
 
 ACC_F32, ACC_F16, ACC_S32, ACC_S32_SATURATED = range(4)
+_ACCUMULATORS = {"f32": ACC_F32, "f16": ACC_F16, "s32": ACC_S32}
 
 _F32, _F16, _I16, _I32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
 _COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the order of a row of B and of the result
 _WORDS = types.CPointer(types.uint32)
 _FLOATS = types.CPointer(types.float32)
 _HALVES = types.CPointer(types.uint16)
+
+
+def types_of(d_type: str, a_type: str, b_type: str, is_saturated: bool) -> tuple[int, int, int] | None:
+    """(code of A, of B, accumulator) of a product of these PTX types; None where there is none."""
+    code_a, code_b, accumulator = ELEMENT_CODES.get(a_type), ELEMENT_CODES.get(b_type), _ACCUMULATORS.get(d_type)
+    if code_a is None or code_b is None or accumulator is None:
+        return None
+    is_integer = IS_INTEGER[code_a]
+    mixable = PER_WORD[code_a] == PER_WORD[code_b] >= 4 and is_integer == IS_INTEGER[code_b]
+    if not (code_a == code_b or mixable) or is_integer != (accumulator == ACC_S32) or (is_saturated and not is_integer):
+        return None
+    if accumulator == ACC_F16 and a_type not in ("f16", "e4m3", "e5m2"):
+        return None
+    return code_a, code_b, ACC_S32_SATURATED if is_saturated else accumulator
 
 
 def _literal(value: Any) -> int:

@@ -2,7 +2,7 @@
 
 Each of a warpgroup's four warps computes its own 16 rows of the 64, so no data crosses warps. An instruction is
 recorded; operands are read and accumulators written at the `wait_group` that covers it. In between its registers may
-not be touched (wgmma_registers.py), and its shared memory must not change: a digest of it is compared.
+not be touched (registers.py), and its shared memory must not change: a digest of it is compared.
 
 Shared operands are described by 64 bits (PTX ISA, "Matrix descriptor format"): address, leading and stride byte offset
 each / 16 in bits 0-13, 16-29, 32-45, base offset 49-51 (only 0 here), swizzle 62-63 (0 none, 1 128, 2 64, 3 32 bytes).
@@ -25,7 +25,7 @@ from numba import types
 from numba_kernels.cache import njit
 from numba_kernels.pointers import f32_at, i32_at, u8_at, u16_at, u32_at, u64_at
 from runtime.emulator.async_copies.proxy import check_read
-from runtime.emulator.async_copies.swizzle import swizzled
+from runtime.emulator.async_copies.tensor_map import swizzled
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import CHECK_ASYNC, DONE, FAILED, FULL_MASK, block_at
 from runtime.emulator.memory.careful_access import shared_range
@@ -35,9 +35,6 @@ from runtime.emulator.races.clocks import LOAD
 from runtime.emulator.records import Ints, Long, Record, To, at
 from runtime.emulator.tensor_cores.products import (
     ACC_F16,
-    ACC_F32,
-    ACC_S32,
-    ACC_S32_SATURATED,
     ELEMENT_CODES,
     IS_INTEGER,
     PER_WORD,
@@ -47,11 +44,12 @@ from runtime.emulator.tensor_cores.products import (
     spread_a,
     spread_b,
     spread_b_row,
+    types_of,
 )
-from runtime.emulator.tensor_cores.wgmma_registers import ACCUMULATES, IS_READ, WRITTEN
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.operations import call_operation, made_from_name, operation
 from runtime.emulator.translation.ptx import Instruction, Integer, Register, Vector
+from runtime.emulator.translation.registers import ACCUMULATES, IS_READ, WRITTEN
 
 
 class Wgmma(Record):
@@ -348,7 +346,6 @@ def run_operation(code_a: int, code_b: int, accumulator: int) -> str:
 
 
 _SHAPE = re.compile(r"m64n(\d+)k(\d+)")
-_ACCUMULATOR = {"f32": ACC_F32, "f16": ACC_F16, "s32": ACC_S32}
 
 
 def describe(parts: tuple[str, ...]) -> tuple[int, int, int, int] | None:
@@ -356,24 +353,13 @@ def describe(parts: tuple[str, ...]) -> tuple[int, int, int, int] | None:
     rest = [part for part in parts[2:] if part != "satfinite"]
     if len(rest) != 6 or rest[:2] != ["sync", "aligned"]:
         return None
-    shape, d_type, a_type, b_type = _SHAPE.fullmatch(rest[2]), *rest[3:]
-    code_a, code_b = ELEMENT_CODES.get(a_type), ELEMENT_CODES.get(b_type)
-    accumulator = _ACCUMULATOR.get(d_type)
-    if shape is None or code_a is None or code_b is None or accumulator is None:
+    shape, found = _SHAPE.fullmatch(rest[2]), types_of(*rest[3:], "satfinite" in parts)
+    if shape is None or found is None:
         return None
-    columns, k = int(shape[1]), int(shape[2])
-    if columns % 8 or not 8 <= columns <= 256 or k != 8 * PER_WORD[code_a] or PER_WORD[code_a] > 4:
+    columns, per_word = int(shape[1]), PER_WORD[found[0]]
+    if columns % 8 or not 8 <= columns <= 256 or int(shape[2]) != 8 * per_word or per_word > 4:
         return None
-    mixable = PER_WORD[code_a] == PER_WORD[code_b] == 4 and IS_INTEGER[code_a] == IS_INTEGER[code_b]
-    if not (code_a == code_b or mixable) or IS_INTEGER[code_a] != (accumulator == ACC_S32):
-        return None
-    if accumulator == ACC_F16 and a_type not in ("f16", "e4m3", "e5m2"):
-        return None
-    if "satfinite" in parts:
-        if not IS_INTEGER[code_a]:
-            return None
-        accumulator = ACC_S32_SATURATED
-    return code_a, code_b, accumulator, columns
+    return *found, columns
 
 
 @lowers("wgmma.mma_async")

@@ -1,7 +1,8 @@
 """Basic blocks of a kernel and the liveness of registers, computed before the translation.
 
 Liveness follows the control flow of one lane, so it holds for diverged warps too. A guarded definition counts as a use,
-since lanes without the guard keep the old value.
+since lanes without the guard keep the old value. The values alive at once also estimate the registers of a thread,
+whose allocation is ptxas's, which an emulated device does not run.
 """
 
 from __future__ import annotations
@@ -151,3 +152,25 @@ def _find_liveness(code: list[Instruction], blocks: list[Block]) -> None:
                 live_in = used[block.start] | (out - defined[block.start])
                 changed = changed or len(live_in) != len(block.live_in)
                 block.live_in = live_in
+
+
+_FEWEST_REGISTERS, _MOST_REGISTERS = 16, 255
+
+
+def estimate_registers(kernel: Kernel) -> int:
+    """32-bit registers a thread, by the most values alive at once; or `.maxnreg` where it is given."""
+    if "maxnreg" in kernel.directives:
+        return kernel.directives["maxnreg"][0]
+    widths = {name: _width(register) for name, register in kernel.registers.items()}
+    most = _FEWEST_REGISTERS
+    for block in split(kernel):
+        live = block.live_out
+        for instruction in reversed(kernel.instructions[block.start : block.end]):
+            live = uses(instruction) | (live - definitions(instruction))
+            most = max(most, sum(widths[name] for name in live))
+    return min(most, _MOST_REGISTERS)
+
+
+def _width(register: Register) -> int:
+    """Its size in 32-bit registers; predicates have a file of their own."""
+    return 0 if register.type == "pred" else max(1, int(register.type.lstrip("bufs") or "32") // 32)

@@ -13,7 +13,6 @@ from llvmlite import ir
 
 from runtime.emulator.execution.fault import FaultKind
 from runtime.emulator.execution.state import FULL_MASK, LANES, Launch
-from runtime.emulator.translation import predefined_registers
 from runtime.emulator.translation.operations import OPERATIONS
 from runtime.emulator.translation.ptx import (
     Address,
@@ -31,11 +30,12 @@ from runtime.emulator.translation.ptx import (
 )
 from runtime.emulator.translation.registers import ELEMENTS, VECTORS, Registers
 from runtime.emulator.translation.registers import UnsupportedInstruction as UnsupportedInstruction
-from runtime.emulator.translation.variables import (
+from runtime.emulator.translation.symbols import (
     SharedLayout,
     local_offsets,
     parameter_offsets,
     shared_layout,
+    special_register,
     used_variables,
 )
 from runtime.emulator.translation.vectors import F32, F64, I16, I32, I64, LONG, WORD, mask_of, splat
@@ -126,7 +126,7 @@ class Lowering(Registers):
         if isinstance(operand, Float):
             return self._float(operand, wanted)
         if isinstance(operand, Special):
-            return self._resize(predefined_registers.value(self, operand.name), wanted, kind)
+            return self._resize(special_register(self, operand.name), wanted, kind)
         if isinstance(operand, Symbol):
             return self._resize(self.splat(self.symbol_address(operand.name)), wanted, kind)
         if not isinstance(operand, Register):
@@ -167,6 +167,12 @@ class Lowering(Registers):
         if not isinstance(operand, Register) or operand.type != "pred":
             raise self.refuse(f"{operand} is no predicate")
         return self._raw(operand)
+
+    def only(self, *known: str, first: int = 1) -> None:
+        """Refuses this instruction's modifiers from part `first` on that are not `known`."""
+        for part in self.instruction.parts[first:]:
+            if part not in known:
+                raise self.refuse(f"modifier .{part}")
 
     def uniform(self, operand: Operand) -> int:
         """An operand that has to be a literal, as an int."""

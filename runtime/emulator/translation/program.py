@@ -11,12 +11,12 @@ from runtime.collector import NO_COLLECTION
 from runtime.emulator.async_copies.proxy import needs_proxy
 from runtime.emulator.memory.device_memory import Machine
 from runtime.emulator.races.clocks import granule_shift
-from runtime.emulator.translation import instructions, machine_code, object_cache
+from runtime.emulator.translation import instructions, object_cache
 from runtime.emulator.translation.dispatch import translate
 from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.object_cache import Entry
 from runtime.emulator.translation.ptx import Instruction, Kernel, parse
-from runtime.emulator.translation.variables import (
+from runtime.emulator.translation.symbols import (
     SharedLayout,
     local_offsets,
     parameter_offsets,
@@ -40,7 +40,7 @@ class Translation:
         reads_undefined: whether some register may be read before it is written.
     """
 
-    code: machine_code.NativeCode
+    code: object_cache.NativeCode
     register_bytes: int
     chunks: tuple[tuple[int, int], ...]
     reads_undefined: bool
@@ -84,7 +84,7 @@ class LoadedKernel:
             UnsupportedInstruction: an instruction that the emulator lacks.
         """
         folder = self.program.cache_folder
-        key = object_cache.key_of(self.program.text, self.name, object_cache.sources_digest(), machine_code.describe())
+        key = object_cache.key_of(self.program.text, self.name, object_cache.sources_digest(), object_cache.describe())
         entry = object_cache.load(key, folder)
         if entry is None:
             with object_cache.making(key, folder):
@@ -95,7 +95,7 @@ class LoadedKernel:
                     object_cache.store(key, entry, folder)
         header = entry.header
         return Translation(
-            machine_code.NativeCode(entry.code, header["operations"]),
+            object_cache.NativeCode(entry.code, header["operations"]),
             header["register_bytes"],
             tuple((first, last) for first, last in header["chunks"]),
             header["reads_undefined"],
@@ -112,7 +112,7 @@ class LoadedKernel:
             "chunks": low.chunks,
             "reads_undefined": bool(low.wgmma or (low.blocks and low.blocks[0].live_in)),
         }
-        return Entry(header, machine_code.emit_object(text))
+        return Entry(header, object_cache.emit_object(text))
 
 
 _SHARED_SPACES = {"shared", "shared::cta", "shared::cluster"}

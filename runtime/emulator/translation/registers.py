@@ -8,17 +8,16 @@ registers that live in one chunk alone are used again; a register that outlives 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from llvmlite import ir
 
 from runtime.emulator.execution.state import LANES, Warp
 from runtime.emulator.records import Field
-from runtime.emulator.tensor_cores.wgmma_registers import WgmmaRegisters
-from runtime.emulator.translation import predefined_registers
-from runtime.emulator.translation.basic_blocks import Block, split
-from runtime.emulator.translation.ptx import Instruction, Kernel, Operand, Register
+from runtime.emulator.translation.basic_blocks import Block, definitions, registers_of, split
+from runtime.emulator.translation.ptx import Instruction, Kernel, Operand, Register, Vector
+from runtime.emulator.translation.symbols import FIXED_SLOT_BYTES
 from runtime.emulator.translation.vectors import BYTE, I32, I64, LONG, WORD, truths_of
 from runtime.errors import UnsupportedError
 
@@ -52,6 +51,73 @@ class UnsupportedInstruction(UnsupportedError):
         super().__init__(f"PTX line {instruction.line}: {instruction.opcode} is not emulated: {why}")
 
 
+WRITTEN, ACCUMULATES, IS_READ = 1, 2, 4
+
+
+class WgmmaRegisters:
+    """The accumulators and A fragments of all wgmma of a kernel, which wgmma owns while it runs; and the code that
+    watches other instructions touch them.
+
+    A byte for each such register lies in the register file: whether it was written since the last wgmma.fence, and
+    whether a wgmma in flight accumulates in it or reads it. Other instructions that name the register look there first.
+
+    Attributes:
+        index: register name → its byte among the state bytes.
+        offset: of the state bytes in the register file, set by the translation.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        names: dict[str, None] = {}
+        for instruction in kernel.instructions:
+            if instruction.opcode.startswith("wgmma.mma_async"):
+                for operand in instruction.operands[:2]:
+                    if isinstance(operand, Vector):
+                        names.update(dict.fromkeys(register.name for register in registers_of(operand)))
+        self.index = {name: number for number, name in enumerate(names)}
+        self.offset = -1
+        self._seen: dict[tuple[str, bool], None] = {}
+        self._chunk = -1
+
+    @property
+    def size_bytes(self) -> int:
+        return -(-len(self.index) // 64) * 64
+
+    def __bool__(self) -> bool:
+        return bool(self.index)
+
+    def forget(self) -> None:
+        """After a wgmma instruction: earlier checks no longer hold."""
+        self._seen.clear()
+
+    def watch(self, low: Registers) -> None:
+        """Emits the check of the state bytes before the current instruction."""
+        instruction = low.instruction
+        if instruction.opcode.startswith("wgmma.mma_async"):
+            self.forget()
+            return
+        if low.chunk_start != self._chunk:
+            self._chunk = low.chunk_start
+            self.forget()
+        written = definitions(instruction) & self.index.keys()
+        named = {register.name for operand in instruction.operands for register in registers_of(operand)}
+        self._check(low, sorted((named & self.index.keys()) - written), ACCUMULATES, False)
+        self._check(low, sorted(written), ACCUMULATES | IS_READ, True)
+
+    def _check(self, low: Registers, names: Iterable[str], forbidden: int, writes: bool) -> None:
+        fresh = [name for name in names if (name, writes) not in self._seen]
+        if not fresh:
+            return
+        state: Any = None
+        for name in fresh:
+            self._seen[name, writes] = None
+            place = low.state_byte(self.offset + self.index[name])
+            value = low.builder.load(place)
+            if writes:
+                low.builder.store(low.builder.or_(value, value.type(WRITTEN)), place)
+            state = value if state is None else low.builder.or_(state, value)
+        low.call_if(low.builder.and_(state, state.type(forbidden)), "wgmma_touched")
+
+
 class Registers:
     """The part of translation's state for masks, registers and arrays; `Lowering` adds operands and calls.
 
@@ -69,7 +135,7 @@ class Registers:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.blocks = split(kernel)
-        self.register_bytes = predefined_registers.FIXED_SLOT_BYTES
+        self.register_bytes = FIXED_SLOT_BYTES
         self.wgmma = WgmmaRegisters(kernel)
         self.wgmma.offset = self.register_bytes
         self.register_bytes += self.wgmma.size_bytes

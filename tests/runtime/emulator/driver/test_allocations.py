@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cu
 
-from runtime.emulator.driver.stream_faults import DriverFault
 from runtime.emulator.execution.fault import FaultKind
+from runtime.emulator.races.stream_order import DriverFault
 from tests.runtime.emulator.driver.driver_harness import MEMORY_BYTES, Harness, R
 
 P = cu.CUpointer_attribute

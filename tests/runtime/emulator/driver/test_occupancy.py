@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.emulator.driver.architectures import A100, H200, RTX_4090
-from runtime.emulator.driver.occupancy import blocks_per_sm, estimate_registers
+from runtime.emulator.driver.architectures import A100, H200, RTX_4090, blocks_per_sm
+from runtime.emulator.translation.basic_blocks import estimate_registers
 from runtime.emulator.translation.ptx import Kernel, parse
 
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.emulator.memory.device_memory import DeviceMemoryError, Machine, connect
 from runtime.emulator.translation.ptx import parse
-from runtime.emulator.translation.variables import SHARED_START, place_variables, shared_layout
+from runtime.emulator.translation.symbols import SHARED_START, place_variables, shared_layout
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from tests.runtime.emulator.memory_harness import HEADER
 
