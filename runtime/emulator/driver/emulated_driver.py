@@ -21,10 +21,10 @@ from cuda.bindings import driver as cu
 
 from runtime.emulator.async_copies.tensor_map import encode
 from runtime.emulator.driver.architectures import REGISTERS_PER_SM, GpuModel, model_of
-from runtime.emulator.driver.copies import CopyFunctions, MemoryFunctions
+from runtime.emulator.driver.copies import MemoryFunctions
 from runtime.emulator.driver.graphs import GraphFunctions
 from runtime.emulator.driver.launches import read_attributes
-from runtime.emulator.driver.pool_blocks import ImmutableFunctions, PoolFunctions
+from runtime.emulator.driver.pool_blocks import PoolFunctions
 from runtime.emulator.driver.state import OK, Context, Device, DriverState, R, Refused, entry, handle_of
 from runtime.emulator.driver.streams import StreamFunctions
 from runtime.emulator.execution.launch import Checks
@@ -56,7 +56,7 @@ def device_attributes(model: GpuModel) -> dict[Any, int]:
 
 
 class DeviceFunctions(DriverState):
-    """cuInit, cuDriver…, cuDevice…, cuCtx…, cuGetError…"""
+    """cuInit, cuDriver…, cuDevice…, cuCtx…, cuGetError…, cuTensorMapEncodeTiled"""
 
     @entry(before_init=True)
     def cuInit(self, Flags: int) -> None:
@@ -143,10 +143,7 @@ class DeviceFunctions(DriverState):
     def cuCtxSynchronize(self) -> None:
         context = self.context()
         self.refuse_while_captured(context, "cuCtxSynchronize")
-        self.scheduler.finish_all(context)
-        for stream in context.streams.values():
-            self.order.host_knows(stream.queue.last)
-        self.raise_if_failed(context)
+        self.synchronize_context(context)
 
     @entry()
     def cuCtxEnablePeerAccess(self, peerContext: Any, Flags: int) -> None:
@@ -163,33 +160,21 @@ class DeviceFunctions(DriverState):
         context.peers.add(peer.handle)
         context.machine.enable_peer(peer.machine)
 
-
-def _result(error: Any) -> Any:
-    try:
-        return R(int(error))
-    except ValueError:
-        raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{error!r} is no CUresult") from None
-
-
-_ALIGNMENT = 64
-
-
-class TensorMapFunctions(DriverState):
-    """cuTensorMapEncodeTiled, called as C calls it (`Driver.c_function`)"""
+    # -- tensor maps ----
 
     def cuTensorMapEncodeTiled(
         self, tensorMap: int, tensorDataType: int, tensorRank: int, globalAddress: int | None, globalDim: Sequence[int],
         globalStrides: Sequence[int], boxDim: Sequence[int], elementStrides: Sequence[int], interleave: int,
         swizzle: int, l2Promotion: int, oobFill: int,
     ) -> int:  # fmt: skip
-        """The status. Addresses, and pointers to the numbers of each dimension; promotion into L2 is a hint, which
-        must be one of the enumeration's."""
+        """The status, as C calls it (`Driver.c_function`). Addresses, and pointers to the numbers of each dimension;
+        promotion into L2 is a hint, which must be one of the enumeration's."""
 
         def numbers(pointer: Sequence[int], count: int) -> list[int]:
             return [pointer[index] for index in range(count)]
 
         @entry()
-        def write(self: TensorMapFunctions) -> None:
+        def write(self: DeviceFunctions) -> None:
             self.context()
             if not tensorMap or tensorMap % _ALIGNMENT:
                 raise Refused(
@@ -217,6 +202,16 @@ class TensorMapFunctions(DriverState):
         return int(write(self)[0])
 
 
+def _result(error: Any) -> Any:
+    try:
+        return R(int(error))
+    except ValueError:
+        raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"{error!r} is no CUresult") from None
+
+
+_ALIGNMENT = 64
+
+
 DEFAULT_MEMORY_BYTES = 2 << 30
 DEFAULT_NUM_DEVICES = 2
 
@@ -224,12 +219,9 @@ DEFAULT_NUM_DEVICES = 2
 class EmulatedDriver(
     DeviceFunctions,
     MemoryFunctions,
-    CopyFunctions,
     StreamFunctions,
     GraphFunctions,
-    TensorMapFunctions,
     PoolFunctions,
-    ImmutableFunctions,
 ):
     """One driver with its devices, as a process would find it.
 

@@ -8,7 +8,7 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from runtime.emulator.driver.launches import KernelLaunch, LaunchFunctions, overlap_of
-from runtime.emulator.driver.state import DriverState, R, Refused, Stream, entry, handle_of
+from runtime.emulator.driver.state import R, Refused, Stream, entry, handle_of
 from runtime.emulator.driver.work_queues import (
     MODE,
     Capture,
@@ -37,12 +37,16 @@ def edge_data(is_programmatic: bool) -> Any:
     return data
 
 
-class CaptureFunctions(DriverState):
-    """cuStreamBeginCapture, cuStreamEndCapture"""
+_USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
+
+
+class GraphFunctions(LaunchFunctions):
+    """cuStreamBeginCapture, cuStreamEndCapture, cuGraph…"""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.graphs: dict[int, Graph] = {}
+        self.execs: dict[int, GraphExec] = {}
 
     @entry()
     def cuStreamBeginCapture(self, hStream: Any, mode: Any) -> None:
@@ -93,17 +97,6 @@ class CaptureFunctions(DriverState):
             if any(node not in reached for node in stream.dependencies):
                 return stream
         return None
-
-
-_USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
-
-
-class GraphFunctions(CaptureFunctions, LaunchFunctions):
-    """cuGraph…"""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.execs: dict[int, GraphExec] = {}
 
     # -- graphs ---------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ an estimate (`basic_blocks.estimate_registers`), spills are zero.
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from runtime.emulator.driver.state import Context, DriverState, R, Refused, entr
 from runtime.emulator.execution.launch import Program, load
 from runtime.emulator.translation.basic_blocks import estimate_registers
 from runtime.emulator.translation.ptx import Kernel, PtxError
+from runtime.emulator.translation.symbols import parameter_offsets
 from runtime.errors import OutOfMemoryError
 
 _A = cu.CUfunction_attribute
@@ -68,19 +70,13 @@ class Function:
         self.name = kernel.name
         self.label = f"kernel {kernel.name}"
         self.context = module.context
-        self.offsets: list[int] = []
-        self.sizes = [parameter.size_bytes or 0 for parameter in kernel.parameters]
-        end = 0
-        for parameter, size in zip(kernel.parameters, self.sizes):
-            end = -(-end // parameter.align) * parameter.align
-            self.offsets.append(end)
-            end += size
-        self.parameter_bytes = end
+        places, self.parameter_bytes = parameter_offsets(kernel)
+        self.offsets, self.sizes = [offset for offset, _ in places.values()], [size for _, size in places.values()]
         self.static_shared_bytes = module.program.static_shared_bytes(kernel.name)
         directives = kernel.directives
         self.required_block = _dims(directives["reqntid"]) if "reqntid" in directives else None
         self.required_cluster = _dims(directives["reqnctapercluster"]) if "reqnctapercluster" in directives else None
-        most = _product(directives.get("maxntid") or self.required_block or (MAX_THREADS_PER_BLOCK,))
+        most = math.prod(directives.get("maxntid") or self.required_block or (MAX_THREADS_PER_BLOCK,))
         self.max_threads = min(most, MAX_THREADS_PER_BLOCK)
         self.max_dynamic_shared_bytes = max(DEFAULT_SHARED_BYTES_PER_BLOCK - self.static_shared_bytes, 0)
         self.checked: set[Any] = set()
@@ -98,13 +94,6 @@ class Function:
 def _dims(values: Sequence[int]) -> tuple[int, int, int]:
     x, y, z = (*values, 1, 1)[:3]
     return x, y, z
-
-
-def _product(values: Sequence[int]) -> int:
-    total = 1
-    for value in values:
-        total *= value
-    return total
 
 
 def _image_bytes(image: Any) -> bytes:

@@ -151,8 +151,27 @@ class Mark:
         blocks.end(self.address, self.span_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """A range that is immutable from this place in a stream on."""
+
+    driver: DriverState
+    machine: Machine
+    address: int
+    size_bytes: int
+
+    @property
+    def label(self) -> str:
+        return f"declaration of {self.size_bytes:,} immutable bytes"
+
+    def run(self, work: Work) -> None:
+        self.machine.check_block(self.address, self.size_bytes, self.label)
+        self.driver.order.touch(work, self.machine, self.address, self.size_bytes, is_write=False)
+        self.machine.declare_immutable(self.address, self.size_bytes)
+
+
 class PoolFunctions(DriverState):
-    """Reports of a caching allocator to an emulated driver."""
+    """Reports of a caching allocator to an emulated driver, and promises of a program."""
 
     @entry()
     def emuDivide(self, dptr: Any) -> None:
@@ -174,29 +193,6 @@ class PoolFunctions(DriverState):
         if machine is None or machine.pool_blocks is None or not 0 <= size_bytes <= span_bytes:
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"a block of {size_bytes} of {span_bytes} bytes at {address:#x}")
         self.submit(self.stream(hStream), Mark(self, machine, address, size_bytes, span_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """A range that is immutable from this place in a stream on."""
-
-    driver: DriverState
-    machine: Machine
-    address: int
-    size_bytes: int
-
-    @property
-    def label(self) -> str:
-        return f"declaration of {self.size_bytes:,} immutable bytes"
-
-    def run(self, work: Work) -> None:
-        self.machine.check_block(self.address, self.size_bytes, self.label)
-        self.driver.order.touch(work, self.machine, self.address, self.size_bytes, is_write=False)
-        self.machine.declare_immutable(self.address, self.size_bytes)
-
-
-class ImmutableFunctions(DriverState):
-    """Promises of a program to an emulated driver."""
 
     @entry()
     def emuDeclareImmutableAsync(self, dptr: Any, size_bytes: int, hStream: Any) -> None:

@@ -393,6 +393,13 @@ class DriverState:
             self.order.host_knows(work)
         self.raise_if_failed(context)
 
+    def synchronize_context(self, context: Context) -> None:
+        """Finishes a context's work and orders the host after it. Raises Refused for a fault."""
+        self.scheduler.finish_all(context)
+        for stream in context.streams.values():
+            self.order.host_knows(stream.queue.last)
+        self.raise_if_failed(context)
+
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def machine_at(self, address: int) -> Machine | None:

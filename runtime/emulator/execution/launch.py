@@ -1,16 +1,10 @@
-"""Running a kernel over a grid: arguments and state laid out, OS threads set to it, a fault made into an exception.
-
-Also the end of asynchronous work when a warp, a block or a launch ends (`close_warp`, `close_block`).
-"""
-
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+"""Running a kernel over a grid: arguments and state laid out, OS threads set to it, a fault made into an exception."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntFlag
 from typing import Any
@@ -18,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from runtime.collector import NO_COLLECTION
-from runtime.emulator.async_copies.bulk_queue import drop, finish, first_into, first_unread
-from runtime.emulator.async_copies.cp_async import close_copies, drop_copies
 from runtime.emulator.async_copies.proxy import proxy_bytes
 from runtime.emulator.execution import counters
 from runtime.emulator.execution.counters import Counters, TrafficCounts, traffic_of
-from runtime.emulator.execution.fault import EmulatorFault, Fault, FaultKind, report
+from runtime.emulator.execution.fault import EmulatorFault, Fault, FaultKind
 from runtime.emulator.execution.fault_text import LaunchShape, describe, kind_of, who_waits
 from runtime.emulator.execution.state import (
     CHECK_ASYNC,
@@ -44,11 +36,10 @@ from runtime.emulator.execution.warp_scheduler import (
     round_up,
     run_clusters,
 )
-from runtime.emulator.memory.device_memory import Machine
-from runtime.emulator.memory.pointers import address_of
-from runtime.emulator.races.launch_memory import RaceMemory
-from runtime.emulator.tensor_cores.wgmma import close_wgmma
-from runtime.emulator.translation.operations import compile_operation, compiled, operation
+from runtime.emulator.memory.device_memory import Machine, Mapping
+from runtime.emulator.races import rules, vector_clocks
+from runtime.emulator.races.clocks import TABLE_ENTRIES, Entry, Races
+from runtime.emulator.translation.operations import compile_operation, compiled, compiled_address
 from runtime.emulator.translation.program import LoadedKernel, Program, load
 from runtime.errors import InvalidArgumentError
 
@@ -114,7 +105,7 @@ def launch(
     cluster: Dim3 = (1, 1, 1),
     *,
     checks: Checks,
-    variables: Mapping[str, int] | None = None,
+    variables: dict[str, int] | None = None,
     is_dependent: bool = False,
     stream_order: int = 0,
     seed: int = 0,
@@ -131,7 +122,7 @@ def launch(
         checks: the checks to make.
         variables: addresses of the program's .global and .const variables, from `Program.place` for this machine.
         is_dependent: a programmatic dependent launch: memory may be touched only after griddepcontrol.wait.
-        stream_order: address of the stream checker's data (races/stream_touch.py), or 0 without it.
+        stream_order: address of the stream checker's data (races/clocks.py), or 0 without it.
         seed: 0 runs blocks and warps in their natural order, anything else shuffles both.
         num_threads: OS threads to use, where blocks do not communicate.
 
@@ -163,7 +154,7 @@ class _Run:
 
     def __init__(
         self, kernel: LoadedKernel, machine: Machine, grid: Dim3, block: Dim3, cluster: Dim3, shared_bytes: int,
-        parameters: bytes, checks: Checks, variables: Mapping[str, int], is_dependent: bool,
+        parameters: bytes, checks: Checks, variables: dict[str, int], is_dependent: bool,
     ) -> None:  # fmt: skip
         self.kernel, self.machine = kernel, machine
         self.grid, self.block, self.cluster = grid, block, cluster
@@ -337,36 +328,61 @@ def _on_threads(work: Any, workers: list[_Worker]) -> None:
             other.result()
 
 
-@operation("close_warp", "l")
-def close_warp(warp, mask, site, nothing):
-    """All lanes of the warp have exited. Its bulk stores are carried out; returns 1 and a fault, or 0.
+_ENTRIES = (vector_clocks.order_entry, vector_clocks.block_entry, rules.lane_entry, rules.run_entry, rules.warp_entry)
+"""By CALL_…; compiled for the first launch that checks races."""
+_RACE_BYTES = 1 << 40
+_CLOCK_LIMIT = 1 << 30
 
-    A copy that has not read its shared memory, a wgmma that was never waited for, and, with the block's last warp, a
-    copy that will still write the block's shared memory, are faults under CHECK_ASYNC: the memory may belong to another
-    block by then. `warp` still counts as running in `num_exited_warps`.
+
+class RaceMemory:
+    """The race checker's data of one launch: one record for each OS thread, and the machine's global shadow.
+
+    Args:
+        machine: whose memory the kernel runs on.
+        shift: of `granule_shift`.
+        num_warps: of a block.
+        cluster_size: blocks a cluster.
+        num_blocks: of the grid.
+        shared_bytes: of a block, as `Block.shared_bytes`.
+        num_threads: OS threads.
     """
-    checked = warp.launch.checks & CHECK_ASYNC
-    pending = max(close_wgmma(warp), first_unread(warp))
-    if checked and pending >= 0:
-        return report(warp, FaultKind.EXIT_IN_FLIGHT, pending, 0, 0, pending, 0, 0, 0)
-    if finish(warp) or close_copies(warp):
-        return 1
-    block = warp.block
-    if checked and block.num_exited_warps + 1 == block.num_warps:
-        for rank in range(warp.launch.cluster_size):
-            pending = first_into(address_of(block), block.cluster[rank])
-            if pending >= 0:
-                return report(warp, FaultKind.EXIT_IN_FLIGHT, pending, 0, 0, pending, 0, 0, 0)
-    return 0
 
+    def __init__(
+        self, machine: Machine, *, shift: int, num_warps: int, cluster_size: int, num_blocks: int, shared_bytes: int,
+        num_threads: int,
+    ) -> None:  # fmt: skip
+        self._machine = machine
+        machine.race_clock = clock = 0 if machine.race_clock > _CLOCK_LIMIT else machine.race_clock
+        if clock == 0:
+            machine.race_shadows.clear()
+        granules = machine.span >> shift
+        if shift not in machine.race_shadows:
+            machine.race_shadows[shift] = Mapping(granules * 24)
+        shadow = machine.race_shadows[shift].address
+        self._mapping = Mapping(_RACE_BYTES)
+        self._addresses = []
+        width = num_warps * cluster_size
+        for thread in range(num_threads):
+            address = self._mapping.address + thread * (_RACE_BYTES // num_threads)
+            races = Races(address)
+            races.base = races.clock = clock
+            races.table = address + Races.size_bytes
+            races.scratch = races.table + (TABLE_ENTRIES + 1) * Entry.size_bytes
+            races.next = (races.scratch + (width + 15) * 12 + 63) // 64 * 64
+            races.agents, races.width, races.shift = num_blocks * num_warps, width, shift
+            races.global_writes, races.global_reads = shadow, shadow + granules * 8
+            races.shared_granules = (shared_bytes >> shift) + 1
+            for number, entry in enumerate(_ENTRIES):
+                races[Races.calls.index + number] = compiled_address(entry)
+            self._addresses.append(address)
 
-@operation("close_block", "l")
-def close_block(warp, mask, site, nothing):
-    """The cluster of the warp's block has ended, or the launch is given up: frees what the block's queues hold."""
-    block = warp.block
-    drop(block)
-    for index in range(block.num_warps):
-        other = block.warps[index]
-        drop_copies(other)
-        close_wgmma(other)
-    return 0
+    def address(self, thread: int) -> int:
+        """The value of `Launch.races` for an OS thread."""
+        return self._addresses[thread]
+
+    def close(self) -> None:
+        """Ends the launch: its writes are ordered before the next."""
+        for address in self._addresses:
+            self._machine.race_clock = max(self._machine.race_clock, Races(address).clock)
+        self._addresses = []
+        self._mapping.close()

@@ -51,7 +51,7 @@ class Launch(Record):
     num_sms = Long()
     steps = Long()  # chunks that ran to their end
     stream_order = To("StreamTouch")  # the stream checker's data, or 0
-    close_warp = Long()  # address of operation close_warp, or 0 where the kernel leaves no open work: closing.py
+    close_warp = Long()  # address of operation close_warp, or 0 where the kernel leaves no open work: warp_scheduler.py
     close_block = Long()
 
 

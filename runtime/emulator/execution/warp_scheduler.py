@@ -7,7 +7,8 @@ address once a launch, `begin_cluster` the fields that change from cluster to cl
 One OS thread runs a number of slots. Within a cluster warps take turns, in the order of their numbers, or shuffled anew
 each round where a seed is given, each until it blocks, yields or exits. A cluster that only polls (its warps yield,
 without progress) makes room for another one beside it, since it may wait for another block. If every warp of a cluster
-is blocked and none has moved, it is a deadlock: warps block only on their own cluster.
+is blocked and none has moved, it is a deadlock: warps block only on their own cluster. `close_warp` and `close_block`
+end asynchronous work.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, attr-defined"
@@ -18,8 +19,20 @@ import numpy as np
 
 from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at, u32_at
+from runtime.emulator.async_copies.bulk_queue import drop, finish, first_into, first_unread
+from runtime.emulator.async_copies.cp_async import close_copies, drop_copies
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.state import BLOCKED, EXITED, FAULT, YIELDED, Block, Warp, block_at, launch_at
+from runtime.emulator.execution.state import (
+    BLOCKED,
+    CHECK_ASYNC,
+    EXITED,
+    FAULT,
+    YIELDED,
+    Block,
+    Warp,
+    block_at,
+    launch_at,
+)
 from runtime.emulator.memory.pointers import (
     address_of,
     atomic_add_u64,
@@ -31,7 +44,8 @@ from runtime.emulator.memory.pointers import (
 from runtime.emulator.races.clocks import start_block
 from runtime.emulator.records import Long, LongArray, Record, Table, at
 from runtime.emulator.synchronisation.barriers import BARRIERS_BYTES, reset_barriers, settle_barriers
-from runtime.emulator.translation.operations import call_operation
+from runtime.emulator.tensor_cores.wgmma import close_wgmma
+from runtime.emulator.translation.operations import call_operation, operation
 
 _PCS_BYTES, _TOKENS_BYTES = 128, 256
 _TID_BYTES = 384
@@ -201,6 +215,42 @@ class Grid(Record):
 
 
 grid_at = at(Grid)
+
+
+@operation("close_warp", "l")
+def close_warp(warp, mask, site, nothing):
+    """All lanes of the warp have exited. Its bulk stores are carried out; returns 1 and a fault, or 0.
+
+    A copy that has not read its shared memory, a wgmma that was never waited for, and, with the block's last warp, a
+    copy that will still write the block's shared memory, are faults under CHECK_ASYNC: the memory may belong to another
+    block by then. `warp` still counts as running in `num_exited_warps`.
+    """
+    checked = warp.launch.checks & CHECK_ASYNC
+    pending = max(close_wgmma(warp), first_unread(warp))
+    if checked and pending >= 0:
+        return report(warp, FaultKind.EXIT_IN_FLIGHT, pending, 0, 0, pending, 0, 0, 0)
+    if finish(warp) or close_copies(warp):
+        return 1
+    block = warp.block
+    if checked and block.num_exited_warps + 1 == block.num_warps:
+        for rank in range(warp.launch.cluster_size):
+            pending = first_into(address_of(block), block.cluster[rank])
+            if pending >= 0:
+                return report(warp, FaultKind.EXIT_IN_FLIGHT, pending, 0, 0, pending, 0, 0, 0)
+    return 0
+
+
+@operation("close_block", "l")
+def close_block(warp, mask, site, nothing):
+    """The cluster of the warp's block has ended, or the launch is given up: frees what the block's queues hold."""
+    block = warp.block
+    drop(block)
+    for index in range(block.num_warps):
+        other = block.warps[index]
+        drop_copies(other)
+        close_wgmma(other)
+    return 0
+
 
 # --- what run_clusters returns ---
 ALL_DONE, FAULTED, NEEDS_SLOT = 0, 1, 2

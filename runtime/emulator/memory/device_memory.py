@@ -155,7 +155,7 @@ class Machine:
         self.used_bytes = 0
         self.neighbours: list[Machine] = []
         self.pool_blocks: DividedAllocations | None = None  # where a caching allocator reports its blocks
-        self.race_clock = 0  # the race checker's latest clock; see races/launch_memory.py
+        self.race_clock = 0  # the race checker's latest clock; see execution/launch.py
         self.race_shadows: dict[int, Mapping] = {}  # its shadow of the arena, by granule
         self._peers: set[int] = set()
         self._live, self._dead = _Extents(), _Extents()

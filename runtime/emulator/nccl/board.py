@@ -6,10 +6,11 @@ so that the memory is freed with the last rank. For R ranks, each part in pages 
 | part | contents |
 |---|---|
 | head | 0, or 1 + the rank that found a fault |
-| R records | process, thread, joined or left, counts of posted calls and published pieces, its last words |
-| R rings | its posted calls, each a `Call` |
-| 2 R slots | by turns, the numbers of its collective, a piece at a time |
-| R x R channels | of messages from one rank to another: two records, two rings and a slot |
+| the group of all | for each rank a record, a ring and two slots |
+| R x R groups of two | the same for the messages from one rank to another: first the sender's, then the receiver's |
+
+A record has process, thread, joined or left, counts of posted calls and published pieces, and a rank's last words; a
+ring its posted calls, each a `Call`; a slot by turns the numbers of its collective, a piece at a time.
 
 Words that others wait for are stored and loaded in order (`_store`, `_load`).
 """
@@ -22,7 +23,8 @@ import contextlib
 import mmap
 import os
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +43,7 @@ _TEXT_BYTES = 2048
 _ID = b"emulated NCCL"
 
 # Words of a record, int64 each.
-PID, STARTED, THREAD, STATE, POSTED, PUBLISHED, TAKEN = range(7)
+PID, STARTED, THREAD, STATE, POSTED, PUBLISHED = range(6)
 NOT_JOINED, JOINED, LEFT, ABORTED = range(4)
 
 
@@ -77,12 +79,10 @@ class Call:
     place: str = ""
 
     def agrees_with(self, other: Call) -> bool:
-        """Whether two ranks' calls are one collective."""
-        mine, theirs = (
-            (each.kind, each.count, each.dtype, each.operation, each.root, each.source, each.target)
-            for each in (self, other)
-        )
-        return mine == theirs
+        """Whether two ranks' calls are one collective, or the two ends of a message."""
+        if self.kind in ("Send", "Recv"):
+            return (self.count, self.dtype) == (other.count, other.dtype)
+        return replace(self, place="") == replace(other, place="")
 
     def packed(self) -> bytes:
         """Numbers, then texts."""
@@ -114,7 +114,7 @@ def open_by_id(unique_id: bytes) -> int:
 
 
 class Record:
-    """The words of one rank, or of one end of a channel, that others read."""
+    """The words of one rank that others read."""
 
     __slots__ = ("_address", "_words")
 
@@ -129,59 +129,98 @@ class Record:
         _store(self._address + 8 * word, value)
 
 
-class Ring:
-    """Calls in the order in which they were posted."""
-
-    __slots__ = ("_rows",)
-
-    def __init__(self, memory: NDArray[np.uint8], at: int) -> None:
-        self._rows = memory[at : at + RING * _CALL_BYTES].reshape(RING, _CALL_BYTES)
-
-    def put(self, number: int, call: Call) -> None:
-        self._rows[number % RING] = np.frombuffer(call.packed(), np.uint8)
-
-    def get(self, number: int) -> Call:
-        return Call.unpacked(self._rows[number % RING].tobytes())
-
-
-class Channel:
-    """Messages from one rank to another.
-
-    Attributes:
-        sender, receiver: their words: calls posted, and pieces published and taken.
-        sends, receives: their calls.
-        slot: one piece.
-    """
-
-    def __init__(self, memory: NDArray[np.uint8], at: int) -> None:
-        self.sender, self.receiver = Record(memory, at), Record(memory, at + 64)
-        self.sends, self.receives = (Ring(memory, at + _PAGE + end * _pages(RING * _CALL_BYTES)) for end in (0, 1))
-        first = at + _PAGE + 2 * _pages(RING * _CALL_BYTES)
-        self.slot = memory[first : first + SLOT_BYTES]
-
-
 def _pages(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
+class Group:
+    """Ranks that do collectives together: all of a communicator, or the sender and the receiver of messages.
+
+    Attributes:
+        ranks: their numbers.
+        records: their words.
+        mine: this rank's.
+        posted, done: this rank's collectives here; turn: pieces of them that are done.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8], at: int, ranks: Sequence[int], rank: int) -> None:
+        self.ranks = ranks
+        self._memory, self._at, self._me = memory, at, ranks.index(rank) if rank in ranks else -1
+        self.records = [Record(memory, at + each * self._MEMBER_BYTES) for each in range(len(ranks))]
+        self.mine = self.records[self._me]
+        self.posted = self.done = self.turn = 0
+
+    _RING_BYTES = _pages(RING * _CALL_BYTES)
+    _MEMBER_BYTES = _PAGE + _RING_BYTES + 2 * SLOT_BYTES
+
+    @classmethod
+    def size_of(cls, num_ranks: int) -> int:
+        """Bytes of a group."""
+        return num_ranks * cls._MEMBER_BYTES
+
+    def _call_at(self, member: int, number: int) -> NDArray[np.uint8]:
+        first = self._at + member * self._MEMBER_BYTES + _PAGE + number % RING * _CALL_BYTES
+        return self._memory[first : first + _CALL_BYTES]
+
+    def post(self, call: Call) -> int:
+        """Posts this rank's next collective; returns its number."""
+        self.posted += 1
+        self._call_at(self._me, self.posted)[:] = np.frombuffer(call.packed(), np.uint8)
+        self.mine[POSTED] = self.posted
+        return self.posted
+
+    def calls(self, number: int) -> list[tuple[int, Call]]:
+        """(rank, its call of this number), of the ranks that have posted it."""
+        return [
+            (rank, Call.unpacked(self._call_at(member, number).tobytes()))
+            for member, rank in enumerate(self.ranks)
+            if self.records[member][POSTED] >= number
+        ]
+
+    def last_call(self, rank: int) -> Call | None:
+        """The call that a rank posted last."""
+        member = self.ranks.index(rank)
+        posted = self.records[member][POSTED]
+        return Call.unpacked(self._call_at(member, posted).tobytes()) if posted else None
+
+    def words_of(self, member: int) -> NDArray[np.uint8]:
+        """A member's last words."""
+        first = self._at + member * self._MEMBER_BYTES + 64
+        return self._memory[first : first + _TEXT_BYTES]
+
+    def slots(self, turn: int) -> list[NDArray[np.uint8]]:
+        """Each member's slot for its numbers."""
+        first = self._at + _PAGE + self._RING_BYTES + (turn & 1) * SLOT_BYTES
+        places = (first + member * self._MEMBER_BYTES for member in range(len(self.ranks)))
+        return [self._memory[place : place + SLOT_BYTES] for place in places]
+
+    def my_slot(self, turn: int) -> NDArray[np.uint8]:
+        return self.slots(turn)[self._me]
+
+    def lacks(self, turn: int) -> list[int]:
+        """The other ranks that have not published their piece of a turn."""
+        return [rank for rank, record in zip(self.ranks, self.records)
+                if record is not self.mine and record[PUBLISHED] < turn]  # fmt: skip
+
+
 class Board:
-    """The shared memory of one communicator, as one rank sees it."""
+    """The shared memory of one communicator, as one rank sees it.
+
+    Attributes:
+        everyone: the group of all ranks; `records` are its.
+    """
 
     def __init__(self, descriptor: int, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        record, ring = _PAGE, _pages(RING * _CALL_BYTES)
-        channel = _PAGE + 2 * ring + SLOT_BYTES
-        slots_at = _PAGE + num_ranks * (record + ring)
-        channels_at = slots_at + 2 * num_ranks * SLOT_BYTES
-        size = channels_at + num_ranks * num_ranks * channel
+        self._pairs_at = _PAGE + Group.size_of(num_ranks)
+        size = self._pairs_at + num_ranks * num_ranks * Group.size_of(2)
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)  # of zeros, which cost no memory until they are written
-        memory = self._memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
-        self._head = Record(memory, 0)
-        self.records = [Record(memory, _PAGE + each * record) for each in range(num_ranks)]
-        self.rings = [Ring(memory, _PAGE + num_ranks * record + each * ring) for each in range(num_ranks)]
-        self._slots_at, self._channels_at, self._channel_bytes = slots_at, channels_at, channel
-        self._channels: dict[tuple[int, int], Channel] = {}
+        self._memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        self._head = Record(self._memory, 0)
+        self.everyone = Group(self._memory, _PAGE, range(num_ranks), rank)
+        self.records = self.everyone.records
+        self._pairs: dict[tuple[int, int], Group] = {}
 
     def join(self) -> None:
         """Registers this rank. Raises ValueError where another has its number."""
@@ -192,18 +231,12 @@ class Board:
         mine[STARTED] = _started(os.getpid())
         mine[STATE] = JOINED
 
-    def slot(self, rank: int, turn: int) -> NDArray[np.uint8]:
-        """A rank's slot for its numbers."""
-        first = self._slots_at + (2 * rank + (turn & 1)) * SLOT_BYTES
-        return self._memory[first : first + SLOT_BYTES]
-
-    def channel(self, source: int, target: int) -> Channel:
-        """The channel from one rank to the other."""
-        found = self._channels.get((source, target))
-        if found is None:
-            at = self._channels_at + (source * self.num_ranks + target) * self._channel_bytes
-            found = self._channels[source, target] = Channel(self._memory, at)
-        return found
+    def pair(self, sender: int, receiver: int) -> Group:
+        """The group for messages from one rank to the other."""
+        if (sender, receiver) not in self._pairs:
+            at = self._pairs_at + (sender * self.num_ranks + receiver) * Group.size_of(2)
+            self._pairs[sender, receiver] = Group(self._memory, at, (sender, receiver), self.rank)
+        return self._pairs[sender, receiver]
 
     # -- the end of it ----------------------------------------------------------------------------------------------
 
@@ -214,17 +247,15 @@ class Board:
 
     def fail(self, reason: str) -> None:
         """Ends the communicator for all ranks; all ranks report the first reason."""
-        at = _PAGE + self.rank * _PAGE + 64
         if not self.has_failed:
             data = reason.encode()[: _TEXT_BYTES - 1]
-            self._memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
+            self.everyone.words_of(self.rank)[: len(data)] = np.frombuffer(data, np.uint8)
             self._head[0] = 1 + self.rank
 
     @property
     def failure(self) -> str:
         """The reason given to the first `fail`."""
-        at = _PAGE + (self._head[0] - 1) * _PAGE + 64
-        return bytes(self._memory[at : at + _TEXT_BYTES]).rstrip(b"\0").decode(errors="replace")
+        return bytes(self.everyone.words_of(self._head[0] - 1)).rstrip(b"\0").decode(errors="replace")
 
     def why_it_cannot_come(self, rank: int, *, has_called: bool = False) -> str:
         """The reason why a rank will make no more calls, or, if it `has_called`, not run its call; "" if it may."""

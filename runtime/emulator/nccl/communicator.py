@@ -3,6 +3,11 @@
 Each collective is compared among all ranks before data moves: function, count, type, operation, root, and the
 places in windows. If ranks differ, or one cannot join any more, the communicator fails for all of them, and each error
 has every rank's call and the model's line.
+
+Collectives and messages are works of a stream, which park until the other ranks have joined. A work is done in pieces:
+this rank's numbers are read from its device's memory with all checks and put into its slot of the board; when all
+ranks' are there the result is written with all checks. Ranks' numbers are added in the order of ranks, in float32 where
+the type is narrower.
 """
 
 from __future__ import annotations
@@ -10,16 +15,34 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
 
+import ml_dtypes
 import numpy as np
+from cuda.bindings import driver as cu
 from numpy.typing import NDArray
 
 from runtime.emulator.driver.state import Context, DriverState
-from runtime.emulator.driver.work_queues import Work
+from runtime.emulator.driver.work_queues import Meeting, MeetingTemplate, Work
 from runtime.emulator.execution.fault import FaultKind
 from runtime.emulator.memory.device_memory import DeviceMemoryError
-from runtime.emulator.nccl.board import ABORTED, LEFT, POSTED, RING, STATE, THREAD, Board, Call, described, window_place
+from runtime.emulator.nccl.board import (
+    ABORTED,
+    LEFT,
+    PUBLISHED,
+    RING,
+    SLOT_BYTES,
+    STATE,
+    THREAD,
+    Board,
+    Call,
+    Group,
+    described,
+    window_place,
+)
 from runtime.emulator.races.stream_order import DriverFault
 
 LOOK_S = 0.05
@@ -63,7 +86,6 @@ class Communicator:
         board: shared by the ranks.
         memory: this rank's device's.
         context: of its works.
-        done: collectives that this rank has done; turn: pieces of them.
         windows: (address, bytes) of each that was registered; None once it was deregistered.
     """
 
@@ -71,10 +93,9 @@ class Communicator:
         self.board, self.context, self.driver = board, context, driver
         self.memory = CheckedMemory(driver, context)
         self.rank, self.num_ranks = board.rank, board.num_ranks
-        self.posted = self.done = self.turn = 0
         self.windows: list[tuple[int, int] | None] = []
         self._looked_s = self._waits_since = 0.0
-        self._waits_for = 0
+        self._waits_for: tuple[Group, int] | None = None
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -85,40 +106,28 @@ class Communicator:
                 return window_place(number, address - window[0])
         return 0
 
-    def post(self, call: Call) -> int:
-        """Posts this rank's next collective to the others; returns its number."""
-        while self.posted - self.done >= RING - 1:
+    def post(self, group: Group, call: Call) -> int:
+        """Posts this rank's next collective to the others of a group; returns its number."""
+        while group.posted - group.done >= RING - 1:
             self.driver.scheduler.finish_all(self.context)
-        self.posted += 1
-        self.board.rings[self.rank].put(self.posted, call)
-        mine = self.board.records[self.rank]
-        mine[THREAD] = threading.get_ident()
-        mine[POSTED] = self.posted
-        return self.posted
+        self.board.records[self.rank][THREAD] = threading.get_ident()
+        return group.post(call)
 
-    def compare(self, number: int, mine: Call) -> bool:
+    def compare(self, group: Group, number: int, mine: Call) -> bool:
         """Whether all ranks have called their collective of this number, and the same one. Raises DriverFault."""
-        board = self.board
-        calls: list[tuple[int, Call]] = []
-        for rank in range(self.num_ranks):
-            if board.records[rank][POSTED] >= number:
-                calls.append((rank, board.rings[rank].get(number)))
+        calls = group.calls(number)
         if any(not call.agrees_with(mine) for _, call in calls):
-            self._wait_for_words(number)
-            self.fail_by([(r, board.rings[r].get(number)) for r in range(self.num_ranks)
-                          if board.records[r][POSTED] >= number])  # fmt: skip
-        if len(calls) == self.num_ranks:
+            until = time.monotonic() + 0.2  # for the words of the others
+            while len(calls) < len(group.ranks) and time.monotonic() < until:
+                time.sleep(0.001)
+                calls = group.calls(number)
+            said = dict(calls)
+            self.fail(f"rank {rank} called {described(said[rank])}" if rank in said else self._last_of(rank)
+                      for rank in group.ranks)  # fmt: skip
+        if len(calls) == len(group.ranks):
             return True
-        self.look_for_the_missing(number, lambda rank: board.records[rank][POSTED] < number)
+        self.look_for_the_missing(group, number, lambda: set(group.ranks) - {rank for rank, _ in group.calls(number)})
         return False
-
-    def _wait_for_words(self, number: int) -> None:
-        """Waits a moment for other ranks' calls."""
-        until = time.monotonic() + 0.2
-        while time.monotonic() < until:
-            if all(record[POSTED] >= number for record in self.board.records):
-                return
-            time.sleep(0.001)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -129,52 +138,22 @@ class Communicator:
         if self.board.records[self.rank][STATE] in (LEFT, ABORTED):
             raise _fault(f"rank {self.rank} has left the communicator")
 
-    def fail_by(self, calls: Sequence[tuple[int, Call]]) -> None:
-        """For ranks that differ: raises DriverFault with every rank's call."""
-        said = dict(calls)
-        words = []
-        for rank in range(self.num_ranks):
-            if rank in said:
-                words.append(f"rank {rank} called {described(said[rank])}")
-            elif len(calls) < self.num_ranks and rank not in said:
-                words.append(self._last_of(rank))
-        self.fail("; ".join(word for word in words if word))
-
-    def look_for_the_missing(self, number: int, is_missing: Callable[[int], bool]) -> None:
+    def look_for_the_missing(self, group: Group, number: int, missing: Callable[[], Iterable[int]]) -> None:
         """Checks now and then whether a rank missing at this collective cannot join any more. Raises DriverFault."""
         self.raise_if_failed()
         if not self._is_time_to_look():
             return
-        for rank in range(self.num_ranks):
-            if rank == self.rank or not is_missing(rank):
-                continue
-            if self._waits_for != number:
-                self._waits_for, self._waits_since = number, self._looked_s
-            # A rank of the same thread could be called by another thread, but not for long.
-            is_fresh = self._looked_s - self._waits_since < PATIENCE_S
-            has_called = is_fresh or self.board.records[rank][POSTED] >= number
-            if (why := self.board.why_it_cannot_come(rank, has_called=has_called)) and is_missing(rank):
-                calls = [
-                    f"rank {each} called {described(self.board.rings[each].get(number))}"
-                    for each in range(self.num_ranks) if self.board.records[each][POSTED] >= number
-                ]  # fmt: skip
-                self.fail("; ".join([*calls, f"rank {rank} {why}, {self._last_words(rank)}"]))
-
-    def look_for_the_missing_peer(self, peer: int, call: Call, *, is_send: bool) -> None:
-        """The same for a message."""
-        self.raise_if_failed()
-        if self._is_time_to_look() and (why := self.board.why_it_cannot_come(peer, has_called=True)):
-            channel = self.board.channel(*((self.rank, peer) if is_send else (peer, self.rank)))
-            mine, theirs = channel.sender[POSTED], channel.receiver[POSTED]
-            if (theirs < mine) if is_send else (mine < theirs):
-                self.fail(f"rank {self.rank} called {described(call)}; rank {peer} {why}, {self._last_words(peer)}")
-
-    def is_missing_nobody(self, peer: int, call: Call) -> bool:
-        """False, where a message has to wait for a peer that lives. Raises DriverFault."""
-        self.raise_if_failed()
-        if self._is_time_to_look() and (why := self.board.why_it_cannot_come(peer, has_called=True)):
-            self.fail(f"rank {self.rank} called {described(call)}; rank {peer} {why}, {self._last_words(peer)}")
-        return False
+        for rank in missing():
+            if self._waits_for != (group, number):
+                self._waits_for, self._waits_since = (group, number), self._looked_s
+            # A rank of the same thread could be called by another thread, but not for long; a message's peer at any
+            # time.
+            is_fresh = group is not self.board.everyone or self._looked_s - self._waits_since < PATIENCE_S
+            calls = group.calls(number)
+            why = self.board.why_it_cannot_come(rank, has_called=is_fresh or rank in dict(calls))
+            if why and rank in missing():
+                said = [f"rank {each} called {described(call)}" for each, call in calls if each != rank]
+                self.fail([*said, f"rank {rank} {why}, {self._last_words(rank)}"])
 
     def _is_time_to_look(self) -> bool:
         now = time.monotonic()
@@ -184,21 +163,199 @@ class Communicator:
         return True
 
     def _last_words(self, rank: int) -> str:
-        posted = self.board.records[rank][POSTED]
-        if not posted:
-            return "without a call"
-        return f"its last call {described(self.board.rings[rank].get(posted))}"
+        call = self.board.everyone.last_call(rank)
+        return "without a call" if call is None else f"its last call {described(call)}"
 
     def _last_of(self, rank: int) -> str:
-        why = self.board.why_it_cannot_come(rank) or "has not come"
-        return f"rank {rank} {why}, {self._last_words(rank)}"
+        return f"rank {rank} {self.board.why_it_cannot_come(rank) or 'has not come'}, {self._last_words(rank)}"
 
-    def fail(self, words: str) -> None:
+    def fail(self, words: Iterable[str]) -> NoReturn:
         """Ends the communicator for all ranks. Raises DriverFault."""
-        self.board.fail(f"ranks do not do the same: {words}")
+        self.board.fail(f"ranks do not do the same: {'; '.join(words)}")
         raise _fault(self.board.failure)
 
 
 def _fault(text: str) -> DriverFault:
     """Ranks whose calls differ."""
     return DriverFault(FaultKind.RANKS_DIFFER, text)
+
+
+ELEMENTS: dict[int, Any] = {
+    0: np.dtype(np.int8), 1: np.dtype(np.uint8), 2: np.dtype(np.int32), 3: np.dtype(np.uint32), 4: np.dtype(np.int64),
+    5: np.dtype(np.uint64), 6: np.dtype(np.float16), 7: np.dtype(np.float32), 8: np.dtype(np.float64),
+    9: np.dtype(ml_dtypes.bfloat16), 10: np.dtype(ml_dtypes.float8_e4m3fn), 11: np.dtype(ml_dtypes.float8_e5m2),
+}  # fmt: skip
+"""Types by their numbers in `ncclDataType_t`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template(MeetingTemplate):
+    """A collective as it was called, queued in a stream, or held by a graph for every run.
+
+    Attributes:
+        call: its record for the other ranks.
+        source, target: addresses; 0 where the rank has no such buffer.
+    """
+
+    comm: Communicator
+    call: Call
+    source: int
+    target: int
+
+    node_type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_HOST
+
+    @property
+    def label(self) -> str:
+        return f"nccl{self.call.kind} at {self.call.place}"
+
+    def queued(self) -> Meeting:
+        """The work of one run, posted to the other ranks."""
+        return _Collective(self, self.comm.board.everyone)
+
+
+class _Collective(Meeting):
+    """One run of a collective among the ranks of a group."""
+
+    def __init__(self, template: Template, group: Group) -> None:
+        self._template, self._comm, self._group = template, template.comm, group
+        call = template.call
+        self._number = self._comm.post(group, call)
+        self._kind, self._element = call.kind, ELEMENTS.get(call.dtype, np.dtype(np.uint8))
+        self._parts = self._comm.num_ranks if call.kind == "ReduceScatter" else 1
+        each = SLOT_BYTES // (self._parts * self._element.itemsize)
+        self._count = call.count if call.dtype >= 0 else 0
+        self._pieces = [(first, min(each, self._count - first)) for first in range(0, self._count, each)]
+        self._next = 0
+        self._is_compared = self._is_published = False
+        self._is_silent = call.kind == "Recv" or (call.kind == "Broadcast" and call.root != self._comm.rank)
+
+    @property
+    def label(self) -> str:
+        return self._template.label
+
+    def advance(self, work: Work) -> bool:
+        """Makes progress; returns whether it is done. Raises DriverFault where the ranks' calls differ."""
+        comm, group = self._comm, self._group
+        if group.done != self._number - 1:  # of another stream, and called earlier
+            comm.raise_if_failed()
+            return False
+        if not self._is_compared:
+            if not comm.compare(group, self._number, self._template.call):
+                return False
+            self._is_compared = True
+            self._check(work)
+        while self._next < len(self._pieces):
+            first, count = self._pieces[self._next]
+            turn = group.turn + 1
+            # A sender waits until its last piece was taken, and for nobody after that; a receiver publishes a turn
+            # when it has taken the piece.
+            if self._kind == "Send" and self._waits_for(turn - 1):
+                return False
+            if not self._is_published and self._kind != "Recv":
+                self._publish(first, count, turn)
+                group.mine[PUBLISHED] = turn
+                self._is_published = True
+            if self._kind != "Send":
+                if self._waits_for(turn):
+                    return False
+                self._combine(first, count, turn)
+            group.mine[PUBLISHED] = turn
+            group.turn, self._next, self._is_published = turn, self._next + 1, False
+        group.done = self._number
+        return True
+
+    def _waits_for(self, turn: int) -> bool:
+        """Whether another rank's piece of a turn is not there yet. Raises DriverFault where it cannot come."""
+        if not self._group.lacks(turn):
+            return False
+        self._comm.look_for_the_missing(self._group, self._number, partial(self._group.lacks, turn))
+        return True
+
+    def _check(self, work: Work) -> None:
+        """All bytes read and written, for the checkers."""
+        template, ranks, size = self._template, self._comm.num_ranks, self._count * self._element.itemsize
+        reads = 0 if self._is_silent else size * self._parts
+        writes = 0 if self._kind == "Send" else size * (ranks if self._kind == "AllGather" else 1)
+        self._comm.memory.check(work, self.label, template.source, reads, is_write=False)
+        self._comm.memory.check(work, self.label, template.target, writes, is_write=True)
+
+    def _publish(self, first: int, count: int, turn: int) -> None:
+        if self._is_silent:
+            return
+        size, slot = self._element.itemsize, self._group.my_slot(turn).ctypes.data
+        for part in range(self._parts):
+            at = self._template.source + (part * self._count + first) * size
+            ctypes.memmove(slot + part * count * size, at, count * size)
+
+    def _combine(self, first: int, count: int, turn: int) -> None:
+        size, slots, call = self._element.itemsize, self._group.slots(turn), self._template.call
+        at, memory = self._template.target + first * size, self._comm.memory
+        if self._kind == "AllGather":
+            for rank, slot in enumerate(slots):
+                memory.write(at + rank * self._count * size, slot[: count * size])
+            return
+        if self._kind in ("Broadcast", "Recv"):
+            memory.write(at, slots[call.root if self._kind == "Broadcast" else 0][: count * size])
+            return
+        part = self._comm.rank * count * size if self._kind == "ReduceScatter" else 0
+        numbers = [slot[part : part + count * size].view(self._element) for slot in slots]
+        memory.write(at, _reduced(numbers, call.operation).view(np.uint8))
+
+
+def _reduced(numbers: list[NDArray[Any]], operation: int) -> NDArray[Any]:
+    """All ranks' numbers reduced by an operation of `ncclRedOp_t`."""
+    element = numbers[0].dtype
+    is_narrow = element.kind not in "iu" and element.itemsize < 4
+    wide = [each.astype(np.float32) if is_narrow else each for each in numbers]
+    result = wide[0].copy()
+    combine = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum, 4: np.add}[operation]
+    with np.errstate(all="ignore"):
+        for each in wide[1:]:
+            combine(result, each, out=result)
+        if operation == 4:
+            result = result / len(wide) if result.dtype.kind == "f" else result // len(wide)
+        return result.astype(element)
+
+
+@dataclass(frozen=True, slots=True)
+class Messages(MeetingTemplate):
+    """Sends and receives of one group: they run at the same time.
+
+    Attributes:
+        messages: each call, the address of its buffer, and the peer.
+    """
+
+    comm: Communicator
+    messages: tuple[tuple[Call, int, int], ...]
+
+    node_type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_HOST
+
+    @property
+    def label(self) -> str:
+        call = self.messages[0][0]
+        return f"nccl{call.kind} at {call.place}"
+
+    def queued(self) -> Meeting:
+        """The work of one run, posted to the peers."""
+        parts = []
+        for call, address, peer in self.messages:
+            pair = (self.comm.rank, peer) if call.kind == "Send" else (peer, self.comm.rank)
+            template = Template(self.comm, call, address, address)
+            parts.append(_Collective(template, self.comm.board.pair(*pair)))
+        return _Exchange(self.label, parts)
+
+
+class _Exchange(Meeting):
+    """One run of sends and receives."""
+
+    def __init__(self, label: str, parts: list[_Collective]) -> None:
+        self._label, self._parts = label, parts
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def advance(self, work: Work) -> bool:
+        """Makes progress; returns whether it is done. Raises DriverFault where a peer's call differs."""
+        self._parts = [part for part in self._parts if not part.advance(work)]
+        return not self._parts

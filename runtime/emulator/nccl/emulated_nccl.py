@@ -19,8 +19,7 @@ from runtime.call_sites import calling_line, line_name
 from runtime.emulator.driver.emulated_driver import DryDriver, EmulatedDriver
 from runtime.emulator.driver.state import Refused, Stream
 from runtime.emulator.nccl.board import ABORTED, LEFT, NOT_JOINED, STATE, Board, Call, new_unique_id, open_by_id
-from runtime.emulator.nccl.communicator import LOOK_S, Communicator
-from runtime.emulator.nccl.works import ELEMENTS, Messages, Template
+from runtime.emulator.nccl.communicator import ELEMENTS, LOOK_S, Communicator, Messages, Template
 from runtime.emulator.races.stream_order import DriverFault
 
 VERSION = 22_700
@@ -204,8 +203,8 @@ class EmulatedNccl:
                 os.close(descriptor)
         for comm, call, number in registering:
             self.driver.scheduler.finish_all(comm.context)
-            self._wait(comm, functools.partial(comm.compare, number, call))
-            comm.done = number
+            self._wait(comm, functools.partial(comm.compare, comm.board.everyone, number, call))
+            comm.board.everyone.done = number
         for (comm, stream), messages in queued.items():
             self.driver.submit(stream, Messages(comm, tuple(messages)))
 
@@ -219,7 +218,7 @@ class EmulatedNccl:
                 looked_s = now
                 for rank in range(comm.num_ranks):
                     if rank != comm.rank and (why := comm.board.why_it_cannot_come(rank)):
-                        comm.fail(f"rank {comm.rank} waits for all to join; rank {rank} {why}")
+                        comm.fail([f"rank {comm.rank} waits for all to join; rank {rank} {why}"])
             self.driver.wait_a_moment()
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -338,7 +337,7 @@ class EmulatedNccl:
             raise _Failed(_INVALID_ARGUMENT, f"{address:#x} is no memory of ncclMemAlloc")
         call = Call("CommWindowRegister", size, place=line_name(*calling_line()))
         found.windows.append((address, size) if flags else None)
-        self._group.registering.append((found, call, found.post(call)))
+        self._group.registering.append((found, call, found.post(found.board.everyone, call)))
         self._end_if_alone()
         return len(found.windows)
 

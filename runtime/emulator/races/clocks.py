@@ -227,7 +227,7 @@ def run_is_fine(warp, first, block_address, size, is_store, lane, lane_bytes):
 
 @njit
 def warp_is_fine(warp, mask, addresses, offset, start, limit, block_address, size, is_store):
-    """The same of a whole warp's plain access, `size` bytes a lane: see `race_rules.warp_entry`."""
+    """The same of a whole warp's plain access, `size` bytes a lane: see `rules.warp_entry`."""
     races = warp.clock.races
     entry, shape = races.calls[CALL_WARP], size | (256 if is_store else 0)
     return (

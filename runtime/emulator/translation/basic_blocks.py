@@ -15,12 +15,11 @@ from runtime.emulator.translation.ptx import (
     Address,
     Instruction,
     Kernel,
-    Negated,
     Operand,
-    Pair,
     Register,
     Symbol,
     Vector,
+    leaves,
 )
 
 ENDS = {"bra", "brx", "ret", "exit", "trap"}
@@ -33,19 +32,7 @@ NO_RESULT = {
 
 def registers_of(operand: Operand | None) -> Iterator[Register]:
     """Every register in an operand."""
-    if isinstance(operand, Register):
-        yield operand
-    elif isinstance(operand, Negated):
-        yield operand.operand
-    elif isinstance(operand, Vector):
-        for item in operand.items:
-            yield from registers_of(item)
-    elif isinstance(operand, Pair):
-        yield from registers_of(operand.first)
-        yield from registers_of(operand.second)
-    elif isinstance(operand, Address):
-        yield from registers_of(operand.base)
-        yield from registers_of(operand.coordinates)
+    return (leaf for leaf in leaves(operand) if isinstance(leaf, Register))
 
 
 def definitions(instruction: Instruction) -> set[str]:

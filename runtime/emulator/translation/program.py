@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +160,7 @@ class Program:
         """Shared memory that a kernel's own variables take."""
         return self.kernel(name).shared.static_bytes
 
-    def place(self, machine: Machine) -> Mapping[str, int]:
+    def place(self, machine: Machine) -> dict[str, int]:
         """Allocates the .global and .const variables on a machine: name → address, to be handed to each launch."""
         return place_variables(machine, self.module)
 

@@ -8,7 +8,9 @@ line.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from runtime.errors import InvalidArgumentError
 
@@ -85,6 +87,21 @@ class Sink:
 
 
 Operand = Register | Special | Integer | Float | Symbol | Negated | Vector | Pair | Address | Sink
+
+
+def leaves(operand: Operand | None) -> Iterator[Operand]:
+    """Every register, symbol and number in an operand."""
+    if isinstance(operand, Negated):
+        yield operand.operand
+    elif isinstance(operand, Vector):
+        for item in operand.items:
+            yield from leaves(item)
+    elif isinstance(operand, Pair | Address):
+        parts = (operand.first, operand.second) if isinstance(operand, Pair) else (operand.base, operand.coordinates)
+        for part in parts:
+            yield from leaves(part)
+    elif operand is not None:
+        yield operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +189,9 @@ _SPECIAL = re.compile(
 )
 
 
+Item = TypeVar("Item")
+
+
 @dataclass(slots=True)
 class _Tokens:
     """Tokens of a text with a cursor; each is (kind, text, line)."""
@@ -201,6 +221,14 @@ class _Tokens:
         found = self.next()
         if found != text:
             raise PtxError(f"line {self.items[self.at - 1][2]}: expected {text!r}, found {found!r}")
+
+    def until(self, end: str, read: Callable[[], Item]) -> list[Item]:
+        """What `read` finds up to `end`, with commas between."""
+        found = []
+        while not self.accept(end):
+            found.append(read())
+            self.accept(",")
+        return found
 
     def accept(self, text: str) -> bool:
         if self.peek() == text:
@@ -315,17 +343,11 @@ def _initial(tokens: _Tokens, element: int) -> bytes:
 
     if not tokens.accept("{"):
         return value()
-    data = b""
-    while not tokens.accept("}"):
-        data += value()
-        tokens.accept(",")
-    return data
+    return b"".join(tokens.until("}", value))
 
 
 def _parameters(tokens: _Tokens) -> list[Variable]:
-    tokens.expect("(")
-    found = []
-    while not tokens.accept(")"):
+    def parameter() -> Variable:
         tokens.expect(".param")
         align, size = 0, 0
         while tokens.kind == "directive":
@@ -344,9 +366,10 @@ def _parameters(tokens: _Tokens) -> list[Variable]:
         if tokens.accept("["):
             count = _integer(tokens.next())
             tokens.expect("]")
-        found.append(Variable(name, "param", max(align, size), size * count))
-        tokens.accept(",")
-    return found
+        return Variable(name, "param", max(align, size), size * count)
+
+    tokens.expect("(")
+    return tokens.until(")", parameter)
 
 
 def _kernel(tokens: _Tokens, is_entry: bool, module: Module) -> Kernel:
@@ -392,11 +415,7 @@ class _Body:
             elif tokens.kind == "name" and tokens.peek(1) == ":" and tokens.peek(2) == ".branchtargets":
                 name = self._resolve(tokens.next())
                 tokens.at += 2
-                targets = []
-                while not tokens.accept(";"):
-                    targets.append(self._resolve(tokens.next()))
-                    tokens.accept(",")
-                kernel.branch_targets[name] = tuple(targets)
+                kernel.branch_targets[name] = tuple(tokens.until(";", lambda: self._resolve(tokens.next())))
             elif tokens.kind == "name" and tokens.peek(1) == ":":
                 kernel.labels[self._resolve(tokens.next())] = len(kernel.instructions)
                 tokens.expect(":")
@@ -474,31 +493,18 @@ class _Body:
         opcode = tokens.next()
         while tokens.kind == "directive":  # an opcode whose suffix begins with a digit is split by the tokenizer
             opcode += tokens.next()
-        operands = []
-        while not tokens.accept(";"):
-            operands.append(self._operand())
-            tokens.accept(",")
-        instruction = Instruction(opcode, tuple(operands), guard, negated, line)
+        instruction = Instruction(opcode, tuple(tokens.until(";", self._operand)), guard, negated, line)
         if instruction.sets_carry or instruction.reads_carry:
             self.kernel.registers[CARRY.name] = CARRY
         self.kernel.instructions.append(instruction)
 
     def _operand(self) -> Operand:
         tokens = self.tokens
-        if tokens.accept("{"):
-            items = []
-            while not tokens.accept("}"):
-                items.append(self._operand())
-                tokens.accept(",")
-            return Vector(tuple(items))
+        for opening, closing in (("{", "}"), ("(", ")")):  # a call's arguments have the second kind
+            if tokens.accept(opening):
+                return Vector(tuple(tokens.until(closing, self._operand)))
         if tokens.accept("["):
             return self._address()
-        if tokens.accept("("):  # call's arguments
-            items = []
-            while not tokens.accept(")"):
-                items.append(self._operand())
-                tokens.accept(",")
-            return Vector(tuple(items))
         if tokens.accept("!"):
             operand = self._operand()
             if not isinstance(operand, Register):

@@ -20,7 +20,7 @@ from llvmlite import ir
 from runtime.emulator.execution.state import Block, Launch, Warp
 from runtime.emulator.memory.device_memory import IS_ALLOCATED, Machine
 from runtime.emulator.records import Field
-from runtime.emulator.translation.ptx import Address, Kernel, Module, Operand, PtxError, Symbol, Variable, Vector
+from runtime.emulator.translation.ptx import Kernel, Module, PtxError, Symbol, Variable, leaves
 from runtime.emulator.translation.vectors import I32, LONG, WORD
 
 SHARED_START = 1024
@@ -142,41 +142,30 @@ def place_variables(machine: Machine, module: Module) -> dict[str, int]:
 
 def used_variables(module: Module, kernel: Kernel) -> list[str]:
     """The .global and .const variables that a kernel names, in the order of its symbol table (`Launch.symbols`)."""
-    named: set[str] = set()
-    pending: list[Operand | None] = [operand for ins in kernel.instructions for operand in ins.operands]
-    while pending:
-        operand = pending.pop()
-        if isinstance(operand, Symbol):
-            named.add(operand.name)
-        elif isinstance(operand, Address):
-            pending += [operand.base, operand.coordinates]
-        elif isinstance(operand, Vector):
-            pending += operand.items
+    operands = (operand for ins in kernel.instructions for operand in ins.operands)
+    named = {leaf.name for operand in operands for leaf in leaves(operand) if isinstance(leaf, Symbol)}
     return [v.name for v in module.variables.values() if v.space in ("global", "const") and v.name in named]
 
 
 def parameter_offsets(kernel: Kernel) -> tuple[dict[str, tuple[int, int]], int]:
     """Parameter name → (offset, size) in the parameter bytes, each at its own alignment; and how many bytes."""
-    found: dict[str, tuple[int, int]] = {}
-    offset = 0
-    for variable in kernel.parameters:
-        offset = -(-offset // variable.align) * variable.align
-        size = variable.size_bytes or 0
-        found[variable.name] = (offset, size)
-        offset += size
-    return found, offset
+    return _in_a_row(kernel.parameters)
 
 
 def local_offsets(kernel: Kernel) -> tuple[dict[str, int], int]:
     """Local variable → offset in a thread's local memory, and its size."""
-    found: dict[str, int] = {}
+    found, size = _in_a_row([variable for variable in kernel.variables if variable.space == "local"])
+    return {name: offset for name, (offset, _) in found.items()}, _align(size, 64)
+
+
+def _in_a_row(variables: Iterable[Variable]) -> tuple[dict[str, tuple[int, int]], int]:
+    found: dict[str, tuple[int, int]] = {}
     offset = 0
-    for variable in kernel.variables:
-        if variable.space == "local":
-            offset = -(-offset // variable.align) * variable.align
-            found[variable.name] = offset
-            offset += variable.size_bytes or 0
-    return found, -(-offset // 64) * 64
+    for variable in variables:
+        offset = _align(offset, variable.align)
+        found[variable.name] = (offset, variable.size_bytes or 0)
+        offset += variable.size_bytes or 0
+    return found, offset
 
 
 Value = Any
