@@ -30,7 +30,7 @@ class FaultKind(IntEnum):
 
     message: str
 
-    def __new__(cls, number: int, message: str) -> Self:
+    def __new__(cls, number: int, message: str = "") -> Self:
         kind = int.__new__(cls, number)
         kind._value_, kind.message = number, message
         return kind
@@ -103,9 +103,9 @@ class FaultKind(IntEnum):
     )  # fmt: skip
     # streams and what outlives them
     MISSING_EVENT = 400, "no event orders this access to {address:#x} and that of another stream's work"
-    USE_AFTER_FREE = 401, ""
-    LEAK = 402, ""
-    RANKS_DIFFER = 403, ""
+    USE_AFTER_FREE = 401
+    LEAK = 402
+    RANKS_DIFFER = 403
 
 
 @compiled_once("llllllll")

@@ -113,8 +113,8 @@ def describe(parts: tuple[str, ...]) -> tuple[int, int, int, int] | None:
     rest = [part for part in rest if part not in ("satfinite", "kind::f8f6f4")]
     if len(rest) != 10 or rest[:3] != ["mma", "sync", "aligned"] or rest[4:6] != ["row", "col"]:
         return None
-    shape, (d_type, *types, c_type) = _SHAPE.fullmatch(rest[3]), rest[6:]
-    found = types_of(d_type, *types, is_saturated)
+    shape, (d_type, a_type, b_type, c_type) = _SHAPE.fullmatch(rest[3]), rest[6:]
+    found = types_of(d_type, a_type, b_type, is_saturated)
     if shape is None or found is None or d_type != c_type or int(shape[1]) not in _DEPTHS[PER_WORD[found[0]]]:
         return None
     return *found, int(shape[1])

@@ -353,7 +353,8 @@ def describe(parts: tuple[str, ...]) -> tuple[int, int, int, int] | None:
     rest = [part for part in parts[2:] if part != "satfinite"]
     if len(rest) != 6 or rest[:2] != ["sync", "aligned"]:
         return None
-    shape, found = _SHAPE.fullmatch(rest[2]), types_of(*rest[3:], "satfinite" in parts)
+    shape, (d_type, a_type, b_type) = _SHAPE.fullmatch(rest[2]), rest[3:]
+    found = types_of(d_type, a_type, b_type, "satfinite" in parts)
     if shape is None or found is None:
         return None
     columns, per_word = int(shape[1]), PER_WORD[found[0]]

@@ -89,8 +89,8 @@ class WgmmaRegisters:
         """After a wgmma instruction: earlier checks no longer hold."""
         self._seen.clear()
 
-    def watch(self, low: Registers) -> None:
-        """Emits the check of the state bytes before the current instruction."""
+    def watch(self, low: Any) -> None:
+        """Emits the check of the state bytes before the current instruction; `low` is a Lowering."""
         instruction = low.instruction
         if instruction.opcode.startswith("wgmma.mma_async"):
             self.forget()
@@ -103,7 +103,7 @@ class WgmmaRegisters:
         self._check(low, sorted((named & self.index.keys()) - written), ACCUMULATES, False)
         self._check(low, sorted(written), ACCUMULATES | IS_READ, True)
 
-    def _check(self, low: Registers, names: Iterable[str], forbidden: int, writes: bool) -> None:
+    def _check(self, low: Any, names: Iterable[str], forbidden: int, writes: bool) -> None:
         fresh = [name for name in names if (name, writes) not in self._seen]
         if not fresh:
             return
