@@ -26,6 +26,9 @@ from runtime.device.errors import (
     NoDriverError,
 )
 from runtime.errors import DeviceError
+from runtime.later import later
+
+_emulated_driver = later("runtime.emulator.driver.emulated_driver")
 
 OLDEST_DRIVER = 13_000
 """CUDA version of the oldest driver that loads what nvJitLink 13 links, as `cuDriverGetVersion` counts."""
@@ -138,9 +141,7 @@ def open_driver(arch: str | None = None) -> Driver:
     """
     bindings = cuda_bindings("the real driver" if arch is None else "the emulator's compiler")
     if arch is not None:
-        from runtime.emulator.driver.emulated_driver import EmulatedDriver
-
-        driver = Driver(EmulatedDriver(arch), bindings, arch=arch)
+        driver = Driver(_emulated_driver.EmulatedDriver(arch), bindings, arch=arch)
         driver.call("cuInit", 0)
         return driver
     driver = Driver(bindings, bindings)

@@ -27,6 +27,9 @@ from runtime.device.gpu import Gpu
 from runtime.device.stream import Stream
 from runtime.dtype import DType
 from runtime.errors import DeviceError, InvalidArgumentError
+from runtime.later import later
+
+_emulated_nccl = later("runtime.emulator.nccl.emulated_nccl")
 
 UNIQUE_ID_BYTES = 128
 OLDEST_VERSION = 22_700
@@ -225,15 +228,8 @@ def open_nccl(driver: Driver) -> Nccl:
     """The NCCL that serves a driver's devices. Raises NoNcclError."""
     if not driver.is_emulated:
         return load()
-    from runtime.emulator.driver.emulated_driver import DryDriver
-
-    if isinstance(driver.api, DryDriver):
-        from runtime.emulator.nccl.emulated_nccl import DryNccl
-
-        return Nccl(DryNccl(driver.api), is_emulated=True, is_dry=True)
-    from runtime.emulator.nccl.emulated_nccl import EmulatedNccl
-
-    return Nccl(EmulatedNccl.of(driver.api), is_emulated=True)
+    api = _emulated_nccl.nccl_of(driver.api)
+    return Nccl(api, is_emulated=True, is_dry=api.is_dry)
 
 
 def _dotted(version: int) -> str:

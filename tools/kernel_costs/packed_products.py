@@ -16,8 +16,7 @@ from types import ModuleType
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import quantised_gemv, skinny, skinny_shape
 from numba_kernels.cuda.specialisation import Launch
-from runtime.emulator.driver.architectures import GpuModel, model_of
-from runtime.emulator.driver.occupancy import blocks_per_sm
+from runtime.emulator.driver.architectures import GpuModel, blocks_per_sm, model_of
 from tools.kernel_costs.page import table
 
 GAP_S = 2.1e-6

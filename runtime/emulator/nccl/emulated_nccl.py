@@ -76,9 +76,6 @@ class _Group(threading.local):
         self.registering: list[tuple[Communicator, Call, int]] = []
 
 
-_of_drivers: WeakKeyDictionary[EmulatedDriver, EmulatedNccl] = WeakKeyDictionary()
-
-
 class EmulatedNccl:
     """The NCCL of one driver.
 
@@ -87,6 +84,8 @@ class EmulatedNccl:
         last_error: the text of the last failed call.
     """
 
+    is_dry = False
+
     def __init__(self, driver: EmulatedDriver) -> None:
         self.driver = driver
         self.last_error = ""
@@ -94,13 +93,6 @@ class EmulatedNccl:
         self._group = _Group()
         self._memory: dict[bytes, int] = {}  # of unique ids made here: open until all ranks have joined
         self._allocated: dict[int, int] = {}  # addresses of `ncclMemAlloc`, and the driver's
-
-    @staticmethod
-    def of(driver: EmulatedDriver) -> EmulatedNccl:
-        """The driver's only NCCL."""
-        if driver not in _of_drivers:
-            _of_drivers[driver] = EmulatedNccl(driver)
-        return _of_drivers[driver]
 
     def words(self, code: int, comm: Any = None) -> str:
         """NCCL's text of a result, and of the last error."""
@@ -356,6 +348,8 @@ def _have_joined(comm: Communicator) -> bool:
 class DryNccl:
     """Functions as `EmulatedNccl` has them; all succeed."""
 
+    is_dry = True
+
     def __init__(self, driver: DryDriver) -> None:
         self._driver = driver
 
@@ -384,3 +378,15 @@ class DryNccl:
     ncclCommFinalize = ncclCommDestroy = ncclCommAbort = ncclCommWindowDeregister = ncclMemFree = _accept
     ncclAllReduce = ncclAllGather = ncclReduceScatter = ncclBroadcast = ncclSend = ncclRecv = emuEndStep = _accept
     ncclGroupStart = ncclGroupEnd = _accept
+
+
+_of_drivers: WeakKeyDictionary[EmulatedDriver, EmulatedNccl] = WeakKeyDictionary()
+
+
+def nccl_of(driver: EmulatedDriver) -> EmulatedNccl | DryNccl:
+    """The driver's only NCCL."""
+    if isinstance(driver, DryDriver):
+        return DryNccl(driver)
+    if driver not in _of_drivers:
+        _of_drivers[driver] = EmulatedNccl(driver)
+    return _of_drivers[driver]
