@@ -247,8 +247,8 @@ class _Collective(Meeting):
         while self._next < len(self._pieces):
             first, count = self._pieces[self._next]
             turn = group.turn + 1
-            # A sender waits until its last piece was taken, and for nobody after that; a receiver publishes a turn
-            # when it has taken the piece.
+            # A sender waits only until its piece before was taken; a receiver publishes a turn when it has taken
+            # the piece.
             if self._kind == "Send" and self._waits_for(turn - 1):
                 return False
             if not self._is_published and self._kind != "Recv":

@@ -223,7 +223,7 @@ class _Tokens:
             raise PtxError(f"line {self.items[self.at - 1][2]}: expected {text!r}, found {found!r}")
 
     def until(self, end: str, read: Callable[[], Item]) -> list[Item]:
-        """What `read` finds up to `end`, with commas between."""
+        """Everything that `read` finds up to `end`, with commas between."""
         found = []
         while not self.accept(end):
             found.append(read())
