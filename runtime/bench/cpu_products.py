@@ -8,7 +8,6 @@ repacking a file's rows at load time is compared with copying them, each on all 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from numba_kernels.cpu.running.pool import NUM_THREADS
 from numba_kernels.cpu.running.recording import Recording, record
 from runtime import ops
 from runtime.bench.environment import finished
-from runtime.bench.metrics import BenchmarkError
+from runtime.bench.metrics import BenchmarkError, interleaved, timed
 from runtime.bench.peers.cpu_limits import open_meter
 from runtime.dtype import NDArray, bfloat16, float32
 from runtime.linear.format import INT8
@@ -83,14 +82,12 @@ def bench_products(
             x = Tensor.from_numpy(random.standard_normal((count, depth)).astype(np.float32))
             for name, each in kept.items():
                 _verify(name, each, x)
-            seconds: dict[str, list[float]] = {name: [] for name in kept}
-            recordings = {name: _recorded(each, x) for name, each in kept.items()}
-            for number in range(num_rounds):
-                report_progress(f"{count} rows: round {number + 1} of {num_rounds}")
-                for name, each in kept.items():
-                    seconds[name].append(_replay_s(recordings[name]) / len(each.weights))
+            report_progress(f"{count} rows: {num_rounds} rounds")
+            replays = {name: timed(_recorded(each, x).replay) for name, each in kept.items()}
+            seconds = interleaved(replays, num_rounds)
             meter.measure()
-            results += [_result(name, each, count, seconds[name]) for name, each in kept.items()]
+            for name, each in kept.items():
+                results.append(_result(name, each, count, [one / len(each.weights) for one in seconds[name]]))
         limits = meter.report()
     report_progress("arranging rows as when a model is loaded")
     arranging = _arranging(matrix, [name for name in formats if name in ROUNDINGS], num_rounds, working_set_bytes)
@@ -130,14 +127,8 @@ def _arranging(matrix: NDArray, formats: Sequence[str], num_rounds: int, size_by
             source = _block_rows(quantise(matrix, ROUNDINGS[name]))
             times = -(-size_bytes // source.raw.nbytes)
             rows = BlockRows(np.concatenate([source.raw] * times), source.format, source.depth)
-            seconds: dict[str, list[float]] = {"arranging": [], "copying": []}
-            for _ in range(num_rounds + 1):
-                for what, make in (("arranging", _arranged), ("copying", _copied)):
-                    start = time.perf_counter()
-                    made = make(rows, threads)
-                    seconds[what].append(time.perf_counter() - start)
-                    del made
-            middle, copying = (median(each[1:]) for each in seconds.values())  # the first round warms up
+            works = {make.__name__: timed(make, rows, threads) for make in (_arranged, _copied)}
+            middle, copying = map(median, interleaved(works, num_rounds, warm_ups=1).values())
             found.append({"format": name, "bytes": rows.raw.nbytes, "median_s": middle, "copy_median_s": copying})
     return found
 
@@ -195,12 +186,6 @@ def _recorded(kept: Kept, x: Tensor) -> Recording:
         for weight in kept.weights:
             ops.linear(x, weight)
     return recording
-
-
-def _replay_s(recording: Recording) -> float:
-    start = time.perf_counter()
-    recording.replay()
-    return time.perf_counter() - start
 
 
 def _result(name: str, kept: Kept, rows: int, seconds: list[float]) -> dict[str, Any]:

@@ -7,13 +7,15 @@ finite are never reported.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from runtime.errors import XservError
 
+T = TypeVar("T")
 TIE_TOLERANCE = 1e-3
 """Two tokens whose logits lie this close may change places when the batch, and with it the order of the
 additions, changes."""
@@ -48,6 +50,37 @@ def summarize(name: str, values_s: Sequence[float], percentiles: Iterable[float]
 def time_per_output_token_s(latency_s: float, ttft_s: float, output_len: int) -> float | None:
     """(latency − TTFT) / (output_len − 1) in seconds; None for a single token."""
     return (latency_s - ttft_s) / (output_len - 1) if output_len > 1 else None
+
+
+def interleaved(works: Mapping[str, Callable[[], T]], num_rounds: int, *, warm_ups: int = 0) -> dict[str, list[T]]:
+    """What each work returns, once a round. All take turns, and the first rotates; warm-up rounds are not kept."""
+    names, found = list(works), {name: list[T]() for name in works}
+    for number in range(warm_ups + num_rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            result = works[name]()
+            if number >= warm_ups:
+                found[name].append(result)
+    return found
+
+
+def timed(work: Callable[..., object], *arguments: Any, repeats: int = 1) -> Callable[[], float]:
+    """A function that gives the seconds of one call, the mean of some in a row."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            result = work(*arguments)
+        seconds = (time.perf_counter() - start) / repeats
+        del result  # its memory is freed outside the time
+        return seconds
+
+    return run
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
 
 
 def check_finite(report: Mapping[str, Any], path: str = "") -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from runtime.bench.environment import describe_machine
 from runtime.bench.load.samples import random_prompts
-from runtime.bench.metrics import BenchmarkError, check_outputs
+from runtime.bench.metrics import BenchmarkError, check_outputs, markdown_table
 from runtime.bench.peers.child_process import ChildProcess
 from runtime.bench.peers.workloads import WORKLOADS, Gpt2Shape, Workload, write_gpt2_folder
 
@@ -170,17 +170,15 @@ def _compared(values: dict[str, list[float]], best: Any) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
-    lines = [
-        "| what | weights | unit | before | after | after / before | best before | best after | ratio of bests |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    head = ("what", "weights", "unit", *SIDES, "after / before", "best before", "best after", "ratio of bests")
+    lines = []
     for row in rows:
         numbers = [
             *(f"{row['medians'][side]:,.4g}" for side in SIDES), f"{row['ratio_of_medians']:.2f}",
             *(f"{row['bests'][side]:,.4g}" for side in SIDES), f"{row['ratio_of_bests']:.2f}",
         ]  # fmt: skip
-        lines.append(f"| {' | '.join([row['name'], row.get('dtype', ''), row['unit'], *numbers])} |")
-    return "\n".join(lines)
+        lines.append([row["name"], row.get("dtype", ""), row["unit"], *numbers])
+    return markdown_table(head, lines)
 
 
 def main() -> None:

@@ -31,7 +31,6 @@ import multiprocessing
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -47,6 +46,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from runtime.bench.peers.child_process import ChildProcess  # noqa: E402
 from tools.comparing.fuzzing.cases import Case, classes_of, draw_case, families  # noqa: E402
 from tools.comparing.fuzzing.check import Findings, check  # noqa: E402
 
@@ -63,14 +63,10 @@ class Oracle:
 
     def __init__(self, python: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-models-")
-        self._process = subprocess.Popen(
-            [python, str(ORACLE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
-        )
+        self._peer = ChildProcess([python, str(ORACLE)], "transformers")
 
     def make(self, case: Case) -> tuple[Path, dict[str, Any]]:
         """The model folder of a case, and the oracle's results."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         folder = Path(self._folder.name) / "model"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -78,19 +74,13 @@ class Oracle:
         request = {"config_class": config_class, "architecture": architecture, "folder": str(folder)}
         passed = ("fields", "dtype", "weights", "prompts", "num_new", "fuses_experts", "texts")
         request |= {name: case[name] for name in passed if name in case}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the oracle ended with status {self._process.wait()}")
+        answer = self._peer.ask("make", HANG_S, **request)
         if case.get("notes"):
             add_notes(folder / "config.json", case["notes"])
-        return folder, json.loads(line)
+        return folder, answer
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._peer.close()
         self._folder.cleanup()
 
 

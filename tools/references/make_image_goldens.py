@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ def main() -> None:
             }
     found = {"transformers": transformers.__version__, "grids": grids, "pictures": pictures}
     TARGET.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
-    make_fixed()
-    make_sides()
+    make_others("golden_fixed.json", FIXED, digest)
+    make_others("golden_sides.json", SIDES, lambda pixels: [*pixels.shape[1:], digest(pixels)])
 
 
 def opened(name: str) -> Any:
@@ -67,50 +68,32 @@ def opened(name: str) -> Any:
     return image
 
 
-def make_sides() -> None:
-    """Pixtral's processor: each picture's height and width, and the digest of its pixels, channels first. A picture is
-    None if a side would have no pixels."""
+def make_others(name: str, cases: dict[str, dict[str, Any]], summary: Callable[[Any], Any]) -> None:
+    """The summary of the pixels of each picture by processors of one picture; None if a side would have no pixels."""
     found: dict[str, Any] = {}
-    for name, settings in SIDES.items():
-        raw = transformers.PixtralImageProcessorPil(**settings, do_rescale=False, do_normalize=False)
-        whole = transformers.PixtralImageProcessorPil(**settings)
-
-        def made(image: Any, raw: Any = raw) -> list[Any] | None:
-            try:
-                pixels = np.asarray(raw([image], return_tensors="np")["pixel_values"][0]).astype(np.uint8)
-            except ValueError:
-                return None
-            return [*pixels.shape[1:], hashlib.sha256(pixels.tobytes()).hexdigest()[:16]]
-
-        files = {one: opened(one) for one in PICTURES}
-        values = np.asarray(whole([files["rgb"]], return_tensors="np")["pixel_values"][0]).ravel()
-        found[name] = {
-            "files": {one: made(image) for one, image in files.items()},
-            "sizes": [made(small_picture(*size)) for size in SMALL_SIZES],
-            "normalised": [float(each) for each in values[:: max(1, values.size // 7)][:7]],
-        }
-    TARGET.with_name("golden_sides.json").write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
-
-
-def make_fixed() -> None:
-    found: dict[str, Any] = {}
-    for name, case in FIXED.items():
-        settings = {field: value for field, value in case.items() if field != "processor"}
-        kind = getattr(transformers, f"{case['processor']}ImageProcessorPil")
+    for case, fields in cases.items():
+        settings = {"processor": "Pixtral", **fields}
+        kind = getattr(transformers, f"{settings.pop('processor')}ImageProcessorPil")
         raw, whole = kind(**settings, do_rescale=False, do_normalize=False), kind(**settings)
 
-        def made(image: Any, raw: Any = raw) -> str:
-            pixels = np.asarray(raw([image], return_tensors="np")["pixel_values"][0])
-            return hashlib.sha256(pixels.astype(np.uint8).tobytes()).hexdigest()[:16]
+        def made(image: Any, raw: Any = raw) -> Any:
+            try:
+                return summary(np.asarray(raw([image], return_tensors="np")["pixel_values"][0]).astype(np.uint8))
+            except ValueError:
+                return None
 
         files = {one: opened(one) for one in PICTURES}
         values = np.asarray(whole([files["rgb"]], return_tensors="np")["pixel_values"][0]).ravel()
-        found[name] = {
+        found[case] = {
             "files": {one: made(image) for one, image in files.items()},
             "sizes": [made(small_picture(*size)) for size in SMALL_SIZES],
             "normalised": [float(each) for each in values[:: max(1, values.size // 7)][:7]],
         }
-    TARGET.with_name("golden_fixed.json").write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+    TARGET.with_name(name).write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+
+
+def digest(pixels: np.ndarray[Any, Any]) -> str:
+    return hashlib.sha256(pixels.tobytes()).hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -17,12 +17,10 @@ import platform
 import random
 import re
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -38,7 +36,9 @@ from hypothesis import seed as seeded
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tools.serving.soaking.server_process import ServerProcess
 
 PACKAGES = ("schemathesis", "hypothesis", "uvicorn", "starlette", "msgspec")
 
@@ -320,25 +320,6 @@ def _with_integers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-@contextmanager
-def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Runs `xserv serve` with the bundled model and a short context, so that answers are short."""
-    command = [sys.executable, "-m", "runtime.cli", "serve", "--port", "0", "--max-model-len", "128"]
-    command += ["--log-level", "error"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, encoding="utf-8")
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                yield found.group(), process
-                break
-        else:
-            raise RuntimeError("the server did not start")
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
 def ask(url: str, seed: int, num_cases: int) -> Record:
     """One client's share."""
     fuzzer = Fuzzer(url, seed)
@@ -354,14 +335,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the record goes")
     options = parser.parse_args()
     started = time.monotonic()
-    with served() as (url, process):
-        fuzzer = Fuzzer(url, options.seed)
+    with ServerProcess("--max-model-len", "128", "--log-level", "error") as server:  # a short context: short answers
+        url, fuzzer = server.url, Fuzzer(server.url, options.seed)
         shares = [(url, options.seed + i, -(-options.cases // options.clients)) for i in range(options.clients)]
         with multiprocessing.get_context("spawn").Pool(options.clients) as pool:
             for record in pool.starmap(ask, shares):
                 fuzzer.record.merge(record)
         fuzzer.check_rest()
-        if process.poll() is not None:
+        if server.child.poll() is not None:
             raise AssertionError("the server has ended")
     seconds = round(time.monotonic() - started, 1)
     text = json.dumps({**fuzzer.record.summary(), "clients": options.clients, "seconds": seconds}, indent=2)

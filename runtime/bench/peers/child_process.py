@@ -13,26 +13,6 @@ from typing import IO, Any
 
 from runtime.bench.metrics import BenchmarkError
 
-_ANSWERING = """
-import json, os, sys
-replies = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-{functions}
-for line in sys.stdin:
-    request = json.loads(line)
-    try:
-        reply = {{"load": load, "run": run}}[request.pop("op")](**request)
-    except Exception as error:
-        reply = {{"error": f"{{type(error).__name__}}: {{error}}"}}
-    print(json.dumps(reply), file=replies, flush=True)
-"""
-
-
-def answering_program(functions: str) -> str:
-    """A program for `python -c` that answers requests by its functions `load` and `run`; libraries' prints are not
-    answers. `json`, `os` and `sys` are imported."""
-    return _ANSWERING.format(functions=functions)
-
 
 class ChildProcess:
     """Starts `command` and speaks its protocol; a context manager that ends the process.

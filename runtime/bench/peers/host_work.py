@@ -25,7 +25,7 @@ import numpy as np
 
 from models.checkpoints.weight_files import open_checkpoint
 from runtime import ops
-from runtime.bench.metrics import BenchmarkError
+from runtime.bench.metrics import BenchmarkError, interleaved, timed
 from runtime.bench.peers.report import host_row
 from runtime.tensor.tensor import Tensor
 from tokenizer import Tokenizer
@@ -64,29 +64,25 @@ def bench_pack(folder: Path, num_rounds: int) -> dict[str, Any]:
     process after packing.
     """
     _read_whole(folder / "model.safetensors")
-    packing: list[float] = []
-    copying: list[float] = []
-    num_bytes = 0
-    resident_bytes: int | None = None
-    for _ in range(1 + num_rounds):
-        for seconds, make in ((packing, _pack), (copying, np.copy)):
-            checkpoint = open_checkpoint(folder)
-            spent = 0.0
-            num_bytes = 0
-            for name in checkpoint.names():
-                array = checkpoint.array(name)
-                if array.ndim == 2:
-                    array = array.T if ".c_" in name else array  # GPT-2 stores its maps as [in, out]
-                    start = time.perf_counter()
-                    made = make(array)
-                    spent += time.perf_counter() - start
-                    num_bytes += array.nbytes
-                    del array, made
-                    checkpoint.release(name)
-            if make is _pack:
-                resident_bytes = mapped_bytes(folder / "model.safetensors")
-            seconds.append(spent)
-    pack_s, copy_s = (statistics.median(values[1:]) for values in (packing, copying))  # the first round warms up
+    num_bytes, resident_bytes = 0, None
+
+    def spent(make: Callable[[np.ndarray[Any, Any]], Any]) -> float:
+        nonlocal num_bytes, resident_bytes
+        checkpoint, seconds, num_bytes = open_checkpoint(folder), 0.0, 0
+        for name in checkpoint.names():
+            array = checkpoint.array(name)
+            if array.ndim == 2:
+                array = array.T if ".c_" in name else array  # GPT-2 stores its maps as [in, out]
+                seconds += timed(make, array)()
+                num_bytes += array.nbytes
+                del array
+                checkpoint.release(name)
+        if make is _pack:
+            resident_bytes = mapped_bytes(folder / "model.safetensors")
+        return seconds
+
+    works = {"pack": partial(spent, _pack), "copy": partial(spent, np.copy)}
+    pack_s, copy_s = map(statistics.median, interleaved(works, num_rounds, warm_ups=1).values())
     return host_row(
         "pack",
         pack_s / copy_s,
@@ -256,24 +252,12 @@ def _verified(
     return works
 
 
-def _in_turns(works: Mapping[str, Callable[[], object]], num_rounds: int, repeats: int = 1) -> dict[str, list[float]]:
-    """Seconds of each work, one per round; the first one rotates."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    names = list(works)
-    for number in range(num_rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            work = works[name]
-            start = time.perf_counter()
-            for _ in range(repeats):
-                work()
-            seconds[name].append((time.perf_counter() - start) / repeats)
-    return seconds
-
-
 def _encode_row(sides: list[Side], work: str, text: str, num_rounds: int, left_out: dict[str, str]) -> dict[str, Any]:
     works = _verified(sides, work, lambda side: side.encode(text), left_out)
-    num_bytes, seconds = len(text.encode()), _in_turns(works, num_rounds)
+    num_bytes, seconds = (
+        len(text.encode()),
+        interleaved({name: timed(work) for name, work in works.items()}, num_rounds),
+    )
     rates = {name: [num_bytes / 1e6 / each for each in seconds[name]] for name in works}
     return {**_row(f"encode, {work}", "MB/s", rates), "bytes": num_bytes}
 
@@ -281,7 +265,7 @@ def _encode_row(sides: list[Side], work: str, text: str, num_rounds: int, left_o
 def _prompt_row(sides: list[Side], file: Path, prose: str, num_rounds: int, left_out: dict[str, str]) -> dict[str, Any]:
     text = chat_like_prompt(file, prose)
     works = _verified(sides, "the prompt", lambda side: side.prompt(text), left_out)
-    seconds = _in_turns(works, num_rounds, _PROMPT_REPEATS)
+    seconds = interleaved({name: timed(work, repeats=_PROMPT_REPEATS) for name, work in works.items()}, num_rounds)
     times = {name: [1e6 * each for each in seconds[name]] for name in works}
     return _row(f"encode, a prompt of {len(text)} characters", "us", times)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from runtime.bench.kernels.goals import Goal
+from runtime.bench.metrics import markdown_table
 from runtime.bench.peers.cpu_limits import RATES
 from runtime.bench.peers.rounds import LLAMA, OURS, PEER_ENGINES, QUIET_SHARE
 from runtime.bench.peers.workloads import GGUF
@@ -109,21 +110,18 @@ def markdown(report: Mapping[str, Any]) -> str:
     """The whole report. Rates are tokens per second, medians; an unavailable peer is "missing"."""
     parts = []
     if report["results"]:
-        parts.append(_table((*_HEAD, "verdict", "limit", "share"), [_row(result) for result in report["results"]]))
+        parts.append(
+            markdown_table((*_HEAD, "verdict", "limit", "share"), [_row(result) for result in report["results"]])
+        )
     if report["host_results"]:
         head = ("of the host", "measured", "in numbers", "must", "ahead", "verdict")
-        parts.append(_table(head, [_host_row(result) for result in report["host_results"]]))
+        parts.append(markdown_table(head, map(_host_row, report["host_results"])))
     parts += [_burst(result) for result in report["results"] if result["measure"] == "burst"]
     parts += [_concurrent(result) for result in report["results"] if "one_after_another" in result]
     parts += [f"Refused: {each['workload']} ({each['dtype']}): {each['reason']}" for each in report["refused"]]
     parts += [_disturbed(each) for each in report["results"] if each["largest_others_share"] > QUIET_SHARE]
     parts += _notes(report)
     return "\n\n".join(parts)
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _row(result: Mapping[str, Any]) -> tuple[str, ...]:

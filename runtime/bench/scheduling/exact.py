@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy as np
 from models.checkpoints.hub import model_name, resolve_model
 from runtime.backends import cpu
 from runtime.bench.environment import finished
-from runtime.bench.metrics import BenchmarkError
+from runtime.bench.metrics import BenchmarkError, interleaved, timed
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import engine_over, loaded_model
@@ -239,13 +240,12 @@ def bench_exact(
         report_progress(f"{schedule.name}: {len(found)} of {len(answers)} differ ({seconds:.1f} s)")
     if num_schedules == len(SCHEDULES) and not any(row["num_preemptions"] for row in rows):
         raise BenchmarkError("no request was preempted: the pools are too large to prove anything")
-    seconds_of: dict[str, list[float]] = {"exact": [], "default": []}
-    for _ in range(num_rounds):
-        for mode, make in (("exact", make_engine), ("default", make_default_engine)):
-            engine = _engine_for(make, SCHEDULES[1], max_model_len)
-            start = time.perf_counter()
-            serve(engine, requests, "together", seed)
-            seconds_of[mode].append(time.perf_counter() - start)
+
+    def together(make: MakeEngine) -> float:
+        return timed(serve, _engine_for(make, SCHEDULES[1], max_model_len), requests, "together", seed)()
+
+    works = {"exact": partial(together, make_engine), "default": partial(together, make_default_engine)}
+    seconds_of = interleaved(works, num_rounds)
     medians = {mode: statistics.median(seconds) for mode, seconds in seconds_of.items() if seconds}
     num_different = sum(row["num_different"] for row in rows)
     report = {

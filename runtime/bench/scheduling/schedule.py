@@ -9,12 +9,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from runtime.bench.environment import finished
 from runtime.bench.load.burst import Burst, run_burst
 from runtime.bench.load.traces import Trace, random_tokens
-from runtime.bench.metrics import BenchmarkError, check_outputs, percentiles_of
+from runtime.bench.metrics import BenchmarkError, check_outputs, interleaved, percentiles_of
 from runtime.bench.scheduling.engines import like, served
 from runtime.bench.scheduling.timeline_view import chrome_trace
 from runtime.bench.svg import bar, page, text
@@ -104,10 +105,8 @@ def bench_schedule(
         )
     prompts = prompts_of(trace, engine.info.vocab_size, seed)
     replay(engine, trace, prompts, styles[0].settings)  # warms up
-    rounds: dict[str, list[Replay]] = {style.name: [] for style in styles}
-    for _ in range(num_rounds):
-        for style in styles:
-            rounds[style.name].append(replay(engine, trace, prompts, style.settings))
+    works = {style.name: partial(replay, engine, trace, prompts, style.settings) for style in styles}
+    rounds = interleaved(works, num_rounds)
     first = rounds[styles[0].name][0].burst.token_ids
     results = []
     for style in styles:

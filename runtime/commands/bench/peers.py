@@ -101,15 +101,13 @@ def memory(
         num_prompts=num_prompts,
         is_cold=cold,
     )
-    lines = [
-        "| weights | MB of weights | KV cache | peak | beside both | of it by process | limit | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for result in report["results"]:
         words = [f"{result[key] / 1e6:,.0f}" for key in ("weight_bytes", "kv_cache_bytes", "peak_bytes", "above_bytes")]
         words.append(" + ".join(f"{each['total'] / 1e6:,.0f}" for each in result["processes"]))
         words += [f"{result['limit_bytes'] / 1e6:,.0f}", "met" if result["is_within"] else "missed"]
-        lines.append(f"| {' | '.join([result['dtype'], *words])} |")
-    output.deliver(report, "\n".join(lines))
+        rows.append([result["dtype"], *words])
+    head = ("weights", "MB of weights", "KV cache", "peak", "beside both", "of it by process", "limit", "")
+    output.deliver(report, _metrics.markdown_table(head, rows))
     if check and not all(result["is_within"] for result in report["results"]):
         raise typer.Exit(1)

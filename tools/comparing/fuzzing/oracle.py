@@ -119,7 +119,9 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     for line in sys.stdin:
-        print(json.dumps(make(json.loads(line))), flush=True)
+        request = json.loads(line)
+        del request["op"]
+        print(json.dumps(make(request)), flush=True)
 
 
 if __name__ == "__main__":
