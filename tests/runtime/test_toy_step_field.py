@@ -19,9 +19,9 @@ assert list(STEP_FIELDS)[-2:] == ["choices", "starts"]
 written = {"decodes": 0, "others": 0}
 place, write = DecodeArrays.place, StepMemory.write
 
-def placed(self, rows, starts, num_places, numbers=None):
-    found = place(self, rows, starts, num_places, numbers)
-    assert (self._columns["starts"][found.places] == starts).all()
+def placed(self, rows, starts, num_batch_slots, numbers=None):
+    found = place(self, rows, starts, num_batch_slots, numbers)
+    assert (self._columns["starts"][found.batch_slots] == starts).all()
     written["decodes"] += 1
     return found
 

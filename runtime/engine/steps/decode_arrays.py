@@ -54,7 +54,7 @@ def _columns_of(num_batch_slots: int, num_groups: int) -> list[tuple[str, DType,
 class Placement:
     """The places of a step's rows.
 
-    places      of each row, in the order of the step
+    batch_slots of each row, in the order of the step
     num_places  of the graph to run: 0 ... num_places - 1
     """
 
