@@ -26,13 +26,13 @@ MOST_LINES = {
     "runtime/llm": 1_226,
     "runtime/parallel": 1_112,
     "runtime/images": 920,
-    "runtime/commands": 2_697,
-    "runtime/bench": 8_458,
+    "runtime/commands": 2_695,
+    "runtime/bench": 8_430,
     "runtime": 2_832,
     "models": 14_010,
     "server": 17_716,
     "tokenizer": 5_624,
-    "tools": 14_947,
+    "tools": 14_899,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests."""
@@ -47,7 +47,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 48_241
+MOST_WORDS = 48_234
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
