@@ -52,10 +52,10 @@ def _columns_of(num_batch_slots: int, num_groups: int) -> list[tuple[str, DType,
 
 @dataclass(slots=True)
 class Placement:
-    """The places of a step's rows.
+    """The batch slots of a step's rows.
 
-    batch_slots of each row, in the order of the step
-    num_places  of the graph to run: 0 ... num_places - 1
+    batch_slots      of each row, in the order of the step
+    num_batch_slots  of the graph to run: 0 ... num_batch_slots - 1
     """
 
     batch_slots: NDArray[np.intp]
