@@ -75,7 +75,7 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
-    """See ``LocalExecutor.note_drawn``; to the ranks of the stages before the last."""
+    """See ``LocalExecutor.note_sampled``; to the ranks of the stages before the last."""
 
     number: int
     rows: NDArray[np.int64]

@@ -38,7 +38,7 @@ class Assembled:
     """A step's input, and the sequences and requests of its rows.
 
     sequences        the sequence of each chunk, in the order of the input's rows
-    drawing          those of chunks that sample
+    sampling_sequences  those of chunks that sample
     prompt_requests  the request of each of the input's ``prompt_logprobs``
     """
 

@@ -150,8 +150,8 @@ class DecodeArrays:
         self, rows: NDArray[np.int64], starts: NDArray[np.int64], num_batch_slots: int,
         numbers: Mapping[str, NDArray[Any]] | None = None,
     ) -> Placement:  # fmt: skip
-        """Lay out the step that computes the token at ``starts [n]`` of each row, in places below ``num_places``: their
-        present ones, if possible. ``numbers`` are the step's (`StepInput.numbers`)."""
+        """Lay out the step that computes the token at ``starts [n]`` of each row, in batch slots below
+        ``num_batch_slots``: their present ones, if possible. ``numbers`` are the step's (`StepInput.numbers`)."""
         if rows is not self._rows or num_batch_slots != self._num_used:
             self._assign(rows, num_batch_slots)
             self._rows, self._num_used = rows, num_batch_slots
@@ -227,7 +227,7 @@ class DecodeArrays:
         return Batch(**fields, max_query_len=1, max_seq_len=max_seq_len, exact=self._exact)
 
     def sample(self, logits: Tensor, *, has_penalties: bool) -> None:
-        """Queue sampling from ``logits [num_places, vocab_size]``."""
+        """Queue sampling from ``logits [num_batch_slots, vocab_size]``."""
         num_batch_slots = logits.shape[0]
         fields = [
             self._on_device[name][:num_batch_slots]

@@ -73,7 +73,7 @@ class DecodeRun:
     ) -> None:
         self.batch_slots = placement.batch_slots
         self.logits = result.logits
-        """``[num_places, vocab_size]``, if they are kept: until the next graph is launched."""
+        """``[num_batch_slots, vocab_size]``, if they are kept: until the next graph is launched."""
         self.kept = result.kept
         """Hidden states after the kept layers, a row a place: until the next graph is launched."""
         self.number = number
@@ -120,7 +120,7 @@ class DecodeGraphs:
     num_steps   steps run from graphs
     recordings  the graphs; a failed recording is tried once more, then no more are made
     forwards    recordings of steps that decode graphs do not cover
-    draws       whether the model ends here; a stage before the last one does not sample
+    samples     whether the model ends here; a stage before the last one does not sample
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class DecodeGraphs:
         return self._recorder.size_bytes + self.forwards.size_bytes + arrays
 
     def keep(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
-        """From now on keep each step's hidden states ``[num_places, width]`` after these layers."""
+        """From now on keep each step's hidden states ``[num_batch_slots, width]`` after these layers."""
         assert not self.recordings.kept, "graphs were recorded without"
         shape = self._limits.max_num_seqs, width
         self._rooms = [self._recorder.room(f"layer {layer}", shape, dtype) for layer in layers]

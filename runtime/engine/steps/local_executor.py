@@ -66,7 +66,7 @@ class _Run:
 class LocalExecutor:
     """See `Executor`. Runs steps of a model, or of a rank's part of it, against one KV cache. With a communicator it
     meets the other ranks at the end of each step. With several stages the last one samples; the others get its tokens
-    (`note_drawn`), and have no results themselves.
+    (`note_sampled`), and have no results themselves.
 
     If it overlaps, a step runs on the CPU in a thread of the executor, on a GPU in its stream.
 

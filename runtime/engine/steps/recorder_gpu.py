@@ -113,9 +113,9 @@ class GpuRecorder:
         """With a room it is copied: another graph's intermediate results may use the same memory."""
         if room is None:
             return tensor
-        batch_slot = room[: tensor.shape[0]]
-        self._gpu.copy(batch_slot.address, tensor.address, batch_slot.size_bytes)
-        return batch_slot
+        target = room[: tensor.shape[0]]
+        self._gpu.copy(target.address, tensor.address, target.size_bytes)
+        return target
 
     def record(self, work: Callable[[], Any]) -> Graph:
         if self._pool is None:

@@ -27,7 +27,7 @@ _FLOATS = [name for name, column in COLUMNS.items() if column.dtype == "float32"
 _INTEGERS = [name for name, column in COLUMNS.items() if column.dtype == "int32"] + ["choice_index"]
 """Parameters that are rows of one array, so that one call gathers all of a type."""
 
-PersistentBatch = NDArray[np.int64]
+RowNumbers = NDArray[np.int64]
 Number = TypeVar("Number", np.int32, np.float32)
 
 PenaltyLists = tuple[NDArray[np.int32], NDArray[np.int32]]
@@ -104,7 +104,7 @@ class SamplingRows:
         """Whether the parameters of some row could not be written."""
         return bool(self._broken)
 
-    def write_outputs(self, rows: PersistentBatch, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
+    def write_outputs(self, rows: RowNumbers, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
         """Write the tokens at ``positions [n]`` of the rows' outputs; later ones count no more."""
         for row, position, token_id in zip(rows.tolist(), positions.tolist(), token_ids.tolist()):
             if self.keeps_outputs[row]:
@@ -112,7 +112,7 @@ class SamplingRows:
                     self._outputs[row] = np.resize(self._outputs[row], 2 * position)
                 self._outputs[row][position] = token_id
 
-    def gather(self, rows: PersistentBatch, positions: NDArray[np.int64]) -> SamplingArrays:
+    def gather(self, rows: RowNumbers, positions: NDArray[np.int64]) -> SamplingArrays:
         """The parameters of draws at ``positions [n]`` of the outputs of ``rows [n]``, all before which are known.
 
         If a row has a grammar there is an allowed mask, which is still to be narrowed by the grammars' masks."""
@@ -141,7 +141,7 @@ class SamplingRows:
             arrays.allowed_mask = np.stack([everything if mask is None else mask for mask in masks])
         return arrays
 
-    def gather_sound(self, rows: PersistentBatch, positions: NDArray[np.int64]) -> tuple[SamplingArrays, list[int]]:
+    def gather_sound(self, rows: RowNumbers, positions: NDArray[np.int64]) -> tuple[SamplingArrays, list[int]]:
         """The same, and the draws whose own parameters raise an error: these get another draw's, whose sample is
         ignored. Raises an error that no single one of them raises."""
         if not self._broken:
@@ -158,7 +158,7 @@ class SamplingRows:
         chosen = [sound[0] if i in broken else i for i in range(len(rows))]
         return self.gather(rows[chosen], positions[chosen]), broken
 
-    def _is_broken(self, row: PersistentBatch, position: NDArray[np.int64]) -> bool:
+    def _is_broken(self, row: RowNumbers, position: NDArray[np.int64]) -> bool:
         if int(row[0]) in self._broken:
             return True
         try:
@@ -168,25 +168,25 @@ class SamplingRows:
             return True
         return False
 
-    def penalty_lists(self, rows: PersistentBatch, positions: NDArray[np.int64]) -> list[PenaltyLists]:
+    def penalty_lists(self, rows: RowNumbers, positions: NDArray[np.int64]) -> list[PenaltyLists]:
         """The ids that penalties count in each of these draws; empty without penalties."""
         return [
             (self._prompt_ids[row], self._outputs[row][:position]) if wanted else (_NO_IDS, _NO_IDS)
             for row, position, wanted in zip(rows.tolist(), positions.tolist(), self._flags[0].take(rows).tolist())
         ]
 
-    def num_penalty_ids(self, rows: PersistentBatch, positions: NDArray[np.int64]) -> int | None:
+    def num_penalty_ids(self, rows: RowNumbers, positions: NDArray[np.int64]) -> int | None:
         """An upper bound of the ids in `penalty_lists`; None without penalties."""
         (wanted,) = self._flags[0].take(rows).nonzero()
         if not wanted.size:
             return None
         return sum(len(self._prompt_ids[rows[i]]) + int(positions[i]) for i in wanted.tolist())
 
-    def are_plain(self, rows: PersistentBatch) -> bool:
+    def are_plain(self, rows: RowNumbers) -> bool:
         """Whether none of these rows has penalties, logit bias, bad words, ``min_tokens``, allowed ids or a grammar."""
         return not self._flags.take(rows, axis=1).any()
 
-    def masks(self, rows: PersistentBatch, positions: NDArray[np.int64]) -> bool:
+    def masks(self, rows: RowNumbers, positions: NDArray[np.int64]) -> bool:
         """Whether one of these draws is under a logit bias, allowed ids, a grammar, bad words (which may forbid none),
         or ids that ``min_tokens`` forbids."""
         may_mask, has_allowed = self._flags[1:].take(rows, axis=1)
@@ -196,16 +196,16 @@ class SamplingRows:
         )
 
     def write_columns(
-        self, columns: Mapping[str, NDArray[Any]], batch_slots: NDArray[np.intp], rows: PersistentBatch
+        self, columns: Mapping[str, NDArray[Any]], batch_slots: NDArray[np.intp], rows: RowNumbers
     ) -> None:
-        """Write the numbers of these rows to their ``places [n]`` in columns with the parameters' names."""
+        """Write the numbers of these rows to their ``batch_slots [n]`` in columns with the parameters' names."""
         for name, values in zip(_FLOATS, self._floats):
             columns[name][batch_slots] = values.take(rows)
         for name, numbers in zip(_INTEGERS, self._integers):
             columns[name][batch_slots] = numbers.take(rows)
         columns["seed"][batch_slots] = self._seeds.take(rows).view(columns["seed"].dtype)
 
-    def _gather_bias(self, arrays: SamplingArrays, rows: PersistentBatch, positions: NDArray[np.int64]) -> None:
+    def _gather_bias(self, arrays: SamplingArrays, rows: RowNumbers, positions: NDArray[np.int64]) -> None:
         owners: list[int | None] = []
         ids: list[NDArray[np.int32]] = []
         values: list[NDArray[np.float32]] = []

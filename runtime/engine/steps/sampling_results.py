@@ -102,7 +102,7 @@ class SamplingResults:
         logits: Tensor,
         batch_slots: NDArray[np.intp] | None = None,
     ) -> list[TokenLogprobs | None] | None:
-        """``rows``: of each draw; ``places``: the draws' rows of the logits, or None if these are all, in order."""
+        """``rows``: of each draw; ``batch_slots``: its row of the logits, or None if these are all, in order."""
         counts = self._rows.sampling.num_alternatives[rows]
         if largest(counts) < 0:
             return None

@@ -104,7 +104,7 @@ class StepInput(msgspec.Struct, kw_only=True):
     rows          [n] int64, ascending
     starts        [n] int64, the first position of each chunk, in the KV cache
     counts        [n] int64, its tokens
-    num_draws     [n] int64: how many of its last tokens are sampled after. If several, all but the first of
+    num_samples   [n] int64: how many of its last tokens are sampled after. If several, all but the first of
                   those tokens are draft tokens, kept as far as the samples before them agree.
     token_ids     [num_tokens] int32, or `LAST_TOKEN`
     mode          see `Mode`
