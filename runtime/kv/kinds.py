@@ -8,92 +8,70 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import msgspec
 
 
-class CacheKind(Protocol):
-    """The part of a sequence that a layer keeps, in pages of ``block_size`` tokens.
+class CacheKind(msgspec.Struct, frozen=True):
+    """The part of a sequence that a layer keeps, in pages of ``block_size`` tokens; here all of it.
 
     Attributes:
         is_whole: a sequence holds the pages of all its tokens from its start to its end. With other kinds it gets the
             pages of each chunk, and gives up those that are no longer needed.
     """
 
-    is_whole: ClassVar[bool]
+    is_whole: ClassVar[bool] = True
 
     def first_page(self, num_tokens: int, block_size: int) -> int:
         """The first page that the token after ``num_tokens``, or any later one, needs."""
+        return 0
 
     def gives_up_at(self, page: int, block_size: int) -> int:
         """The fewest tokens after which the page is not needed; ``sys.maxsize`` if it is always needed."""
+        return sys.maxsize
 
     def most_pages(self, num_tokens: int, block_size: int, chunk: int | None) -> int:
         """The most pages that a sequence of so many tokens needs at once, with at most ``chunk`` of them computed in a
         step, or all in one for None."""
+        return -(-num_tokens // block_size)
 
     def reserved_tokens(self, remaining: int) -> int:
         """How many of a prompt's ``remaining`` tokens need further pages before any is given up."""
+        return 0
 
     def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
         """The longest prefix, of at most ``most`` pages, that can be continued from the stored pages: ``path`` has for
         each page whether it is stored."""
-
-
-class Full(msgspec.Struct, frozen=True, tag="full"):
-    """Full attention: a query sees all tokens before it."""
-
-    is_whole: ClassVar[bool] = True
-
-    def first_page(self, num_tokens: int, block_size: int) -> int:
-        """See `CacheKind`."""
-        return 0
-
-    def gives_up_at(self, page: int, block_size: int) -> int:
-        """See `CacheKind`."""
-        return sys.maxsize
-
-    def most_pages(self, num_tokens: int, block_size: int, chunk: int | None) -> int:
-        """See `CacheKind`."""
-        return -(-num_tokens // block_size)
-
-    def reserved_tokens(self, remaining: int) -> int:
-        """See `CacheKind`."""
-        return 0
-
-    def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
-        """See `CacheKind`."""
         return next((page for page, is_stored in enumerate(path[:most]) if not is_stored), min(most, len(path)))
 
 
-class Window(msgspec.Struct, frozen=True, tag="window"):
+class Full(CacheKind, frozen=True, tag="full"):
+    """Full attention: a query sees all tokens before it."""
+
+
+class Window(CacheKind, frozen=True, tag="window"):
     """Sliding-window attention: a query sees the last ``tokens``, its own included."""
 
     tokens: int
     is_whole: ClassVar[bool] = False
 
     def first_page(self, num_tokens: int, block_size: int) -> int:
-        """See `CacheKind`."""
         return 0 if num_tokens < self.tokens else (num_tokens - self.tokens + 1) // block_size
 
     def gives_up_at(self, page: int, block_size: int) -> int:
-        """See `CacheKind`."""
         return (page + 1) * block_size + self.tokens - 1
 
     def most_pages(self, num_tokens: int, block_size: int, chunk: int | None) -> int:
-        """See `CacheKind`."""
         pages = -(-num_tokens // block_size)
         if chunk is None:
             return pages
         return min(pages, (self.tokens + chunk - 1 + block_size - 2) // block_size + 1)  # first and last in part
 
     def reserved_tokens(self, remaining: int) -> int:
-        """See `CacheKind`."""
         return min(remaining, self.tokens)
 
     def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
-        """See `CacheKind`."""
         best, count = 0, 0  # consecutive stored pages
         for pages, is_stored in enumerate(path[:most], 1):
             count = count + 1 if is_stored else 0
