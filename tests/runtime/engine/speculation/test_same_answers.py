@@ -34,11 +34,14 @@ def check(found: Comparison, *states: str, is_trained: bool = True) -> None:
         assert least <= kept < tried, name
 
 
-def test_on_the_bundled_model() -> None:
+@pytest.mark.parametrize("num_requests", [150, pytest.param(300, marks=pytest.mark.exhaustive)])
+def test_on_the_bundled_model(num_requests: int) -> None:
     folder = Path("models/demo").resolve()
     model = loaded_model(folder, EngineConfig(max_model_len=96, device="cpu"))
     drafter = load_eagle3(folder / "drafter", model, device="cpu")
-    found = compare(model, folder, 300, 7, states=[drafter], takes_turns=True, device="cpu")
+    found = compare(
+        model, folder, num_requests, 7, states=[drafter], takes_turns=True, round_size=num_requests // 6, device="cpu"
+    )
     check(found, "eagle3")
     assert found.num_preemptions > 0
     assert set(found.ends) == {"length", "stop", "stop string"}
