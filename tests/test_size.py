@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 14_010,
     "server": 17_716,
     "tokenizer": 5_624,
-    "tools": 14_899,
+    "tools": 14_872,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests."""

@@ -97,18 +97,29 @@ def _timelines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _kernels(found: dict[str, Any]) -> list[str]:
-    read, rows = _read_rate(found), []
-    for row in results(found, "kernels").values():
-        rate = row.get("gb_per_s")
-        times = {name: each["median_us"] for name, each in row["times"].items()}
-        rows.append((
-            row["case"], row["shape"], _number(times.get("ours")), _number(times.get("torch")),
-            _number(row.get("share_of_torch")), _number(rate), _number(rate / read if rate and read else None),
-            _number(row.get("tflop_per_s")), f"{row['error_share']:.1e}",
-        ))  # fmt: skip
-    heads = ("case", "shape", "µs", "torch µs", "torch µs / µs", "GB/s", "of read", "TFLOP/s", "worst error")
-    return _table(heads, rows)
+def _timed(section: str) -> Callable[[dict[str, Any]], list[str]]:
+    """The table of timed cases (`runtime.bench.kernels.case`), each beside its peer."""
+
+    def part(found: dict[str, Any]) -> list[str]:
+        read, rows = _read_rate(found), []
+        for row in results(found, section).values():
+            times, rate = dict(row["times"]), row.get("gb_per_s")
+            ours = times.pop("ours")
+            peer, theirs = next(iter(times.items()), ("", {}))
+            rows.append((
+                row["case"], row["shape"], " + ".join(row.get("kernels", ())), _number(ours["median_us"]),
+                _quartiles(ours), _number(rate), _number(rate / read if rate and read else None),
+                _number(row.get("tflop_per_s")), peer, _number(theirs.get("median_us")),
+                _number(row.get(f"share_of_{peer}")), f"{row['error_share']:.1e}",
+            ))  # fmt: skip
+        heads = ("case", "shape", "kernels", "µs", "quartiles", "GB/s", "of read", "TFLOP/s", "peer", "its µs")
+        return _table((*heads, "its µs / µs", "worst error"), rows)
+
+    return part
+
+
+def _quartiles(times: dict[str, float]) -> str:
+    return f"{_number(times['low_us'])} to {_number(times['high_us'])}"
 
 
 def _goals(found: dict[str, Any]) -> list[str]:
@@ -122,33 +133,6 @@ def _goals(found: dict[str, Any]) -> list[str]:
                 row.get("verdict", ""),
             ))  # fmt: skip
     return _table(("case", "shape", "µs", "cuBLAS µs", "value", "measure", "must / ahead", ""), rows)
-
-
-def _quantized(found: dict[str, Any]) -> list[str]:
-    read, rows = _read_rate(found), []
-    for row in results(found, "quantized speed").values():
-        rate, (m, n, k) = row.get("gb_per_s"), row["sizes"]
-        ours, floats = (row["times"][name]["median_us"] for name in ("ours", "bf16"))
-        rows.append((
-            row["format"], f"{n} x {k}", m, " + ".join(row["kernels"]), _number(ours), _number(rate),
-            _number(rate / read if rate and read else None), _number(row.get("tflop_per_s")), _number(floats),
-            _number(row.get("times_as_fast_as_bf16")),
-        ))  # fmt: skip
-    heads = ("weight", "sizes", "rows", "kernels", "µs", "GB/s", "of read", "TFLOP/s", "bf16 µs", "times as fast")
-    return _table(heads, rows)
-
-
-def _experts(found: dict[str, Any]) -> list[str]:
-    read, rows = _read_rate(found), []
-    for name, row in results(found, "experts speed").items():
-        rate, ours, dense = row.get("gb_per_s"), row["times"]["ours"], row["times"]["bf16"]
-        rows.append((
-            name, row["touched"], " + ".join(row["kernels"]), _number(ours["median_us"]), _number(rate),
-            _number(rate / read if rate and read else None), _number(row.get("tflop_per_s")),
-            _number(dense["median_us"]), _number(row.get("times_as_fast_as_bf16")),
-        ))  # fmt: skip
-    heads = ("experts", "touched", "kernels", "µs", "GB/s", "of read", "TFLOP/s", "dense bf16 µs", "of the dense rate")
-    return _table(heads, rows)
 
 
 def _steps(found: dict[str, Any]) -> list[str]:
@@ -167,28 +151,17 @@ def _tower(found: dict[str, Any]) -> list[str]:
     return _table(("picture", "layers", "ms", "on the device", "until all was queued"), rows)
 
 
-def _times(section: str) -> Callable[[dict[str, Any]], list[str]]:
-    def part(found: dict[str, Any]) -> list[str]:
-        rows = []
-        for case, result in results(found, section).items():
-            for name, each in result["times"].items():
-                rows.append((case, name, _number(each["median_us"]), _number(each["low_us"]), _number(each["high_us"])))
-        return _table(("case", "", "µs", "lower quartile", "upper"), rows)
-
-    return part
-
-
 _PARTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "Bandwidth": _bandwidth,
     "Models, dummy weights": _models,
     "A decode step, by kernel": _timelines,
     "Goals": _goals,
-    "Kernels": _kernels,
-    "Products of quantised weights": _quantized,
-    "Experts": _experts,
+    "Kernels": _timed("kernels"),
+    "Products of quantised weights": _timed("quantized speed"),
+    "Experts": _timed("experts speed"),
     "Steps that try proposals": _steps,
     "A vision tower": _tower,
-    "Sampling": _times("sampling speed"),
+    "Sampling": _timed("sampling speed"),
 }
 
 

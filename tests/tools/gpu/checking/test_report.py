@@ -56,17 +56,24 @@ def test_no_more_files_than_come_back(tmp_path: Path) -> None:
     assert "left out" in cases["two"]["result"]["files"][0]
 
 
-TIMES = {"ours": {"median_us": 2.0, "low_us": 1.9, "high_us": 2.2}, "torch": {"median_us": 1.0}}
+def times(median_us: float) -> dict[str, float]:
+    return {"median_us": median_us, "low_us": median_us - 0.5, "high_us": median_us + 0.5}
+
+
+def timed(case: str, shape: str, ours: float, **more: Any) -> dict[str, Any]:
+    return {"case": case, "shape": shape, "error_share": 0.001, "times": {"ours": times(ours)}} | more
+
+
 SECTIONS = {
     "environment": outcome(
         device={"result": {"name": "A GPU", "arch": "sm_90a"}}, torch={"result": {"skipped": "none"}}
     ),
     "bandwidth": outcome(bandwidth={"result": {"read": {"gb_per_s": 4000.0}}}),
     "kernels": outcome(
-        one={"result": {
-            "case": "gemm", "shape": "1 x 1", "times": TIMES, "share_of_torch": 0.5, "gb_per_s": 1000.0,
-            "tflop_per_s": 3.0, "error_share": 0.001,
-        }},
+        one={"result": timed(
+            "gemm", "1 x 1", 2.0, times={"ours": times(2.0), "torch": times(1.0)}, share_of_torch=0.5,
+            gb_per_s=1000.0, tflop_per_s=3.0,
+        )},
         two={"error": "AssertionError: it is\nwrong"},
     ),
     "goals": outcome(linear={"result": {"rows": [
@@ -81,22 +88,19 @@ SECTIONS = {
             "kernels": {"gemv": [144, 4000.0]},
         }}},
     ),
-    "quantized speed": outcome(one={"result": {
-        "format": "int4 g128", "sizes": [16, 8192, 4096], "kernels": ["rounded", "gemm"], "gb_per_s": 3000.0,
-        "tflop_per_s": 5.0, "times_as_fast_as_bf16": 3.1,
-        "times": {"ours": {"median_us": 6.0}, "bf16": {"median_us": 18.6}},
-    }}),
-    "experts speed": outcome(mixture={"result": {
-        "touched": 4, "kernels": ["gather"], "gb_per_s": 2000.0, "tflop_per_s": 1.5, "times_as_fast_as_bf16": 0.8,
-        "times": {"ours": {"median_us": 5.0}, "bf16": {"median_us": 4.0}},
-    }}),
+    "quantized speed": outcome(one={"result": timed(
+        "int4 g128", "16 x 8192 x 4096, plain", 6.0, kernels=["rounded", "gemm"], gb_per_s=3000.0, tflop_per_s=5.0,
+        times={"ours": times(6.0), "bf16": times(18.6)}, share_of_bf16=3.1,
+    )}),
+    "experts speed": outcome(mixture={"result": timed(
+        "mixture", "9 tokens", 5.0, touched=4, kernels=["gather"], gb_per_s=2000.0, tflop_per_s=1.5,
+        times={"ours": times(5.0), "bf16": times(4.0)}, share_of_bf16=0.8,
+    )}),
     "verification": outcome(steps={"result": {"by_tokens": {
         "8": {"steps": 7, "step_ms": [5.0, 5.1, 5.2], "host_ms": [1.0, 1.1, 1.2]},
     }}}),
     "tower": outcome(square={"result": {"layers": 24, "whole_ms": 9.0, "device_ms": 8.0, "host_ms": 7.0}}),
-    "sampling speed": outcome(
-        greedy={"result": {"times": {"ours": {"median_us": 9.0, "low_us": 8.0, "high_us": 10.0}}}}
-    ),
+    "sampling speed": outcome(greedy={"result": timed("greedy", "9 rows", 9.0)}),
 }  # fmt: skip
 
 
@@ -106,15 +110,16 @@ def test_the_summary_has_every_table() -> None:
         "# GPU check: A GPU (cuda:0, sm_90a)",
         "| environment | ok | 1.5 | 2 |  | 1 |  |",
         "| kernels | two | AssertionError: it is wrong |",
-        "| gemm | 1 x 1 | 2 | 1 | 0.5 | 1,000 | 0.25 | 3 | 1.0e-03 |",
+        "| gemm | 1 x 1 |  | 2 | 1.5 to 2.5 | 1,000 | 0.25 | 3 | torch | 1 | 0.5 | 1.0e-03 |",
         "| gemm auto | 1 x 9 | 7 | 8 | 0.9 | share | 0.8 / 0.95 | met |",
         "| qwen3-8b | decode | 5 | 4 | 200.0 | 0.2 |  |",
         "| gemv | 144 | 4,000 | 27.8 |",
-        "| int4 g128 | 8192 x 4096 | 16 | rounded + gemm | 6 | 3,000 | 0.75 | 5 | 18.6 | 3.1 |",
-        "| mixture | 4 | gather | 5 | 2,000 | 0.5 | 1.5 | 4 | 0.8 |",
+        "| int4 g128 | 16 x 8192 x 4096, plain | rounded + gemm | 6 | 5.5 to 6.5 | 3,000 | 0.75 | 5 | bf16 | 18.6 | "
+        "3.1 | 1.0e-03 |",
+        "| mixture | 9 tokens | gather | 5 | 4.5 to 5.5 | 2,000 | 0.5 | 1.5 | bf16 | 4 | 0.8 | 1.0e-03 |",
         "| steps | 8 | 7 | 5.1 | 1.1 |",
         "| square | 24 | 9 | 8 | 7 |",
-        "| greedy | ours | 9 | 8 | 10 |",
+        "| greedy | 9 rows |  | 9 | 8.5 to 9.5 |  |  |  |  |  |  | 1.0e-03 |",
     ):
         assert line in text.splitlines(), line
 
