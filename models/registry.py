@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack
 from models.architecture import Architecture
 from models.base import Model
 from models.checkpoints.checkpoint import Checkpoint, TensorLayout
-from models.checkpoints.dummy import DummyCheckpoint
+from models.checkpoints.dummy import dummy_checkpoint
 from models.checkpoints.model_files import ModelFiles, open_model
 from models.checkpoints.stacked import take_apart
 from models.configuration.class_defaults import add_class_defaults
@@ -24,11 +24,10 @@ from models.configuration.overrides import changes
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
 from models.families import architecture_named, architectures_naming, known_architectures
-from models.makers.declaration import TensorSource
 from models.makers.declaring_maker import DeclaringMaker
 from models.makers.loading_maker import LoadingMaker
 from models.makers.maker import Maker
-from models.quantized.on_load import RoundedSource
+from models.quantized.on_load import rounded_on_load
 from models.quantized.scheme import read_quantization
 from models.stages import balanced, counted
 from runtime.communicator import Communicator, Pipeline
@@ -153,7 +152,7 @@ class Declaration:
     config: ModelConfig
     model: Model
     options: LoadOptions
-    source: TensorSource
+    source: Checkpoint
     warnings: tuple[str, ...] = ()
 
     def load(
@@ -169,8 +168,7 @@ class Declaration:
         """
         for warning in self.warnings:
             logger.warning("%s", warning)
-        if isinstance(self.source, Checkpoint):
-            self.source.check_numbers()
+        self.source.check_numbers()
         options, size_bytes = self.options, self.model.weight_bytes
         if communicator is not None or pipeline is not None:
             options = replace(options, communicator=communicator, pipeline=pipeline)
@@ -218,12 +216,11 @@ def declare(
     positions = _positions(said, max_model_len)
     if load_format == "safetensors" and not Path(folder).is_dir():
         raise InvalidArgumentError(f"load_format is 'safetensors', but {folder} is no folder", param="load_format")
-    source: Checkpoint | DummyCheckpoint
     if load_format == "dummy":
         config, dtype = said, options.dtype or said.dtype or float32
         maker, model = _declared(config, options, positions, dtype)
         layout = _layout(config, maker)
-        source = DummyCheckpoint(layout, seed, dtype, _quantized_layouts(files, layout))
+        source = dummy_checkpoint(layout, seed, dtype, _quantized_layouts(files, layout))
     else:
         source = files.checkpoint()
         dtype = source.main_dtype()
@@ -355,7 +352,7 @@ def _positions(config: ModelConfig, max_model_len: int | None) -> int:
     return max_model_len or limit
 
 
-def _rounded(source: TensorSource, config: ModelConfig, maker: DeclaringMaker) -> TensorSource:
+def _rounded(source: Checkpoint, config: ModelConfig, maker: DeclaringMaker) -> Checkpoint:
     """The source with matrices that are rounded as the options ask. Raises `InvalidArgumentError` if it has others."""
     options = maker.options
     if not options.rounding:
@@ -367,22 +364,18 @@ def _rounded(source: TensorSource, config: ModelConfig, maker: DeclaringMaker) -
             param="quantization",
         )
     matrices = maker.matrices | maker.heads
-    stored = [source.quantized(name) or source.block_format(name) for name in matrices]
+    stored = [source[name].quantized or source[name].block_format for name in matrices]
     if any(stored):
         raise InvalidArgumentError(
             f"quantization is {options.rounding!r}, but the model is quantised already: leave it out",
             param="quantization",
         )
-    shapes = maker.layout("", re.compile("")).shapes
 
     def can_keep(layout: QuantizedLayout) -> bool:
         options_of_layout = replace(options, activations="auto")  # else numbers are rounded, then floats again
         return kept_format(layout, options_of_layout) is not None
 
-    return RoundedSource(
-        source, options.rounding, matrices - maker.tables, maker.heads,
-        lambda name: (shapes[name][0], shapes[name][1]), can_keep,
-    )  # fmt: skip
+    return rounded_on_load(source, options.rounding, matrices - maker.tables, maker.heads, can_keep)
 
 
 def _quantized_layouts(files: ModelFiles, layout: TensorLayout) -> dict[str, QuantizedLayout]:
@@ -393,4 +386,4 @@ def _quantized_layouts(files: ModelFiles, layout: TensorLayout) -> dict[str, Qua
     checkpoint = files.checkpoint()
     take_apart(checkpoint.tensors, layout.stacks, dict(layout.shapes), checkpoint.label)
     stored = [name for name in layout.shapes if name in checkpoint.tensors]
-    return {name: kind for name in stored if (kind := checkpoint.quantized(name)) is not None}
+    return {name: kind for name in stored if (kind := checkpoint[name].quantized) is not None}

@@ -21,7 +21,6 @@ from models.checkpoints.stacked import RowStack, Stack, take_apart
 from models.checkpoints.stored_tensor import StoredTensor
 from models.errors import WeightsError
 from runtime.dtype import DType, bfloat16, float16, float32
-from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from tokenizer.warn import warn_once
 
 _DTYPES = {dtype.safetensors: dtype for dtype in (float32, float16, bfloat16)} | {"F64": float32}
@@ -121,38 +120,13 @@ class Checkpoint:
                 table.release()
         return is_other
 
-    def names(self) -> list[str]:
-        """The names of all tensors: as the layout calls them after `fit`, as the files do before."""
-        return list(self.tensors)
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self.tensors[name]
 
     def dtype(self, name: str) -> DType:
         dtype = self.tensors[name].dtype
         assert dtype is not None, f"{name} does not fit"
         return dtype
-
-    def array(self, name: str) -> np.ndarray[Any, Any]:
-        """The elements, as a read-only view of the mapped file where they are stored so."""
-        return self.tensors[name].array()
-
-    def block_format(self, name: str) -> str | None:
-        """ggml's name of the blocks that the tensor is stored in; None if it is stored element by element."""
-        return self.tensors[name].block_format
-
-    def blocks(self, name: str) -> np.ndarray[Any, Any]:
-        """The bytes of the rows, `[rows, row bytes]`, of a matrix that has a `block_format`."""
-        return self.tensors[name].blocks()
-
-    def quantized(self, name: str) -> QuantizedLayout | None:
-        """How a matrix is quantised; None if it is not, or in ggml's blocks."""
-        return self.tensors[name].quantized
-
-    def order(self, name: str) -> np.ndarray[Any, Any] | None:
-        """The order of a `quantized` matrix's columns, as `QuantizedMatrix` has it; the matrix itself is not read."""
-        return self.tensors[name].order()
-
-    def matrix(self, name: str) -> QuantizedMatrix:
-        """A matrix that is `quantized`."""
-        return self.tensors[name].matrix()
 
     def check_numbers(self) -> None:
         """Raises `WeightsError` for every tensor whose scales, zeros or groups cannot be; reads these."""
@@ -165,9 +139,6 @@ class Checkpoint:
         if problems:
             count = "1 tensor has" if len(problems) == 1 else f"{len(problems)} tensors have"
             raise WeightsError(f"{self.place}: {count} numbers that cannot be:", problems)
-
-    def release(self, name: str) -> None:
-        self.tensors[name].release()
 
     def bytes_by_format(self) -> dict[str, int]:
         """Bytes of the tensors in their files, by the type that these name; the largest share first."""
@@ -253,11 +224,8 @@ class Checkpoint:
         return problems
 
 
-class SafetensorsTensor:
+class SafetensorsTensor(StoredTensor):
     """One tensor of a safetensors file; see `StoredTensor`."""
-
-    block_format: str | None = None
-    quantized: QuantizedLayout | None = None
 
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         entry = file.tensors[name]
@@ -269,21 +237,6 @@ class SafetensorsTensor:
         """A read-only view of the mapped file."""
         array = self._file.array(self.name)
         return array.astype(np.float32) if self.type_name == "F64" else array
-
-    def blocks(self) -> np.ndarray[Any, Any]:
-        """Raises: no tensor is stored in blocks."""
-        raise AssertionError(f"{self.name} is not stored in blocks")
-
-    def order(self) -> np.ndarray[Any, Any] | None:
-        """Returns None; no tensor is quantised."""
-        return None
-
-    def matrix(self) -> QuantizedMatrix:
-        """Raises: no tensor is quantised."""
-        raise AssertionError(f"{self.name} is not quantised")
-
-    def check(self) -> None:
-        """Does nothing: floats may have any value."""
 
     def release(self) -> None:
         """See `StoredTensor`."""

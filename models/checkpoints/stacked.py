@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from models.checkpoints.stored_tensor import Array, StoredTensor
-from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
+from runtime.linear.quantized import QuantizedMatrix
 
 Order = Literal["by_turns", "in_runs", "outputs_first"]
 """How a stack's columns belong to several tensors: each in its turn, or all of one before the next one's. The latter
@@ -138,10 +138,8 @@ def take_apart(
     return problems
 
 
-class StackedTensor:
+class StackedTensor(StoredTensor):
     """One of a stack's tensors; see `models.checkpoints.stored_tensor.StoredTensor`."""
-
-    block_format: str | None = None
 
     def __init__(self, stack: StoredTensor, name: str, expert: int, columns: slice, *, is_turned: bool) -> None:
         self.file, self.name, self.dtype, self.type_name = stack.file, name, stack.dtype, stack.type_name
@@ -153,7 +151,6 @@ class StackedTensor:
         count = len(range(first, end, step))
         self.shape: tuple[int, ...] = (count, *rest)
         self.size_bytes = stack.size_bytes // experts * count // width
-        self.quantized: QuantizedLayout | None = None
         if stack.quantized is not None:
             self.quantized = replace(stack.quantized, shape=(self.shape[0], self.shape[1]))
         self._stack, self._expert, self._columns = stack, expert, columns
@@ -170,10 +167,6 @@ class StackedTensor:
             return turned
         columns: Array = stack[..., self._columns]
         return columns.T
-
-    def blocks(self) -> Array:
-        """There are none."""
-        raise AssertionError(f"{self.name} is not stored in blocks")
 
     def order(self) -> Array | None:
         """The stack's."""
@@ -193,7 +186,7 @@ class StackedTensor:
         self._stack.release()
 
 
-class RowsOfStack:
+class RowsOfStack(StoredTensor):
     """Some rows of a tensor; see `models.checkpoints.stored_tensor.StoredTensor`."""
 
     def __init__(self, stack: StoredTensor, name: str, rows: Array, *, checks: bool) -> None:
@@ -202,7 +195,6 @@ class RowsOfStack:
         whole, *rest = stack.shape
         self.shape: tuple[int, ...] = (len(rows), *rest)
         self.size_bytes = stack.size_bytes // whole * len(rows)
-        self.quantized: QuantizedLayout | None = None
         if stack.quantized is not None:
             self.quantized = stack.quantized.picked(len(rows))
         self._stack, self._rows, self._checks = stack, rows, checks

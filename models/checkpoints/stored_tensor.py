@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +12,8 @@ from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 Array = np.ndarray[Any, Any]
 
 
-class StoredTensor(Protocol):
-    """One tensor of a file.
+class StoredTensor:
+    """One tensor of a file; by default of floats, element by element.
 
     Attributes:
         file: the file's name.
@@ -32,23 +32,27 @@ class StoredTensor(Protocol):
     dtype: DType | None
     type_name: str
     size_bytes: int
-    block_format: str | None
-    quantized: QuantizedLayout | None
+    block_format: str | None = None
+    quantized: QuantizedLayout | None = None
 
     def array(self) -> Array:
         """The elements, as a view of the mapped file where they are stored so."""
+        raise NotImplementedError
 
     def blocks(self) -> Array:
         """The bytes of the rows, `[rows, row bytes]`, of a matrix in a `block_format`."""
+        raise AssertionError(f"{self.name} is not stored in blocks")
 
     def order(self) -> Array | None:
         """The order of a `quantized` matrix's columns, as `QuantizedMatrix` has it; the matrix itself is not read."""
+        return None
 
     def matrix(self) -> QuantizedMatrix:
         """A matrix that is `quantized`."""
+        raise AssertionError(f"{self.name} is not quantised")
 
     def check(self) -> None:
-        """Raises `WeightsError` for numbers that cannot be, such as a scale of NaN."""
+        """Raises `WeightsError` for numbers that cannot be, such as a scale of NaN. Floats may have any value."""
 
     def release(self) -> None:
         """Let go of the file's memory pages; reading it again reads the file again."""

@@ -45,7 +45,7 @@ def read_ends(
 ) -> StoredEnds:
     """The ends in that folder's checkpoint; None if the weights are dummies. Raises `WeightsError` for a missing tensor
     that cannot be the model's, and for a wrong `d2t`."""
-    names = [] if checkpoint is None else [name.removeprefix("model.") for name in checkpoint.names()]
+    names = [] if checkpoint is None else [name.removeprefix("model.") for name in checkpoint.tensors]
     has_table, has_head = "embed_tokens.weight" in names, "lm_head.weight" in names
     vocab_size, width = target.config.vocab_size, target.config.hidden_size
     token_ids = _token_ids(checkpoint, draft_vocab_size, vocab_size)

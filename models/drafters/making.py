@@ -10,9 +10,8 @@ from typing import Protocol, TypeVar
 
 from models.base import Model
 from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.dummy import DummyCheckpoint
+from models.checkpoints.dummy import dummy_checkpoint
 from models.configuration.json_fields import Fields
-from models.makers.declaration import TensorSource
 from models.makers.declaring_maker import DeclaringMaker
 from models.makers.loading_maker import LoadingMaker
 from models.makers.maker import Maker
@@ -55,9 +54,8 @@ def make_drafter(
     declaring = DeclaringMaker(options, positions, main_dtype)
     declared = make(declaring)
     layout = declaring.layout(prefix, harmless, renames)
-    source: TensorSource
     if checkpoint is None:
-        source = DummyCheckpoint(layout, seed, main_dtype)
+        source = dummy_checkpoint(layout, seed, main_dtype)
     else:
         checkpoint.fit(layout)
         checkpoint.check_numbers()

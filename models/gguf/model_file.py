@@ -21,7 +21,6 @@ from models.gguf.formats import Array
 from models.gguf.reader import GgufFile, GgufTensor
 from models.gguf.tensor_names import FUSED
 from runtime.dtype import DType, float32
-from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from tokenizer.ends import EndTokens
 from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.vocabulary import GgufVocabulary
@@ -149,7 +148,7 @@ class GgufModel:
         return {name: file.tensors[name] for name, file in self._file_of.items()}
 
 
-class GgufWeight:
+class GgufWeight(StoredTensor):
     """One tensor of a file, in the rows of the model's safetensors; see `models.checkpoints.checkpoint.StoredTensor`.
 
     `index` is its number among those that are stacked in the file's tensor, of which it has the `rows`; a matrix that
@@ -169,7 +168,6 @@ class GgufWeight:
         self.size_bytes = entry.size_bytes // entry.shape[0] * count
         is_in_blocks = entry.format.decode and len(entry.shape) == 2 and not is_transposed
         self.block_format = entry.format.name if is_in_blocks else None
-        self.quantized: QuantizedLayout | None = None
         self._file, self._index, self._rows, self._pairs_of = file, index, rows, pairs_of
         self._norm_offset, self._is_transposed = norm_offset, is_transposed
         if is_transposed:
@@ -187,17 +185,6 @@ class GgufWeight:
         """See `StoredTensor`."""
         return self._in_halves(self._file.blocks(self.name, self._index)[self._rows])
 
-    def order(self) -> Array | None:
-        """There is none."""
-        return None
-
-    def matrix(self) -> QuantizedMatrix:
-        """There is none."""
-        raise AssertionError(f"{self.name} is in ggml's blocks")
-
-    def check(self) -> None:
-        """Blocks may hold anything."""
-
     def _in_halves(self, rows: Array) -> Array:
         if not self._pairs_of:
             return rows
@@ -209,7 +196,7 @@ class GgufWeight:
         self._file.release(self.name, self._index)
 
 
-class GgufHeadMaps:
+class GgufHeadMaps(StoredTensor):
     """The map from a latent row to heads' keys and values, `[heads (keys + values), latent]`, of which a file has the
     parts: keys `[heads, latent, keys]` and values `[heads, values, latent]`. See
     `models.checkpoints.checkpoint.StoredTensor`."""
@@ -225,8 +212,6 @@ class GgufHeadMaps:
         self.shape: tuple[int, ...] = (heads * (key_dim + values.shape[1]), latent)
         self.dtype: DType | None = keys.dtype if keys.dtype == values.dtype else float32
         self.size_bytes = keys.size_bytes + values.size_bytes
-        self.block_format: str | None = None
-        self.quantized: QuantizedLayout | None = None
         self._keys, self._values = keys, values
 
     def array(self) -> Array:
@@ -236,35 +221,18 @@ class GgufHeadMaps:
         whole = np.concatenate([part.astype(self.dtype.numpy, copy=False) for part in parts], axis=1)
         return whole.reshape(self.shape)
 
-    def blocks(self) -> Array:
-        """There are none."""
-        raise AssertionError(f"{self.name} is two tensors")
-
-    def order(self) -> Array | None:
-        """There is none."""
-        return None
-
-    def matrix(self) -> QuantizedMatrix:
-        """There is none."""
-        raise AssertionError(f"{self.name} is two tensors")
-
-    def check(self) -> None:
-        """Blocks may hold anything."""
-
     def release(self) -> None:
         """See `StoredTensor`."""
         self._keys.release()
         self._values.release()
 
 
-class GgufNumber:
+class GgufNumber(StoredTensor):
     """A number of the metadata that is a tensor in safetensors; see `models.checkpoints.checkpoint.StoredTensor`."""
 
     type_name = "F32"
     dtype: DType | None = float32
     size_bytes = 4
-    block_format: str | None = None
-    quantized: QuantizedLayout | None = None
 
     def __init__(self, file: str, key: str, value: float, shape: tuple[int, ...]) -> None:
         self.file, self.name, self.shape, self._value = file, key, shape, value
@@ -272,24 +240,6 @@ class GgufNumber:
     def array(self) -> Array:
         """The number."""
         return np.full(self.shape, self._value, np.float32)
-
-    def blocks(self) -> Array:
-        """There are none."""
-        raise AssertionError(f"{self.name} is a number")
-
-    def order(self) -> Array | None:
-        """There is none."""
-        return None
-
-    def matrix(self) -> QuantizedMatrix:
-        """There is none."""
-        raise AssertionError(f"{self.name} is a number")
-
-    def check(self) -> None:
-        """Does nothing: the number may have any value."""
-
-    def release(self) -> None:
-        """Does nothing: the number is read already."""
 
 
 def _part(name: str) -> str:

@@ -1,43 +1,19 @@
-"""The interface between makers and checkpoints: declarations of maps, and the source of tensors."""
+"""The interface between makers and checkpoints: declarations of maps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from models.makers.shards import Shard
-from runtime.dtype import DType
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import Split
-from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 
 Array = np.ndarray[Any, Any]
 Width = int | Shard
-
-
-class TensorSource(Protocol):
-    """The source of tensors: a `Checkpoint` or a `DummyCheckpoint`."""
-
-    def main_dtype(self) -> DType: ...
-
-    def dtype(self, name: str) -> DType: ...
-
-    def array(self, name: str) -> Array: ...
-
-    def block_format(self, name: str) -> str | None: ...
-
-    def blocks(self, name: str) -> Array: ...
-
-    def quantized(self, name: str) -> QuantizedLayout | None: ...
-
-    def order(self, name: str) -> Array | None: ...
-
-    def matrix(self, name: str) -> QuantizedMatrix: ...
-
-    def release(self, name: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.checkpoint import TensorLayout
+from models.checkpoints.checkpoint import Checkpoint, TensorLayout
 from models.configuration.rope_config import RopeConfig
-from models.makers.declaration import Array, LinearDeclaration, TensorSource
+from models.makers.declaration import Array, LinearDeclaration
 from models.makers.kept_formats import KeptFormats, check_cut
 from models.makers.maker import Maker
 from models.makers.shards import Shard
@@ -48,7 +48,7 @@ class DeclaringMaker(Maker):
         super().__init__(options, max_positions, main_dtype)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._experts: list[ExpertsWeight] = []
-        self._unsettled: list[tuple[int, Callable[[TensorSource], int]]] = []  # a place among sizes, and its bytes
+        self._unsettled: list[tuple[int, Callable[[Checkpoint], int]]] = []  # a place among sizes, and its bytes
         self.matrices: set[str] = set()
         self.transposed: set[str] = set()
         self.rounded_activations: dict[str, str] = {}
@@ -57,7 +57,7 @@ class DeclaringMaker(Maker):
         """The layout that a checkpoint must have; `prefix`, `harmless` and `renames` as there."""
         return TensorLayout(self._shapes, prefix, harmless, self._copies, self._stacks, renames)
 
-    def settle(self, source: TensorSource) -> None:
+    def settle(self, source: Checkpoint) -> None:
         """Decides the kept format of every declared tensor, by a source that fits the layout. Raises `ModelLoadError`
         if ranks cannot share a matrix, `InvalidArgumentError` if a layer's experts differ."""
         for place, settled_bytes in self._unsettled:
@@ -76,7 +76,7 @@ class DeclaringMaker(Maker):
         self._experts.append(made)
         return made
 
-    def _settles(self, settled_bytes: Callable[[TensorSource], int], after: int = 0) -> None:
+    def _settles(self, settled_bytes: Callable[[Checkpoint], int], after: int = 0) -> None:
         """Defers the bytes of the next piece, or the one `after` others, until the source is known."""
         self._unsettled.append((len(self._sizes) + after, settled_bytes))
 
@@ -90,7 +90,7 @@ class DeclaringMaker(Maker):
         device, formats = self.options.device, self._formats
         weight = LinearWeight(declaration.shape, self.options.format_of(self.dtype), device, 0)
 
-        def settled_bytes(source: TensorSource) -> int:
+        def settled_bytes(source: Checkpoint) -> int:
             kept = self._kept_rows(declaration, replace(formats, source=source), source)
             weight.format = kept[0].format
             check_cut(declaration, weight.format)
@@ -102,26 +102,26 @@ class DeclaringMaker(Maker):
         self._settles(settled_bytes)
         return weight
 
-    def _kept_rows(self, declaration: LinearDeclaration, formats: KeptFormats, source: TensorSource) -> list[KeptRows]:
+    def _kept_rows(self, declaration: LinearDeclaration, formats: KeptFormats, source: Checkpoint) -> list[KeptRows]:
         if (packing := formats.packing(declaration)) is not None:
             for name in declaration.names:
                 self._note_rounding(source, f"{name}.weight", self.options.format)
-            layout = source.quantized(f"{declaration.names[0]}.weight")
+            layout = source[f"{declaration.names[0]}.weight"].quantized
             has_order = layout is not None and layout.has_order
             return [KeptRows(sum(declaration.outputs), packed_format(packing), has_order)]
         kept = []
         for (part, _, _), count in zip(declaration.parts, declaration.outputs, strict=True):
             name = f"{part}.weight"
             format = formats.kept(name, declaration.columns, declaration)
-            layout = source.quantized(name)
+            layout = source[name].quantized
             has_order = format is not None and layout is not None and layout.has_order
             self._note_rounding(source, name, format or self.options.format)
             kept.append(KeptRows(count, format or self.options.format_of(source.dtype(name)), has_order))
         return kept
 
-    def _note_rounding(self, source: TensorSource, name: str, format: WeightFormat | None) -> None:
-        layout: QuantizedLayout | None = source.quantized(name)
-        stored = layout.name if layout else source.block_format(name)
+    def _note_rounding(self, source: Checkpoint, name: str, format: WeightFormat | None) -> None:
+        layout: QuantizedLayout | None = source[name].quantized
+        stored = layout.name if layout else source[name].block_format
         if format is not None and self.options.rounds_x(format) and format.activation is not None:
             how = f"{format.activation.name}, {format.activation_block} of a row by one scale"
             self.rounded_activations[stored or format.name] = how
@@ -133,7 +133,7 @@ class DeclaringMaker(Maker):
         place, floats_bytes = self._unsettled.pop()
         full_name, formats, device = f"{self._prefix}{name}.weight", self._formats, self.options.device
 
-        def settled_bytes(source: TensorSource) -> int:
+        def settled_bytes(source: Checkpoint) -> int:
             format = replace(formats, source=source).kept(full_name, Shard(columns, 0, columns))
             if format is None:
                 return floats_bytes(source)
@@ -154,7 +154,7 @@ class DeclaringMaker(Maker):
     def _derived_map(self, name: str, shape: tuple[int, int], after: int) -> LinearWeight:
         weight = LinearWeight(shape, self.options.format_of(self.dtype), self.options.device, 0)
 
-        def settled_bytes(source: TensorSource) -> int:
+        def settled_bytes(source: Checkpoint) -> int:
             weight.format = self.options.format_of(source.dtype(name))
             weight.size_bytes = packed_bytes(
                 [KeptRows(shape[0], weight.format)], shape[1], weight.device, has_bias=False, activations=self.dtype

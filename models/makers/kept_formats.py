@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from models.checkpoints.checkpoint import Checkpoint
 from models.errors import ModelLoadError
-from models.makers.declaration import LinearDeclaration, TensorSource
+from models.makers.declaration import LinearDeclaration
 from models.makers.shards import Shard
 from numba_kernels.cuda.packing import Packing, packing_of
 from runtime.dtype import DType
@@ -32,7 +33,7 @@ class KeptFormats:
     """
 
     options: LoadOptions
-    source: TensorSource | None
+    source: Checkpoint | None
     dtype: DType
     prefix: str
     is_expert: bool
@@ -44,7 +45,7 @@ class KeptFormats:
         options = self.options
         if options.device.kind != "cpu":
             return None
-        layout = None if self.source is None else self.source.quantized(name)
+        layout = None if self.source is None else self.source[name].quantized
         is_cut = declaration is not None and declaration.is_cut
         unit = 1
         if layout is not None:
@@ -55,7 +56,7 @@ class KeptFormats:
         elif self.source is None or options.dtype or options.format:
             return None
         else:
-            format = GGML_FORMATS.get(self.source.block_format(name) or "")
+            format = GGML_FORMATS.get(self.source[name].block_format or "")
             if format is not None and (columns.whole % format.split or options.has_float_activations):
                 return None
         if format is None:
@@ -71,7 +72,7 @@ class KeptFormats:
             return None
         found = set()
         for name in declaration.names:
-            layout = None if declaration.is_transposed else self.source.quantized(f"{name}.weight")
+            layout = None if declaration.is_transposed else self.source[f"{name}.weight"].quantized
             format = None if layout is None else kept_format(layout, self.options)
             packing = None if format is None else packing_of(format.packing)
             if layout is not None and layout.has_order and not self._can_reorder(declaration):
@@ -81,7 +82,7 @@ class KeptFormats:
         if packing is not None and has_order and not self._has_one_order(declaration):
             packing = None
         if packing is not None and declaration.is_cut:
-            blocks = (self.source.quantized(f"{name}.weight") for name in declaration.names)
+            blocks = (self.source[f"{name}.weight"].quantized for name in declaration.names)
             sizes = [max(1, packing.group), *(layout.block[1] for layout in blocks if layout is not None)]
             if not all(is_at_borders(declaration.columns, size) for size in sizes if size):
                 return None
@@ -92,7 +93,7 @@ class KeptFormats:
     def _has_one_order(self, declaration: LinearDeclaration) -> bool:
         """Whether the columns of all parts are stored in the same order, as is usual for maps of one input."""
         assert self.source is not None
-        orders = [self.source.order(f"{name}.weight") for name in declaration.names]
+        orders = [self.source[f"{name}.weight"].order() for name in declaration.names]
         return all(each is not None and np.array_equal(each, orders[0]) for each in orders)  # type: ignore[arg-type]
 
     def _can_reorder(self, declaration: LinearDeclaration) -> bool:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from models.checkpoints.checkpoint import Checkpoint
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError, WeightsError
-from models.makers.declaration import Array, LinearDeclaration, TensorSource
+from models.makers.declaration import Array, LinearDeclaration
 from models.makers.kept_formats import check_cut
 from models.makers.maker import Maker
 from models.makers.shards import Shard
@@ -38,13 +39,13 @@ class LoadingMaker(Maker):
         dequantised_bytes: stored bytes of quantised tensors that were dequantised, by kind.
     """
 
-    _source: TensorSource
+    _source: Checkpoint
 
     def __init__(
         self,
         options: LoadOptions,
         max_positions: int,
-        source: TensorSource,
+        source: Checkpoint,
         tell: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
         super().__init__(options, max_positions, source.main_dtype())
@@ -78,14 +79,14 @@ class LoadingMaker(Maker):
             if format is None:
                 return matrix(name, rows, columns)
             first, end = shard.first, shard.first + shard.count
-            if self._source.quantized(f"{name}.weight") is not None:
-                return self._source.matrix(f"{name}.weight").cut(rows).cut_columns(first, end)
-            blocks = BlockRows(self._source.blocks(f"{name}.weight")[rows], format, shard.whole)
+            if self._source[f"{name}.weight"].quantized is not None:
+                return self._source[f"{name}.weight"].matrix().cut(rows).cut_columns(first, end)
+            blocks = BlockRows(self._source[f"{name}.weight"].blocks()[rows], format, shard.whole)
             return blocks.cut_columns(first, end)
 
         def matrix(name: str, rows: slice, columns: slice) -> Tensor:
             if declaration.is_transposed:
-                if (layout := self._source.quantized(f"{name}.weight")) is not None:
+                if (layout := self._source[f"{name}.weight"].quantized) is not None:
                     raise ModelLoadError(
                         f"tensor '{name}.weight' is quantised ({layout.name}), which is not read for this architecture:"
                         " its maps are stored inputs first"
@@ -97,7 +98,7 @@ class LoadingMaker(Maker):
         biases = []
         if self._formats.packing(declaration) is not None:
             parts = [
-                MatrixPart(self._source.matrix(f"{name}.weight"), rows, columns)
+                MatrixPart(self._source[f"{name}.weight"].matrix(), rows, columns)
                 for name, rows, columns in declaration.parts
             ]
             if not any(part.has_nan for part in parts):
@@ -131,12 +132,12 @@ class LoadingMaker(Maker):
     ) -> list[LinearWeight]:  # fmt: skip
         maps = make(self._array(name, (slice(rows.first, rows.first + rows.count), slice(0, columns))))
         made = [ops.prepare_linear([Tensor.from_numpy(each)], None, self.options) for each in maps]
-        self._source.release(name)
+        self._source[name].release()
         return made
 
     def _release(self, declaration: LinearDeclaration) -> None:
         for name, _ in declaration.stored_shapes:
-            self._source.release(name)
+            self._source[name].release()
 
     def _vector(self, name: str, size: Shard, add: float, stored: tuple[int, ...]) -> Tensor:
         part = slice(size.first, size.first + size.count)
@@ -163,7 +164,7 @@ class LoadingMaker(Maker):
     def _keep(self, array: Array, name: str) -> Tensor:
         tensor = Tensor.from_numpy(array).to(self.options.device)
         tensor.storage.freeze()
-        self._source.release(name)
+        self._source[name].release()
         return tensor
 
     def _rounded(self, name: str, places: tuple[slice, ...] = ()) -> Array:
@@ -171,19 +172,19 @@ class LoadingMaker(Maker):
 
     def _array(self, name: str, places: tuple[slice, ...] = ()) -> Array:
         dtype = self._dtype_of(self._source.dtype(name))
-        if (kind := self._source.block_format(name)) is not None:
-            self.dequantised_bytes[kind] += self._source.blocks(name).nbytes
-        if self._source.quantized(name) is not None:
+        if (kind := self._source[name].block_format) is not None:
+            self.dequantised_bytes[kind] += self._source[name].blocks().nbytes
+        if self._source[name].quantized is not None:
             rows, columns = (*places, slice(None), slice(None))[:2]
-            matrix = self._source.matrix(name)
+            matrix = self._source[name].matrix()
             self.dequantised_bytes[matrix.layout.name] += matrix.size_bytes
             converted: Array = matrix.dequantise(dtype, rows)[:, columns]
         elif self._source.dtype(name) is dtype:
-            return self._source.array(name)[places]
+            return self._source[name].array()[places]
         else:
-            converted = cast_array(self._source.array(name)[places], dtype)
+            converted = cast_array(self._source[name].array()[places], dtype)
         if dtype is float16 and _has_infinity(converted):
-            largest = np.abs(cast_array(self._source.array(name)[places], float32)).max()
+            largest = np.abs(cast_array(self._source[name].array()[places], float32)).max()
             raise WeightsError(f"tensor {name!r}: {largest:g} is more than float16 holds, which is 65504")
         return converted
 

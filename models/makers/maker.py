@@ -17,10 +17,11 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.stacked import Order, RowStack, Stack
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
-from models.makers.declaration import Array, LinearDeclaration, TensorSource, Width, several, whole_width
+from models.makers.declaration import Array, LinearDeclaration, Width, several, whole_width
 from models.makers.kept_formats import KeptFormats
 from models.makers.shards import Shard, equal_shard
 from runtime.communicator import begins_here, ends_here
@@ -61,7 +62,7 @@ class Maker(ABC):
         self.dtype = options.dtype or main_dtype
         self.max_positions = max_positions
         self._prefix = ""
-        self._source: TensorSource | None = None
+        self._source: Checkpoint | None = None
         self._sizes: list[int] = []  # shared with the makers below, as are the next ones
         self._layer_spans: list[slice] = []  # of the sizes
         self.tables: set[str] = set()  # names of the token table and the output head

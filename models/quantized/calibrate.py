@@ -233,7 +233,7 @@ class _Search:
             scales = self._best(names, x, None, folded)
             if scales is None:
                 return
-            stored = self.checkpoint.array(norm)
+            stored = self.checkpoint[norm].array()
             weight = stored.astype(np.float32) + np.float32(offset)
             changed = (weight / scales - np.float32(offset)).astype(stored.dtype)
             used = changed.astype(np.float32) + np.float32(offset)
@@ -289,7 +289,7 @@ class _Search:
             size = np.broadcast_to(shared.mean(axis=1, keepdims=True), shared.shape).reshape(-1)
         size = np.maximum(size, size.max() * 1e-4)
         some = np.ascontiguousarray(rows[:: max(1, -(-len(rows) // MOST_ROWS))].T)  # [K, rows]
-        matrices = [cast_array(self.checkpoint.array(name), float32) for name in names]
+        matrices = [cast_array(self.checkpoint[name].array(), float32) for name in names]
         losses: dict[float, float] = {}
         if size.max() <= 0:
             folded.gains[names[0]] = 1.0

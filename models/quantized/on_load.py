@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.stored_tensor import Array, StoredTensor
 from models.errors import WeightsError
-from models.makers.declaration import TensorSource
-from runtime.dtype import DType
 from runtime.linear.quantise import Rounding, quantise
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
-
-Array = np.ndarray[Any, Any]
 
 ROUNDINGS = {
     "int4": Rounding("int4", (1, 32), np.dtype(np.float16)),
@@ -27,50 +24,39 @@ HEAD = Rounding("int8", (1, 0), np.dtype(np.float32))
 """The rounding of the output head, and of a token table tied to it."""
 
 
-class RoundedSource:
-    """A source of floats as one of quantised matrices; see `TensorSource`."""
+def rounded_on_load(
+    source: Checkpoint, rounding: str, matrices: Collection[str], heads: Collection[str],
+    can_keep: Callable[[QuantizedLayout], bool],
+) -> Checkpoint:  # fmt: skip
+    """The source with these matrices and heads, by name, rounded; those that the device cannot keep stay floats."""
+    tensors = dict(source.tensors)
+    for name in (*matrices, *heads):
+        each, stored = HEAD if name in heads else ROUNDINGS[rounding], source[name]
+        layout = QuantizedLayout(each.kind, (stored.shape[0], stored.shape[1]), each.block, each.scale)
+        if each.takes(layout.shape[1]) and can_keep(layout):
+            tensors[name] = _RoundedTensor(stored, layout, each)
+    return Checkpoint(source.place, source.label, tensors)
 
-    def __init__(
-        self, source: TensorSource, rounding: str, matrices: Collection[str], heads: Collection[str],
-        shapes: Callable[[str], tuple[int, int]], can_keep: Callable[[QuantizedLayout], bool],
-    ) -> None:  # fmt: skip
-        """`matrices` and `heads` are names of tensors, with `shapes` from the layout; matrices that the device cannot
-        keep stay floats."""
-        self._source, self._layouts = source, dict[str, QuantizedLayout]()
-        self._roundings: dict[str, Rounding] = {}
-        for name in (*matrices, *heads):
-            each = HEAD if name in heads else ROUNDINGS[rounding]
-            layout = QuantizedLayout(each.kind, shapes(name), each.block, each.scale)
-            if each.takes(layout.shape[1]) and can_keep(layout):
-                self._layouts[name], self._roundings[name] = layout, each
 
-    def main_dtype(self) -> DType:
-        return self._source.main_dtype()
+class _RoundedTensor(StoredTensor):
+    """A tensor of floats as a quantised matrix."""
 
-    def dtype(self, name: str) -> DType:
-        return self._source.dtype(name)
+    def __init__(self, stored: StoredTensor, layout: QuantizedLayout, rounding: Rounding) -> None:
+        self.file, self.name, self.shape, self.dtype = stored.file, stored.name, stored.shape, stored.dtype
+        self.type_name, self.size_bytes, self.quantized = stored.type_name, stored.size_bytes, layout
+        self._stored, self._rounding = stored, rounding
 
-    def array(self, name: str) -> Array:
-        return self._source.array(name)
+    def array(self) -> Array:
+        """The floats, as they are stored."""
+        return self._stored.array()
 
-    def block_format(self, name: str) -> str | None:
-        return self._source.block_format(name)
-
-    def blocks(self, name: str) -> Array:
-        return self._source.blocks(name)
-
-    def quantized(self, name: str) -> QuantizedLayout | None:
-        return self._layouts.get(name)
-
-    def order(self, name: str) -> Array | None:
-        return None
-
-    def matrix(self, name: str) -> QuantizedMatrix:
+    def matrix(self) -> QuantizedMatrix:
         """The tensor, rounded anew at each call. Raises `WeightsError` for a number that is not finite."""
-        array = self._source.array(name)
+        array = self._stored.array()
         if not np.isfinite(array).all():
-            raise WeightsError(f"tensor {name!r} has a number that is not finite, which cannot be rounded")
-        return quantise(array, self._roundings[name])
+            raise WeightsError(f"tensor {self.name!r} has a number that is not finite, which cannot be rounded")
+        return quantise(array, self._rounding)
 
-    def release(self, name: str) -> None:
-        self._source.release(name)
+    def release(self) -> None:
+        """See `StoredTensor`."""
+        self._stored.release()

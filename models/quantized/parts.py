@@ -136,15 +136,13 @@ class MatrixParts:
     stack_shape: tuple[int, int, int] | None = None
 
 
-class QuantizedTensor:
+class QuantizedTensor(StoredTensor):
     """A matrix as the model asks for it; see `models.checkpoints.stored_tensor.StoredTensor`.
 
     Attributes:
         dtype: the default type of its dequantised form.
         quantized: how it is stored.
     """
-
-    block_format: str | None = None
 
     def __init__(self, name: str, parts: MatrixParts, tensors: list[StoredTensor], dtype: DType) -> None:
         self.name, self.file = name, parts.codes.stored.file
@@ -206,10 +204,6 @@ class QuantizedTensor:
     def array(self) -> Array:
         """The matrix in floats."""
         return self.matrix().dequantise(self._dtype)
-
-    def blocks(self) -> Array:
-        """There are none."""
-        raise AssertionError(f"{self.name} is not stored in blocks")
 
     def release(self) -> None:
         """See `StoredTensor`."""

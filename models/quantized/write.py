@@ -150,8 +150,8 @@ def quantize_folder(
         raise ModelLoadError(f"{config.where}: has a {FIELD}: give the model that it was made from")
     checkpoint = files.checkpoint()
     model_config, matrices = quantisable_matrices(source, checkpoint, overrides)  # renames the checkpoint's tensors
-    names = {name: checkpoint.tensors[name].name for name in checkpoint.names()}
-    taken = {name for name in matrices if output.rounding(float32).takes(checkpoint.tensors[name].shape[1])}
+    names = {name: checkpoint[name].name for name in checkpoint.tensors}
+    taken = {name for name in matrices if output.rounding(float32).takes(checkpoint[name].shape[1])}
     ignored = ["lm_head", *sorted(names[name].removesuffix(".weight") for name in matrices - taken)]
     folded = None
     if calibration is not None:
@@ -187,7 +187,7 @@ def _write(
     """One file of all tensors; returns their bytes."""
     plan: list[Stored] = []
     for name, stored_name in names.items():
-        stored = checkpoint.tensors[name]
+        stored = checkpoint[name]
         if name in taken:
             plan += _parts_of(stored_name, (stored.shape[0], stored.shape[1]), output, checkpoint.dtype(name))
         else:
@@ -197,11 +197,11 @@ def _write(
         searched = len(folded.gains)
         for done, name in enumerate(names, searched):
             show(done, searched + len(names))
-            array = checkpoint.array(name)
+            array = checkpoint[name].array()
             if name in taken:
                 values = cast_array(array, float32)
                 if not np.isfinite(values).all():
-                    raise refusal(checkpoint.tensors[name], "has a number that is not finite")
+                    raise refusal(checkpoint[name], "has a number that is not finite")
                 if folded.changes(name):
                     array = folded.apply(name, values)
                 matrix = quantise(array, output.rounding(checkpoint.dtype(name)))
@@ -213,7 +213,7 @@ def _write(
             else:
                 yield array
             with suppress(WeightsError):
-                checkpoint.release(name)
+                checkpoint[name].release()
         show(searched + len(names), searched + len(names))
 
     write_tensors(folder / SINGLE_FILE, plan, arrays())

@@ -191,9 +191,9 @@ def test_experts_as_transformers_saves_them_in_its_own_format(tmp_path: Path, ca
     folder = written(tmp_path, fields_of(case), fused)
     checkpoint = open_checkpoint(folder)
     fit_model(checkpoint, load_config(folder))
-    assert set(checkpoint.names()) == set(apart)
+    assert set(checkpoint.tensors) == set(apart)
     for name, array in apart.items():
-        np.testing.assert_array_equal(checkpoint.array(name), array)
+        np.testing.assert_array_equal(checkpoint[name].array(), array)
 
 
 def test_a_stack_with_too_few_experts(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import models
 from models.checkpoints.checkpoint import TensorLayout
-from models.checkpoints.dummy import DummyCheckpoint
+from models.checkpoints.dummy import dummy_checkpoint
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.families.gpt2 import GPT2Model
 from models.families.llama import LlamaModel
@@ -245,15 +245,15 @@ def test_the_type_of_dummy_weights(tmp_path: Path, in_config: str | None, wanted
 def test_dummy_tensors_are_of_the_right_spread_and_each_its_own() -> None:
     shapes = {"a.weight": (400, 500), "b.weight": (400, 500), "norm.weight": (500,), "a.bias": (400,)}
     layout = TensorLayout(shapes, "x.", harmless=re.compile("never"))
-    source = DummyCheckpoint(layout, 3, bfloat16)
-    a, b = (source.array(name) for name in ("a.weight", "b.weight"))
+    source = dummy_checkpoint(layout, 3, bfloat16)
+    a, b = (source[name].array() for name in ("a.weight", "b.weight"))
     assert a.dtype == ml_dtypes.bfloat16
     assert a.shape == (400, 500)
     assert abs(a.astype(np.float32).std() - 0.02) < 2e-4
     assert abs(a.astype(np.float32).mean()) < 2e-4
     assert abs(np.corrcoef(a.astype(np.float32).ravel(), b.astype(np.float32).ravel())[0, 1]) < 0.01
-    assert (source.array("norm.weight") == 1).all()
-    assert (source.array("a.bias") == 0).all()
+    assert (source["norm.weight"].array() == 1).all()
+    assert (source["a.bias"].array() == 0).all()
 
 
 # ---------------------------------------------------------------- wrong arguments and wrong folders

@@ -45,7 +45,7 @@ def bench_load(folder: Path, num_rounds: int) -> dict[str, Any]:
     for _ in range(num_rounds):
         start = time.perf_counter()
         checkpoint = open_checkpoint(folder)
-        views = [checkpoint.array(name) for name in checkpoint.names()]
+        views = [checkpoint[name].array() for name in checkpoint.tensors]
         seconds.append(time.perf_counter() - start)
         num_tensors = len(views)
         if sum(view.nbytes for view in views) + (1 << 20) < file.stat().st_size:
@@ -69,14 +69,14 @@ def bench_pack(folder: Path, num_rounds: int) -> dict[str, Any]:
     def spent(make: Callable[[np.ndarray[Any, Any]], Any]) -> float:
         nonlocal num_bytes, resident_bytes
         checkpoint, seconds, num_bytes = open_checkpoint(folder), 0.0, 0
-        for name in checkpoint.names():
-            array = checkpoint.array(name)
+        for name in checkpoint.tensors:
+            array = checkpoint[name].array()
             if array.ndim == 2:
                 array = array.T if ".c_" in name else array  # GPT-2 stores its maps as [in, out]
                 seconds += timed(make, array)()
                 num_bytes += array.nbytes
                 del array
-                checkpoint.release(name)
+                checkpoint[name].release()
         if make is _pack:
             resident_bytes = mapped_bytes(folder / "model.safetensors")
         return seconds

@@ -17,7 +17,6 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from models.checkpoints.dummy import DummyCheckpoint
 from models.registry import declare
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.roofline import PRESETS
@@ -58,12 +57,12 @@ def write_random_folder(folder: Path, config: Mapping[str, Any], seed: int) -> N
     for name, content in (("config.json", {**ends, **config}), ("generation_config.json", ends)):
         (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     declared = declare(folder, load_format="dummy", device="cpu")
-    assert isinstance(declared.source, DummyCheckpoint)
     generator = np.random.default_rng(seed)
     residual = float((2 * declared.config.num_layers) ** -0.5)
     element = np.dtype(ml_dtypes.bfloat16 if config["dtype"] == "bfloat16" else np.float32)
     tensors = {}
-    for name, shape in declared.source.shapes.items():
+    for name, stored in declared.source.tensors.items():
+        shape = stored.shape
         values = generator.standard_normal(shape, dtype=np.float32)
         is_residual = name.endswith(("c_proj.weight", "o_proj.weight", "down_proj.weight"))
         values *= np.float32(0.02 * (residual if is_residual else 1.0))

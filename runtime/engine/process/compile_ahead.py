@@ -105,5 +105,5 @@ def _block_formats(path: Path, config: EngineConfig) -> set[str]:
     checkpoint = open_model(path, config.hf_overrides).checkpoint()
     if path.is_file():
         return set() if options.has_float_activations else set(checkpoint.bytes_by_format())
-    layouts = [layout for name in checkpoint.names() if (layout := checkpoint.quantized(name))]
+    layouts = [layout for name in checkpoint.tensors if (layout := checkpoint[name].quantized)]
     return {format.name for layout in layouts if (format := kept_format(layout, options))}

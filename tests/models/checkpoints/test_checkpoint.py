@@ -146,7 +146,7 @@ def test_gpt2_as_the_hub_stores_it(tmp_path: Path) -> None:
 
     checkpoint = fitted(rewrite(tmp_path, change, GPT2))
     for name, array in golden_tensors(GPT2).items():
-        np.testing.assert_array_equal(checkpoint.array(name), array)
+        np.testing.assert_array_equal(checkpoint[name].array(), array)
 
 
 def without_prefix(tensors: dict[str, Array], prefix: str) -> None:
@@ -158,7 +158,7 @@ def without_prefix(tensors: dict[str, Array], prefix: str) -> None:
 def test_names_without_the_prefix(tmp_path: Path, golden: Any, prefix: str) -> None:
     checkpoint = fitted(rewrite(tmp_path, lambda tensors: without_prefix(tensors, prefix), golden))
     for name, array in golden_tensors(golden).items():
-        np.testing.assert_array_equal(checkpoint.array(name), array)
+        np.testing.assert_array_equal(checkpoint[name].array(), array)
 
 
 def test_a_stored_copy_of_the_tied_table(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_tied_table_stored_under_the_heads_name_only(tmp_path: Path) -> None:
 
     checkpoint = fitted(rewrite(tmp_path, rename, GPT2))
     np.testing.assert_array_equal(
-        checkpoint.array("transformer.wte.weight"), golden_tensors(GPT2)["transformer.wte.weight"]
+        checkpoint["transformer.wte.weight"].array(), golden_tensors(GPT2)["transformer.wte.weight"]
     )
 
 
@@ -227,7 +227,7 @@ def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
     sharded(tmp_path)
     checkpoint = fitted(tmp_path)
     for name, array in golden_tensors(LLAMA).items():
-        np.testing.assert_array_equal(checkpoint.array(name), array)
+        np.testing.assert_array_equal(checkpoint[name].array(), array)
 
 
 def test_a_missing_shard(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_the_tensors_of_the_files_count_wherever_the_index_places_them(
     write_shards(tmp_path, shards, placed)
     checkpoint = fitted(tmp_path)
     for name, array in golden_tensors(LLAMA).items():
-        np.testing.assert_array_equal(checkpoint.array(name), array)
+        np.testing.assert_array_equal(checkpoint[name].array(), array)
     assert "index.json does not name 1 tensors of its files, such as 'model.norm.weight'" in caplog.text
 
 
@@ -292,7 +292,7 @@ def test_files_without_an_index(tmp_path: Path, caplog: pytest.LogCaptureFixture
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     checkpoint = fitted(tmp_path)
     for name, array in golden_tensors(LLAMA).items():
-        np.testing.assert_array_equal(checkpoint.array(name), array)
+        np.testing.assert_array_equal(checkpoint[name].array(), array)
     assert "read from model-00001-of-00002.safetensors to model-00002-of-00002.safetensors, 2 files" in caplog.text
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"shards are missing:\n.*model-00001-of-00002.safetensors: the file is"):
@@ -300,7 +300,7 @@ def test_files_without_an_index(tmp_path: Path, caplog: pytest.LogCaptureFixture
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     write_safetensors(tmp_path / "my-model.fp32.safetensors", {**shards["model-00001-of-00002.safetensors"]})
     write_safetensors(tmp_path / "rest.safetensors", {**shards["model-00002-of-00002.safetensors"]})
-    assert fitted(tmp_path).names() == checkpoint.names()
+    assert list(fitted(tmp_path).tensors) == list(checkpoint.tensors)
     assert "the weights are read from my-model.fp32.safetensors to rest.safetensors, 2 files" in caplog.text
     write_safetensors(tmp_path / "other.safetensors", {EMBED: np.zeros(3, np.float32)})
     with pytest.raises(WeightsError, match=f"other.safetensors: tensor '{EMBED}' is stored in my-model.fp32"):
@@ -363,7 +363,7 @@ def test_names_that_wrappers_leave(
     change: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = fitted(rewrite(tmp_path, lambda tensors: renamed(tensors, change)))
-    assert set(checkpoint.names()) == set(golden_tensors(LLAMA))
+    assert set(checkpoint.tensors) == set(golden_tensors(LLAMA))
     assert caplog.text.count("parts of a wrapper") == 1
 
 
@@ -399,7 +399,7 @@ def test_float64_is_read_as_float32(tmp_path: Path) -> None:
 
     checkpoint = fitted(rewrite(tmp_path, widen))
     assert checkpoint.dtype(DOWN) is float32
-    np.testing.assert_array_equal(checkpoint.array(DOWN), golden_tensors(LLAMA)[DOWN])
+    np.testing.assert_array_equal(checkpoint[DOWN].array(), golden_tensors(LLAMA)[DOWN])
 
 
 def test_a_bias_of_zeros_that_no_map_has(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import models.demo
 import models.demo_moe
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.safetensors_file import SafetensorsFile
+from models.checkpoints.stored_tensor import StoredTensor
 from models.checkpoints.weight_files import open_checkpoint
 from models.errors import ModelLoadError
 from models.families import known_architectures
@@ -32,43 +33,33 @@ from tests.models.driver import Array, logits_of, relative_error
 from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
 
 
-class WatchedSource:
+class WatchedSource(Checkpoint):
     """A checkpoint that notes which tensors were looked at and not released yet."""
 
     def __init__(self, source: Checkpoint) -> None:
-        self._source = source
+        super().__init__(source.place, source.label, {})
+        self.tensors = {name: _WatchedTensor(self, name, stored) for name, stored in source.tensors.items()}
         self.held: set[str] = set()
         self.most_held: set[str] = set()
         self.seen: set[str] = set()
 
-    def main_dtype(self) -> DType:
-        return self._source.main_dtype()
 
-    def dtype(self, name: str) -> DType:
-        return self._source.dtype(name)
+class _WatchedTensor(StoredTensor):
+    def __init__(self, source: WatchedSource, name: str, stored: StoredTensor) -> None:
+        self.source, self.name, self.stored = source, name, stored
+        self.shape, self.dtype, self.block_format = stored.shape, stored.dtype, stored.block_format
 
-    def array(self, name: str) -> np.ndarray[Any, Any]:
-        self.held.add(name)
-        self.seen.add(name)
-        if len(self.held) > len(self.most_held):
-            self.most_held = set(self.held)
-        return self._source.array(name)
+    def array(self) -> np.ndarray[Any, Any]:
+        source = self.source
+        source.held.add(self.name)
+        source.seen.add(self.name)
+        if len(source.held) > len(source.most_held):
+            source.most_held = set(source.held)
+        return self.stored.array()
 
-    def block_format(self, name: str) -> str | None:
-        return self._source.block_format(name)
-
-    def blocks(self, name: str) -> np.ndarray[Any, Any]:
-        return self._source.blocks(name)
-
-    def quantized(self, name: str) -> None:
-        return None
-
-    def matrix(self, name: str) -> QuantizedMatrix:
-        raise AssertionError(name)
-
-    def release(self, name: str) -> None:
-        self.held.discard(name)
-        self._source.release(name)
+    def release(self) -> None:
+        self.source.held.discard(self.name)
+        self.stored.release()
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

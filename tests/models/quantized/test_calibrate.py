@@ -34,7 +34,7 @@ def few_powers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tensors_of(folder: Path) -> dict[str, Any]:
     checkpoint = open_model(folder).checkpoint()
-    return {name: checkpoint.array(name).copy() for name in checkpoint.names()}
+    return {name: checkpoint[name].array().copy() for name in checkpoint.tensors}
 
 
 def with_outliers(folder: Path, num: int = 3) -> None:
@@ -70,7 +70,7 @@ def test_floats_stay_what_they_are(tmp_path: Path, case: str, num_maps: int, mon
     config, files = load_config(folder), open_model(folder)
     checkpoint = files.checkpoint()
     _, matrices = quantisable_matrices(folder, checkpoint)
-    stored = {name: checkpoint.tensors[name].name for name in checkpoint.names()}
+    stored = {name: checkpoint.tensors[name].name for name in checkpoint.tensors}
     rounding = Rounding("int4", (1, 0), np.dtype(np.float32))
     model_class = known_architectures()[config.architecture].model_class
     shown: list[tuple[int, int]] = []
@@ -82,7 +82,7 @@ def test_floats_stay_what_they_are(tmp_path: Path, case: str, num_maps: int, mon
     assert shown == [(done, total) for done in range(total + 1)]
     assert len(folded.gains) == total
     assert len(folded.columns) >= total
-    values = {name: checkpoint.array(name).astype(np.float32) for name in checkpoint.names()}
+    values = {name: checkpoint[name].array().astype(np.float32) for name in checkpoint.tensors}
     changed = {name: folded.vectors.get(name, folded.apply(name, array)) for name, array in values.items()}
     assert any(not np.array_equal(changed[name], values[name]) for name in values)
     before = logits_of(load_model(folder, dtype="float32"), IDS[:24])

@@ -83,9 +83,9 @@ def test_the_librarys_floats_bit_for_bit(case: str) -> None:
     checkpoint = open_model(FIXTURES / case).checkpoint()
     checkpoint.check_numbers()
     said = dequantised(case)
-    assert {name for name in checkpoint.names() if checkpoint.quantized(name)} == said.keys()
+    assert {name for name in checkpoint.tensors if checkpoint[name].quantized} == said.keys()
     for name, expected in said.items():
-        floats = checkpoint.matrix(name).dequantise(DType.parse(expected["dtype"]))
+        floats = checkpoint[name].matrix().dequantise(DType.parse(expected["dtype"]))
         assert hashlib.sha256(floats.tobytes()).hexdigest() == expected["sha256"], name
     if case in KINDS:
         assert names_of(case)["self_attn.q_proj.weight"] == KINDS[case]
@@ -95,9 +95,9 @@ def twin(case: str, folder: Path, dtype: DType) -> Path:
     """The same model in floats of this type."""
     checkpoint = open_model(FIXTURES / case).checkpoint()
     tensors = {}
-    for name in checkpoint.names():
-        is_quantised = checkpoint.quantized(name) is not None
-        tensors[name] = checkpoint.matrix(name).dequantise(dtype) if is_quantised else checkpoint.array(name)
+    for name in checkpoint.tensors:
+        is_quantised = checkpoint[name].quantized is not None
+        tensors[name] = checkpoint[name].matrix().dequantise(dtype) if is_quantised else checkpoint[name].array()
     folder.mkdir()
     shutil.copy(FIXTURES / case / "config.json", folder / "config.json")
     write_safetensors(folder / "model.safetensors", tensors)
@@ -154,7 +154,7 @@ def test_what_the_cpu_keeps_as_it_is_stored(case: str) -> None:
 
 def layouts(case: str) -> dict[str, QuantizedLayout | None]:
     checkpoint = open_model(FIXTURES / case).checkpoint()
-    return {name.removeprefix(LAYER): checkpoint.quantized(name) for name in checkpoint.names()}
+    return {name.removeprefix(LAYER): checkpoint[name].quantized for name in checkpoint.tensors}
 
 
 def names_of(case: str) -> dict[str, str]:
@@ -206,7 +206,7 @@ def test_how_activations_are_rounded(case: str) -> None:
     if case in ("modelopt_fp8", "modelopt_nvfp4"):
         stored = SafetensorsFile(FIXTURES / case / "model.safetensors").array(f"{LAYER}self_attn.q_proj.input_scale")
         scale = stored if case == "modelopt_fp8" else np.reciprocal(stored)
-    assert checkpoint.matrix(f"{LAYER}self_attn.q_proj.weight").input_scale == scale
+    assert checkpoint[f"{LAYER}self_attn.q_proj.weight"].matrix().input_scale == scale
 
 
 @pytest.mark.parametrize("case", ["gptq_w4_zeros", "ct_nvfp4", "ct_int8_channel"])

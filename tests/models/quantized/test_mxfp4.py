@@ -32,23 +32,23 @@ UNDER = "model.layers.1.mlp.experts"
 def stored() -> dict[str, Array]:
     """The folder's tensors."""
     checkpoint = open_checkpoint(FOLDER)
-    return {name: checkpoint.array(name) for name in checkpoint.names()}
+    return {name: checkpoint[name].array() for name in checkpoint.tensors}
 
 
 def twin(folder: Path, dtype: DType, is_stacked: bool) -> Path:
     """The same model in floats, experts of a layer in one tensor or each in its own."""
     checkpoint = open_model(FOLDER).checkpoint()
     whole = {}
-    for name in checkpoint.names():
-        if checkpoint.quantized(name) is None:
-            whole[name] = checkpoint.array(name)
+    for name in checkpoint.tensors:
+        if checkpoint[name].quantized is None:
+            whole[name] = checkpoint[name].array()
         else:
             experts, depth, width = checkpoint.tensors[name].shape
-            rows = checkpoint.matrix(name).dequantise(dtype).reshape(experts, width, depth)
+            rows = checkpoint[name].matrix().dequantise(dtype).reshape(experts, width, depth)
             whole[name] = np.ascontiguousarray(rows.swapaxes(1, 2))
     if not is_stacked:
         checkpoint.fit(tensor_layout(load_config(FOLDER)))
-        whole = {name: np.ascontiguousarray(checkpoint.array(name)) for name in checkpoint.names()}
+        whole = {name: np.ascontiguousarray(checkpoint[name].array()) for name in checkpoint.tensors}
     folder.mkdir()
     shutil.copy(FOLDER / "config.json", folder / "config.json")
     write_safetensors(folder / "model.safetensors", whole)
@@ -58,10 +58,10 @@ def twin(folder: Path, dtype: DType, is_stacked: bool) -> Path:
 def test_transformers_floats_bit_for_bit() -> None:
     checkpoint = open_model(FOLDER).checkpoint()
     checkpoint.check_numbers()
-    found = {name for name in checkpoint.names() if checkpoint.quantized(name)}
+    found = {name for name in checkpoint.tensors if checkpoint[name].quantized}
     assert found == SAID["floats"].keys()
     for name, expected in SAID["floats"].items():
-        floats = checkpoint.matrix(name).dequantise(bfloat16)
+        floats = checkpoint[name].matrix().dequantise(bfloat16)
         assert hashlib.sha256(floats.tobytes()).hexdigest() == expected["sha256"], name
 
 

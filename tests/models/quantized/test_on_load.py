@@ -27,8 +27,8 @@ def rounded_twin(source: Path, folder: Path, quantization: str) -> Path:
     checkpoint, is_tied = open_model(source).checkpoint(), not json.loads((source / "config.json").read_text())
     assert not is_tied
     tensors = {}
-    for name in checkpoint.names():
-        array = checkpoint.array(name)
+    for name in checkpoint.tensors:
+        array = checkpoint[name].array()
         if "_proj" in name:
             rounding = ROUNDINGS[quantization]
             if array.shape[1] % 64 == 0 or quantization == "fp8":
@@ -90,7 +90,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="GPT2LMHeadModel stores its maps inputs first, which is rounded"):
         load_model(gpt2, quantization="int4")
     checkpoint = open_model(source).checkpoint()
-    tensors = {name: checkpoint.array(name).copy() for name in checkpoint.names()}
+    tensors = {name: checkpoint[name].array().copy() for name in checkpoint.tensors}
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = ml_dtypes.bfloat16(np.nan)
     write_safetensors(source / "model.safetensors", tensors)
     with pytest.raises(WeightsError, match=r"up_proj.weight' has a number that is not finite, which cannot be rounded"):

@@ -331,7 +331,7 @@ def test_symmetric_zeros_are_the_middle_in_either_format(
         folder = changed(tmp_path / f"{stored} {said['sym']}", case, words, desc_act=is_reordered, **said)
         checkpoint = open_model(folder).checkpoint()
         checkpoint.check_numbers()
-        return checkpoint.matrix(f"{Q}.weight").dequantise(float32)
+        return checkpoint[f"{Q}.weight"].matrix().dequantise(float32)
 
     right = floats(zeros[1], sym=False, format="gptq_v2", checkpoint_format="gptq_v2")
     for stored in zeros:

@@ -45,7 +45,7 @@ def demo(path: Path, ggml: Ggml) -> Path:
     config: dict[str, Any] = json.loads((BUNDLED_MODEL / "config.json").read_text())
     config["rope_parameters"] = {"rope_theta": config["rope_theta"], "rope_type": "default"}
     checkpoint = open_checkpoint(BUNDLED_MODEL)
-    tensors = {name: checkpoint.array(name).astype(np.float32) for name in checkpoint.names()}
+    tensors = {name: checkpoint[name].array().astype(np.float32) for name in checkpoint.tensors}
     return write_gguf(path, config, tensors, type_of=lambda name: ggml, add_metadata=add_vocabulary)
 
 
@@ -84,7 +84,7 @@ def test_info_shows_bytes_by_format(whole: Path) -> None:
     assert (report["model"]["architecture"], report["model"]["dtype"]) == ("Qwen3ForCausalLM", "bfloat16")
     num_norms = 4 * (2 * 256 + 2 * 32) + 256
     checkpoint = open_checkpoint(BUNDLED_MODEL)
-    num_all = sum(checkpoint.array(name).size for name in checkpoint.names())
+    num_all = sum(checkpoint[name].array().size for name in checkpoint.tensors)
     assert report["stored_bytes"] == {"BF16": 2 * (num_all - num_norms), "F32": 4 * num_norms}
     assert "stored tensors\n  BF16 " in invoke("info", "-m", str(whole))[1]
     assert json.loads(invoke("info", "--json")[1])["stored_bytes"] == {"BF16": 2 * num_all}
@@ -125,7 +125,7 @@ def test_a_sentencepiece_model_in_every_form(tmp_path: Path) -> None:
     config = json.loads((STORIES / "config.json").read_text())
     config.setdefault("rope_parameters", {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default"})
     checkpoint = open_checkpoint(STORIES)
-    tensors = {name: np.array(checkpoint.array(name)) for name in checkpoint.names()}
+    tensors = {name: np.array(checkpoint[name].array()) for name in checkpoint.tensors}
     metadata = sentencepiece_metadata(STORIES)
 
     def add_sentencepiece(writer: gguf.GGUFWriter) -> None:

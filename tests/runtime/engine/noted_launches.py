@@ -13,8 +13,8 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 
-import models.registry
-from models.checkpoints.dummy import DummyCheckpoint
+import models.checkpoints.dummy
+from models.checkpoints.dummy import DummyTensor
 from numba_kernels.cuda.specialisation import Launch
 from runtime.bench.scheduling.engines import local
 from runtime.device.device import Device
@@ -24,7 +24,7 @@ from runtime.device.kernel_cache import KernelList
 from runtime.emulator.driver.emulated_driver import DryDriver
 from runtime.engine.make_engine import build_engine
 from runtime.engine.steps.decode_graphs import GraphKey
-from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
+from runtime.linear.quantized import QuantizedLayout
 
 
 class _NotingGpu(Gpu):
@@ -53,29 +53,24 @@ class _NotingGpu(Gpu):
             self.noted.append("copy")
 
 
-class _Zeros(DummyCheckpoint):
+class _Zeros(DummyTensor):
     """Weights that cost nothing to make; those of experts are in MXFP4, as gpt-oss stores them."""
 
-    def quantized(self, name: str) -> QuantizedLayout | None:
-        if not (".experts." in name and len(self._shapes.get(name, ())) == 2):
-            return super().quantized(name)
-        rows, depth = self._shapes[name]
-        return QuantizedLayout("fp4", (rows, depth), (1, 32), np.dtype(ml_dtypes.float8_e8m0fnu))
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        if ".experts." in self.name and len(self.shape) == 2:
+            shape = self.shape[0], self.shape[1]
+            self.quantized = QuantizedLayout("fp4", shape, (1, 32), np.dtype(ml_dtypes.float8_e8m0fnu))
 
-    def matrix(self, name: str) -> QuantizedMatrix:
-        if (layout := self.quantized(name)) is not None:
-            self._quantized = {**self._quantized, name: layout}
-        return super().matrix(name)
-
-    def array(self, name: str) -> np.ndarray[Any, Any]:
-        return np.zeros(self._shapes[name], self._dtype.numpy)
+    def array(self) -> np.ndarray[Any, Any]:
+        return np.zeros(self.shape, self._dtype.numpy)
 
 
 def kernels_of_a_decode_layer(config: Mapping[str, Any], *, num_seqs: int, arch: str = "sm_90a") -> tuple[str, ...]:
     """The kernels of one layer in the graph that decodes so many sequences of a model with experts, by its config.json.
     Meanwhile the process's device of that architecture does nothing."""
     gpu = _NotingGpu(arch)
-    dummy_weights = patch.object(models.registry, "DummyCheckpoint", _Zeros)
+    dummy_weights = patch.object(models.checkpoints.dummy, "DummyTensor", _Zeros)
     with gpu.installed(), tempfile.TemporaryDirectory() as folder, dummy_weights:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         engine = build_engine(

@@ -107,7 +107,7 @@ class Counted:
         fields: dict[str, Any] = QWEN3_8B,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(gpu_module, "_opened", {})
-        monkeypatch.setattr(models.checkpoints.dummy.DummyCheckpoint, "array", _zeros)
+        monkeypatch.setattr(models.checkpoints.dummy.DummyTensor, "array", _zeros)
         (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": num_layers}))
         driver = CountingDriver("sm_90a")
         opened = Driver(driver, bindings, arch="sm_90a")
@@ -139,8 +139,8 @@ class Counted:
         monkeypatch.undo()
 
 
-def _zeros(checkpoint: models.checkpoints.dummy.DummyCheckpoint, name: str) -> np.ndarray:
-    return np.zeros(checkpoint._shapes[name], checkpoint._dtype.numpy)
+def _zeros(tensor: models.checkpoints.dummy.DummyTensor) -> np.ndarray:
+    return np.zeros(tensor.shape, tensor._dtype.numpy)
 
 
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["fast", "exact"])

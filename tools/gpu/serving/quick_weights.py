@@ -14,11 +14,12 @@ from unittest.mock import patch
 
 import numpy as np
 
+import models.checkpoints.dummy
 import models.makers.loading_maker
-import models.registry
-from models.checkpoints.dummy import DummyCheckpoint
+from models.checkpoints.dummy import DummyTensor
 from runtime import ops
 from runtime.bench.kernels.case import MOST_DRAWN
+from runtime.dtype import DType
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from runtime.linear.weight import GpuWeight
@@ -30,46 +31,42 @@ _STD = 0.02
 Array = np.ndarray[Any, Any]
 
 
-class QuickWeights(DummyCheckpoint):
+class QuickWeights(DummyTensor):
     """Attributes:
     stored: the quantised matrices: a part of their names, and one of `FORMATS`.
     """
 
     stored: Mapping[str, str]
-    numbers: list[Array]
+    numbers: dict[np.dtype[Any], Array]
     matrices: dict[tuple[str, tuple[int, ...]], QuantizedMatrix]
 
-    def array(self, name: str) -> Array:
-        shape = self.shapes[name]
-        if len(shape) == 1:
-            return super().array(name)
-        if not self.numbers:  # as many as the largest has; others use the beginning
-            count = max(math.prod(each) for name, each in self.shapes.items() if self.quantized(name) is None)
+    def __init__(self, name: str, shape: tuple[int, ...], seed: int, dtype: DType, _: QuantizedLayout | None) -> None:
+        format = next((format for part, format in self.stored.items() if part in name), "")
+        self.format = format if len(shape) == 2 else ""
+        layout = FORMATS[format].layout(shape[0], shape[1]) if self.format else None
+        super().__init__(name, shape, seed, dtype, layout)
+
+    def array(self) -> Array:
+        count, dtype = math.prod(self.shape), self._dtype.numpy
+        if len(self.shape) == 1:
+            return super().array()
+        if self.numbers.get(dtype, np.empty(0)).size < count:  # others use the beginning
             drawn = np.random.default_rng(self._seed).standard_normal(min(count, MOST_DRAWN), np.float32)
             drawn *= np.float32(_STD)
-            self.numbers.append(np.resize(drawn.astype(self._dtype.numpy), count))
-        return self.numbers[0][: math.prod(shape)].reshape(shape)
+            self.numbers[dtype] = np.resize(drawn.astype(dtype), count)
+        return self.numbers[dtype][:count].reshape(self.shape)
 
-    def quantized(self, name: str) -> QuantizedLayout | None:
-        shape = self.shapes.get(name, ())
-        format = next((format for part, format in self.stored.items() if part in name), None)
-        if format is None or len(shape) != 2:
-            return None
-        return FORMATS[format].layout(*shape)
-
-    def matrix(self, name: str) -> QuantizedMatrix:
-        shape = self.shapes[name]
-        format = next(format for part, format in self.stored.items() if part in name)
-        key = format, shape
+    def matrix(self) -> QuantizedMatrix:
+        key = self.format, self.shape
         if key not in self.matrices:
-            self.matrices[key] = random_matrix(FORMATS[format], shape[0], shape[1], self._seed)
+            self.matrices[key] = random_matrix(FORMATS[self.format], self.shape[0], self.shape[1], self._seed)
         return self.matrices[key]
 
 
 @contextlib.contextmanager
 def quick_weights(stored: Mapping[str, str]) -> Iterator[None]:
     """A context in which models load with these dummy weights. `stored`: as in `QuickWeights`."""
-    attributes: dict[str, Any] = {"stored": stored, "numbers": [], "matrices": {}}
+    attributes: dict[str, Any] = {"stored": stored, "numbers": {}, "matrices": {}}
     made: dict[Any, GpuWeight] = {}
     prepare_linear = ops.prepare_linear
 
@@ -92,7 +89,7 @@ def quick_weights(stored: Mapping[str, str]) -> Iterator[None]:
         return weight
 
     with (
-        patch.object(models.registry, "DummyCheckpoint", type("Weights", (QuickWeights,), attributes)),
+        patch.object(models.checkpoints.dummy, "DummyTensor", type("Weights", (QuickWeights,), attributes)),
         patch.object(models.makers.loading_maker, "prepare_packed", packed),
         patch.object(ops, "prepare_linear", rows),
         patch.object(MatrixPart, "has_nan", False),  # there is none, and the search is slow
