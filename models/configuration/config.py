@@ -159,17 +159,6 @@ def refuse_tied_bias(fields: Fields, name: str, common: Mapping[str, Any], has_b
         )
 
 
-def read_width_and_heads(
-    fields: Fields, defaults: tuple[int, int], names: tuple[str, str] = ("hidden_size", "num_attention_heads")
-) -> tuple[int, int]:
-    """A tower's width and number of heads, which divide it into multiples of 4, for kernels and rotations."""
-    width = fields.integer(names[0], defaults[0], most=1 << 16)
-    heads = fields.integer(names[1], defaults[1], most=1 << 10)
-    if width % heads or width // heads % 4:
-        raise fields.error(names[1], f"= {heads} must divide {names[0]} = {width} into multiples of 4")
-    return width, heads
-
-
 def read_vocab_size(fields: Fields) -> int:
     return int(fields.integer("vocab_size", most=1 << 24))
 

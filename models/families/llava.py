@@ -26,10 +26,10 @@ from models.families.llama import LlamaConfig, LlamaModel, read_llama, read_mist
 from models.makers.maker import Maker
 from models.picture_decoder import OLDER_NAMES, PictureDecoder
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
+from models.towers.layers import TowerMlp
 from models.towers.pixtral import KIND as PIXTRAL
 from models.towers.pixtral import PixtralConfig, PixtralVit, read_pixtral
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
-from models.towers.shards import share_of_tower
 from runtime import ops
 from runtime.images.patches import FixedRule, Rule, SideRule
 from runtime.tensor.tensor import Tensor
@@ -114,22 +114,21 @@ class LlavaTower(PictureTower):
             if isinstance(tower, PixtralConfig)
             else PlainVit(tower, config.kept, under)
         )
-        self.skips_first, self.activation = config.skips_first, config.projector_activation
+        self.skips_first = config.skips_first
         inner = maker.under("model.multi_modal_projector")
         width, has_bias = config.hidden_size, config.projector_bias
         inputs = tower.hidden_size * len(config.kept)
-        middle = share_of_tower(width, maker.options)
-        self.up = inner.linear("linear_1", outputs=middle.shard, inputs=inputs, has_bias=has_bias, split=middle.outputs)
-        self.down = inner.linear("linear_2", outputs=width, inputs=middle.shard, has_bias=has_bias, split=middle.inputs)
+        self.projector = TowerMlp(
+            ("linear_1",), "linear_2", (inputs, width, width), config.projector_activation, inner, has_bias=has_bias
+        )
 
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
         kept = yield from self.vit.kept_rows(self, patches, grid, pace)
         first, unit = int(self.skips_first), self.merge_size**2
-        made = self.buffer((kept[0].shape[0] - first) // unit, self.down.weight.shape[0])
+        made = self.buffer((kept[0].shape[0] - first) // unit, self.projector.down.weight.shape[0])
         for piece in pace.slices(made.shape[0], unit):
             rows = slice(first + piece.start * unit, first + piece.stop * unit)
-            h = self.up(self.merged(ops.join_columns([each[rows] for each in kept])))
-            self.down(ops.gelu(h, self.activation, out=h), out=made[piece])
+            self.projector(self.merged(ops.join_columns([each[rows] for each in kept])), made[piece])
             yield (piece.stop - piece.start) * unit
         return (made if self.model.line_ends is None else self._with_line_ends(made, grid[1] // self.merge_size),)
 

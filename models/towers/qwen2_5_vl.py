@@ -1,7 +1,6 @@
 """Qwen2.5-VL's tower (arXiv 2502.13923): patches to embeddings of the language model's tokens.
 
-    x = patches . W
-    for each layer:   x = x + attention(norm(x));   x = x + mlp(norm(x))      RMSNorm, and a SwiGLU
+    x = layers(patches . W)      RMSNorms, and a SwiGLU
     embeddings = mlp(norm(x), 2 x 2 patches a token)
 
 Patches attend within windows, in some layers to the whole picture. They lie window by window while they are computed.
@@ -11,44 +10,43 @@ Queries and keys are rotated by a patch's line and column.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from models.configuration.config import SILU_NAMES, read_choice, read_width_and_heads
+from models.configuration.config import SILU_NAMES, read_choice
 from models.configuration.json_fields import Fields
 from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces, through
-from models.towers.full_attention import FullAttention
-from models.towers.qwen3_vl import axial_rope, patch_places
-from models.towers.shards import share_of_tower
+from models.towers.layers import (
+    Array,
+    LayerForm,
+    TowerLayers,
+    TowerMlp,
+    TowerNorm,
+    TowerSizes,
+    axial_rope,
+    patch_places,
+    read_width_and_heads,
+)
 from runtime import ops
-from runtime.tensor.tensor import Tensor
-
-Array = np.ndarray[Any, Any]
 
 _NORM_EPS = 1e-6
+_FORM = LayerForm(
+    under="blocks", norms=("norm1", "norm2"), qkv=("attn.qkv",), proj="attn.proj",
+    up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj", is_centred=False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WindowedTowerConfig:
+class WindowedTowerConfig(TowerSizes):
     """`window_tokens`: tokens of a window's side. `full_layers`: numbers of the layers that have no windows."""
 
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    inner_size: int
     out_size: int
-    patch_size: int
     num_frames: int
     merge_size: int
     window_tokens: int
     full_layers: frozenset[int]
     theta: float
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
 
 def read_windowed_tower(fields: Fields, hidden_size: int) -> WindowedTowerConfig:
@@ -60,7 +58,6 @@ def read_windowed_tower(fields: Fields, hidden_size: int) -> WindowedTowerConfig
     out_size = fields.integer("out_hidden_size", 3584)
     if out_size != hidden_size:
         raise fields.error("out_hidden_size", f"= {out_size} must be the language model's hidden_size = {hidden_size}")
-    read_choice(fields, "hidden_act", "silu", SILU_NAMES)
     patch, merge = fields.integer("patch_size", 14, most=256), fields.integer("spatial_merge_size", 2, most=16)
     fields.expect("spatial_patch_size", patch)
     window = fields.integer("window_size", 112, most=1 << 16)
@@ -76,6 +73,7 @@ def read_windowed_tower(fields: Fields, hidden_size: int) -> WindowedTowerConfig
         inner_size=fields.integer("intermediate_size", 3420, most=1 << 24),
         out_size=out_size,
         patch_size=patch,
+        activation=read_choice(fields, "hidden_act", "silu", SILU_NAMES),
         num_frames=fields.integer("temporal_patch_size", 2, most=16),
         merge_size=merge,
         window_tokens=window // merge // patch,
@@ -92,16 +90,10 @@ class WindowedTower(PictureTower):
         self.config, self.dtype, self.device = config, maker.dtype, maker.options.device
         kernel = (3, config.num_frames, config.patch_size, config.patch_size)
         self.patch_embed = maker.convolution("patch_embed.proj", outputs=width, kernel=kernel, has_bias=False)
-        heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
-        self.num_heads = heads.shard.count // config.head_dim
-        self.layers = [_TowerLayer(config, maker.under(f"blocks.{index}")) for index in range(config.num_layers)]
+        self.layers = TowerLayers(config, _FORM, _NORM_EPS, maker)
         merger = maker.under("merger")
-        self.norm = merger.vector("ln_q.weight", width)
-        inner = share_of_tower(inputs, maker.options)
-        self.up = merger.linear("mlp.0", outputs=inner.shard, inputs=inputs, has_bias=True, split=inner.outputs)
-        self.down = merger.linear(
-            "mlp.2", outputs=config.out_size, inputs=inner.shard, has_bias=True, split=inner.inputs
-        )
+        self.norm = TowerNorm("ln_q", width, _NORM_EPS, merger, is_centred=False)
+        self.mlp = TowerMlp(("mlp.0",), "mlp.2", (inputs, inputs, config.out_size), "erf", merger)
 
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
         config, merge = self.config, self.config.merge_size
@@ -115,43 +107,16 @@ class WindowedTower(PictureTower):
             self.patch_embed(self.pixels(patches, ordered[piece]), out=x[piece])
             yield piece.stop - piece.start
         rope = axial_rope(config.head_dim, config.theta, rows[ordered], columns[ordered], self.device)
-        full, windowed = (
-            FullAttention(each, self.num_heads, config.head_dim, rope, x.dtype, self.device)
-            for each in ([count], [each * unit for each in lengths])
-        )
-        for index, layer in enumerate(self.layers):
+        full, windowed = (self.layers.attention(each, rope, x) for each in ([count], [each * unit for each in lengths]))
+        for index, layer in enumerate(self.layers.layers):
             yield from through(pace, layer, x, full if index in config.full_layers else windowed)
         made = self.buffer(count // unit, config.out_size)
         for piece in pace.slices(made.shape[0], unit):
-            merged = ops.rms_norm(x[piece.start * unit : piece.stop * unit], self.norm, _NORM_EPS)
-            h = self.up(merged.view(-1, self.up.weight.shape[1]))
-            self.down(ops.gelu(h, "erf", out=h), out=made[piece])
+            merged = self.norm(x[piece.start * unit : piece.stop * unit])
+            self.mlp(merged.view(-1, unit * config.hidden_size), made[piece])
             yield (piece.stop - piece.start) * unit
         (back,) = ops.place([np.argsort(order).astype(np.int32)], self.device)
         return (ops.gather_rows(made, back),)
-
-
-class _TowerLayer:
-    def __init__(self, config: WindowedTowerConfig, maker: Maker) -> None:
-        width = config.hidden_size
-        heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
-        inner = share_of_tower(config.inner_size, maker.options)
-        self.norms = [maker.vector(f"{name}.weight", width) for name in ("norm1", "norm2")]
-        self.qkv = maker.linear(
-            "attn.qkv", outputs=(heads.shard,) * 3, inputs=width, has_bias=True, split=heads.outputs
-        )
-        self.proj = maker.linear("attn.proj", outputs=width, inputs=heads.shard, has_bias=True, split=heads.inputs)
-        names = ("mlp.gate_proj", "mlp.up_proj")
-        self.gate_up = maker.linear(names, outputs=(inner.shard,) * 2, inputs=width, has_bias=True, split=inner.outputs)
-        self.down = maker.linear("mlp.down_proj", outputs=width, inputs=inner.shard, has_bias=True, split=inner.inputs)
-
-    def qkv_of(self, x: Tensor) -> Tensor:
-        return self.qkv(ops.rms_norm(x, self.norms[0], _NORM_EPS))
-
-    def rest(self, x: Tensor, attended: Tensor) -> None:
-        self.proj(attended, residual=x, out=x)
-        h = ops.rms_norm(x, self.norms[1], _NORM_EPS)
-        self.down(self.gate_up.glu(h, "silu"), residual=x, out=x)
 
 
 def windows_of(rows: int, columns: int, side: int) -> tuple[Array, list[int]]:

@@ -1,8 +1,7 @@
 """The towers of Qwen3-VL (arXiv 2511.21631) and Qwen2-VL (2409.12191): patches to embeddings of the language model's
 tokens.
 
-    x = patches . W + learned positions, interpolated to the picture's grid       Qwen2-VL: none
-    for each layer:   x = x + attention(norm(x));   x = x + mlp(norm(x))
+    x = layers(patches . W + learned positions, interpolated to the picture's grid)       Qwen2-VL: no positions
     embeddings = mlp(norm(x), 2 x 2 patches a token)
 
 Queries and keys are rotated by a patch's line and column, half of a head's pairs each. Some layers' outputs go through
@@ -13,51 +12,44 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
 
 import numpy as np
 
-from models.configuration.config import GELU_NAMES, read_choice, read_width_and_heads
+from models.configuration.config import GELU_NAMES, read_choice
 from models.configuration.json_fields import Fields
 from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces, through
-from models.towers.full_attention import FullAttention
-from models.towers.shards import share_of_tower
+from models.towers.layers import (
+    Array,
+    LayerForm,
+    TowerLayers,
+    TowerMlp,
+    TowerNorm,
+    TowerSizes,
+    axial_rope,
+    patch_places,
+    read_width_and_heads,
+)
 from runtime import ops
-from runtime.device.device import Device
-from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
-
-Array = np.ndarray[Any, Any]
-Gelu = Literal["erf", "tanh", "sigmoid"]
 
 _NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TowerConfig:
+class TowerConfig(TowerSizes):
     """`positions_side`: lines of the grid of learned positions; 0 if there are none. `deepstack_layers`: layers whose
     outputs are merged, too. `mlp`, `merger`: names of a layer's maps, and of the merger's norm and maps."""
 
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    inner_size: int
     out_size: int
-    patch_size: int
     num_frames: int
     merge_size: int
     positions_side: int
     deepstack_layers: tuple[int, ...]
-    activation: Gelu
     theta: float
     patch_bias: bool = True
     mlp: tuple[str, str] = ("mlp.linear_fc1", "mlp.linear_fc2")
     merger: tuple[str, str, str] = ("norm", "linear_fc1", "linear_fc2")
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
 
 
 def read_tower(fields: Fields, hidden_size: int) -> TowerConfig:
@@ -88,7 +80,7 @@ def read_tower(fields: Fields, hidden_size: int) -> TowerConfig:
         merge_size=fields.integer("spatial_merge_size", 2, most=16),
         positions_side=side,
         deepstack_layers=deepstack,
-        activation=cast(Gelu, read_choice(fields, "hidden_act", "gelu_pytorch_tanh", GELU_NAMES)),
+        activation=read_choice(fields, "hidden_act", "gelu_pytorch_tanh", GELU_NAMES),
         theta=float(rope.number("rope_theta", 10_000.0, least=1e-6, most=1e12)),
     )
 
@@ -116,7 +108,7 @@ def read_second_tower(fields: Fields, hidden_size: int) -> TowerConfig:
         merge_size=fields.integer("spatial_merge_size", 2, most=16),
         positions_side=0,
         deepstack_layers=(),
-        activation=cast(Gelu, read_choice(fields, "hidden_act", "quick_gelu", GELU_NAMES)),
+        activation=read_choice(fields, "hidden_act", "quick_gelu", GELU_NAMES),
         theta=float(rope.number("rope_theta", 10_000.0, least=1e-6, most=1e12)),
         patch_bias=False,
         mlp=("mlp.fc1", "mlp.fc2"),
@@ -138,9 +130,11 @@ class Tower(PictureTower):
         self.positions: Tensor | None = None
         if config.positions_side:
             self.positions = maker.table("pos_embed.weight", config.positions_side**2, width)
-        heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
-        self.num_heads = heads.shard.count // config.head_dim
-        self.layers = [TowerLayer(config, maker.under(f"blocks.{index}")) for index in range(config.num_layers)]
+        up, down = config.mlp
+        form = LayerForm(
+            under="blocks", norms=("norm1", "norm2"), qkv=("attn.qkv",), proj="attn.proj", up=(up,), down=down
+        )
+        self.layers = TowerLayers(config, form, _NORM_EPS, maker)
         self.merger = Merger(config, maker.under("merger"), norms_tokens=False)
         self.deepstack = [
             Merger(config, maker.under(f"deepstack_merger_list.{index}"), norms_tokens=True)
@@ -161,9 +155,9 @@ class Tower(PictureTower):
             self.patch_embed(self.pixels(patches, piece), residual=added, out=x[piece])
             yield piece.stop - piece.start
         rope = axial_rope(config.head_dim, config.theta, rows, columns, self.device)
-        attention = FullAttention([count], self.num_heads, config.head_dim, rope, x.dtype, self.device)
+        attention = self.layers.attention([count], rope, x)
         deep: list[Tensor] = []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers.layers):
             yield from through(pace, layer, x, attention)
             if index in config.deepstack_layers:
                 deep.append((yield from self._merged(self.deepstack[len(deep)], x, pace)))
@@ -178,32 +172,6 @@ class Tower(PictureTower):
         return made
 
 
-class TowerLayer:
-    def __init__(self, config: TowerConfig, maker: Maker) -> None:
-        width = config.hidden_size
-        self.activation = config.activation
-        self.norms = [
-            (maker.vector(f"{name}.weight", width), maker.vector(f"{name}.bias", width)) for name in ("norm1", "norm2")
-        ]
-        heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
-        inner = share_of_tower(config.inner_size, maker.options)
-        self.qkv = maker.linear(
-            "attn.qkv", outputs=(heads.shard,) * 3, inputs=width, has_bias=True, split=heads.outputs
-        )
-        self.proj = maker.linear("attn.proj", outputs=width, inputs=heads.shard, has_bias=True, split=heads.inputs)
-        up, down = config.mlp
-        self.up = maker.linear(up, outputs=inner.shard, inputs=width, has_bias=True, split=inner.outputs)
-        self.down = maker.linear(down, outputs=width, inputs=inner.shard, has_bias=True, split=inner.inputs)
-
-    def qkv_of(self, x: Tensor) -> Tensor:
-        return self.qkv(ops.layer_norm(x, *self.norms[0], _NORM_EPS))
-
-    def rest(self, x: Tensor, attended: Tensor) -> None:
-        self.proj(attended, residual=x, out=x)
-        h = self.up(ops.layer_norm(x, *self.norms[1], _NORM_EPS))
-        self.down(ops.gelu(h, self.activation, out=h), residual=x, out=x)
-
-
 class Merger:
     """Merges a token's patches into one embedding. `norms_tokens`: they are normalised together, not one by one."""
 
@@ -212,23 +180,12 @@ class Merger:
         self.norms_tokens = norms_tokens
         size = self.inputs if norms_tokens else config.hidden_size
         norm, up, down = config.merger
-        self.norm = maker.vector(f"{norm}.weight", size), maker.vector(f"{norm}.bias", size)
-        inner = share_of_tower(self.inputs, maker.options)
-        self.up = maker.linear(up, outputs=inner.shard, inputs=self.inputs, has_bias=True, split=inner.outputs)
-        self.down = maker.linear(down, outputs=config.out_size, inputs=inner.shard, has_bias=True, split=inner.inputs)
+        self.norm = TowerNorm(norm, size, _NORM_EPS, maker)
+        self.mlp = TowerMlp((up,), down, (self.inputs, self.inputs, config.out_size), "erf", maker)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        x = ops.layer_norm(x.view(-1, self.inputs) if self.norms_tokens else x, *self.norm, _NORM_EPS)
-        h = self.up(x.view(-1, self.inputs))
-        self.down(ops.gelu(h, "erf", out=h), out=out)
-
-
-def patch_places(grid: tuple[int, int], merge_size: int) -> tuple[Array, Array]:
-    """The line and the column of each patch, in the order in which they stand: token by token."""
-    rows, columns = np.meshgrid(np.arange(grid[0]), np.arange(grid[1]), indexing="ij")
-    blocks = grid[0] // merge_size, merge_size, grid[1] // merge_size, merge_size
-    in_order = [each.reshape(blocks).transpose(0, 2, 1, 3).ravel() for each in (rows, columns)]
-    return in_order[0], in_order[1]
+        x = self.norm(x.view(-1, self.inputs) if self.norms_tokens else x)
+        self.mlp(x.view(-1, self.inputs), out)
 
 
 class _Interpolated:
@@ -263,13 +220,3 @@ def _taps(places: Array, count: int, side: int) -> Sequence[tuple[Array, Array]]
     low = np.minimum(np.floor(exact).astype(np.int64), side - 1)
     part = exact - low
     return (low, 1 - part), (np.minimum(low + 1, side - 1), part)
-
-
-def axial_rope(head_dim: int, theta: float, rows: Array, columns: Array, device: Device) -> RopeTable:
-    """Rotations of each patch: the first half of the pairs by its line, the other by its column."""
-    half = head_dim // 2
-    exponents = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
-    frequencies = np.float32(1.0) / np.power(theta, exponents, dtype=np.float64).astype(np.float32)
-    angles = np.concatenate([each[:, None].astype(np.float32) * frequencies for each in (rows, columns)], axis=1)
-    cos, sin = ops.place([np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)], device)
-    return RopeTable(cos=cos, sin=sin, interleaved=False)

@@ -27,7 +27,6 @@ from models.registry import declare_model, load_config, load_model, tensor_layou
 from runtime.dtype import DType, bfloat16, float32
 from runtime.linear.format import quantized_format
 from runtime.linear.options import LoadOptions, LoadSettings
-from runtime.linear.quantized import QuantizedMatrix
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import Array, logits_of, relative_error
 from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
@@ -123,35 +122,19 @@ def test_a_declared_model_knows_its_bytes_before_anything_is_read(
     assert (declared.lm_head.shape, declared.lm_head.format) == (loaded.lm_head.shape, loaded.lm_head.format)
 
 
-class ArraySource:
-    """Tensors out of a dict, in float32."""
+class ArrayTensor(StoredTensor):
+    """A tensor in memory."""
 
-    def __init__(self, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
-        self._tensors = tensors
+    def __init__(self, name: str, values: Array) -> None:
+        self.name, self.values, self.shape, self.dtype = name, values, values.shape, float32
 
-    def main_dtype(self) -> DType:
-        return float32
+    def array(self) -> Array:
+        return self.values
 
-    def dtype(self, name: str) -> DType:
-        return float32
 
-    def array(self, name: str) -> np.ndarray[Any, Any]:
-        return self._tensors[name]
-
-    def block_format(self, name: str) -> str | None:
-        return None
-
-    def blocks(self, name: str) -> np.ndarray[Any, Any]:
-        raise AssertionError(name)
-
-    def quantized(self, name: str) -> None:
-        return None
-
-    def matrix(self, name: str) -> QuantizedMatrix:
-        raise AssertionError(name)
-
-    def release(self, name: str) -> None:
-        """Nothing is held."""
+def of_arrays(tensors: dict[str, Array]) -> Checkpoint:
+    """A checkpoint of a dict's tensors, in float32."""
+    return Checkpoint(Path("memory"), "memory", {name: ArrayTensor(name, each) for name, each in tensors.items()})
 
 
 def test_maps_stored_fused_are_those_stored_apart() -> None:
@@ -161,7 +144,7 @@ def test_maps_stored_fused_are_those_stored_apart() -> None:
     tensors = {"a.qkv.weight": np.concatenate([q, k, v]), "a.qkv.bias": np.concatenate(biases)}
     for name, part, bias in zip("qkv", (q, k, v), biases, strict=True):
         tensors |= {f"a.{name}.weight": part, f"a.{name}.bias": bias}
-    maker = LoadingMaker(LoadOptions(), 1, ArraySource(tensors)).under("a")
+    maker = LoadingMaker(LoadOptions(), 1, of_arrays(tensors)).under("a")
     shape: dict[str, Any] = {"outputs": (12, 4, 4), "inputs": 8, "has_bias": True}
     x = Tensor.from_numpy(rng.standard_normal((3, 8)).astype(np.float32))
     apart = maker.linear(("q", "k", "v"), **shape)(x).numpy()
@@ -177,7 +160,7 @@ def test_maps_stored_fused_are_those_stored_apart() -> None:
 
 def test_a_number_is_added_in_float32_after_rounding() -> None:
     stored = np.array([2.0**-9, 1.0, -3.0], np.float32)
-    maker = LoadingMaker(LoadOptions(dtype=bfloat16), 1, ArraySource({"norm.weight": stored}))
+    maker = LoadingMaker(LoadOptions(dtype=bfloat16), 1, of_arrays({"norm.weight": stored}))
     np.testing.assert_array_equal(maker.vector("norm.weight", 3, add=1.0).numpy(), stored + np.float32(1.0))
     assert maker.size_bytes == 12
 
@@ -372,15 +355,15 @@ class Taken:
         return part
 
 
-class TakenSource(WatchedSource):
-    """A checkpoint whose arrays are such."""
+class TakenTensor(ArrayTensor):
+    """A tensor whose array is such."""
 
-    def __init__(self, source: Checkpoint) -> None:
-        super().__init__(source)
-        self.taken: dict[str, int] = {}
+    def __init__(self, stored: StoredTensor, taken: dict[str, int]) -> None:
+        super().__init__(stored.name, stored.array())
+        self.taken = taken
 
-    def array(self, name: str) -> Any:
-        return Taken(name, super().array(name), self.taken)
+    def array(self) -> Any:
+        return Taken(self.name, self.values, self.taken)
 
 
 @pytest.mark.parametrize("case", ["qwen2_window", "gpt_oss_odd"])
@@ -395,11 +378,12 @@ def test_a_rank_reads_its_part_of_the_files(tmp_path: Path, case: str) -> None:
         source, declared = open_checkpoint(folder), DeclaringMaker(options, 64)
         model_class(config.of_a_rank(rank, 2), declared)
         source.fit(declared.layout(model_class.prefix, model_class.harmless_tensors(config)))
-        watched = TakenSource(source)
-        model_class(config.of_a_rank(rank, 2), LoadingMaker(options, 64, watched))  # type: ignore[arg-type]
-        taken.append(watched.taken)
+        counts: dict[str, int] = {}
+        source.tensors = {name: TakenTensor(stored, counts) for name, stored in source.tensors.items()}
+        model_class(config.of_a_rank(rank, 2), LoadingMaker(options, 64, source))
+        taken.append(counts)
     files.fit(declared.layout(model_class.prefix, model_class.harmless_tensors(config)))
     split = [name for name in taken[0] if name.endswith(("_proj.weight", "sinks"))]
     assert len(split) > 10
     for name in split:
-        assert taken[0][name] + taken[1][name] == files.array(name).size, name
+        assert taken[0][name] + taken[1][name] == files[name].array().size, name

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from models.registry import load_model
-from models.towers.shards import share_of_tower
+from models.towers.layers import share_of_tower
 from runtime.communicator import DeclaredRank
 from runtime.dtype import DType
 from runtime.images.patches import FixedRule
