@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from tokenizer.components.decoders import Events
 from tokenizer.errors import TokenizerError
-
-if TYPE_CHECKING:
-    from tokenizer.tokenizer import Tokenizer
+from tokenizer.tokenizer import Tokenizer
 
 
 class IncrementalDecoder:

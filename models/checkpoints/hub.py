@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import GatedModelError, HubError, HubOfflineError, ModelNotFoundError
+from runtime.later import later
 from runtime.progress import ON_STDERR, Reporter, Show
 
+_hub = later("huggingface_hub")
+_errors, _utils = later("huggingface_hub.errors"), later("huggingface_hub.utils")
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo"
 BUNDLED_MODEL_NAME = "xserv-demo"
 
@@ -114,28 +117,26 @@ def _only_gguf(name: str, folder: Path, patterns: list[str]) -> Path:
 
 
 def _download(repository: str, reporter: Reporter, wanted: list[str], unwanted: list[str] | None = None) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
     try:
         with reporter.shown(f"downloading {repository}", is_bytes=True) as show:
             bar = _bar_class(show)
-            folder = snapshot_download(repository, allow_patterns=wanted, ignore_patterns=unwanted, tqdm_class=bar)
-    except errors.GatedRepoError:
+            folder = _hub.snapshot_download(repository, allow_patterns=wanted, ignore_patterns=unwanted, tqdm_class=bar)
+    except _errors.GatedRepoError:
         raise GatedModelError(
             f"{repository}: the repository is gated; accept its licence there and log in (`hf auth login`)"
         ) from None
-    except errors.RepositoryNotFoundError:
+    except _errors.RepositoryNotFoundError:
         raise ModelNotFoundError(
             f"{repository}: neither a local folder nor a repository of the hub that you may read (a private"
             " one needs `hf auth login`)"
         ) from None
-    except errors.IncompleteSnapshotError as error:
+    except _errors.IncompleteSnapshotError as error:
         raise HubOfflineError(
             f"{repository}: the hub cannot be reached, and only a part of the model is in the local cache"
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError) as error:
-        answer = error if isinstance(error, errors.HfHubHTTPError) else error.__cause__
-        if isinstance(answer, errors.HfHubHTTPError):
+    except (_errors.LocalEntryNotFoundError, _errors.HfHubHTTPError) as error:
+        answer = error if isinstance(error, _errors.HfHubHTTPError) else error.__cause__
+        if isinstance(answer, _errors.HfHubHTTPError):
             raise HubError(f"{repository}: the hub answered {answer.response.status_code}") from error
         raise HubOfflineError(
             f"{repository}: no such local folder, and the hub cannot be reached; give a folder, or no"
@@ -148,14 +149,13 @@ def _download(repository: str, reporter: Reporter, wanted: list[str], unwanted: 
 
 def _bar_class(show: Show) -> type[Any]:
     """The class of huggingface_hub's progress bars: they draw nothing; those that count bytes call `show`."""
-    from huggingface_hub.utils.tqdm import tqdm
 
-    class Bar(tqdm):
+    class Bar(_utils.tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **named: Any) -> None:
             self.counts_bytes = named.get("unit") == "B"
             is_disabled = bool(named.pop("disable", False))  # None would mean: unless it is a terminal
             named |= {"disable": is_disabled, "file": io.StringIO()}
-            super().__init__(*arguments, **named)  # type: ignore[no-untyped-call]
+            super().__init__(*arguments, **named)
 
         def update(self, n: float | None = 1) -> None:
             super().update(n)

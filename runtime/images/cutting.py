@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numba_kernels.cache import njit
 from runtime.images.columns import BITS, resized_columns
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from runtime.later import later
 
 Array = np.ndarray[Any, Any]
+Image = Any
+"""Pillow's, which is imported when it is first used."""
+_images = later("PIL.Image")
 
 _HALF = 1 << (BITS - 1)
 
@@ -63,10 +64,8 @@ def columns_come_first(old_height: int, old_width: int, height: int, width: int)
 @cache
 def is_known_pillow() -> bool:
     """Whether Pillow resizes a picture as we do, if both sides shrink alike."""
-    from PIL import Image
-
     pixels = np.random.RandomState(0).randint(0, 2, (23, 37, 3)).astype(np.uint8) * 255
-    image = Image.fromarray(pixels)
+    image = _images.fromarray(pixels)
     wanted = np.asarray(image.resize((16, 9), _BICUBIC))
     found = np.empty(wanted.size, np.uint8)
     resized, channels, owner = _columns_resized(image, 16)

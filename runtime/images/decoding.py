@@ -11,15 +11,17 @@ import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.images.errors import ImageError
+from runtime.later import later
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+Image = Any
+"""Pillow's, which is imported when it is first used."""
+_features, _image_ops = later("PIL.features"), later("PIL.ImageOps")
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Pillow's names of the formats that are read, AVIF where Pillow was built with it. Pillow knows many more, whose
@@ -67,9 +69,7 @@ def decoded_image(data: bytes, limits: DecodingLimits | None = None) -> Image:
 
 def formats() -> tuple[str, ...]:
     """The formats of `FORMATS` that this Pillow supports."""
-    from PIL import features
-
-    return FORMATS if features.check("avif") else FORMATS[1:]
+    return FORMATS if _features.check("avif") else FORMATS[1:]
 
 
 def is_cut(data: bytes) -> bool:
@@ -140,10 +140,8 @@ def check_pixels(image: Any, limits: DecodingLimits) -> None:
 
 def rgb_of(image: Image, *, is_unsigned: bool = False) -> Image:
     """The picture upright, on white, in RGB; perhaps the same object."""
-    from PIL import ImageOps
-
     image.load()
-    ImageOps.exif_transpose(image, in_place=True)
+    _image_ops.exif_transpose(image, in_place=True)
     if image.mode.startswith("I") or image.mode == "F":
         image = _scaled(image, is_unsigned=is_unsigned)
     if {"A", "a"}.intersection(image.getbands()) or image.info.get("transparency") is not None:

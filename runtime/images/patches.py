@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,10 +18,11 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from runtime.images.errors import ImageError
+from runtime.later import later
 
-if TYPE_CHECKING:
-    from PIL.Image import Image, Resampling
-
+Image = Any
+"""Pillow's, which is imported when it is first used."""
+_images, _cutting = later("PIL.Image"), later("runtime.images.cutting")
 Resample = Literal["bilinear", "bicubic"]
 
 MOST_ASPECT = 200
@@ -235,10 +236,8 @@ def check_aspect(height: int, width: int) -> None:
         raise ImageError(f"the image is {width} x {height}: its sides differ by more than {MOST_ASPECT} times")
 
 
-def _filter(name: Resample) -> Resampling:
-    from PIL.Image import Resampling
-
-    return Resampling[name.upper()]
+def _filter(name: Resample) -> Any:
+    return _images.Resampling[name.upper()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,16 +258,12 @@ class Patches:
 def make_patches(image: NDArray[np.uint8] | Image, rule: Rule, out: memoryview | None = None) -> Patches:
     """The patches of an RGB picture, or of its pixels ``[height, width, 3]``, resized by the rule; written to the
     beginning of ``out`` if given. Raises ImageError."""
-    from PIL import Image
-
-    from runtime.images.cutting import cut
-
-    fitted, (height, width) = rule.fitted(Image.fromarray(image) if isinstance(image, np.ndarray) else image)
+    fitted, (height, width) = rule.fitted(_images.fromarray(image) if isinstance(image, np.ndarray) else image)
     size = rule.patch_size
     rows, columns = height // size, width // size
     count = 3 * rows * columns * size**2
     pixels = np.empty(count, np.uint8) if out is None else np.frombuffer(out, np.uint8, count)
-    cut(fitted, height, width, size, rule.merge_size, pixels)
+    _cutting.cut(fitted, height, width, size, rule.merge_size, pixels)
     return Patches(pixels.reshape(rows * columns, 3 * size * size), rows, columns)
 
 

@@ -14,13 +14,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import models
+import models.families
 from models.checkpoints.checkpoint import TensorLayout
 from models.checkpoints.dummy import dummy_checkpoint
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.families.gpt2 import GPT2Model
 from models.families.llama import LlamaModel
-from models.registry import declare_model, load_model, tensor_layout
+from models.registry import declare_model, load_config, load_model, tensor_layout
 from runtime.device.device import Device
 from runtime.dtype import bfloat16, float16, float32
 from runtime.errors import DeviceError, InvalidArgumentError
@@ -38,7 +38,7 @@ from tests.models.folders import (
 )
 from tests.models.products import compared_products
 
-ROOT = Path(models.__file__).parent.parent
+ROOT = Path(models.families.__file__).parents[2]
 LLAMA = load_golden("llama_default")
 TIED = load_golden("llama_tied_gqa4")
 GPT2 = load_golden("gpt2_gelu_erf")
@@ -180,7 +180,7 @@ def test_loading_takes_little_more_memory_than_one_copy(tmp_path: Path) -> None:
     fields = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 1000}
     load_model(write_model(tmp_path, LLAMA))  # compiles what the other process finds: that memory is not loading's
     change_config(tmp_path, **fields, num_attention_heads=8, num_key_value_heads=8, head_dim=64)
-    config = models.load_config(tmp_path)
+    config = load_config(tmp_path)
     header, position = {}, 0
     for name, shape in tensor_layout(config).shapes.items():
         size = 4 * int(np.prod(shape))
@@ -368,8 +368,10 @@ def test_a_bad_folder(
 
 def test_what_compiles_ahead_wakes_neither_numba_nor_the_hub() -> None:
     code = (
-        "import json, sys, models; from models.configuration.config import load_dtype;"
-        "folder = models.resolve_model(None); load_dtype(folder); models.load_generation_config(folder);"
+        "import json, sys; from models.configuration.config import load_dtype;"
+        "from models.configuration.generation_config import load_generation_config;"
+        "from models.checkpoints.hub import resolve_model;"
+        "folder = resolve_model(None); load_dtype(folder); load_generation_config(folder);"
         "print(json.dumps([name in sys.modules for name in ('numba', 'runtime.ops', 'huggingface_hub')]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -378,16 +380,9 @@ def test_what_compiles_ahead_wakes_neither_numba_nor_the_hub() -> None:
 
 def test_a_model_on_the_cpu_does_not_wait_for_numba_cuda() -> None:
     code = (
-        "import sys, models; import runtime.llm;"
-        "models.load_model(models.resolve_model(None));"
+        "import sys; import runtime.llm; from models.checkpoints.hub import resolve_model;"
+        "from models.registry import load_model; load_model(resolve_model(None));"
         "print([name for name in sys.modules if name.startswith(('numba.cuda', 'numba_cuda', 'cuda'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-def test_the_room_hands_on_its_names() -> None:
-    for name in models.__all__:
-        assert getattr(models, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'torch'"):
-        models.torch  # noqa: B018

@@ -13,7 +13,6 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable
-from typing import Protocol
 
 from tokenizer.byte_level import from_byte_level
 from tokenizer.components.normalizers import read_pattern, replace_spans
@@ -28,17 +27,20 @@ _TYPES = ("ByteLevel", "ByteFallback", "Fuse", "Replace", "Strip", "Metaspace", 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Stage(Protocol):
+class Stage:
     """One step of a decoder, with the state of one stream."""
 
     def feed(self, events: Events) -> Events:
         """Takes events, and returns those that are certain."""
+        raise NotImplementedError
 
     def finish(self) -> Events:
         """The stream has ended: returns the rest."""
+        return []
 
     def end_prompt(self) -> Events:
         """Ends the prompt: keeps its effect on later text, and returns what it held and will not hold longer."""
+        return []
 
 
 StageFactory = Callable[[], Stage]
@@ -145,7 +147,7 @@ class _WholeTokens:
         return tokens
 
 
-class JoinStage:
+class JoinStage(Stage):
     """No decoder: tokens joined by spaces."""
 
     def __init__(self) -> None:
@@ -164,15 +166,12 @@ class JoinStage:
             out.append(event)
         return out
 
-    def finish(self) -> Events:
-        return []
 
-    def end_prompt(self) -> Events:
-        return []
+class ByteLevelStage(Stage):
+    """Characters of the byte-level alphabet to bytes, bytes to text; invalid bytes become U+FFFD. Fuses.
 
-
-class ByteLevelStage:
-    """Characters of the byte-level alphabet to bytes, bytes to text; invalid bytes become U+FFFD. Fuses."""
+    A character that the prompt began stays pending: the continuation returns it whole.
+    """
 
     def __init__(self) -> None:
         self._tokens = _WholeTokens()
@@ -185,12 +184,8 @@ class ByteLevelStage:
     def finish(self) -> Events:
         return [self._utf8.decode(b"", True), None]
 
-    def end_prompt(self) -> Events:
-        """A character that the prompt began stays pending: the continuation returns it whole."""
-        return []
 
-
-class ByteFallbackStage:
+class ByteFallbackStage(Stage):
     """`<0xE2>` tokens to text: a run of them that is not valid UTF-8 gives one U+FFFD for each byte.
 
     Only the run's end shows whether it is valid, so nothing of a run comes out before it.
@@ -234,7 +229,7 @@ class ByteFallbackStage:
         return [text, None] if text else []
 
 
-class FuseStage:
+class FuseStage(Stage):
     """All tokens become one."""
 
     def feed(self, events: Events) -> Events:
@@ -243,11 +238,8 @@ class FuseStage:
     def finish(self) -> Events:
         return [None]
 
-    def end_prompt(self) -> Events:
-        return []
 
-
-class ReplaceStage:
+class ReplaceStage(Stage):
     """Replaces a pattern inside each token."""
 
     def __init__(self, pattern: Pattern, content: str) -> None:
@@ -261,14 +253,8 @@ class ReplaceStage:
             out += (replace_spans(self._pattern, self._content, token), None)
         return out
 
-    def finish(self) -> Events:
-        return []
 
-    def end_prompt(self) -> Events:
-        return []
-
-
-class StripStage:
+class StripStage(Stage):
     """Strips up to `start` characters from each token's beginning and up to `stop` from its end, if they are
     `content`."""
 
@@ -306,14 +292,8 @@ class StripStage:
         self._held = fragment[len(fragment) - held :]
         return fragment[: len(fragment) - held]
 
-    def finish(self) -> Events:
-        return []
 
-    def end_prompt(self) -> Events:
-        return []
-
-
-class MetaspaceStage:
+class MetaspaceStage(Stage):
     """The replacement character becomes a space; in the first token it goes, if the encoder put one there."""
 
     def __init__(self, replacement: str, is_prefixed: bool) -> None:
@@ -332,14 +312,8 @@ class MetaspaceStage:
                 out.append(event.replace(self._replacement, space))
         return out
 
-    def finish(self) -> Events:
-        return []
 
-    def end_prompt(self) -> Events:
-        return []
-
-
-class BpeDecoderStage:
+class BpeDecoderStage(Stage):
     """The end-of-word suffix becomes a space, but nothing in the last token."""
 
     def __init__(self, suffix: str) -> None:
