@@ -22,23 +22,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-import numpy as np
-from numpy.typing import NDArray
-
 from models.base import Model
-from models.checkpoints.model_files import open_model
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
 from models.decoder import Attention, Decoder, GatedMlp
-from models.drafters.draft_ends import DraftEnds, StoredEnds, read_ends
-from models.drafters.making import check_fit, make_drafter, options_of
-from models.errors import ConfigError, ModelLoadError
+from models.drafters.draft_ends import StoredEnds
+from models.drafters.making import DraftConfig, OwnLayersDrafter, begin_reading, load_own_layers
 from models.families.llama import LlamaConfig, read_qwen3
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
-from runtime.dtype import float32
-from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.kv.cache import KVCache
 from runtime.linear.options import LoadSettings
 from runtime.tensor.tensor import Tensor
 
@@ -59,15 +53,11 @@ _WITHOUT_EFFECT = (
 MOST_BLOCK = 128
 
 
-@dataclass(frozen=True, slots=True)
-class DFlashConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(DraftConfig):
     """A drafter's configuration.
 
     Attributes:
-        decoder: of its layers.
-        draft_vocab_size: tokens that its head knows.
-        target_hidden_size: width of the model's hidden states.
-        layers: of the model, after which it reads them, counted from 1; 0 for the embeddings.
         block_size: tokens of a block, the known one included.
         mask_token_id: stands for the others.
         first_proposal: see `BlockDrafter`.
@@ -75,10 +65,6 @@ class DFlashConfig:
         markov_rank: width of the map from a token to the next one's bias; 0 if there is none.
     """
 
-    decoder: LlamaConfig
-    draft_vocab_size: int
-    target_hidden_size: int
-    layers: tuple[int, ...]
     block_size: int
     mask_token_id: int
     first_proposal: int
@@ -88,29 +74,20 @@ class DFlashConfig:
 
 def read_dflash(fields: Fields, num_target_layers: int) -> DFlashConfig:
     """Reads the config. Raises `ConfigError` for a field that is missing, out of range or unknown."""
-    names = fields.strings("architectures") or []
-    if not set(names) & set(_ARCHITECTURES):
-        known = ", ".join(_ARCHITECTURES)
-        raise fields.error("architectures", f"{', '.join(names)!r:.200} is no DFlash drafter; those are {known}")
-    fields.owner = "DFlash drafters"
+    names = fields.strings("architectures") or [""]  # a DFlash drafter names it
+    inner = begin_reading(fields, names, _ARCHITECTURES, "DFlash", ("dflash", "dspark"))
     for name in _WITHOUT_EFFECT:
         fields.raw(name)
-    if fields.has("speculators_model_type"):
-        config = _read_speculators(fields, num_target_layers)
+    if inner is not fields:
+        config = _read_speculators(fields, inner, num_target_layers)
     else:
         config = _read_plain(fields, num_target_layers, is_deepspec=_DEEPSPEC in names)
     fields.refuse_unread(is_harmless)
     return config
 
 
-def _read_speculators(fields: Fields, num_target_layers: int) -> DFlashConfig:
-    kind = fields.string("speculators_model_type")
-    if kind not in ("dflash", "dspark"):
-        raise fields.error("speculators_model_type", f"{kind!r:.80} must be dflash or dspark")
-    fields.expect("tie_word_embeddings", False)
-    for name in ("speculators_config", "dtype", "torch_dtype"):  # its use, and the layers' type again
-        fields.raw(name)
-    decoder = _read_decoder(fields.object("transformer_layer_config"))
+def _read_speculators(fields: Fields, inner: Fields, num_target_layers: int) -> DFlashConfig:
+    decoder, is_dspark = _read_decoder(inner), fields.string("speculators_model_type") == "dspark"
     sees_all = fields.boolean("sliding_window_non_causal", False)
     return DFlashConfig(
         decoder=decoder,
@@ -119,9 +96,9 @@ def _read_speculators(fields: Fields, num_target_layers: int) -> DFlashConfig:
         layers=_read_layers(fields, "aux_hidden_state_layer_ids", 0, num_target_layers),
         block_size=_read_block_size(fields),
         mask_token_id=_read_mask(fields, decoder),
-        first_proposal=0 if fields.boolean("sample_from_anchor", kind == "dspark") else 1,
+        first_proposal=0 if fields.boolean("sample_from_anchor", is_dspark) else 1,
         are_causal=tuple(window is not None and not sees_all for window in decoder.layer_windows),
-        markov_rank=_read_markov(fields, 256 if kind == "dspark" else 0),
+        markov_rank=_read_markov(fields, 256 if is_dspark else 0),
     )
 
 
@@ -195,60 +172,27 @@ def _read_markov(fields: Fields, default: int) -> int:
     return rank
 
 
-class DFlashDrafter:
-    """See `BlockDrafter`. It shares the model's table and head where it has none.
-
-    Attributes:
-        config: of its `config.json`.
-    """
-
-    longrope_threshold: int | None = None
-    weight_bytes: int
+class DFlashDrafter(OwnLayersDrafter):
+    """See `BlockDrafter`."""
 
     def __init__(self, config: DFlashConfig, maker: Maker, target: Decoder, ends: StoredEnds) -> None:
+        super().__init__(config, maker, target, ends)
         decoder, hidden = config.decoder, config.decoder.hidden_size
-        self.kind = "dspark" if config.markov_rank else "dflash"
-        self.config, self.target, self.layers = config, target, config.layers
-        self.device, self.dtype, self.max_positions = maker.options.device, maker.dtype, maker.max_positions
+        self.config, self.kind = config, "dspark" if config.markov_rank else "dflash"
         self.block_size, self.mask_token_id = config.block_size, config.mask_token_id
         self.first_proposal, self.is_chained = config.first_proposal, config.markov_rank > 0
-        self._eps = decoder.norm_eps
-        self._ends = DraftEnds(maker, target, ends)
-        self._fc = maker.linear("fc", outputs=hidden, inputs=config.target_hidden_size * len(config.layers))
         self._context_norm = maker.vector("hidden_norm.weight", hidden)
-        rope = decoder.layer_ropes[0]
-        assert rope is not None, "of this family"
-        if rope.switch(maker.max_positions) is not None:
-            raise ConfigError("rope_scaling: a drafter's rotations may not depend on the length (longrope)")
-        table = maker.rope(rope)
         self._layers = []
         for index in range(decoder.num_layers):
             each = maker.under(f"layers.{index}")
             input_norm = each.vector("input_layernorm.weight", hidden)  # of the block's rows, not of the context
-            attention = Attention(decoder, index, each.under("self_attn"), table, norm="head")
+            attention = Attention(decoder, index, each.under("self_attn"), self._rope, norm="head")
             mlp_norm = each.rms_norm("post_attention_layernorm.weight", hidden, self._eps)
             self._layers.append((input_norm, attention, GatedMlp(decoder, each.under("mlp"), input_norm=mlp_norm)))
-        self._norm = maker.vector("norm.weight", hidden)
         if self.is_chained:
             head, rank = maker.under("markov_head"), config.markov_rank
             self._before = head.table("markov_w1.weight", decoder.vocab_size, rank)
             self._bias = head.linear("markov_w2", outputs=config.draft_vocab_size, inputs=rank)
-
-    @property
-    def token_ids(self) -> NDArray[np.int32] | None:
-        """See `HiddenStateDrafter`."""
-        return self._ends.token_ids
-
-    def know(self) -> None:
-        """See `DraftEnds`."""
-        self._ends.know()
-
-    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """See `HiddenStateDrafter`."""
-        decoder = self.config.decoder
-        return KVCacheSpec.uniform(
-            decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, block_size, self.dtype, self.device
-        )
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """See `HiddenStateDrafter`."""
@@ -280,29 +224,9 @@ def load_dflash(
     folder: Path, target: Model, *, max_model_len: int | None = None, load_format: str = "auto", seed: int = 0,
     declares: bool = False, **settings: Unpack[LoadSettings],
 ) -> DFlashDrafter:  # fmt: skip
-    """The drafter in a folder, for a model that it shares the device and the types with. With `declares` it is only
-    declared, and cannot run.
-
-    Raises `ModelLoadError`, naming file, field or tensor, and value.
-    """
-    if not isinstance(target, Decoder):
-        raise ModelLoadError(
-            f"{folder}: {target.config.architecture} gives no hidden states of its layers, which DFlash reads"
-        )
-    files = open_model(folder)
-    fields = files.config()
-    config = read_dflash(fields, target.config.num_layers)
-    decoder = config.decoder
-    check_fit(fields, target, vocab_size=decoder.vocab_size, target_hidden_size=config.target_hidden_size)
-    options = options_of(target, settings)
-    positions = min(decoder.max_position_embeddings, (max_model_len or target.max_positions) + config.block_size)
-    checkpoint = None if load_format == "dummy" else files.checkpoint()
-    ends = read_ends(
-        checkpoint, folder, target, hidden_size=decoder.hidden_size, draft_vocab_size=config.draft_vocab_size
-    )
-    drafter = make_drafter(
-        lambda maker: DFlashDrafter(config, maker, target, ends), checkpoint, options, positions, prefix="",
-        harmless=_HARMLESS, renames=_RENAMES, dummy_dtype=decoder.dtype or float32, seed=seed, declares=declares,
+    """See `load_own_layers`."""
+    return load_own_layers(
+        folder, target, "DFlash", read_dflash, DFlashDrafter, _HARMLESS, _RENAMES,
+        more_positions=lambda config: config.block_size, max_model_len=max_model_len, load_format=load_format,
+        seed=seed, declares=declares, **settings,
     )  # fmt: skip
-    drafter.know()
-    return drafter

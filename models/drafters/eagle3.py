@@ -18,23 +18,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Unpack
 
-import numpy as np
-from numpy.typing import NDArray
-
 from models.base import Model
-from models.checkpoints.model_files import open_model
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
 from models.decoder import Attention, Decoder, GatedMlp, NormKind
-from models.drafters.draft_ends import DraftEnds, StoredEnds, read_ends
-from models.drafters.making import check_fit, make_drafter, options_of
-from models.errors import ConfigError, ModelLoadError
-from models.families.llama import LlamaConfig, read_llama, read_qwen3
+from models.drafters.draft_ends import StoredEnds
+from models.drafters.making import DraftConfig, OwnLayersDrafter, begin_reading, load_own_layers
+from models.families.llama import read_llama, read_qwen3
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
-from runtime.dtype import float32
-from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.kv.cache import KVCache
 from runtime.linear.options import LoadSettings
 from runtime.tensor.tensor import Tensor
 
@@ -50,24 +44,16 @@ _WITHOUT_EFFECT = {"embed_requires_grad", "has_no_defaults_at_init", "speculator
 """Fields of `speculators` that tell how a drafter was trained."""
 
 
-@dataclass(frozen=True, slots=True)
-class Eagle3Config:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config(DraftConfig):
     """A drafter's configuration.
 
     Attributes:
-        decoder: of its layers.
-        draft_vocab_size: tokens that its head knows.
-        target_hidden_size: width of the model's hidden states.
-        layers: of the model, after which it reads them, counted from 1; 0 for the embeddings.
         norm_before_residual: the first layer's residual is normalised.
         norm_before_fc, norm_each: the hidden states are normalised, side by side or each for itself.
         norm_output: a step's input from the step before is normalised.
     """
 
-    decoder: LlamaConfig
-    draft_vocab_size: int
-    target_hidden_size: int
-    layers: tuple[int, ...]
     norm_before_residual: bool
     norm_before_fc: bool
     norm_each: bool
@@ -76,19 +62,8 @@ class Eagle3Config:
 
 def read_eagle3(fields: Fields, num_target_layers: int) -> Eagle3Config:
     """Reads the config. Raises `ConfigError` for a field that is missing, out of range or unknown."""
-    names = fields.strings("architectures")
-    if names and not set(names) & set(_ARCHITECTURES):
-        known = ", ".join(_ARCHITECTURES)
-        raise fields.error("architectures", f"{', '.join(names)!r:.200} is no EAGLE-3 drafter; those are {known}")
-    fields.owner = "EAGLE-3 drafters"
-    inner = fields
-    if fields.has("speculators_model_type"):
-        if (kind := fields.string("speculators_model_type")) != "eagle3":
-            raise fields.error("speculators_model_type", f"{kind!r:.80} must be eagle3")
-        inner = fields.object("transformer_layer_config")
-        fields.expect("tie_word_embeddings", False)
-        for name in ("speculators_config", "dtype", "torch_dtype"):  # its use, and the layer's type again
-            fields.raw(name)
+    names = fields.strings("architectures") or []
+    inner = begin_reading(fields, names, _ARCHITECTURES, "EAGLE-3", ("eagle3",))
     for name in _WITHOUT_EFFECT:
         fields.raw(name)
     kind = inner.string("model_type", "llama" if inner is fields else "qwen3")
@@ -129,35 +104,20 @@ def _read_layers(fields: Fields, num_target_layers: int) -> tuple[int, ...]:
     return given
 
 
-class Eagle3Drafter:
-    """See `SteppingDrafter`. It shares the model's table and head where it has none.
-
-    Attributes:
-        config: of its `config.json`.
-    """
+class Eagle3Drafter(OwnLayersDrafter):
+    """See `SteppingDrafter`."""
 
     kind = "eagle3"
-    longrope_threshold: int | None = None
-    weight_bytes: int
 
     def __init__(self, config: Eagle3Config, maker: Maker, target: Decoder, ends: StoredEnds) -> None:
-        decoder, hidden = config.decoder, config.decoder.hidden_size
+        super().__init__(config, maker, target, ends)
+        self.config, decoder, hidden = config, config.decoder, config.decoder.hidden_size
         eps, width = decoder.norm_eps, config.target_hidden_size * len(config.layers)
-        self.config, self.target, self.layers = config, target, config.layers
-        self.device, self.dtype, self.max_positions = maker.options.device, maker.dtype, maker.max_positions
-        self._eps = eps
-        self._ends = DraftEnds(maker, target, ends)
         self._input_norm = maker.vector("input_norm.weight", width) if config.norm_before_fc else None
         self._input_norms = [
             maker.vector(f"fc_norm.{number}.weight", config.target_hidden_size)
             for number in range(len(config.layers) if config.norm_each else 0)
         ]
-        self._fc = maker.linear("fc", outputs=hidden, inputs=width)
-        rope = decoder.layer_ropes[0]
-        assert rope is not None, "of this family"
-        if rope.switch(maker.max_positions) is not None:
-            raise ConfigError("rope_scaling: a drafter's rotations may not depend on the length (longrope)")
-        table = maker.rope(rope)
         norm: NormKind = "head" if decoder.qk_norm else "none"
         first = maker.under("layers.0")
         self._embed_norm = first.vector("input_layernorm.weight", hidden)
@@ -167,19 +127,11 @@ class Eagle3Drafter:
             each = maker.under(f"layers.{index}")
             input_norm = each.rms_norm("input_layernorm.weight", hidden, eps) if index else None
             attention = Attention(
-                decoder, index, each.under("self_attn"), table, norm=norm, input_norm=input_norm,
+                decoder, index, each.under("self_attn"), self._rope, norm=norm, input_norm=input_norm,
                 inputs=None if index else 2 * hidden,
             )  # fmt: skip
             mlp_norm = each.rms_norm("post_attention_layernorm.weight", hidden, eps)
             self._layers.append((attention, GatedMlp(decoder, each.under("mlp"), input_norm=mlp_norm)))
-        self._norm = maker.vector("norm.weight", hidden)
-
-    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """See `HiddenStateDrafter`."""
-        decoder = self.config.decoder
-        return KVCacheSpec.uniform(
-            decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, block_size, self.dtype, self.device
-        )
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """See `HiddenStateDrafter`."""
@@ -202,15 +154,6 @@ class Eagle3Drafter:
         normed = ops.rms_norm(x, self._norm, self._eps)
         return normed, normed if self.config.norm_output else x
 
-    @property
-    def token_ids(self) -> NDArray[np.int32] | None:
-        """See `HiddenStateDrafter`."""
-        return self._ends.token_ids
-
-    def know(self) -> None:
-        """See `DraftEnds`."""
-        self._ends.know()
-
     def logits(self, normed: Tensor) -> Tensor:
         """See `SteppingDrafter`."""
         return self._ends.logits(normed)
@@ -220,28 +163,8 @@ def load_eagle3(
     folder: Path, target: Model, *, max_model_len: int | None = None, load_format: str = "auto", seed: int = 0,
     declares: bool = False, **settings: Unpack[LoadSettings],
 ) -> Eagle3Drafter:  # fmt: skip
-    """The drafter in a folder, for a model that it shares the device and the types with. With `declares` it is only
-    declared, and cannot run.
-
-    Raises `ModelLoadError`, naming file, field or tensor, and value.
-    """
-    if not isinstance(target, Decoder):
-        raise ModelLoadError(
-            f"{folder}: {target.config.architecture} gives no hidden states of its layers, which EAGLE-3 reads"
-        )
-    files = open_model(folder)
-    fields = files.config()
-    config = read_eagle3(fields, target.config.num_layers)
-    check_fit(fields, target, vocab_size=config.decoder.vocab_size, target_hidden_size=config.target_hidden_size)
-    options = options_of(target, settings)
-    positions = min(config.decoder.max_position_embeddings, max_model_len or target.max_positions)
-    checkpoint = None if load_format == "dummy" else files.checkpoint()
-    ends = read_ends(
-        checkpoint, folder, target, hidden_size=config.decoder.hidden_size, draft_vocab_size=config.draft_vocab_size
-    )
-    drafter = make_drafter(
-        lambda maker: Eagle3Drafter(config, maker, target, ends), checkpoint, options, positions, prefix="",
-        harmless=_HARMLESS, renames=_RENAMES, dummy_dtype=config.decoder.dtype or float32, seed=seed, declares=declares,
+    """See `load_own_layers`."""
+    return load_own_layers(
+        folder, target, "EAGLE-3", read_eagle3, Eagle3Drafter, _HARMLESS, _RENAMES, max_model_len=max_model_len,
+        load_format=load_format, seed=seed, declares=declares, **settings,
     )  # fmt: skip
-    drafter.know()
-    return drafter

@@ -1,21 +1,32 @@
-"""Builds a drafter from its constructor and files: declared first, so that its checkpoint is checked."""
+"""What EAGLE-3 and DFlash drafters share, and how any drafter is built from its constructor and files: declared first,
+so that its checkpoint is checked."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
 
 from models.base import Model
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.dummy import dummy_checkpoint
+from models.checkpoints.model_files import open_model
 from models.configuration.json_fields import Fields
+from models.decoder import Decoder
+from models.drafters.draft_ends import DraftEnds, StoredEnds, read_ends
+from models.errors import ConfigError, ModelLoadError
+from models.families.llama import LlamaConfig
 from models.makers.declaring_maker import DeclaringMaker
 from models.makers.loading_maker import LoadingMaker
 from models.makers.maker import Maker
-from runtime.dtype import DType
+from runtime.dtype import DType, float32
+from runtime.kv.cache import KVCacheSpec
 from runtime.linear.options import LoadOptions, LoadSettings
 
 
@@ -35,12 +46,80 @@ def options_of(target: Model, settings: LoadSettings) -> LoadOptions:
     return replace(options, addends=None)
 
 
-def check_fit(fields: Fields, target: Model, *, vocab_size: int, target_hidden_size: int) -> None:
-    """Raises `ConfigError` where a drafter was trained for another model."""
-    sizes = target.config.vocab_size, target.config.hidden_size
-    for name, own, wanted in zip(("vocab_size", "target_hidden_size"), (vocab_size, target_hidden_size), sizes):
-        if own != wanted:
-            raise fields.error(name, f"= {own}, but the model has {wanted}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """What the configuration of a drafter with layers of its own has.
+
+    Attributes:
+        decoder: of its layers.
+        draft_vocab_size: tokens that its head knows.
+        target_hidden_size: width of the model's hidden states.
+        layers: of the model, after which it reads them, counted from 1; 0 for the embeddings.
+    """
+
+    decoder: LlamaConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    layers: tuple[int, ...]
+
+
+def begin_reading(
+    fields: Fields, names: list[str], architectures: tuple[str, ...], kind: str, kinds: tuple[str, ...]
+) -> Fields:
+    """The fields of a drafter's layers: in `speculators`' layout those of an object. Raises `ConfigError` for `names`
+    of other architectures, and for another kind of `speculators_model_type`."""
+    if names and not set(names) & set(architectures):
+        known = ", ".join(architectures)
+        raise fields.error("architectures", f"{', '.join(names)!r:.200} is no {kind} drafter; those are {known}")
+    fields.owner = f"{kind} drafters"
+    if not fields.has("speculators_model_type"):
+        return fields
+    if (given := fields.string("speculators_model_type")) not in kinds:
+        raise fields.error("speculators_model_type", f"{given!r:.80} must be {' or '.join(kinds)}")
+    fields.expect("tie_word_embeddings", False)
+    for name in ("speculators_config", "dtype", "torch_dtype"):  # its use, and the layers' type again
+        fields.raw(name)
+    return fields.object("transformer_layer_config")
+
+
+class OwnLayersDrafter:
+    """The parts of a drafter with layers of its own. It shares the model's table and head where it has none.
+
+    Attributes:
+        config: of its `config.json`.
+    """
+
+    longrope_threshold: int | None = None
+    weight_bytes: int
+
+    def __init__(self, config: DraftConfig, maker: Maker, target: Decoder, ends: StoredEnds) -> None:
+        self.target, self.layers, self._decoder = target, config.layers, config.decoder
+        self.device, self.dtype, self.max_positions = maker.options.device, maker.dtype, maker.max_positions
+        self._eps, hidden = config.decoder.norm_eps, config.decoder.hidden_size
+        self._ends = DraftEnds(maker, target, ends)
+        self._fc = maker.linear("fc", outputs=hidden, inputs=config.target_hidden_size * len(config.layers))
+        self._norm = maker.vector("norm.weight", hidden)
+        rope = config.decoder.layer_ropes[0]
+        assert rope is not None, "of this family"
+        if rope.switch(maker.max_positions) is not None:
+            raise ConfigError("rope_scaling: a drafter's rotations may not depend on the length (longrope)")
+        self._rope = maker.rope(rope)
+
+    @property
+    def token_ids(self) -> NDArray[np.int32] | None:
+        """See `HiddenStateDrafter`."""
+        return self._ends.token_ids
+
+    def know(self) -> None:
+        """See `DraftEnds`."""
+        self._ends.know()
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """See `HiddenStateDrafter`."""
+        decoder = self._decoder
+        return KVCacheSpec.uniform(
+            decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, block_size, self.dtype, self.device
+        )
 
 
 def make_drafter(
@@ -70,4 +149,45 @@ def make_drafter(
     loading = LoadingMaker(options, positions, source)
     drafter = make(loading)
     drafter.weight_bytes = loading.size_bytes
+    return drafter
+
+
+C = TypeVar("C", bound=DraftConfig)
+L = TypeVar("L", bound=OwnLayersDrafter)
+
+
+def load_own_layers(
+    folder: Path, target: Model, kind: str, read: Callable[[Fields, int], C],
+    make: Callable[[C, Maker, Decoder, StoredEnds], L], harmless: re.Pattern[str], renames: Mapping[str, str], *,
+    more_positions: Callable[[C], int] = lambda config: 0, max_model_len: int | None = None,
+    load_format: str = "auto", seed: int = 0, declares: bool = False, **settings: Unpack[LoadSettings],
+) -> L:  # fmt: skip
+    """The drafter in a folder, for a model that it shares the device and the types with. With `declares` it is only
+    declared, and cannot run. `more_positions` are needed beside those of a sequence.
+
+    Raises `ModelLoadError`, naming file, field or tensor, and value.
+    """
+    if not isinstance(target, Decoder):
+        raise ModelLoadError(
+            f"{folder}: {target.config.architecture} gives no hidden states of its layers, which {kind} reads"
+        )
+    files = open_model(folder)
+    fields = files.config()
+    config = read(fields, target.config.num_layers)
+    decoder, sizes = config.decoder, (target.config.vocab_size, target.config.hidden_size)
+    own_sizes = decoder.vocab_size, config.target_hidden_size
+    for name, own, wanted in zip(("vocab_size", "target_hidden_size"), own_sizes, sizes, strict=True):
+        if own != wanted:
+            raise fields.error(name, f"= {own}, but the model has {wanted}")
+    longest = (max_model_len or target.max_positions) + more_positions(config)
+    checkpoint = None if load_format == "dummy" else files.checkpoint()
+    ends = read_ends(
+        checkpoint, folder, target, hidden_size=decoder.hidden_size, draft_vocab_size=config.draft_vocab_size
+    )
+    drafter = make_drafter(
+        lambda maker: make(config, maker, target, ends), checkpoint, options_of(target, settings),
+        min(decoder.max_position_embeddings, longest), prefix="", harmless=harmless, renames=renames,
+        dummy_dtype=decoder.dtype or float32, seed=seed, declares=declares,
+    )  # fmt: skip
+    drafter.know()
     return drafter
