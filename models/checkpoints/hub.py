@@ -150,7 +150,7 @@ def _download(repository: str, reporter: Reporter, wanted: list[str], unwanted: 
 def _bar_class(show: Show) -> type[Any]:
     """The class of huggingface_hub's progress bars: they draw nothing; those that count bytes call `show`."""
 
-    class Bar(_utils.tqdm):  # type: ignore[misc]
+    class Bar(_utils.tqdm):  # type: ignore[misc, name-defined]
         def __init__(self, *arguments: Any, **named: Any) -> None:
             self.counts_bytes = named.get("unit") == "B"
             is_disabled = bool(named.pop("disable", False))  # None would mean: unless it is a terminal

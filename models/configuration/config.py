@@ -151,6 +151,18 @@ def read_common(
     }
 
 
+def read_attention_bias(fields: Fields, name: str = "attention_bias", default: bool = False) -> dict[str, Any]:
+    """One field for the biases of all of attention's maps, as keyword arguments of `DecoderConfig`."""
+    has_bias = fields.boolean(name, default)
+    return {"attention_bias": has_bias, "attention_output_bias": has_bias}
+
+
+def read_window(fields: Fields, default: int = 4096, *, least: int = 1) -> int | None:
+    """`sliding_window`; a null says that there is none, while absence means the default."""
+    window: int | None = fields.integer("sliding_window", None if "sliding_window" in fields else default, least=least)
+    return window
+
+
 def refuse_tied_bias(fields: Fields, name: str, common: Mapping[str, Any], has_bias: bool) -> None:
     """`ConfigError` for a head that has a bias and is the token table, too, which no published model has."""
     if has_bias and common["tie_word_embeddings"]:

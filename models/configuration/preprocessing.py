@@ -9,7 +9,7 @@ from typing import cast
 from msgspec.structs import replace
 
 from models.configuration.json_fields import Fields, read_json_object
-from runtime.images.patches import FixedRule, Resample, Rule, SideRule
+from runtime.images.patches import FixedRule, PatchRule, Resample, Rule, SideRule
 from tokenizer.warn import warn_once
 
 IMAGES_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
@@ -18,9 +18,10 @@ _LINE_END_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG
 """Default names of the tokens that end a line, and the last line."""
 
 _NOTES = (
-    "auto_map", "crop_size", "data_format", "device", "disable_grouping", "image_processor_type", "input_data_format",
+    "auto_map", "data_format", "device", "disable_grouping", "image_processor_type", "input_data_format",
     "processor_class", "return_tensors", "do_pad", "pad_size", "default_to_square", "image_seq_length",
 )  # fmt: skip
+_STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 
 
 def read_patch_rule(folder: str | Path, default: Rule) -> Rule:
@@ -36,30 +37,41 @@ def read_patch_rule(folder: str | Path, default: Rule) -> Rule:
     fields = processor.object("image_processor") if processor and nested else _fields_of(folder, IMAGES_FILE)
     if fields is None:
         return default
+    for name in _NOTES:
+        fields.raw(name)
+    for name in _STEPS:
+        fields.expect(name, True)
+    factor = fields.number("rescale_factor", 1 / 255)
+    if abs(factor * 255 - 1) > 1e-9:
+        raise fields.error("rescale_factor", f"= {factor} is not supported")
     if isinstance(default, FixedRule):
-        return _read_fixed(fields, default)
-    if isinstance(default, SideRule):
-        return _read_sides(fields, default)
-    for name in (*_NOTES, "do_center_crop"):
+        rule: Rule = _read_fixed(fields, default)
+    elif isinstance(default, SideRule):
+        rule = _read_sides(fields, default)
+    else:
+        rule = _read_pixels(fields, default)
+    mean, std = (_channels(fields, f"image_{name}", getattr(default, name)) for name in ("mean", "std"))
+    if min(std) <= 0:
+        raise fields.error("image_std", f"{std} must be above 0")
+    fields.refuse_unread(lambda name, value: False)
+    return replace(rule, mean=mean, std=std)
+
+
+def _read_pixels(fields: Fields, default: PatchRule) -> PatchRule:
+    """The rule of pictures that keep their shape within limits of pixels."""
+    for name in ("crop_size", "do_center_crop"):
         fields.raw(name)
     for name, wanted in (
         ("patch_size", default.patch_size), ("merge_size", default.merge_size),
-        ("temporal_patch_size", default.num_frames), ("do_resize", True), ("do_rescale", True),
-        ("do_normalize", True), ("do_convert_rgb", True), ("resample", 3),
+        ("temporal_patch_size", default.num_frames), ("resample", 3),
     ):  # fmt: skip
         fields.expect(name, wanted)
-    _check_factor(fields)
     size = fields.object("size")
     least = fields.integer("min_pixels", None) or size.integer("shortest_edge", default.min_pixels)
     most = fields.integer("max_pixels", None) or size.integer("longest_edge", default.max_pixels)
     if least > most:
         raise fields.error("min_pixels", f"= {least} is above max_pixels = {most}")
-    rule = replace(
-        default, min_pixels=least, max_pixels=most, mean=_channels(fields, "image_mean", default.mean),
-        std=_channels(fields, "image_std", default.std),
-    )  # fmt: skip
-    _check_end(fields, rule)
-    return rule
+    return replace(default, min_pixels=least, max_pixels=most)
 
 
 def read_line_ends(folder: str | Path, default: tuple[int, int]) -> tuple[int, int] | None:
@@ -92,14 +104,10 @@ def _fields_of(folder: str | Path, name: str) -> Fields | None:
 
 def _read_sides(fields: Fields, default: SideRule) -> SideRule:
     """The rule of pictures whose sides have a limit each, or one together."""
-    for name in (*_NOTES, "patch_size"):  # the processor's own counts
+    for name in ("crop_size", "patch_size"):  # the processor's own counts
         fields.raw(name)
-    for name, wanted in (
-        ("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("do_convert_rgb", True), ("resample", 3),
-        ("do_center_crop", False),
-    ):  # fmt: skip
-        fields.expect(name, wanted)
-    _check_factor(fields)
+    fields.expect("resample", 3)
+    fields.expect("do_center_crop", False)
     sides = default.most_height, default.most_width
     if isinstance(fields.raw("size"), int):
         sides = (fields.integer("size", most=1 << 15),) * 2
@@ -107,29 +115,14 @@ def _read_sides(fields: Fields, default: SideRule) -> SideRule:
         size = fields.object("size")
         names = ("longest_edge",) * 2 if size.has("longest_edge") else ("height", "width")
         sides = size.integer(names[0], most=1 << 15), size.integer(names[1], most=1 << 15)
-    rule = replace(
-        default, most_height=sides[0], most_width=sides[1], mean=_channels(fields, "image_mean", default.mean),
-        std=_channels(fields, "image_std", default.std),
-    )  # fmt: skip
-    _check_end(fields, rule)
-    return rule
-
-
-_FIXED_NOTES = (
-    "auto_map", "data_format", "device", "disable_grouping", "image_processor_type", "input_data_format",
-    "processor_class", "return_tensors", "default_to_square", "image_seq_length", "pan_and_scan_min_crop_size",
-    "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate", "do_pad", "pad_size",
-)  # fmt: skip
+    return replace(default, most_height=sides[0], most_width=sides[1])
 
 
 def _read_fixed(fields: Fields, default: FixedRule) -> FixedRule:
     """The rule of a tower whose pictures have one size: the config's, which the file must lead to."""
-    for name in _FIXED_NOTES:
-        fields.raw(name)
-    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-        fields.expect(name, True)
+    for name in ("min_crop_size", "max_num_crops", "min_ratio_to_activate"):
+        fields.raw(f"pan_and_scan_{name}")
     fields.expect("do_pan_and_scan", False)
-    _check_factor(fields)
     wanted = (default.height, default.width)
     edge, crops = None, fields.boolean("do_center_crop", default.shortest_edge is not None)
     if fields.has("size") and isinstance(fields.raw("size"), dict):
@@ -158,24 +151,7 @@ def _read_fixed(fields: Fields, default: FixedRule) -> FixedRule:
     number = fields.integer("resample", 2 if default.resample == "bilinear" else 3)
     if number not in filters:
         raise fields.error("resample", f"= {number} is not supported: 2 (bilinear) or 3 (bicubic)")
-    rule = replace(
-        default, shortest_edge=edge, resample=cast(Resample, filters[number]),
-        mean=_channels(fields, "image_mean", default.mean), std=_channels(fields, "image_std", default.std),
-    )  # fmt: skip
-    _check_end(fields, rule)
-    return rule
-
-
-def _check_factor(fields: Fields) -> None:
-    factor = fields.number("rescale_factor", 1 / 255)
-    if abs(factor * 255 - 1) > 1e-9:
-        raise fields.error("rescale_factor", f"= {factor} is not supported")
-
-
-def _check_end(fields: Fields, rule: Rule) -> None:
-    if min(rule.std) <= 0:
-        raise fields.error("image_std", f"{rule.std} must be above 0")
-    fields.refuse_unread(lambda name, value: False)
+    return replace(default, shortest_edge=edge, resample=cast(Resample, filters[number]))
 
 
 def _channels(fields: Fields, name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from models.architecture import Architecture
-from models.configuration.config import read_common
+from models.configuration.config import read_attention_bias, read_common
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import KINDS, RopeConfig, parse_rope, rope_fields
 from models.decoder import Decoder, DecoderConfig, FeedForward, Layer, PreNormLayer
@@ -64,10 +64,7 @@ def read_apertus(fields: Fields) -> DecoderConfig:
             theta, head_dim, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=8192,
         )  # fmt: skip
-    has_bias = fields.boolean("attention_bias", False)
-    return DecoderConfig(
-        **common, layer_ropes=(rope,) * common["num_layers"], attention_bias=has_bias, attention_output_bias=has_bias
-    )
+    return DecoderConfig(**common, layer_ropes=(rope,) * common["num_layers"], **read_attention_bias(fields))
 
 
 ARCHITECTURES = (Architecture("ApertusForCausalLM", "apertus", read_apertus, ApertusModel),)

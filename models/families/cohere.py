@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.architecture import Architecture
-from models.configuration.config import read_common, read_layer_types
+from models.configuration.config import read_common, read_layer_types, read_window
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.decoder import DecoderConfig, Layer
@@ -67,7 +67,7 @@ def read_cohere2(fields: Fields) -> CohereConfig:
     kinds = read_layer_types(fields, num_layers) or [
         "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(num_layers)
     ]
-    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
+    window = read_window(fields)
     if window is None and "sliding_attention" in kinds:
         raise fields.error("sliding_window", "is null, must be a number: layers have sliding_attention")
     is_sliding = [kind == "sliding_attention" for kind in kinds]

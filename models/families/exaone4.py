@@ -5,7 +5,7 @@ Larger ones have a sliding window in three of four layers, and no rotary positio
 from __future__ import annotations
 
 from models.architecture import Architecture
-from models.configuration.config import read_common, read_layer_types
+from models.configuration.config import read_common, read_layer_types, read_window
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import KINDS, parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer
@@ -22,7 +22,7 @@ def read_exaone4(fields: Fields) -> DecoderConfig:
     common = read_common(fields, default_max_positions=2048, default_norm_eps=1e-5)
     kinds = (*KINDS, "longrope")  # used by GGUF files that store a factor for each pair
     rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], kinds=kinds)
-    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
+    window = read_window(fields)
     is_sliding = _sliding_layers(fields, common["num_layers"], has_windows=window is not None)
     common["layer_windows"] = tuple(window if sliding else None for sliding in is_sliding)
     # If no layer has a window, all are rotated.

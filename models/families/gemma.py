@@ -25,7 +25,14 @@ import numpy as np
 
 from models.architecture import Architecture
 from models.configuration.class_defaults import add_class_defaults
-from models.configuration.config import GELU_NAMES, outer_fields, read_common, read_layer_types
+from models.configuration.config import (
+    GELU_NAMES,
+    outer_fields,
+    read_attention_bias,
+    read_common,
+    read_layer_types,
+    read_window,
+)
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, SandwichLayer
@@ -89,11 +96,8 @@ def read_gemma(fields: Fields) -> DecoderConfig:
     )  # fmt: skip
     fields.expect("hidden_activation", *tanh)
     fields.expect("use_bidirectional_attention", False)
-    has_bias = fields.boolean("attention_bias", False)
     rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
-    return DecoderConfig(
-        **common, layer_ropes=(rope,) * common["num_layers"], attention_bias=has_bias, attention_output_bias=has_bias
-    )
+    return DecoderConfig(**common, layer_ropes=(rope,) * common["num_layers"], **read_attention_bias(fields))
 
 
 def read_gemma2(fields: Fields) -> GemmaConfig:
@@ -157,7 +161,7 @@ def _read_common(fields: Fields, *, default_max_positions: int, pattern: int) ->
     kinds = read_layer_types(fields, num_layers) or [
         "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(num_layers)
     ]
-    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
+    window = read_window(fields)
     if window is None and "sliding_attention" in kinds:
         raise fields.error("sliding_window", "is null, but layers have sliding_attention")
     fields.expect("sliding_window_size", window)  # Gemma 2 says it twice

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from models.architecture import Architecture
-from models.configuration.config import GELU_NAMES, read_common
+from models.configuration.config import GELU_NAMES, read_attention_bias, read_common
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope
 from models.decoder import DecoderConfig, Layer
@@ -51,12 +51,10 @@ def read_gpt_neox(fields: Fields) -> GptNeoxConfig:
         default_theta=_own_name(fields, "rotary_emb_base", "rope_theta", 10_000.0),
         default_partial_rotary_factor=_own_name(fields, "rotary_pct", "partial_rotary_factor", 0.25),
     )  # fmt: skip
-    has_bias = fields.boolean("attention_bias", True)
     return GptNeoxConfig(
         **common,
         layer_ropes=(rope,) * common["num_layers"],
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
+        **read_attention_bias(fields, default=True),
         mlp_bias=True,
         is_parallel=fields.boolean("use_parallel_residual", True),
     )

@@ -8,7 +8,7 @@ all. Checkpoints hold a layer's experts as one tensor, in floats or in MXFP4.
 from __future__ import annotations
 
 from models.architecture import Architecture
-from models.configuration.config import read_common, read_layer_types
+from models.configuration.config import read_attention_bias, read_common, read_layer_types, read_window
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope
 from models.decoder import Layer, PreNormLayer
@@ -34,26 +34,19 @@ def read_gpt_oss(fields: Fields) -> MoeConfig:
     fields.expect("swiglu_limit", 7, 7.0)
     rule = read_rule(fields, count=128, top_k=4, normalises=True)
     fields.expect("experts_per_token", rule.top_k)
-    num_layers, window = common["num_layers"], _window(fields)
+    num_layers, window = common["num_layers"], read_window(fields, 128)
     kinds = read_layer_types(fields, num_layers)
     is_windowed = [index % 2 == 0 for index in range(num_layers)]
     if kinds is not None:
         is_windowed = [kind == "sliding_attention" for kind in kinds]
-    has_bias = fields.boolean("attention_bias", True)
     common["layer_windows"] = tuple(window if each else None for each in is_windowed)
     return MoeConfig(
         **common,
         layer_ropes=(rope,) * num_layers,
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
+        **read_attention_bias(fields, default=True),
         expert_size=common["intermediate_size"],
         rule=rule,
     )
-
-
-def _window(fields: Fields) -> int | None:
-    window: int | None = fields.integer("sliding_window", None if "sliding_window" in fields else 128)
-    return window
 
 
 ARCHITECTURES = (Architecture("GptOssForCausalLM", "gpt_oss", read_gpt_oss, GptOssModel),)

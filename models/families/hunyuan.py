@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from models.architecture import Architecture
-from models.configuration.config import read_common
+from models.configuration.config import read_attention_bias, read_common
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope, rope_fields
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
@@ -38,11 +38,8 @@ def read_hunyuan(fields: Fields) -> DecoderConfig:
         "pool_type",
     ):
         fields.raw(name)  # the template's tokens, other heads, and features that are switched off
-    has_bias = fields.boolean("attention_bias", False)
     rope = _read_rope(fields, common["head_dim"], common["max_position_embeddings"])
-    return DecoderConfig(
-        **common, layer_ropes=(rope,) * common["num_layers"], attention_bias=has_bias, attention_output_bias=has_bias
-    )
+    return DecoderConfig(**common, layer_ropes=(rope,) * common["num_layers"], **read_attention_bias(fields))
 
 
 def _read_rope(fields: Fields, head_dim: int, positions: int) -> RopeConfig:

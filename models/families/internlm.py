@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 from models.architecture import Architecture
+from models.configuration.config import read_attention_bias
 from models.configuration.json_fields import Fields
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
 from models.families.llama import LlamaConfig, LlamaModel, read_decoder
@@ -24,9 +25,8 @@ class InternLM2Model(Decoder):
 
 
 def read_internlm2(fields: Fields) -> DecoderConfig:
-    has_bias = fields.boolean("bias", True)
     common = read_decoder(fields, default_max_positions=2048)
-    return DecoderConfig(**common, attention_bias=has_bias, attention_output_bias=has_bias)
+    return DecoderConfig(**common, **read_attention_bias(fields, "bias", True))
 
 
 def read_internlm3(fields: Fields) -> LlamaConfig:

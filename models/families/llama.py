@@ -19,7 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from models.architecture import Architecture
-from models.configuration.config import agree_with_layer_types, read_common, read_layer_types
+from models.configuration.config import (
+    agree_with_layer_types,
+    read_attention_bias,
+    read_common,
+    read_layer_types,
+    read_window,
+)
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import KINDS, parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
@@ -41,11 +47,9 @@ class LlamaModel(Decoder):
 
 def read_llama(fields: Fields) -> LlamaConfig:
     fields.expect("sliding_window")
-    has_bias = fields.boolean("attention_bias", False)
     return _config(
         fields,
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
+        **read_attention_bias(fields),
         mlp_bias=fields.boolean("mlp_bias", False),
     )
 
@@ -54,7 +58,7 @@ def read_mistral(fields: Fields) -> LlamaConfig:
     """A window in every layer, unless the file says null."""
     _expect_no_bias(fields, "attention_bias", "mlp_bias")
     fields.expect("use_sliding_window", True)
-    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
+    window = read_window(fields)
     return _config(fields, windows=lambda layer: window)
 
 
@@ -69,12 +73,10 @@ def read_qwen2(fields: Fields) -> LlamaConfig:
 def read_qwen3(fields: Fields) -> LlamaConfig:
     _expect_no_bias(fields, "mlp_bias")
     fields.expect("use_qk_norm", True)
-    has_bias = fields.boolean("attention_bias", False)
     return _config(
         fields,
         default_head_dim=128,
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
+        **read_attention_bias(fields),
         qk_norm=True,
         windows=windows_of_qwen(fields),
     )
@@ -116,7 +118,7 @@ def windows_of_qwen(fields: Fields) -> Callable[[int], int | None]:
     """The window of a layer: none unless `use_sliding_window`, then that of the layers that `layer_types` names, or of
     those from `max_window_layers` on."""
     is_used = fields.boolean("use_sliding_window", False)
-    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096, least=int(is_used))
+    window = read_window(fields, least=int(is_used))
     first = fields.integer("max_window_layers", 28, least=0)
     if not is_used:
         return lambda layer: None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.architecture import Architecture
-from models.configuration.config import read_common, read_layer_types
+from models.configuration.config import read_attention_bias, read_common, read_layer_types, read_window
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.decoder import Attention, Decoder, DecoderConfig, GatedMlp, Layer
@@ -48,11 +48,9 @@ class OlmoModel(LayerNormDecoder):
 def read_olmo(fields: Fields) -> OlmoConfig:
     common = read_decoder(fields, default_max_positions=2048, default_norm_eps=_EPS)
     fields.expect("rms_norm_eps", _EPS)
-    has_bias = fields.boolean("attention_bias", False)
     return OlmoConfig(
         **common,
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
+        **read_attention_bias(fields),
         clip_qkv=fields.number("clip_qkv", None, above=0.0),
     )
 
@@ -85,7 +83,7 @@ def read_olmo3(fields: Fields) -> DecoderConfig:
     kinds = read_layer_types(fields, num_layers) or [
         "full_attention" if index % 4 == 3 else "sliding_attention" for index in range(num_layers)
     ]
-    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
+    window = read_window(fields)
     if window is None and "sliding_attention" in kinds:
         raise fields.error("sliding_window", "is null, but layer_types has sliding_attention")
     common["layer_windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -107,13 +105,11 @@ def _read_common(fields: Fields) -> dict[str, Any]:
 
 def read_olmoe(fields: Fields) -> MoeConfig:
     fields.expect("clip_qkv")
-    has_bias = fields.boolean("attention_bias", False)
     common = read_decoder(fields, default_max_positions=4096, default_norm_eps=1e-5)
     is_normalised = fields.boolean("norm_topk_prob", False)
     return MoeConfig(
         **common,
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
+        **read_attention_bias(fields),
         expert_size=common["intermediate_size"],
         rule=read_rule(fields, count=64, top_k=8, normalises=is_normalised),
         qk_norm="row",

@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from models.architecture import Architecture
-from models.configuration.config import read_common, refuse_tied_bias
+from models.configuration.config import read_attention_bias, read_common, refuse_tied_bias
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope, rope_fields
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
@@ -72,7 +72,6 @@ def read_phimoe(fields: Fields) -> MoeConfig:
     num_layers = common["num_layers"]
     window = fields.integer("sliding_window", None)
     common["layer_windows"] = (window,) * num_layers
-    has_bias = fields.boolean("attention_bias", False)
     head_bias = fields.boolean("lm_head_bias", False)
     refuse_tied_bias(fields, "lm_head_bias", common, head_bias)
     rule = read_rule(fields, count=16, top_k=2, normalises=False)
@@ -82,8 +81,7 @@ def read_phimoe(fields: Fields) -> MoeConfig:
     return MoeConfig(
         **common,
         layer_ropes=(_read_rope(fields, common["head_dim"], common["max_position_embeddings"]),) * num_layers,
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
+        **read_attention_bias(fields),
         head_bias=head_bias,
         expert_size=common["intermediate_size"],
         rule=RoutingRule(num_experts=rule.num_experts, top_k=2, scores="sparsemixer", threshold=2 * jitter),

@@ -6,6 +6,7 @@ Layers are Qwen2's and Qwen3's; some may have an MLP instead of experts.
 from __future__ import annotations
 
 from models.architecture import Architecture
+from models.configuration.config import read_attention_bias, read_window
 from models.configuration.json_fields import Fields
 from models.experts import MoeConfig, MoeDecoder, dense_layers, read_rule
 from models.families.llama import read_decoder, windows_of_qwen
@@ -26,16 +27,14 @@ def read_qwen2_moe(fields: Fields) -> MoeConfig:
 
 def read_qwen3_moe(fields: Fields) -> MoeConfig:
     fields.expect("use_qk_norm", True)
-    has_bias = fields.boolean("attention_bias", False)
     is_windowed = fields.boolean("use_sliding_window", False)  # in all layers: `max_window_layers` is not read
-    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096, least=int(is_windowed))
+    window = read_window(fields, least=int(is_windowed))
     fields.raw("max_window_layers")
     common = read_decoder(fields, windows=lambda layer: window if is_windowed else None)
     is_normalised = fields.boolean("norm_topk_prob", False)
     return MoeConfig(
         **common,
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
+        **read_attention_bias(fields),
         expert_size=fields.integer("moe_intermediate_size", 768, most=1 << 24),
         rule=read_rule(fields, count=128, top_k=8, normalises=is_normalised),
         dense_layers=dense_layers(fields, common["num_layers"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.architecture import Architecture
-from models.configuration.config import read_common, read_layer_types
+from models.configuration.config import read_attention_bias, read_common, read_layer_types
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
@@ -28,12 +28,10 @@ def read_smollm3(fields: Fields) -> DecoderConfig:
     if window is None and kinds is not None and any(is_sliding):
         raise fields.error("layer_types", "has sliding_attention, but no sliding_window is used")
     common["layer_windows"] = tuple(window if sliding else None for sliding in is_sliding)
-    has_bias = fields.boolean("attention_bias", False)
     return DecoderConfig(
         **common,
         layer_ropes=tuple(rope if rotated else None for rotated in is_rotated),
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
+        **read_attention_bias(fields),
         mlp_bias=fields.boolean("mlp_bias", False),
     )
 

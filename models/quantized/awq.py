@@ -73,10 +73,6 @@ class AwqScheme:
             zeros=Part(qzeros, lambda array: np.ascontiguousarray(_unpacked(array).T)),
         )
 
-    def is_passed_over(self, name: str) -> bool:
-        """See `QuantizationScheme`."""
-        return False
-
 
 def _unpacked(words: Array) -> Array:
     """Words ``[rows, N / 8]`` to integers ``[rows, N]`` uint8."""

@@ -29,7 +29,7 @@ from typing import Any, Self
 import numpy as np
 
 from models.configuration.json_fields import Fields
-from models.quantized.fp8 import SCALES, SCALES_OF_PAGES, as_bytes, scale_part
+from models.quantized.fp8 import SCALES, as_bytes, scale_part
 from models.quantized.gptq import unpacked
 from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, compiled, refusal
 from runtime.linear.quantized import ActivationScheme, NumberKind, QuantizedLayout
@@ -145,10 +145,6 @@ class CompressedTensorsScheme:
         if not found or found[0] is None:
             raise refusal(stored, f"is {stored.type_name}, but no target of config_groups names the module")
         return _READERS[found[0].format](module, found[0])
-
-    def is_passed_over(self, name: str) -> bool:
-        """See `QuantizationScheme`."""
-        return name.endswith(SCALES_OF_PAGES)
 
 
 def _packed_integers(module: ModuleTensors, group: Group) -> MatrixParts:

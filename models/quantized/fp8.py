@@ -29,10 +29,6 @@ SCALES = {
 """The meaning of scales by the file's name of their type; bytes are exponents."""
 
 
-SCALES_OF_PAGES = (".k_scale", ".v_scale", ".q_scale", "k_proj.output_scale", "v_proj.output_scale")
-"""Ends of names of scales for attention in FP8: pages here are floats, or have scales of their own."""
-
-
 def scale_part(stored: StoredTensor, shape: tuple[int, int]) -> Part:
     """The scales in the layout's type and shape."""
     dtype = SCALES[stored.type_name]
@@ -107,10 +103,6 @@ class Fp8Scheme:
         if scale.shape != wanted and not (self.block is None and scale.shape in ((), (wanted[0],))):
             raise refusal(scale, f"is {list(scale.shape)}, must be {list(wanted)}: {weight.name!r} is {[width, depth]}")
         return MatrixParts(layout, Part(weight, as_bytes), scale_part(scale, wanted), input_scale=input_scale)
-
-    def is_passed_over(self, name: str) -> bool:
-        """See `QuantizationScheme`."""
-        return name.endswith(SCALES_OF_PAGES)
 
 
 def _block(fields: Fields) -> tuple[int, int] | None:

@@ -136,10 +136,6 @@ class GptqScheme:
             checks=(check,),
         )
 
-    def is_passed_over(self, name: str) -> bool:
-        """See `QuantizationScheme`."""
-        return False
-
 
 def along_k(words: Array, num_bytes: int) -> Array:
     """Words ``[K * bits / 32, N]`` to rows of bytes ``[N, K * bits / 8]``: a word's lowest bits come first in both."""

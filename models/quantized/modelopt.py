@@ -22,7 +22,7 @@ from typing import Self
 import numpy as np
 
 from models.configuration.json_fields import Fields
-from models.quantized.fp8 import SCALES, SCALES_OF_PAGES, as_bytes, scale_part
+from models.quantized.fp8 import SCALES, as_bytes, scale_part
 from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, refusal
 from runtime.linear.quantized import ActivationScheme, QuantizedLayout
 
@@ -106,10 +106,6 @@ class ModelOptScheme:
         if algorithm is None:
             raise refusal(weight, f"is {weight.type_name}, but quantized_layers does not name the module")
         return _nvfp4(module, algorithm) if "NVFP4" in algorithm.name else _fp8(module, algorithm)
-
-    def is_passed_over(self, name: str) -> bool:
-        """See `QuantizationScheme`."""
-        return name.endswith(SCALES_OF_PAGES)
 
 
 def _fp8(module: ModuleTensors, algorithm: Algorithm) -> MatrixParts:

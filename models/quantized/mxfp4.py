@@ -51,7 +51,3 @@ class Mxfp4Scheme:
             Part(scales, lambda array: array.view(_E8M0).reshape(layout.scale_shape)),
             stack_shape=(num_experts, shape[1], width),
         )
-
-    def is_passed_over(self, name: str) -> bool:
-        """See `QuantizationScheme`."""
-        return False

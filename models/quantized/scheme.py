@@ -34,9 +34,9 @@ class QuantizationScheme(Protocol):
         Takes the tensors that it uses. Raises `WeightsError` for a tensor that contradicts the config.
         """
 
-    def is_passed_over(self, name: str) -> bool:
-        """Whether a stored tensor is skipped: it scales pages of the KV cache, not products."""
 
+_SCALES_OF_PAGES = (".k_scale", ".v_scale", ".q_scale", "k_proj.output_scale", "v_proj.output_scale")
+"""Ends of names of attention's FP8 scales, which are skipped: pages here are floats, or have scales of their own."""
 
 _READERS: dict[str, Callable[[Fields], QuantizationScheme]] = {
     "fp8": Fp8Scheme.read,
@@ -98,6 +98,7 @@ def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkp
     for name, stored in checkpoint.tensors.items():
         owner, part = _module_of(name)
         modules.setdefault(owner, {})[part] = stored
+    has_pages = isinstance(scheme, Fp8Scheme | CompressedTensorsScheme | ModelOptScheme)
     problems: list[str] = []
     made: list[tuple[ModuleTensors, MatrixParts]] = []
     left: dict[str, StoredTensor] = {}
@@ -109,7 +110,7 @@ def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkp
         except WeightsError as error:
             problems.append(str(error))
         for part, stored in tensors.items():
-            if part not in module.taken and not scheme.is_passed_over(stored.name):
+            if part not in module.taken and not (has_pages and stored.name.endswith(_SCALES_OF_PAGES)):
                 left[stored.name] = stored
     if problems:
         one = len(problems) == 1
