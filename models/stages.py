@@ -1,8 +1,7 @@
 """Distributes layers to the stages of a pipeline: neighbouring layers, so that the stages read as many bytes in a step.
 
 A step reads each layer's weights, and those of the output head in the last stage. The embedding table does not count:
-only a few rows are looked up. Bytes are known before anything runs; measured times of stages may suggest another split,
-and a user may set each stage's layers.
+only a few rows are looked up. Bytes are known before anything runs; a user may set each stage's layers.
 """
 
 from __future__ import annotations
@@ -67,19 +66,3 @@ def counted(counts: Sequence[int], num_layers: int, *, least_first: int = 1, nam
         raise ConfigError(f"{name}: stages of {shown} layers: the first must have at least {least_first}")
     ends = list(accumulate(counts))
     return tuple(range(first, end) for first, end in zip((0, *ends), ends))
-
-
-def by_times(counts: Sequence[int], times: Sequence[int]) -> tuple[int, ...]:
-    """The layers of each stage that make the slowest stage fastest, from the present layers and times.
-
-    All layers of a stage count the same. Layers of the last stage, which also has the head, count as the mean layer of
-    the other stages; the rest of its time is the head's.
-    """
-    per_layer = [time / count for count, time in zip(counts, times, strict=True)]
-    mean = sum(times[:-1]) / sum(counts[:-1])
-    layers = [
-        max(1, round(mean if stage == len(counts) - 1 else per_layer[stage]))
-        for stage, count in enumerate(counts) for _ in range(count)
-    ]  # fmt: skip
-    head = max(0, round(times[-1] - mean * counts[-1]))
-    return tuple(len(own) for own in balanced(layers, len(counts), last_bytes=head))

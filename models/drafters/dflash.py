@@ -26,8 +26,7 @@ from models.base import Model
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
 from models.decoder import Attention, Decoder, GatedMlp
-from models.drafters.draft_ends import StoredEnds
-from models.drafters.making import DraftConfig, OwnLayersDrafter, begin_reading, load_own_layers
+from models.drafters.making import DraftConfig, OwnLayersDrafter, StoredEnds, begin_reading, load_own_layers
 from models.families.llama import LlamaConfig, read_qwen3
 from models.makers.maker import Maker
 from runtime import ops

@@ -15,11 +15,10 @@ from models.checkpoints.stored_tensor import StoredTensor
 from models.configuration.json_fields import Fields
 from models.configuration.overrides import overridden
 from models.errors import ConfigError, WeightsError
-from models.gguf.architectures import GgufArchitecture
+from models.gguf.architectures import FUSED, GgufArchitecture
 from models.gguf.config import config_values, find_architecture, plain
 from models.gguf.formats import Array
 from models.gguf.reader import GgufFile, GgufTensor
-from models.gguf.tensor_names import FUSED
 from runtime.dtype import DType, float32
 from tokenizer.ends import EndTokens
 from tokenizer.errors import TokenizerFileError

@@ -12,10 +12,9 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.stored_tensor import StoredTensor
 from models.configuration.json_fields import Fields, read_json_object
 from models.errors import WeightsError
-from models.quantized.awq import AwqScheme
 from models.quantized.compressed_tensors import CompressedTensorsScheme
 from models.quantized.fp8 import Fp8Scheme
-from models.quantized.gptq import GptqScheme
+from models.quantized.gptq import AwqScheme, GptqScheme
 from models.quantized.modelopt import QUANT_CONFIG, ModelOptScheme
 from models.quantized.mxfp4 import STACKED_PARTS, Mxfp4Scheme
 from models.quantized.parts import MatrixParts, ModuleTensors, QuantizedTensor

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from models.errors import ConfigError
-from models.stages import balanced, by_times, counted
+from models.stages import balanced, counted
 
 
 def _ways(count: int, num_stages: int) -> list[tuple[range, ...]]:
@@ -57,12 +57,3 @@ def test_stages_of_named_sizes() -> None:
     for counts, words in (((3, 2), "must have 6 together"), ((6, 0), "each at least 1"), ((1, 5), "at least 2")):
         with pytest.raises(ConfigError, match=words):
             counted(counts, 6, least_first=2, name="Toy")
-
-
-def test_layers_by_measured_times() -> None:
-    """A head as dear as four layers; a first stage whose layers are twice as dear."""
-    assert by_times((4, 4), (400, 800)) == (6, 2)
-    assert by_times((6, 2), (600, 600)) == (6, 2)
-    assert by_times((4, 4), (400, 400)) == (4, 4)
-    assert by_times((4, 4, 4), (800, 400, 600)) == (3, 5, 4)  # 600 each
-    assert by_times((1, 1), (900, 100)) == (1, 1)

@@ -15,7 +15,7 @@ from models.configuration.json_fields import Fields, read_json_object
 from models.configuration.rope_config import RopeConfig
 from models.decoder import DecoderConfig
 from models.errors import ConfigError
-from models.quantized.awq import AwqScheme
+from models.quantized.gptq import AwqScheme
 from models.quantized.scheme import read_quantization
 from models.registry import load_config, parse_config
 from runtime.dtype import bfloat16, float16, float32
