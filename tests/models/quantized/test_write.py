@@ -124,7 +124,8 @@ def test_what_cannot_be_quantised(tmp_path: Path) -> None:
         quantize_folder(FIXTURES / "ct_w4_group", tmp_path / "target", "int4")
     with pytest.raises(ModelLoadError, match=r"model.gguf is no folder: a GGUF file is quantised by llama.cpp's tools"):
         quantize_folder(tmp_path / "model.gguf", tmp_path / "target", "int4")
-    tensors = {name: open_model(source).checkpoint().array(name) for name in open_model(source).checkpoint().names()}
+    checkpoint = open_model(source).checkpoint()
+    tensors = {name: checkpoint[name].array() for name in checkpoint.tensors}
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].copy()
     tensors[name][3, 4] = np.inf
