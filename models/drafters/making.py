@@ -1,5 +1,5 @@
-"""What EAGLE-3 and DFlash drafters share, and how any drafter is built from its constructor and files: declared first,
-so that its checkpoint is checked.
+"""The parts that EAGLE-3 and DFlash drafters share, and the building of any drafter from its constructor and files:
+declared first, so that its checkpoint is checked.
 
 A drafter's token table and output head are its own or the model's. The head may know fewer tokens than the model: `d2t`
 is what is added to each of its ids.
@@ -171,7 +171,7 @@ def _token_ids(checkpoint: Checkpoint | None, count: int, vocab_size: int) -> ND
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """What the configuration of a drafter with layers of its own has.
+    """The configuration of a drafter with layers of its own.
 
     Attributes:
         decoder: of its layers.

@@ -280,7 +280,7 @@ def test_model_safetensors_beside_an_index(tmp_path: Path, caplog: pytest.LogCap
     whole = {name: array + 1 for shard in shards.values() for name, array in shard.items()}
     write_safetensors(tmp_path / "model.safetensors", whole)
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
-    np.testing.assert_array_equal(fitted(tmp_path).array(EMBED), whole[EMBED])
+    np.testing.assert_array_equal(fitted(tmp_path)[EMBED].array(), whole[EMBED])
     assert "model.safetensors is taken, as transformers does" in caplog.text
     assert "which names model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, is not read" in caplog.text
 
