@@ -34,7 +34,8 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerSizes:
-    """The fields of every tower's config. `activation`: an `ops.GluActivation` of a gated MLP, or "erf"; else a GELU."""
+    """The fields of every tower's config. `activation`: an `ops.GluActivation` of a gated MLP, or "erf"; else a
+    GELU."""
 
     hidden_size: int
     num_layers: int
