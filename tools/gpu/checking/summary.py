@@ -105,11 +105,11 @@ def _timed(section: str) -> Callable[[dict[str, Any]], list[str]]:
         for row in results(found, section).values():
             times, rate = dict(row["times"]), row.get("gb_per_s")
             ours = times.pop("ours")
-            peer, theirs = next(iter(times.items()), ("", {}))
+            peer = next(iter(times), "")
             rows.append((
                 row["case"], row["shape"], " + ".join(row.get("kernels", ())), _number(ours["median_us"]),
                 _quartiles(ours), _number(rate), _number(rate / read if rate and read else None),
-                _number(row.get("tflop_per_s")), peer, _number(theirs.get("median_us")),
+                _number(row.get("tflop_per_s")), peer, _number(times[peer]["median_us"] if peer else None),
                 _number(row.get(f"share_of_{peer}")), f"{row['error_share']:.1e}",
             ))  # fmt: skip
         heads = ("case", "shape", "kernels", "µs", "quartiles", "GB/s", "of read", "TFLOP/s", "peer", "its µs")
