@@ -53,7 +53,7 @@ def time_per_output_token_s(latency_s: float, ttft_s: float, output_len: int) ->
 
 
 def interleaved(works: Mapping[str, Callable[[], T]], num_rounds: int, *, warm_ups: int = 0) -> dict[str, list[T]]:
-    """What each work returns, once a round. All take turns, and the first rotates; warm-up rounds are not kept."""
+    """The results of each work, one a round. All take turns, and the first rotates; warm-up rounds are not kept."""
     names, found = list(works), {name: list[T]() for name in works}
     for number in range(warm_ups + num_rounds):
         first = number % len(names)
