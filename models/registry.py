@@ -372,8 +372,8 @@ def _rounded(source: Checkpoint, config: ModelConfig, maker: DeclaringMaker) -> 
         )
 
     def can_keep(layout: QuantizedLayout) -> bool:
-        options_of_layout = replace(options, activations="auto")  # else numbers are rounded, then floats again
-        return kept_format(layout, options_of_layout) is not None
+        # Activations may be rounded, else numbers are rounded, then floats again; cuBLAS gets the rounded numbers.
+        return kept_format(layout, replace(options, activations="auto", gemm="auto")) is not None
 
     return rounded_on_load(source, options.rounding, matrices - maker.tables, maker.heads, can_keep)
 

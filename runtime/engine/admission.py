@@ -149,7 +149,8 @@ def prompt_of(
 ) -> NDArray[np.int32]:
     """`as_token_ids` of a prompt that fits the context, with one token of the answer if there is one. Raises
     ``ContextLengthExceededError``, before any work for each id, and ``RequestError``."""
-    if isinstance(token_ids, (list, tuple, np.ndarray)) and len(token_ids) > max_model_len - has_answer:
+    is_row = token_ids.ndim > 0 if isinstance(token_ids, np.ndarray) else isinstance(token_ids, (list, tuple))
+    if is_row and len(token_ids) > max_model_len - has_answer:
         raise ContextLengthExceededError(len(token_ids), max_model_len, has_answer=has_answer, param=field)
     return as_token_ids(field, token_ids, vocab_size)
 

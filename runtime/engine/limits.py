@@ -6,6 +6,7 @@ with, or raises ``RequestError`` with the numbers that do not fit.
 
 from __future__ import annotations
 
+import logging
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ from runtime.engine.config import (
 )
 from runtime.engine.errors import RequestError
 from runtime.kv.kinds import FULL, AnyKind, blocks_of_sequence, window_of
+
+logger = logging.getLogger("xserv.engine")
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 """Default upper limit of the KV cache in bytes (never more than a quarter of free memory)."""
@@ -38,9 +41,9 @@ class EngineLimits:
     """The numbers that the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and every
     running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``. ``num_host_blocks`` is the
     swap space in blocks; ``cache_kinds`` and ``cache_pools`` are the kind and the pool of each cache group,
-    ``pool_sizes`` and ``host_pool_sizes`` the blocks of each pool, ``block_bytes`` the bytes of one of them (empty: one
-    pool). ``longrope_threshold`` is the model's, or None if no sequence can be longer. ``most_whole`` tokens of images
-    that may not be cut fit a step and the pools; None if there are none."""
+    ``pool_sizes`` and ``host_pool_sizes`` the blocks of each pool, ``block_bytes`` the bytes of one of them that the
+    engine's own rank swaps. ``longrope_threshold`` is the model's, or None if no sequence can be longer. ``most_whole``
+    tokens of images that may not be cut fit a step and the pools; None if there are none."""
 
     max_model_len: int
     max_num_seqs: int
@@ -182,6 +185,8 @@ def resolve(
         config.swap_space_bytes * size // max(1, _product(pool_sizes, block_bytes)) for size in pool_sizes
     ]
     if not all(host_pool_sizes):
+        if any(host_pool_sizes):
+            logger.warning("swapping is off: swap_space_bytes=%d has no block of each pool", config.swap_space_bytes)
         host_pool_sizes = [0] * len(pool_sizes)
     return EngineLimits(
         max_model_len=max_model_len,

@@ -490,7 +490,7 @@ def limits_of(
             for size, own in zip(bytes_per_block, sizes, strict=True)
             if own  # a stage may have no layer of a pool
         )
-    return resolve(
+    limits = resolve(
         config,
         max_position_embeddings=model.max_positions,
         bytes_per_block=bytes_per_block,
@@ -503,6 +503,7 @@ def limits_of(
         is_gpu=model.device.kind != "cpu",
         has_own_memory=has_own_memory,
     )
+    return replace(limits, block_bytes=of_ranks[0])  # what this rank moves, and times, when a block is swapped
 
 
 def _eos_token_ids(folder: Path, overrides: str, vocab_size: int) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class RayEngines:
         self._has_connected = False
 
     def launch(self, engine: int, start: Start) -> RayEngine:
-        """See ``supervision.Launch``. Raises ``RayError``, ``HandshakeError``, ``OSError``."""
+        """See ``child.Launch``. Raises ``RayError``, ``HandshakeError``, ``OSError``."""
         group = self._placed()
         has_gpus = _has_gpus(self._config.device)
         bundle, num_parts = _bundle(self._config, has_gpus), _num_parts(self._config, has_gpus)

@@ -58,7 +58,8 @@ class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
 
 class NamespaceTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="namespace"):
-    """The client's functions in a namespace; `server.responses_api.input` gives them the names that the model reads."""
+    """The client's functions in a namespace; `server.responses_api.request` gives them the names that the model
+    reads."""
 
     name: Name
     description: str

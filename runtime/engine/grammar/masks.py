@@ -75,8 +75,8 @@ class MaskComputer:
     def start(
         self, sequences: Sequences[Sequence], num_samples: NDArray[np.int64], drafts: Mapping[Sequence, list[int]]
     ) -> PendingMasks | FailedMasks | None:
-        """Start on the sampling sequences that have a grammar; None if none has. ``num_draws`` counts the draws of each
-        of the step's chunks: one, and one after each of its sequence's ``drafts``.
+        """Start on the sampling sequences that have a grammar; None if none has. ``num_samples`` counts the samples of
+        each of the step's chunks: one, and one after each of its sequence's ``drafts``.
 
         The matchers must not be touched until the masks were waited for; an error is raised by that wait.
         """

@@ -54,7 +54,7 @@ COMMAND = python_module("runtime.engine.process.compile_kernels")
 PROCESS_BYTES = 1 << 30
 """Free memory for each process: Numba and LLVM, or NVVM, take several hundred MB."""
 MOST_PROCESSES = 16
-MOST_TASKS = 1 << 12
+MOST_TASKS = 1 << 11
 NUMBER_BYTES = 2
 """Numbers of tasks that fit a pipe, and the bytes of one."""
 

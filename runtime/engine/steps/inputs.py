@@ -38,7 +38,7 @@ _LISTS = {name for name, _, size in SAMPLING_FIELDS if size == "any"}
 class SamplingShape(NamedTuple):
     """The fixed properties of a recording of draws.
 
-    num_draws      draws
+    num_samples    rows of logits
     room           ids that each list may have
     has_penalties  of some draw; without any, a kernel that is told so need not look
     """
@@ -54,7 +54,7 @@ def room_for(samples: SamplingArrays) -> int:
 
 
 def shape_of(samples: SamplingArrays, num_samples: int) -> SamplingShape:
-    """For at least ``num_draws``; room for ids is 0 or a power of two, at least 256."""
+    """For at least ``num_samples``; room for ids is 0 or a power of two, at least 256."""
     longest = room_for(samples)
     room = max(256, 1 << (longest - 1).bit_length()) if longest else 1
     has_penalties = any((getattr(samples, name) != neutral).any() for name, neutral in PENALTIES.items())

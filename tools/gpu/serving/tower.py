@@ -73,9 +73,15 @@ def _picture(options: Options, side: int) -> Result:
 
 def product_flops(tower: Any, num_patches: int) -> int:
     """FLOPs of all matrices of a tower, for a picture of so many patches."""
-    linears = [(each, num_patches) for layer in tower.layers for each in (layer.qkv, layer.proj, layer.up, layer.down)]
+    linears = [
+        (each, num_patches)
+        for layer in tower.layers.layers
+        for each in (layer.qkv, layer.proj, layer.mlp.up, layer.mlp.down)
+    ]
     num_tokens = num_patches // tower.config.merge_size**2
-    linears += [(each, num_tokens) for merger in (tower.merger, *tower.deepstack) for each in (merger.up, merger.down)]
+    linears += [
+        (each, num_tokens) for merger in (tower.merger, *tower.deepstack) for each in (merger.mlp.up, merger.mlp.down)
+    ]
     return sum(2 * rows * linear.weight.shape[0] * linear.weight.shape[1] for linear, rows in linears)
 
 
