@@ -71,11 +71,11 @@ class AuxiliaryHiddenStates:
 
 
 class DrawMasks(Protocol):
-    """The grammar masks of a step's draws: computed during the step, and sent after it."""
+    """The grammar masks of a step's samples: computed during the step, and sent after it."""
 
     def wait(self) -> tuple[NDArray[np.intp], NDArray[np.uint32], list[int]]:
-        """The constrained draws ``[m]``; the ids that each allows, ``[m, words]``, bit ``t % 32`` of word ``t // 32``;
-        and the draws without a mask, since their grammar failed."""
+        """The constrained samples ``[m]``; the ids that each allows, ``[m, words]``, bit ``t % 32`` of word
+        ``t // 32``; and the samples without a mask, since their grammar failed."""
         ...
 
 

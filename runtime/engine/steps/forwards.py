@@ -56,7 +56,7 @@ _WIDTHS = (2, 4, 8)
 
 @dataclass(slots=True, eq=False)
 class _Recorded:
-    """A recording, its inputs, and the room of its draws."""
+    """A recording, its inputs, and the room of its samples."""
 
     recording: Recording
     inputs: Inputs
@@ -103,9 +103,9 @@ class ForwardRecordings:
     def run(
         self, layout: StepLayout, forward: Forward, samples: SamplingArrays | None = None, *, may_record: bool
     ) -> Computed:
-        """The result of ``forward``, always the same function, for the batch, and samples from its logits by ``draws``,
-        which have no mask, if it is replayed and has room for them. It may still be running, and is valid until the
-        next run. With ``may_record`` it may be recorded on the way.
+        """The result of ``forward``, always the same function, for the batch, and samples from its logits by
+        ``samples``, which have no mask, if it is replayed and has room for them. It may still be running, and is
+        valid until the next run. With ``may_record`` it may be recorded on the way.
 
         Raises CaptureError, before any work, if the device can record nothing of the model; LaunchError if it is lost;
         and what ``forward`` raises.

@@ -1,4 +1,4 @@
-"""The inputs of recordings: memory on the host and on the device for the arrays of a step, and of its draws, whose
+"""The inputs of recordings: memory on the host and on the device for the arrays of a step, and of its samples, whose
 addresses a recording holds. A step writes what has changed since the last one."""
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import contiguous_strides
 
 MOST_LISTED = 1 << 16
-"""Ids that each list of a recording's draws may have: of penalties, and of biases."""
+"""Ids that each list of a recording's samples may have: of penalties, and of biases."""
 
 PADDING: dict[str, int | float] = {name: each.padding for name, each in STEP_FIELDS.items()}
 PADDING |= {name: column.neutral for name, column in COLUMNS.items()}
-"""The contents of padding: no token is stored, and draws are greedy, without anything else (0)."""
+"""The contents of padding: no token is stored, and samples are greedy, without anything else (0)."""
 DEVICE_TYPES = {name: np.dtype(np.int64 if dtype == np.uint64 else dtype) for name, dtype, _ in SAMPLING_FIELDS}
-"""The types of draws' arrays on a device: tensors have no uint64, so seeds are int64."""
+"""The types of samples' arrays on a device: tensors have no uint64, so seeds are int64."""
 _LISTS = {name for name, _, size in SAMPLING_FIELDS if size == "any"}
 
 
 class SamplingShape(NamedTuple):
-    """The fixed properties of a recording of draws.
+    """The fixed properties of a recording of samples.
 
     num_samples    rows of logits
     room           ids that each list may have
-    has_penalties  of some draw; without any, a kernel that is told so need not look
+    has_penalties  of some sample; without any, a kernel that is told so need not look
     """
 
     num_samples: int
@@ -62,7 +62,7 @@ def shape_of(samples: SamplingArrays, num_samples: int) -> SamplingShape:
 
 
 class Shape(NamedTuple):
-    """The fixed properties of a recorded step. ``max_seq_len`` is rounded up. ``draws`` is None if it does not
+    """The fixed properties of a recorded step. ``max_seq_len`` is rounded up. ``samples`` is None if it does not
     sample."""
 
     num_tokens: int
@@ -94,7 +94,7 @@ class Inputs:
 
     arrays      on the host, by name
     batch       on the device
-    fields      of the draws, in the order of `ops.sample_into`'s
+    fields      of the samples, in the order of `ops.sample_into`'s
     size_bytes  to be uploaded
     """
 
@@ -151,7 +151,7 @@ class StepMemory:
 
     def write(self, inputs: Inputs, layout: StepLayout, samples: SamplingArrays | None) -> None:
         """Write a step to a recording's inputs, and queue their copy to the device, after pages that are being copied.
-        The rest is padding: the tokens of empty sequences, which are not stored, and a draw for each of them. Given
+        The rest is padding: the tokens of empty sequences, which are not stored, and a sample for each of them. Given
         arrays are not changed afterwards."""
         if inputs is not self._sent:  # others use the same memory
             self._sent = inputs
@@ -183,7 +183,7 @@ class StepMemory:
 
 
 def read_sampled(sampled: Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """The ids of the first ``count`` draws, and whether each is valid. Waits for the device. Raises LaunchError if it
+    """The ids of the first ``count`` samples, and whether each is valid. Waits for the device. Raises LaunchError if it
     failed, InvalidArgumentError if an id was outside the vocabulary."""
     num_samples = sampled.shape[0] // 2
     if sampled.device.kind == "cpu":  # its kernels check ids themselves

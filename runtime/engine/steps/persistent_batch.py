@@ -24,12 +24,12 @@ _MOST_KEPT = 64
 
 @dataclass(slots=True)
 class Samples:
-    """The draws of a step.
+    """The samples of a step.
 
-    rows, tokens, positions  of each draw: its row, the token of the step that it follows, and its index in the
+    rows, tokens, positions  of each sample: its row, the token of the step that it follows, and its index in the
                      row's output
     counts           of each chunk that samples; None means one each
-    proposals        tokens that the draws are compared with, or None
+    proposals        tokens that the samples are compared with, or None
     version          the rows', when the step began
     """
 
@@ -42,7 +42,7 @@ class Samples:
 
 
 class LaidOut(NamedTuple):
-    """A step over the rows: its layout, its draws, their parameters, and the draws whose own parameters raise an
+    """A step over the rows: its layout, its samples, their parameters, and the samples whose own parameters raise an
     error."""
 
     layout: StepLayout
@@ -53,14 +53,14 @@ class LaidOut(NamedTuple):
 
 @dataclass(slots=True)
 class _Places:
-    """The part of a layout that follows from a step's rows, counts and numbers of draws. ``[D]``: by draw.
+    """The part of a layout that follows from a step's rows, counts and numbers of samples. ``[D]``: by sample.
 
     rotary         by token: rotary position minus position, or None
-    tokens, rows   [D] of each draw
+    tokens, rows   [D] of each sample
     indices        [D] the tokens, as the batch has them
     outputs        [D] output index minus position
-    counts         draws of each chunk that samples; None means one each
-    sampling       parameters of the draws, except their positions; None if they have to be gathered for each step
+    counts         samples of each chunk that has any; None means one each
+    sampling       parameters of the samples, except their positions; None if they have to be gathered for each step
     keeps_outputs  one of the rows has parameters that depend on its output
     """
 
@@ -141,7 +141,7 @@ class PersistentBatch:
         outputs = positions.take(batch_slots.tokens)
         outputs += batch_slots.outputs
         proposals = None
-        if batch_slots.counts is not None:  # a draw that is not its chunk's last is compared with the next token
+        if batch_slots.counts is not None:  # a sample that is not its chunk's last is compared with the next token
             following = np.empty_like(step.token_ids)
             following[:-1], following[-1] = step.token_ids[1:], 0
             proposals = following.take(batch_slots.tokens)
@@ -189,7 +189,7 @@ class PersistentBatch:
             sampling_sequences = np.repeat(sampling_sequences, num_samples)
             ahead = (
                 np.repeat(np.cumsum(num_samples), num_samples) - 1 - np.arange(len(sampling_sequences))
-            )  # draws after it
+            )  # samples after it
         rows = step.rows[sampling_sequences]
         tokens = chunks.query_start.astype(np.int64)[1:].take(sampling_sequences) - 1 - ahead
         return _Places(

@@ -1,6 +1,6 @@
 """Samples token ids from logits, with the sampling parameters of the running sequences in columns by row.
 
-A sequence's parameters are written once, when it gets its row; a step gathers the rows of its draws. Only rows with
+A sequence's parameters are written once, when it gets its row; a step gathers the rows of its samples. Only rows with
 penalties, logit bias, bad words, ``min_tokens`` or allowed ids cost more than that. ``ops.sample`` does the sampling.
 """
 
@@ -113,7 +113,7 @@ class SamplingRows:
                 self._outputs[row][position] = token_id
 
     def gather(self, rows: RowNumbers, positions: NDArray[np.int64]) -> SamplingArrays:
-        """The parameters of draws at ``positions [n]`` of the outputs of ``rows [n]``, all before which are known.
+        """The parameters of samples at ``positions [n]`` of the outputs of ``rows [n]``, all before which are known.
 
         If a row has a grammar there is an allowed mask, which is still to be narrowed by the grammars' masks."""
         ends_of_none: dict[str, Any] = dict.fromkeys(_ENDS_OF_LISTS, np.zeros(len(rows), np.int32))
@@ -142,7 +142,7 @@ class SamplingRows:
         return arrays
 
     def gather_sound(self, rows: RowNumbers, positions: NDArray[np.int64]) -> tuple[SamplingArrays, list[int]]:
-        """The same, and the draws whose own parameters raise an error: these get another draw's, whose sample is
+        """The same, and the samples whose own parameters raise an error: these get another's, whose result is
         ignored. Raises an error that no single one of them raises."""
         if not self._broken:
             try:
@@ -169,7 +169,7 @@ class SamplingRows:
         return False
 
     def penalty_lists(self, rows: RowNumbers, positions: NDArray[np.int64]) -> list[PenaltyLists]:
-        """The ids that penalties count in each of these draws; empty without penalties."""
+        """The ids that penalties count in each of these samples; empty without penalties."""
         return [
             (self._prompt_ids[row], self._outputs[row][:position]) if wanted else (_NO_IDS, _NO_IDS)
             for row, position, wanted in zip(rows.tolist(), positions.tolist(), self._flags[0].take(rows).tolist())
@@ -187,8 +187,8 @@ class SamplingRows:
         return not self._flags.take(rows, axis=1).any()
 
     def masks(self, rows: RowNumbers, positions: NDArray[np.int64]) -> bool:
-        """Whether one of these draws is under a logit bias, allowed ids, a grammar, bad words (which may forbid none),
-        or ids that ``min_tokens`` forbids."""
+        """Whether one of these samples is under a logit bias, allowed ids, a grammar, bad words (which may forbid
+        none), or ids that ``min_tokens`` forbids."""
         may_mask, has_allowed = self._flags[1:].take(rows, axis=1)
         return bool(has_allowed.any()) or any(
             self._num_bias[rows[i]] > 0 or len(self._bad_words[rows[i]]) > 0 or positions[i] < self._min_tokens[rows[i]]
@@ -218,7 +218,7 @@ class SamplingRows:
                 forbidden = last_ids(self._bad_words[row], self._outputs[row][:position])
                 ids[-1] = np.concatenate((ids[-1], forbidden))
                 values[-1] = np.concatenate((values[-1], np.full(len(forbidden), -np.inf, np.float32)))
-                owners[-1] = None  # another draw's list has other words
+                owners[-1] = None  # another sample's list has other words
         arrays.bias_ids, arrays.bias_start, arrays.bias_end = shared_lists(owners, ids)
         arrays.bias_values, _, _ = shared_lists(owners, values)
 
@@ -266,7 +266,7 @@ def _bit_mask(allowed: list[int], vocab_size: int) -> NDArray[np.uint32]:
 def shared_lists(
     owners: Sequence[int | None], lists: Sequence[NDArray[Number]]
 ) -> tuple[NDArray[Number], NDArray[np.int32], NDArray[np.int32]]:
-    """All draws' lists in one array, and the start and end of each, ``[len(lists)]``.
+    """All samples' lists in one array, and the start and end of each, ``[len(lists)]``.
 
     Neighbours of one owner share a list, as prefixes of the longest. An owner of None does not share.
     """

@@ -41,7 +41,7 @@ class SamplingResults:
     ) -> Sampled:
         """Sample from the logits that the model computed.
 
-        laid_out  its broken draws are not valid
+        laid_out  its broken samples are not valid
         proposed  distributions of the draft tokens, by chunk; with None they are accepted if they equal the sample
         """
         logits, (_, samples, arrays, broken) = computed.logits, laid_out
@@ -102,7 +102,7 @@ class SamplingResults:
         logits: Tensor,
         batch_slots: NDArray[np.intp] | None = None,
     ) -> list[TokenLogprobs | None] | None:
-        """``rows``: of each draw; ``batch_slots``: its row of the logits, or None if these are all, in order."""
+        """``rows``: of each sample; ``batch_slots``: its row of the logits, or None if these are all, in order."""
         counts = self._rows.sampling.num_alternatives[rows]
         if largest(counts) < 0:
             return None
@@ -130,7 +130,7 @@ class SamplingResults:
 
 def _accepted(sampled: Sampled, proposals: list[int]) -> tuple[Sampled, list[int]]:
     """The tokens of each chunk up to the first sample that differs from its draft token, and the indices of these
-    draws."""
+    samples."""
     assert sampled.counts is not None
     kept: list[int] = []
     counts: list[int] = []
@@ -162,12 +162,12 @@ def reject(
     token_ids: NDArray[np.int32],
     is_valid: NDArray[np.bool_],
 ) -> None:
-    """Write the result of rejection sampling to the draws ``[n]`` of ``token_ids`` and ``is_valid``, for the chunks
+    """Write the result of rejection sampling to the samples ``[n]`` of ``token_ids`` and ``is_valid``, for the chunks
     that have ``proposed``: accepted draft tokens, then the replacement. If all are accepted, the last sample stands.
 
     logits     [n, vocab_size], and ``arrays``, their parameters
-    counts     draws of each chunk, one more than its draft length
-    proposals  [n] draft token that each draw is compared with
+    counts     samples of each chunk, one more than its draft length
+    proposals  [n] draft token that each sample is compared with
     """
     firsts = np.cumsum(counts) - counts
     chosen = [i for i, each in enumerate(proposed) if each is not None]

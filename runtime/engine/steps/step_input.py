@@ -37,7 +37,7 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     min_tokens      outputs before which none of ``end_ids`` may be sampled
     bad_words       the last id of each may not be sampled after the others
     allowed_ids     the only ids that may be sampled, or None for all
-    has_masks       each draw has a mask of a grammar, which is sent with the step
+    has_masks       each sample has a mask of a grammar, which is sent with the step
     row_numbers     of the batch's fields that have a number for each sequence, by name
     """
 
@@ -214,9 +214,9 @@ class PassPictures(msgspec.Struct, array_like=True, gc=False):
 class Sampled(msgspec.Struct, kw_only=True):
     """A step's sampled tokens, in the order of its chunks.
 
-    counts           tokens of each chunk that samples: at least 1, at most its draws; None means one each
+    counts           tokens of each chunk that samples: at least 1, at most its samples; None means one each
     is_valid         False if the logits held NaN or allowed no token, or the row's parameters failed. With several
-                     draws a chunk's last one may be so.
+                     samples a chunk's last one may be so.
     broken           tokens of rows whose parameters failed
     logprobs         an entry a token, None if its row did not request any; None if no row did
     prompt_logprobs  entries for each of the step's ``prompt_logprobs``
