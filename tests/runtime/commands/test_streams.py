@@ -32,6 +32,14 @@ def shell(command: str, **environment: str) -> tuple[int, bytes, bytes]:
     ],
 )
 def test_output_that_cannot_be_written_is_an_error_without_a_traceback(given: str, error: bytes) -> None:
+    program = "import time; time.sleep(0.3); from runtime.cli import main; main()"
+    status, out, err = shell(f'{sys.executable} -c "$PROGRAM" --version {given}', PROGRAM=program)
+    assert status == 1
+    assert out == b""
+    assert err == (b"xserv: error: " + error + b"\n" if error else b"")
+
+
+def test_a_locale_that_knows_ascii_alone_is_taken_for_utf_8() -> None:
     program = (
         "import sys; from runtime.commands.group import prepare_streams; prepare_streams(); "
         "print(sys.stdin.read() + chr(0x20ac))"
