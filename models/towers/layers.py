@@ -191,7 +191,7 @@ class TowerShard:
     """A width of which each rank has a part, or all of it.
 
     Attributes:
-        share: this rank's part.
+        shard: this rank's part.
         outputs, inputs: the cuts of the maps that make it and that read it, or None if they are whole.
     """
 

@@ -1,5 +1,5 @@
-"""Parses reasoning: text between `<think>` and `</think>` before the answer. And extends an answer's grammar by
-reasoning before it, or by calls as an alternative.
+"""Parses reasoning: text between `<think>` and `</think>` before the answer. Also extends an answer's grammar
+by reasoning before it, or by calls as an alternative.
 
 The opening tag counts only at the beginning of the answer, since a text about tags may have it anywhere else; many
 templates write it themselves, at the end of the prompt (`reasoning_start`). Unclosed reasoning extends to the end.

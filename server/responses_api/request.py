@@ -150,13 +150,13 @@ def input_messages(given: str | Sequence[dict[str, Any]]) -> ItemMessages:
 
 def _item(fields: dict[str, Any], path: str) -> Item:
     kind = fields.get("type", "message")
-    schema = _SCHEMAS.get(kind) if isinstance(kind, str) else None
-    if schema is None:
+    item_type = _SCHEMAS.get(kind) if isinstance(kind, str) else None
+    if item_type is None:
         if kind == "item_reference":
             raise invalid(f"{path}.type", f"Unsupported parameter: {path} (send the item itself).")
         got = f"got {json_text(kind)}"
         raise invalid(f"{path}.type", f"{path}.type must be one of {', '.join(_SCHEMAS)}, {got}.")
-    return converted(fields, schema, path)
+    return converted(fields, item_type, path)
 
 
 def _append(found: ItemMessages, item: Item, path: str) -> None:

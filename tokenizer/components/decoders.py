@@ -39,7 +39,7 @@ class Stage:
         return []
 
     def end_prompt(self) -> Events:
-        """Ends the prompt: keeps its effect on later text, and returns what it held and will not hold longer."""
+        """Ends the prompt: keeps its effect on later text. Returns held text that later stages have to see."""
         return []
 
 

@@ -1,5 +1,5 @@
 """Harmony's messages, the special tokens that delimit them, and their rendering to ids, each piece of a header
-separately, as in `openai-harmony`. And grammars for answers: a forced call, or a constrained answer in the final
+separately, as in `openai-harmony`. Also grammars for answers: a forced call, or a constrained answer in the final
 channel, with optional analysis before it.
 """
 
