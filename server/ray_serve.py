@@ -16,12 +16,14 @@ from runtime.device.device import Device
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError
 from runtime.engine.make_client import start_client
+from runtime.later import later
 from runtime.parallel.ray_engines import RayError
 from runtime.text.load import load_tokenizer
 from server.app import Application, create_app
 from server.config import ServerConfig
 from server.serve import check_files, warm_up
 
+ray = later("ray")
 logger = logging.getLogger("xserv.server")
 
 APPLICATION = "xserv"
@@ -135,8 +137,6 @@ def deploy(deployment: Deployment, *, address: str, host: str, port: int) -> Non
     """Deploys it at this port of a cluster's nodes, and returns when it is ready; it outlives this process. Deploying
     again updates it in place, replica by replica. Raises `RayError`."""
     serve = import_serve()
-    import ray
-
     connect(address)
     try:
         serve.start(http_options={"host": host, "port": port})
@@ -156,8 +156,6 @@ def remove(address: str) -> None:
 
 def connect(address: str) -> None:
     """Connects this process to a cluster, unless it is connected. Raises `RayError`."""
-    import ray
-
     if ray.is_initialized():
         return
     try:
@@ -176,6 +174,4 @@ def import_serve() -> Any:
 
 
 def _cluster_gpus() -> float:
-    import ray
-
     return float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0

@@ -7,7 +7,7 @@
     decoder = IncrementalDecoder(tokenizer, prompt_ids=ids)
     text = decoder.push([9906]) + decoder.flush()
 
-The package does not depend on models, engines or servers. `regex`, `jinja2`, numpy and numba are imported on first use.
+The package does not depend on models, engines or servers. `regex`, `jinja2` and numba are imported on first use.
 """
 
 from tokenizer.errors import ChatTemplateError, TokenIdError, TokenizerError, TokenizerFileError

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from runtime.later import later
 from tokenizer.bpe.merge_table import MergeTable
 from tokenizer.byte_level import BYTE_TO_CHAR
 from tokenizer.json_fields import Fields
 from tokenizer.loading import TokenizerFiles
 from tokenizer.tokenizer import Tokenizer
 
+_cache = later("numba_kernels.cache")
+
 
 def is_compiled() -> bool:
     """Whether an earlier process has compiled the loops, so that `warm_up` runs no compiler."""
-    from numba_kernels.cache import cache_folder
-
-    return any(cache_folder(Path(__file__).parent / "bpe" / "encode_kernel.py").iterdir())
+    return any(_cache.cache_folder(Path(__file__).parent / "bpe" / "encode_kernel.py").iterdir())
 
 
 def _byte_level() -> None:

@@ -27,6 +27,9 @@ from runtime.device.pinned import LEAST_BYTES, PinnedBlock, PinnedPool, upload_p
 from runtime.device.stream import Event, Stream
 from runtime.device.tensor_map import TensorMaps
 from runtime.errors import DeviceError, InvalidArgumentError
+from runtime.later import later
+
+_probes = later("numba_kernels.cuda.probes")  # brings numba
 
 _MOST_LAYOUTS, _MOST_LAUNCHES = 4_096, 4_096
 """The most remembered tensor maps, and the most remembered launches; the oldest are dropped."""
@@ -349,13 +352,11 @@ class Gpu:
     def max_clusters(self) -> tuple[tuple[int, int], ...]:
         """(blocks a cluster, clusters that run at once where a multiprocessor holds one block); the driver is queried
         once. None for a device without clusters."""
-        from numba_kernels.cuda import probes  # brings numba
-
         if self.capability < (9, 0):
             return ()
         found = []
-        for size in probes.CLUSTER_SIZES:
-            bound = self.bind(probes.plan_cluster(size, self.properties.shared_bytes_per_block))
+        for size in _probes.CLUSTER_SIZES:
+            bound = self.bind(_probes.plan_cluster(size, self.properties.shared_bytes_per_block))
             found.append((size, int(self.context.call("cuOccupancyMaxActiveClusters", *bound.configuration))))
         return tuple(found)
 

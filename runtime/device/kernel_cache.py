@@ -50,6 +50,9 @@ from runtime.device.compiled_kernel import (
 from runtime.device.errors import CompileError
 from runtime.device.kernel_key import SOURCES, all_sources, digest_of, kernel_index, sources_of, tool_versions
 from runtime.errors import DeviceError, InvalidArgumentError
+from runtime.later import later
+
+_compile = later("numba_kernels.cuda.compile")  # brings numba's compiler for GPUs
 
 SUFFIX = ".kernel"
 IR_SUFFIX = ".ir"
@@ -216,12 +219,10 @@ def _read(path: Path) -> CompiledKernel | None:
 
 def _front_end(specialisation: Specialisation) -> tuple[str, ...]:
     """Numba's LLVM IR of a kernel. Raises CompileError."""
-    from numba_kernels.cuda.compile import llvm_ir
-
     argument_format(specialisation)
     require_compiler()
     try:
-        return llvm_ir(specialisation)
+        return tuple(_compile.llvm_ir(specialisation))
     except Exception as error:  # numba raises its own kinds from each of its passes
         raise CompileError(f"kernel {specialisation.name} does not compile: {error}") from error
 
@@ -233,12 +234,10 @@ def compile_kernel(
 
     Raises CompileError.
     """
-    from numba_kernels.cuda.compile import ptx_of
-
     letters = argument_format(specialisation)
     require_compiler()
     try:
-        text = ptx_of(specialisation, modules, arch)
+        text = _compile.ptx_of(specialisation, modules, arch)
     except Exception as error:  # NVVM's own, with its own words
         raise CompileError(f"kernel {specialisation.name} does not compile for {arch}: {error}") from error
     entries = _ENTRY.findall(text)

@@ -267,15 +267,15 @@ class OpenSteps:
                 if self.pictures is not None and opened.assembled.input.are_decodes:
                     self.pictures.budget.observe(record.run_s)
                 if num_tokens:
-                    self._scheduler.observe(num_tokens, record.run_s)
+                    self._scheduler.costs.observe_step(num_tokens, record.run_s)
                     if self._executor.depth > 1:
                         made = opened.assembled.input
                         num_pairs = int((made.counts * (2 * made.starts + made.counts)).sum())
-                        self._scheduler.observe_prompts(num_tokens, num_pairs, record.run_s)
+                        self._scheduler.prompt_times.observe(num_tokens, num_pairs, record.run_s)
                     self.counters.count_tokens(num_tokens)
             num_bytes, seconds = self._executor.take_timed()
             if num_bytes:
-                self._scheduler.observe_transfer(num_bytes, seconds)
+                self._scheduler.costs.observe_transfer(num_bytes, seconds)
         record.preempted = [(s.request.request_id, s.index, way) for s, way in step.preempted]
         record.end_s = time.monotonic()
         record.commit_s = record.end_s - ended

@@ -30,6 +30,9 @@ from numpy.typing import NDArray
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.runs import Moves, Pairs, Places, Wave, split, waves_of
+from runtime.later import later
+
+_transfer_gpu = later("runtime.kv.transfer_gpu")  # brings the driver, which the CPU does not need
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,6 @@ class Mover(Protocol):
 
     def move(self, moves: Sequence[Moves], swap_bytes: int) -> None:
         """Run one call of `KVTransfer.run`, the moves of each pool, in which `swap_bytes` are swapped."""
-        ...
 
     def collect(self) -> None:
         """Counts the copies that have finished."""
@@ -92,9 +94,7 @@ class KVTransfer:
         if kv_cache.device.kind == "cpu":
             self._mover = _CpuMover(kv_cache, host_pages)
         else:
-            from runtime.kv.transfer_gpu import GpuMover  # imports the driver, which the CPU does not need
-
-            self._mover = GpuMover(kv_cache, host_pages)
+            self._mover = _transfer_gpu.GpuMover(kv_cache, host_pages)
 
     def run(self, swap_out: Pairs, swap_in: Pairs, copies: Pairs) -> None:
         """Moves blocks: first `swap_out` (block, slot), then `swap_in` (slot, block), then `copies` (source block,

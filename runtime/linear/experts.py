@@ -12,15 +12,17 @@ from runtime.device import tensor_map
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, NDArray
 from runtime.errors import InvalidArgumentError
+from runtime.later import later
 from runtime.linear.weight import GpuWeight, JoinedWeight, LinearWeight, PackedWeight, PanelWeight, Plans, RowWeight
 from runtime.tensor.tensor import Tensor
+
+_packed, _hopper = later("numba_kernels.cuda.experts.packed"), later("numba_kernels.cuda.experts.hopper")
+"""They bring Numba's compiler for GPUs, which the cpu does without."""
 
 
 def can_stay_packed(packing: Packing, dtype: DType, outputs: Sequence[int], inputs: int) -> bool:
     """Whether a GPU multiplies rows of this type by quantised experts, of one map or of gate and up."""
-    from numba_kernels.cuda.experts import packed  # brings Numba's compiler for GPUs, which the cpu does without
-
-    return packed.can_plan(packing, dtype.ptx, outputs[0], inputs, is_gated=len(outputs) > 1)
+    return bool(_packed.can_plan(packing, dtype.ptx, outputs[0], inputs, is_gated=len(outputs) > 1))
 
 
 class ExpertsWeight:
@@ -100,16 +102,14 @@ class ExpertsWeight:
 
 def _tensor_maps(experts: Sequence[LinearWeight]) -> Tensor | None:
     """Tensor maps of the experts' rows, in GPU memory, for the products that read them by the TMA."""
-    from numba_kernels.cuda.experts import hopper
-
     weights = [each for each in experts if isinstance(each, RowWeight)]
     rows, depth = experts[0].shape
     gpu = Gpu.of(experts[0].device)
     can_map = len(weights) == len(experts) and all(each.address % 16 == 0 for each in weights)
-    if not can_map or not hopper.can_plan(gpu.arch, weights[0].activations.ptx, rows, depth):
+    if not can_map or not _hopper.can_plan(gpu.arch, weights[0].activations.ptx, rows, depth):
         return None
-    layout = hopper.map_layout(weights[0].activations.ptx, rows, depth)
+    layout = _hopper.map_layout(weights[0].activations.ptx, rows, depth)
     maps = b"".join(tensor_map.encode(gpu.driver, each.address, layout) for each in weights)
-    made = Tensor.from_numpy(np.frombuffer(maps, np.uint8).reshape(len(weights), hopper.MAP_BYTES)).to(gpu.device)
+    made = Tensor.from_numpy(np.frombuffer(maps, np.uint8).reshape(len(weights), _hopper.MAP_BYTES)).to(gpu.device)
     made.storage.freeze()
     return made

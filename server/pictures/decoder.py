@@ -18,7 +18,10 @@ from runtime.engine.prompt_images import PreparedImage, digest_of
 from runtime.images.decoding import DecodingLimits, decoded_image
 from runtime.images.errors import ImageError
 from runtime.images.patches import Rule, make_patches
+from runtime.later import later
 from server.worker_process import WorkerProcess, answer_jobs
+
+_cutting = later("runtime.images.cutting")  # brings Pillow
 
 MAX_MEMORY_BYTES = 3 << 29
 """Address space: the libraries' 360 MiB, and the largest picture several times."""
@@ -70,9 +73,7 @@ def main() -> None:
         import PIL.AvifImagePlugin
 
         PIL.AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there are several processes, and each thread reserves addresses
-        from runtime.images.cutting import prepare as prepare_cutting
-
-        prepare_cutting()
+        _cutting.prepare()
     answer_jobs(prepare, max_memory_bytes=MAX_MEMORY_BYTES)
 
 

@@ -8,14 +8,15 @@ back, so that threads never share one and the GIL is released while text is enco
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from runtime.later import later
 from tokenizer.bpe.merge_table import MergeTable, address
 from tokenizer.byte_level import BYTE_TO_CHAR
 from tokenizer.patterns.automaton import Automaton
 
-if TYPE_CHECKING:
-    import numpy as np
+_kernel = later("tokenizer.bpe.encode_kernel")  # compiled code, and the compiler with it
 
 _PADDING = b"\0" * 8  # `kernel_support.PADDING`
 _NUM_SLOTS = 1 << 15
@@ -39,37 +40,32 @@ class ByteEncoder:
         symbol_of_letter  the symbols of the byte-level alphabet's letters in the vocabulary
         added             (string to seek, id, whether it is special) of the added tokens, all different
         """
-        import numpy as np
-
-        from tokenizer.bpe import encode_kernel as kernel
-
-        self._frombuffer, self._uint8 = np.frombuffer, np.uint8
         nodes, roots, added_ids, added_special = _trie(added)
         self._has_added = bool(added_ids.size)
         letters = b"".join([letter.encode().ljust(2, b"\0") for letter in BYTE_TO_CHAR])
         arrays = {
-            kernel.CLASSES: automaton.classes,
-            kernel.TRANSITIONS: automaton.transitions,
-            kernel.NODES: nodes,
-            kernel.ROOTS: roots,
-            kernel.ADDED_IDS: added_ids,
-            kernel.ADDED_SPECIAL: added_special,
-            kernel.BYTE_SYMBOLS: np.array([symbol_of_letter.get(letter, -1) for letter in BYTE_TO_CHAR], np.int32),
-            kernel.IDS: table.ids,
-            kernel.PAIRS: table.pairs,
-            kernel.TOKENS: table.tokens,
-            kernel.STARTS: table.starts,
-            kernel.TOKEN_SLOTS: table.slots,
-            kernel.LETTERS: np.frombuffer(letters, np.uint8),
+            _kernel.CLASSES: automaton.classes,
+            _kernel.TRANSITIONS: automaton.transitions,
+            _kernel.NODES: nodes,
+            _kernel.ROOTS: roots,
+            _kernel.ADDED_IDS: added_ids,
+            _kernel.ADDED_SPECIAL: added_special,
+            _kernel.BYTE_SYMBOLS: np.array([symbol_of_letter.get(letter, -1) for letter in BYTE_TO_CHAR], np.int32),
+            _kernel.IDS: table.ids,
+            _kernel.PAIRS: table.pairs,
+            _kernel.TOKENS: table.tokens,
+            _kernel.STARTS: table.starts,
+            _kernel.TOKEN_SLOTS: table.slots,
+            _kernel.LETTERS: np.frombuffer(letters, np.uint8),
         }
         self._kept = arrays
-        self._tables = np.zeros(kernel.NUM_TABLES, np.int64)
+        self._tables = np.zeros(_kernel.NUM_TABLES, np.int64)
         for place, array in arrays.items():
             self._tables[place] = address(array)
-        self._tables[kernel.WIDTH] = automaton.num_classes + 1
-        self._tables[kernel.SHIFT] = table.shift
-        self._tables[kernel.TOKEN_MASK] = table.mask
-        self._tables[kernel.IGNORES_MERGES] = ignores_merges
+        self._tables[_kernel.WIDTH] = automaton.num_classes + 1
+        self._tables[_kernel.SHIFT] = table.shift
+        self._tables[_kernel.TOKEN_MASK] = table.mask
+        self._tables[_kernel.IGNORES_MERGES] = ignores_merges
         self._workspaces: list[_Workspace] = []
 
     def encode(self, text: str, seeks_added: bool, skips_special: bool) -> list[int]:
@@ -78,7 +74,7 @@ class ByteEncoder:
         `seeks_added`: added tokens are found; `skips_special`: special ones among them are ordinary text.
         """
         data = text.encode()
-        padded = self._frombuffer(data + _PADDING, self._uint8)
+        padded = np.frombuffer(data + _PADDING, np.uint8)
         try:
             workspace = self._workspaces.pop()
         except IndexError:
@@ -92,29 +88,25 @@ class _Workspace:
     """The state of one call: the words already encoded and their ids, scratch and room for the result."""
 
     def __init__(self) -> None:
-        import numpy as np
-
-        from tokenizer.bpe import encode_kernel as kernel
-
-        self._kernel = kernel.encode
-        self._position, self._stop = kernel.POSITION, kernel.STOP
+        self._encode = _kernel.encode
+        self._position, self._stop = _kernel.POSITION, _kernel.STOP
         self._slots = np.zeros((_NUM_SLOTS, 2), np.uint64)
         self._pool = np.zeros(_POOL_CHUNKS, np.uint64)
         self._out = np.empty(_MOST_IDS, np.uint32)
         self._scratch = np.empty(0, np.uint32)
-        self._fields = np.zeros(kernel.NUM_FIELDS, np.int64)
-        self._fields[kernel.SLOTS] = address(self._slots)
-        self._fields[kernel.SLOT_MASK] = _NUM_SLOTS - 1
-        self._fields[kernel.POOL] = address(self._pool)
-        self._fields[kernel.POOL_CHUNKS] = _POOL_CHUNKS
-        self._fields[kernel.POOL_USED] = 1
+        self._fields = np.zeros(_kernel.NUM_FIELDS, np.int64)
+        self._fields[_kernel.SLOTS] = address(self._slots)
+        self._fields[_kernel.SLOT_MASK] = _NUM_SLOTS - 1
+        self._fields[_kernel.POOL] = address(self._pool)
+        self._fields[_kernel.POOL_CHUNKS] = _POOL_CHUNKS
+        self._fields[_kernel.POOL_USED] = 1
         self._make_room(_MOST_IDS)
 
     def encode(
         self, text: np.ndarray, end: int, seeks_added: bool, skips_special: bool, tables: np.ndarray
     ) -> list[int]:
         """The ids of `text[:end]`; `end` is followed by padding."""
-        fields, encode = self._fields, self._kernel
+        fields, encode = self._fields, self._encode
         fields[self._position] = 0
         fields[self._stop] = -1
         count = encode(text, end, seeks_added, skips_special, tables, fields)
@@ -130,22 +122,15 @@ class _Workspace:
 
     def _make_room(self, size: int) -> None:
         """Room for words of `size` bytes."""
-        import numpy as np
-
-        from tokenizer.bpe import encode_kernel as kernel
-        from tokenizer.bpe.merge_kernel import SCRATCH_BYTES
-
         self._out = np.empty(size, np.uint32)
-        self._scratch = np.empty(SCRATCH_BYTES * size, np.uint8)
-        self._fields[kernel.OUT] = address(self._out)
-        self._fields[kernel.SCRATCH] = address(self._scratch)
-        self._fields[kernel.OUT_ROOM] = self._fields[kernel.ROOM] = size
+        self._scratch = np.empty(_kernel.SCRATCH_BYTES * size, np.uint8)
+        self._fields[_kernel.OUT] = address(self._out)
+        self._fields[_kernel.SCRATCH] = address(self._scratch)
+        self._fields[_kernel.OUT_ROOM] = self._fields[_kernel.ROOM] = size
 
 
 def _trie(added: Iterable[tuple[str, int, bool]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The strings as a trie in arrays (`encode_kernel.next_added`), their ids, and which are special."""
-    import numpy as np
-
     nodes: list[list[int]] = []  # byte, first child, next sibling, number of the token
     children: dict[tuple[int, int], int] = {}  # node (-1: none yet), byte: node
     ids: list[int] = []

@@ -14,6 +14,7 @@ from numba_kernels.cache import njit
 from numba_kernels.pointers import i32_at, i64_at, u8_at, u32_at, u64_at
 from tokenizer.bpe.index_kernel import find_token
 from tokenizer.bpe.kernel_support import ZERO, chunk_at, hash_bytes
+from tokenizer.bpe.merge_kernel import SCRATCH_BYTES as SCRATCH_BYTES
 from tokenizer.bpe.merge_kernel import merge, symbols_at
 
 CLASSES = 0  # [0x110000] uint8: `Automaton.classes`

@@ -6,12 +6,14 @@ A symbol is a token's place in the vocabulary's order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from runtime.later import later
 from tokenizer.errors import TokenizerError
 
-if TYPE_CHECKING:
-    import numpy as np
+_merging, _indexing = later("tokenizer.bpe.merge_kernel"), later("tokenizer.bpe.index_kernel")
+_NOTHING = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # `kernel_support.NOTHING`
 
 MIDDLE = "\udcfe"
 """May stand between left and right of a merge: becomes a byte that UTF-8 does not have, as what ends a string does."""
@@ -41,18 +43,13 @@ class MergeTable:
 
         Raises `MergeError`, and UnicodeEncodeError for a lone surrogate.
         """
-        import numpy as np
-
-        from tokenizer.bpe.index_kernel import index_merges, index_tokens
-        from tokenizer.bpe.kernel_support import NOTHING
-
         self.tokens = _packed(vocab)
         self.starts = np.empty(len(vocab) + 1, np.int64)
         self.slots = np.full(_table_size(len(vocab)), -1, np.int32)
         self.mask = len(self.slots) - 1
         self.ids = np.fromiter(vocab.values(), np.uint32, len(vocab))
-        index_tokens(address(self.tokens), len(vocab), address(self.starts), address(self.slots), self.mask)
-        self.pairs = np.full((_table_size(len(merges)), 2), NOTHING, np.uint64)
+        _indexing.index_tokens(address(self.tokens), len(vocab), address(self.starts), address(self.slots), self.mask)
+        self.pairs = np.full((_table_size(len(merges)), 2), _NOTHING, np.uint64)
         self.shift = 65 - len(self.pairs).bit_length()
         packed = _packed(merges)
         middle = separator.encode("utf-8", "surrogateescape")[0]
@@ -60,20 +57,18 @@ class MergeTable:
         token_tables = address(self.tokens), address(self.starts), address(self.slots), self.mask
         self._tables = *token_tables, address(self.pairs), self.shift
         prefix_size = len(prefix.encode())
-        offender = index_merges(address(packed), len(merges), middle, prefix_size, *self._tables, address(room))
+        offender = _indexing.index_merges(
+            address(packed), len(merges), middle, prefix_size, *self._tables, address(room)
+        )
         if offender >= 0:
             raise MergeError(offender)
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
         """The ids of a word, given as its initial tokens; all are in the vocabulary."""
-        import numpy as np
-
-        from tokenizer.bpe.merge_kernel import SCRATCH_BYTES, merge_tokens
-
         text = _packed(tokens)
         count = len(tokens)
-        scratch = np.empty(SCRATCH_BYTES * count // 4, np.int32)
-        size = merge_tokens(address(text), count, *self._tables, address(scratch))
+        scratch = np.empty(_merging.SCRATCH_BYTES * count // 4, np.int32)
+        size = _merging.merge_tokens(address(text), count, *self._tables, address(scratch))
         ids: list[int] = self.ids[scratch[4 * count : 4 * count + size]].tolist()
         return ids
 
@@ -85,8 +80,6 @@ def address(array: np.ndarray) -> int:
 
 def _packed(strings: Iterable[str]) -> np.ndarray:
     """Strings, each ended by 0xFF, as bytes followed by the kernels' padding."""
-    import numpy as np
-
     joined = _END.join([*strings, ""])
     return np.frombuffer(joined.encode("utf-8", "surrogateescape") + _PADDING, np.uint8)
 

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from tokenizer.patterns.character_classes import ClassTable, classify
 from tokenizer.patterns.tree import Character, Choice, LookAhead, Node, NotTabularError, Repeat, Row, parse
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _MOST_STATES = 512
 _MOST_PLACES = 4096
@@ -57,8 +55,6 @@ def compile_automaton(pattern: str) -> Automaton:
     Raises `NotTabularError` for unsupported syntax, for a pattern that matches the empty text, and for one that does
     not match at every character: words must cover every text without gaps.
     """
-    import numpy as np
-
     tree = parse(pattern)
     program = _Program()
     program.first = program.add(tree, _MATCH)

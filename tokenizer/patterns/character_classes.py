@@ -10,14 +10,15 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from runtime.later import later
 from tokenizer.patterns.oniguruma import MOVED_LETTER
 from tokenizer.patterns.tree import NotTabularError
 from tokenizer.patterns.unicode_tables import WHITE_SPACE
 
-if TYPE_CHECKING:
-    import numpy as np
+regex = later("regex")
 
 NUM_CHARACTERS = 0x110000
 _CATEGORIES = (
@@ -52,9 +53,6 @@ def classify(atoms: Sequence[str]) -> ClassTable:
 
     Raises `NotTabularError` for a property that is not a general category, and for too many classes.
     """
-    import numpy as np
-    import regex  # type: ignore[import-untyped]
-
     named = set(re.findall(r"\\[pP]\{(\w+)\}", "".join(atoms)))
     if unknown := named - _PROPERTIES:
         raise NotTabularError(f"property {min(unknown)!r} is not supported")
@@ -96,9 +94,6 @@ def _literals(atoms: Sequence[str]) -> set[str]:
 @functools.cache
 def _runs(properties: frozenset[str]) -> tuple[np.ndarray, np.ndarray]:
     """The beginnings of runs of characters with equal `properties`, and a number for each run's kind."""
-    import numpy as np
-    import regex
-
     groups: dict[frozenset[str], list[str]] = {}
     for category in _CATEGORIES:
         groups.setdefault(frozenset(name for name in properties if category.startswith(name)), []).append(category)

@@ -12,7 +12,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from runtime.later import later
 from tokenizer.patterns.oniguruma import MOVED_LETTER, UNICODE_WORD, PatternError, translate
+
+regex = later("regex")
 
 # The Rust crate `regex`, which Whitespace and single_word use, has the joiners.
 RUST_WORD = UNICODE_WORD + r"\u200c\u200d"
@@ -51,8 +54,6 @@ def compile_pattern(pattern: str) -> Pattern:
 
 
 def _compile(pattern: str, translated: str) -> Any:
-    import regex  # type: ignore[import-untyped]
-
     try:
         return regex.compile(translated, flags=regex.VERSION1 if "&&" in translated else regex.VERSION0)
     except regex.error as error:
@@ -67,8 +68,6 @@ def compile_literal(text: str) -> Pattern:
 
 def compile_raw(pattern: str) -> Any:
     """Compile a pattern of our own, in the syntax of the `regex` module."""
-    import regex
-
     return regex.compile(pattern, flags=regex.VERSION0)
 
 

@@ -14,8 +14,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from runtime.later import later
 from tokenizer.errors import ChatTemplateError
-from tokenizer.templates.functions import to_json
+
+jinja2, _meta = later("jinja2"), later("jinja2.meta")
+_environment = later("tokenizer.templates.environment")
 
 Message = Mapping[str, Any]
 
@@ -55,7 +58,7 @@ def render_chat(
     names = dict(_plain(variables or {}))
     names |= {
         "messages": chat,
-        "tools": None if tools is None else _Tools(_plain(list(tools))),
+        "tools": None if tools is None else _environment.Tools(_plain(list(tools))),
         "documents": _plain(documents),
         "add_generation_prompt": add_generation_prompt,
     }
@@ -88,8 +91,6 @@ def _render(compiled: Any, names: dict[str, Any]) -> str:
 
 
 def _render_once(compiled: Any, names: dict[str, Any]) -> str:
-    import jinja2
-
     try:
         rendered: str = compiled.render(names)
     except jinja2.TemplateError as error:
@@ -104,10 +105,8 @@ def _render_once(compiled: Any, names: dict[str, Any]) -> str:
 @functools.lru_cache(maxsize=64)
 def compile_template(template: str) -> Any:
     """The compiled Jinja template. Raises `ChatTemplateError` when it does not compile."""
-    import jinja2
-
     try:
-        return _environment().from_string(template)
+        return _environment.environment().from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise ChatTemplateError(f"the chat template does not compile: line {error.lineno}: {error.message}") from error
     except RecursionError as error:
@@ -116,10 +115,8 @@ def compile_template(template: str) -> Any:
 
 def variables_of(template: str) -> frozenset[str]:
     """The variables that a template reads from its context. Raises `ChatTemplateError` when it does not compile."""
-    from jinja2 import meta
-
     compile_template(template)
-    return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+    return frozenset(_meta.find_undeclared_variables(_environment.environment().parse(template)))
 
 
 def _prepare_message(message: Message, index: int) -> dict[str, Any]:
@@ -149,16 +146,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
     return f"<{type(value).__name__}>"
-
-
-class _Tools(list[Any]):
-    """The template's list of tools; converted to a string it is JSON.
-
-    Python would write single quotes; templates with `tools|string` mean JSON, which huggingface.js writes.
-    """
-
-    def __str__(self) -> str:
-        return to_json(self)
 
 
 def _mark_final_message(chat: list[dict[str, Any]], continued: bool | str, template: str) -> str:
@@ -194,10 +181,3 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
     if rendered[position : position + len(_CONTINUE_TAG)] == _CONTINUE_TAG:
         return rendered[:position]
     return rendered[:position].rstrip()  # the template trims the message
-
-
-@functools.cache
-def _environment() -> Any:
-    from tokenizer.templates.jinja_environment import make_environment
-
-    return make_environment()

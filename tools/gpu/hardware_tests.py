@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from runtime.later import later
 from tools.gpu.sections import EMULATED_TESTS, ROOT, Options
 
 
@@ -33,9 +34,7 @@ def session(options: Options, file: str, known: Collection[str], report: Callabl
         plugins: list[object] = [_Reporter(known, report)]
         marks = "gpu"  # emulated devices' tests run in full: a GPU has time for exhaustive ones
         if file in EMULATED_TESTS:
-            from tools.gpu.checking.stand_in import StandIn
-
-            plugins.append(StandIn(options))
+            plugins.append(later("tools.gpu.checking.stand_in").StandIn(options))
             marks = ""
         arguments = ["-c", str(settings), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "--tb=short"]
         arguments += ["--assert=plain"] * options.is_dry  # leaves assertions to `lenient`

@@ -111,10 +111,10 @@ class Replica:
         self.num_steps += 1
         if step.chunks:
             seconds -= moved_s
-            scheduler.observe(step.num_tokens, seconds)
+            scheduler.costs.observe_step(step.num_tokens, seconds)
             if len(self.stage_s) > 1:
                 pairs = sum(chunk.num_tokens * (2 * chunk.start + chunk.num_tokens) for chunk in step.chunks)
-                scheduler.observe_prompts(step.num_tokens, pairs, seconds)
+                scheduler.prompt_times.observe(step.num_tokens, pairs, seconds)
         scheduler.commit(step)
         for chunk in step.chunks:
             if chunk.is_last:
@@ -126,7 +126,7 @@ class Replica:
         if step.has_transfers:
             num_blocks = len(step.swap_out) + len(step.swap_in)
             moved_s = num_blocks * self._block_transfer_s
-            self.scheduler.observe_transfer(num_blocks * self.scheduler.limits.block_bytes[0], moved_s)
+            self.scheduler.costs.observe_transfer(num_blocks * self.scheduler.limits.block_bytes[0], moved_s)
         at_s = self.clock_s + moved_s
         if step.chunks:
             features = features_of([(chunk.start, chunk.num_tokens) for chunk in step.chunks], self._windows)

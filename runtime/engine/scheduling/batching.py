@@ -7,12 +7,19 @@ last). ``extend`` adds new arrivals to a planned step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.scheduling.step import Step
 
-if TYPE_CHECKING:
-    from runtime.engine.scheduling.scheduler import Scheduler
+
+class Scheduler(Protocol):  # the parts of ``scheduler.Scheduler`` that a policy composes
+    waiting: list[Sequence]
+    running: list[Sequence]
+
+    def decode(self, step: Step) -> None: ...
+    def prefill(self, step: Step) -> None: ...
+    def admit(self, step: Step, most: int | None = None) -> None: ...
 
 
 class StallFree:
@@ -29,7 +36,7 @@ class StallFree:
         scheduler.admit(step)
 
 
-class Orca:
+class Orca(StallFree):
     """Decodes and whole prompts in one step (Yu et al. 2022); a prompt beyond the budget has a step of its own."""
 
     cuts_prompts = False
@@ -41,11 +48,8 @@ class Orca:
             scheduler.decode(step)
             scheduler.admit(step)
 
-    def extend(self, scheduler: Scheduler, step: Step) -> None:
-        scheduler.admit(step)
 
-
-class PrefillFirst:
+class PrefillFirst(StallFree):
     """Whole prompts alone as long as any can be admitted, else decodes (vLLM's first scheduler, Kwon et al. 2023)."""
 
     cuts_prompts = False
@@ -60,7 +64,7 @@ class PrefillFirst:
             scheduler.admit(step)
 
 
-class Static:
+class Static(StallFree):
     """A batch is admitted when the previous one has ended."""
 
     cuts_prompts = False
@@ -76,9 +80,7 @@ class Static:
             scheduler.admit(step)
 
 
-Batching = StallFree | Orca | PrefillFirst | Static
-
-BATCHING_STYLES: dict[str, type[Batching]] = {
+BATCHING_STYLES: dict[str, type[StallFree]] = {
     "stall-free": StallFree,
     "orca": Orca,
     "prefill-first": PrefillFirst,

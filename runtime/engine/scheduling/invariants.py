@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from runtime.engine.errors import InvariantError
+from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.sequence import Sequence, State
 from runtime.engine.scheduling.step import Step
 
-if TYPE_CHECKING:
-    from runtime.engine.scheduling.scheduler import Scheduler
-
 logger = logging.getLogger("xserv.engine")
+
+
+class Scheduler(Protocol):
+    """The bookkeeping of ``scheduler.Scheduler``."""
+
+    limits: EngineLimits
+    pool: BlockPool
+    depth: int
+    waiting: list[Sequence]
+    running: list[Sequence]
+    free_rows: list[int]
+    open_steps: list[Step]
 
 
 def check_step(scheduler: Scheduler, step: Step) -> None:

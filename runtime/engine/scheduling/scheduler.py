@@ -41,8 +41,7 @@ class Scheduler:
     depth       steps that may run at once, with 1 a second one may be planned ahead. Each samples for sequences of its
                 own, with as many decodes as the others; chunks of a prompt may lie in several
     open_steps  planned and neither committed nor abandoned
-    costs       of steps and transfers, by ``observe``
-    prompt_times  of chunks of prompts, by ``observe_prompts``
+    costs, prompt_times  of steps and transfers, and of chunks of prompts; the engine records them
     drafts      draft tokens of running sequences, for the next step that decodes them
     paused      requests whose sequences are held from the next step on, until they are added again
     """
@@ -156,18 +155,6 @@ class Scheduler:
     def abandon(self, step: Step) -> None:
         """The step has failed: its results do not count. The engine finishes its sequences."""
         self._settle(step)
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Record that a step of so many tokens took this long."""
-        self.costs.observe_step(num_tokens, seconds)
-
-    def observe_prompts(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
-        """See ``PromptTimes.observe``."""
-        self.prompt_times.observe(num_tokens, num_pairs, seconds)
-
-    def observe_transfer(self, num_bytes: int, seconds: float) -> None:
-        """Record that moving so many bytes between device and host took this long."""
-        self.costs.observe_transfer(num_bytes, seconds)
 
     def check_invariants(self) -> None:
         """Assert the invariants between two calls. For tests: O(blocks + sequences)."""

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from xserv._packages import own_packages
+
 if TYPE_CHECKING:
     from runtime import LLM as LLM
     from runtime import AsyncEngineArgs as AsyncEngineArgs
@@ -55,8 +57,6 @@ __all__ = [  # noqa: RUF022 (as a reader meets them)
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'xserv' has no attribute {name!r}")
-    from xserv._packages import own_packages
-
     problem = own_packages().hidden_package()
     if problem is not None:
         raise ImportError(problem, name="xserv")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from xserv._packages import own_packages
+
 
 def main() -> None:
     """The entry point of the script."""
-    from xserv._packages import own_packages
-
     own_packages().prefer_own()
     from runtime.cli import main as run
 

@@ -252,10 +252,10 @@ class Driver:
                         self._end(sequence)
             return
         self.scheduler.commit(step)
-        self.scheduler.observe(step.num_tokens, 0.001 + 0.0001 * step.num_tokens)
+        self.scheduler.costs.observe_step(step.num_tokens, 0.001 + 0.0001 * step.num_tokens)
         if step.swap_out or step.swap_in:
             num_blocks = len(step.swap_out) + len(step.swap_in)
-            self.scheduler.observe_transfer(num_blocks, self.rng.choice((1e-6, 1e-2)) * num_blocks)
+            self.scheduler.costs.observe_transfer(num_blocks, self.rng.choice((1e-6, 1e-2)) * num_blocks)
         for chunk in step.chunks:
             if not chunk.sequence.is_finished:
                 self._add_prompt_logprobs(chunk)

@@ -58,7 +58,7 @@ def test_the_nearest_deadline_comes_first() -> None:
 def test_a_long_prompt_has_less_slack() -> None:
     driver = make_driver(scheduling_policy="deadline", ttft_target_s=1.0)
     for _ in range(5):
-        driver.scheduler.observe(100, 1.0)
+        driver.scheduler.costs.observe_step(100, 1.0)
     short, long = add(driver, 3), add(driver, 103)
     assert driver.scheduler.waiting == [long, short]
     assert short.order[0] - long.order[0] == pytest.approx(1.0)

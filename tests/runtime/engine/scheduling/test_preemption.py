@@ -141,9 +141,9 @@ def test_auto_asks_the_cost_model() -> None:
     ways = set()
     for seconds_per_block in (1e-9, 10.0):
         driver, _ = crowd(preemption="auto", num_host_blocks=8)
-        driver.scheduler.observe_transfer(1, seconds_per_block)
+        driver.scheduler.costs.observe_transfer(1, seconds_per_block)
         for tokens in (1, 10, 20):
-            driver.scheduler.observe(tokens, 0.01 * tokens)
+            driver.scheduler.costs.observe_step(tokens, 0.01 * tokens)
         ways.add(until_preemption(driver).preempted[0][1])
     assert ways == {"swap", "recompute"}
 

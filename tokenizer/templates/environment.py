@@ -1,8 +1,10 @@
-"""The Jinja environment of chat templates. Imports jinja2, so it is itself imported only when a template is
-rendered."""
+"""The Jinja environment of chat templates, imported with jinja2 when a template is first rendered."""
 
 from __future__ import annotations
 
+import functools
+import json
+from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
@@ -12,7 +14,26 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from tokenizer.templates.functions import strftime_now, to_json
+
+class Tools(list[Any]):
+    """The template's list of tools; converted to a string it is JSON.
+
+    Python would write single quotes; templates with `tools|string` mean JSON, which huggingface.js writes.
+    """
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The `tojson` filter: Jinja's own escapes HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -64,14 +85,15 @@ def _raise_exception(message: object) -> NoReturn:
     raise jinja2.exceptions.TemplateError(str(message))
 
 
-def make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+@functools.cache
+def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The environment that transformers gives to chat templates."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
-    return environment
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # local time
+    made.globals["dict"] = _Dict()
+    made.globals["namespace"] = _Namespace
+    return made
