@@ -16,8 +16,9 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from models.base import Model
-from models.configuration.config import ModelConfig
-from models.configuration.rope_config import RopeConfig
+from models.configuration.config import ModelConfig, read_common
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import RopeConfig, parse_rope
 from models.errors import ModelLoadError
 from models.makers.declaration import Width
 from models.makers.maker import Maker
@@ -49,6 +50,14 @@ class DecoderConfig(ModelConfig):
     attention_output_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+
+
+def read_rotated(fields: Fields, rope: Choices = NONE, **defaults: Any) -> dict[str, Any]:
+    """The fields of `DecoderConfig` without biases, all layers rotated alike, as keyword arguments: `defaults` are
+    `read_common`'s, `rope` has `parse_rope`'s."""
+    common = read_common(fields, **defaults)
+    rotation = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], **rope)
+    return {**common, "layer_ropes": (rotation,) * common["num_layers"]}
 
 
 class Layer(Protocol):

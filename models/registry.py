@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from models.architecture import Architecture
-from models.base import Model
+from models.base import Architecture, Model
 from models.checkpoints.checkpoint import Checkpoint, TensorLayout
 from models.checkpoints.dummy import dummy_checkpoint
 from models.checkpoints.model_files import ModelFiles, open_model

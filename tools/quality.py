@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from models.checkpoints.hub import BUNDLED_MODEL
-from models.quantized.write import Calibration, quantize_folder
+from models.quantized.write import quantize_folder
 from runtime import LLM, SamplingParams
 from runtime.bench.environment import describe_machine
 from runtime.bench.perplexity import measure
@@ -57,7 +57,7 @@ def make(args: argparse.Namespace, name: str, folder: Path) -> None:
         chosen = None
         if calibrated:
             text = args.calibration.read_text(encoding="utf-8")
-            chosen = Calibration(read_tokenizer(args.model).encode(text)[:4096])
+            chosen = read_tokenizer(args.model).encode(text)[:4096]
         quantize_folder(args.model, folder, format, calibration=chosen)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 Array = np.ndarray[Any, Any]
 
 
-class StoredTensor:
+class StoredTensor(ABC):
     """One tensor of a file; by default of floats, element by element.
 
     Attributes:
@@ -35,9 +36,9 @@ class StoredTensor:
     block_format: str | None = None
     quantized: QuantizedLayout | None = None
 
+    @abstractmethod
     def array(self) -> Array:
         """The elements, as a view of the mapped file where they are stored so."""
-        raise NotImplementedError
 
     def blocks(self) -> Array:
         """The bytes of the rows, `[rows, row bytes]`, of a matrix in a `block_format`."""
@@ -51,8 +52,8 @@ class StoredTensor:
         """A matrix that is `quantized`."""
         raise AssertionError(f"{self.name} is not quantised")
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 - most have nothing to check
         """Raises `WeightsError` for numbers that cannot be, such as a scale of NaN. Floats may have any value."""
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - some have no pages
         """Let go of the file's memory pages; reading it again reads the file again."""

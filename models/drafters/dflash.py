@@ -17,12 +17,10 @@ checkpoint without a token table or head has the model's.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Unpack
+from functools import partial
 
-from models.base import Model
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
 from models.decoder import Attention, Decoder, GatedMlp
@@ -32,7 +30,6 @@ from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
-from runtime.linear.options import LoadSettings
 from runtime.tensor.tensor import Tensor
 
 _DEEPSPEC = "Qwen3DSparkModel"
@@ -42,7 +39,6 @@ _ARCHITECTURES = (
 _HARMLESS = re.compile(
     r"d2t|t2d|verifier_(norm|lm_head)\.weight|layers\.\d+\.self_attn\.rotary_emb\.inv_freq|confidence_head\.proj\.\w+"
 )
-_RENAMES: Mapping[str, str] = {"model.": ""}
 _WITHOUT_EFFECT = (
     "num_anchors", "enable_confidence_head", "confidence_head_with_markov", "speculators_version",
     "has_no_defaults_at_init", "embed_requires_grad",
@@ -219,13 +215,7 @@ class DFlashDrafter(OwnLayersDrafter):
         return self._ends.logits(normed, self._bias.logits(ops.embedding(token_ids, self._before)))
 
 
-def load_dflash(
-    folder: Path, target: Model, *, max_model_len: int | None = None, load_format: str = "auto", seed: int = 0,
-    declares: bool = False, **settings: Unpack[LoadSettings],
-) -> DFlashDrafter:  # fmt: skip
-    """See `load_own_layers`."""
-    return load_own_layers(
-        folder, target, "DFlash", read_dflash, DFlashDrafter, _HARMLESS, _RENAMES,
-        more_positions=lambda config: config.block_size, max_model_len=max_model_len, load_format=load_format,
-        seed=seed, declares=declares, **settings,
-    )  # fmt: skip
+load_dflash = partial(
+    load_own_layers, "DFlash", read_dflash, DFlashDrafter, _HARMLESS, {"model.": ""},
+    more_positions=lambda config: config.block_size,
+)  # fmt: skip

@@ -14,11 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from types import MappingProxyType
-from typing import Unpack
 
-from models.base import Model
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
 from models.decoder import Attention, Decoder, GatedMlp, NormKind
@@ -28,7 +26,6 @@ from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
-from runtime.linear.options import LoadSettings
 from runtime.tensor.tensor import Tensor
 
 _LAYERS = MappingProxyType({"llama": read_llama, "qwen3": read_qwen3})
@@ -158,12 +155,4 @@ class Eagle3Drafter(OwnLayersDrafter):
         return self._ends.logits(normed)
 
 
-def load_eagle3(
-    folder: Path, target: Model, *, max_model_len: int | None = None, load_format: str = "auto", seed: int = 0,
-    declares: bool = False, **settings: Unpack[LoadSettings],
-) -> Eagle3Drafter:  # fmt: skip
-    """See `load_own_layers`."""
-    return load_own_layers(
-        folder, target, "EAGLE-3", read_eagle3, Eagle3Drafter, _HARMLESS, _RENAMES, max_model_len=max_model_len,
-        load_format=load_format, seed=seed, declares=declares, **settings,
-    )  # fmt: skip
+load_eagle3 = partial(load_own_layers, "EAGLE-3", read_eagle3, Eagle3Drafter, _HARMLESS, _RENAMES)

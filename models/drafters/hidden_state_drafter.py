@@ -44,16 +44,13 @@ class HiddenStateDrafter(Protocol):
     @property
     def token_ids(self) -> NDArray[np.int32] | None:
         """`[tokens of its head]` int32, the model's id of each, or None if they are the same."""
-        ...
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """Its pages, all of one group."""
-        ...
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """Fuses the model's hidden states after each of `layers`, `[n, width of the model]` -> `[n, width]`: its input
         from the token before."""
-        ...
 
 
 class SteppingDrafter(HiddenStateDrafter, Protocol):
@@ -62,11 +59,9 @@ class SteppingDrafter(HiddenStateDrafter, Protocol):
     def forward(self, batch: Batch, hidden: Tensor, pages: KVCache) -> tuple[Tensor, Tensor]:
         """`hidden [num_tokens, width]` is that of the token before each of the batch's. Returns the input of `logits`,
         and the `hidden` of the next step."""
-        ...
 
     def logits(self, normed: Tensor) -> Tensor:
         """`[n, width]` -> `[n, vocab_size]` float32; -inf for tokens that the head does not know."""
-        ...
 
 
 @runtime_checkable
@@ -90,14 +85,11 @@ class BlockDrafter(HiddenStateDrafter, Protocol):
     def absorb(self, batch: Batch, hidden: Tensor, pages: KVCache) -> None:
         """`hidden [num_tokens, width]` are `fuse`'s, of the batch's places: their keys and values are written into the
         pages. Token ids are not read."""
-        ...
 
     def forward(self, batch: Batch, pages: KVCache) -> Tensor:
         """Computes the batch's chunks, each a block after the absorbed tokens. Returns the input of `logits`,
         `[num_tokens, width]`. The batch's `bidirectional_until` is each block's end; causal layers do not use it."""
-        ...
 
     def logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """`[n, width]` -> `[n, vocab_size]` float32; -inf for tokens that the head does not know. `token_ids [n]` int32
         are the tokens before the proposed ones; read only where `is_chained`."""
-        ...

@@ -280,8 +280,8 @@ L = TypeVar("L", bound=OwnLayersDrafter)
 
 
 def load_own_layers(
-    folder: Path, target: Model, kind: str, read: Callable[[Fields, int], C],
-    make: Callable[[C, Maker, Decoder, StoredEnds], L], harmless: re.Pattern[str], renames: Mapping[str, str], *,
+    kind: str, read: Callable[[Fields, int], C], make: Callable[[C, Maker, Decoder, StoredEnds], L],
+    harmless: re.Pattern[str], renames: Mapping[str, str], folder: Path, target: Model, *,
     more_positions: Callable[[C], int] = lambda config: 0, max_model_len: int | None = None,
     load_format: str = "auto", seed: int = 0, declares: bool = False, **settings: Unpack[LoadSettings],
 ) -> L:  # fmt: skip

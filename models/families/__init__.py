@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from models.architecture import Architecture
+from models.base import Architecture
 
 
 @cache

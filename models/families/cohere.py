@@ -12,11 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from models.architecture import Architecture
-from models.configuration.config import read_common, read_layer_types, read_window
+from models.base import Architecture
+from models.configuration.config import read_attention_bias, read_layer_types, read_window
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import RopeConfig, parse_rope
-from models.decoder import DecoderConfig, Layer
+from models.decoder import DecoderConfig, Layer, read_rotated
 from models.layer_norm import LayerNormDecoder, LayerNormLayer
 from models.makers.maker import Maker
 
@@ -42,15 +41,14 @@ class CohereModel(LayerNormDecoder):
 
 
 def read_cohere(fields: Fields) -> CohereConfig:
-    common, rope = _read_common(fields, default_theta=500_000.0)
     return CohereConfig(
-        **common, layer_ropes=(rope,) * common["num_layers"], has_head_norms=fields.boolean("use_qk_norm", False)
+        **_read_common(fields, default_theta=500_000.0), has_head_norms=fields.boolean("use_qk_norm", False)
     )
 
 
 def read_cohere2(fields: Fields) -> CohereConfig:
-    common, rope = _read_common(fields, default_theta=10_000.0)
-    num_layers = common["num_layers"]
+    common = _read_common(fields, default_theta=10_000.0)
+    num_layers, (rope, *_) = common["num_layers"], common["layer_ropes"]
     names = ("sliding_window_pattern", "_sliding_window_pattern")  # transformers writes it as its own, too
     pattern = next((fields.integer(name) for name in names if fields.has(name)), 4)
     fields.expect("_sliding_window_pattern", pattern)
@@ -72,23 +70,17 @@ def read_cohere2(fields: Fields) -> CohereConfig:
         raise fields.error("sliding_window", "is null, must be a number: layers have sliding_attention")
     is_sliding = [kind == "sliding_attention" for kind in kinds]
     common["layer_windows"] = tuple(window if sliding else None for sliding in is_sliding)
-    return CohereConfig(**common, layer_ropes=tuple(rope if sliding else None for sliding in is_sliding))
+    common["layer_ropes"] = tuple(rope if sliding else None for sliding in is_sliding)
+    return CohereConfig(**common)
 
 
-def _read_common(fields: Fields, *, default_theta: float) -> tuple[dict[str, Any], RopeConfig]:
-    common = read_common(
-        fields, default_max_positions=8192, norm_eps_name="layer_norm_eps", default_norm_eps=1e-5,
-        default_tie_word_embeddings=True,
+def _read_common(fields: Fields, *, default_theta: float) -> dict[str, Any]:
+    rotated = read_rotated(
+        fields, {"default_theta": default_theta, "interleaved": True}, default_max_positions=8192,
+        norm_eps_name="layer_norm_eps", default_norm_eps=1e-5, default_tie_word_embeddings=True,
     )  # fmt: skip
-    has_bias = fields.boolean("attention_bias", False)
-    rope = parse_rope(
-        fields, common["head_dim"], common["max_position_embeddings"], default_theta=default_theta, interleaved=True
-    )
-    own = {
-        "attention_bias": has_bias, "attention_output_bias": has_bias,
-        "logit_scale": fields.number("logit_scale", 0.0625, least=1e-6, most=1e6),
-    }  # fmt: skip
-    return {**common, **own}, rope
+    scale = fields.number("logit_scale", 0.0625, least=1e-6, most=1e6)
+    return {**rotated, **read_attention_bias(fields), "logit_scale": scale}
 
 
 ARCHITECTURES = (

@@ -7,31 +7,25 @@ from __future__ import annotations
 import re
 from types import MappingProxyType
 
-from models.architecture import Architecture
-from models.configuration.config import read_common, refuse_tied_bias
+from models.base import Architecture
+from models.configuration.config import read_attention_bias, refuse_tied_bias
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import parse_rope
+from models.decoder import read_rotated
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder
 from models.families.llama import LlamaConfig, LlamaModel
 from runtime.routing import RoutingRule
 
-_THETA = 500_000.0
+_ROPE = {"default_theta": 500_000.0, "interleaved": True}
 
 
 def read_ernie(fields: Fields) -> LlamaConfig:
-    common = read_common(
-        fields, default_head_dim=None if "head_dim" in fields else 128, default_max_positions=131_072,
+    common = read_rotated(
+        fields, _ROPE, default_head_dim=None if "head_dim" in fields else 128, default_max_positions=131_072,
         default_norm_eps=1e-5, default_tie_word_embeddings=True,
     )  # fmt: skip
-    rope = parse_rope(
-        fields, common["head_dim"], common["max_position_embeddings"], default_theta=_THETA, interleaved=True
-    )
     fields.expect("compression_ratio", 1, 1.0)
     has_bias = fields.boolean("use_bias", False)
-    return LlamaConfig(
-        **common, layer_ropes=(rope,) * common["num_layers"], attention_bias=has_bias, attention_output_bias=has_bias,
-        mlp_bias=has_bias,
-    )  # fmt: skip
+    return LlamaConfig(**common, **read_attention_bias(fields, "use_bias"), mlp_bias=has_bias)
 
 
 class ErnieMoeModel(MoeDecoder):
@@ -44,11 +38,10 @@ class ErnieMoeModel(MoeDecoder):
 
 
 def read_ernie_moe(fields: Fields) -> MoeConfig:
-    common = read_common(fields, default_max_positions=131_072, default_norm_eps=1e-5, default_tie_word_embeddings=True)
-    num_layers = common["num_layers"]
-    rope = parse_rope(
-        fields, common["head_dim"], common["max_position_embeddings"], default_theta=_THETA, interleaved=True
+    common = read_rotated(
+        fields, _ROPE, default_max_positions=131_072, default_norm_eps=1e-5, default_tie_word_embeddings=True
     )
+    num_layers = common["num_layers"]
     count, top_k = fields.integer("moe_num_experts", 64, most=1 << 16), fields.integer("moe_k", 6)
     if top_k > count:
         raise fields.error("moe_k", f"= {top_k} must be at most moe_num_experts = {count}")
@@ -67,9 +60,7 @@ def read_ernie_moe(fields: Fields) -> MoeConfig:
     refuse_tied_bias(fields, "use_bias", common, has_bias)
     return MoeConfig(
         **common,
-        layer_ropes=(rope,) * num_layers,
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
+        **read_attention_bias(fields, "use_bias"),
         mlp_bias=has_bias,
         head_bias=has_bias,
         expert_size=expert_size,

@@ -4,11 +4,11 @@ Larger ones have a sliding window in three of four layers, and no rotary positio
 
 from __future__ import annotations
 
-from models.architecture import Architecture
-from models.configuration.config import read_common, read_layer_types, read_window
+from models.base import Architecture
+from models.configuration.config import read_layer_types, read_window
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import KINDS, parse_rope
-from models.decoder import Decoder, DecoderConfig, Layer
+from models.configuration.rope_config import KINDS
+from models.decoder import Decoder, DecoderConfig, Layer, read_rotated
 from models.families.olmo import PostNormLayer
 from models.makers.maker import Maker
 
@@ -19,15 +19,14 @@ class Exaone4Model(Decoder):
 
 
 def read_exaone4(fields: Fields) -> DecoderConfig:
-    common = read_common(fields, default_max_positions=2048, default_norm_eps=1e-5)
     kinds = (*KINDS, "longrope")  # used by GGUF files that store a factor for each pair
-    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], kinds=kinds)
-    window = read_window(fields)
+    common = read_rotated(fields, {"kinds": kinds}, default_max_positions=2048, default_norm_eps=1e-5)
+    window, (rope, *_) = read_window(fields), common["layer_ropes"]
     is_sliding = _sliding_layers(fields, common["num_layers"], has_windows=window is not None)
     common["layer_windows"] = tuple(window if sliding else None for sliding in is_sliding)
     # If no layer has a window, all are rotated.
-    ropes = tuple(rope if sliding or window is None else None for sliding in is_sliding)
-    return DecoderConfig(**common, layer_ropes=ropes)
+    common["layer_ropes"] = tuple(rope if sliding or window is None else None for sliding in is_sliding)
+    return DecoderConfig(**common)
 
 
 def _sliding_layers(fields: Fields, num_layers: int, *, has_windows: bool) -> list[bool]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from models.architecture import Architecture
+from models.base import Architecture
 from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import (
     GELU_NAMES,
@@ -35,7 +35,7 @@ from models.configuration.config import (
 )
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
-from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, SandwichLayer
+from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, SandwichLayer, read_rotated
 from models.makers.maker import Maker
 from models.picture_decoder import OLDER_NAMES, PictureDecoder
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
@@ -90,14 +90,13 @@ def read_gemma(fields: Fields) -> DecoderConfig:
     """`hidden_act` "gelu" means the tanh approximation: the official files say so, and `hidden_activation` beside it
     in newer ones."""
     tanh = {"gelu": "tanh"} | {name: kind for name, kind in GELU_NAMES.items() if kind == "tanh"}
-    common = read_common(
+    common = read_rotated(
         fields, default_head_dim=256, default_max_positions=8192, activations=tanh,
         default_activation="gelu_pytorch_tanh", default_tie_word_embeddings=True,
     )  # fmt: skip
     fields.expect("hidden_activation", *tanh)
     fields.expect("use_bidirectional_attention", False)
-    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
-    return DecoderConfig(**common, layer_ropes=(rope,) * common["num_layers"], **read_attention_bias(fields))
+    return DecoderConfig(**common, **read_attention_bias(fields))
 
 
 def read_gemma2(fields: Fields) -> GemmaConfig:
@@ -154,8 +153,8 @@ def _read_common(fields: Fields, *, default_max_positions: int, pattern: int) ->
     )
     fields.raw("hidden_act")  # older files have it, too; `hidden_activation` is what counts
     fields.expect("use_bidirectional_attention", False)
-    num_layers, has_bias = common["num_layers"], fields.boolean("attention_bias", False)
-    common["attention_bias"] = common["attention_output_bias"] = has_bias
+    num_layers = common["num_layers"]
+    common |= read_attention_bias(fields)
     scalar = fields.number("query_pre_attn_scalar", 256.0, least=1e-3, most=1e6)
     common["attention_scales"] = (scalar**-0.5,) * num_layers
     kinds = read_layer_types(fields, num_layers) or [

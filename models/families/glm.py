@@ -8,11 +8,9 @@ and a correction that is in no weight, within the best groups.
 
 from __future__ import annotations
 
-from models.architecture import Architecture
-from models.configuration.config import read_common
+from models.base import Architecture
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import parse_rope
-from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, SandwichLayer
+from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, SandwichLayer, read_rotated
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, check_groups
 from models.makers.maker import Maker
 from runtime.routing import RoutingRule
@@ -32,20 +30,10 @@ class Glm4Model(Decoder):
 
 
 def read_glm(fields: Fields) -> DecoderConfig:
-    common = read_common(fields, default_head_dim=128, default_max_positions=131_072, default_norm_eps=1.5625e-7)
+    rope = {"default_partial_rotary_factor": 0.5, "interleaved": True}
+    common = read_rotated(fields, rope, default_head_dim=128, default_max_positions=131_072, default_norm_eps=1.5625e-7)
     fields.expect("mlp_bias", False)
-    rope = parse_rope(
-        fields,
-        common["head_dim"],
-        common["max_position_embeddings"],
-        default_partial_rotary_factor=0.5,
-        interleaved=True,
-    )
-    return DecoderConfig(
-        **common,
-        layer_ropes=(rope,) * common["num_layers"],
-        attention_bias=fields.boolean("attention_bias", True),
-    )
+    return DecoderConfig(**common, attention_bias=fields.boolean("attention_bias", True))
 
 
 class Glm4MoeModel(MoeDecoder):
@@ -53,18 +41,16 @@ class Glm4MoeModel(MoeDecoder):
 
 
 def read_glm4_moe(fields: Fields) -> MoeConfig:
-    common = read_common(fields, default_max_positions=131_072, default_norm_eps=1e-5)
-    num_layers, head_dim = common["num_layers"], common["head_dim"]
-    rope = parse_rope(fields, head_dim, common["max_position_embeddings"], default_partial_rotary_factor=0.5)
+    rope = {"default_partial_rotary_factor": 0.5}
+    common = read_rotated(fields, rope, default_max_positions=131_072, default_norm_eps=1e-5)
     num_dense = fields.integer("first_k_dense_replace", 1, least=0)
     expert_size = fields.integer("moe_intermediate_size", 1408, most=1 << 24)
     return MoeConfig(
         **common,
-        layer_ropes=(rope,) * num_layers,
         attention_bias=fields.boolean("attention_bias", False),
         expert_size=expert_size,
         rule=read_sigmoid_rule(fields),
-        dense_layers=frozenset(range(min(num_dense, num_layers))),
+        dense_layers=frozenset(range(min(num_dense, common["num_layers"]))),
         shared_size=expert_size * fields.integer("n_shared_experts", 1, least=0, most=1 << 8),
         qk_norm="head" if fields.boolean("use_qk_norm", False) else "none",
         num_prediction_layers=fields.integer("num_nextn_predict_layers", 1, least=0, most=1 << 8),

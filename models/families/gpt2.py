@@ -14,8 +14,7 @@ from __future__ import annotations
 import re
 from typing import Literal, cast
 
-from models.architecture import Architecture
-from models.base import Model
+from models.base import Architecture, Model
 from models.configuration.config import (
     GELU_NAMES,
     ModelConfig,

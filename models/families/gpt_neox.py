@@ -11,11 +11,10 @@ import re
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from models.architecture import Architecture
-from models.configuration.config import GELU_NAMES, read_attention_bias, read_common
+from models.base import Architecture
+from models.configuration.config import GELU_NAMES, read_attention_bias
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import parse_rope
-from models.decoder import DecoderConfig, Layer
+from models.decoder import DecoderConfig, Layer, read_rotated
 from models.layer_norm import LayerNormDecoder, LayerNormLayer, PlainMlp
 from models.makers.maker import Maker
 
@@ -41,19 +40,17 @@ class GptNeoxModel(LayerNormDecoder):
 
 
 def read_gpt_neox(fields: Fields) -> GptNeoxConfig:
-    common = read_common(
-        fields, default_max_positions=2048, norm_eps_name="layer_norm_eps", default_norm_eps=1e-5,
+    rope = {
+        "default_theta": _own_name(fields, "rotary_emb_base", "rope_theta", 10_000.0),
+        "default_partial_rotary_factor": _own_name(fields, "rotary_pct", "partial_rotary_factor", 0.25),
+    }
+    common = read_rotated(
+        fields, rope, default_max_positions=2048, norm_eps_name="layer_norm_eps", default_norm_eps=1e-5,
         activations=GELU_NAMES, default_activation="gelu",
     )  # fmt: skip
     fields.expect("num_key_value_heads", common["num_heads"])
-    rope = parse_rope(
-        fields, common["head_dim"], common["max_position_embeddings"],
-        default_theta=_own_name(fields, "rotary_emb_base", "rope_theta", 10_000.0),
-        default_partial_rotary_factor=_own_name(fields, "rotary_pct", "partial_rotary_factor", 0.25),
-    )  # fmt: skip
     return GptNeoxConfig(
         **common,
-        layer_ropes=(rope,) * common["num_layers"],
         **read_attention_bias(fields, default=True),
         mlp_bias=True,
         is_parallel=fields.boolean("use_parallel_residual", True),

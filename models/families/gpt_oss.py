@@ -7,11 +7,10 @@ all. Checkpoints hold a layer's experts as one tensor, in floats or in MXFP4.
 
 from __future__ import annotations
 
-from models.architecture import Architecture
-from models.configuration.config import read_attention_bias, read_common, read_layer_types, read_window
+from models.base import Architecture
+from models.configuration.config import read_attention_bias, read_layer_types, read_window
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import parse_rope
-from models.decoder import Layer, PreNormLayer
+from models.decoder import Layer, PreNormLayer, read_rotated
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, read_rule
 from models.makers.maker import Maker
 
@@ -25,10 +24,11 @@ class GptOssModel(MoeDecoder):
 
 def read_gpt_oss(fields: Fields) -> MoeConfig:
     """Rotary positions must be given; transformers' config has defaults for them."""
-    common = read_common(fields, default_head_dim=64, default_max_positions=131_072, default_norm_eps=1e-5)
     if not fields.has("rope_parameters") and not fields.has("rope_scaling"):
         raise fields.error("rope_parameters", "is missing")
-    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], default_theta=150_000.0)
+    common = read_rotated(
+        fields, {"default_theta": 150_000.0}, default_head_dim=64, default_max_positions=131_072, default_norm_eps=1e-5
+    )
     fields.raw("initial_context_length")  # a note: the rope's original context counts
     fields.expect("swiglu_alpha", 1.702)
     fields.expect("swiglu_limit", 7, 7.0)
@@ -42,7 +42,6 @@ def read_gpt_oss(fields: Fields) -> MoeConfig:
     common["layer_windows"] = tuple(window if each else None for each in is_windowed)
     return MoeConfig(
         **common,
-        layer_ropes=(rope,) * num_layers,
         **read_attention_bias(fields, default=True),
         expert_size=common["intermediate_size"],
         rule=rule,

@@ -4,15 +4,14 @@ Its mixtures of experts may have a shared one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from models.architecture import Architecture
-from models.configuration.config import read_common
+from models.base import Architecture
+from models.configuration.config import read_attention_bias
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import parse_rope
-from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
+from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, read_rotated
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, read_rule
 from models.makers.maker import Maker
 from runtime import ops
@@ -91,33 +90,21 @@ def read_granite(fields: Fields) -> GraniteConfig:
 
 
 def read_granite_moe(fields: Fields) -> GraniteMoeConfig:
-    common = _read_common(fields)
-    return GraniteMoeConfig(
-        **common,
-        expert_size=common["intermediate_size"],
-        rule=read_rule(fields, count=8, top_k=2, normalises=True),
-    )
+    common, rule = _read_common(fields), read_rule(fields, count=8, top_k=2, normalises=True)
+    return GraniteMoeConfig(**common, expert_size=common["intermediate_size"], rule=rule)
 
 
 def read_granite_moe_shared(fields: Fields) -> GraniteMoeConfig:
-    common = _read_common(fields)
-    return GraniteMoeConfig(
-        **common,
-        expert_size=common["intermediate_size"],
-        rule=read_rule(fields, count=8, top_k=2, normalises=True),
-        shared_size=fields.integer("shared_intermediate_size", 0, least=0, most=1 << 24),
-    )
+    shared_size = fields.integer("shared_intermediate_size", 0, least=0, most=1 << 24)
+    return replace(read_granite_moe(fields), shared_size=shared_size)
 
 
 def _read_common(fields: Fields) -> dict[str, Any]:
-    common = read_common(fields, default_max_positions=2048)
-    num_layers = common["num_layers"]
-    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
-    common["attention_scales"] = (fields.number("attention_multiplier", 1.0, least=1e-6, most=1e6),) * num_layers
-    has_bias = fields.boolean("attention_bias", False)
+    common = read_rotated(fields, default_max_positions=2048)
+    scale = fields.number("attention_multiplier", 1.0, least=1e-6, most=1e6)
     factors = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
     return {
-        **common, "layer_ropes": (rope,) * num_layers, "attention_bias": has_bias, "attention_output_bias": has_bias,
+        **common, **read_attention_bias(fields), "attention_scales": (scale,) * common["num_layers"],
         **{name: fields.number(name, 1.0, least=1e-6, most=1e6) for name in factors},
     }  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from models.architecture import Architecture
+from models.base import Architecture
 from models.configuration.config import read_attention_bias, read_common
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope, rope_fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from models.architecture import Architecture
+from models.base import Architecture
 from models.configuration.config import read_attention_bias
 from models.configuration.json_fields import Fields
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
@@ -36,15 +36,13 @@ def read_internlm3(fields: Fields) -> LlamaConfig:
         default_norm_eps=1e-5,
     )  # fmt: skip
     if fields.has("attention_bias") or fields.has("mlp_bias"):
-        has_bias = fields.boolean("attention_bias", False)
-        own = {"attention_bias": has_bias, "attention_output_bias": has_bias}
-        own["mlp_bias"] = fields.boolean("mlp_bias", False)
+        own = {**read_attention_bias(fields), "mlp_bias": fields.boolean("mlp_bias", False)}
         fields.expect("qkv_bias", own["attention_bias"])
         fields.expect("bias", own["mlp_bias"])
     else:
         has_bias = fields.boolean("bias", False)
-        own = {"attention_output_bias": has_bias, "mlp_bias": has_bias}
-        own["attention_bias"] = fields.boolean("qkv_bias", False)
+        own = {"attention_bias": fields.boolean("qkv_bias", False)}
+        own |= {"attention_output_bias": has_bias, "mlp_bias": has_bias}
     return LlamaConfig(**common, **own)
 
 

@@ -18,17 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from models.architecture import Architecture
-from models.configuration.config import (
-    agree_with_layer_types,
-    read_attention_bias,
-    read_common,
-    read_layer_types,
-    read_window,
-)
+from models.base import Architecture
+from models.configuration.config import agree_with_layer_types, read_attention_bias, read_layer_types, read_window
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import KINDS, parse_rope
-from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
+from models.configuration.rope_config import KINDS
+from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, read_rotated
 from models.makers.maker import Maker
 from tokenizer.warn import warn_once
 
@@ -47,10 +41,8 @@ class LlamaModel(Decoder):
 
 def read_llama(fields: Fields) -> LlamaConfig:
     fields.expect("sliding_window")
-    return _config(
-        fields,
-        **read_attention_bias(fields),
-        mlp_bias=fields.boolean("mlp_bias", False),
+    return LlamaConfig(
+        **read_decoder(fields), **read_attention_bias(fields), mlp_bias=fields.boolean("mlp_bias", False)
     )
 
 
@@ -59,54 +51,31 @@ def read_mistral(fields: Fields) -> LlamaConfig:
     _expect_no_bias(fields, "attention_bias", "mlp_bias")
     fields.expect("use_sliding_window", True)
     window = read_window(fields)
-    return _config(fields, windows=lambda layer: window)
+    return LlamaConfig(**read_decoder(fields, windows=lambda layer: window))
 
 
 def read_qwen2(fields: Fields) -> LlamaConfig:
     """Biases: query, key and value always have them, the output never."""
     fields.expect("attention_bias", True)
     _expect_no_bias(fields, "mlp_bias")
-    config = _config(fields, attention_bias=True, windows=windows_of_qwen(fields))
+    config = LlamaConfig(**read_decoder(fields, windows=windows_of_qwen(fields)), attention_bias=True)
     return replace(config, max_position_embeddings=_within_a_chunk(fields, config.max_position_embeddings))
 
 
 def read_qwen3(fields: Fields) -> LlamaConfig:
     _expect_no_bias(fields, "mlp_bias")
     fields.expect("use_qk_norm", True)
-    return _config(
-        fields,
-        default_head_dim=128,
-        **read_attention_bias(fields),
-        qk_norm=True,
-        windows=windows_of_qwen(fields),
-    )
-
-
-def _config(
-    fields: Fields,
-    *,
-    windows: Callable[[int], int | None] = lambda layer: None,
-    default_head_dim: int | None = None,
-    **own: Any,
-) -> LlamaConfig:
-    return LlamaConfig(**read_decoder(fields, windows=windows, default_head_dim=default_head_dim), **own)
+    common = read_decoder(fields, default_head_dim=128, windows=windows_of_qwen(fields))
+    return LlamaConfig(**common, **read_attention_bias(fields), qk_norm=True)
 
 
 def read_decoder(
-    fields: Fields,
-    *,
-    windows: Callable[[int], int | None] = lambda layer: None,
-    default_head_dim: int | None = None,
-    default_theta: float = 10_000.0,
+    fields: Fields, *, windows: Callable[[int], int | None] = lambda layer: None, default_theta: float = 10_000.0,
     **defaults: Any,
-) -> dict[str, Any]:
-    """The fields of `DecoderConfig` without biases, as keyword arguments; `defaults` are `read_common`'s."""
-    common = read_common(fields, default_head_dim=default_head_dim, **defaults)
-    common["layer_windows"] = agree_with_layer_types(fields, tuple(map(windows, range(common["num_layers"]))))
-    kinds = (*KINDS, "longrope")  # used by GGUF files that store a factor for each pair
-    positions = common["max_position_embeddings"]
-    rope = parse_rope(fields, common["head_dim"], positions, kinds=kinds, default_theta=default_theta)
-    return {**common, "layer_ropes": (rope,) * common["num_layers"]}
+) -> dict[str, Any]:  # fmt: skip
+    """`read_rotated` with longrope, which GGUF files with a factor for each pair have, and the layers' windows."""
+    common = read_rotated(fields, {"kinds": (*KINDS, "longrope"), "default_theta": default_theta}, **defaults)
+    return common | {"layer_windows": agree_with_layer_types(fields, tuple(map(windows, range(common["num_layers"]))))}
 
 
 def _expect_no_bias(fields: Fields, *names: str) -> None:

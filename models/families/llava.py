@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from models.architecture import Architecture
+from models.base import Architecture
 from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import GELU_NAMES, outer_fields, read_choice
 from models.configuration.json_fields import Fields

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from models.architecture import Architecture
+from models.base import Architecture
 from models.configuration.config import outer_fields, read_common
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope, rope_fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from models.architecture import Architecture
+from models.base import Architecture
 from models.configuration.json_fields import Fields
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, read_rule
 from models.families.llama import read_decoder

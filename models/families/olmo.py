@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from models.architecture import Architecture
+from models.base import Architecture
 from models.configuration.config import read_attention_bias, read_common, read_layer_types, read_window
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
-from models.decoder import Attention, Decoder, DecoderConfig, GatedMlp, Layer
+from models.decoder import Attention, Decoder, DecoderConfig, GatedMlp, Layer, read_rotated
 from models.experts import MoeConfig, MoeDecoder, read_rule
 from models.families.llama import read_decoder
 from models.layer_norm import LayerNormDecoder, LayerNormLayer
@@ -28,6 +28,7 @@ from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
 _EPS = 1e-5  # no file says another one
+_DEFAULTS: dict[str, Any] = {"default_max_positions": 2048, "default_norm_eps": _EPS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +47,9 @@ class OlmoModel(LayerNormDecoder):
 
 
 def read_olmo(fields: Fields) -> OlmoConfig:
-    common = read_decoder(fields, default_max_positions=2048, default_norm_eps=_EPS)
+    common = read_decoder(fields, **_DEFAULTS)
     fields.expect("rms_norm_eps", _EPS)
-    return OlmoConfig(
-        **common,
-        **read_attention_bias(fields),
-        clip_qkv=fields.number("clip_qkv", None, above=0.0),
-    )
+    return OlmoConfig(**common, **read_attention_bias(fields), clip_qkv=fields.number("clip_qkv", None, above=0.0))
 
 
 class Olmo2Model(Decoder):
@@ -72,13 +69,11 @@ class PostNormLayer:
 
 
 def read_olmo2(fields: Fields) -> DecoderConfig:
-    common = _read_common(fields)
-    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
-    return DecoderConfig(**common, layer_ropes=(rope,) * common["num_layers"])
+    return DecoderConfig(**read_rotated(fields, **_DEFAULTS), **_read_biases(fields))
 
 
 def read_olmo3(fields: Fields) -> DecoderConfig:
-    common = _read_common(fields)
+    common = {**read_common(fields, **_DEFAULTS), **_read_biases(fields)}
     num_layers, head_dim = common["num_layers"], common["head_dim"]
     kinds = read_layer_types(fields, num_layers) or [
         "full_attention" if index % 4 == 3 else "sliding_attention" for index in range(num_layers)
@@ -95,12 +90,10 @@ def read_olmo3(fields: Fields) -> DecoderConfig:
     return DecoderConfig(**common, layer_ropes=tuple(full if kind == "full_attention" else sliding for kind in kinds))
 
 
-def _read_common(fields: Fields) -> dict[str, Any]:
-    common = read_common(fields, default_max_positions=2048, default_norm_eps=1e-5)
+def _read_biases(fields: Fields) -> dict[str, Any]:
     fields.expect("clip_qkv")
     fields.expect("mlp_bias", False)
-    has_bias = fields.boolean("attention_bias", False)
-    return {**common, "attention_bias": has_bias, "attention_output_bias": has_bias}
+    return read_attention_bias(fields)
 
 
 def read_olmoe(fields: Fields) -> MoeConfig:

@@ -17,11 +17,11 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from models.architecture import Architecture
+from models.base import Architecture
 from models.configuration.config import read_attention_bias, read_common, refuse_tied_bias
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope, rope_fields
-from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
+from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, read_rotated
 from models.experts import Experts, ExpertsForm, MoeConfig, read_rule
 from models.layer_norm import LayerNormDecoder, LayerNormLayer
 from models.makers.maker import Maker
@@ -34,22 +34,16 @@ class Phi3Model(Decoder):
 
 
 def read_phi3(fields: Fields) -> DecoderConfig:
-    common = read_common(fields, default_max_positions=4096, default_norm_eps=1e-5)
     fields.expect("attention_bias", False)
     fields.expect("mlp_bias", False)
     fields.raw("original_max_position_embeddings")  # a note but for longrope, which reads it
-    rope = parse_rope(
-        fields,
-        common["head_dim"],
-        common["max_position_embeddings"],
-        default_partial_rotary_factor=1.0,
-        default_original_context=4096,
-        kinds=("default", "longrope"),
-        aliases={"su": "longrope", "yarn": "longrope"},  # older files' names
-    )
-    num_layers = common["num_layers"]
-    common["layer_windows"] = (fields.integer("sliding_window", None),) * num_layers
-    return DecoderConfig(**common, layer_ropes=(rope,) * num_layers)
+    rope = {
+        "default_partial_rotary_factor": 1.0, "default_original_context": 4096, "kinds": ("default", "longrope"),
+        "aliases": {"su": "longrope", "yarn": "longrope"},  # older files' names
+    }  # fmt: skip
+    common = read_rotated(fields, rope, default_max_positions=4096, default_norm_eps=1e-5)
+    common["layer_windows"] = (fields.integer("sliding_window", None),) * common["num_layers"]
+    return DecoderConfig(**common)
 
 
 _FORM = ExpertsForm(under="block_sparse_moe", gate_up=("w1", "w3"), down="w2")

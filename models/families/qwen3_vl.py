@@ -1,6 +1,6 @@
 """Qwen3-VL (arXiv 2511.21631): Qwen3, dense or with experts, over text and pictures.
 
-The tower is `models.towers.qwen3_vl`. Its embeddings stand for a picture's tokens; merged outputs of its inner layers
+The tower is `models.towers.qwen_vl`. Its embeddings stand for a picture's tokens; merged outputs of its inner layers
 are added after the first layers. Tokens have positions in three axes (`models.rope`).
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from models.architecture import Architecture
+from models.base import Architecture
 from models.configuration.class_defaults import add_class_defaults
-from models.configuration.config import outer_fields
+from models.configuration.config import outer_fields, read_attention_bias
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import rope_fields
 from models.experts import MoeConfig, MoeDecoder, dense_layers, read_rule
@@ -19,7 +19,7 @@ from models.families.llama import LlamaConfig, LlamaModel, read_decoder
 from models.makers.maker import Maker
 from models.picture_decoder import AxesDecoder
 from models.rope import interleaved_axes
-from models.towers.qwen3_vl import Tower, TowerConfig, read_tower
+from models.towers.qwen_vl import Tower, TowerConfig, read_third_tower
 from runtime.images.patches import PatchRule
 
 
@@ -99,10 +99,9 @@ def read_qwen3_vl_moe(fields: Fields) -> Qwen3VLMoeConfig:
 def _read_text(fields: Fields, text: Fields, *, default_head_dim: int | None) -> dict[str, Any]:
     """The decoder's fields, as keyword arguments."""
     text.expect("use_qk_norm", True)
-    has_bias = text.boolean("attention_bias", False)
     common = read_decoder(text, default_head_dim=default_head_dim, default_theta=5e5)
     common |= {"tie_word_embeddings": fields.boolean("tie_word_embeddings", False), **outer_fields(fields)}
-    return {**common, "attention_bias": has_bias, "attention_output_bias": has_bias}
+    return {**common, **read_attention_bias(text)}
 
 
 def _read_vision(fields: Fields, text: Fields, common: dict[str, Any]) -> VisionConfig:
@@ -111,7 +110,7 @@ def _read_vision(fields: Fields, text: Fields, common: dict[str, Any]) -> Vision
     sections = rope.integers("mrope_section") if rope.has("mrope_section") else (24, 20, 20)
     if len(sections) != 3 or sum(sections) != common["head_dim"] // 2:
         raise rope.error("mrope_section", f"{sections} must be three numbers, {common['head_dim'] // 2} in all")
-    tower = read_tower(fields.object("vision_config"), common["hidden_size"])
+    tower = read_third_tower(fields.object("vision_config"), common["hidden_size"])
     if len(tower.deepstack_layers) > common["num_layers"]:
         raise fields.error("vision_config", f"has more deepstack layers than the model's {common['num_layers']} layers")
     for name in ("video_token_id", "vision_start_token_id", "vision_end_token_id"):

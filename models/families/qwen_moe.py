@@ -5,7 +5,7 @@ Layers are Qwen2's and Qwen3's; some may have an MLP instead of experts.
 
 from __future__ import annotations
 
-from models.architecture import Architecture
+from models.base import Architecture
 from models.configuration.config import read_attention_bias, read_window
 from models.configuration.json_fields import Fields
 from models.experts import MoeConfig, MoeDecoder, dense_layers, read_rule

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from models.architecture import Architecture
-from models.configuration.config import read_attention_bias, read_common, read_layer_types
+from models.base import Architecture
+from models.configuration.config import read_attention_bias, read_layer_types
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import parse_rope
-from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
+from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, read_rotated
 from models.makers.maker import Maker
 
 
@@ -16,9 +15,10 @@ class SmolLM3Model(Decoder):
 
 
 def read_smollm3(fields: Fields) -> DecoderConfig:
-    common = read_common(fields, default_max_positions=32768, default_tie_word_embeddings=True)
-    num_layers = common["num_layers"]
-    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], default_theta=2_000_000.0)
+    common = read_rotated(
+        fields, {"default_theta": 2_000_000.0}, default_max_positions=32768, default_tie_word_embeddings=True
+    )
+    num_layers, (rope, *_) = common["num_layers"], common["layer_ropes"]
     is_rotated = _rotated_layers(fields, num_layers)
     window = fields.integer("sliding_window", None) if fields.boolean("use_sliding_window", False) else None
     for name in ("sliding_window", "max_window_layers"):
@@ -28,12 +28,8 @@ def read_smollm3(fields: Fields) -> DecoderConfig:
     if window is None and kinds is not None and any(is_sliding):
         raise fields.error("layer_types", "has sliding_attention, but no sliding_window is used")
     common["layer_windows"] = tuple(window if sliding else None for sliding in is_sliding)
-    return DecoderConfig(
-        **common,
-        layer_ropes=tuple(rope if rotated else None for rotated in is_rotated),
-        **read_attention_bias(fields),
-        mlp_bias=fields.boolean("mlp_bias", False),
-    )
+    common["layer_ropes"] = tuple(rope if rotated else None for rotated in is_rotated)
+    return DecoderConfig(**common, **read_attention_bias(fields), mlp_bias=fields.boolean("mlp_bias", False))
 
 
 def _rotated_layers(fields: Fields, num_layers: int) -> list[bool]:

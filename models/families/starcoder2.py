@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from models.architecture import Architecture
-from models.configuration.config import GELU_NAMES
+from models.base import Architecture
+from models.configuration.config import GELU_NAMES, read_attention_bias
 from models.configuration.json_fields import Fields
 from models.decoder import DecoderConfig, Layer
 from models.families.llama import read_decoder
@@ -33,7 +33,7 @@ def read_starcoder2(fields: Fields) -> DecoderConfig:
     for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
         fields.expect(name, True)
     has_bias = fields.boolean("use_bias", True)
-    return DecoderConfig(**common, attention_bias=has_bias, attention_output_bias=has_bias, mlp_bias=has_bias)
+    return DecoderConfig(**common, **read_attention_bias(fields, "use_bias", True), mlp_bias=has_bias)
 
 
 ARCHITECTURES = (Architecture("Starcoder2ForCausalLM", "starcoder2", read_starcoder2, Starcoder2Model),)

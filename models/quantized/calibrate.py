@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -113,32 +114,31 @@ def calibrate(
             search.behind_rows(attention.o_proj, attention.qkv_proj, 2, heads, folded)
         if isinstance(mlp, GatedMlp):
             search.behind_rows(mlp.down_proj, mlp.gate_up_proj, 1, None, folded)
-    maps = [linear for linear in maker.streamed if linear.watch is not None]
-    for done, linear in enumerate(maps, 1):
-        linear.watch = _then_show(linear.watch, show, done, len(maps))
-    show(0, len(maps))
+    watches = [(linear, linear.watch) for linear in maker.streamed if linear.watch is not None]
+    for done, (linear, watch) in enumerate(watches, 1):
+        linear.watch = partial(_watch_and_show, watch, show, done, len(watches))
+    show(0, len(watches))
     _forward(model, np.asarray(token_ids[: count * length], np.int32), count, length)
     return folded
 
 
-def _then_show(
-    watch: Callable[[Tensor], None] | None, show: Callable[[int, int], None], done: int, total: int
-) -> Callable[[Tensor], None]:
-    def both(x: Tensor) -> None:
-        assert watch is not None
-        watch(x)
-        show(done, total)
-
-    return both
+def _watch_and_show(
+    watch: Callable[[Tensor], None], show: Callable[[int, int], None], done: int, total: int, x: Tensor
+) -> None:
+    watch(x)
+    show(done, total)
 
 
 def _forward(model: Model, token_ids: Array, count: int, length: int) -> None:
     """One batch of `count` sequences, each `length` tokens."""
     blocks_each = -(-length // _BLOCK_SIZE)
     spec = model.kv_cache_spec(_BLOCK_SIZE, bfloat16)
-    groups = len(spec.group_kinds)
-    tables = np.arange(groups * count * blocks_each, dtype=np.int32).reshape(groups, count, blocks_each) + 1
-    cache = KVCache(spec, tables.size + 1)
+    tables, num_used = [], [1] * len(spec.block_bytes)  # by group, and by pool
+    for pool in spec.group_pools:
+        blocks = np.arange(num_used[pool], num_used[pool] + count * blocks_each, dtype=np.int32)
+        tables.append(blocks.reshape(count, blocks_each))
+        num_used[pool] += blocks.size
+    cache = KVCache(spec, num_used)
     at = np.tile(np.arange(length), count)
     sequence = np.repeat(np.arange(count), length)
     slots = [table[sequence, at // _BLOCK_SIZE].astype(np.int64) * _BLOCK_SIZE + at % _BLOCK_SIZE for table in tables]
@@ -151,7 +151,7 @@ def _forward(model: Model, token_ids: Array, count: int, length: int) -> None:
             query_start=Tensor.from_numpy(np.arange(count + 1, dtype=np.int32) * np.int32(length)),
             seq_lens=Tensor.from_numpy(np.full(count, length, np.int32)),
             slot_mappings=tuple(Tensor.from_numpy(each) for each in slots),
-            block_tables=tuple(Tensor.from_numpy(np.ascontiguousarray(table)) for table in tables),
+            block_tables=tuple(Tensor.from_numpy(table) for table in tables),
             logits_indices=Tensor.from_numpy(np.arange(1, dtype=np.int32)),
             max_query_len=length,
             max_seq_len=length,

@@ -31,13 +31,10 @@ import numpy as np
 from models.configuration.json_fields import Fields
 from models.quantized.fp8 import SCALES, as_bytes, scale_part
 from models.quantized.gptq import unpacked
-from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, compiled, refusal
+from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, compiled, refusal, unchanged
 from runtime.linear.quantized import ActivationScheme, NumberKind, QuantizedLayout
 
-_FORMATS = (
-    "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mxfp8-quantized",
-)  # fmt: skip
+_TYPES = ("I32", "I8", "U8", "F8_E4M3")
 _CLASSES = ("Linear",)
 _ACTIVATIONS: dict[tuple[str, int], NumberKind] = {("float", 8): "fp8", ("int", 8): "int8", ("float", 4): "fp4"}
 
@@ -144,7 +141,8 @@ class CompressedTensorsScheme:
         found += [target.group for target in self.targets if target.text in _CLASSES]
         if not found or found[0] is None:
             raise refusal(stored, f"is {stored.type_name}, but no target of config_groups names the module")
-        return _READERS[found[0].format](module, found[0])
+        form = _FORMS[found[0].format]
+        return _matrix(module, found[0], form) if form.part else _packed_integers(module, found[0])
 
 
 def _packed_integers(module: ModuleTensors, group: Group) -> MatrixParts:
@@ -173,66 +171,61 @@ def _packed_integers(module: ModuleTensors, group: Group) -> MatrixParts:
     return MatrixParts(layout, Part(packed, codes_of), scales, zeros, order)
 
 
-def _integers(module: ModuleTensors, group: Group) -> MatrixParts:
-    weight = module.take("weight", ("I8",), (None, None))
-    layout, scales = _layout(module, group, "int8", weight.shape, FLOATS)
-    zeros = None
-    if layout.has_zeros:
-        zeros = Part(module.take("weight_zero_point", ("I8",), layout.scale_shape), _above_smallest)
-    return MatrixParts(layout, Part(weight, _above_smallest), scales, zeros, None, None, _input_scale(module, layout))
-
-
 def _above_smallest(array: Array) -> Array:
     """Integers from -128 as integers from 0."""
     return array.view(np.uint8) ^ np.uint8(128)
 
 
-def _floats(module: ModuleTensors, group: Group) -> MatrixParts:
-    weight = module.take("weight", ("F8_E4M3",), (None, None))
-    layout, scales = _layout(module, group, "fp8", weight.shape, FLOATS)
-    return MatrixParts(layout, Part(weight, as_bytes), scales, input_scale=_input_scale(module, layout))
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A format: the kind, bits and strategies that the config may name, and the tensors of a matrix.
+
+    Attributes:
+        part, stored: the weight's name and type; "" for integers in words, which are read otherwise.
+        number, scales: the kind of its numbers, and types of their scales.
+        convert: from the stored weight, or zeros, to codes.
+    """
+
+    kind: str
+    bits: tuple[int, ...]
+    strategies: tuple[str, ...]
+    part: str = ""
+    stored: str = ""
+    number: NumberKind = "int8"
+    scales: tuple[str, ...] = FLOATS
+    convert: Callable[[Array], Array] = unchanged
 
 
-def _mxfp8(module: ModuleTensors, group: Group) -> MatrixParts:
-    weight = module.take("weight", ("F8_E4M3",), (None, None))
-    layout, scales = _layout(module, group, "fp8", weight.shape, ("U8", "F8_E8M0"))
-    return MatrixParts(layout, Part(weight, as_bytes), scales)
-
-
-def _naive(module: ModuleTensors, group: Group) -> MatrixParts:
-    return _floats(module, group) if group.weights.kind == "float" else _integers(module, group)
-
-
-def _nvfp4(module: ModuleTensors, group: Group) -> MatrixParts:
-    packed = module.take("weight_packed", ("U8",), (None, None))
-    shape = packed.shape[0], 2 * packed.shape[1]
-    layout, scales = _layout(module, group, "fp4", shape, ("F8_E4M3",), has_divisor=True)
-    divisor = module.take_scalar("weight_global_scale")
-    input_scale = module.take_scalar("input_global_scale") if module.has("input_global_scale") else None
-    return MatrixParts(layout, Part(packed), scales, divisor=divisor, input_scale=input_scale)
-
-
-def _mxfp4(module: ModuleTensors, group: Group) -> MatrixParts:
-    packed = module.take("weight_packed", ("U8",), (None, None))
-    shape = packed.shape[0], 2 * packed.shape[1]
-    layout, scales = _layout(module, group, "fp4", shape, ("U8", "F8_E8M0"))
-    return MatrixParts(layout, Part(packed), scales)
-
-
-_TYPES = ("I32", "I8", "U8", "F8_E4M3")
-_READERS: dict[str, Callable[[ModuleTensors, Group], MatrixParts]] = {
-    "int-quantized": _integers, "float-quantized": _floats, "naive-quantized": _naive,
-    "pack-quantized": _packed_integers, "nvfp4-pack-quantized": _nvfp4, "mxfp4-pack-quantized": _mxfp4,
-    "mxfp8-quantized": _mxfp8,
-}  # fmt: skip
-_WEIGHTS = {  # kind, bits and strategies that a format may have
-    "int-quantized": ("int", (8,), ("tensor", "channel", "group")),
-    "float-quantized": ("float", (8,), ("tensor", "channel", "group", "block")),
-    "pack-quantized": ("int", (4, 8), ("channel", "group")),
-    "nvfp4-pack-quantized": ("float", (4,), ("tensor_group",)),
-    "mxfp4-pack-quantized": ("float", (4,), ("group",)),
-    "mxfp8-quantized": ("float", (8,), ("group",)),
+_EXPONENTS = ("U8", "F8_E8M0")
+_FORMS = {
+    "int-quantized": _Form("int", (8,), ("tensor", "channel", "group"), "weight", "I8", convert=_above_smallest),
+    "float-quantized": _Form(
+        "float", (8,), ("tensor", "channel", "group", "block"), "weight", "F8_E4M3", "fp8", convert=as_bytes
+    ),
+    "pack-quantized": _Form("int", (4, 8), ("channel", "group")),
+    "nvfp4-pack-quantized": _Form("float", (4,), ("tensor_group",), "weight_packed", "U8", "fp4", ("F8_E4M3",)),
+    "mxfp4-pack-quantized": _Form("float", (4,), ("group",), "weight_packed", "U8", "fp4", _EXPONENTS),
+    "mxfp8-quantized": _Form("float", (8,), ("group",), "weight", "F8_E4M3", "fp8", _EXPONENTS, as_bytes),
 }
+_FORMATS = (*_FORMS, "naive-quantized")
+
+
+def _matrix(module: ModuleTensors, group: Group, form: _Form) -> MatrixParts:
+    """A matrix whose codes are stored one by one, or in pairs."""
+    weight, is_nvfp4 = module.take(form.part, (form.stored,), (None, None)), group.format == "nvfp4-pack-quantized"
+    shape = weight.shape[0], weight.shape[1] * (2 if form.number == "fp4" else 1)
+    layout, scales = _layout(module, group, form.number, shape, form.scales, has_divisor=is_nvfp4)
+    zeros = input_scale = None
+    if layout.has_zeros:
+        zeros = Part(module.take("weight_zero_point", ("I8",), layout.scale_shape), form.convert)
+    is_static = form.scales is FLOATS and layout.activation is not None and layout.activation.is_static
+    name = "input_global_scale" if is_nvfp4 else "input_scale"
+    if is_static or (is_nvfp4 and module.has(name)):
+        input_scale = module.take_scalar(name)
+    return MatrixParts(
+        layout, Part(weight, form.convert), scales, zeros, input_scale=input_scale,
+        divisor=module.take_scalar("weight_global_scale") if is_nvfp4 else None,
+    )  # fmt: skip
 
 
 def _layout(
@@ -253,12 +246,6 @@ def _layout(
     return layout, scale_part(scale, wanted)
 
 
-def _input_scale(module: ModuleTensors, layout: QuantizedLayout) -> Part | None:
-    if layout.activation is None or not layout.activation.is_static:
-        return None
-    return module.take_scalar("input_scale")
-
-
 def _group(fields: Fields, name: str, usual: str | None) -> Group:
     format = fields.string("format", usual)
     if format not in _FORMATS:
@@ -269,12 +256,12 @@ def _group(fields: Fields, name: str, usual: str | None) -> Group:
     weights = _numbers(fields.object("weights"))
     if format == "naive-quantized":
         format = "float-quantized" if weights.kind == "float" else "int-quantized"
-    kind, bits, strategies = _WEIGHTS[format]
+    form = _FORMS[format]
     section = fields.object("weights")
     for field, found, allowed in (
-        ("type", weights.kind, (kind,)), ("num_bits", weights.bits, bits), ("strategy", weights.strategy, strategies),
-        ("dynamic", weights.is_dynamic, (False,)), ("symmetric", weights.is_symmetric, (True,) if kind == "float" else
-                                                    (True, False)),
+        ("type", weights.kind, (form.kind,)), ("num_bits", weights.bits, form.bits),
+        ("strategy", weights.strategy, form.strategies), ("dynamic", weights.is_dynamic, (False,)),
+        ("symmetric", weights.is_symmetric, (True,) if form.kind == "float" else (True, False)),
     ):  # fmt: skip
         if found not in allowed:
             raise section.error(field, f"is {found!r:.80}, must be {' or '.join(map(repr, allowed))} for {format}")

@@ -28,7 +28,7 @@ from typing import Any, Self
 import numpy as np
 
 from models.checkpoints.stored_tensor import StoredTensor
-from models.configuration.json_fields import Fields
+from models.configuration.json_fields import REQUIRED, Fields
 from models.quantized.fp8 import SCALES
 from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, compiled, refusal
 from runtime.linear.quantized import QuantizedLayout, pack_halves, unpack_halves
@@ -84,16 +84,11 @@ class GptqScheme:
                 raise fields.error(name, f"is {fields.string(name)!r:.80}, must be 'gptq' or 'gptq_v2'")
         usual = _module(fields, None)
         others = []
-        patterns = fields.object("dynamic") if fields.has("dynamic") else None
-        if patterns is None:
-            fields.raw("dynamic")
-        else:
-            for pattern in patterns.values():
-                changes = patterns.object(pattern)
-                bare = pattern.removeprefix("+:").removeprefix("-:")
-                is_quantised = not pattern.startswith("-:")
-                said = _module(changes, usual) if is_quantised else None
-                others.append((compiled(fields, "dynamic", bare), said))
+        patterns = fields.object("dynamic")
+        for pattern in patterns.values():
+            changes = patterns.object(pattern)
+            said = None if pattern.startswith("-:") else _module(changes, usual)
+            others.append((compiled(fields, "dynamic", pattern.removeprefix("+:").removeprefix("-:")), said))
         return cls(usual, tuple(others), format == "gptq_v2")
 
     def matrix(self, module: ModuleTensors) -> MatrixParts | None:
@@ -179,21 +174,17 @@ def _check_in_order(part: Part, size: int) -> None:
 
 
 def _module(fields: Fields, usual: GptqModule | None) -> GptqModule:
-    defaults: dict[str, Any] = {"sym": True, "desc_act": False}
+    default: tuple[Any, ...] = (REQUIRED, REQUIRED, True, False)
     if usual is not None:
-        defaults = {
-            "bits": usual.bits, "group_size": usual.group_size or -1, "sym": usual.is_symmetric,
-            "desc_act": usual.is_reordered,
-        }  # fmt: skip
-    required = {name: (defaults[name],) if name in defaults else () for name in ("bits", "group_size")}
-    bits = fields.integer("bits", *required["bits"])
+        default = (usual.bits, usual.group_size or -1, usual.is_symmetric, usual.is_reordered)
+    bits = fields.integer("bits", default[0])
     if bits not in (4, 8):
         raise fields.error("bits", f"is {bits}, must be 4 or 8")
-    group_size = fields.integer("group_size", *required["group_size"], least=-1, most=1 << 20)
+    group_size = fields.integer("group_size", default[1], least=-1, most=1 << 20)
     if group_size == 0:
         raise fields.error("group_size", "is 0, must be -1 (all of a row) or more than 0")
-    is_symmetric = fields.boolean("sym", defaults["sym"])
-    return GptqModule(bits, max(0, group_size), is_symmetric, fields.boolean("desc_act", defaults["desc_act"]))
+    is_symmetric, is_reordered = fields.boolean("sym", default[2]), fields.boolean("desc_act", default[3])
+    return GptqModule(bits, max(0, group_size), is_symmetric, is_reordered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +202,8 @@ class AwqScheme:
     @classmethod
     def read(cls, fields: Fields) -> Self:
         """From `quantization_config`. Raises `ConfigError`."""
-        for name in (
-            *_FROM_TRAINING,
-            "do_fuse",
-            "fuse_max_seq_len",
-            "modules_to_fuse",
-            "zero_point",
-            "desc_act",
-            "sym",
-        ):
+        fused = ("do_fuse", "fuse_max_seq_len", "modules_to_fuse")
+        for name in (*_FROM_TRAINING, *fused, "zero_point", "desc_act", "sym"):
             fields.raw(name)
         for name in ("version", "format", "checkpoint_format"):
             fields.expect(name, "gemm", "GEMM")

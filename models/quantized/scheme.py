@@ -13,10 +13,9 @@ from models.checkpoints.stored_tensor import StoredTensor
 from models.configuration.json_fields import Fields, read_json_object
 from models.errors import WeightsError
 from models.quantized.compressed_tensors import CompressedTensorsScheme
-from models.quantized.fp8 import Fp8Scheme
+from models.quantized.fp8 import STACKED_PARTS, Fp8Scheme, Mxfp4Scheme
 from models.quantized.gptq import AwqScheme, GptqScheme
 from models.quantized.modelopt import QUANT_CONFIG, ModelOptScheme
-from models.quantized.mxfp4 import STACKED_PARTS, Mxfp4Scheme
 from models.quantized.parts import MatrixParts, ModuleTensors, QuantizedTensor
 from runtime.dtype import DType, bfloat16
 

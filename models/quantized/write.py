@@ -111,22 +111,15 @@ class Written:
     gains: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """A text's ids, on whose activations scales are found (`calibrate`)."""
-
-    token_ids: Sequence[int]
-
-
 def quantize_folder(
     source: Path, target: Path, format: str, show: Callable[[int, int], None] = lambda done, total: None,
-    calibration: Calibration | None = None, overrides: str = "",
+    calibration: Sequence[int] | None = None, overrides: str = "",
 ) -> Written:  # fmt: skip
     """Writes `source` to the new folder `target`: its linear maps in `format`, but the output head, all else as it is.
 
-    Maps whose rows are not whole groups stay floats. `show` gets how many tensors are done, and how many there are;
-    with a calibration the maps that are searched for scales come first. `overrides` are of the config's fields
-    (`models.configuration.overrides`), and are written so.
+    Maps whose rows are not whole groups stay floats. `show` gets how many tensors are done, and how many there are.
+    `calibration` has a text's ids, on whose activations scales are found (`calibrate`); the maps that are searched for
+    them come first. `overrides` are of the config's fields (`models.configuration.overrides`), and are written so.
 
     Raises:
         ModelLoadError: naming file, tensor or field, for a model that cannot be read, is quantised already, or stores
@@ -157,7 +150,7 @@ def quantize_folder(
     if calibration is not None:
         folded = calibrate(
             model_config, architecture_named(model_config.architecture).model_class, checkpoint,
-            calibration.token_ids,
+            calibration,
             lambda name: output.rounding(checkpoint.dtype(name)) if name in taken else None,
             lambda done, total: show(done, total + len(names)),
         )  # fmt: skip
@@ -237,15 +230,11 @@ def _parts_of(name: str, shape: tuple[int, int], output: OutputFormat, dtype: DT
 def _arrays_of(matrix: QuantizedMatrix) -> Iterator[Array]:
     kind, codes, scales = matrix.layout.kind, matrix.codes, matrix.scales
     if kind == "int4":
-        yield np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32)
-        yield scales
+        yield from (np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32), scales)
         yield np.array(matrix.shape, np.int64)
     elif kind == "int8":
-        yield (codes ^ np.uint8(128)).view(np.int8)
-        yield scales
+        yield from ((codes ^ np.uint8(128)).view(np.int8), scales)
     elif kind == "fp8":
-        yield codes.view(ml_dtypes.float8_e4m3fn)
-        yield scales
+        yield from (codes.view(ml_dtypes.float8_e4m3fn), scales)
     else:
-        yield codes
-        yield scales.view(np.uint8)
+        yield from (codes, scales.view(np.uint8))

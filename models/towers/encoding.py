@@ -4,21 +4,28 @@ A layer is two passes over a picture's rows. The first makes queries, keys and v
 of queries sees all keys, and goes through the rest of the layer. Both can stop after any piece. On the cpu a row's bits
 depend on no other row, so pieces may have any size; on a GPU they may, so all pieces have one size. A picture's bits
 are thus the same however it is divided between steps.
+
+Patches attend to all of the picture, or of their window, in both directions, by the paged causal kernels: a query that
+stands last in its sequence sees all keys, so that nothing is masked. A block of patches becomes one token of as many
+query heads, which share a KV head. So a picture's keys are read once per block, and no further kernel is needed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from models.towers.full_attention import FullAttention
+from runtime import ops
+from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import DType, float32
+from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
 
 CPU_ROWS = 192
@@ -121,16 +128,139 @@ class PictureTower(ABC):
         return Tensor.zeros(shape, float32 if self.device.kind == "cpu" else self.dtype, self.device)
 
 
+CPU_QUERIES = 64
+"""Patches that share a read of the keys: the rows of a group of the cpu's kernel, and a window of Qwen2.5-VL's."""
+
+GPU_QUERIES = (64, 128)
+"""On a GPU: the rows of its tiles, of which windows take the smaller one."""
+
+_PAGE_TOKENS = 16
+
+
+class FullAttention:
+    """Attention over one picture, whose keys and values lie in pages of its own, one layer at a time.
+
+    `lengths` are those of its consecutive windows: a patch sees those of its own. `rope` has a row for each patch; None
+    disables rotation. First all of a layer's rows are added, some at a time; then tiles of queries attend.
+
+    Attributes:
+        num_blocks: of queries; a tile is some of them.
+        queries_of_block: patches of a block, or fewer.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], num_heads: int, head_dim: int, rope: RopeTable | None, dtype: DType,
+        device: Device,
+    ) -> None:  # fmt: skip
+        self._num_heads, self._head_dim, self._rope = num_heads, head_dim, rope
+        spec = KVCacheSpec.uniform(
+            num_layers=1, num_kv_heads=num_heads, head_dim=head_dim, block_size=_PAGE_TOKENS, dtype=dtype, device=device
+        )
+        counts = np.array(lengths, np.int64)
+        num_patches, self._longest = int(counts.sum()), max(lengths)
+        self.queries_of_block = queries = _queries(device, self._longest)
+        num_pages, num_blocks = -(-counts // _PAGE_TOKENS), -(-counts // queries)  # of each window
+        first_pages, first_blocks = np.cumsum(num_pages) - num_pages, np.cumsum(num_blocks) - num_blocks
+        total = int(num_blocks.sum())
+        self._pages = KVCache(spec, int(num_pages.sum()))
+        inside = np.concatenate([np.arange(count) for count in lengths])
+        self._blocks = np.repeat(first_blocks, counts) + inside // queries  # of each patch
+        self.num_blocks = total
+        table = np.minimum(np.arange(num_pages.max()), num_pages[:, None] - 1) + first_pages[:, None]
+        arrays = (
+            np.arange(num_patches, dtype=np.int32),
+            np.repeat(first_pages, counts) * _PAGE_TOKENS + inside,
+            np.arange(total + 1, dtype=np.int32),
+            np.repeat(counts, num_blocks).astype(np.int32),
+            np.ascontiguousarray(np.repeat(table, num_blocks, axis=0).astype(np.int32)),
+            np.zeros(0, np.int32),
+        )
+        self._positions, self._slots, self._starts, self._seq_lens, self._tables, self._nothing = ops.place(
+            arrays, device
+        )
+        self._spread: tuple[Tensor, NDArray[np.int64]] | None = None
+        if (counts[:-1] % queries).any():  # partial blocks between others
+            places = self._blocks * queries + inside % queries
+            sources = np.zeros(total * queries, np.int32)
+            sources[places] = np.arange(num_patches, dtype=np.int32)
+            (spread,) = ops.place((sources,), device)
+            self._spread = spread, places
+        # A layer's queries, spread out over their blocks unless only the last block is partial.
+        num_rows = total * queries if self._spread is None else num_patches
+        self._queries = Tensor.zeros((num_rows, num_heads * head_dim), dtype, device)
+        self._batches: dict[tuple[int, int], tuple[Batch, Tensor | None]] = {}
+
+    def add(self, rows: slice, qkv: Tensor) -> None:
+        """Adds some rows' `[n, 3 * num_heads * head_dim]`."""
+        heads, head_dim = self._num_heads, self._head_dim
+        k_cache, v_cache = self._pages.layer(0)
+        q = ops.qkv_prepare(
+            qkv, self._positions[rows], num_q_heads=heads, num_kv_heads=heads, head_dim=head_dim, rope=self._rope,
+            q_norm=None, k_norm=None, norm_eps=0.0, k_cache=k_cache, v_cache=v_cache, slot_mapping=self._slots[rows],
+        )  # fmt: skip
+        self._queries[rows] = q.view(q.shape[0], heads * head_dim)
+
+    def rows_of(self, blocks: slice) -> slice:
+        """The patches of a tile, which are consecutive."""
+        first, end = np.searchsorted(self._blocks, (blocks.start, blocks.stop))
+        return slice(int(first), int(end))
+
+    def attend(self, blocks: slice) -> Tensor:
+        """The attention of a tile's patches, `[n, num_heads * head_dim]`; all rows of the layer have been added."""
+        heads, head_dim, count = self._num_heads, self._head_dim, blocks.stop - blocks.start
+        queries = self.queries_of_block
+        batch, back = self._batch(blocks)
+        places = slice(blocks.start * queries, blocks.stop * queries)
+        if self._spread is None:
+            padded = self._queries[places]
+        else:
+            padded = ops.gather_rows(self._queries, self._spread[0][places])
+        by_head = padded.view(count, queries, heads, head_dim).transpose(1, 2).contiguous()
+        k_cache, v_cache = self._pages.layer(0)
+        attended = ops.attention(
+            by_head.view(count, heads * queries, head_dim), k_cache, v_cache, batch, 0, scale=head_dim**-0.5
+        )
+        by_patch = attended.view(count, heads, queries, head_dim).transpose(1, 2).contiguous()
+        rows = by_patch.view(count * queries, heads * head_dim)
+        if back is not None:
+            return ops.gather_rows(rows, back)
+        patches = self.rows_of(blocks)
+        return rows[: patches.stop - patches.start]
+
+    def _batch(self, blocks: slice) -> tuple[Batch, Tensor | None]:
+        """A tile as a batch of decodes, and the places of its patches among its queries, if they are spread out."""
+        found = self._batches.get((blocks.start, blocks.stop))
+        if found is None:
+            count = blocks.stop - blocks.start
+            starts = self._starts[: count + 1]
+            batch = Batch(
+                token_ids=starts[:count], positions=starts[:count], query_start=starts,
+                seq_lens=self._seq_lens[blocks], slot_mappings=(self._slots,), block_tables=(self._tables[blocks],),
+                logits_indices=self._nothing, max_query_len=1, max_seq_len=self._longest, exact=True,
+            )  # fmt: skip
+            back = None
+            if self._spread is not None:
+                places = self._spread[1][self.rows_of(blocks)] - blocks.start * self.queries_of_block
+                (back,) = ops.place([places.astype(np.int32)], self._starts.device)
+            found = self._batches[blocks.start, blocks.stop] = batch, back
+        return found
+
+
+def _queries(device: Device, longest: int) -> int:
+    """Patches of a block, for a longest window of so many."""
+    if device.kind == "cpu":
+        return CPU_QUERIES
+    return GPU_QUERIES[longest > GPU_QUERIES[0]]
+
+
 class AttentionLayer(Protocol):
     """A layer of a tower."""
 
     def qkv_of(self, x: Tensor) -> Tensor:
         """Rows `[n, width]` -> queries, keys and values side by side, `[n, 3 * width]`."""
-        ...
 
     def rest(self, x: Tensor, attended: Tensor) -> None:
         """The rest of the layer for rows `[n, width]`, in place, given their attention's result."""
-        ...
 
 
 def through(pace: Pace, layer: AttentionLayer, x: Tensor, attention: FullAttention) -> Iterator[int]:

@@ -20,8 +20,7 @@ import numpy as np
 from models.configuration.json_fields import Fields
 from models.makers.maker import Maker
 from models.makers.shards import UNIT, Shard, shard_of_width
-from models.towers.encoding import Pace, through
-from models.towers.full_attention import FullAttention
+from models.towers.encoding import FullAttention, Pace, through
 from numba_kernels.split_k import SEGMENTS, STEP
 from runtime import ops
 from runtime.device.device import Device

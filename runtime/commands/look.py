@@ -120,7 +120,7 @@ def quantize(
     folder, chosen = _hub.resolve_model(model), None
     if calibration is not None:
         text = read_text_file(calibration)
-        chosen = _write.Calibration(_load.read_tokenizer(folder).encode(text)[:calibration_tokens])
+        chosen = _load.read_tokenizer(folder).encode(text)[:calibration_tokens]
     with ON_STDERR.shown(f"quantising to {format}") as show:
         written = _write.quantize_folder(folder, out, format, show, chosen, _overrides.as_text(hf_overrides))
     kept = f", {written.num_kept} stay floats" if written.num_kept else ""

@@ -55,14 +55,18 @@ class ModelDriver:
             layers = [each._replace(kind=kind) for each, kind in zip(spec.layers, kinds)]
             spec = replace(spec, layers=tuple(layers))
         self.kinds = spec.group_kinds
-        shape = len(self.kinds), num_sequences, blocks_each
-        num_blocks = int(np.prod(shape)) + 5  # some are never used
-        self.kv_cache = KVCache(spec, num_blocks)
+        each, pool_sizes = num_sequences * blocks_each, [5] * len(spec.block_bytes)  # some are never used
+        for pool in spec.group_pools:
+            pool_sizes[pool] += each
+        self.kv_cache = KVCache(spec, pool_sizes)
         for planes in self.kv_cache.storages:
             for plane in planes:
                 plane[NO_BLOCK : NO_BLOCK + 1] = float("nan") if plane.dtype.is_floating else 127
-        free = np.random.default_rng(seed).permutation(np.arange(NO_BLOCK + 1, num_blocks, dtype=np.int32))
-        self.block_tables = free[: np.prod(shape)].reshape(shape)
+        rng = np.random.default_rng(seed)
+        free = [rng.permutation(np.arange(NO_BLOCK + 1, size, dtype=np.int32)) for size in pool_sizes]
+        first = [spec.group_pools[:group].count(pool) * each for group, pool in enumerate(spec.group_pools)]
+        tables = [free[pool][start : start + each] for pool, start in zip(spec.group_pools, first)]
+        self.block_tables = np.array(tables).reshape(-1, num_sequences, blocks_each)
         self.num_tokens = [0] * num_sequences  # in the cache
 
     def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, Array]:

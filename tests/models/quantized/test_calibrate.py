@@ -16,7 +16,7 @@ from models.checkpoints.safetensors_file import SafetensorsFile
 from models.errors import ModelLoadError
 from models.families import known_architectures
 from models.quantized.calibrate import calibrate
-from models.quantized.write import Calibration, quantize_folder
+from models.quantized.write import quantize_folder
 from models.registry import load_config, load_model, quantisable_matrices
 from runtime.cli import app
 from runtime.errors import InvalidArgumentError
@@ -98,7 +98,7 @@ def test_what_is_written_loses_less(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with_outliers(source)
     dense = logits_of(load_model(source), IDS[:64])
     lost = {}
-    for name, calibration in (("plain", None), ("calibrated", Calibration(IDS))):
+    for name, calibration in (("plain", None), ("calibrated", IDS)):
         written = quantize_folder(source, tmp_path / name, "int4-g32", calibration=calibration)
         assert written.num_quantised > written.num_kept
         assert bool(written.gains) == (calibration is not None)
@@ -120,12 +120,12 @@ def test_what_cannot_be_calibrated(tmp_path: Path) -> None:
     source, target = write_model(tmp_path / "source", load_golden("llama_tied_gqa4")), tmp_path / "target"
     for format in ("fp8", "int8"):
         with pytest.raises(InvalidArgumentError, match=f"calibration is for int4, int4-g32 and mxfp4: {format} rounds"):
-            quantize_folder(source, target, format, calibration=Calibration(IDS))
+            quantize_folder(source, target, format, calibration=IDS)
     with pytest.raises(InvalidArgumentError, match="calibration: the text has 5 tokens, must have at least"):
-        quantize_folder(source, target, "int4-g32", calibration=Calibration(IDS[:5]))
+        quantize_folder(source, target, "int4-g32", calibration=IDS[:5])
     gpt2 = write_model(tmp_path / "gpt2", load_golden("gpt2_gelu_new"))
     with pytest.raises(ModelLoadError, match="stores its maps inputs first, which is not quantised"):
-        quantize_folder(gpt2, target, "int4-g32", calibration=Calibration(IDS))
+        quantize_folder(gpt2, target, "int4-g32", calibration=IDS)
     assert not target.exists()
 
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from models.architecture import Architecture
-from models.base import Model
+from models.base import Architecture, Model
 from models.configuration.config import ModelConfig, read_common
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
