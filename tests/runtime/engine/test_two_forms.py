@@ -11,10 +11,12 @@ import pytest
 
 import models.families
 from models.families import known_architectures
+from models.registry import load_model
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.limits import resolve
 from runtime.kv.kinds import FULL, Window
+from tests.models.driver import logits_of
 from tests.runtime.engine.test_fuzz import Answers, fuzz
 from tests.runtime.engine.test_window_groups import answers, build, make_requests
 from tests.runtime.engine.two_forms.two_forms import WINDOW
@@ -121,3 +123,8 @@ def test_swap_space_has_blocks_of_each_pool_or_none() -> None:
     assert 9999 - 400 < 300 * counts[0] + 100 * counts[1] <= 9999
     full, windowed = limits.pool_sizes
     assert abs(counts[0] - counts[1] * full / windowed) <= 1 + full / windowed, "as the pools, to a block"
+
+
+def test_a_prompt_in_chunks_has_the_logits_of_one_in_one_piece(folder: Path) -> None:
+    model, ids = load_model(folder, device="cpu", load_format="dummy"), range(1, 60)
+    assert (logits_of(model, ids, [16, 1, 25, 17]) == logits_of(model, ids)).all()
