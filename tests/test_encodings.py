@@ -15,8 +15,14 @@ OTHER_OPENS = {"Image", "image_module", "os", "tarfile", "webbrowser", "zipfile"
 """Whose `open` opens no text."""
 
 
+SUSPECT = re.compile(r"open\(|(read|write)_text|TextIOWrapper|text=|universal_newlines")
+"""A file without a match has no such call: most files need no parsing."""
+
+
 def places_without_encoding(program: str) -> Iterator[int]:
     """The lines of calls that read or write text in the locale's encoding."""
+    if not SUSPECT.search(program):
+        return
     for node in ast.walk(ast.parse(program)):
         if not isinstance(node, ast.Call):
             continue

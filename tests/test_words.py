@@ -31,6 +31,10 @@ PERSONS = re.compile(r"\b(whoever|nobody)\b", re.IGNORECASE)
 """Callers, clients, kernels and logs have names."""
 
 
+SUSPECT = re.compile(rf"{BEHIND.pattern}|{PERSONS.pattern}|[\"'](?:{OPENING.pattern})", re.IGNORECASE)
+"""A file without a match has no tell-tale: most files need no parsing."""
+
+
 def words_of(source: str) -> Iterator[tuple[int, str, bool]]:
     """Line, text, and whether it is a docstring: the docstrings and comments of a file. A string after an assignment is
     the docstring of its name."""
@@ -50,6 +54,8 @@ def words_of(source: str) -> Iterator[tuple[int, str, bool]]:
 
 def tell_tales(source: str) -> Iterator[tuple[int, str]]:
     """Line and word of each."""
+    if not SUSPECT.search(source):
+        return
     for line, text, is_docstring in words_of(source):
         if is_docstring and (found := OPENING.match(text)):
             yield line, found[0]

@@ -171,7 +171,7 @@ async def test_clients_that_vanish(server: ServerProcess, count: int) -> None:
         assert (await ask(http)).status_code == 200
 
 
-@few_and(2000, 300)
+@few_and(2000, 200)
 async def test_more_requests_than_the_queue_takes(server: ServerProcess, count: int) -> None:
     """Each is answered: served, or told to come again."""
     for _ in range(2):  # the second time no more is held than after the first

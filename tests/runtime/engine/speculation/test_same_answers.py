@@ -34,7 +34,7 @@ def check(found: Comparison, *states: str, is_trained: bool = True) -> None:
         assert least <= kept < tried, name
 
 
-@pytest.mark.parametrize("num_requests", [150, pytest.param(300, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_requests", [100, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_on_the_bundled_model(num_requests: int) -> None:
     folder = Path("models/demo").resolve()
     model = loaded_model(folder, EngineConfig(max_model_len=96, device="cpu"))
