@@ -26,7 +26,8 @@ from runtime.emulator.memory.locate import (
     shared_block,
     shared_host,
 )
-from runtime.emulator.races.clocks import LOAD, STORE, release
+from runtime.emulator.races.clocks import LOAD, STORE
+from runtime.emulator.races.vector_clocks import release
 from runtime.emulator.synchronisation.mbarrier_state import locate
 from runtime.emulator.translation.lowering import Lowering, Value, lowers
 from runtime.emulator.translation.operations import operation
@@ -48,7 +49,7 @@ def start_record(warp, site, lane, kind, size):
 def set_mbarrier(warp, record, host):
     """The record completes a transaction of an mbarrier (a host address) instead of belonging to a group."""
     record.group, record.mbarrier = -1, host
-    release(warp, host)
+    release(warp, host, 1)
 
 
 @njit

@@ -37,9 +37,8 @@ from runtime.emulator.execution.warp_scheduler import (
     run_clusters,
 )
 from runtime.emulator.memory.device_memory import Machine, Mapping
-from runtime.emulator.races import rules, vector_clocks
 from runtime.emulator.races.clocks import TABLE_ENTRIES, Entry, Races
-from runtime.emulator.translation.operations import compile_operation, compiled, compiled_address
+from runtime.emulator.translation.operations import compile_operation, compiled
 from runtime.emulator.translation.program import LoadedKernel, Program, load
 from runtime.errors import InvalidArgumentError
 
@@ -328,8 +327,6 @@ def _on_threads(work: Any, workers: list[_Worker]) -> None:
             other.result()
 
 
-_ENTRIES = (vector_clocks.order_entry, vector_clocks.block_entry, rules.lane_entry, rules.run_entry, rules.warp_entry)
-"""By CALL_…; compiled for the first launch that checks races."""
 _RACE_BYTES = 1 << 40
 _CLOCK_LIMIT = 1 << 30
 
@@ -372,8 +369,6 @@ class RaceMemory:
             races.agents, races.width, races.shift = num_blocks * num_warps, width, shift
             races.global_writes, races.global_reads = shadow, shadow + granules * 8
             races.shared_granules = (shared_bytes >> shift) + 1
-            for number, entry in enumerate(_ENTRIES):
-                races[Races.calls.index + number] = compiled_address(entry)
             self._addresses.append(address)
 
     def address(self, thread: int) -> int:

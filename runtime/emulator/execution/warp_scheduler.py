@@ -41,7 +41,7 @@ from runtime.emulator.memory.pointers import (
     fill_bytes,
     trailing_zeros,
 )
-from runtime.emulator.races.clocks import start_block
+from runtime.emulator.races.vector_clocks import start_block
 from runtime.emulator.records import Long, LongArray, Record, Table, at
 from runtime.emulator.synchronisation.barriers import BARRIERS_BYTES, reset_barriers, settle_barriers
 from runtime.emulator.tensor_cores.wgmma import close_wgmma
@@ -197,7 +197,7 @@ def begin_cluster(slot, launch, shape, cluster, shared_bytes):
             if shape.local_shadow:
                 fill_bytes(warp.local_shadow, 1, shape.local_shadow)
     for rank in range(shape.num_blocks):
-        start_block(slot.blocks[rank])
+        start_block(slot.blocks[rank].warps)
     slot.cluster = cluster
     slot.is_running = 1
     slot.live_warps = shape.num_blocks * shape.num_warps

@@ -59,7 +59,8 @@ from runtime.emulator.memory.locate import (
     mark_written,
 )
 from runtime.emulator.memory.pointers import address_of, stack_longs
-from runtime.emulator.races.clocks import SCOPE_GPU, strong_read, strong_write
+from runtime.emulator.races.clocks import SCOPE_GPU
+from runtime.emulator.races.vector_clocks import strong_read, strong_write
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.modifiers import Modifiers
 from runtime.emulator.translation.operations import compiled_once, operation

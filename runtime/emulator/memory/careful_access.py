@@ -41,17 +41,13 @@ from runtime.emulator.races.clocks import (
     LOAD,
     SCOPE_GPU,
     STORE,
-    lane_races,
-    run_is_fine,
-    strong_read,
-    strong_write,
 )
+from runtime.emulator.races.rules import lane_races, run_is_fine
+from runtime.emulator.races.vector_clocks import strong_read, strong_write
 from runtime.emulator.translation.operations import compiled_once
 
 # --- an instruction's modifiers, as bits of `flags` ---
 IS_STORE = 1
-IS_SIGNED = 2  # a loaded element is extended with its sign, to 32 or 64 bits as the slot is
-IS_HALF = 4  # …but into a 16-bit register: the upper half of the slot stays 0
 IS_STRONG = 8  # .volatile, .relaxed, .acquire, .release
 IS_RELEASE = 16
 IS_NC = 32
@@ -204,23 +200,7 @@ def memory_careful(
     _move_lanes(mask, places, slots, size, count, is_wide, action == STORE)
     if action == STORE:
         return _after_store(warp, site, mask, places, blocks, shadows, slots, size, count, is_wide, space, checks)
-    if flags & IS_SIGNED:
-        for index in range(count):
-            extend_sign(mask, slots[index], size, is_wide, flags)
     return 0
-
-
-@njit
-def extend_sign(mask, slot, size, is_wide, flags):
-    """Elements that were extended with zeros get their sign."""
-    keep = types.int64(0xFFFF) if flags & IS_HALF else types.int64(-1)
-    shift = 64 - 8 * size
-    for lane in range(32):
-        if mask >> lane & 1:
-            if is_wide:
-                u64_at(slot)[lane] = (types.int64(u64_at(slot)[lane]) << shift) >> shift
-            else:
-                u32_at(slot)[lane] = types.uint32(((types.int64(u32_at(slot)[lane]) << shift) >> shift) & keep)
 
 
 # --- for asynchronous instructions: ranges of one lane ---

@@ -1,6 +1,6 @@
 """The quick way of a warp's load or store: 32 lanes at once as LLVM vectors, for the common case.
 
-`load_lanes` and `store_lanes` make intrinsics for Numba: bounds, alignment and shadow bytes of all lanes are tested as
+`moves_lanes` makes intrinsics for Numba: bounds, alignment and shadow bytes of all lanes are tested as
 vectors; then the data is moved, contiguous lanes by plain vector loads and stores, others one by one. If any lane fails
 a test no data is moved and the result is 0: the careful way (`careful_access.py`) then goes lane by lane and reports.
 """
@@ -25,9 +25,11 @@ class _Access:
 
     def __init__(self, builder: Any, arguments: Any, size: int, count: int, slot_bits: int) -> None:
         self.builder, self.size, self.count, self.total, self.slot_bits = builder, size, count, size * count, slot_bits
-        (self.addresses, self.offset, self.mask, self.start, self.limit, self.host, self.shadow, self.need,
-         self.want, *self.slots) = arguments  # fmt: skip
-        self.mask = builder.trunc(self.mask, WORD)
+        self.addresses, self.offset, mask, window, *self.slots = arguments
+        self.start, self.limit, self.host, self.shadow, self.need, self.want = (
+            builder.load(builder.gep(window, [ir.Constant(LONG, index)])) for index in range(6)
+        )
+        self.mask = builder.trunc(mask, WORD)
         self.element = ir.IntType(8 * size)
         self.truths = builder.bitcast(self.mask, I1)
         self.is_checked = builder.icmp_unsigned("!=", self.shadow, ir.Constant(LONG, 0))
@@ -249,34 +251,26 @@ def _interleave(builder: Any, parts: list[Any]) -> Any:
     return parts[0]
 
 
-def _make(size: int, count: int, slot_bits: int, is_store: bool) -> Any:
+def moves_lanes(size: int, count: int, is_store: bool) -> Any:
+    """``f(addresses, offset, mask, window, *slots) -> 1 when done, else 0``: a load, or a store.
+
+    `addresses` (int64*) + `offset` lie in a window, int64[6]: it begins at `start` and has `limit` bytes, found at host
+    address `host`; its shadow at `shadow`, or 0 for no check; a shadow byte s is right when s & `need` == `want` (both
+    repeated to 64 bits). Elements of `size` bytes, `count` a lane, are extended with zeros into `slots`, of 64 bits a
+    lane for 8 bytes and else of 32. The highest of several lanes that store to the same address wins.
+    """
+
     @intrinsic
-    def access(typing_context, addresses, offset, mask, start, limit, host, shadow, need, want, *slots):
+    def access(typing_context, addresses, offset, mask, window, *slots):
         if len(slots) != count:
             raise TypeError(f"{count} slots expected")
-        longs = (types.int64,) * 6
-        signature = types.int32(addresses, types.int64, types.int64, *longs, types.BaseTuple.from_types(slots))
+        signature = types.int32(addresses, types.int64, types.int64, window, types.BaseTuple.from_types(slots))
 
         def generate(context, builder, signature, arguments):
             *plain, packed = arguments
             parts = cgutils.unpack_tuple(builder, packed, count)
-            return _generate(size, count, slot_bits, [*plain, *parts], builder, is_store)
+            return _generate(size, count, 64 if size == 8 else 32, [*plain, *parts], builder, is_store)
 
         return signature, generate
 
     return access
-
-
-def load_lanes(size: int, count: int, slot_bits: int) -> Any:
-    """``f(addresses, offset, mask, start, limit, host, shadow, need, want, *slots) -> 1 when done, else 0``.
-
-    `addresses` (uint64*) + `offset` lie in a window that begins at `start` and has `limit` bytes, found at host address
-    `host`; its shadow at `shadow`, or 0 for no check; a shadow byte s is right when s & need == want (both repeated
-    to 64 bits). Elements are extended with zeros into `slots` of `slot_bits` a lane.
-    """
-    return _make(size, count, slot_bits, is_store=False)
-
-
-def store_lanes(size: int, count: int, slot_bits: int) -> Any:
-    """As `load_lanes`, from the slots to memory. The highest of several lanes with the same address wins."""
-    return _make(size, count, slot_bits, is_store=True)

@@ -1,4 +1,4 @@
-"""ld and st: the operations ``load_32x1`` … ``store_64x4`` (slot width, vector length), and cvta.
+"""ld and st: the operations ``load_1x1`` … ``store_8x4`` (bytes of an element, elements a lane), and cvta.
 
 They try `lane_vectors`, after the race checker has checked the whole warp. Accesses that fail, and all while traffic is
 counted, go to one function, `memory_careful` of `careful_access.py`.
@@ -21,40 +21,40 @@ from runtime.emulator.execution.state import (
     Launch,
 )
 from runtime.emulator.memory.careful_access import (
-    IS_HALF,
     IS_NC,
     IS_RELEASE,
-    IS_SIGNED,
     IS_STORE,
     IS_STRONG,
     SCOPE_SHIFT,
-    extend_sign,
     memory_careful,
 )
-from runtime.emulator.memory.lane_vectors import load_lanes, store_lanes
+from runtime.emulator.memory.device_memory import IS_ALLOCATED, IS_INITIALISED
+from runtime.emulator.memory.lane_vectors import moves_lanes
 from runtime.emulator.memory.locate import CONST, GENERIC, GLOBAL, LOCAL, PARAM, SHARED, SHARED_CLUSTER
-from runtime.emulator.memory.pointers import address_of, addresses_of, trailing_zeros
-from runtime.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU, touch_lanes, warp_is_fine
+from runtime.emulator.memory.pointers import address_of, addresses_of, stack_longs, trailing_zeros
+from runtime.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU, touch_lanes
+from runtime.emulator.races.rules import warp_is_fine
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.modifiers import Modifiers
 from runtime.emulator.translation.operations import OPERATIONS as OPERATIONS
-from runtime.emulator.translation.operations import operation
-from runtime.emulator.translation.ptx import TYPE_BYTES, Address, Instruction, Operand, Register, Symbol, Vector
-from runtime.emulator.translation.vectors import I32, I64, INTEGERS, Value, splat
+from runtime.emulator.translation.operations import compiled_once, operation
+from runtime.emulator.translation.ptx import TYPE_BYTES, Address, Instruction, Operand, Symbol, Vector
+from runtime.emulator.translation.vectors import I64, INTEGERS, splat
 
 _EVERY_BYTE = 0x0101010101010101
 
 
-@njit
-def window_of(warp, addresses, offset, mask, space, flags, total):
-    """The likely window of a warp access of `total` bytes a lane: (start, bytes, host, shadow, need, want) for
-    `lane_vectors`. Zero bytes where only the careful way will do. The race checker has run."""
+@compiled_once("qlllllq")
+def window_of(warp, addresses, offset, mask, space, flags, total, window):
+    """Fills `window` with the likely window of a warp access of `total` bytes a lane, for `lane_vectors`: start, bytes,
+    host, shadow, need, want. Zero bytes where only the careful way will do. The race checker has run."""
     block, launch = warp.block, warp.launch
     checks = launch.checks
     start, size, host, shadow = types.int64(0), types.int64(0), types.int64(0), types.int64(0)
+    window[1] = 0
     is_racing = checks & CHECK_RACES != 0 and bool(warp.clock)
     if checks & COUNT_MEMORY or warp.is_before_dependency or (is_racing and flags & IS_STRONG):
-        return start, size, host, shadow, start, start
+        return 0
     block_address = types.int64(0)
     inside = space
     if space == GENERIC and mask != 0:
@@ -65,7 +65,7 @@ def window_of(warp, addresses, offset, mask, space, flags, total):
         start, size, host = launch.arena, launch.arena_bytes, launch.arena
         shadow = launch.arena_shadow
         if launch.stream_order and touch_lanes(launch, addresses, offset, mask, flags & IS_STORE != 0):
-            size = types.int64(0)
+            return 0
     elif inside in (SHARED, SHARED_CLUSTER) and not (flags & IS_STORE and block.proxy):
         size, host, shadow = block.shared_bytes, block.shared, block.shared_shadow
         block_address = address_of(warp.block)
@@ -74,56 +74,30 @@ def window_of(warp, addresses, offset, mask, space, flags, total):
         and size
         and not warp_is_fine(warp, mask, addresses, offset, start, size, block_address, total, flags & IS_STORE)
     ):
-        size = types.int64(0)
+        return 0
+    window[0], window[1], window[2] = start, size, host
+    window[3] = shadow if checks & (CHECK_MEMORY | CHECK_UNINITIALIZED) else 0
+    need, want = types.int64(0x11), types.int64(IS_ALLOCATED)
     if flags & IS_STORE:
-        need, want = types.int64(0x71 * _EVERY_BYTE), types.int64(_EVERY_BYTE)
+        need = types.int64(0x71)
     elif checks & CHECK_UNINITIALIZED:
-        need, want = types.int64(0x13 * _EVERY_BYTE), types.int64(0x03 * _EVERY_BYTE)
-    else:
-        need, want = types.int64(0x11 * _EVERY_BYTE), types.int64(_EVERY_BYTE)
-    if not checks & (CHECK_MEMORY | CHECK_UNINITIALIZED):
-        shadow = types.int64(0)
-    return start, size, host, shadow, need, want
+        need, want = types.int64(0x13), types.int64(IS_ALLOCATED | IS_INITIALISED)
+    window[4], window[5] = need * _EVERY_BYTE, want * _EVERY_BYTE
+    return 0
 
 
-def _of_size(move, count, is_wide):
-    """``f(warp, mask, site, addresses, offset, space, size, flags, slots)``: an access of `count` elements a lane.
-
-    `move` is `load_lanes` or `store_lanes` for these, all of one size; `is_wide`: their slots have 64 bits.
-    """
+def _access(is_store, size, count):
+    """``f(warp, mask, site, addresses, offset, space, flags, slots)``: `count` elements of `size` bytes a lane."""
+    move, is_wide = moves_lanes(size, count, is_store), int(size == 8)
 
     @njit
-    def access(warp, mask, site, addresses, offset, space, size, flags, slots):
-        start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, count * size)
-        if move(addresses, offset, mask, start, limit, host, shadow, need, want, *slots):
+    def access(warp, mask, site, addresses, offset, space, flags, slots):
+        window = stack_longs(6)
+        window_of(warp, addresses, offset, mask, space, flags, count * size, window)
+        if move(addresses, offset, mask, window, *slots):
             return 0
         places = addresses_of(slots)
         return memory_careful(warp, mask, site, addresses, offset, space, size, count, is_wide, flags, *places)
-
-    return access
-
-
-def _of_any_size(make, count):
-    """As `_of_size`, of elements of 1, 2 or 4 bytes in 32-bit slots. `make`: `load_lanes` or `store_lanes`."""
-    one, two, four = make(1, count, 32), make(2, count, 32), make(4, count, 32)
-
-    @njit
-    def access(warp, mask, site, addresses, offset, space, size, flags, slots):
-        start, limit, host, shadow, need, want = window_of(warp, addresses, offset, mask, space, flags, count * size)
-        done = 0
-        if size == 4:
-            done = four(addresses, offset, mask, start, limit, host, shadow, need, want, *slots)
-        elif size == 2:
-            done = two(addresses, offset, mask, start, limit, host, shadow, need, want, *slots)
-        else:
-            done = one(addresses, offset, mask, start, limit, host, shadow, need, want, *slots)
-        places = addresses_of(slots)
-        if not done:
-            return memory_careful(warp, mask, site, addresses, offset, space, size, count, 0, flags, *places)
-        if flags & IS_SIGNED:
-            for index in range(count):
-                extend_sign(mask, places[index], size, 0, flags)
-        return 0
 
     return access
 
@@ -132,41 +106,43 @@ def _of_any_size(make, count):
 
 
 def _with_1_slot(access):
-    def run(warp, mask, site, addresses, offset, space, size, flags, a):
-        return access(warp, mask, site, addresses, offset, space, size, flags, (a,))
+    def run(warp, mask, site, addresses, offset, space, flags, a):
+        return access(warp, mask, site, addresses, offset, space, flags, (a,))
 
     return run
 
 
 def _with_2_slots(access):
-    def run(warp, mask, site, addresses, offset, space, size, flags, a, b):
-        return access(warp, mask, site, addresses, offset, space, size, flags, (a, b))
+    def run(warp, mask, site, addresses, offset, space, flags, a, b):
+        return access(warp, mask, site, addresses, offset, space, flags, (a, b))
 
     return run
 
 
 def _with_4_slots(access):
-    def run(warp, mask, site, addresses, offset, space, size, flags, a, b, c, d):
-        return access(warp, mask, site, addresses, offset, space, size, flags, (a, b, c, d))
+    def run(warp, mask, site, addresses, offset, space, flags, a, b, c, d):
+        return access(warp, mask, site, addresses, offset, space, flags, (a, b, c, d))
 
     return run
 
 
 def _with_8_slots(access):
-    def run(warp, mask, site, addresses, offset, space, size, flags, a, b, c, d, e, f, g, h):
-        return access(warp, mask, site, addresses, offset, space, size, flags, (a, b, c, d, e, f, g, h))
+    def run(warp, mask, site, addresses, offset, space, flags, a, b, c, d, e, f, g, h):
+        return access(warp, mask, site, addresses, offset, space, flags, (a, b, c, d, e, f, g, h))
 
     return run
 
 
-for _name, _make in (("load", load_lanes), ("store", store_lanes)):
-    for _count, _with_slots in ((1, _with_1_slot), (2, _with_2_slots), (4, _with_4_slots)):
-        operation(f"{_name}_32x{_count}", "qllll" + "p" * _count)(_with_slots(_of_any_size(_make, _count)))
-        operation(f"{_name}_64x{_count}", "qllll" + "q" * _count)(
-            _with_slots(_of_size(_make(8, _count, 64), _count, 1))
-        )
-    operation(f"{_name}_32x8", "qllll" + "p" * 8)(_with_8_slots(_of_size(_make(4, 8, 32), 8, 0)))
-
+for _count, _with_slots, _sizes in (
+    (1, _with_1_slot, (1, 2, 4, 8)), (2, _with_2_slots, (1, 2, 4, 8)), (4, _with_4_slots, (1, 2, 4, 8)),
+    (8, _with_8_slots, (4,)),
+):  # fmt: skip
+    for _size in _sizes:
+        for _name in ("load", "store"):
+            _slots = ("q" if _size == 8 else "p") * _count
+            operation(f"{_name}_{_size}x{_count}", "qlll" + _slots)(
+                _with_slots(_access(_name == "store", _size, _count))
+            )
 
 SPACES = {
     "global": GLOBAL, "shared": SHARED, "shared::cta": SHARED, "shared::cluster": SHARED_CLUSTER, "local": LOCAL,
@@ -245,16 +221,10 @@ def lower_load(low: Lowering, ins: Instruction) -> None:
     if size == 16:
         wide = low.destination(items[0], 128)
         parts = [wide, low.builder.gep(wide, [low.i64(LANES)])]
-        low.call("load_64x2", address, offset, space, 8, flags, *parts)
+        low.call("load_8x2", address, offset, space, flags, *parts)
         return
-    is_signed = kind in ("s8", "s16")
-    if is_signed:
-        flags |= IS_SIGNED
-        if all(isinstance(item, Register) and item.type.endswith("16") for item in items):
-            flags |= IS_HALF
-    bits = 64 if size == 8 else 32
-    targets = [low.destination(item, bits, "s32" if kind[0] == "s" else "") for item in items]
-    low.call(f"load_{bits}x{len(items)}", address, offset, space, size, flags, *targets)
+    targets = [low.destination(item, 64 if size == 8 else 32, kind) for item in items]
+    low.call(f"load_{size}x{len(items)}", address, offset, space, flags, *targets)
 
 
 def _load_parameter(low: Lowering, name: str, offset: int, kind: str, size: int, items: list[Operand]) -> None:
@@ -272,15 +242,7 @@ def _load_parameter(low: Lowering, name: str, offset: int, kind: str, size: int,
         at = low.builder.add(base, low.i64(start + offset + index * size))
         scalar = low.builder.load(low.builder.inttoptr(at, element.as_pointer()))
         scalar.align = 1
-        low.write(item, extended(low, low.splat(scalar), item, kind))
-
-
-def extended(low: Lowering, vector: Value, item: Operand, kind: str) -> Value:
-    """A loaded element with its sign, where its type has one, as wide as the register that gets it."""
-    if kind[0] != "s" or not isinstance(item, Register):
-        return vector
-    wanted = INTEGERS[16] if item.type.endswith("16") else I64 if low.bits_of(item) == 64 else I32
-    return low.builder.sext(vector, wanted) if wanted.element.width > vector.type.element.width else vector
+        low.write(item, low.extended(low.splat(scalar), item, kind))
 
 
 @lowers("st")
@@ -297,11 +259,10 @@ def lower_store(low: Lowering, ins: Instruction) -> None:
     if size == 16:
         wide = low.slot(items[0], 128)
         parts = [wide, low.builder.gep(wide, [low.i64(LANES)])]
-        low.call("store_64x2", address, offset, space, 8, flags, *parts)
+        low.call("store_8x2", address, offset, space, flags, *parts)
         return
-    bits = 64 if size == 8 else 32
-    values = [low.slot(item, bits) for item in items]
-    low.call(f"store_{bits}x{len(items)}", address, offset, space, size, flags, *values)
+    values = [low.slot(item, 64 if size == 8 else 32) for item in items]
+    low.call(f"store_{size}x{len(items)}", address, offset, space, flags, *values)
 
 
 # --- addresses ---

@@ -1,13 +1,6 @@
-"""The checkers' entries for operations: the order between warps, and a kernel's accesses for the checker of streams.
+"""The layout of the race checkers' data, and a kernel's accesses to device memory for `stream_order.py`.
 
-Cheap where races are not checked (warp.clock is 0), and small, since the work is in functions of `vector_clocks.py` and
-`rules.py` that are compiled once and called by address. Also the layout of the checkers' data. `touch_lanes` and
-`touch_range` note accesses to device memory for `stream_order.py`.
-
-A strong write (an atomic, .relaxed, .release, .volatile) publishes the accesses covered by fences of its warp, and of
-warps that it is ordered after, or all that its warp is ordered after if it is a .release; a strong read acquires those
-published at its address, with or without a fence after it. So a missing release fence is found, a missing acquire fence
-is not.
+`vector_clocks.py` orders the warps of a launch, `rules.py` checks their accesses.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -16,15 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-
 from numba_kernels.cache import njit
 from numba_kernels.pointers import u32_at
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.memory.pointers import address_of
-from runtime.emulator.records import Long, Longs, Record, To, Words, at
+from runtime.emulator.records import Long, Record, To, Words, at
 from runtime.emulator.translation.ptx import TYPE_BYTES, Instruction
 
 SCOPE_CTA, SCOPE_CLUSTER, SCOPE_GPU = 1, 2, 3
@@ -46,7 +34,6 @@ class Races(Record):
     version = Long()  # counts changes of vectors over all warps
     shared_granules = Long()
     scratch = Long()  # address of a vector over a cluster
-    calls = Longs(5)  # addresses of the compiled entries, by CALL_…
 
 
 class SharedRaces(Record):
@@ -95,145 +82,10 @@ TABLE_LIMIT = 8192
 OVERFLOW_KEY = 1
 FIND, CREATE, MUST_CREATE = 0, 1, 2
 
-# --- the compiled entries; all take and give int64 ---
-CALL_ORDER, CALL_BLOCK, CALL_LANE, CALL_RUN, CALL_WARP = range(5)
-RELEASE, COMPLETE, ACQUIRE, WARP_BARRIER, FENCE, STRONG_WRITE, STRONG_READ = range(7)
-
-
-@intrinsic
-def call_address(typing_context, function, *arguments):
-    """Calls a C function of int64 arguments by its address."""
-    kinds = types.BaseTuple.from_types((types.int64,) * len(arguments))
-
-    def generate(context, builder, signature, given):
-        long = ir.IntType(64)
-        parts = [builder.extract_value(given[1], index) for index in range(len(arguments))]
-        kind = ir.FunctionType(long, [long] * len(parts))
-        return builder.call(builder.inttoptr(given[0], kind.as_pointer()), parts)
-
-    return types.int64(types.int64, kinds), generate
-
-
-@njit
-def _order(what, warp, key, scope, is_release):
-    if warp.clock:
-        races = warp.clock.races
-        call_address(races.calls[CALL_ORDER], what, address_of(warp), key, scope, is_release)
-
-
-@njit
-def release(warp, key):
-    """An arrival at the object `key` (such as the host address of an mbarrier), held back until `complete`."""
-    _order(RELEASE, warp, key, 0, 1)
-
-
-@njit
-def arrive_relaxed(warp, key):
-    """The same without a release: waiters see only accesses that the warp's fences have covered."""
-    _order(RELEASE, warp, key, 0, 0)
-
-
-@njit
-def complete(warp, key):
-    """The phase of `key` is complete: later acquirers are ordered after all arrivals."""
-    _order(COMPLETE, warp, key, 0, 0)
-
-
-@njit
-def acquire(warp, key):
-    """A wait on `key` has succeeded."""
-    _order(ACQUIRE, warp, key, 0, 0)
-
-
-@njit
-def on_warp_barrier(warp):
-    """bar.warp.sync: the others may read lanes' earlier writes."""
-    _order(WARP_BARRIER, warp, 0, 0, 0)
-
-
-@njit
-def on_fence(warp, scope):
-    """membar or fence (not of a proxy): later strong writes of the warp publish the accesses before it."""
-    _order(FENCE, warp, 0, scope, 0)
-
-
-@njit
-def strong_write(warp, address, scope, is_release):
-    """A strong write (an atomic, say) at host address `address`: publishes accesses that the warp's fences cover."""
-    _order(STRONG_WRITE, warp, address, scope, 1 if is_release else 0)
-
-
-@njit
-def strong_read(warp, address, scope):
-    """A strong read (an atomic, say) at host address `address`: orders the warp after accesses published there."""
-    _order(STRONG_READ, warp, address, scope, 0)
-
-
-@njit
-def barrier_key(block_address, key):
-    """Inside of the block's array, where no mbarrier can be; the array's own address stands for the block."""
-    return block_address + 8 + key * 4
-
-
-@njit
-def on_arrive(warp, block, key):
-    """A warp arrives at named barrier `key` of its block without waiting."""
-    release(warp, barrier_key(address_of(block), key))
-
-
-@njit
-def _block(block, key, waiting):
-    launch = block.launch
-    if launch.races:
-        races = launch.races
-        call_address(races.calls[CALL_BLOCK], address_of(block), key, waiting)
-
-
-@njit
-def start_block(block):
-    """Gives a block that begins, and its warps, their clocks. The cluster's rank 0 comes first."""
-    _block(block, -1, 0)
-
-
-@njit
-def on_barrier(block, key, waiting):
-    """Named barrier `key` is complete; `waiting` is the mask of the warps (by index) that waited at it."""
-    if waiting != 0:
-        _block(block, key, waiting)
-
-
-IN_SHARED, IN_GLOBAL = 0, 1
 LOAD, STORE, ATOMIC = range(3)
+IN_SHARED, IN_GLOBAL = 0, 1
 ACCESS_STRONG, ACCESS_NC, ACCESS_SAME = 1, 2, 4
 """Flags of one lane's access: it is strong; it is a .nc load; it writes what is there already."""
-
-
-@njit
-def lane_races(warp, site, place, block_address, size, lane, action, flags):
-    """Checks one lane's access, of `action`, with ACCESS_… flags, at host address `place` (of the shared memory of
-    a block, or of device memory where `block_address` is 0). Returns 1 with a fault reported, or 0."""
-    races = warp.clock.races
-    entry = races.calls[CALL_LANE]
-    return call_address(entry, address_of(warp), site, place, block_address, size, lane, action, flags)
-
-
-@njit
-def run_is_fine(warp, first, block_address, size, is_store, lane, lane_bytes):
-    """Whether a plain access of lanes from `lane` on to a contiguous range can be no race; then it has been noted."""
-    races = warp.clock.races
-    entry = races.calls[CALL_RUN]
-    return call_address(entry, address_of(warp), first, block_address, size, is_store, lane, lane_bytes) != 0
-
-
-@njit
-def warp_is_fine(warp, mask, addresses, offset, start, limit, block_address, size, is_store):
-    """The same of a whole warp's plain access, `size` bytes a lane: see `rules.warp_entry`."""
-    races = warp.clock.races
-    entry, shape = races.calls[CALL_WARP], size | (256 if is_store else 0)
-    return (
-        call_address(entry, address_of(warp), mask, address_of(addresses), offset, start, limit, block_address, shape)
-        != 0
-    )
 
 
 def granule_shift(instructions: Iterable[Instruction]) -> int:

@@ -9,9 +9,8 @@ Not races: two strong accesses (atomics, .volatile, .relaxed and stronger), two 
 ordered by a barrier, an mbarrier or a published fence. A plain read of another lane's write in the same warp since the
 last bar.warp.sync is a race.
 
-A `_run` checks a contiguous range at once: True if there can be no race, having noted the access; else the caller
-checks lane by lane, by a `_lane`, which reports. `lane_entry` and `run_entry` are compiled once, for the first launch
-that checks races, and called by their addresses (`clocks.py`).
+A contiguous range of lanes is checked at once by `run_is_fine`: if there can be no race, the access is noted; else the
+caller checks lane by lane, by `lane_races`, which reports.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from numba import types
 from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at, u32_at, u64_at
 from runtime.emulator.execution.fault import FaultKind, report
-from runtime.emulator.execution.state import block_at, warp_at
+from runtime.emulator.execution.state import block_at
 from runtime.emulator.memory.pointers import (
     CHUNK,
     count_16_longs,
@@ -41,6 +40,7 @@ from runtime.emulator.races.clocks import (
     STORE,
 )
 from runtime.emulator.races.vector_clocks import known
+from runtime.emulator.translation.operations import compiled_once
 
 _STRONG = 32
 
@@ -105,25 +105,36 @@ def _fill(address, count, value):
         count -= 1
 
 
-# --- shared memory; `area` is the races array of the block that owns it, offsets are shared addresses ---
+@njit
+def _area(warp, block_address):
+    """Memory of a block, or (0) device memory: its first address, its granules' write epochs, the clock up to which all
+    is ordered, and the agent's number that the first warp of this warp's cluster has there."""
+    record = warp.clock
+    if block_address == 0:
+        races = record.races
+        return warp.launch.arena, races.global_writes, races.base, record.cluster
+    block = block_at(block_address)
+    return block.shared, block.shared_races.writes, record.floor, types.int64(0)
 
 
 @njit
-def _shared_read_run(record, area, offset, size):
-    """A plain read of `size` bytes by one warp."""
-    races = record.races
-    shift = races.shift
-    first = offset >> shift
-    count = ((offset + size - 1) >> shift) - first + 1
-    if _highest(area.writes + first * 8, count) >> 32 > record.floor:
-        return False
-    _note_shared_read(record, area, first, count)
-    return True
+def _granules(races, offset, size):
+    """The first granule of a range, and how many."""
+    first = offset >> races.shift
+    return first, ((offset + size - 1) >> races.shift) - first + 1
 
 
 @njit
-def _note_shared_read(record, area, first, count):
-    now = record.now
+def _note_read(warp, block_address, first, count):
+    record = warp.clock
+    races, now = record.races, record.now
+    if block_address == 0:
+        granules = warp.launch.arena_bytes >> races.shift
+        parity = (record.cluster // races.width) & 1
+        epoch = _epoch(record, record.cluster + record.index, 0, 0)
+        _fill(races.global_reads + (parity * granules + first) * 8, count, epoch)
+        return
+    area = block_at(block_address).shared_races
     row = area.reads + (record.index * area.granules + first) * 4
     latest = area.latest_read + first * 4
     while count >= CHUNK:
@@ -141,239 +152,112 @@ def _note_shared_read(record, area, first, count):
 
 
 @njit
-def _shared_write_run(record, area, offset, size, lane, lane_bytes):
-    """A plain write by lanes from `lane` on, `lane_bytes` each."""
-    races = record.races
-    shift = races.shift
-    first = offset >> shift
-    count = ((offset + size - 1) >> shift) - first + 1
-    floor = record.floor
-    if _highest(area.writes + first * 8, count) >> 32 > floor:
-        return False
-    if _highest_clock(area.latest_read + first * 4, count) > floor:
-        return False
-    lane_shift = 0
-    while (1 << (lane_shift + shift)) < lane_bytes:
-        lane_shift += 1
-    _set_run(area.writes + first * 8, count, _epoch(record, record.index, lane, 0), lane_shift)
-    return True
+def _latest_read(warp, block_address, first, count):
+    """The highest clock of a read of some granules."""
+    if block_address != 0:
+        return _highest_clock(block_at(block_address).shared_races.latest_read + first * 4, count)
+    races = warp.clock.races
+    granules = warp.launch.arena_bytes >> races.shift
+    even = _highest(races.global_reads + first * 8, count)
+    return types.int64(max(even, _highest(races.global_reads + (granules + first) * 8, count)) >> types.uint64(32))
 
 
 @njit
-def _shared_read_lane(warp, site, record, area, offset, size, lane, strong):
-    """A read by one lane. Returns 1 with the fault reported, or 0."""
-    races = record.races
-    shift = races.shift
-    first = offset >> shift
-    count = ((offset + size - 1) >> shift) - first + 1
-    writes = i64_at(area.writes + first * 8)
-    vector = u32_at(record.vector)
-    for index in range(count):
-        epoch = writes[index]
-        clock = epoch >> 32
-        if clock > record.floor and not (strong and epoch & _STRONG):
-            writer = (epoch & 0xFFFFFFFF) >> 6
-            at = offset + (index << shift)
-            if writer == record.index:
-                if clock == record.now and epoch & 31 != lane and not strong and not epoch & _STRONG:
-                    return report(warp, FaultKind.RACE_WITHIN_WARP, site, lane, at, IN_SHARED, size, writer, epoch & 31)
-            elif clock > vector[writer]:
-                return report(
-                    warp, FaultKind.RACE_READ_AFTER_WRITE, site, lane, at, IN_SHARED, size, writer, epoch & 31
-                )
-    if not strong:
-        _note_shared_read(record, area, first, count)
-    return 0
-
-
-@njit
-def _shared_write_lane(warp, site, record, area, offset, size, lane, strong, same):
-    """A write by one lane; with `same` the value is already there. Returns 1 with the fault reported, or 0."""
-    races = record.races
-    shift, width = races.shift, races.width
-    first = offset >> shift
-    count = ((offset + size - 1) >> shift) - first + 1
-    writes = i64_at(area.writes + first * 8)
-    latest = u32_at(area.latest_read + first * 4)
-    vector = u32_at(record.vector)
-    me = record.index
-    mine = _epoch(record, me, lane, strong)
-    for index in range(count):
-        epoch = writes[index]
-        clock = epoch >> 32
-        at = offset + (index << shift)
-        if clock > record.floor and not same and not (strong and epoch & _STRONG):
-            writer = (epoch & 0xFFFFFFFF) >> 6
-            if writer != me and clock > vector[writer]:
-                return report(
-                    warp, FaultKind.RACE_WRITE_AFTER_WRITE, site, lane, at, IN_SHARED, size, writer, epoch & 31
-                )
-        if latest[index] > record.floor and not same:
-            reads = u32_at(area.reads + (first + index) * 4)
-            for reader in range(width):
-                if reader != me and reads[reader * area.granules] > vector[reader]:
-                    return report(warp, FaultKind.RACE_WRITE_AFTER_READ, site, lane, at, IN_SHARED, size, reader, -1)
-        writes[index] = mine
-    return 0
-
-
-# --- device memory ---
-
-
-@njit
-def _reads_of(races, launch, agent):
-    """The address of the read epochs that this warp's cluster writes."""
-    granules = launch.arena_bytes >> races.shift
-    parity = (agent // races.width) & 1
-    return races.global_reads + parity * granules * 8
-
-
-@njit
-def _global_read_run(warp, record, address, size):
-    """A plain read of `size` bytes by one warp."""
-    races, launch = record.races, warp.launch
-    shift = races.shift
-    first = (address - launch.arena) >> shift
-    count = ((address - launch.arena + size - 1) >> shift) - first + 1
-    if _highest(races.global_writes + first * 8, count) >> 32 > races.base:
-        return False
-    cluster = record.cluster
-    _fill(_reads_of(races, launch, cluster) + first * 8, count, _epoch(record, cluster + record.index, 0, 0))
-    return True
-
-
-@njit
-def _global_write_run(warp, record, address, size, lane, lane_bytes):
-    """A plain write by lanes from `lane` on, `lane_bytes` each."""
-    races, launch = record.races, warp.launch
-    shift, base = races.shift, races.base
-    first = (address - launch.arena) >> shift
-    count = ((address - launch.arena + size - 1) >> shift) - first + 1
-    if _highest(races.global_writes + first * 8, count) >> 32 > base:
-        return False
-    granules = launch.arena_bytes >> shift
-    if _highest(races.global_reads + first * 8, count) >> 32 > base:
-        return False
-    if _highest(races.global_reads + (granules + first) * 8, count) >> 32 > base:
-        return False
-    lane_shift = 0
-    while (1 << (lane_shift + shift)) < lane_bytes:
-        lane_shift += 1
-    agent = record.cluster + record.index
-    _set_run(races.global_writes + first * 8, count, _epoch(record, agent, lane, 0), lane_shift)
-    return True
-
-
-@njit
-def _global_read_lane(warp, site, record, address, size, lane, strong, is_nc):
-    """A read by one lane; `is_nc`: through the read-only path. Returns 1 with the fault reported, or 0."""
-    races, launch = record.races, warp.launch
-    shift = races.shift
-    first = (address - launch.arena) >> shift
-    count = ((address - launch.arena + size - 1) >> shift) - first + 1
-    writes = i64_at(races.global_writes + first * 8)
-    me = record.cluster + record.index
-    for index in range(count):
-        epoch = writes[index]
-        clock = epoch >> 32
-        if clock > races.base:
-            writer = (epoch & 0xFFFFFFFF) >> 6
-            at = address + (index << shift)
-            if is_nc:
-                return report(warp, FaultKind.NC_WRITTEN, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
-            if strong and epoch & _STRONG:
-                continue
-            if writer == me:
-                if clock == record.now and epoch & 31 != lane and not strong and not epoch & _STRONG:
-                    return report(warp, FaultKind.RACE_WITHIN_WARP, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
-            elif clock > known(record, races, writer):
-                return report(
-                    warp, FaultKind.RACE_READ_AFTER_WRITE, site, lane, at, IN_GLOBAL, size, writer, epoch & 31
-                )
-    if not strong:
-        _fill(_reads_of(races, launch, record.cluster) + first * 8, count, _epoch(record, me, lane, 0))
-    return 0
-
-
-@njit
-def _global_write_lane(warp, site, record, address, size, lane, strong, same):
-    """A write by one lane; with `same` the value is already there. Returns 1 with the fault reported, or 0."""
-    races, launch = record.races, warp.launch
-    shift, base = races.shift, races.base
-    first = (address - launch.arena) >> shift
-    count = ((address - launch.arena + size - 1) >> shift) - first + 1
-    granules = launch.arena_bytes >> shift
-    writes = i64_at(races.global_writes + first * 8)
-    reads = i64_at(races.global_reads + first * 8)
-    me = record.cluster + record.index
-    mine = _epoch(record, me, lane, strong)
-    for index in range(count):
-        at = address + (index << shift)
-        epoch = writes[index]
-        clock = epoch >> 32
-        if clock > base and not same and not (strong and epoch & _STRONG):
-            writer = (epoch & 0xFFFFFFFF) >> 6
-            if writer != me and clock > known(record, races, writer):
-                return report(
-                    warp, FaultKind.RACE_WRITE_AFTER_WRITE, site, lane, at, IN_GLOBAL, size, writer, epoch & 31
-                )
-        if not same:
-            for parity in range(2):
-                read = reads[parity * granules + index]
-                if read >> 32 > base:
-                    reader = (read & 0xFFFFFFFF) >> 6
-                    if reader != me and read >> 32 > known(record, races, reader):
-                        return report(
-                            warp, FaultKind.RACE_WRITE_AFTER_READ, site, lane, at, IN_GLOBAL, size, reader, -1
-                        )
-        writes[index] = mine
-    return 0
-
-
-def lane_entry(warp_address, site, place, block_address, size, lane, action, flags):
-    """Checks one lane's access. Returns 1 with a fault reported, or 0."""
-    warp = warp_at(warp_address)
+def _unordered_reader(warp, block_address, granule, floor):
+    """The number of another warp whose read of a granule is not ordered before, or -1."""
     record = warp.clock
-    strong, is_nc, same = flags & ACCESS_STRONG, (flags & ACCESS_NC) >> 1, (flags & ACCESS_SAME) >> 2
+    races = record.races
     if block_address == 0:
-        if action != STORE and _global_read_lane(warp, site, record, place, size, lane, strong, is_nc):
-            return types.int64(1)
-        if action == LOAD:
-            return types.int64(0)
-        return types.int64(_global_write_lane(warp, site, record, place, size, lane, strong, same))
-    block = block_at(block_address)
-    area, offset = block.shared_races, place - block.shared
-    if action != STORE and _shared_read_lane(warp, site, record, area, offset, size, lane, strong):
-        return types.int64(1)
+        granules, me = warp.launch.arena_bytes >> races.shift, record.cluster + record.index
+        for parity in range(2):
+            read = i64_at(races.global_reads + (parity * granules + granule) * 8)[0]
+            reader = (read & 0xFFFFFFFF) >> 6
+            if read >> 32 > floor and reader != me and read >> 32 > known(record, races, reader):
+                return reader
+        return -1
+    area = block_at(block_address).shared_races
+    if u32_at(area.latest_read)[granule] > floor:
+        reads, vector = u32_at(area.reads + granule * 4), u32_at(record.vector)
+        for reader in range(races.width):
+            if reader != record.index and reads[reader * area.granules] > vector[reader]:
+                return reader
+    return -1
+
+
+@compiled_once("lllllll")
+def lane_races(warp, site, place, block_address, size, lane, action, flags):
+    """Checks one lane's access, of `action`, with ACCESS_… flags, at host address `place` (of the shared memory of
+    a block, or of device memory where `block_address` is 0). Returns 1 with a fault reported, or 0."""
+    record = warp.clock
+    races = record.races
+    strong, same = flags & ACCESS_STRONG, flags & ACCESS_SAME != 0
+    origin, writes_address, floor, cluster = _area(warp, block_address)
+    first, count = _granules(races, place - origin, size)
+    space, start = (IN_GLOBAL, place) if block_address == 0 else (IN_SHARED, place - origin)
+    writes = i64_at(writes_address + first * 8)
+    me = cluster + record.index
+    for index in range(count if action != STORE else 0):
+        epoch = writes[index]
+        clock, writer, at = epoch >> 32, (epoch & 0xFFFFFFFF) >> 6, start + (index << races.shift)
+        if clock <= floor:
+            continue
+        if flags & ACCESS_NC and block_address == 0:
+            return report(warp, FaultKind.NC_WRITTEN, site, lane, at, space, size, writer, epoch & 31)
+        if strong and epoch & _STRONG:
+            continue
+        if writer == me:
+            if clock == record.now and epoch & 31 != lane and not strong and not epoch & _STRONG:
+                return report(warp, FaultKind.RACE_WITHIN_WARP, site, lane, at, space, size, writer, epoch & 31)
+        elif clock > known(record, races, writer - cluster + record.cluster):
+            return report(warp, FaultKind.RACE_READ_AFTER_WRITE, site, lane, at, space, size, writer, epoch & 31)
+    if action != STORE and not strong:
+        _note_read(warp, block_address, first, count)
     if action == LOAD:
-        return types.int64(0)
-    return types.int64(_shared_write_lane(warp, site, record, area, offset, size, lane, strong, same))
+        return 0
+    mine = _epoch(record, me, lane, strong)
+    for index in range(count):
+        epoch = writes[index]
+        clock, writer, at = epoch >> 32, (epoch & 0xFFFFFFFF) >> 6, start + (index << races.shift)
+        is_allowed = same or writer == me or (strong and epoch & _STRONG)
+        if clock > floor and not is_allowed and clock > known(record, races, writer - cluster + record.cluster):
+            return report(warp, FaultKind.RACE_WRITE_AFTER_WRITE, site, lane, at, space, size, writer, epoch & 31)
+        if not same:
+            reader = _unordered_reader(warp, block_address, first + index, floor)
+            if reader >= 0:
+                return report(warp, FaultKind.RACE_WRITE_AFTER_READ, site, lane, at, space, size, reader, -1)
+        writes[index] = mine
+    return 0
 
 
-@njit
-def run_entry(warp_address, first, block_address, size, is_store, lane, lane_bytes):
-    """A contiguous range of lanes from `lane` on. Returns 1 if there can be no race, having noted it, or 0."""
-    warp = warp_at(warp_address)
+@compiled_once("llllll")
+def run_is_fine(warp, place, block_address, size, is_store, lane, lane_bytes):
+    """Whether a plain access of lanes from `lane` on, `lane_bytes` each, to a contiguous range can be no race; then it
+    has been noted."""
     record = warp.clock
-    if block_address == 0:
-        if is_store:
-            return types.int64(_global_write_run(warp, record, first, size, lane, lane_bytes))
-        return types.int64(_global_read_run(warp, record, first, size))
-    block = block_at(block_address)
-    area, offset = block.shared_races, first - block.shared
-    if is_store:
-        return types.int64(_shared_write_run(record, area, offset, size, lane, lane_bytes))
-    return types.int64(_shared_read_run(record, area, offset, size))
+    races = record.races
+    origin, writes, floor, cluster = _area(warp, block_address)
+    first, count = _granules(races, place - origin, size)
+    if types.int64(_highest(writes + first * 8, count) >> types.uint64(32)) > floor:
+        return 0
+    if not is_store:
+        _note_read(warp, block_address, first, count)
+        return 1
+    if _latest_read(warp, block_address, first, count) > floor:
+        return 0
+    lane_shift = 0
+    while (1 << (lane_shift + races.shift)) < lane_bytes:
+        lane_shift += 1
+    _set_run(writes + first * 8, count, _epoch(record, cluster + record.index, lane, 0), lane_shift)
+    return 1
 
 
-def warp_entry(warp_address, mask, addresses_address, offset, start, limit, block_address, shape):
-    """A whole warp's plain access. Returns 1 if there can be no race, having noted it, or 0.
+@compiled_once("lqllllll")
+def warp_is_fine(warp, mask, addresses, offset, start, limit, block_address, size, is_store):
+    """Whether a whole warp's plain access, `size` bytes a lane, can be no race; then it has been noted.
 
     The lanes' addresses, plus `offset`, lie in a window that begins at `start` and has `limit` bytes: shared memory of
-    a block, or the arena. `shape` is the bytes a lane, plus 256 for a store. Lanes of a store have to ascend.
+    a block, or the arena. Lanes of a store have to ascend.
     """
-    addresses = i64_at(addresses_address)
-    is_store, size = shape >> 8, shape & 255
     base = block_at(block_address).shared if block_address != 0 else start
     shift = offset - start
     lane, above = types.int64(0), types.int64(-1)
@@ -384,7 +268,7 @@ def warp_entry(warp_address, mask, addresses_address, offset, start, limit, bloc
         first, begin = lane, addresses[lane] + shift
         end = begin + size
         if begin < 0 or begin > limit - size or (is_store and begin < above):
-            return types.int64(0)
+            return 0
         while lane < 31 and (mask >> (lane + 1)) & 1:
             following = addresses[lane + 1] + shift
             if following == end:
@@ -394,8 +278,8 @@ def warp_entry(warp_address, mask, addresses_address, offset, start, limit, bloc
             lane += 1
         above = end
         if end > limit:
-            return types.int64(0)
-        if not run_entry(warp_address, base + begin, block_address, end - begin, is_store, first, size):
-            return types.int64(0)
+            return 0
+        if not run_is_fine(warp, base + begin, block_address, end - begin, is_store, first, size):
+            return 0
         lane += 1
-    return types.int64(1)
+    return 1

@@ -1,4 +1,4 @@
-"""The vector clocks of `clocks.py`: how barriers, releases and acquires order the warps of a launch.
+"""Vector clocks: how barriers, releases and acquires order the warps of a launch.
 
 (Lamport's clocks and the happens-before of FastTrack, Flanagan and Freund, PLDI 2009, with warps as agents.)
 
@@ -10,38 +10,32 @@ value that a strong operation of theirs published at gpu scope.
 Clocks start above everything that an earlier launch, or an earlier block in the same place, has left in the shadows, so
 that they need no clearing.
 
-The functions `*_entry` are compiled once, for the first launch that checks races, and called by their addresses.
+A strong write (an atomic, .relaxed, .release, .volatile) publishes the accesses covered by fences of its warp, and of
+warps that it is ordered after, or all that its warp is ordered after if it is a .release; a strong read acquires those
+published at its address, with or without a fence after it. So a missing release fence is found, a missing acquire fence
+is not. Where races are not checked (warp.clock is 0) nothing is done.
 """
 
 from __future__ import annotations
 
-from numba import types
-
 from numba_kernels.cache import njit
 from numba_kernels.pointers import i64_at, u32_at
-from runtime.emulator.execution.state import block_at, warp_at
 from runtime.emulator.memory.pointers import address_of, copy_bytes, fill_bytes, popcount
 from runtime.emulator.races.clocks import (
-    ACQUIRE,
-    COMPLETE,
     CREATE,
-    FENCE,
     FIND,
     MUST_CREATE,
     OVERFLOW_KEY,
-    RELEASE,
     SCOPE_GPU,
-    STRONG_WRITE,
     TABLE_ENTRIES,
     TABLE_LIMIT,
-    WARP_BARRIER,
     Clock,
     SharedRaces,
-    barrier_key,
     clock_at,
     entry_at,
     shared_races_at,
 )  # fmt: skip
+from runtime.emulator.translation.operations import compiled_once
 
 _CLOCK_BYTES, _SHARED_BYTES = Clock.size_bytes, SharedRaces.size_bytes
 
@@ -114,10 +108,12 @@ def tick(record, races):
     races.clock = max(races.clock, now)
 
 
-@njit
-def _start_block(block):
-    """Gives a block that begins, and its warps, their clocks. The cluster's rank 0 comes first."""
-    launch = block.launch
+@compiled_once("")
+def start_block(warp):
+    """Gives a block that begins, by its first warp, and its warps, their clocks. The cluster's rank 0 comes first."""
+    block, launch = warp.block, warp.launch
+    if not launch.races:
+        return 0
     races = launch.races
     width, num_warps, rank = races.width, block.num_warps, block.rank
     stride = (width + 15) // 16 * 16
@@ -166,6 +162,7 @@ def _start_block(block):
         for other in range(width):
             vector[other] = base
         vector[record.index] = base + 1
+    return 0
 
 
 @njit
@@ -174,10 +171,12 @@ def _rows(record, has_fence):
     return 3 * record.stride if has_fence else record.stride
 
 
-@njit
-def _release(warp, key, is_release):
-    """An arrival at the object `key` (such as the host address of an mbarrier), held back until `complete`. Without a
-    release it brings the accesses that fences have covered."""
+@compiled_once("ll")
+def release(warp, key, is_release):
+    """An arrival at the object `key` (such as the host address of an mbarrier), held back until `complete`. If it is
+    relaxed (`is_release` 0), waiters see only the accesses that fences have covered."""
+    if not warp.clock:
+        return 0
     record = warp.clock
     races = record.races
     entry = entry_of(races, key, MUST_CREATE)
@@ -190,11 +189,14 @@ def _release(warp, key, is_release):
         _join(pending + stride * 4, vector + stride * 4, 2 * stride)
     entry.has_fence |= has_fence
     tick(record, races)
+    return 0
 
 
-@njit
-def _complete(warp, key):
+@compiled_once("l")
+def complete(warp, key):
     """The phase of `key` is complete: later acquirers are ordered after all arrivals."""
+    if not warp.clock:
+        return 0
     record = warp.clock
     races = record.races
     entry = entry_of(races, key, MUST_CREATE)
@@ -204,28 +206,40 @@ def _complete(warp, key):
     copy_bytes(completed, pending, count * 4)
     fill_bytes(pending, 0, count * 4)
     entry.has_fence = (entry.has_fence & 3) << 2
+    return 0
 
 
-@njit
-def _acquire(warp, key):
+@compiled_once("l")
+def acquire(warp, key):
     """A wait on `key` has succeeded."""
+    if not warp.clock:
+        return 0
     record = warp.clock
     races = record.races
     entry = entry_of(races, key, FIND)
     if not entry or entry.completed == 0:
-        return
+        return 0
     has_fence = entry.has_fence >> 2
     count = _rows(record, has_fence)
     if _is_ahead(entry.completed, record.vector, count):
         _join(record.vector, entry.completed, count)
         record.has_fence |= has_fence
         _settle(record, races)
+    return 0
 
 
 @njit
-def _on_barrier(block, key, waiting):
-    """Named barrier `key` is complete; `waiting` is the mask of the warps (by index) that waited at it."""
-    launch = block.launch
+def barrier_key(block_address, key):
+    """Inside of the block's array, where no mbarrier can be; the array's own address stands for the block."""
+    return block_address + 8 + key * 4
+
+
+@compiled_once("ll")
+def on_barrier(warp, key, waiting):
+    """Named barrier `key` of the block of a warp is complete; `waiting`: the warps (by index) that waited at it."""
+    block, launch = warp.block, warp.launch
+    if not launch.races or not waiting:
+        return 0
     races = launch.races
     width, num_warps = races.width, block.num_warps
     joined_address, stride = races.scratch, (width + 15) // 16 * 16
@@ -271,6 +285,7 @@ def _on_barrier(block, key, waiting):
             record.floor = lowest
     if is_uneven:
         _share_others(races, warps, num_warps, waiting)
+    return 0
 
 
 @njit
@@ -302,16 +317,21 @@ def others_of(record, races):
     return record.others
 
 
-@njit
-def _on_warp_barrier(warp):
+@compiled_once("")
+def on_warp_barrier(warp):
     """bar.warp.sync: the others may read lanes' earlier writes."""
+    if not warp.clock:
+        return 0
     record = warp.clock
     tick(record, record.races)
+    return 0
 
 
-@njit
-def _on_fence(warp, scope):
+@compiled_once("l")
+def on_fence(warp, scope):
     """membar or fence (not of a proxy): later strong writes of the warp publish the accesses before it."""
+    if not warp.clock:
+        return 0
     record = warp.clock
     races = record.races
     vector, stride = record.vector, record.stride
@@ -321,15 +341,18 @@ def _on_fence(warp, scope):
         copy_bytes(vector + stride * 8, vector, stride * 4)
         record.has_fence |= 2
     tick(record, races)
+    return 0
 
 
-@njit
-def _strong_write(warp, address, scope, is_release):
+@compiled_once("lll")
+def strong_write(warp, address, scope, is_release):
     """A strong write (an atomic, say) at host address `address`: publishes accesses that the warp's fences cover."""
+    if not warp.clock:
+        return 0
     record = warp.clock
     races = record.races
     if not is_release and record.has_fence == 0:
-        return
+        return 0
     width = races.width
     entry = entry_of(races, address, CREATE)
     wide = is_release and scope >= SCOPE_GPU
@@ -347,16 +370,19 @@ def _strong_write(warp, address, scope, is_release):
         _join(nearby, record.vector + (0 if is_release else record.stride * 4), width)
     if is_release:
         tick(record, races)
+    return 0
 
 
-@njit
-def _strong_read(warp, address, scope):
+@compiled_once("ll")
+def strong_read(warp, address, scope):
     """A strong read (an atomic, say) at host address `address`: orders the warp after accesses published there."""
+    if not warp.clock:
+        return 0
     record = warp.clock
     races = record.races
     entry = entry_of(races, address, FIND)
     if not entry:
-        return
+        return 0
     width = races.width
     has_changed = False
     is_mine = entry.cluster != 0 and entry.cluster_owner == record.cluster
@@ -375,6 +401,7 @@ def _strong_read(warp, address, scope):
             has_changed = True
     if has_changed:
         _settle(record, races)
+    return 0
 
 
 @njit
@@ -386,32 +413,3 @@ def known(record, races, agent):
     if record.others:
         return u32_at(record.others)[agent]
     return u32_at(record.vector)[0] * 0
-
-
-def order_entry(what, warp_address, key, scope, is_release):
-    """One warp's events, by the entry's number in `clocks.py`."""
-    warp = warp_at(warp_address)
-    if what == RELEASE:
-        _release(warp, key, is_release)
-    elif what == COMPLETE:
-        _complete(warp, key)
-    elif what == ACQUIRE:
-        _acquire(warp, key)
-    elif what == WARP_BARRIER:
-        _on_warp_barrier(warp)
-    elif what == FENCE:
-        _on_fence(warp, scope)
-    elif what == STRONG_WRITE:
-        _strong_write(warp, key, scope, is_release)
-    else:
-        _strong_read(warp, key, scope)
-    return types.int64(0)
-
-
-def block_entry(block_address, key, waiting):
-    """A block begins (key -1), or its barrier `key` is complete."""
-    if key < 0:
-        _start_block(block_at(block_address))
-    else:
-        _on_barrier(block_at(block_address), key, waiting)
-    return types.int64(0)

@@ -16,7 +16,7 @@ from runtime.emulator.async_copies.proxy import barrier_passed
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import DONE, FAILED, RETRY
 from runtime.emulator.memory.pointers import address_of, fill_bytes, popcount, trailing_zeros
-from runtime.emulator.races.clocks import on_arrive, on_barrier
+from runtime.emulator.races.vector_clocks import barrier_key, on_barrier, release
 from runtime.emulator.records import Long, Longs, Record
 from runtime.emulator.translation.operations import operation
 
@@ -65,7 +65,7 @@ def _complete_if_full(block, number):
     barrier.results[place] = barrier.red_count
     barrier.results[place + 1] = barrier.red_and
     barrier.results[place + 2] = barrier.red_or
-    on_barrier(block, number, barrier.waiting)
+    on_barrier(block.warps, number, barrier.waiting)
     barrier_passed(block, barrier.waiting)
     barrier.waiting = 0
     barrier.generation += 1
@@ -169,7 +169,7 @@ def barrier_arrive(warp, mask, site, numbers, counts, has_count):
     number, threads = types.int64(numbers[first]), types.int64(counts[first])
     if not _is_usable(warp, mask, site, number, threads if threads else -1):
         return FAILED
-    on_arrive(warp, warp.block, number)
+    release(warp, barrier_key(address_of(warp.block), number), 1)
     _arrive(warp, number, mask, threads)
     return DONE
 

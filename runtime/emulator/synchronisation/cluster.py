@@ -22,7 +22,7 @@ from runtime.emulator.execution.state import (
 )
 from runtime.emulator.memory.locate import is_shared
 from runtime.emulator.memory.pointers import address_of, trailing_zeros
-from runtime.emulator.races.clocks import acquire, arrive_relaxed, complete, release
+from runtime.emulator.races.vector_clocks import acquire, complete, release
 from runtime.emulator.synchronisation.mbarrier_state import progress
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.operations import operation
@@ -73,10 +73,10 @@ def cluster_arrive(warp, mask, site, flags):
     if flags & _RELAXED:
         if warp.hides_barrier:
             return report(warp, FaultKind.MISSING_INIT_FENCE, site, 0, 0, 0, 0, 0, 0)
-        arrive_relaxed(warp, address_of(warp.block.cluster))
+        release(warp, address_of(warp.block.cluster), 0)
     else:
         warp.hides_barrier = 0
-        release(warp, address_of(warp.block.cluster))
+        release(warp, address_of(warp.block.cluster), 1)
     warp.cluster_phase = generation << 32 | arrived | lanes
     _settle(warp)
     return DONE

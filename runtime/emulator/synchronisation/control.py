@@ -17,7 +17,8 @@ from numba_kernels.cache import njit
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import DONE, DONE_BUT_YIELD, FAILED, RETRY
 from runtime.emulator.memory.pointers import trailing_zeros
-from runtime.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU, on_fence, on_warp_barrier
+from runtime.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU
+from runtime.emulator.races.vector_clocks import on_fence, on_warp_barrier
 from runtime.emulator.translation.basic_blocks import targets_of
 from runtime.emulator.translation.lowering import Lowering, lowers
 from runtime.emulator.translation.operations import operation

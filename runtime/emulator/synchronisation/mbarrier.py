@@ -21,7 +21,7 @@ from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import DONE, DONE_BUT_YIELD, FAILED, RETRY
 from runtime.emulator.memory.locate import landed
 from runtime.emulator.memory.pointers import address_of
-from runtime.emulator.races.clocks import acquire
+from runtime.emulator.races.vector_clocks import acquire
 from runtime.emulator.synchronisation.mbarrier_state import (
     MAX_COUNT,
     add_transactions,

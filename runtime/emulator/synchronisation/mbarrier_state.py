@@ -19,7 +19,7 @@ from runtime.emulator.memory.locate import (
     shared_block,
     shared_host,
 )
-from runtime.emulator.races.clocks import complete, release
+from runtime.emulator.races.vector_clocks import complete, release
 
 MAX_COUNT = (1 << 20) - 1
 _FIELD = MAX_COUNT
@@ -117,7 +117,7 @@ def arrive(warp, site, lane, host, count, drop):
     if count < 1 or count > pending_of(word):
         report(warp, FaultKind.MBARRIER_ARRIVALS, site, lane, host, count, pending_of(word), 0, 0)
         return -1
-    release(warp, host)
+    release(warp, host, 1)
     word -= count
     if drop:
         word -= count << 20

@@ -38,7 +38,7 @@ from runtime.emulator.translation.symbols import (
     special_register,
     used_variables,
 )
-from runtime.emulator.translation.vectors import F32, F64, I16, I32, I64, LONG, WORD, mask_of, splat
+from runtime.emulator.translation.vectors import F32, F64, I16, I32, I64, INTEGERS, LONG, WORD, mask_of, splat
 from runtime.emulator.translation.vectors import I8 as I8_LANES
 
 Value = Any  # an llvmlite IR value
@@ -265,14 +265,14 @@ class Lowering(Registers):
     def destination(self, operand: Operand, bits: int, kind: str = "") -> Value:
         """A pointer to a register's lanes for an operation to write (those of `mask` alone); call() follows.
 
-        A 32-bit result for a 64-bit register goes through a scratch slot (and the reverse), with its sign when `kind`
-        is "s32". For `_` it is a scratch slot that is never read.
+        A result that is narrower or wider than the register goes through a scratch slot, and so does one of 8 or 16
+        bits that is extended by its sign, as `kind` says. For `_` it is a scratch slot that is never read.
         """
         if isinstance(operand, Sink):
             return self.at(self._scratch_slot(bits), ELEMENTS[bits])
         width = self.bits_of(operand)
         assert isinstance(operand, Register)
-        if width == bits:
+        if width == bits and kind not in ("s8", "s16"):
             if self.instruction.guard is not None:
                 self._store(operand)
             self._dirty.pop(operand.name, None)
@@ -283,11 +283,20 @@ class Lowering(Registers):
         scratch = self._scratch_slot(bits)
 
         def convert() -> None:
-            wanted = I32 if width == 32 else I64
-            self.write(operand, self._resize(self.builder.load(self.at(scratch, VECTORS[bits])), wanted, kind or "b"))
+            vector = self.builder.load(self.at(scratch, VECTORS[bits]))
+            if kind in ("s8", "s16"):
+                vector = self.builder.trunc(vector, INTEGERS[int(kind[1:])])
+            self.write(operand, self.extended(vector, operand, kind))
 
         self._after_call.append(convert)
         return self.at(scratch, ELEMENTS[bits])
+
+    def extended(self, vector: Value, operand: Operand, kind: str) -> Value:
+        """An integer with its sign, if its type has one, as wide as the register that gets it."""
+        if kind[:1] != "s" or not isinstance(operand, Register):
+            return vector
+        wanted = I16 if operand.type.endswith("16") else I64 if self.bits_of(operand) == 64 else I32
+        return self.builder.sext(vector, wanted) if wanted.element.width > vector.type.element.width else vector
 
     def predicate_destination(self, operand: Operand) -> Value:
         """A pointer to one u32 for an operation to write a predicate's lane bits to; call() follows."""

@@ -185,15 +185,7 @@ def compile_operation(name: str) -> int:
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Any:
     """A function of int64 arguments and result, compiled: callable from the host, without the interpreter's lock."""
-    address = compiled_address(function)
-    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * (1 + function.__code__.co_argcount))(address)
-
-
-@functools.cache
-def compiled_address(function: Callable[..., Any]) -> int:
-    """The same, for compiled code to call."""
-    function = getattr(function, "py_func", function)
     compile_called(function)
     count = function.__code__.co_argcount
     _ENTRIES.append(compile_c_function(function, types.int64(*[types.int64] * count)))
-    return int(_ENTRIES[-1].address)
+    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * (1 + count))(_ENTRIES[-1].address)

@@ -38,7 +38,7 @@ def test_a_second_process_translates_nothing(tmp_path: Path) -> None:
         assert done.stdout.split() == ["True", num_translated]
 
 
-@pytest.mark.parametrize("name", ["store_32x1", "range_find", "cp_async"])
+@pytest.mark.parametrize("name", ["store_4x1", "range_find", "cp_async"])
 def test_an_operation_is_compiled_after_those_that_it_calls(name: str) -> None:
     """In a process that needs it before all others, as when another process compiles the rest."""
     code = "from runtime.emulator.translation import operations, program\n"
