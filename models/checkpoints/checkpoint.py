@@ -239,7 +239,6 @@ class SafetensorsTensor(StoredTensor):
         return array.astype(np.float32) if self.type_name == "F64" else array
 
     def release(self) -> None:
-        """See `StoredTensor`."""
         self._file.release(self.name)
 
 

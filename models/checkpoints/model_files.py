@@ -54,33 +54,27 @@ class ModelFolder:
         self._overrides = overrides
 
     def config(self) -> Fields:
-        """See `ModelFiles`."""
         path = config_path(self.path)
         fields = add_quantization(Fields(read_json_object(path), str(path)), self.path)
         return Fields(overridden(fields.values(), self._overrides), str(path)) if self._overrides else fields
 
     def generation_config(self) -> Fields:
-        """See `ModelFiles`."""
         path = self.path / "generation_config.json"
         return Fields(read_json_object(path) if path.is_file() else {}, str(path))
 
     def end_tokens(self) -> EndTokens | None:
-        """See `ModelFiles`."""
         files = self.tokenizer_files()
         return None if files is None else end_tokens(files)
 
     def checkpoint(self) -> Checkpoint:
-        """See `ModelFiles`."""
         checkpoint, scheme = open_checkpoint(self.path), read_quantization(self.config())
         return checkpoint if scheme is None else with_quantized(checkpoint, scheme)
 
     def has_tokenizer(self) -> bool:
-        """See `ModelFiles`."""
         has_pair = (self.path / "vocab.json").is_file() and (self.path / "merges.txt").is_file()
         return has_pair or (self.path / "tokenizer.json").is_file() or self._pieces_problem() == ""
 
     def tokenizer_files(self) -> TokenizerFiles | None:
-        """See `ModelFiles`."""
         if self.has_tokenizer():
             return read_folder(self.path)
         for name in (PIECES_FILE, "tekken.json", "tiktoken.model"):

@@ -11,8 +11,10 @@ queries and its values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -66,9 +68,16 @@ class Stack:
 
     def take(self, stored: StoredTensor, is_turned: bool) -> Iterator[tuple[str, StoredTensor]]:
         """The tensors that it holds, by name."""
+        _, *rest, width = stored.shape
+        is_turned = is_turned or self.order == "outputs_first"
+        if is_turned:
+            width, *rest = rest[0], width
         for name, expert, columns in self.names():
-            turned = is_turned or self.order == "outputs_first"
-            yield name, StackedTensor(stored, name, expert, columns, is_turned=turned)
+            first, end, step = columns.indices(width)
+            rows = slice(expert * width + first, expert * width + end, step)  # of a quantised stack
+            cut = partial(_rows_of_expert if is_turned else _columns_of_expert, expert, columns)
+            shape = (len(range(first, end, step)), *rest)
+            yield name, StackedTensor(stored, name, shape, rows, cut, is_first=expert == 0 == columns.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +104,25 @@ class RowStack:
         """The tensors that it holds, by name."""
         rows, first = np.arange(self.shape[0]).reshape(-1, sum(self.sizes)), 0
         for name, size in zip(self.part_names, self.sizes, strict=True):
-            yield name, RowsOfStack(stored, name, rows[:, first : first + size].reshape(-1), checks=not first)
+            mine = rows[:, first : first + size].reshape(-1)
+            shape = (len(mine), *stored.shape[1:])
+            yield name, StackedTensor(stored, name, shape, mine, partial(_rows_of, mine), is_first=not first)
             first += size
+
+
+def _rows_of_expert(expert: int, rows: slice, stack: Array) -> Array:
+    turned: Array = stack[expert][rows]
+    return turned
+
+
+def _columns_of_expert(expert: int, columns: slice, stack: Array) -> Array:
+    found: Array = stack[expert][..., columns]
+    return found.T
+
+
+def _rows_of(rows: Array, stack: Array) -> Array:
+    copied: Array = stack[rows]
+    return copied
 
 
 def take_apart(
@@ -139,70 +165,29 @@ def take_apart(
 
 
 class StackedTensor(StoredTensor):
-    """One of a stack's tensors; see `models.checkpoints.stored_tensor.StoredTensor`."""
+    """A part of a stack: `rows` of it where it is quantised or in blocks, else what `cut` makes of its floats."""
 
-    def __init__(self, stack: StoredTensor, name: str, expert: int, columns: slice, *, is_turned: bool) -> None:
+    def __init__(
+        self, stack: StoredTensor, name: str, shape: tuple[int, ...], rows: slice | Array,
+        cut: Callable[[Array], Array], *, is_first: bool,
+    ) -> None:  # fmt: skip
         self.file, self.name, self.dtype, self.type_name = stack.file, name, stack.dtype, stack.type_name
-        experts, *rest, width = stack.shape
-        if is_turned:
-            width, *rest = rest[0], width
-        self._is_turned = is_turned
-        first, end, step = columns.indices(width)
-        count = len(range(first, end, step))
-        self.shape: tuple[int, ...] = (count, *rest)
-        self.size_bytes = stack.size_bytes // experts * count // width
+        self.shape = shape
+        self.size_bytes = stack.size_bytes * math.prod(shape) // math.prod(stack.shape)
+        if isinstance(rows, np.ndarray):
+            self.block_format = stack.block_format
         if stack.quantized is not None:
-            self.quantized = replace(stack.quantized, shape=(self.shape[0], self.shape[1]))
-        self._stack, self._expert, self._columns = stack, expert, columns
-        self._rows = slice(expert * width + first, expert * width + end, step)  # of a quantised stack
+            layout = stack.quantized
+            is_cut = isinstance(rows, slice)
+            self.quantized = replace(layout, shape=(shape[0], shape[1])) if is_cut else layout.picked(shape[0])
+        self._stack, self._rows, self._cut, self._is_first = stack, rows, cut, is_first
 
     def array(self) -> Array:
         """The elements, as a view where they are stored so."""
-        if self.quantized is not None:
+        if self.quantized is not None and isinstance(self._rows, slice):
             assert self.dtype is not None
             return self.matrix().dequantise(self.dtype)
-        stack = self._stack.array()[self._expert]
-        if self._is_turned:
-            turned: Array = stack[self._columns]
-            return turned
-        columns: Array = stack[..., self._columns]
-        return columns.T
-
-    def order(self) -> Array | None:
-        """The stack's."""
-        return self._stack.order()
-
-    def matrix(self) -> QuantizedMatrix:
-        """Views of the stack's arrays."""
-        return self._stack.matrix().cut(self._rows)
-
-    def check(self) -> None:
-        """Checks the whole stack, once."""
-        if self._expert == 0 == self._columns.start:
-            self._stack.check()
-
-    def release(self) -> None:
-        """Releases the whole stack."""
-        self._stack.release()
-
-
-class RowsOfStack(StoredTensor):
-    """Some rows of a tensor; see `models.checkpoints.stored_tensor.StoredTensor`."""
-
-    def __init__(self, stack: StoredTensor, name: str, rows: Array, *, checks: bool) -> None:
-        self.file, self.name, self.dtype, self.type_name = stack.file, name, stack.dtype, stack.type_name
-        self.block_format = stack.block_format
-        whole, *rest = stack.shape
-        self.shape: tuple[int, ...] = (len(rows), *rest)
-        self.size_bytes = stack.size_bytes // whole * len(rows)
-        if stack.quantized is not None:
-            self.quantized = stack.quantized.picked(len(rows))
-        self._stack, self._rows, self._checks = stack, rows, checks
-
-    def array(self) -> Array:
-        """The elements, copied."""
-        array: Array = self._stack.array()[self._rows]
-        return array
+        return self._cut(self._stack.array())
 
     def blocks(self) -> Array:
         """The bytes of the rows, copied."""
@@ -214,12 +199,13 @@ class RowsOfStack(StoredTensor):
         return self._stack.order()
 
     def matrix(self) -> QuantizedMatrix:
-        """With a scale for each row, or one for all."""
-        return self._stack.matrix().pick(self._rows)
+        """Views of the stack's arrays, or rows with a scale for each, or one for all."""
+        stack = self._stack.matrix()
+        return stack.cut(self._rows) if isinstance(self._rows, slice) else stack.pick(self._rows)
 
     def check(self) -> None:
         """Checks the whole stack, once."""
-        if self._checks:
+        if self._is_first:
             self._stack.check()
 
     def release(self) -> None:

@@ -190,7 +190,6 @@ class DFlashDrafter(OwnLayersDrafter):
             self._bias = head.linear("markov_w2", outputs=config.draft_vocab_size, inputs=rank)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """See `HiddenStateDrafter`."""
         return ops.rms_norm(self._fc(ops.join_columns(states)), self._context_norm, self._eps)
 
     def absorb(self, batch: Batch, hidden: Tensor, pages: KVCache) -> None:
@@ -199,7 +198,6 @@ class DFlashDrafter(OwnLayersDrafter):
             attention.prepare(hidden, batch, pages)
 
     def forward(self, batch: Batch, pages: KVCache) -> Tensor:
-        """See `BlockDrafter`."""
         x = self._ends.embed(batch.token_ids, scale=self.target.embedding_scale)
         causal = replace(batch, bidirectional_until=None, plans={}) if any(self.config.are_causal) else batch
         for is_causal, (input_norm, attention, mlp) in zip(self.config.are_causal, self._layers, strict=True):
@@ -209,7 +207,6 @@ class DFlashDrafter(OwnLayersDrafter):
         return ops.rms_norm(x, self._norm, self._eps)
 
     def logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
-        """See `BlockDrafter`."""
         if not self.is_chained:
             return self._ends.logits(normed)
         return self._ends.logits(normed, self._bias.logits(ops.embedding(token_ids, self._before)))

@@ -130,7 +130,6 @@ class Eagle3Drafter(OwnLayersDrafter):
             self._layers.append((attention, GatedMlp(decoder, each.under("mlp"), input_norm=mlp_norm)))
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """See `HiddenStateDrafter`."""
         if self._input_norms:
             states = [ops.rms_norm(x, norm, self._eps) for x, norm in zip(states, self._input_norms, strict=True)]
         x = ops.join_columns(states)
@@ -139,7 +138,6 @@ class Eagle3Drafter(OwnLayersDrafter):
         return self._fc(x)
 
     def forward(self, batch: Batch, hidden: Tensor, pages: KVCache) -> tuple[Tensor, Tensor]:
-        """See `SteppingDrafter`."""
         embedded = ops.rms_norm(self._ends.embed(batch.token_ids), self._embed_norm, self._eps)
         normed = ops.rms_norm(hidden, self._hidden_norm, self._eps)
         x = ops.join_columns([embedded, normed])
@@ -151,7 +149,6 @@ class Eagle3Drafter(OwnLayersDrafter):
         return normed, normed if self.config.norm_output else x
 
     def logits(self, normed: Tensor) -> Tensor:
-        """See `SteppingDrafter`."""
         return self._ends.logits(normed)
 
 

@@ -230,15 +230,12 @@ class OwnLayersDrafter:
 
     @property
     def token_ids(self) -> NDArray[np.int32] | None:
-        """See `HiddenStateDrafter`."""
         return self._ends.token_ids
 
     def know(self) -> None:
-        """See `DraftEnds`."""
         self._ends.know()
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """See `HiddenStateDrafter`."""
         decoder = self._decoder
         return KVCacheSpec.uniform(
             decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, block_size, self.dtype, self.device

@@ -61,7 +61,6 @@ class MtpDrafter:
         self._norm = own.vector("shared_head.norm.weight", hidden, add=target.norm_offset)
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """See `HiddenStateDrafter`."""
         return self._one.kv_cache_spec(block_size, self.dtype)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
@@ -70,7 +69,6 @@ class MtpDrafter:
         return self.target.finish(x)
 
     def forward(self, batch: Batch, hidden: Tensor, pages: KVCache) -> tuple[Tensor, Tensor]:
-        """See `SteppingDrafter`."""
         embedded = ops.embedding(batch.token_ids, self.target.embed_tokens, scale=self.target.embedding_scale)
         embedded = ops.rms_norm(embedded, self._embed_norm, self._eps)
         normed = ops.rms_norm(hidden, self._hidden_norm, self._eps)
@@ -78,7 +76,6 @@ class MtpDrafter:
         return ops.rms_norm(x, self._norm, self._eps), x
 
     def logits(self, normed: Tensor) -> Tensor:
-        """See `SteppingDrafter`."""
         return self.target.compute_logits(normed)
 
 

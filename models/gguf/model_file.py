@@ -68,7 +68,6 @@ class GgufModel:
         return Fields(values, str(self.path))
 
     def end_tokens(self) -> EndTokens | None:
-        """See `ModelFiles`."""
         return None
 
     def checkpoint(self) -> Checkpoint:
@@ -181,7 +180,6 @@ class GgufWeight(StoredTensor):
         return np.ascontiguousarray(values.T) if self._is_transposed else values
 
     def blocks(self) -> Array:
-        """See `StoredTensor`."""
         return self._in_halves(self._file.blocks(self.name, self._index)[self._rows])
 
     def _in_halves(self, rows: Array) -> Array:
@@ -191,7 +189,6 @@ class GgufWeight(StoredTensor):
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
     def release(self) -> None:
-        """See `StoredTensor`."""
         self._file.release(self.name, self._index)
 
 
@@ -221,7 +218,6 @@ class GgufHeadMaps(StoredTensor):
         return whole.reshape(self.shape)
 
     def release(self) -> None:
-        """See `StoredTensor`."""
         self._keys.release()
         self._values.release()
 

@@ -66,12 +66,10 @@ class DeclaringMaker(Maker):
             experts.check_alike()
 
     def rope(self, rope: RopeConfig) -> RopeTable:
-        """See `Maker.rope`."""
         table = _nothing((num_table_rows(rope, self.max_positions), rope.rotary_dim // 2), float32)
         return RopeTable(cos=table, sin=table, interleaved=rope.interleaved)
 
     def experts(self, names: str | Sequence[str], **sizes: Any) -> ExpertsWeight:
-        """See `Maker.experts`."""
         made = super().experts(names, **sizes)
         self._experts.append(made)
         return made

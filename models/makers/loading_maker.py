@@ -63,7 +63,6 @@ class LoadingMaker(Maker):
         return made
 
     def rope(self, rope: RopeConfig) -> RopeTable:
-        """See `Maker.rope`."""
         return make_rope_table(rope, self.max_positions, self.options.device)
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:

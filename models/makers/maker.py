@@ -76,8 +76,12 @@ class Maker(ABC):
 
     def under(self, name: str) -> Self:
         """This maker for names that begin with `name.`."""
+        return self._with(_prefix=f"{self._prefix}{name}.")
+
+    def _with(self, **changed: Any) -> Self:
+        """This maker with other attributes."""
         inner = copy.copy(self)
-        inner._prefix = f"{self._prefix}{name}."
+        vars(inner).update(changed)
         return inner
 
     @property
@@ -197,17 +201,15 @@ class Maker(ABC):
             self._note_stack(f"{stack}_bias", "bias", names, (count,), outputs, stack_order)
         rows = [self._share(each, is_cut=split == "outputs").count for each in several(outputs)]
         columns = self._share(inputs, is_cut=split == "inputs").count
-        makers = [self.under(f"experts.{number}") for number in range(count)]
-        for each in makers:
-            each._is_expert, each._keeps_order = True, False
-            if not each._formats.keeps_asked(rows, columns):
-                each.options = replace(self.options, format=None)
-        made = ExpertsWeight(
-            [
-                each.linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias, split=split).weight
-                for each in makers
-            ]
-        )
+        inner = self._with(_is_expert=True, _keeps_order=False)
+        if not inner._formats.keeps_asked(rows, columns):
+            inner.options = replace(self.options, format=None)
+        made = ExpertsWeight([
+            inner.under(f"experts.{number}")
+            .linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias, split=split)
+            .weight
+            for number in range(count)
+        ])  # fmt: skip
         if device.kind != "cpu":
             self._count(16 * count)  # of the table of their addresses
         return made
@@ -253,8 +255,7 @@ class Maker(ABC):
             raise ModelLoadError(
                 f"{self._prefix}{name}: gemm is {self.options.gemm!r}, must be 'auto' for latent attention"
             )
-        inner = copy.copy(self)
-        inner.options = replace(self.options, format=None, rounding="")
+        inner = self._with(options=replace(self.options, format=None, rounding=""))
 
         def maps_of(stored: Array) -> Iterator[Array]:
             """The maps of queries for these heads, then those of results."""
@@ -290,10 +291,7 @@ class Maker(ABC):
 
     def unrounded(self) -> Self:
         """This maker for maps that are never quantised."""
-        inner = copy.copy(self)
-        inner.options = replace(self.options, format=None, rounding="")
-        inner._is_quantisable = False
-        return inner
+        return self._with(options=replace(self.options, format=None, rounding=""), _is_quantisable=False)
 
     def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
         """A router's map, which decides which experts are computed: it is never quantised."""
@@ -302,8 +300,9 @@ class Maker(ABC):
     def convolution(self, name: str, *, outputs: int, kernel: tuple[int, ...], has_bias: bool) -> Linear:
         """A convolution whose stride is its size, `name.weight [outputs, *kernel]`, as a map of its windows, flat. It
         is never quantised."""
-        inner = self.unrounded()
-        return inner.linear(name, outputs=outputs, inputs=math.prod(kernel), has_bias=has_bias, kernel=kernel)
+        return self.unrounded().linear(
+            name, outputs=outputs, inputs=math.prod(kernel), has_bias=has_bias, kernel=kernel
+        )
 
     def embedding(
         self, name: str, *, head: str, rows: int, columns: int, is_tied: bool, has_bias: bool = False
@@ -318,14 +317,9 @@ class Maker(ABC):
         nothing: Any = None
         self.tables |= {f"{self._prefix}{each}.weight" for each in (name, head)}
         self.heads.add(f"{self._prefix}{name if is_tied else head}.weight")
-        inner = copy.copy(self)
-        inner._keeps_order = False  # a table's rows are read in stored order
+        inner = self._with(_keeps_order=False)  # a table's rows are read in stored order
         if not is_tied:
-            table: Tensor | LinearWeight | SharedTable
-            if not self.is_first:
-                table = nothing
-            else:
-                table = inner._word_table(name, rows, columns)
+            table = inner._word_table(name, rows, columns) if self.is_first else nothing
             return table, self._shared_head(head, rows, columns, has_bias) if self.is_last else nothing
         assert not has_bias, "a bias of a matrix that is the table, too"
         self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
@@ -336,15 +330,20 @@ class Maker(ABC):
 
     def _shared_out(self, head: Linear) -> Linear:
         """The output head; with several ranks each multiplies its share."""
-        communicator, weight = self.options.communicator, head.weight
-        if communicator is None or not isinstance(weight, PanelWeight | RowWeight):
+        weight, width = head.weight, head.weight.shape[0]
+        mine = self._logits_shard(width)
+        if mine is None or not isinstance(weight, PanelWeight | RowWeight):
             return head
-        width = weight.shape[0]
-        shard = logits_share(width, communicator.num_ranks)
-        if not shard:
-            return head
-        first = communicator.rank * shard
-        return Linear(weight.part(first, min(width, first + shard)), communicator, head.norm, width)
+        return Linear(weight.part(mine.first, mine.first + mine.count), self.options.communicator, head.norm, width)
+
+    def _logits_shard(self, width: int) -> Shard | None:
+        """This rank's columns of the token table, or rows of the head; None if it has all."""
+        communicator = self.options.communicator
+        each = 0 if communicator is None else logits_share(width, communicator.num_ranks)
+        if communicator is None or not each:
+            return None
+        first = communicator.rank * each
+        return Shard(width, first, min(each, width - first))
 
     def _word_table(self, name: str, rows: int, columns: int) -> Tensor | LinearWeight | SharedTable:
         """The token table `name.weight` of an untied model: quantised as it is stored, or its rows as floats."""
@@ -353,24 +352,19 @@ class Maker(ABC):
         return self._shared_table(f"{name}.weight", rows, columns)
 
     def _shared_table(self, name: str, rows: int, columns: int) -> Tensor | SharedTable:
-        communicator = self.options.communicator
-        shard = 0 if communicator is None else logits_share(columns, communicator.num_ranks)
-        if communicator is None or not shard:
+        communicator, mine = self.options.communicator, self._logits_shard(columns)
+        if communicator is None or mine is None:
             return self.table(name, rows, columns)
-        first = communicator.rank * shard
-        mine = Shard(columns, first, min(shard, columns - first))
-        return SharedTable(self.table(name, rows, mine), communicator, shard, columns)
+        each = logits_share(columns, communicator.num_ranks)
+        return SharedTable(self.table(name, rows, mine), communicator, each, columns)
 
     def _shared_head(self, name: str, rows: int, columns: int, has_bias: bool) -> Linear:
         """An untied output head: each rank holds only its share."""
-        communicator = self.options.communicator
-        shard = 0 if communicator is None else logits_share(rows, communicator.num_ranks)
-        if communicator is None or not shard:
+        mine = self._logits_shard(rows)
+        if mine is None:
             return self.linear(name, outputs=rows, inputs=columns, has_bias=has_bias)
-        first = communicator.rank * shard
-        mine = Shard(rows, first, min(shard, rows - first))
         head = self.linear(name, outputs=mine, inputs=columns, has_bias=has_bias, split="outputs")
-        return Linear(head.weight, communicator, head.norm, rows)
+        return Linear(head.weight, self.options.communicator, head.norm, rows)
 
     def vector(self, name: str, size: Width, *, add: float = 0.0, stored: tuple[int, ...] | None = None) -> Tensor:
         """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32. With
@@ -382,8 +376,7 @@ class Maker(ABC):
 
     def exact_vector(self, name: str, size: int, *, stored: tuple[int, ...] | None = None) -> Tensor:
         """The same without rounding, for vectors that decide which experts are computed."""
-        inner = copy.copy(self)
-        inner.options = replace(self.options, dtype=None, format=None, rounding="")
+        inner = self._with(options=replace(self.options, dtype=None, format=None, rounding=""))
         return inner.vector(name, size, stored=stored)
 
     def number(self, name: str, shape: tuple[int, ...] = ()) -> float:

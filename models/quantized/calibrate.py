@@ -168,7 +168,6 @@ class _StreamingMaker(LoadingMaker):
         self.streamed: list[_StreamedLinear] = []  # shared with the makers below
 
     def linear(self, *arguments: Any, **settings: Any) -> Linear:
-        """See `Maker.linear`."""
         made = super().linear(*arguments, **settings)
         if isinstance(made.weight, _Unread):
             made = _StreamedLinear(made.weight.declaration, super()._linear, made)

@@ -130,7 +130,6 @@ class CompressedTensorsScheme:
         return cls(tuple(targets), ignored)
 
     def matrix(self, module: ModuleTensors) -> MatrixParts | None:
-        """See `QuantizationScheme`."""
         is_quantised = module.has("weight_packed") or module.has("weight_scale")
         if not is_quantised:
             return None

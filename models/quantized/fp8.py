@@ -87,7 +87,6 @@ class Fp8Scheme:
         )
 
     def matrix(self, module: ModuleTensors) -> MatrixParts | None:
-        """See `QuantizationScheme`."""
         if not module.type_of("weight").startswith("F8_"):
             return None
         weight = module.take("weight", ("F8_E4M3",), (None, None))
@@ -138,7 +137,6 @@ class Mxfp4Scheme:
         return cls()
 
     def matrix(self, module: ModuleTensors) -> MatrixParts | None:
-        """See `QuantizationScheme`."""
         if not module.has("blocks"):
             return None
         blocks = module.take("blocks", ("U8",), (None, None, None, _BLOCK // 2))

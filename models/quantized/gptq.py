@@ -92,7 +92,6 @@ class GptqScheme:
         return cls(usual, tuple(others), format == "gptq_v2")
 
     def matrix(self, module: ModuleTensors) -> MatrixParts | None:
-        """See `QuantizationScheme`."""
         if not module.has("qweight"):
             return None
         said = next((said for pattern, said in self.others if pattern.match(module.name)), self.usual)
@@ -218,7 +217,6 @@ class AwqScheme:
         return cls(max(0, group_size), tuple(fields.strings("modules_to_not_convert") or ()))
 
     def matrix(self, module: ModuleTensors) -> MatrixParts | None:
-        """See `QuantizationScheme`."""
         if not module.has("qweight"):
             return None
         qweight = module.take("qweight", ("I32",), (None, None))

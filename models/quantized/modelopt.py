@@ -96,7 +96,6 @@ class ModelOptScheme:
         return cls(usual, layers, tuple(excluded))
 
     def matrix(self, module: ModuleTensors) -> MatrixParts | None:
-        """See `QuantizationScheme`."""
         if module.type_of("weight") not in ("F8_E4M3", "U8"):
             return None
         weight = module.take("weight", ("F8_E4M3", "U8"), (None, None))

@@ -58,5 +58,4 @@ class _RoundedTensor(StoredTensor):
         return quantise(array, self._rounding)
 
     def release(self) -> None:
-        """See `StoredTensor`."""
         self._stored.release()

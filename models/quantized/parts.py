@@ -206,7 +206,6 @@ class QuantizedTensor(StoredTensor):
         return self.matrix().dequantise(self._dtype)
 
     def release(self) -> None:
-        """See `StoredTensor`."""
         for stored in self._tensors:
             stored.release()
 
