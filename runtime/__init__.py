@@ -47,25 +47,8 @@ _HOME = {
     "Tensor": "runtime.tensor.tensor",
 }
 
-__all__ = [  # noqa: RUF022 (in reading order)
-    "LLM",
-    "AsyncLLM",
-    "EngineArgs",
-    "AsyncEngineArgs",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "RequestOutputKind",
-    "BeamSearchParams",
-    "RequestOutput",
-    "CompletionOutput",
-    "Logprob",
-    "EmbeddingRequestOutput",
-    "EmbeddingOutput",
-    "BeamSearchOutput",
-    "BeamSearchSequence",
-    "XservError",
-    "Tensor",
-]
+__all__ = [*_HOME]
+"""In reading order."""
 
 
 def __getattr__(name: str) -> Any:

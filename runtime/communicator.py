@@ -135,24 +135,17 @@ class RankCommunicator(Communicator, Pipeline, Protocol):
         ...
 
 
+def _cannot_run(self: object, *arguments: object, **keywords: object) -> Never:
+    raise CommunicatorError("a declared model cannot run")
+
+
 @dataclass(slots=True)
 class DeclaredRank:
     """The rank that a model is declared for; it has no peers, so the model cannot run."""
 
     rank: int
     num_ranks: int
-
-    def all_reduce(self, tensor: Tensor) -> Never:
-        raise CommunicatorError("a declared model cannot run")
-
-    def all_gather(self, tensor: Tensor) -> Never:
-        raise CommunicatorError("a declared model cannot run")
-
-    def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Never:
-        raise CommunicatorError("a declared model cannot run")
-
-    def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> Never:
-        raise CommunicatorError("a declared model cannot run")
+    all_reduce = all_gather = all_gather_columns = sum_buffer = _cannot_run
 
 
 @dataclass(slots=True)
@@ -161,9 +154,4 @@ class DeclaredStage:
 
     stage: int
     num_stages: int
-
-    def send(self, x: Tensor) -> Never:
-        raise CommunicatorError("a declared model cannot run")
-
-    def receive(self, shape: tuple[int, ...], dtype: DType) -> Never:
-        raise CommunicatorError("a declared model cannot run")
+    send = receive = _cannot_run

@@ -58,25 +58,9 @@ class SamplingArrays(_Numbers):  # type: ignore[misc]
     @classmethod
     def neutral(cls, num_rows: int) -> SamplingArrays:
         """Greedy rows with every other parameter off, for the caller to fill in."""
-        numbers: dict[str, Any] = {
-            name: np.full(num_rows, column.neutral, column.dtype) for name, column in COLUMNS.items()
-        }
-        return cls(
-            **numbers,
-            seed=np.zeros(num_rows, np.uint64),
-            choice_index=np.zeros(num_rows, np.int32),
-            position=np.zeros(num_rows, np.int32),
-            prompt_ids=np.empty(0, np.int32),
-            prompt_start=np.zeros(num_rows, np.int32),
-            prompt_end=np.zeros(num_rows, np.int32),
-            output_ids=np.empty(0, np.int32),
-            output_start=np.zeros(num_rows, np.int32),
-            output_end=np.zeros(num_rows, np.int32),
-            bias_ids=np.empty(0, np.int32),
-            bias_values=np.empty(0, np.float32),
-            bias_start=np.zeros(num_rows, np.int32),
-            bias_end=np.zeros(num_rows, np.int32),
-        )
+        zeros = {name: np.zeros(num_rows if size == "n" else 0, dtype) for name, dtype, size in SAMPLING_FIELDS}
+        numbers = {name: np.full(num_rows, column.neutral, column.dtype) for name, column in COLUMNS.items()}
+        return cls(**{**zeros, **numbers})
 
 
 SAMPLING_FIELDS = (

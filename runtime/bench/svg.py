@@ -27,6 +27,26 @@ def rectangle(x: float, y: float, width: float, height: float, colour: str, tip:
     return f"{shape}><title>{escape(tip)}</title></rect>" if tip else f"{shape}/>"
 
 
+def panels(
+    groups: Sequence[tuple[str, Sequence[tuple[str, Sequence[tuple[float, str]]]]]], width: float, label_width: float,
+    line: float, colours: Sequence[str],
+) -> str:  # fmt: skip
+    """A page of titled panels. A panel has labels, each with bars: their share of the panel's width, and a note."""
+    parts: list[str] = []
+    top = 10.0
+    for title, rows in groups:
+        parts.append(text(10, top + 14, title, style="title"))
+        top += 22
+        for label, bars in rows:
+            parts.append(text(label_width - 6, top + line * len(bars) / 2 + 4, label, anchor="end"))
+            for (share, note), colour in zip(bars, colours):
+                parts.append(bar(label_width, top, (width - label_width - 90) * share, line, colour, note))
+                top += line
+            top += 5 * (len(bars) > 1)
+        top += 12
+    return page(parts, width, top)
+
+
 def bar(left: float, top: float, width: float, height: float, colour: str, note: str) -> str:
     """A horizontal bar in a line of this height, and a note at its end."""
     width = max(0.5, width)

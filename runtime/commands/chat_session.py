@@ -19,7 +19,7 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import InvalidArgumentError, XservError
 from runtime.images.decoding import pixels_of
 from runtime.llm import LLM
-from runtime.llm.images import take_images
+from runtime.llm.prompts import take_images
 from runtime.text.chat import chat_prompt
 from runtime.text.content import picture_text
 from runtime.text.formats import AnswerFormat

@@ -17,7 +17,7 @@ from runtime.engine.messages import EngineInfo, EngineRequest, ImageItem, ImageS
 from runtime.engine.sampling_params import SamplingParams, check_token_ids
 from runtime.engine.scheduling.pictures import Picture, Pictures
 from runtime.engine.scheduling.sequence import NO_IDS, Request
-from runtime.images.errors import ImageError
+from runtime.images.decoding import ImageError
 
 
 def prepare(request: EngineRequest, info: EngineInfo) -> Request:

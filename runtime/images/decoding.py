@@ -16,8 +16,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.images.errors import ImageError
+from runtime.errors import XservError
 from runtime.later import later
+
+
+class ImageError(XservError):
+    """A picture that cannot be read or is beyond a limit. The message is one line, safe to show to the client."""
+
 
 Image = Any
 """Pillow's, which is imported when it is first used."""

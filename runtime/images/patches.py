@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from runtime.images.errors import ImageError
+from runtime.images.decoding import ImageError
 from runtime.later import later
 
 Image = Any

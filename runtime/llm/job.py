@@ -9,7 +9,7 @@ from runtime.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from runtime.text.formats import AnswerFormat
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.reasoning import reasoning_start
-from runtime.text.tools.notation import ToolReading
+from runtime.text.tools.table import ToolReading
 from tokenizer import Tokenizer
 
 

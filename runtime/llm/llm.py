@@ -27,12 +27,11 @@ from runtime.engine.messages import EngineOutput, ImageItem
 from runtime.engine.option_names import known_options
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm.beam_search import BeamSearch, BeamSearchParams
-from runtime.llm.images import take_images
 from runtime.llm.job import Job
 from runtime.llm.loaded_model import LoadedModel
 from runtime.llm.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput
 from runtime.llm.progress import progress
-from runtime.llm.prompts import Prompt, as_list, one_each
+from runtime.llm.prompts import Prompt, as_list, one_each, take_images
 from runtime.text.formats import AnswerFormat
 from runtime.text.pipeline import TextDelta
 

@@ -27,16 +27,15 @@ from runtime.engine.process.compile_ahead import compile_ahead as compile_kernel
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import SamplingParams, last_tokens
-from runtime.llm.images import with_images
 from runtime.llm.job import Job
 from runtime.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput
-from runtime.llm.prompts import Prompt, scheduling_of
+from runtime.llm.prompts import Prompt, scheduling_of, with_images
 from runtime.progress import ON_STDERR, SILENT
-from runtime.text.bad_words import bad_words_token_ids
 from runtime.text.chat import chat_prompt
 from runtime.text.content import PictureText, picture_text, with_picture_texts
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
+from runtime.text.stop import bad_words_token_ids
 from tokenizer import Tokenizer
 from tokenizer.warn import warn_once
 

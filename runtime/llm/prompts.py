@@ -1,13 +1,20 @@
-"""The forms of a prompt, and the list of prompts of a call."""
+"""The forms of a prompt, the list of prompts of a call, and images: preprocessed for the model, and inserted at their
+placeholder tokens."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from runtime.engine.checks import is_integer
 from runtime.engine.errors import RequestError
+from runtime.engine.messages import EngineInfo, ImageItem
 from runtime.engine.option_names import unknown_option
+from runtime.engine.prompt_images import PreparedImage, image_places, place_images, prepare_image
+from runtime.images.decoding import ImageError, pixels_of
+from runtime.text.content import ImagePart, plain_content, plain_data
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, its token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. Such a mapping may also have
@@ -52,3 +59,70 @@ def one_each(name: str, prompts: Sequence[Prompt], given: T | Sequence[T], kind:
         raise RequestError(f"{len(prompts)} prompts, but {len(listed)} {name}", param=name)
     result: Iterable[T] = listed
     return result
+
+
+def with_images(
+    token_ids: list[int], images: Sequence[Any], info: EngineInfo
+) -> tuple[list[int], tuple[ImageItem, ...]]:
+    """The prompt with each image token expanded to all tokens of its image, and the images.
+
+    Raises ``RequestError``.
+    """
+    support = info.images
+    if support is None:
+        raise RequestError(f"the model reads no images, got {len(images)}", param="images")
+    image_places(token_ids, len(images), support)
+    prepared = []
+    for index, image in enumerate(images):
+        if isinstance(image, PreparedImage):
+            prepared.append(image)
+            continue
+        try:
+            prepared.append(prepare_image(pixels_of(image), support.rule))
+        except ImageError as error:
+            raise RequestError(f"images[{index}]: {error}", param=f"images[{index}]") from error
+    return place_images(token_ids, prepared, support)
+
+
+def take_images(
+    messages: Sequence[Mapping[str, Any]], *, reads_images: bool = True
+) -> tuple[list[Mapping[str, Any]], list[Any]]:
+    """A conversation with normalised content (``runtime.text.content``), and its images in order. If the model reads no
+    images, those in tools' results become a text. Raises ``RequestError``."""
+    images: list[Any] = []
+    plain = [
+        {
+            **message,
+            "content": plain_content(
+                message["content"],
+                f"messages[{i}].content",
+                is_result=message.get("role") == "tool",
+                take_image=(lambda part: images.append(_given(part))) if reads_images else None,
+            ),
+        }
+        if isinstance(message, Mapping) and "content" in message
+        else message
+        for i, message in enumerate(plain_data(messages))
+    ]
+    return plain, images
+
+
+def _given(part: ImagePart) -> Any:
+    """A part's image in the form of a prompt's "images"; the bytes of a ``data:`` URI. Raises ``RequestError``."""
+    value = part.value
+    if value is None:
+        raise RequestError(f"{part.where} is missing: the part needs a picture", param=part.where)
+    if not isinstance(value, str):
+        return value
+    if value[:5].lower() == "data:":
+        try:
+            return base64.b64decode(value.partition(",")[2], validate=True)
+        except ValueError:
+            raise RequestError(f"{part.where}: the data: URI is not base64", param=part.where) from None
+    if value.startswith(("http://", "https://")):
+        raise RequestError(
+            f"{part.where} is {value[:80]!r}, but no URL is fetched here: give the picture, its bytes, a path or a "
+            "data: URI",
+            param=part.where,
+        )
+    return unquote(value.removeprefix("file://")) if value.startswith("file://") else value

@@ -42,11 +42,10 @@ from runtime.engine.process.client import EngineClient, Origin
 from runtime.engine.process.delivery import OutputSink
 from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.engine.scheduling.block_events import SECRET_BYTES, BlockChanges
+from runtime.parallel.division import cores_of, device_of, total_stats
 from runtime.parallel.prefix_index import PromptDigests
 from runtime.parallel.ray_engines import RayEngines
 from runtime.parallel.routing import Route, Router
-from runtime.parallel.shares import cores_of, device_of
-from runtime.parallel.total_stats import total_stats
 
 logger = logging.getLogger("xserv.engine")
 

@@ -30,8 +30,8 @@ from runtime.engine.process.wire import FromEngine, Outputs, Pulse, RemoteRank, 
 from runtime.errors import XservError
 from runtime.later import later
 from runtime.own_packages import python_module
+from runtime.parallel.division import cores_of
 from runtime.parallel.ray_actor import EngineActor
-from runtime.parallel.shares import cores_of
 
 ray = later("ray")  # optional
 _strategies = later("ray.util.scheduling_strategies")

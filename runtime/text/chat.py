@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 from runtime.engine.errors import RequestError
 from runtime.text.content import NO_PICTURES, PictureText, beside, has_pictures, plain_content, plain_data, shaped
 from runtime.text.harmony.prompt import VARIABLES, harmony_prompt
-from runtime.text.tools.notation import Notation
 from runtime.text.tools.past_calls import (
     has_calls,
     with_arguments,
@@ -30,7 +29,7 @@ from runtime.text.tools.past_calls import (
     with_short_ids,
     with_single_calls,
 )
-from runtime.text.tools.table import HERMES, notation_in
+from runtime.text.tools.table import HERMES, Notation, notation_in
 from runtime.text.tools.tool_prompt import told, with_calls_as_text
 from tokenizer import ChatTemplateError, TemplateForms, Tokenizer
 

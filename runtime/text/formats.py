@@ -8,8 +8,7 @@ from runtime.errors import InvalidArgumentError
 from runtime.text.harmony.message import HARMONY, SPECIAL_TOKENS, special_ids
 from runtime.text.harmony.prompt import answer_end_ids, has_plain_template, speaks_harmony
 from runtime.text.reasoning import TAGS
-from runtime.text.tools.notation import Notation
-from runtime.text.tools.table import BY_NAME, HERMES, JSON, notation_in
+from runtime.text.tools.table import BY_NAME, HERMES, JSON, Notation, notation_in
 from runtime.text.tools.tool_prompt import ignores_tools
 from tokenizer import ChatTemplateError, Tokenizer
 from tokenizer.templates.chat_template import compile_template

@@ -24,7 +24,7 @@ from runtime.text.parts import ContentParser, Part, PartKind, PartParser, ToolCa
 from runtime.text.reasoning import TAGS as REASONING_TAGS
 from runtime.text.reasoning import ReasoningParser, ReasoningStart
 from runtime.text.stop import ContentStops
-from runtime.text.tools.notation import ToolCallParser, ToolReading
+from runtime.text.tools.table import ToolCallParser, ToolReading
 from tokenizer import IncrementalDecoder, Tokenizer
 
 _PROMPT_TAIL = 32

@@ -1,4 +1,4 @@
-"""Stop strings in a text that comes in pieces.
+"""Stop strings in a text that comes in pieces, and the token ids of texts that an answer must not hold.
 
 The match is the occurrence that begins first in the text (of those with the same start, the one that ends first),
 however the text is cut. So a shorter string inside a longer one that has begun earlier waits until the longer one is
@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from runtime.engine.errors import RequestError
 from runtime.text.parts import Part
+from tokenizer import Tokenizer
 
 
 class StopMatch(NamedTuple):
@@ -176,3 +178,25 @@ class ContentStops:
         if length > 0 and self._held:
             self._passed.append(Part("content", self._held[:length], lead=self._lead))
             self._held, self._lead = self._held[length:], ""
+
+
+def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Each word as the ids that begin a text with it, and, if these differ and are as many, those that follow a space,
+    as in vLLM. A word may still be generated as other tokens.
+
+    Raises ``RequestError`` whose ``param`` is ``bad_words`` or one of its entries.
+    """
+    if tokenizer is None:
+        raise RequestError("the model has no tokenizer: bad_words cannot be read", param="bad_words")
+    banned = []
+    for i, word in enumerate(words):
+        bare = word.lstrip(" ")
+        ids = tokenizer.encode(bare, add_special_tokens=False)
+        spaced = tokenizer.encode(f" {bare}", add_special_tokens=False)
+        if not bare or not ids or not spaced:
+            name = f"bad_words[{i}]"
+            raise RequestError(f"{name} must hold more than spaces, and be text to the model", param=name)
+        banned.append(ids)
+        if spaced[0] != ids[0] and len(spaced) == len(ids):
+            banned.append(spaced)
+    return banned

@@ -15,7 +15,7 @@ from runtime.text.formats import end_ids
 from runtime.text.harmony.message import SpecialIds, after_analysis, in_final_channel, special_ids
 from runtime.text.pipeline import TextDelta
 from runtime.text.reasoning import after_reasoning, or_calls, reasoning_start
-from runtime.text.tools.notation import ToolReading
+from runtime.text.tools.table import ToolReading
 from server.errors import invalid
 from server.openai_api.answers import ChatFinishReason, ChatLogprobs, ChatTokenLogprob, Usage
 from server.openai_api.logprobs import chat_logprobs

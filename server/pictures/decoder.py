@@ -15,8 +15,7 @@ import msgspec
 
 from runtime.engine.process.wire import WireError
 from runtime.engine.prompt_images import PreparedImage, digest_of
-from runtime.images.decoding import DecodingLimits, decoded_image
-from runtime.images.errors import ImageError
+from runtime.images.decoding import DecodingLimits, ImageError, decoded_image
 from runtime.images.patches import Rule, make_patches
 from runtime.later import later
 from server.worker_process import WorkerProcess, answer_jobs

@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 import httpcore
 
-from runtime.images.errors import ImageError
+from runtime.images.decoding import ImageError
 from runtime.version import release
 from server.pictures.addresses import Place, is_public, parsed
 

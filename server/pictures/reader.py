@@ -18,8 +18,7 @@ from msgspec.structs import replace
 
 from runtime.engine.messages import ImageSupport
 from runtime.engine.prompt_images import PreparedImage
-from runtime.images.decoding import DecodingLimits
-from runtime.images.errors import ImageError
+from runtime.images.decoding import DecodingLimits, ImageError
 from runtime.images.patches import FixedRule, PatchRule, Rule, SideRule
 from runtime.later import later
 from runtime.text.content import ImagePart

@@ -25,7 +25,7 @@ from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.reasoning import reasoning_start
-from runtime.text.tools.notation import ToolReading
+from runtime.text.tools.table import ToolReading
 from server.observing.meter import RequestMeter
 from server.openai_api.schema import GenerationRequest
 from server.requests.bridge import LoopBridge, Signal

@@ -9,7 +9,7 @@ from typing import Any
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from runtime.sampling_table import COLUMNS
-from runtime.text.bad_words import bad_words_token_ids
+from runtime.text.stop import bad_words_token_ids
 from server.errors import from_engine, invalid, renamed
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from tokenizer import Tokenizer

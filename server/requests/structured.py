@@ -14,8 +14,8 @@ from runtime.engine.grammar.json_schema import TYPES, prepared
 from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 from runtime.text.formats import AnswerFormat
 from runtime.text.tools.grammar import marker_ids, tool_grammar
-from runtime.text.tools.notation import Notation
-from runtime.text.tools.schema_types import types_of
+from runtime.text.tools.table import Notation
+from runtime.text.tools.tagged_calls import types_of
 from server.errors import ApiError, invalid
 from server.openai_api.schema import (
     AllowedToolsChoice,

@@ -7,33 +7,22 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from runtime.bench.svg import bar, page, text
+from runtime.bench.svg import page, panels, text
 
 _COLOURS = ("#3b6fb6", "#d9a441", "#4aa3a2", "#c8553d", "#8fb339", "#8d6a9f", "#8a8a8a")
-_WIDTH, _LABEL, _LINE = 1000, 380, 16
 
 
 def profile_svg(report: Mapping[str, Any]) -> str:
     """A bar for each kernel's share of a phase, and one for each part of the host's work."""
-    parts: list[str] = []
-    top = 10.0
+    groups = []
     for name, phase in report["phases"].items():
-        host = phase["host"]
-        longest = max(host.values()) or 1.0
-        for title, rows in (
-            (f"{name}: shares by kernel ({report['measured_by']})", [(w["name"], w["share"]) for w in phase["work"]]),
-            (f"{name}: the host (ms a step)", [(part, value / longest) for part, value in host.items()]),
-        ):
-            parts.append(text(10, top + 14, title, style="title"))
-            top += 22
-            for label, share in rows:
-                note = f"{host[label]:,.3f}" if label in host else f"{share:.1%}"
-                colour = _COLOURS[1] if label in host else _COLOURS[0]
-                parts.append(text(_LABEL - 6, top + 12, label, anchor="end"))
-                parts.append(bar(_LABEL, top, (_WIDTH - _LABEL - 90) * share, _LINE - 1, colour, note))
-                top += _LINE
-            top += 12
-    return page(parts, _WIDTH, top)
+        longest = max(phase["host"].values()) or 1.0
+        work = [(each["name"], [(each["share"], f"{each['share']:.1%}")]) for each in phase["work"]]
+        host = [(part, [(value / longest, f"{value:,.3f}")]) for part, value in phase["host"].items()]
+        groups += [
+            (f"{name}: shares by kernel ({report['measured_by']})", work), (f"{name}: the host (ms a step)", host),
+        ]  # fmt: skip
+    return panels(groups, 1000, 380, 16, _COLOURS)
 
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80.0, 960.0, 40.0, 520.0
@@ -90,4 +79,4 @@ def roofline_svg(report: Mapping[str, Any], bytes_per_s: float, flops_per_s: flo
         colour = _COLOURS[place % len(_COLOURS)]
         parts.append(f'<circle cx="{_LEFT + 10}" cy="{560 + 16 * place}" r="4" fill="{colour}"/>')
         parts.append(text(_LEFT + 20, 564 + 16 * place, goal))
-    return page(parts, _WIDTH, 570 + 16 * len(goals))
+    return page(parts, 1000, 570 + 16 * len(goals))

@@ -14,7 +14,7 @@ import importlib.util
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,10 @@ from runtime.dtype import float32
 from runtime.emulator.driver.emulated_driver import DryDriver
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
-from runtime.engine.limits import EngineLimits, resolve
+from runtime.engine.limits import resolve
 from runtime.engine.make_engine import free_memory_bytes
 from runtime.engine.messages import EngineInfo, EngineRequest
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.tensor.tensor import Tensor
@@ -79,12 +78,9 @@ class HollowModel:
         return Tensor.empty((hidden.shape[0], VOCAB_SIZE), device=self.device)
 
 
-def hollow_engine(
-    num_seqs: int, max_model_len: int, device: str = "cpu",
-    executor_of: Callable[[HollowModel, KVCache, EngineLimits], Executor] | None = None,
-) -> Engine:  # fmt: skip
+def hollow_engine(num_seqs: int, max_model_len: int, device: str = "cpu") -> Engine:
     """An engine around a hollow model with room for `num_seqs` whole contexts: with the plain loop on the cpu, with the
-    overlapped loop and decode graphs on a GPU. `executor_of` makes its executor, by default in this process."""
+    overlapped loop and decode graphs on a GPU."""
     model = HollowModel(Device.parse(device))
     spec = model.kv_cache_spec(BLOCK_SIZE)
     config = EngineConfig(
@@ -119,22 +115,14 @@ def hollow_engine(
         kv_cache_bytes=kv_cache.size_bytes,
         weight_bytes=0,
     )
-    executor: Executor
-    if executor_of is None:
-        executor = LocalExecutor(model, kv_cache, limits, VOCAB_SIZE)
-    else:
-        executor = executor_of(model, kv_cache, limits)
-    return Engine(executor, limits, info, seed=0)
+    return Engine(LocalExecutor(model, kv_cache, limits, VOCAB_SIZE), limits, info, seed=0)
 
 
-def loaded_engine(
-    num_seqs: int, context_len: int, num_steps: int, seed: int, device: str,
-    executor_of: Callable[[HollowModel, KVCache, EngineLimits], Executor] | None = None,
-) -> Engine:  # fmt: skip
+def loaded_engine(num_seqs: int, context_len: int, num_steps: int, seed: int, device: str) -> Engine:
     """A hollow engine with as many requests, which decode together for more than `num_steps` steps."""
     longest = context_len + BLOCK_SIZE
     output_len = num_steps + 2 + -(-num_seqs * longest // STEP_TOKENS)  # some decode while others prefill
-    engine = hollow_engine(num_seqs, longest + output_len, device, executor_of)
+    engine = hollow_engine(num_seqs, longest + output_len, device)
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     for index in range(num_seqs):

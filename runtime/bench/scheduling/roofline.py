@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from models.configuration.config import ModelConfig
 from models.registry import load_config, parse_config
@@ -28,19 +28,10 @@ from runtime.kv.groups import cut_layers, of_layers
 from runtime.kv.kinds import kind_of_window
 
 
-class Link(Protocol):
-    """Seconds of a collective of so many bytes on each rank (``all_gather``: in all), and of sending them on."""
-
-    def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float: ...
-
-    def all_gather_s(self, num_bytes: float, num_ranks: int) -> float: ...
-
-    def send_s(self, num_bytes: float) -> float: ...
-
-
 @dataclass(frozen=True, slots=True)
-class PlainLink:
-    """A latency, and bytes a second in one direction."""
+class Link:
+    """A latency, and bytes a second in one direction. The methods give the seconds of a collective of so many bytes on
+    each rank (``all_gather``: in all), and of sending them on."""
 
     latency_s: float
     bytes_per_s: float
@@ -55,7 +46,7 @@ class PlainLink:
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
-LINKS = {"nvlink4": PlainLink(10e-6, 370e9), "infiniband400": PlainLink(26e-6, 48e9)}
+LINKS = {"nvlink4": Link(10e-6, 370e9), "infiniband400": Link(26e-6, 48e9)}
 """NVLink 4 in a machine of H100s or H200s: NCCL's bandwidth in a ring (NVIDIA/nccl-tests, issue 212), and a latency
 between 7 µs (one shot, two H100s) and 17 µs (fused, of 10 KB). A port of 400 Gbit/s between machines: what NCCL itself
 takes a sum of 4 KB on H100s to need (NVIDIA/nccl, issue 1453), and 96 % of the line's rate."""
@@ -68,7 +59,7 @@ def link_of(text: str) -> Link:
     latency, comma, rate = text.partition(",")
     if comma:
         try:
-            link = PlainLink(1e-6 * float(latency), 1e9 * float(rate))
+            link = Link(1e-6 * float(latency), 1e9 * float(rate))
         except ValueError:
             raise BenchmarkError(f"a link is {text!r}: its latency and bandwidth must be numbers") from None
         if not (0.0 <= link.latency_s < math.inf and 0.0 < link.bytes_per_s < math.inf):
@@ -156,23 +147,12 @@ class RooflineStepModel:
         return max(0, int(free // (self.kv_bytes_per_block_token * block_size)))
 
 
-def roofline(
-    config: ModelConfig, rates: GpuRates, *, overhead_s: float, bytes_per_value: int = 2, num_ranks: int = 1,
-    link: Link | None = None,
-) -> RooflineStepModel:  # fmt: skip
-    """The roofline of a dense model of these shapes with ``bytes_per_value`` for weights and KV cache, in one piece or
-    on ``num_ranks`` ranks that a link joins. Raises as ``rooflines``."""
-    [model] = rooflines(
-        config, rates, overhead_s=overhead_s, bytes_per_value=bytes_per_value, num_ranks=num_ranks, link=link
-    )
-    return model
-
-
 def rooflines(
     config: ModelConfig, rates: GpuRates, *, overhead_s: float, bytes_per_value: int = 2, num_ranks: int = 1,
     num_stages: int = 1, link: Link | None = None,
 ) -> list[RooflineStepModel]:  # fmt: skip
-    """One of each of ``num_stages`` stages of ``num_ranks`` ranks. Raises ``ConfigError`` for more stages than layers,
+    """The roofline of each of ``num_stages`` stages of a dense model of these shapes, with ``bytes_per_value`` for
+    weights and KV cache, on ``num_ranks`` ranks that a link joins. Raises ``ConfigError`` for more stages than layers,
     ``BenchmarkError`` for heads that the ranks cannot divide."""
     if config.num_heads % num_ranks or (config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads):
         shown = f"{config.num_heads} heads, {config.num_kv_heads} of keys"

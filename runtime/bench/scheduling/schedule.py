@@ -18,7 +18,7 @@ from runtime.bench.load.traces import Trace, random_tokens
 from runtime.bench.metrics import BenchmarkError, check_outputs, interleaved, percentiles_of
 from runtime.bench.scheduling.engines import like, served
 from runtime.bench.scheduling.timeline_view import chrome_trace
-from runtime.bench.svg import bar, page, text
+from runtime.bench.svg import panels
 from runtime.engine.engine import Engine
 
 _PANELS = (
@@ -27,8 +27,6 @@ _PANELS = (
     ("Gap between two tokens, 99th percentile and worst stall (ms)", ("p99_gap_ms", "worst_stall_ms")),
     ("Output tokens a second", ("output_throughput",)),
 )
-_COLOURS = ("#3b6fb6", "#d9a441")
-_WIDTH, _LABEL, _LINE = 900, 120, 13
 STAGE_LENGTH_SHARE = 2  # staged chunks reach their smallest after the longest prompt divided by this
 
 
@@ -153,19 +151,9 @@ def replay(engine: Engine, trace: Trace, prompts: Sequence[Sequence[int]], setti
 def svg(report: Mapping[str, Any]) -> str:
     """Four panels, in each a group of bars for every style; the longest bar of a panel fills its width."""
     results: Sequence[Mapping[str, Any]] = report["results"]
-    parts: list[str] = []
-    top = 10
+    groups = []
     for title, names in _PANELS:
-        parts.append(text(10, top + 14, title, style="title"))
-        top += 22
         most = max(result[name] for result in results for name in names) or 1.0
-        for result in results:
-            middle = top + _LINE * len(names) / 2 + 4
-            parts.append(text(_LABEL - 6, middle, result["style"], anchor="end"))
-            for name, colour in zip(names, _COLOURS):
-                width = (_WIDTH - _LABEL - 90) * result[name] / most
-                parts.append(bar(_LABEL, top, width, _LINE, colour, f"{result[name]:,.2f}"))
-                top += _LINE
-            top += 5
-        top += 12
-    return page(parts, _WIDTH, top)
+        rows = [(r["style"], [(r[name] / most, f"{r[name]:,.2f}") for name in names]) for r in results]
+        groups.append((title, rows))
+    return panels(groups, 900, 120, 13, ("#3b6fb6", "#d9a441"))

@@ -1,3 +1,4 @@
+# ruff: noqa: F405
 """xserv: an LLM inference engine in Python alone.
 
     from xserv import LLM, SamplingParams
@@ -17,22 +18,7 @@ from typing import TYPE_CHECKING, Any
 from xserv._packages import own_packages
 
 if TYPE_CHECKING:
-    from runtime import LLM as LLM
-    from runtime import AsyncEngineArgs as AsyncEngineArgs
-    from runtime import AsyncLLM as AsyncLLM
-    from runtime import BeamSearchOutput as BeamSearchOutput
-    from runtime import BeamSearchParams as BeamSearchParams
-    from runtime import BeamSearchSequence as BeamSearchSequence
-    from runtime import CompletionOutput as CompletionOutput
-    from runtime import EmbeddingOutput as EmbeddingOutput
-    from runtime import EmbeddingRequestOutput as EmbeddingRequestOutput
-    from runtime import EngineArgs as EngineArgs
-    from runtime import Logprob as Logprob
-    from runtime import RequestOutput as RequestOutput
-    from runtime import RequestOutputKind as RequestOutputKind
-    from runtime import SamplingParams as SamplingParams
-    from runtime import StructuredOutputsParams as StructuredOutputsParams
-    from runtime import XservError as XservError
+    from runtime import *  # noqa: F403
 
 __all__ = [  # noqa: RUF022 (as a reader meets them)
     "LLM",

@@ -26,34 +26,13 @@ KNOWLEDGE_CUTOFF = "2024-06"
 EFFORTS = ("low", "medium", "high")
 
 
-def system_text(
-    *,
-    model_identity: str | None = MODEL_IDENTITY,
-    knowledge_cutoff: str | None = KNOWLEDGE_CUTOFF,
-    current_date: str | None = None,
-    reasoning_effort: str | None = "medium",
-    channels: Sequence[str] = CHANNELS,
-    has_functions: bool = False,
-) -> str:
-    """None, and no channels, omit a line. has_functions: the developer message has tools"""
-    top = [
-        f"{label}{value}"
-        for label, value in (
-            ("", model_identity),
-            ("Knowledge cutoff: ", knowledge_cutoff),
-            ("Current date: ", current_date),
-        )
-        if value is not None
-    ]
-    sections = ["\n".join(top)] if top else []
-    if reasoning_effort is not None:
-        sections.append(f"Reasoning: {reasoning_effort}")
-    if channels:
-        valid = f"# Valid channels: {', '.join(channels)}. Channel must be included for every message."
-        if has_functions:
-            valid += f"\nCalls to these tools must go to the commentary channel: '{FUNCTIONS}'."
-        sections.append(valid)
-    return "\n\n".join(sections)
+def system_text(model_identity: str, current_date: str, reasoning_effort: str, *, has_functions: bool) -> str:
+    """has_functions: the developer message has tools"""
+    valid = f"# Valid channels: {', '.join(CHANNELS)}. Channel must be included for every message."
+    if has_functions:
+        valid += f"\nCalls to these tools must go to the commentary channel: '{FUNCTIONS}'."
+    top = f"{model_identity}\nKnowledge cutoff: {KNOWLEDGE_CUTOFF}\nCurrent date: {current_date}"
+    return f"{top}\n\nReasoning: {reasoning_effort}\n\n{valid}"
 
 
 def developer_text(instructions: str | None, functions: Sequence[Mapping[str, Any]]) -> str:
@@ -103,12 +82,8 @@ def harmony_messages(
         problem = f"reasoning_effort must be {', '.join(EFFORTS[:-1])} or {EFFORTS[-1]} for this model"
         raise RequestError(f"{problem}, got {reasoning_effort!r}", param="reasoning_effort")
     functions = [tool.get("function", tool) for tool in tools or ()]
-    system = system_text(
-        model_identity=MODEL_IDENTITY if model_identity is None else model_identity,
-        current_date=current_date,
-        reasoning_effort=reasoning_effort or "medium",
-        has_functions=bool(functions),
-    )
+    identity = MODEL_IDENTITY if model_identity is None else model_identity
+    system = system_text(identity, current_date, reasoning_effort or "medium", has_functions=bool(functions))
     num_leading = next((i for i, each in enumerate(messages) if each.get("role") not in _INSTRUCTING), len(messages))
     leading = [text for i in range(num_leading) if (text := _content(messages[i], i))]
     built = [HarmonyMessage("system", system)]

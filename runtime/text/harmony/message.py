@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from runtime.engine.grammar.grammar import Grammar
 from runtime.text.reasoning import rule_body
-from runtime.text.tools.notation import CallForm, Notation
+from runtime.text.tools.table import CallForm, Notation
 from tokenizer import Tokenizer
 
 START, MESSAGE, END = "<|start|>", "<|message|>", "<|end|>"

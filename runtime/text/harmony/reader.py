@@ -34,8 +34,8 @@ from runtime.text.harmony.message import (
 )
 from runtime.text.harmony.prompt import AnswerStart
 from runtime.text.parts import Part, PartKind, ToolCallDelta
-from runtime.text.tools.notation import ToolReading
 from runtime.text.tools.reader import long_id
+from runtime.text.tools.table import ToolReading
 from tokenizer import IncrementalDecoder, Tokenizer
 
 MAX_HEADER = 256

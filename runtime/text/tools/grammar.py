@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from runtime.text.tools.notation import ArgumentStyle, CallForm, Notation
-from runtime.text.tools.schema_types import property_schema, resolved, types_of
+from runtime.text.tools.table import ArgumentStyle, CallForm, Notation
+from runtime.text.tools.tagged_calls import property_schema, resolved, types_of
 from tokenizer import Tokenizer
 
 _MAX_DEPTH = 8

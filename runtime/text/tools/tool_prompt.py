@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runtime.text.content import around, beside
-from runtime.text.tools.notation import Notation
 from runtime.text.tools.past_calls import with_arguments
+from runtime.text.tools.table import Notation
 from tokenizer import ChatTemplateError, TemplateForms, Tokenizer
 
 _PROBE = "probe_of_tools"
@@ -105,10 +105,6 @@ def written(notation: Notation, calls: Sequence[tuple[str, Any]]) -> str:
     return form.before + form.between.join(texts) + form.after
 
 
-def _json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
 def _qwen3_coder(arguments: Any) -> str:
     return "".join(f"<parameter={key}>\n{_text_or_json(value)}\n</parameter>\n" for key, value in _items(arguments))
 
@@ -155,4 +151,4 @@ def _text_or_json(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-_WRITERS = {"json": _json, "qwen3_coder": _qwen3_coder, "glm45": _glm45, "python": _python, "gemma": _gemma}
+_WRITERS = {"json": _text_or_json, "qwen3_coder": _qwen3_coder, "glm45": _glm45, "python": _python, "gemma": _gemma}

@@ -14,7 +14,7 @@ from PIL import Image
 
 from runtime.commands.chat_session import ChatSession, run_slash
 from runtime.errors import InvalidArgumentError
-from runtime.images.errors import ImageError
+from runtime.images.decoding import ImageError
 from runtime.llm import LLM
 from tests.models.vision.chat_model import IMAGE, write_chat_model
 from tests.runtime.commands.fakes import FakeLLM

@@ -13,8 +13,7 @@ pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 
 from PIL import Image, features
 
-from runtime.images.decoding import FORMATS, decode, formats, pixels_of
-from runtime.images.errors import ImageError
+from runtime.images.decoding import FORMATS, ImageError, decode, formats, pixels_of
 
 RAMP = np.linspace(0, 65535, 16).astype(np.uint16).reshape(4, 4)
 EXPECTED = (RAMP >> 8).astype(np.uint8)

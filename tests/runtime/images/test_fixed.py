@@ -16,8 +16,7 @@ pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 
 from models.configuration.preprocessing import read_patch_rule
 from models.errors import ConfigError
-from runtime.images.decoding import decode
-from runtime.images.errors import ImageError
+from runtime.images.decoding import ImageError, decode
 from runtime.images.patches import FixedRule, Patches, Rule, make_patches, normalised
 from tests.runtime.images.pictures import FIXED, PICTURES, SMALL_SIZES, picture_bytes, small_picture
 

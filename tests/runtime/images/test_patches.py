@@ -15,8 +15,7 @@ pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 
 from PIL import Image
 
-from runtime.images.decoding import FORMATS, DecodingLimits, decode, pixels_of
-from runtime.images.errors import ImageError
+from runtime.images.decoding import FORMATS, DecodingLimits, ImageError, decode, pixels_of
 from runtime.images.patches import PatchRule, make_patches, normalised
 from tests.runtime.images.pictures import PICTURES, SIZES, picture_bytes
 

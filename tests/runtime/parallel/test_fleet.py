@@ -18,8 +18,8 @@ from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.make_client import start_client
 from runtime.engine.messages import StepView
 from runtime.engine.process.child import Supervision
+from runtime.parallel.division import cores_of
 from runtime.parallel.fleet import Fleet
-from runtime.parallel.shares import cores_of
 from tests.runtime.engine.light_engine import EXITS, HANGS
 from tests.runtime.engine.process.test_process_faults import LIGHT, Sink, is_gone, request
 from tests.waiting import TIMEOUT_S, wait_until

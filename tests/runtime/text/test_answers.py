@@ -18,8 +18,7 @@ from runtime.text.formats import AnswerFormat
 from runtime.text.parts import Part, PartParser
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.reasoning import ReasoningParser, reasoning_start
-from runtime.text.tools.notation import ToolCallParser, ToolReading
-from runtime.text.tools.table import HERMES, JSON, QWEN3_CODER
+from runtime.text.tools.table import HERMES, JSON, QWEN3_CODER, ToolCallParser, ToolReading
 from tests.runtime.text.answers import Message, message_of, message_of_parts, parts_of, pieces, stopped
 from tests.runtime.text.test_pipeline import outputs_of, run
 from tests.runtime.text.tokenizers import (

@@ -13,8 +13,7 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.text.harmony.message import HARMONY
 from runtime.text.pipeline import TextPipeline
 from runtime.text.reasoning import ReasoningStart
-from runtime.text.tools.notation import ToolReading
-from runtime.text.tools.table import HERMES
+from runtime.text.tools.table import HERMES, ToolReading
 from tests.runtime.text.answers import Message
 from tests.runtime.text.harmony.small_model import ids_of, small_tokenizer
 from tests.runtime.text.test_answers import told

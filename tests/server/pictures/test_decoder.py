@@ -20,8 +20,7 @@ pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 from PIL import Image
 
 from runtime.engine.prompt_images import prepare_image
-from runtime.images.decoding import DecodingLimits, decode, formats
-from runtime.images.errors import ImageError
+from runtime.images.decoding import DecodingLimits, ImageError, decode, formats
 from runtime.images.patches import PatchRule
 from server.pictures.decoder import PictureDecoder
 from tests.waiting import TIMEOUT_S

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from runtime.images.errors import ImageError
+from runtime.images.decoding import ImageError
 from server.pictures import fetching
 from server.pictures.addresses import Place, is_public, parsed
 from server.pictures.fetching import PictureFetcher

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from models.configuration.config import ModelConfig
 from models.errors import ConfigError
 from models.registry import parse_config
 from runtime.bench.load.traces import Trace, TraceRequest
@@ -13,11 +14,11 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.roofline import (
     GPUS,
     GpuRates,
-    PlainLink,
+    Link,
+    RooflineStepModel,
     find_config,
     link_of,
     pipeline_of,
-    roofline,
     rooflines,
 )
 from runtime.bench.scheduling.simulation import simulate
@@ -29,6 +30,12 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "intermediate_size": 16, "vocab_size": 10,
     "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True,
 }  # fmt: skip
+
+
+def roofline(config: ModelConfig, rates: GpuRates, **options: Any) -> RooflineStepModel:
+    """The roofline of a model in one stage."""
+    [model] = rooflines(config, rates, **options)
+    return model
 
 
 def test_roofline_by_hand() -> None:
@@ -66,7 +73,7 @@ def test_rates_are_below_the_data_sheets() -> None:
 
 def test_ranks_by_hand() -> None:
     """Two ranks: half of the weights and of the keys each, two sums a layer of the hidden states, logits gathered."""
-    link = PlainLink(0.5, 100.0)
+    link = Link(0.5, 100.0)
     model = roofline(parse_config(dict(CONFIG)), GpuRates(1000.0, 1e9, 1), overhead_s=0.25, num_ranks=2, link=link)
     assert model.weight_bytes == 3 * 576 + 80
     assert model.kv_bytes_per_token == 2 * 2 * 3 * 2
@@ -81,7 +88,7 @@ def test_ranks_by_hand() -> None:
 
 def test_ranks_that_share_a_head_read_it_each() -> None:
     """Of two heads of keys four ranks have one each: in all twice as many as one rank."""
-    config, link = parse_config(dict(CONFIG)), PlainLink(0.0, 1e12)
+    config, link = parse_config(dict(CONFIG)), Link(0.0, 1e12)
     alone, four = (roofline(config, GPUS["h200"], overhead_s=0.0, num_ranks=n, link=link) for n in (1, 4))
     assert 4 * four.kv_bytes_per_token == 2 * alone.kv_bytes_per_token
     assert 4 * four.weight_bytes == alone.weight_bytes + 3 * 2 * (2 * 8 * 4)
@@ -97,14 +104,14 @@ def test_stages_by_hand() -> None:
     step = features_of([(9, 1), (5, 3)])
     assert sum(stage.seconds(step) for stage in stages) == pytest.approx(alone.seconds(step))
     assert stages[0].flops_per_logits_row == 0
-    pipeline = pipeline_of(config, stages, PlainLink(2.0, 10.0))
+    pipeline = pipeline_of(config, stages, Link(2.0, 10.0))
     assert pipeline.sent_s(step) == pytest.approx(2.0 + 2 * 8 * 4 / 10.0)
 
 
 def test_what_cannot_be_split_is_refused() -> None:
     config = parse_config(dict(CONFIG))
     with pytest.raises(BenchmarkError, match="4 heads, 2 of keys, are not divided by 3 ranks"):
-        roofline(config, GPUS["h200"], overhead_s=0.0, num_ranks=3, link=PlainLink(0.0, 1.0))
+        roofline(config, GPUS["h200"], overhead_s=0.0, num_ranks=3, link=Link(0.0, 1.0))
     with pytest.raises(BenchmarkError, match="2 ranks need a link"):
         roofline(config, GPUS["h200"], overhead_s=0.0, num_ranks=2)
     with pytest.raises(ConfigError, match="3 layers cannot be split over 4 stages"):
@@ -130,7 +137,7 @@ def test_a_large_model_fits_where_its_ranks_or_stages_have_room() -> None:
 
 
 def test_links_that_are_none() -> None:
-    assert link_of("3,100") == PlainLink(3e-6, 100e9)
+    assert link_of("3,100") == Link(3e-6, 100e9)
     for text, words in (
         ("3,", "must be numbers"), ("-1,5", "bandwidth must be positive"), ("nan,5", "not negative"),
         ("1,inf", "positive"), ("ethernet", "must be nvlink4, infiniband400"),

@@ -11,7 +11,7 @@ from runtime.errors import InvalidArgumentError
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.harmony.message import HARMONY, SPECIAL_TOKENS
 from runtime.text.pipeline import TextDelta, TextPipeline
-from runtime.text.tools.notation import ToolReading
+from runtime.text.tools.table import ToolReading
 from tests.runtime.text.answers import Message, message_of
 from tests.runtime.text.harmony.small_model import TEMPLATE, ids_of, small_ids, small_tokenizer
 from tests.runtime.text.test_pipeline import outputs_of, run

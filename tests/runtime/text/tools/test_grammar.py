@@ -16,8 +16,7 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
 from runtime.text.reasoning import after_reasoning
 from runtime.text.tools.grammar import tool_grammar
-from runtime.text.tools.notation import ToolCallParser, ToolReading
-from runtime.text.tools.table import HERMES
+from runtime.text.tools.table import HERMES, ToolCallParser, ToolReading
 from tests.runtime.text.answers import parse
 from tokenizer import Tokenizer
 

@@ -22,7 +22,6 @@ from runtime.text.harmony.message import HARMONY
 from runtime.text.parser_names import TOOL_CALL_PARSERS
 from runtime.text.pipeline import TextPipeline
 from runtime.text.tools.grammar import marker_ids, tool_grammar
-from runtime.text.tools.notation import Notation, ToolCallParser, ToolReading
 from runtime.text.tools.table import (
     BY_NAME,
     DEEPSEEK_V3,
@@ -40,6 +39,9 @@ from runtime.text.tools.table import (
     PHI4,
     PYTHONIC,
     QWEN3_CODER,
+    Notation,
+    ToolCallParser,
+    ToolReading,
 )
 from runtime.text.tools.tool_prompt import written
 from tests.runtime.text.answers import FRAGMENTS, Message, cut, message_of, parse

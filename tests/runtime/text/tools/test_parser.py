@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.text.tools.notation import ToolCallParser, ToolReading
-from runtime.text.tools.table import HERMES
+from runtime.text.tools.table import HERMES, ToolCallParser, ToolReading
 from tests.runtime.text.answers import Message, cut, parse, texts
 from tests.runtime.text.tools.test_json_scanner import values
 

@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 
-from runtime.text.tools.notation import ToolCallParser, ToolReading
-from runtime.text.tools.table import BY_NAME, HERMES, LLAMA3, MISTRAL, NOTATIONS, QWEN3_CODER, notation_in
+from runtime.text.tools.table import (
+    BY_NAME,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    NOTATIONS,
+    QWEN3_CODER,
+    ToolCallParser,
+    ToolReading,
+    notation_in,
+)
 from runtime.text.tools.tool_prompt import ignores_tools, written
 from tests.runtime.text.answers import parse
 from tests.runtime.text.tools.test_notations import TOOLS

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from runtime.text.chat import chat_prompt
-from runtime.text.tools.notation import Notation, ToolCallParser, ToolReading
-from runtime.text.tools.table import GLM45, HERMES, MISTRAL
+from runtime.text.tools.table import GLM45, HERMES, MISTRAL, Notation, ToolCallParser, ToolReading
 from runtime.text.tools.tool_prompt import ignores_tools
 from tests.runtime.text.answers import parse
 from tests.server.byte_tokenizer import make_byte_tokenizer
