@@ -114,16 +114,20 @@ class ModelDriver:
         rows = np.split(logits, np.cumsum(lengths)[:-1])
         return dict(zip(chunks, rows, strict=True))
 
+    def in_pieces(self, ids: Sequence[int], sizes: Sequence[int]) -> Array:
+        """Feeds the first sequence all of `ids`, so many a batch -> their logits `[len(ids), vocab_size]`."""
+        rows, start = [], 0
+        for size in sizes:
+            rows.append(self.step({0: ids[start : start + size]})[0])
+            start += size
+        assert start == len(ids)
+        return np.concatenate(rows)
+
 
 def logits_of(model: Model, ids: Sequence[int], chunk_sizes: Sequence[int] | None = None, **options: Any) -> Array:
     """Logits `[len(ids), vocab_size]` of one sequence, fed at once or in chunks of the given sizes."""
     driver = ModelDriver(model, rotary_offset=rotary_offset_of(model, len(ids)), **options)
-    rows, start = [], 0
-    for size in chunk_sizes or [len(ids)]:
-        rows.append(driver.step({0: ids[start : start + size]})[0])
-        start += size
-    assert start == len(ids)
-    return np.concatenate(rows)
+    return driver.in_pieces(ids, chunk_sizes or [len(ids)])
 
 
 def greedy(model: Model, prompt: Sequence[int], num_new_tokens: int, **options: Any) -> tuple[list[int], Array]:

@@ -21,14 +21,14 @@ from safetensors.numpy import save_file
 
 from tests.models.driver import mean_relative_error, relative_error
 from tests.models.golden_weights import golden_tensor
-from tests.models.vision import gemma3_cases, llava_cases, pixtral_cases
+from tests.models.vision import pixtral_cases, square_cases
 from tests.models.vision.cases import CASES, FOLDER, GRIDS, IMAGE, PROMPT, SEED, patches_of, stored_tensors
 
 NUM_NEW = 6
 """Tokens sampled after the prompt."""
 
 
-OTHERS = {case: module for module in (llava_cases, pixtral_cases, gemma3_cases) for case in module.CASES}
+OTHERS = {case: module for module in (square_cases, pixtral_cases) for case in module.CASES}
 """The cases of families whose towers see patches of fixed places."""
 
 
@@ -65,7 +65,7 @@ def make_configs() -> None:
     """`resaved_configs.json`: the configs of all families' cases, written by `save_pretrained` of a model loaded by
     `from_pretrained(dtype=...)`."""
     found = {}
-    for case, config in (CASES | llava_cases.CASES | pixtral_cases.CASES | gemma3_cases.CASES).items():
+    for case, config in (CASES | square_cases.CASES | pixtral_cases.CASES).items():
         made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
         with TemporaryDirectory() as folder:
             model: Any = transformers.AutoModelForImageTextToText.from_config(made)
@@ -150,7 +150,7 @@ def make_other_case(module: ModuleType, case: str) -> None:
         ids = module.prompt_of(case)[0]
         found: dict[str, Any] = {}
         logits = logits_of(model, ids, pixels, **sizes)
-        if module is gemma3_cases:
+        if case in square_cases.GEMMA3:
             found["greedy"] = []
             for _ in range(NUM_NEW):
                 found["greedy"].append(int(logits[-1].argmax()))

@@ -6,12 +6,16 @@ The tests and `tools/references/make_vision_goldens.py` share them.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from runtime.batch import Batch, EncodedTokens
+from runtime.tensor.tensor import Tensor
+from tests.models.driver import ModelDriver
 from tests.models.folders import write_safetensors
 from tests.models.golden_weights import golden_tensor, rounded_to_bfloat16
 
@@ -160,3 +164,41 @@ def write_golden(folder: Path, case: str, config: dict[str, Any], names: dict[st
         tensors[stored] = golden_tensor(name, shape, SEED)
     write_safetensors(folder / "model.safetensors", tensors)
     return folder
+
+
+def encoded_by_pieces(
+    model: Any, pictures: Sequence[tuple[np.ndarray[Any, Any], tuple[int, int]]]
+) -> list[tuple[Tensor, ...]]:
+    """The tower's rows of pictures, each patches and their grid, a piece at a time."""
+    made = []
+    for patches, grid in pictures:
+        encoding, rows = model.tower.start(patches, grid), None
+        while rows is None:
+            rows = encoding.advance(1)
+        made.append(rows)
+    return made
+
+
+def pieces_in(
+    batch: Batch, start: int, firsts: Sequence[int], pictures: Sequence[tuple[Tensor, ...]]
+) -> tuple[EncodedTokens, ...]:
+    """The parts of pictures, whose tokens begin at `firsts`, that a batch of one chunk from `start` on has."""
+    found = []
+    for first, picture in zip(firsts, pictures, strict=True):
+        low, high = max(first, start), min(first + picture[0].shape[0], start + batch.num_tokens)
+        if low < high:
+            found.append(EncodedTokens(low - start, tuple(part[low - first : high - first] for part in picture)))
+    return tuple(found)
+
+
+def run_cut(
+    model: Any, ids: Sequence[int], firsts: Sequence[int], pictures: Sequence[tuple[Tensor, ...]],
+    sizes: Sequence[int], complete: Callable[[Batch, int], None] = lambda batch, start: None,
+) -> np.ndarray[Any, Any]:  # fmt: skip
+    """The logits of all tokens, computed so many at a time, which may cut pictures; `complete` is `ModelDriver`'s."""
+
+    def with_pictures(batch: Batch, start: int) -> None:
+        batch.encoded = pieces_in(batch, start, firsts, pictures)
+        complete(batch, start)
+
+    return ModelDriver(model, complete=with_pictures, block_size=8).in_pieces(ids, sizes)

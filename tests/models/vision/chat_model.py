@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 from tests.models.vision.cases import IMAGE, load_golden, write_golden, write_model
-from tests.models.vision.gemma3_cases import CASES as GEMMA3_CASES
-from tests.models.vision.gemma3_cases import write_gemma3
 from tests.models.vision.pixtral_cases import CASES as PIXTRAL_CASES
 from tests.models.vision.pixtral_cases import PATCH, merge_size_of
+from tests.models.vision.square_cases import GEMMA3
 
 PAD = "<|image_pad|>"
 
@@ -28,8 +27,8 @@ def write_chat_model(folder: Path, case: str = "qwen3_vl") -> Path:
     """A golden model. Qwen's have pictures of 64 to 4,096 pixels, of which 8 x 8 are a token. Empty lines are one token
     of up to three."""
     added, template = {PAD: IMAGE}, TEMPLATE
-    if case in GEMMA3_CASES:
-        write_gemma3(folder, case)
+    if case in GEMMA3:
+        write_golden(folder, case, GEMMA3[case])
         added, template = {SOFT: IMAGE, "<unused>": 91, BEGIN: 92, END: 93}, TEMPLATE.replace(PAD, BEGIN)
     elif case in PIXTRAL_CASES:
         write_golden(folder, case, PIXTRAL_CASES[case])

@@ -1,4 +1,5 @@
-"""LLaVA against transformers: the tower's embeddings and the logits, however a prompt is cut; then through the engine.
+"""LLaVA, Pixtral, Mistral 3 and Ministral 3 against transformers: the tower's embeddings and the logits, however a
+prompt is cut; then through the engine.
 
 Made by `tools/references/make_vision_goldens.py`.
 """
@@ -11,54 +12,58 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.errors import ConfigError
 from models.families.llava import LlavaModel
-from models.registry import load_model, parse_config
-from runtime.batch import Batch, EncodedTokens
+from models.registry import load_model
+from runtime.images.patches import SideRule, make_patches, normalised
 from runtime.tensor.tensor import Tensor
-from tests.models.driver import ModelDriver, mean_relative_error, relative_error
-from tests.models.vision.cases import IMAGE, load_golden, write_golden
-from tests.models.vision.cut_prompts import run_cut
-from tests.models.vision.llava_cases import CASES, pixels_of, prompt_of, side_of
+from tests.models.driver import mean_relative_error, relative_error
+from tests.models.vision import pixtral_cases, square_cases
+from tests.models.vision.cases import IMAGE, encoded_by_pieces, load_golden, run_cut, write_golden
 
+CASES = square_cases.LLAVA | pixtral_cases.CASES
 OLD_NAMES = {
     "model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.",
     "model.vision_tower.": "vision_tower.vision_model.", "model.multi_modal_projector.": "multi_modal_projector.",
 }  # fmt: skip
+OLD_NAMES_OF_PIXTRAL = {**OLD_NAMES, "model.vision_tower.": "vision_tower."}
 
 
-def loaded(folder: Path, case: str, **options: Any) -> LlavaModel:
-    model = load_model(write_golden(folder, case, CASES[case]), **options)
+def loaded(folder: Path, case: str, names: dict[str, str] | None = None, **options: Any) -> LlavaModel:
+    model = load_model(write_golden(folder, case, CASES[case], names), **options)
     assert isinstance(model, LlavaModel)
     return model
 
 
+def prompt_of(case: str) -> tuple[list[int], list[int]]:
+    return (pixtral_cases if case in pixtral_cases.CASES else square_cases).prompt_of(case)
+
+
 def encoded(model: LlavaModel, case: str) -> list[tuple[Tensor, ...]]:
-    """The pictures' embeddings, a layer at a time."""
-    made, side, patch = [], side_of(case), model.config.tower.patch_size
-    for picture in pixels_of(case):
-        cut = picture[:, : side * patch, : side * patch].reshape(3, side, patch, side, patch)
-        encoding = model.tower.start(cut.transpose(1, 3, 0, 2, 4).reshape(side * side, -1), (side, side))
-        rows = None
-        while rows is None:
-            rows = encoding.advance(1)
-        made.append(rows)
-    return made
+    if case in pixtral_cases.CASES:
+        grids = pixtral_cases.grids_of(case)
+        return encoded_by_pieces(model, [(pixtral_cases.patches_of(case, i), grid) for i, grid in enumerate(grids)])
+    side = square_cases.side_of(case)
+    return encoded_by_pieces(model, [(each, (side, side)) for each in square_cases.patches_of(case)])
 
 
 def run(model: LlavaModel, case: str, sizes: list[int]) -> np.ndarray[Any, Any]:
-    ids, firsts, _ = prompt_of(case)
-    return run_cut(model, ids, firsts, encoded(model, case), sizes)
+    return run_cut(model, *prompt_of(case), encoded(model, case), sizes)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_float32_on_the_cpu(tmp_path: Path, case: str) -> None:
     golden, model = load_golden(case).arrays, loaded(tmp_path, case)
-    made = np.stack([rows[0].numpy() for rows in encoded(model, case)])
-    assert relative_error(made.reshape(-1, made.shape[-1]), golden["embeddings"].reshape(-1, made.shape[-1])) < 1e-5
-    count = len(prompt_of(case)[0])
-    for sizes in ([count], [1] * count, [2, 3, count - 5]):
-        assert relative_error(run(model, case, sizes), golden["logits"]) < 1e-5
+    ids, firsts = prompt_of(case)
+    pictures = encoded(model, case)
+    rows = np.stack([
+        row
+        for first, (picture,) in zip(firsts, pictures, strict=True)
+        for place, row in enumerate(picture.numpy(), first)
+        if ids[place] == IMAGE
+    ])  # fmt: skip
+    assert relative_error(rows, golden["embeddings"].reshape(-1, rows.shape[1])) < 1e-5
+    for sizes in ([len(ids)], [1] * len(ids), [2, 3, len(ids) - 5]):
+        assert relative_error(run_cut(model, ids, firsts, pictures, sizes), golden["logits"]) < 1e-5
 
 
 @pytest.mark.emulator
@@ -70,8 +75,7 @@ def test_on_emulated_gpus(tmp_path: Path, case: str, device: str, dtype: str) ->
     """In bfloat16 as near as transformers on average, and never much farther. Over 24 draws of CLIP's weights our error
     was 0.89 of its own on average (at most 1.13), and the largest 0.95 (0.46 to 1.58): which is larger is luck."""
     golden, model = load_golden(case).arrays, loaded(tmp_path, case, device=device, dtype=dtype)
-    count = len(prompt_of(case)[0])
-    made = run(model, case, [7, count - 7])
+    made = run(model, case, [7, len(prompt_of(case)[0]) - 7])
     largest, mean = relative_error(made, golden["logits"]), mean_relative_error(made, golden["logits"])
     if dtype == "float32":
         assert largest < 1e-4
@@ -80,66 +84,54 @@ def test_on_emulated_gpus(tmp_path: Path, case: str, device: str, dtype: str) ->
         assert largest < max(2e-2, 1.6 * golden["bfloat16_error"].item())
 
 
-def test_names_of_published_files(tmp_path: Path) -> None:
-    case = "llava_clip_llama"
-    model = load_model(write_golden(tmp_path, case, CASES[case], OLD_NAMES))
-    assert isinstance(model, LlavaModel)
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [("llava_clip_llama", OLD_NAMES), ("pixtral", OLD_NAMES_OF_PIXTRAL), ("mistral3", OLD_NAMES_OF_PIXTRAL)],
+)
+def test_names_of_published_files(tmp_path: Path, case: str, names: dict[str, str]) -> None:
+    model = loaded(tmp_path, case, names)
     count = len(prompt_of(case)[0])
     assert relative_error(run(model, case, [count]), load_golden(case).arrays["logits"]) < 1e-5
 
 
-@pytest.mark.exhaustive
-def test_any_schedule_draws_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
-    from runtime.engine.sampling_params import SamplingParams
-    from runtime.images.patches import make_patches, normalised
-    from runtime.llm import LLM
-
-    case = "llava_clip_llama"
-    model = loaded(tmp_path, case)
-    rule = model.patch_rule
-    draw = np.random.RandomState(5)
-    pictures = [draw.randint(0, 256, (20, 30, 3)).astype(np.uint8), draw.randint(0, 256, (40, 13, 3)).astype(np.uint8)]
-    prompt, ids, firsts, rows = [IMAGE, IMAGE, 7, 8], list[int](), list[int](), []
-    for picture in pictures:
-        patches = make_patches(picture, rule)
-        firsts.append(len(ids))
-        ids += [IMAGE] * rule.num_tokens
-        rows.append(model.tower(normalised(patches.pixels, rule), patches.grid))
-    ids += prompt[2:]
-
-    def complete(batch: Batch, start: int) -> None:
-        if start == 0:
-            batch.encoded = tuple(EncodedTokens(first, each) for first, each in zip(firsts, rows, strict=True))
-
-    driver, fed, expected = ModelDriver(model, complete=complete), ids, list[int]()
-    for _ in range(8):
-        fed = [int(driver.step({0: fed})[0][-1].argmax())]
-        expected += fed
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    for options in ({"max_num_batched_tokens": 7}, {"overlap": "on"}, {"num_blocks": 10, "preemption": "recompute"}):
-        given: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_model_len": 64, "compile_ahead": False}
-        with LLM(tmp_path, skip_tokenizer_init=True, **{**given, **options}) as llm:
-            asked = {"prompt_token_ids": prompt, "images": pictures}
-            for _ in range(2):  # the second time from cached pages
-                outputs = llm.generate([asked, asked, asked], params, use_tqdm=False)
-                assert [output.outputs[0].token_ids for output in outputs] == [expected] * 3
-
-
 @pytest.mark.parametrize(
-    ("where", "changes", "message"),
+    ("case", "few_blocks", "longest"),
     [
-        ("", {"vision_feature_layer": 4}, "vision_feature_layer = 4 must be an integer, or several, of -4 to 3"),
-        ("", {"vision_feature_layer": []}, "vision_feature_layer"),
-        ("", {"vision_feature_select_strategy": "some"}, "'some' must be default or full"),
-        ("vision_config", {"model_type": "dinov2"}, "'dinov2' must be one of clip_vision_model"),
-        ("vision_config", {"num_attention_heads": 5}, "num_attention_heads = 5 must divide hidden_size = 12"),
-        ("vision_config", {"image_size": 3}, "image_size = 3 is below patch_size = 4"),
-        ("vision_config", {"window_size": 3}, "window_size = 3 is not supported"),
-        ("text_config", {"model_type": "gpt2"}, "'gpt2' must be one of llama, mistral, qwen2"),
+        pytest.param("llava_clip_llama", 10, 64, marks=pytest.mark.exhaustive),
+        ("pixtral", 24, 128),
+        ("mistral3", 24, 128),
     ],
 )
-def test_configs_that_are_refused(where: str, changes: dict[str, Any], message: str) -> None:
-    config = CASES["llava_clip_llama"]
-    with pytest.raises(ConfigError, match=message):
-        parse_config({**config, where: {**config[where], **changes}} if where else {**config, **changes})
+def test_any_schedule_draws_the_same(tmp_path: Path, case: str, few_blocks: int, longest: int) -> None:
+    pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
+    from runtime.engine.sampling_params import SamplingParams
+    from runtime.llm import LLM
+
+    model = loaded(tmp_path, case)
+    rule, draw = model.patch_rule, np.random.RandomState(5)
+    pictures = [draw.randint(0, 256, (20, 30, 3)).astype(np.uint8), draw.randint(0, 256, (40, 13, 3)).astype(np.uint8)]
+    ids, firsts, rows = list[int](), list[int](), []
+    for picture in pictures:
+        patches = make_patches(picture, rule)
+        lines, across = rule.token_grid(patches.rows, patches.columns)
+        firsts.append(len(ids))
+        if isinstance(rule, SideRule):
+            line = [IMAGE] * (across - 1) + [pixtral_cases.LINE_END]
+            ids += [*line * lines][:-1] + [pixtral_cases.END]
+        else:
+            ids += [IMAGE] * lines * across
+        rows.append(model.tower(normalised(patches.pixels, rule), patches.grid))
+    ids += [7, 8]
+    expected = list[int]()
+    for _ in range(8):
+        expected.append(int(run_cut(model, ids + expected, firsts, rows, [len(ids + expected)])[-1].argmax()))
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    few = {"num_blocks": few_blocks, "preemption": "recompute"}
+    for options in ({"max_num_batched_tokens": 7}, {"overlap": "on"}, few):
+        given: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_model_len": longest, "compile_ahead": False}
+        with LLM(tmp_path, skip_tokenizer_init=True, **{**given, **options}) as llm:
+            asked = {"prompt_token_ids": [IMAGE, IMAGE, 7, 8], "images": pictures}
+            for _ in range(2):  # the second time from cached pages
+                outputs = llm.generate([asked] * 3, params, use_tqdm=False)
+                assert [output.outputs[0].token_ids for output in outputs] == [expected] * 3
+                assert outputs[0].prompt_token_ids == ids

@@ -11,22 +11,22 @@ import pytest
 
 from models.registry import load_model
 from tests.models.golden_weights import golden_tensor
-from tests.models.vision import cases, gemma3_cases, llava_cases
+from tests.models.vision import cases, square_cases
 
 
 def _write_qwen(folder: Path, case: str) -> Path:
     return cases.write_model(folder, case, cases.load_golden(case).shapes)
 
 
-def _write_llava(folder: Path, case: str) -> Path:
-    return cases.write_golden(folder, case, llava_cases.CASES[case])
+def _write_square(folder: Path, case: str) -> Path:
+    return cases.write_golden(folder, case, square_cases.CASES[case])
 
 
 FAMILIES: dict[str, Callable[[Path, str], Path]] = {
     "qwen3_vl": _write_qwen,
     "qwen2_5_vl": _write_qwen,
-    "gemma3_rest": gemma3_cases.write_gemma3,
-    "llava_clip_mistral": _write_llava,
+    "gemma3_rest": _write_square,
+    "llava_clip_mistral": _write_square,
 }
 
 

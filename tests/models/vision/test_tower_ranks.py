@@ -20,7 +20,7 @@ from runtime.images.patches import FixedRule
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 from tests.models.golden_weights import golden_tensor
-from tests.models.vision import cases, gemma3_cases, llava_cases, pixtral_cases
+from tests.models.vision import cases, pixtral_cases, square_cases
 
 Array = np.ndarray[Any, Any]
 
@@ -66,9 +66,9 @@ class ThreadRank:
 
 def config_of(family: str, tower: dict[str, Any]) -> dict[str, Any]:
     if family in ("llava", "mistral3"):
-        given = llava_cases.CASES["llava_clip_mistral"] if family == "llava" else pixtral_cases.CASES["mistral3"]
+        given = square_cases.CASES["llava_clip_mistral"] if family == "llava" else pixtral_cases.CASES["mistral3"]
     else:
-        given = gemma3_cases.CASES["gemma3_rest"] if family == "gemma3" else cases.CASES[family]
+        given = square_cases.CASES["gemma3_rest"] if family == "gemma3" else cases.CASES[family]
     config = copy.deepcopy(getattr(given, "config", given))
     heads = "num_attention_heads" if family in ("llava", "mistral3", "gemma3") else "num_heads"
     own = {name: value for name, value in tower.items() if not name.startswith("num_") or name == heads}

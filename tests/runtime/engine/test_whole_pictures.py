@@ -25,8 +25,8 @@ from runtime.engine.scheduling.pictures import Picture, PictureKeys, Pictures, r
 from runtime.images.patches import make_patches, normalised
 from runtime.llm import LLM
 from tests.models.driver import ModelDriver
-from tests.models.vision.cases import IMAGE
-from tests.models.vision.gemma3_cases import write_gemma3
+from tests.models.vision.cases import IMAGE, write_golden
+from tests.models.vision.square_cases import GEMMA3
 from tests.runtime.engine.test_pictures import Sampled, asked, continued, greedy, opened, picture, sampled_of
 
 PICTURES = [picture(1), picture(2, 16, 24), picture(3, 64, 8), picture(4)]
@@ -38,7 +38,7 @@ TEXT = [5, 6, 7, 8, 9, 10, 11, 12]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gemma3(tmp_path_factory.mktemp("gemma"), "gemma3_window")
+    return write_golden(tmp_path_factory.mktemp("gemma"), "gemma3_window", GEMMA3["gemma3_window"])
 
 
 @pytest.fixture(scope="module")
