@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+COLOURS = ("#3b6fb6", "#d9a441", "#4aa3a2", "#c8553d", "#8fb339", "#8d6a9f", "#8a8a8a")
+
 
 def page(parts: Sequence[str], width: float, height: float, font_size: float = 11) -> str:
     """The parts on a white page of this size; text is small, and bold in class "title"."""
@@ -29,7 +31,7 @@ def rectangle(x: float, y: float, width: float, height: float, colour: str, tip:
 
 def panels(
     groups: Sequence[tuple[str, Sequence[tuple[str, Sequence[tuple[float, str]]]]]], width: float, label_width: float,
-    line: float, colours: Sequence[str],
+    line: float,
 ) -> str:  # fmt: skip
     """A page of titled panels. A panel has labels, each with bars: their share of the panel's width, and a note."""
     parts: list[str] = []
@@ -39,7 +41,7 @@ def panels(
         top += 22
         for label, bars in rows:
             parts.append(text(label_width - 6, top + line * len(bars) / 2 + 4, label, anchor="end"))
-            for (share, note), colour in zip(bars, colours):
+            for (share, note), colour in zip(bars, COLOURS):
                 parts.append(bar(label_width, top, (width - label_width - 90) * share, line, colour, note))
                 top += line
             top += 5 * (len(bars) > 1)

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from runtime.bench.scheduling.timeline_view import chrome_trace
+from runtime.bench.scheduling.schedule import chrome_trace
 from tests.runtime.bench.scheduling.test_timeline_view import story
 from tools import plot_timeline
 

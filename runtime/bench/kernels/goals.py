@@ -29,10 +29,15 @@ class Goal:
 
     def verdict(self, value: float) -> str:
         """ "ahead", "met" or "missed"; NaN is "missed"."""
-        for word, bound in (("ahead", self.ahead), ("met", self.must)):
-            if value <= bound if self.is_most else value >= bound:
-                return word
-        return "missed"
+        return verdict(value, self.must, self.ahead, is_most=self.is_most)
+
+
+def verdict(value: float, must: float, ahead: float, *, is_most: bool = False) -> str:
+    """See `Goal.verdict`."""
+    for word, bound in (("ahead", ahead), ("met", must)):
+        if value <= bound if is_most else value >= bound:
+            return word
+    return "missed"
 
 
 GOALS = {

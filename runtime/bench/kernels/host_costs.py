@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numba_kernels.cuda.specialisation import Launch
 from runtime.bench.kernels.case import Inputs
 from runtime.bench.kernels.operations import QWEN3_8B
 from runtime.bench.kernels.timing import Stopwatch, Times
+from runtime.bench.metrics import interleaved, timed
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph
 
@@ -80,18 +82,16 @@ def launch_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]
             competitors["numba"] = lambda: configured(*_EMPTY_ARGUMENTS)
         except Exception as error:  # its compiler's libraries may be missing if our kernels are precompiled
             numba_error = f"{type(error).__name__}: {error}"
-    found: dict[str, list[float]] = {name: [] for name in competitors}
-    for number in range(-1, rounds):
-        for name, call in competitors.items():
-            call()
-            gpu.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            seconds = time.perf_counter() - start
-            gpu.synchronize()
-            if number >= 0:
-                found[name].append(1e6 * seconds / calls)
+
+    def microseconds_of(call: Callable[[], Any]) -> float:
+        call()
+        gpu.synchronize()
+        seconds = timed(call, repeats=calls)()
+        gpu.synchronize()
+        return 1e6 * seconds
+
+    works = {name: partial(microseconds_of, call) for name, call in competitors.items()}
+    found = interleaved(works, rounds, warm_ups=1)
     row: dict[str, Any] = {
         "goal": "launch", "case": "launch", "shape": "8 arguments, 1 block",
         "times": {name: Times.of(values).as_json() for name, values in found.items()},
@@ -101,6 +101,18 @@ def launch_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]
     if "numba" in found:
         row["value"] = round(statistics.median(found["numba"]) / statistics.median(found["ours"]), 2)
     return row
+
+
+def _walls_us(gpu: Gpu, work: Callable[[], Any], num_runs: int) -> list[float]:
+    """Microseconds of runs from a device that is idle until it is idle again."""
+    walls = []
+    for _ in range(num_runs):
+        gpu.synchronize()
+        start = time.perf_counter()
+        work()
+        gpu.synchronize()
+        walls.append(1e6 * (time.perf_counter() - start))
+    return walls
 
 
 def graph_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
@@ -141,13 +153,7 @@ def graph_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
     if results() != expected:
         raise AssertionError("the replayed graph gives other bits than the eager run")
     device = stopwatch.times({"ours": graph.replay})["ours"]
-    walls = []
-    for _ in range(2 if is_quick else 20):
-        gpu.synchronize()
-        start = time.perf_counter()
-        graph.replay()
-        gpu.synchronize()
-        walls.append(1e6 * (time.perf_counter() - start))
+    walls = _walls_us(gpu, graph.replay, 2 if is_quick else 20)
     least = num_layers * sum(2 * n * k for n, k in layer)
     row: dict[str, Any] = {
         "goal": "graph", "case": "graph of a step", "shape": f"{graph.num_nodes} products, M = 1",
@@ -173,14 +179,7 @@ def upload_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]
     gpu.read(block.address, found)
     if not np.array_equal(found, source):
         raise AssertionError("the device does not have what was uploaded")
-    seconds = []
-    for _ in range(2 if is_quick else 5):
-        gpu.synchronize()
-        start = time.perf_counter()
-        gpu.write(block.address, source)
-        gpu.synchronize()
-        seconds.append(time.perf_counter() - start)
-    times = Times.of([1e6 * each for each in seconds])
+    times = Times.of(_walls_us(gpu, partial(gpu.write, block.address, source), 2 if is_quick else 5))
     row: dict[str, Any] = {
         "goal": "upload", "case": "upload", "shape": f"{size >> 20} MiB, not pinned", "least_bytes": size,
         "times": {"ours": times.as_json()},

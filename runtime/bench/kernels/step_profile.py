@@ -10,18 +10,19 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from runtime.backends import cpu
-from runtime.bench.environment import describe_engine
+from runtime.bench.environment import finished
 from runtime.bench.kernels.counted import Counts, counting
 from runtime.bench.load.samples import random_prompts
-from runtime.bench.metrics import BenchmarkError, check_finite
+from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.engines import Stepper, local
+from runtime.bench.svg import panels
 from runtime.device.gpu import Gpu
 from runtime.emulator.driver.architectures import model_of
 from runtime.engine.engine import Engine
@@ -196,10 +197,8 @@ def bench_profile(engine: Engine, *, batch: int, prompt_len: int, num_steps: int
     report = {
         "batch": batch, "prompt_len": prompt_len, "num_steps": num_steps, "phases": phases,
         "measured_by": {"cpu": "clocks", "emulated": "counts"}.get(device.kind, "events"),
-        "environment": describe_engine(engine.info),
     }  # fmt: skip
-    check_finite(report)
-    return report
+    return finished(report, engine.info)
 
 
 def _number(engine: Engine) -> int:
@@ -263,3 +262,16 @@ def as_lines(report: dict[str, Any]) -> list[str]:
     if report["measured_by"] == "counts":
         lines.append("counted on an emulated device; the host's times mean nothing for a GPU")
     return lines
+
+
+def profile_svg(report: Mapping[str, Any]) -> str:
+    """A bar for each kernel's share of a phase, and one for each part of the host's work."""
+    groups = []
+    for name, phase in report["phases"].items():
+        longest = max(phase["host"].values()) or 1.0
+        work = [(each["name"], [(each["share"], f"{each['share']:.1%}")]) for each in phase["work"]]
+        host = [(part, [(value / longest, f"{value:,.3f}")]) for part, value in phase["host"].items()]
+        groups += [
+            (f"{name}: shares by kernel ({report['measured_by']})", work), (f"{name}: the host (ms a step)", host),
+        ]  # fmt: skip
+    return panels(groups, 1000, 380, 16)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from numba_kernels.cuda.probes import THREADS, read_kernel
 from numba_kernels.cuda.specialisation import Launch
+from runtime.bench.metrics import interleaved
 from runtime.device.gpu import Gpu
 
 FLUSH_BYTES = 512 << 20
@@ -65,14 +67,9 @@ class Stopwatch:
         self._events = [gpu.new_event(is_timed=True) for _ in range(2)]
 
     def times(self, competitors: Mapping[str, Callable[[], Any]]) -> dict[str, Times]:
-        """Each competitor's times, from `num_runs` rounds with alternating order, after two warm-up rounds."""
-        found: dict[str, list[float]] = {name: [] for name in competitors}
-        order = list(competitors)
-        for number in range(-2 if not self.is_emulated else 0, self.num_runs):
-            for name in order if number % 2 else reversed(order):
-                seconds = self._once(competitors[name])
-                if number >= 0:
-                    found[name].append(seconds)
+        """Each competitor's times, from `num_runs` rounds in turns, after two warm-up rounds."""
+        works = {name: partial(self._once, work) for name, work in competitors.items()}
+        found = interleaved(works, self.num_runs, warm_ups=0 if self.is_emulated else 2)
         return {name: Times.of(values) for name, values in found.items()}
 
     def _once(self, work: Callable[[], Any]) -> float:

@@ -138,20 +138,16 @@ class _Exchange(asyncio.Protocol):
 
 
 async def request(
-    origin: Origin,
-    method: str,
-    path: str,
-    payload: dict[str, Any] | None,
-    api_key: str | None,
-    take: Callable[[bytes], None],
+    origin: Origin, path: str, payload: dict[str, Any] | None, api_key: str | None, take: Callable[[bytes], None]
 ) -> None:
-    """Sends one request and passes the body's bytes to `take` as they arrive; `take` may raise `BenchmarkError`.
+    """Sends a POST, or without a payload a GET, and passes the body's bytes to `take` as they arrive; `take` may raise
+    `BenchmarkError`.
 
     Raises `BenchmarkError` when the connection fails, ends early, or the status is not 200 (with the body's start).
     """
     body = b"" if payload is None else json.dumps(payload).encode()
     headers = [
-        f"{method} {origin.prefix}{path} HTTP/1.1",
+        f"{'GET' if payload is None else 'POST'} {origin.prefix}{path} HTTP/1.1",
         f"host: {origin.host}:{origin.port}",
         "connection: close",
         "accept: */*",
@@ -175,21 +171,10 @@ async def request(
         transport.close()
 
 
-async def get_json(origin: Origin, path: str, api_key: str | None) -> dict[str, Any]:
-    """The whole answer of a GET, as JSON."""
-    return await _json(origin, "GET", path, None, api_key)
-
-
-async def post_json(origin: Origin, path: str, payload: dict[str, Any], api_key: str | None) -> dict[str, Any]:
-    """The whole answer of a POST, as JSON."""
-    return await _json(origin, "POST", path, payload, api_key)
-
-
-async def _json(
-    origin: Origin, method: str, path: str, payload: dict[str, Any] | None, api_key: str | None
-) -> dict[str, Any]:
+async def ask_json(origin: Origin, path: str, payload: dict[str, Any] | None, api_key: str | None) -> dict[str, Any]:
+    """The whole answer of a POST, or without a payload of a GET, as JSON."""
     pieces: list[bytes] = []
-    await request(origin, method, path, payload, api_key, pieces.append)
+    await request(origin, path, payload, api_key, pieces.append)
     try:
         answer = json.loads(b"".join(pieces))
     except ValueError as error:
@@ -201,7 +186,7 @@ async def _json(
 
 async def first_model(origin: Origin, api_key: str | None) -> str:
     """The first model that the server lists."""
-    models = (await get_json(origin, "/v1/models", api_key)).get("data") or []
+    models = (await ask_json(origin, "/v1/models", None, api_key)).get("data") or []
     if not models:
         raise BenchmarkError(f"{origin}/v1/models lists no model: name one with --model")
     return str(models[0]["id"])
@@ -235,6 +220,6 @@ async def stream_events(
                 raise BenchmarkError(f"broke off: {event.error}")
             take(event)
 
-    await request(origin, "POST", path, payload, api_key, read)
+    await request(origin, path, payload, api_key, read)
     if not is_done:
         raise BenchmarkError(f"{origin}{path}: the stream ended without [DONE]")

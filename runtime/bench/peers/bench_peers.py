@@ -18,7 +18,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def bench_peers(
                         what = f"all of {group.model}"
                         report["refused"].append({"workload": what, "dtype": group.dtype, "reason": str(error)})
             report["limits"] = meter.report()
-            report["results"] = [_judged(each, meter) for each in measured]
+            report["results"] = [_judged(*each, meter) for each in measured]
     if host_work:
         with tempfile.TemporaryDirectory(prefix="xserv-peers-") as name:
             if {"load", "pack"} & set(host_work):
@@ -146,24 +146,18 @@ def tokenizer_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return host_row("tokenizer_encode", ratio, **details)
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """A workload's report without the parts that depend on the limits."""
-
-    workload: Workload
-    size: ModelSize
-    result: dict[str, Any]
+_Measured = tuple[Workload, ModelSize, dict[str, Any]]
+"""A workload, its model's size, and its report without the parts that depend on the limits."""
 
 
-def _judged(measured: _Measured, meter: LimitMeter) -> dict[str, Any]:
+def _judged(workload: Workload, size: ModelSize, result: dict[str, Any], meter: LimitMeter) -> dict[str, Any]:
     """The report with its limit and verdict, after all measurements."""
-    workload, result = measured.workload, measured.result
-    limit = limit_rate(meter.best(), measured.size, result["dtype"], workload)
+    limit = limit_rate(meter.best(), size, result["dtype"], workload)
     rate = result["sides"][OURS]["median_tokens_per_second"]
     result.update(limit_tokens_per_second=limit, share_of_limit=rate / limit)
     goal = PEER_GOALS.get((workload.key, result["dtype"]))
     if goal is not None:
-        result.update(goal=goal.report(), ratio=goal.ratio(result["ratios"]), verdict=goal.verdict(result))
+        result.update(goal=asdict(goal), ratio=goal.ratio(result["ratios"]), verdict=goal.verdict(result))
     return result
 
 
@@ -216,7 +210,7 @@ def _measure_group(
             except BenchmarkError as error:
                 report["refused"].append({"workload": workload.key, "dtype": group.dtype, "reason": str(error)})
                 continue
-            measured.append(_Measured(workload, size, {**result, "missing": missing}))
+            measured.append((workload, size, {**result, "missing": missing}))
         report["environment"] = describe_engine(llm.client.info)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runtime.bench.kernels.goals import Goal
+from runtime.bench.kernels.goals import Goal, verdict
 from runtime.bench.metrics import markdown_table
 from runtime.bench.peers.cpu_limits import RATES
 from runtime.bench.peers.rounds import LLAMA, OURS, PEER_ENGINES, QUIET_SHARE
@@ -19,18 +19,19 @@ BETTER = "the better peer"
 class PeerGoal:
     """A goal for one row of `bench peers`.
 
-    goal            the bounds of the ratio
-    against         the peer to compare with, or `BETTER`
-    least_share     least share of the measured limit, in addition
-    or_share        share of the measured limit that suffices without the ratio
-    most_ttft_ms    most milliseconds to the first token (median), in addition
+    must, ahead             the bounds of the ratio
+    against                 the peer to compare with, or `BETTER`
+    least_share_of_limit    least share of the measured limit, in addition
+    most_ttft_ms            most milliseconds to the first token (median), in addition
+    or_share_of_limit       share of the measured limit that suffices without the ratio
     """
 
-    goal: Goal
+    must: float
+    ahead: float
     against: str
-    least_share: float | None = None
+    least_share_of_limit: float | None = None
     most_ttft_ms: float | None = None
-    or_share: float | None = None
+    or_share_of_limit: float | None = None
 
     def ratio(self, ratios: Mapping[str, float]) -> float | None:
         """The ratio to the goal's peer; None if that peer is missing."""
@@ -40,51 +41,35 @@ class PeerGoal:
 
     def verdict(self, result: Mapping[str, Any]) -> str:
         """ "ahead", "met", "missed", or "unknown" without the goal's peer."""
-        ratio = self.ratio(result["ratios"])
+        ratio, share = self.ratio(result["ratios"]), result["share_of_limit"]
         if ratio is None or (self.against == BETTER and result["missing"]):
             return "unknown"
-        if self.least_share is not None and not result["share_of_limit"] >= self.least_share:
+        if self.least_share_of_limit is not None and not share >= self.least_share_of_limit:
             return "missed"
         if self.most_ttft_ms is not None and not result["sides"]["xserv"]["ttft_ms"] <= self.most_ttft_ms:
             return "missed"
-        verdict = self.goal.verdict(ratio)
-        if verdict == "missed" and self.or_share is not None and result["share_of_limit"] >= self.or_share:
-            return "met"
-        return verdict
-
-    def report(self) -> dict[str, Any]:
-        """All bounds, by name."""
-        return {
-            "must": self.goal.must,
-            "ahead": self.goal.ahead,
-            "against": self.against,
-            "least_share_of_limit": self.least_share,
-            "most_ttft_ms": self.most_ttft_ms,
-            "or_share_of_limit": self.or_share,
-        }
-
-
-def _ratio(work: str, must: float, ahead: float) -> Goal:
-    return Goal(work, work, "× peer", must, ahead)
+        found = verdict(ratio, self.must, self.ahead)
+        is_enough = self.or_share_of_limit is not None and share >= self.or_share_of_limit
+        return "met" if found == "missed" and is_enough else found
 
 
 PEER_GOALS = {
-    ("decode-1", "float32"): PeerGoal(_ratio("batch 1", 1.0, 1.1), LLAMA.name, least_share=0.85),
-    ("prefill", "float32"): PeerGoal(_ratio("prefill", 1.6, 2.0), LLAMA.name),
-    ("decode-8", "float32"): PeerGoal(_ratio("batch 8", 1.1, 2.0), BETTER),
-    ("decode-32", "float32"): PeerGoal(_ratio("batch 32", 2.0, 2.5), LLAMA.name),
-    ("decode-1", "bfloat16"): PeerGoal(_ratio("batch 1", 1.1, 1.3), BETTER),
-    ("prefill", "bfloat16"): PeerGoal(_ratio("prefill", 1.5, 2.2), BETTER),
-    ("decode-8", "bfloat16"): PeerGoal(_ratio("batch 8", 1.1, 2.0), BETTER),
-    ("decode-32", "bfloat16"): PeerGoal(_ratio("batch 32", 1.5, 2.5), BETTER),
-    ("burst", "bfloat16"): PeerGoal(_ratio("burst", 1.5, 2.5), BETTER, most_ttft_ms=50.0),
-    ("decode-1", "int8"): PeerGoal(_ratio("batch 1", 1.2, 1.6), LLAMA.name),
-    ("decode-1", GGUF): PeerGoal(_ratio("batch 1", 1.1, 1.25), LLAMA.name, or_share=0.85),
-    ("prefill", GGUF): PeerGoal(_ratio("prefill", 1.5, 2.0), LLAMA.name),
-    ("decode-8", GGUF): PeerGoal(_ratio("batch 8", 2.0, 3.0), LLAMA.name),
-    ("decode-32", GGUF): PeerGoal(_ratio("batch 32", 2.0, 3.0), LLAMA.name),
-    ("burst", GGUF): PeerGoal(_ratio("burst", 2.5, 3.0), LLAMA.name),
-    ("qwen3-decode-1", "bfloat16"): PeerGoal(_ratio("Qwen3-0.6B", 1.0, 1.2), LLAMA.name),
+    ("decode-1", "float32"): PeerGoal(1.0, 1.1, LLAMA.name, least_share_of_limit=0.85),
+    ("prefill", "float32"): PeerGoal(1.6, 2.0, LLAMA.name),
+    ("decode-8", "float32"): PeerGoal(1.1, 2.0, BETTER),
+    ("decode-32", "float32"): PeerGoal(2.0, 2.5, LLAMA.name),
+    ("decode-1", "bfloat16"): PeerGoal(1.1, 1.3, BETTER),
+    ("prefill", "bfloat16"): PeerGoal(1.5, 2.2, BETTER),
+    ("decode-8", "bfloat16"): PeerGoal(1.1, 2.0, BETTER),
+    ("decode-32", "bfloat16"): PeerGoal(1.5, 2.5, BETTER),
+    ("burst", "bfloat16"): PeerGoal(1.5, 2.5, BETTER, most_ttft_ms=50.0),
+    ("decode-1", "int8"): PeerGoal(1.2, 1.6, LLAMA.name),
+    ("decode-1", GGUF): PeerGoal(1.1, 1.25, LLAMA.name, or_share_of_limit=0.85),
+    ("prefill", GGUF): PeerGoal(1.5, 2.0, LLAMA.name),
+    ("decode-8", GGUF): PeerGoal(2.0, 3.0, LLAMA.name),
+    ("decode-32", GGUF): PeerGoal(2.0, 3.0, LLAMA.name),
+    ("burst", GGUF): PeerGoal(2.5, 3.0, LLAMA.name),
+    ("qwen3-decode-1", "bfloat16"): PeerGoal(1.0, 1.2, LLAMA.name),
 }
 """By workload and type of the weights; the other rows are measured without a goal."""
 

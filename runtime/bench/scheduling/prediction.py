@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from runtime.bench.environment import finished
-from runtime.bench.load.burst import Burst, run_burst
+from runtime.bench.load.burst import Burst
 from runtime.bench.load.traces import Trace, TraceRequest
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.engines import like, local, served
-from runtime.bench.scheduling.schedule import prompts_of
+from runtime.bench.scheduling.engines import local
+from runtime.bench.scheduling.schedule import prompts_of, serve_trace
 from runtime.bench.scheduling.simulation import Simulation, simulate
 from runtime.bench.scheduling.step_model import Fit, StepFeatures, WindowShards, features_of, fit, window_shares
 from runtime.engine.engine import Engine
@@ -117,11 +117,7 @@ def bench_simulation(
 
 def _run(engine: Engine, trace: Trace, seed: int) -> tuple[Burst, list[StepRecord]]:
     """Serves the trace with an empty prefix cache; returns its requests, and its steps."""
-    other = like(engine)
-    prompts = prompts_of(trace, engine.info.vocab_size, seed)
-    lengths = [request.output_len for request in trace.requests]
-    with served(other) as client:
-        burst = run_burst(client, prompts, lengths, arrivals_s=[request.arrival_s for request in trace.requests])
+    burst, other = serve_trace(engine, trace, prompts_of(trace, engine.info.vocab_size, seed), {})
     return burst, list(other.timeline)
 
 

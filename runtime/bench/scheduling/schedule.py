@@ -2,24 +2,110 @@
 
 Each style serves the same requests at the same times, in turns, round by round; the median round is reported.
 Stalls are the gaps between two tokens of a request: a whole prompt computed beside decodes stalls them.
+
+`--trace` has each request's phases: it is queued from its arrival to its first chunk, then in prefill until its prompt
+is computed, then decodes; a preempted one waits again until its next chunk. ``chrome_trace`` writes these spans, the
+steps with their host times, and the counters of queue and blocks, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+Format: "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from runtime.bench.environment import finished
 from runtime.bench.load.burst import Burst, run_burst
 from runtime.bench.load.traces import Trace, random_tokens
 from runtime.bench.metrics import BenchmarkError, check_outputs, interleaved, percentiles_of
 from runtime.bench.scheduling.engines import like, served
-from runtime.bench.scheduling.timeline_view import chrome_trace
 from runtime.bench.svg import panels
 from runtime.engine.engine import Engine
+from runtime.engine.timeline import StepRecord
+
+SpanKind = Literal["queued", "prefill", "decode", "preempted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a request's life; times in seconds of the records' clock, with ``num_tokens`` computed."""
+
+    request_id: str
+    index: int
+    kind: SpanKind
+    start_s: float
+    end_s: float
+    num_tokens: int
+
+
+def spans_of(records: Iterable[StepRecord], arrivals_s: Mapping[str, float]) -> list[Span]:
+    """Every request's spans in the order of their ends; ``arrivals_s`` has known arrivals; a request without one has no
+    "queued" span."""
+    spans: list[Span] = []
+    waiting_since: dict[tuple[str, int], float] = {}
+    seen: set[tuple[str, int]] = set()
+    for record in records:
+        for request_id, index, _ in record.preempted:
+            waiting_since[request_id, index] = record.start_s
+        for chunk in record.chunks:
+            key = (chunk.request_id, chunk.index)
+            if key in waiting_since:
+                spans.append(Span(*key, "preempted", waiting_since.pop(key), record.start_s, 0))
+            elif key not in seen and chunk.request_id in arrivals_s and chunk.index == 0:
+                spans.append(Span(*key, "queued", arrivals_s[chunk.request_id], record.start_s, 0))
+            seen.add(key)
+            spans.append(Span(*key, chunk.kind, record.start_s, record.end_s, chunk.num_tokens))
+    return spans
+
+
+def chrome_trace(records: Sequence[StepRecord], arrivals_s: Mapping[str, float]) -> dict[str, Any]:
+    """A trace whose first process is the engine (its steps, its counters) and whose second has a thread for each
+    choice of each request. Times in microseconds since the first event."""
+    spans = spans_of(records, arrivals_s)
+    begin = min([*(record.start_s for record in records), *(span.start_s for span in spans)], default=0.0)
+    rows = {key: place for place, key in enumerate(dict.fromkeys((span.request_id, span.index) for span in spans))}
+    events: list[dict[str, Any]] = [
+        _name("process_name", "engine", 1),
+        _name("process_name", "requests", 2),
+        _name("thread_name", "steps", 1, 0),
+        *(_name("thread_name", _title(*key), 2, row) for key, row in rows.items()),
+    ]
+
+    def complete(name: str, start_s: float, end_s: float, pid: int, tid: int, args: Mapping[str, Any]) -> None:
+        events.append(
+            {"name": name, "ph": "X", "ts": _us(start_s - begin), "dur": _us(end_s - start_s), "pid": pid, "tid": tid}
+            | {"args": dict(args)}
+        )
+
+    for record in records:
+        args = {"sequences": len(record.chunks), "tokens": record.num_tokens}
+        times = {f"{part}_us": _us(getattr(record, f"{part}_s")) for part in ("schedule", "prepare", "run", "commit")}
+        complete(f"step {record.number}", record.start_s, record.end_s, 1, 0, args | times)
+        for name, values in (
+            ("sequences", {"running": record.num_running, "waiting": record.num_waiting}),
+            ("blocks", {"free": record.num_free_blocks}),
+        ):
+            events.append({"name": name, "ph": "C", "ts": _us(record.start_s - begin), "pid": 1, "args": values})
+    for span in spans:
+        row = rows[span.request_id, span.index]
+        complete(span.kind, span.start_s, span.end_s, 2, row, {"tokens": span.num_tokens})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name(kind: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _title(request_id: str, index: int) -> str:
+    return request_id if index == 0 else f"{request_id} [{index}]"
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
 
 _PANELS = (
     ("Time to first token, median and 99th percentile (ms)", ("p50_ttft_ms", "p99_ttft_ms")),
@@ -135,15 +221,23 @@ def prompts_of(trace: Trace, vocab_size: int, seed: int) -> list[list[int]]:
     return [trace.prompt_ids(index, fill).tolist() for index in range(len(trace.requests))]
 
 
-def replay(engine: Engine, trace: Trace, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> Replay:
-    """Serve the trace once, with an empty prefix cache, and check that every answer is whole."""
+def serve_trace(
+    engine: Engine, trace: Trace, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]
+) -> tuple[Burst, Engine]:
+    """Serves the trace once, with these settings and an empty prefix cache; returns its requests, and the engine that
+    did. Raises `BenchmarkError` for an answer that is not whole."""
     other = like(engine, **settings)
-    arrivals = [request.arrival_s for request in trace.requests]
     lengths = [request.output_len for request in trace.requests]
     with served(other) as client:
-        burst = run_burst(client, prompts, lengths, arrivals_s=arrivals)
+        burst = run_burst(client, prompts, lengths, arrivals_s=[request.arrival_s for request in trace.requests])
     for tokens, length in zip(burst.token_ids, lengths):
         check_outputs([tokens], length, engine.info.vocab_size, "replay")
+    return burst, other
+
+
+def replay(engine: Engine, trace: Trace, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> Replay:
+    """One round of a style with these settings."""
+    burst, other = serve_trace(engine, trace, prompts, settings)
     submitted = {f"burst-{index}": record.submit_s for index, record in enumerate(burst.records)}
     return Replay(burst, chrome_trace(list(other.timeline), submitted), other.scheduler.num_preemptions)
 
@@ -156,4 +250,4 @@ def svg(report: Mapping[str, Any]) -> str:
         most = max(result[name] for result in results for name in names) or 1.0
         rows = [(r["style"], [(r[name] / most, f"{r[name]:,.2f}") for name in names]) for r in results]
         groups.append((title, rows))
-    return panels(groups, 900, 120, 13, ("#3b6fb6", "#d9a441"))
+    return panels(groups, 900, 120, 13)

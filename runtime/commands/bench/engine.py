@@ -1,7 +1,8 @@
-"""`xserv bench` on an engine, its steps and kernels: streaming, exact, products, profile and others."""
+"""`xserv bench` on an engine, its steps, its kernels, and the effect of scheduling on latency."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from runtime.commands import later
-from runtime.commands.options import EngineOptions, ReportOptions, listing
+from runtime.commands.options import EngineOptions, ReportOptions, listing, numbers
 from runtime.engine.config import integers
 
 _cpu_products = later("runtime.bench.cpu_products")
@@ -17,10 +18,15 @@ _burst = later("runtime.bench.load.burst")
 _exact = later("runtime.bench.scheduling.exact")
 _overhead = later("runtime.bench.scheduling.overhead")
 _llm = later("runtime.llm")
-_bars = later("runtime.bench.kernels.bars")
 _bench_kernels = later("runtime.bench.kernels.bench_kernels")
 _step_profile = later("runtime.bench.kernels.step_profile")
 _make_engine = later("runtime.engine.make_engine")
+_traces = later("runtime.bench.load.traces")
+_engines = later("runtime.bench.scheduling.engines")
+_prediction = later("runtime.bench.scheduling.prediction")
+_schedule = later("runtime.bench.scheduling.schedule")
+_speculation = later("runtime.bench.scheduling.speculation")
+_stalls = later("runtime.bench.scheduling.stalls")
 
 
 def streaming(
@@ -136,7 +142,7 @@ def kernels(
         report_progress=lambda line: print(line, file=sys.stderr),
     )
     if plot is not None:
-        plot.write_text(_bars.roofline_svg(report, *_bench_kernels.roofs(report)), encoding="utf-8")
+        plot.write_text(_bench_kernels.roofline_svg(report, *_bench_kernels.roofs(report)), encoding="utf-8")
     output.deliver(report, "\n".join(_bench_kernels.as_lines(report)))
 
 
@@ -158,5 +164,190 @@ def profile(
         seed=engine.seed or 0,
     )
     if plot is not None:
-        plot.write_text(_bars.profile_svg(report), encoding="utf-8")
+        plot.write_text(_step_profile.profile_svg(report), encoding="utf-8")
     output.deliver(report, "\n".join(_step_profile.as_lines(report)))
+
+
+TraceFile = Annotated[
+    Path | None, typer.Option("--replay", help="A recorded trace: .csv (Azure) or .jsonl (Mooncake).")
+]
+
+
+def schedule(
+    engine: EngineOptions,
+    output: ReportOptions,
+    replay: TraceFile = None,
+    num_requests: Annotated[int, typer.Option(help="With --replay: only the first.")] = 32,
+    rate: Annotated[float, typer.Option(help="With --replay: arrivals this many times as dense.")] = 1.0,
+    length: Annotated[float, typer.Option(help="With --replay: prompts and answers this many times as long.")] = 1.0,
+    num_decodes: Annotated[int, typer.Option(help="Without --replay: answers under way from the start.")] = 8,
+    decode_len: Annotated[int, typer.Option(help="Their tokens.")] = 128,
+    prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt that comes beside them.")] = 1024,
+    num_prompts: Annotated[int, typer.Option(help="How many of those.")] = 4,
+    first_s: Annotated[float, typer.Option(help="When the first comes, in seconds.")] = 0.2,
+    gap_s: Annotated[float, typer.Option(help="Seconds between two.")] = 0.2,
+    styles: Annotated[str, typer.Option(help="Ways of batching.")] = "stall-free,staged,prefill-first,orca,static",
+    num_rounds: Annotated[int, typer.Option(help="Rounds, in turns; medians are reported.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw the styles side by side to this SVG.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the timeline for Perfetto; NAME.STYLE.json with several styles.")
+    ] = None,
+) -> None:
+    """One trace under each way of batching: TTFT, TPOT, worst stall, throughput."""
+    if replay is not None:
+        requests = (
+            _traces.read_trace(replay).head(num_requests).scaled(rate=rate, length=length, max_len=engine.max_model_len)
+        )
+    else:
+        requests = _traces.beside_decodes(
+            num_decodes=num_decodes,
+            decode_len=decode_len,
+            context_len=16,
+            prompt_len=prompt_len,
+            num_prompts=num_prompts,
+            first_s=first_s,
+            gap_s=gap_s,
+        )
+    longest_prompt = max(request.input_len for request in requests.requests)
+    built = _make_engine.build_engine(**engine.arguments())
+    chosen = _schedule.styles_named(styles, budget=built.limits.max_num_batched_tokens, longest_prompt=longest_prompt)
+    report, timelines = _schedule.bench_schedule(built, requests, chosen, num_rounds=num_rounds, seed=engine.seed or 0)
+    if plot is not None:
+        plot.write_text(_schedule.svg(report), encoding="utf-8")
+    if trace is not None:
+        for name, events in timelines.items():
+            path = trace if len(timelines) == 1 else trace.with_name(f"{trace.stem}.{name}{trace.suffix}")
+            path.write_text(json.dumps(events) + "\n", encoding="utf-8")
+    columns = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "worst_stall_ms", "output_throughput")
+    titles = ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "worst stall", "tokens/s")
+    lines = [f"{'':<15}" + "".join(f"{title:>13}" for title in titles)]
+    for result in report["results"]:
+        lines.append(f"{result['style']:<15}" + "".join(f"{result[name]:>13,.2f}" for name in columns))
+    lines.append(
+        f"milliseconds; medians of {num_rounds} rounds of {report['num_requests']} requests ({report['trace']})"
+    )
+    output.deliver(report, "\n".join(lines))
+
+
+def stalls(
+    engine: EngineOptions,
+    output: ReportOptions,
+    budget: Annotated[int | None, typer.Option(help="Of stall-free steps; default: measured.")] = None,
+    tpot_ratio: Annotated[float, typer.Option(help="The measured budget's target, in steps of decodes alone.")] = 1.7,
+    num_decodes: Annotated[int, typer.Option(help="Sequences that decode.")] = 8,
+    context_len: Annotated[int, typer.Option(help="Tokens before each of them.")] = 128,
+    prompt_len: Annotated[int, typer.Option(help="Tokens of the prompt that comes beside them.")] = 4096,
+    num_usual_steps: Annotated[int, typer.Option(help="Steps before it comes, for the usual TPOT.")] = 30,
+    num_rounds: Annotated[int, typer.Option(help="Steps timed for each size of the budget's measurement.")] = 5,
+) -> None:
+    """Measure how long decodes wait while a long prompt is computed beside them, with a budget and prefill-first.
+
+    Without --model, on Qwen3-0.6B's shapes.
+    """
+    with _engines.model_arguments(engine.arguments()) as arguments:
+        arguments.setdefault("max_model_len", prompt_len + 1024)
+        report = _stalls.bench_stalls(
+            _make_engine.build_engine(**arguments),
+            budget=budget,
+            tpot_ratio=tpot_ratio,
+            num_decodes=num_decodes,
+            context_len=context_len,
+            prompt_len=prompt_len,
+            num_usual_steps=num_usual_steps,
+            num_rounds=num_rounds,
+            seed=engine.seed or 0,
+        )
+    lines: dict[str, Any] = {"budget (tokens a step)": report["budget"]}
+    for name, result in report["results"].items():
+        lines[f"{name}: usual TPOT (ms)"] = result["usual_tpot_ms"]
+        lines[f"{name}: p99 gap (ms)"] = result["p99_gap_ms"]
+        lines[f"{name}: p99 gap / usual"] = result["p99_ratio"]
+        lines[f"{name}: TTFT of the prompt (s)"] = result["ttft_s"]
+    output.deliver(report, listing(report, lines))
+
+
+def simulation(
+    engine: EngineOptions,
+    output: ReportOptions,
+    replay: TraceFile = None,
+    length: Annotated[float, typer.Option(help="With --replay: prompts and answers this many times as long.")] = 1.0,
+    rate: Annotated[
+        float | None, typer.Option(help="Arrivals this many times as dense; default: for a busy engine.")
+    ] = None,
+    prompt_len: Annotated[int, typer.Option(help="Without --replay: median tokens of a prompt.")] = 256,
+    output_len: Annotated[int, typer.Option(help="Without --replay: median tokens of an answer.")] = 64,
+    num_requests: Annotated[int, typer.Option(help="Requests of each run.")] = 48,
+    num_pairs: Annotated[int, typer.Option(help="Runs and their predictions.")] = 5,
+    most_error: Annotated[float, typer.Option(help="Exit status 1 when a median error is larger.")] = 0.15,
+) -> None:
+    """The simulator against the engine: predicted and measured TTFT and throughput of the same trace."""
+    built = _make_engine.build_engine(**engine.arguments())
+    max_len = built.limits.max_model_len
+    count = num_requests * (num_pairs + 1)
+    if replay is not None:
+        requests = _traces.read_trace(replay).head(count).scaled(length=length, max_len=max_len)
+    else:
+        requests = _prediction.poisson_trace(
+            count, prompt_len=prompt_len, output_len=output_len, max_len=max_len, seed=engine.seed or 0
+        )
+    report = _prediction.bench_simulation(
+        built, requests, rate=rate, num_requests=num_requests, num_pairs=num_pairs, seed=engine.seed or 0
+    )
+    lines: dict[str, Any] = {"requests a run": num_requests, "arrivals, times as dense": report["rate"]}
+    for index, pair in enumerate(report["pairs"]):
+        for name, title in (("median_ttft_s", "median TTFT (s)"), ("output_throughput", "tokens/s")):
+            values = f"{pair['predicted'][name]:.4g} / {pair['measured'][name]:.4g}"
+            lines[f"pair {index}: {title}, predicted / run"] = values
+    lines["median error of median TTFT"] = report["median_ttft_s_error"]
+    lines["median error of throughput"] = report["output_throughput_error"]
+    output.deliver(report, listing(report, lines))
+    if not max(report["median_ttft_s_error"], report["output_throughput_error"]) <= most_error:
+        print(f"the prediction is off by more than {most_error:.0%}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def speculation(
+    engine: EngineOptions,
+    output: ReportOptions,
+    batches: Annotated[str, typer.Option(metavar="N,N,...", help="Sequences that decode.")] = "1,4,8,32",
+    rates: Annotated[
+        str, typer.Option(metavar="P,P,...", help="How often a proposal is right.")
+    ] = "0.3,0.5,0.7,0.8,0.9",
+    output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    num_rounds: Annotated[int, typer.Option(help="Answers with each number of proposals, in turns.")] = 3,
+    num_warm_rounds: Annotated[int, typer.Option(help="Before them, in which the choice learns.")] = 1,
+    fixed: Annotated[
+        str, typer.Option(metavar="K,K,...", help="Fixed numbers of proposals that run beside; empty: none.")
+    ] = "1,3,7",
+) -> None:
+    """Measure speculation by scripted acceptance rates; without --model, on Qwen3-0.6B's shapes."""
+    with _engines.model_arguments(engine.arguments()) as arguments:
+        arguments.setdefault("max_model_len", output_len + 64)
+        report = _speculation.bench_speculation(
+            _make_engine.build_engine(**arguments),
+            batches=integers("batches", batches),
+            rates=numbers("rates", rates),
+            output_len=output_len,
+            num_rounds=num_rounds,
+            num_warm_rounds=num_warm_rounds,
+            fixed=integers("fixed", fixed) if fixed else (),
+            seed=engine.seed or 0,
+        )
+    modes = [mode for mode in report["rows"][0]["tokens_per_s"] if mode != "off again"]
+    titles = "".join(f"{mode:>10}" for mode in modes)
+    lines = [
+        f"{'sequences':>9}{'rate':>6}{titles}{'speed-up':>10}{'off/off':>9}{'from start':>12}{'of best':>9}"
+        f"{'allowed':>9}{'of curve':>10}"
+    ]
+    for row in report["rows"]:
+        speeds = "".join(f"{row['tokens_per_s'][mode]:>10,.1f}" for mode in modes)
+        lines.append(
+            f"{row['num_sequences']:>9}{row['rate']:>6.2f}{speeds}{row['speedup']:>10.2f}{row['off_of_itself']:>9.2f}"
+            f"{row['from_start']:>12.2f}{row['of_best_fixed']:>9.2f}{row['allowed']:>9.2f}{row['of_curve']:>10.2f}"
+        )
+    for row in report["rows"]:
+        times = ", ".join(f"{most}: {each:.2f}" for most, each in row["step_times"].items())
+        step = f"steps of {row['num_sequences']} at {row['rate']:g}, as multiples of {1e3 * row['plain_step_s']:.4g} ms"
+        lines.append(f"{step}, by proposals of each: {times}")
+    lines.append(f"tokens per second of all sequences; medians of {num_rounds} rounds")
+    output.deliver(report, "\n".join(lines))

@@ -7,11 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from runtime.commands.bench.accuracy import accuracy
-from runtime.commands.bench.engine import exact, kernels, overhead, products, profile, streaming
-from runtime.commands.bench.peers import memory, peers
-from runtime.commands.bench.scheduling import schedule, simulation, speculation, stalls
-from runtime.commands.bench.serve import serve
+from runtime.commands.bench import engine, peers, serve
 from runtime.commands.group import Command
 from runtime.commands.options import with_options
 from runtime.errors import UnsupportedError
@@ -57,7 +53,8 @@ def _bench() -> None:
 
 
 for _command in (
-    streaming, exact, overhead, products, peers, memory, serve, accuracy, schedule, stalls, simulation, speculation,
-    kernels, profile,
+    engine.streaming, engine.exact, engine.overhead, engine.products, peers.peers, peers.memory, serve.serve,
+    serve.accuracy, engine.schedule, engine.stalls, engine.simulation, engine.speculation, engine.kernels,
+    engine.profile,
 ):  # fmt: skip
     bench.command(cls=Command)(with_options(_command))

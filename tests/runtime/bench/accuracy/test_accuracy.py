@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from models.checkpoints.hub import BUNDLED_MODEL
 from runtime import LLM, SamplingParams
+from runtime.bench.accuracy.bench_accuracy import pieces_of
 from runtime.bench.accuracy.gsm8k import (
     SAMPLE,
     SHOTS,
@@ -27,7 +28,6 @@ from runtime.bench.accuracy.gsm8k import (
     read_problems,
     strict_number,
 )  # fmt: skip
-from runtime.bench.accuracy.text_scores import pieces_of
 from tests.runtime.bench.running import bench
 from tests.runtime.commands.running import invoke
 from tests.server.real_server import Real, serving_real
@@ -133,7 +133,7 @@ def test_our_problems_as_completions(real: Real) -> None:
 @pytest.mark.parametrize("way", ["echo", "prompt_logprobs"])
 def test_perplexity_on_our_server(real: Real, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways give what the engine says of the same pieces."""
-    monkeypatch.setattr("runtime.bench.accuracy.text_scores.WAYS", (way,))
+    monkeypatch.setattr("runtime.bench.accuracy.bench_accuracy.WAYS", (way,))
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     command = ("accuracy", "--url", real.url, "--perplexity", str(text), "--context", "90", "--piece", "200")

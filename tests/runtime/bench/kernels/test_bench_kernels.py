@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from runtime.bench.kernels import bench_kernels as kernels
-from runtime.bench.kernels.bars import roofline_svg
-from runtime.bench.kernels.bench_kernels import as_lines, bench_kernels, parts_named, roofs
+from runtime.bench.kernels.bench_kernels import as_lines, bench_kernels, parts_named, roofline_svg, roofs
 from runtime.bench.kernels.case import MOST_ROWS, prepare, sampled, verify
 from runtime.bench.kernels.goals import GOALS, Goal
 from runtime.bench.kernels.operations import attention_case, product_case

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from runtime.bench.load.http_client import Origin, get_json
+from runtime.bench.load.http_client import Origin, ask_json
 from runtime.bench.load.samples import Sample, as_text, file_samples, random_samples, trace_samples
 from runtime.bench.load.serving import Load, bench_serve
 from runtime.bench.metrics import BenchmarkError
@@ -206,7 +206,7 @@ async def test_nobody_there() -> None:
     async with FakeServer().running() as url:
         pass
     with pytest.raises(BenchmarkError, match="cannot connect"):
-        await get_json(Origin.parse(url), "/v1/models", None)
+        await ask_json(Origin.parse(url), "/v1/models", None, None)
 
 
 def test_origins() -> None:

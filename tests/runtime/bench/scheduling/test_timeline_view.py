@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from runtime.bench.scheduling.timeline_view import Span, chrome_trace, spans_of
+from runtime.bench.scheduling.schedule import Span, chrome_trace, spans_of
 from runtime.engine.timeline import ChunkKey, StepRecord
 
 
