@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiling import GrammarChecker
-from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError
 from runtime.text.formats import AnswerFormat

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from runtime.device.allocator import DeviceBlock
+from runtime.device.context import Stream
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
-from runtime.device.stream import Stream
 from runtime.dtype import NDArray, dtype_of_array
 from runtime.errors import InvalidArgumentError
 from runtime.tensor.cast import cast_array

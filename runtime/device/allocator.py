@@ -30,9 +30,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from runtime.device.arena import Arena, Block, round_to_class
-from runtime.device.context import Context
+from runtime.device.context import Context, Stream
 from runtime.device.errors import CaptureError, DeviceOutOfMemoryError, LaunchError, PoolTooSmallError
-from runtime.device.stream import Stream
 from runtime.errors import DeviceError, InvalidArgumentError
 
 SMALL_BLOCK_BYTES = 64 << 10

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorMapLayout
 from runtime.device.allocator import Allocator, DeviceBlock
-from runtime.device.context import Context, query_properties
+from runtime.device.context import Context, Event, Stream, query_properties
 from runtime.device.device import Device
 from runtime.device.driver import Driver, open_driver
 from runtime.device.errors import CaptureError, CompileError, LaunchError
@@ -24,7 +24,6 @@ from runtime.device.file_mapping import mapped_part
 from runtime.device.kernel import Argument, Bound, Kernel, Streams, bind, describe
 from runtime.device.kernel_cache import KernelCache, is_meant_for, needs_of
 from runtime.device.pinned import LEAST_BYTES, PinnedBlock, PinnedPool, upload_pieces
-from runtime.device.stream import Event, Stream
 from runtime.device.tensor_map import TensorMaps
 from runtime.errors import DeviceError, InvalidArgumentError
 from runtime.later import later

@@ -24,10 +24,10 @@ from graphlib import TopologicalSorter
 from typing import Any
 
 from runtime.collector import NO_COLLECTION
+from runtime.device.context import Stream
 from runtime.device.errors import CaptureError, PoolTooSmallError
 from runtime.device.gpu import Gpu
 from runtime.device.kernel import Kernel
-from runtime.device.stream import Stream
 from runtime.errors import DeviceError
 
 MOST_ATTEMPTS = 8

@@ -9,9 +9,8 @@ from typing import Any
 
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 from runtime.device.compiled_kernel import CompiledKernel
-from runtime.device.context import Context, current
+from runtime.device.context import Context, Stream, current
 from runtime.device.errors import LaunchError
-from runtime.device.stream import Stream
 from runtime.errors import InvalidArgumentError
 
 Argument = int | float | bytes

@@ -22,9 +22,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runtime.device.context import Stream
 from runtime.device.driver import Driver
 from runtime.device.gpu import Gpu
-from runtime.device.stream import Stream
 from runtime.dtype import DType
 from runtime.errors import DeviceError, InvalidArgumentError
 from runtime.later import later

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.device.arena import Arena, Block, round_to_class
-from runtime.device.context import Context
-from runtime.device.stream import Event, Stream
+from runtime.device.context import Context, Event, Stream
 
 SEGMENT_BYTES = 4 << 20
 

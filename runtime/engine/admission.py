@@ -117,10 +117,10 @@ def pictures_of(
     pictures = Pictures.of(
         items, len(prompt_ids), patches, grids, has_axes=support.has_axes, are_whole=most is not None
     )
-    for first, behind in pictures.whole:
-        if most is not None and behind - first > most:
+    for first, after in pictures.whole:
+        if most is not None and after - first > most:
             raise RequestError(
-                f"images have {behind - first} tokens side by side, from {first} on, limit {most}: one "
+                f"images have {after - first} tokens side by side, from {first} on, limit {most}: one "
                 "step computes them (max_num_batched_tokens, max_num_seqs, num_blocks)",
                 param="images",
             )

@@ -23,7 +23,7 @@ from runtime.engine.admission import prepare, prompt_of, record_of
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiling import GrammarQueue
 from runtime.engine.grammar.grammar import grammar_error
-from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.limits import EngineLimits
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from runtime.engine.open_requests import OpenRequests

@@ -27,7 +27,7 @@ from runtime.device.gpu import Gpu
 from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, OPTIONS, OWN_DRAFTER, EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.limits import EngineLimits, available_memory_bytes, resolve
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, PoolInfo, RankInfo
 from runtime.engine.process.wire import RemoteRank

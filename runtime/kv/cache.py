@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.device.context import Event
 from runtime.device.device import CPU, Device
 from runtime.device.gpu import Gpu
 from runtime.device.pinned import PinnedBlock
-from runtime.device.stream import Event
 from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from runtime.kv.forms import KeyValues, Latent, PageForm, Plane

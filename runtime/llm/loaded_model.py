@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from runtime.engine.config import OPTIONS, EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiling import GrammarChecker
-from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.make_client import is_fleet, start_client
 from runtime.engine.make_engine import engine_of  # imports the kernels
 from runtime.engine.messages import EngineRequest, ImageItem

@@ -38,8 +38,7 @@ from runtime.engine.messages import (
     StepView,
 )
 from runtime.engine.process.child import Membership, Supervision
-from runtime.engine.process.client import EngineClient, Origin
-from runtime.engine.process.delivery import OutputSink
+from runtime.engine.process.client import EngineClient, Origin, OutputSink
 from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.engine.scheduling.block_events import SECRET_BYTES, BlockChanges
 from runtime.parallel.division import cores_of, device_of, total_stats

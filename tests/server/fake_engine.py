@@ -24,7 +24,7 @@ from runtime.engine.messages import (
     StepView,
     TokenLogprobs,
 )
-from runtime.engine.process.delivery import OutputSink, Watchers
+from runtime.engine.process.client import OutputSink, Watchers
 
 Script = Callable[[EngineRequest, int], list[int]]
 """The ids that a choice would go on to draw, without end or until an EOS id."""

@@ -12,7 +12,7 @@ import pytest
 
 from runtime.engine.grammar.compiler import compile_grammar
 from runtime.engine.grammar.grammar import Grammar
-from runtime.engine.grammar.vocabulary import Vocabulary
+from runtime.engine.grammar.matcher import Vocabulary
 from tests.runtime.text.harmony.small_model import ids_of, small_ids, small_tokenizer
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngineClient

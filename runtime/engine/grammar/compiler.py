@@ -32,9 +32,8 @@ from runtime.engine.grammar.grammar import (
 )
 from runtime.engine.grammar.json_schema import prepared
 from runtime.engine.grammar.lark import lark_of
-from runtime.engine.grammar.matcher import GrammarMatcher, readable
+from runtime.engine.grammar.matcher import GrammarMatcher, Vocabulary, readable
 from runtime.engine.grammar.schema_places import place_in, schema_error
-from runtime.engine.grammar.vocabulary import Vocabulary
 
 ANSWER_MARGIN = 3
 """How many times a trial's limits the masks of an answer may take, so that an admitted grammar can finish."""

@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from runtime.engine.grammar.grammar import Grammar
-from runtime.engine.grammar.matcher import GrammarMatcher
-from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.grammar.matcher import GrammarMatcher, LazyVocabulary
 from runtime.engine.scheduling.sequence import Request
 from runtime.later import later
 

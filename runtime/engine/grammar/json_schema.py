@@ -14,8 +14,16 @@ from typing import Any
 
 from runtime.engine.grammar.grammar import MAX_ENUM_VALUES, MAX_GRAMMAR_DEPTH, MAX_SCHEMA_NODES, grammar_error
 from runtime.engine.grammar.schema_objects import IN_PLACE, ObjectKeywords, has_several_parts
-from runtime.engine.grammar.schema_places import NO_PROMISE, Prepared, Schema, place_in, schema_error, take_counts
-from runtime.engine.grammar.schema_references import Disjointness, References
+from runtime.engine.grammar.schema_places import (
+    NO_PROMISE,
+    Disjointness,
+    Prepared,
+    References,
+    Schema,
+    place_in,
+    schema_error,
+    take_counts,
+)
 from runtime.engine.grammar.schema_strings import ENFORCED, patterns_of
 
 ALL_TYPES = ["null", "boolean", "number", "string", "array", "object"]

@@ -14,8 +14,7 @@ from typing import Any, Never
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.grammar.matcher import LLMatcher
-from runtime.engine.grammar.vocabulary import Vocabulary
+from runtime.engine.grammar.matcher import LLMatcher, Vocabulary
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.later import later
 

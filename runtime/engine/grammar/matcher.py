@@ -1,11 +1,82 @@
-"""The state of a choice in its grammar."""
+"""A tokenizer's ids in llguidance's form, and the state of a choice in its grammar.
+
+Building a vocabulary takes about a second for 150,000 ids, so it is done once an engine, for the first grammar.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Protocol
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from runtime.engine.grammar.vocabulary import Vocabulary
+from runtime.engine.grammar.grammar import grammar_error
+from runtime.later import later
+from tokenizer import Tokenizer
+
+_llguidance = later("llguidance")
+
+
+class Vocabulary:
+    """The ids ``[0, vocab_size)`` of a model.
+
+    ll_tokenizer   for llguidance's matchers
+    num_mask_words of 32 bits in a mask of its ids; a model without an end of sequence has one id more
+    is_canonical   whether the tokenizer's tokenization of forced bytes is the only one; else the model chooses
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        self.is_canonical = tokenizer.decoder.is_byte_level
+        adapter = _Adapter(tokenizer, vocab_size, self.eos_token_ids)
+        self.ll_tokenizer: Any = _llguidance.LLTokenizer(adapter, eos_token=list(self.eos_token_ids) or None)
+        adapter.tokens = []  # it was copied
+        self.num_mask_words = -(-self.ll_tokenizer.vocab_size // 32)
+
+
+class LazyVocabulary:
+    """A vocabulary that is built on first use, on the thread that uses it.
+
+    load  returns the tokenizer, or None if the model has none
+    """
+
+    def __init__(self, load: Callable[[], Tokenizer | None], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+
+    def get(self) -> Vocabulary:
+        """Raises ``RequestError`` if the model has no tokenizer, ``TokenizerFileError``."""
+        with self._lock:
+            if self._vocabulary is None:
+                tokenizer = self._load()
+                if tokenizer is None:
+                    raise grammar_error("the model has no tokenizer, so that its ids have no text")
+                self._vocabulary = Vocabulary(tokenizer, self._vocab_size, self._eos_token_ids)
+            return self._vocabulary
+
+
+class _Adapter:
+    """A tokenizer with the attributes that llguidance reads."""
+
+    bos_token_id = None
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        token_bytes = tokenizer.decoder.token_bytes
+        texts = (tokenizer.id_to_token(token_id) for token_id in range(vocab_size))
+        self.tokens = [b"" if text is None else token_bytes(text) for text in texts]
+        self.special_token_ids = [i for i in tokenizer.all_special_ids if i < vocab_size]
+        self.eos_token_id = eos_token_ids[0] if eos_token_ids else None  # without one llguidance adds an id of its own
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids of bytes that a grammar forces. A special token's text counts as ordinary text here."""
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
 
 MAX_MESSAGE_LENGTH = 400
 """Characters of an llguidance error that are passed on."""

@@ -9,13 +9,13 @@ from runtime.engine.grammar.grammar import MAX_ENUM_VALUES
 from runtime.engine.grammar.schema_places import (
     NO_PROMISE,
     Prepared,
+    References,
     Schema,
     as_list,
     place_in,
     schema_error,
     take_counts,
 )
-from runtime.engine.grammar.schema_references import References
 from runtime.engine.grammar.schema_strings import NAME_PATTERNS, patterns_of
 
 IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "then", "else", "dependentSchemas")

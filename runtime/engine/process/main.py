@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from runtime import collector
 from runtime.engine.errors import EngineDeadError
 from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, StepView
-from runtime.engine.process.client import EngineClient
-from runtime.engine.process.delivery import OutputSink
+from runtime.engine.process.client import EngineClient, OutputSink
 from runtime.engine.process.spawning import begin, die_with_parent
 from runtime.engine.process.wire import (
     Answer,

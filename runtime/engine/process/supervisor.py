@@ -29,8 +29,7 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, ImageItem, StepView
 from runtime.engine.process.child import READ_TIMEOUT_S, EngineProcess, Membership, RunningEngine, Supervision
-from runtime.engine.process.client import EngineClient, Origin
-from runtime.engine.process.delivery import Delivery, OutputSink, Watchers
+from runtime.engine.process.client import Delivery, EngineClient, Origin, OutputSink, Watchers
 from runtime.engine.process.wire import (
     Answer,
     Call,

@@ -29,8 +29,7 @@ from runtime.engine.messages import (
     ImageItem,
     StepView,
 )
-from runtime.engine.process.client import EngineClient, Origin
-from runtime.engine.process.delivery import Delivery, OutputSink, Watchers
+from runtime.engine.process.client import Delivery, EngineClient, Origin, OutputSink, Watchers
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.steps.embedder import Embedding

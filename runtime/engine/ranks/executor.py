@@ -235,8 +235,8 @@ def _places_of(
     if sampled.counts is None:
         return rows, first
     counts = np.array(sampled.counts)
-    behind = np.concatenate([np.arange(count) for count in sampled.counts])
-    return np.repeat(rows, counts), np.repeat(first, counts) + behind
+    places = np.concatenate([np.arange(count) for count in sampled.counts])
+    return np.repeat(rows, counts), np.repeat(first, counts) + places
 
 
 class _SharedMasks:

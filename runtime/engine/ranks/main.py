@@ -17,8 +17,7 @@ from typing import NoReturn
 
 from runtime.engine.process.spawning import begin, die_with_parent
 from runtime.engine.process.wire import WaitingWriter, problem_of
-from runtime.engine.ranks.inbox import Inbox
-from runtime.engine.ranks.messages import Failed, Load, frame
+from runtime.engine.ranks.messages import Failed, Inbox, Load, frame
 from runtime.later import later
 
 _rank_process = later("runtime.engine.ranks.rank_process")

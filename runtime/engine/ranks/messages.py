@@ -1,10 +1,18 @@
 """The messages between the driver of a split model and its other ranks, which are processes.
 
 Frames are `runtime.engine.process.wire`'s. Computations are not answered, since the ranks meet in their collectives;
-only the last of several stages reports its sampled tokens.
+only the last of several stages reports its sampled tokens. A rank's thread that computes reads them itself (`Inbox`).
 """
 
 from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -13,7 +21,7 @@ from numpy.typing import NDArray
 from runtime.engine.config import EngineConfig
 from runtime.engine.limits import EngineLimits
 from runtime.engine.process import wire
-from runtime.engine.process.wire import Problem
+from runtime.engine.process.wire import FrameReader, Problem
 from runtime.engine.steps.step_input import BlockAddition, PassPictures, Sampled, StepInput, from_array, to_array
 
 # To a rank
@@ -197,3 +205,51 @@ ANSWERS: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 def frame(message: ToRank | FromRank) -> bytearray:
     """A message, ready to be sent. Raises ``WireError`` if it is too long."""
     return wire.frame(message, _ENCODER)
+
+
+EXIT_DRIVER_GONE = 72
+
+
+class Inbox:
+    """The messages of a connection to the driver. The process ends with the connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = FrameReader(connection)
+        self._pending: deque[ToRank] = deque()
+        self._step: StepInput | None = None  # the latest
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        threading.Thread(target=self._watch, name="xserv-rank-watch", daemon=True).start()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no command is pending."""
+        return not (self._pending or self._poll.poll(0))
+
+    def get(self, wait_s: float | None = None) -> ToRank | None:
+        """The next message; None if it did not come in time. Raises the errors of malformed messages."""
+        if not self._pending and wait_s is not None and not self._poll.poll(1000.0 * wait_s):
+            return None
+        while not self._pending:
+            frames: list[memoryview] = []
+            with suppress(OSError):
+                frames = self._reader.read()
+            if not frames:
+                os._exit(EXIT_DRIVER_GONE)
+            self._pending.extend(self._message(data) for data in frames)
+        return self._pending.popleft()
+
+    def _message(self, data: memoryview) -> ToRank:
+        message = DECODER.decode(data)
+        if isinstance(message, RunStep | RunNext):
+            self._step = told_step(message, self._step)
+            return RunStep(self._step, message.has_masks)
+        return message
+
+    def _watch(self) -> NoReturn:
+        """Ends the process with the connection, even while its thread computes or waits for other ranks."""
+        poll = select.poll()
+        poll.register(self._connection, getattr(select, "POLLRDHUP", 0))  # and anything else that ends it
+        poll.poll()
+        os._exit(EXIT_DRIVER_GONE)

@@ -12,7 +12,6 @@ from runtime.communicator import CommunicatorError, RankCommunicator
 from runtime.device.device import Device
 from runtime.engine.make_engine import executor_over, free_memory_bytes, loaded_model
 from runtime.engine.process.wire import WaitingWriter
-from runtime.engine.ranks.inbox import Inbox
 from runtime.engine.ranks.joining import Shape, join, new_memory
 from runtime.engine.ranks.messages import (
     Allocate,
@@ -20,6 +19,7 @@ from runtime.engine.ranks.messages import (
     Drew,
     DropEncoded,
     Encode,
+    Inbox,
     Load,
     Loaded,
     Logits,

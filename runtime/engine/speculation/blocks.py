@@ -10,7 +10,7 @@ from models.drafters.hidden_state_drafter import BlockDrafter
 from runtime import ops
 from runtime.batch import Batch
 from runtime.engine.limits import EngineLimits
-from runtime.engine.speculation.drafting import Drawing, PairChunks, rows_of, sample_ahead
+from runtime.engine.speculation.drafter import Drawing, PairChunks, rows_of, sample_ahead
 from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
@@ -28,7 +28,7 @@ class Blocks:
         self._drafter, self._pages, self._tables, self._exact = drafter, pages, tables, limits.exact
         self._most = drafter.block_size - drafter.first_proposal
 
-    def slots_behind(self, most: int) -> int:
+    def slots_after(self, most: int) -> int:
         return self._drafter.block_size if most > 0 else 0
 
     def absorb(self, chunks: PairChunks) -> None:
@@ -40,7 +40,7 @@ class Blocks:
     def draft(self, chunks: PairChunks, sampling_sequences: list[Drawing]) -> list[list[int]]:
         self.absorb(chunks)
         known = chunks.token_ids[chunks.last]
-        normed = self._drafter.forward(self._blocks_behind(chunks, known), self._pages)
+        normed = self._drafter.forward(self._blocks_after(chunks, known), self._pages)
         most = np.array([min(one.most, self._most) for one in sampling_sequences])
         if self._drafter.is_chained:
             return self._draw_in_turn(normed, known, sampling_sequences, most)
@@ -50,7 +50,7 @@ class Blocks:
         parts = np.split(np.array(sampled, np.int32), np.cumsum(most)[:-1])
         return [ids[: int(np.argmax(ids < 0)) if (ids < 0).any() else None].tolist() for ids in parts]
 
-    def _blocks_behind(self, chunks: PairChunks, known: NDArray[np.int32]) -> Batch:
+    def _blocks_after(self, chunks: PairChunks, known: NDArray[np.int32]) -> Batch:
         size, ends = self._drafter.block_size, chunks.starts + chunks.counts
         ids = np.full((len(known), size), self._drafter.mask_token_id, np.int32)
         ids[:, 0] = known

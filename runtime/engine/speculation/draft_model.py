@@ -18,8 +18,7 @@ from numba_kernels.cpu.sampling import GREEDY_BELOW
 from runtime import ops
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.drafter import NOTHING, Ids
-from runtime.engine.speculation.drafting import arrays_ahead
+from runtime.engine.speculation.drafter import NOTHING, Ids, arrays_ahead
 from runtime.engine.steps.executor import Model
 from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache

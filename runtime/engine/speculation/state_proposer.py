@@ -24,8 +24,7 @@ from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.block_pool import BlockPool, Chain
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.blocks import Blocks
-from runtime.engine.speculation.drafter import NOTHING, Ids, LeftChunk, WantedStates
-from runtime.engine.speculation.drafting import Drafting, Drawing, PairChunks
+from runtime.engine.speculation.drafter import NOTHING, Drafting, Drawing, Ids, LeftChunk, PairChunks, WantedStates
 from runtime.engine.speculation.stepping import Stepping
 from runtime.engine.steps.executor import AuxiliaryHiddenStates
 from runtime.engine.steps.layout import BlockTables
@@ -180,7 +179,7 @@ class StateProposer:
             known.length = max(0, known.length - (known.following - first))
         elif first > known.following:
             known.is_whole = False
-        most_slots = known.length + count + self._drafting.slots_behind(most)
+        most_slots = known.length + count + self._drafting.slots_after(most)
         if most_slots > self._max_positions:
             self.end(sequence)
             return None

@@ -22,8 +22,7 @@ from runtime.device.device import CPU
 from runtime.device.errors import CaptureError
 from runtime.dtype import float32
 from runtime.engine.limits import EngineLimits
-from runtime.engine.speculation.drafter import Ids
-from runtime.engine.speculation.drafting import SAMPLED_BY, Drawing, PairChunks, rows_of, sample_ahead
+from runtime.engine.speculation.drafter import SAMPLED_BY, Drawing, Ids, PairChunks, rows_of, sample_ahead
 from runtime.engine.steps.layout import BlockTables, StepLayout, lay_out
 from runtime.engine.steps.recorder import Computed, Recording, Recordings, open_recorder
 from runtime.kv.cache import KVCache
@@ -44,7 +43,7 @@ class Stepping:
         if drafter.device.kind == "cpu" and limits.decode_graphs != "off":
             self._recorded = RecordedDrafts(drafter, pages, tables, limits, most)
 
-    def slots_behind(self, most: int) -> int:
+    def slots_after(self, most: int) -> int:
         """See `Drafting`. The last proposal is not computed."""
         return max(0, most - 1)
 

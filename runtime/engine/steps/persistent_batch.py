@@ -106,7 +106,7 @@ class PersistentBatch:
         self.versions = np.zeros(max_num_seqs, np.int64)
         self._kept: dict[bytes, _Places] = {}
         self._kept_version = -1  # when these were made
-        self._auxiliary_hidden_states: NDArray[np.int64] = np.empty(0, np.int64)
+        self._kept_rows: NDArray[np.int64] = np.empty(0, np.int64)
 
     def apply(self, step: StepInput) -> None:
         """Write the step's changes. A row whose parameters cannot be written samples nothing until its next load."""
@@ -135,40 +135,36 @@ class PersistentBatch:
 
     def lay_out(self, step: StepInput) -> LaidOut:
         """A step whose rows are loaded. Unchanged arrays of decodes with drafts are the same objects as before."""
-        batch_slots = self._kept_places(step) if step.draws_everywhere else self._places_of(step)
-        chunks = batch_slots.chunks
+        places = self._kept_places(step) if step.draws_everywhere else self._places_of(step)
+        chunks = places.chunks
         positions = chunks.positions(step.starts)
-        outputs = positions.take(batch_slots.tokens)
-        outputs += batch_slots.outputs
+        outputs = positions.take(places.tokens)
+        outputs += places.outputs
         proposals = None
-        if batch_slots.counts is not None:  # a sample that is not its chunk's last is compared with the next token
+        if places.counts is not None:  # a sample that is not its chunk's last is compared with the next token
             following = np.empty_like(step.token_ids)
             following[:-1], following[-1] = step.token_ids[1:], 0
-            proposals = following.take(batch_slots.tokens)
-            if batch_slots.keeps_outputs:
-                self.sampling.write_outputs(batch_slots.rows, outputs, proposals)
-        samples = Samples(batch_slots.rows, batch_slots.tokens, outputs, batch_slots.counts, proposals, self.version)
-        sampling, broken = batch_slots.sampling, list[int]()
+            proposals = following.take(places.tokens)
+            if places.keeps_outputs:
+                self.sampling.write_outputs(places.rows, outputs, proposals)
+        samples = Samples(places.rows, places.tokens, outputs, places.counts, proposals, self.version)
+        sampling, broken = places.sampling, list[int]()
         if sampling is None:
-            sampling, broken = self.sampling.gather_sound(batch_slots.rows, outputs)
+            sampling, broken = self.sampling.gather_sound(places.rows, outputs)
         else:
             sampling.position = outputs.astype(np.int32)
         numbers = {name: values.take(step.rows) for name, values in self.numbers.items()}
         numbers.update(step.numbers)
         token_ids = self.tokens_of(step.token_ids, chunks.token_rows)
-        layout = chunks.layout(
-            token_ids, step.starts, positions, batch_slots.rotary, batch_slots.indices, self.tables, numbers
-        )
+        layout = chunks.layout(token_ids, step.starts, positions, places.rotary, places.indices, self.tables, numbers)
         return LaidOut(layout, samples, sampling, broken)
 
     def _kept_places(self, step: StepInput) -> _Places:
-        is_known = step.rows is self._auxiliary_hidden_states or np.array_equal(
-            step.rows, self._auxiliary_hidden_states
-        )
+        is_known = step.rows is self._kept_rows or np.array_equal(step.rows, self._kept_rows)
         if self._kept_version != self.version or not is_known:
             self._kept.clear()
             self._kept_version = self.version
-        self._auxiliary_hidden_states = step.rows
+        self._kept_rows = step.rows
         key = step.counts.tobytes()
         found = self._kept.get(key)
         if found is None:
@@ -181,17 +177,16 @@ class PersistentBatch:
 
     def _places_of(self, step: StepInput) -> _Places:
         chunks = Chunks.of_rows(step.rows, step.counts, step.num_tokens, self.tables)
-        sampling_sequences, counts = step.num_samples.nonzero()[0], None
+        sampled, counts = step.num_samples.nonzero()[0], None  # the chunk of each sample
         ahead: NDArray[Any] | int = 0
         if largest(step.num_samples) > 1:
-            num_samples = step.num_samples[sampling_sequences]
+            num_samples = step.num_samples[sampled]
             counts = num_samples.tolist()
-            sampling_sequences = np.repeat(sampling_sequences, num_samples)
-            ahead = (
-                np.repeat(np.cumsum(num_samples), num_samples) - 1 - np.arange(len(sampling_sequences))
-            )  # samples after it
-        rows = step.rows[sampling_sequences]
-        tokens = chunks.query_start.astype(np.int64)[1:].take(sampling_sequences) - 1 - ahead
+            sampled = np.repeat(sampled, num_samples)
+            # samples of the chunk after each of them
+            ahead = np.repeat(np.cumsum(num_samples), num_samples) - 1 - np.arange(len(sampled))
+        rows = step.rows[sampled]
+        tokens = chunks.query_start.astype(np.int64)[1:].take(sampled) - 1 - ahead
         return _Places(
             chunks,
             chunks.by_token(self.rotary_offsets[step.rows]) if self.has_offsets else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.kv.runs import Run, waves_of
+from runtime.kv.transfer import Run, waves_of
 
 
 def test_pairs_that_follow_one_another_are_one_run() -> None:

@@ -10,9 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from runtime.device import gpu as gpu_module
+from runtime.device.context import Event, Stream
 from runtime.device.errors import LaunchError
 from runtime.device.gpu import Gpu
-from runtime.device.stream import Event, Stream
 from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.emulator.execution.fault import FaultKind
 from runtime.errors import OutOfMemoryError

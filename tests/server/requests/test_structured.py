@@ -17,7 +17,7 @@ import pytest
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.grammar import Grammar
-from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from runtime.bench.scheduling.engines import local
+from runtime.device.context import Event
 from runtime.device.gpu import Gpu
-from runtime.device.stream import Event
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import models.demo
-from runtime.engine.grammar.vocabulary import Vocabulary
+from runtime.engine.grammar.matcher import Vocabulary
 from tokenizer import Tokenizer
 
 

@@ -18,7 +18,7 @@ import pytest
 from runtime.engine.grammar.compiler import check_grammar
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.json_schema import prepared
-from runtime.engine.grammar.vocabulary import Vocabulary
+from runtime.engine.grammar.matcher import Vocabulary
 
 
 class Letters(Enum):

@@ -14,7 +14,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiler import compile_grammar
 from runtime.engine.grammar.grammar import Grammar
-from runtime.engine.grammar.vocabulary import Vocabulary
+from runtime.engine.grammar.matcher import Vocabulary
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM, RequestOutput
 from tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from runtime.engine.errors import RequestError
 from runtime.engine.grammar import compiler
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.masks import MaskComputer
-from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.process.thread_client import ThreadEngineClient

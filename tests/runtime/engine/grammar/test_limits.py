@@ -23,7 +23,7 @@ from runtime.engine.grammar.grammar import (
     MAX_SCHEMA_NODES,
     Grammar,
 )
-from runtime.engine.grammar.vocabulary import LazyVocabulary, Vocabulary
+from runtime.engine.grammar.matcher import LazyVocabulary, Vocabulary
 from runtime.engine.sampling_params import SamplingParams
 from tokenizer import Tokenizer
 

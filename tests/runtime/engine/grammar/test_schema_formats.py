@@ -12,8 +12,8 @@ import pytest
 
 from runtime.engine.grammar.compiler import compile_grammar
 from runtime.engine.grammar.grammar import Grammar
+from runtime.engine.grammar.matcher import Vocabulary
 from runtime.engine.grammar.schema_strings import PATTERNS, with_narrow_formats
-from runtime.engine.grammar.vocabulary import Vocabulary
 from tokenizer import Tokenizer
 
 

@@ -6,13 +6,12 @@ import socket
 import subprocess
 import sys
 
-from runtime.engine.ranks.inbox import EXIT_DRIVER_GONE
-from runtime.engine.ranks.messages import DropEncoded, Record, frame
+from runtime.engine.ranks.messages import EXIT_DRIVER_GONE, DropEncoded, Record, frame
 from runtime.own_packages import ROOT
 
 RANK = """
 import socket, sys, time
-from runtime.engine.ranks.inbox import Inbox
+from runtime.engine.ranks.messages import Inbox
 from runtime.engine.ranks.messages import DropEncoded, Record
 inbox = Inbox(socket.socket(fileno=int(sys.argv[1])))
 assert inbox.get() == Record()

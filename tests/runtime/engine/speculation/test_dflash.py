@@ -26,7 +26,7 @@ from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.speculation.drafting import Drawing, PairChunks
+from runtime.engine.speculation.drafter import Drawing, PairChunks
 from runtime.engine.speculation.state_proposer import StateProposer
 from tests.models.drafters.dflash_cases import CYCLE, VOCAB, write_cycle, write_drafter, write_target
 from tests.models.drafters.one_drafter import BlocksAlone

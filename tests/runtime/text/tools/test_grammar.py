@@ -11,7 +11,7 @@ import pytest
 import models.demo
 from runtime.engine.grammar.compiler import check_grammar, compile_grammar
 from runtime.engine.grammar.grammar import Grammar
-from runtime.engine.grammar.vocabulary import Vocabulary
+from runtime.engine.grammar.matcher import Vocabulary
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
 from runtime.text.reasoning import after_reasoning

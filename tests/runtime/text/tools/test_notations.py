@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import models.demo
 from runtime.engine.grammar.compiler import check_grammar, compile_grammar
 from runtime.engine.grammar.grammar import Grammar
-from runtime.engine.grammar.vocabulary import Vocabulary
+from runtime.engine.grammar.matcher import Vocabulary
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.harmony.message import HARMONY
 from runtime.text.parser_names import TOOL_CALL_PARSERS
