@@ -30,7 +30,7 @@ TELLING: dict[str, tuple[str, ...]] = {
     "portable": (f"{_LINEAR}::test_rows_of_any_size[float16]", f"{_BITS}[9-145-33-float16]", *SIZES),
     "avx2": (f"{_BITS}[9-145-33-int8]", f"{_RANKS}[int8]", f"{_BLOCKS}[Q8_0]", _GOLDEN, *SIZES),
     "avx512": (f"{_BITS}[9-145-33-int8]", *SIZES),  # models have the tile of avx512_vnni
-    "avx512_vnni": (f"{_BITS}[9-145-33-int8]", f"{_BLOCKS}[Q4_0]", _GOLDEN, *SIZES),
+    "avx512_vnni": (f"{_BITS}[9-145-33-int8]", f"{_BLOCKS}[Q4_0]", f"{_BITS}[9-145-33-float32]", *SIZES),
     "avx512_bf16": (
         f"{_BITS}[9-145-33-bfloat16]", f"{_RANKS}[bfloat16]",
         f"{_GOLDENS}::test_weights_rounded_to_bfloat16_with_float32_pages[qwen2_odd]", *SIZES,

@@ -17,6 +17,8 @@ for each call, each variable, each operator. Inside `cuda_passes` a kernel compi
                            each scope is completed once, not once a block
     _find_singly_assigned  assignments are counted once, not once a variable
     str                    instructions are not written out for a trace that is never read
+    refresh                registries are gone through only when one has grown
+    new_error_context      a plain object, where a generator takes three times as long to enter and leave
 
 A test compiles kernels with and without them: the PTX is the same.
 """
@@ -33,7 +35,7 @@ from typing import Any
 import numba.cuda.lowering as lowering
 from llvmlite.ir import IdentifiedStructType
 from numba.core.types import BaseFunction
-from numba.cuda.core import analysis, inline_closurecall, ir, ir_utils, postproc, ssa, untyped_passes
+from numba.cuda.core import analysis, errors, inline_closurecall, ir, ir_utils, postproc, ssa, typeinfer, untyped_passes
 from numba.cuda.core.base import BaseContext as LoweringContext
 from numba.cuda.core.bytecode import FunctionIdentity
 from numba.cuda.core.compiler_lock import global_compiler_lock
@@ -67,6 +69,9 @@ def cuda_passes() -> Iterator[None]:
             (untyped_passes, "fixup_var_define_in_scope", _complete_scopes),
             (lowering.Lower, "_find_singly_assigned_variable", _find_singly_assigned_variable),
             (lowering, "str", lambda instruction: ""),
+            (LoweringContext, "refresh", _refresher()),
+            (lowering, "new_error_context", _ErrorContext),
+            (typeinfer, "new_error_context", _ErrorContext),
         ]
         with replaced(parts):
             yield
@@ -279,6 +284,42 @@ def _finder_of_implementations() -> Callable[..., Any]:
         return known[key][0]
 
     return get_function
+
+
+def _refresher() -> Callable[..., Any]:
+    """`BaseContext.refresh` of lowering: nothing while no registry that it and its typing context know has grown."""
+    refresh = LoweringContext.refresh
+    seen: dict[int, tuple[Any, int]] = {}
+
+    def size(context: Any) -> int:
+        lists = (each for registry in context._registries for each in vars(registry).values() if type(each) is list)
+        return sum(map(len, lists))
+
+    def refresh_if_grown(context: Any) -> None:
+        if seen.get(id(context)) != (context, size(context) + size(context.typing_context)):
+            refresh(context)
+            seen[id(context)] = context, size(context) + size(context.typing_context)
+
+    return refresh_if_grown
+
+
+class _ErrorContext:
+    """`errors.new_error_context`: adds a line to errors of Numba that are raised inside."""
+
+    __slots__ = ("arguments", "named", "words")
+
+    def __init__(self, words: str, *arguments: Any, **named: Any) -> None:
+        self.words, self.arguments, self.named = words, arguments, named
+        loc = named.get("loc")
+        if loc is not None and not loc.filename.startswith(errors._numba_path):
+            errors.loc_info.update(named)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if isinstance(error, errors.NumbaError):
+            error.add_context(self.words.format(*self.arguments, **self.named))
 
 
 def _typer_of_values() -> Callable[..., Any]:

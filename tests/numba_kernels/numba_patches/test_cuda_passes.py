@@ -43,14 +43,15 @@ def test_the_ptx_is_the_same(monkeypatch: pytest.MonkeyPatch, name: str) -> None
 def test_numba_is_as_it_was_afterwards() -> None:
     from numba.core.types import BaseFunction
     from numba.cuda import lowering
-    from numba.cuda.core import inline_closurecall, ir, ssa
+    from numba.cuda.core import inline_closurecall, ir, ssa, typeinfer
+    from numba.cuda.core.base import BaseContext as LoweringContext
     from numba.cuda.typing.context import BaseContext
 
     def replaced() -> list[object]:
         return [
             ssa._run_ssa, ir.Stmt.list_vars, inline_closurecall.InlineWorker.run_untyped_passes,
             inline_closurecall.InlineWorker.inline_ir, BaseContext.resolve_function_type, BaseFunction.get_call_type,
-            vars(lowering).get("str"),
+            vars(lowering).get("str"), LoweringContext.refresh, lowering.new_error_context, typeinfer.new_error_context,
         ]  # fmt: skip
 
     before = replaced()
