@@ -152,12 +152,7 @@ async def render(request: Request) -> Response:
             [(each.language, each.text) for each in asked.code], Exchange.of(request).tenant
         )
     except RendererBusyError:
-        raise ApiError(
-            429,
-            "Too many answers are being rendered.",
-            type="rate_limit_error",
-            code="renderer_busy",
-            headers={"Retry-After": "1"},
-        ) from None
+        message = "Too many answers are being rendered."
+        raise ApiError(429, message, code="renderer_busy", retry_after_s=1) from None
     answer = msgspec.json.encode({"code": answers})
     return Response(answer, media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -26,7 +26,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -122,25 +124,32 @@ def _not_built(path: str) -> str | None:
 
 
 class ApiError(Exception):
-    """An answer that is not 200: status, OpenAI's four fields, and headers; other APIs use fewer fields."""
+    """An answer that is not 200: status, OpenAI's four fields, and headers; other APIs use fewer fields.
+
+    retry_after_s  the header Retry-After, in whole seconds
+    """
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
-        self.type = type
+        self.type = (
+            "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+        )
         self.param = param
         self.code = code
-        self.headers = headers
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
 
     def body(self, dialect: Dialect = "openai") -> dict[str, Any]:
         """The API's error object, ready to be encoded."""
@@ -157,7 +166,7 @@ class ApiError(Exception):
             msgspec.json.encode(self.body(dialect_of(scope))),
             status_code=self.status,
             media_type="application/json",
-            headers=dict(self.headers or {}),
+            headers=self.headers,
         )
 
 
@@ -180,7 +189,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
         return error
     message = re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", lambda _: names[name], error.message)
     param = own_name(error.param or "", names)
-    return ApiError(error.status, message, type=error.type, param=param, code=error.code, headers=error.headers)
+    return ApiError(error.status, message, param=param, code=error.code, headers=error.headers)
 
 
 def own_name(param: str, names: Mapping[str, str]) -> str:
@@ -206,52 +215,33 @@ def below(path: str, error: ApiError) -> ApiError:
 
 def internal_error() -> ApiError:
     """500, without details: these are in the log."""
-    return ApiError(
-        500,
-        "The server had an error while processing your request.",
-        type="server_error",
-        code="internal_error",
-    )
+    return ApiError(500, "The server had an error while processing your request.", code="internal_error")
 
 
 def engine_unavailable(retry_after_s: float | None = None) -> ApiError:
     """503: the engine is stopping or has died; with a number, it is restarting."""
-    return ApiError(
-        503,
-        "The engine does not take requests any more."
-        if retry_after_s is None
-        else "The engine broke down and is being started again.",
-        type="server_error",
-        code="engine_unavailable",
-        headers=None if retry_after_s is None else {"Retry-After": str(max(1, math.ceil(retry_after_s)))},
-    )
+    state = "does not take requests any more" if retry_after_s is None else "broke down and is being started again"
+    return ApiError(503, f"The engine {state}.", code="engine_unavailable", retry_after_s=retry_after_s)
 
 
 def starting() -> ApiError:
     """503: the port is open, but the model is not loaded yet."""
-    return ApiError(
-        503,
-        "The server is starting: the model is being loaded.",
-        type="server_error",
-        code="starting",
-        headers={"Retry-After": "2"},
-    )
-
-
-def _turned_away(message: str, code: str) -> ApiError:
-    """503 on a connection that ends; another server may take the request."""
-    headers = {"Retry-After": "1", "Connection": "close"}
-    return ApiError(503, message, type="server_error", code=code, headers=headers)
+    return ApiError(503, "The server is starting: the model is being loaded.", code="starting", retry_after_s=2)
 
 
 def draining() -> ApiError:
-    """503: the server is about to end."""
-    return _turned_away("The server is shutting down and takes no new requests.", "draining")
+    """503 on a connection that ends: the server is about to end; another one may take the request."""
+    message = "The server is shutting down and takes no new requests."
+    return ApiError(503, message, code="draining", headers=_CLOSE, retry_after_s=1)
 
 
 def overloaded() -> ApiError:
-    """503: more connections than the server holds."""
-    return _turned_away("The server has too many open connections.", "overloaded")
+    """503 on a connection that ends: more connections than the server holds."""
+    message = "The server has too many open connections."
+    return ApiError(503, message, code="overloaded", headers=_CLOSE, retry_after_s=1)
+
+
+_CLOSE = {"Connection": "close"}
 
 
 def cancelled() -> ApiError:
@@ -261,11 +251,8 @@ def cancelled() -> ApiError:
 
 def unsatisfiable() -> ApiError:
     """400: during generation, every token that could be sampled was forbidden."""
-    return ApiError(
-        400,
-        "The request's allowed_token_ids, bad_words, min_tokens or structure left no token to generate.",
-        code="unsatisfiable_request",
-    )
+    message = "The request's allowed_token_ids, bad_words, min_tokens or structure left no token to generate."
+    return ApiError(400, message, code="unsatisfiable_request")
 
 
 def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:
@@ -277,17 +264,30 @@ def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:
         param = renamed.get(error.param, error.param) if error.param is not None else None
         return ApiError(400, str(error), param=param, code=error.code)
     if isinstance(error, QueueFullError):
-        return ApiError(
-            429,
-            f"The waiting queue is full: --{error.option.replace('_', '-')} is {error.limit} {error.unit}. "
-            "Ask again later.",
-            type="rate_limit_error",
-            code="queue_full",
-            headers={"Retry-After": str(max(1, math.ceil(error.retry_after_s)))},
-        )
+        flag = f"--{error.option.replace('_', '-')}"
+        message = f"The waiting queue is full: {flag} is {error.limit} {error.unit}. Ask again later."
+        return ApiError(429, message, code="queue_full", retry_after_s=error.retry_after_s)
     if isinstance(error, EngineDeadError):
         return engine_unavailable(error.retry_after_s)
     raise error
+
+
+@contextmanager
+def engine_errors(names: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Raises the engine's typed errors as `from_engine` has them."""
+    try:
+        yield
+    except (EngineDeadError, QueueFullError, RequestError) as error:
+        raise from_engine(error, names) from None
+
+
+@contextmanager
+def in_own_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Raises `ApiError` with a chat's fields `renamed`."""
+    try:
+        yield
+    except ApiError as error:
+        raise renamed(error, names) from None
 
 
 async def handle_api_error(request: Request, error: Exception) -> Response:

@@ -36,9 +36,10 @@ class ContextLengthExceededError(RequestError):
         self, num_prompt_tokens: int, max_model_len: int, *, has_answer: bool = True, param: str = "prompt"
     ) -> None:
         answer = ", and the answer needs at least one" if has_answer else ""
+        own, shown = (param, "it") if param == "input" else ("The prompt", "the prompt")
         super().__init__(
-            f"This model's maximum context length is {max_model_len} tokens. The prompt has {num_prompt_tokens}"
-            f"{answer}: please shorten the prompt",
+            f"This model's maximum context length is {max_model_len} tokens. {own} has {num_prompt_tokens}"
+            f"{answer}: please shorten {shown}",
             param=param,
             code="context_length_exceeded",
         )

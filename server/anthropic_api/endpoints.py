@@ -3,16 +3,16 @@ request, and handled as one."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from uuid import uuid4
 
-from runtime.text.pipeline import TextDelta
 from server.anthropic_api import objects
 from server.anthropic_api.conversation import NAMES_OF_TOOLS, RENAMED, Conversation, chat_request
 from server.anthropic_api.objects import MessageAnswer, MessageContent, MessageEvent, MessageUsage
 from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
-from server.errors import ApiError, own_name, renamed
+from server.errors import in_own_names, own_name
 from server.openai_api.chat import Chat, prepare_chat
 from server.requests.answering import Answer, answered
 from server.requests.generation import GenerationError, Piece
@@ -26,10 +26,6 @@ class _MessageStream(EventStreamResponse):
     ping = named_frame(objects.Ping())
 
 
-def _framed(events: Iterable[MessageEvent]) -> bytes:
-    return b"".join(map(named_frame, events))
-
-
 @dataclass(slots=True, kw_only=True)
 class RunningMessage(Answer):
     """A message while it is generated, in Anthropic's order: the message's start, each block with its deltas, the
@@ -40,17 +36,11 @@ class RunningMessage(Answer):
     answer: MessageAnswer
     content: MessageContent
 
-    def opening(self) -> bytes:
-        return _framed((objects.MessageStart(self.answer), objects.Ping()))
+    def begins(self) -> Iterable[objects.MessageStart | objects.Ping]:
+        return objects.MessageStart(self.answer), objects.Ping()
 
-    def push(self, piece: Piece) -> bytes:
-        return _framed(self._events(piece.delta))
-
-    def take(self, piece: Piece) -> None:
-        for _ in self._events(piece.delta):
-            pass
-
-    def _events(self, delta: TextDelta) -> Iterator[MessageEvent]:
+    def events(self, piece: Piece) -> Iterator[MessageEvent]:
+        delta = piece.delta
         yield from self.content.push(delta)
         if delta.finish_reason is not None:
             is_stopped = delta.finish_reason == "stop"
@@ -58,12 +48,8 @@ class RunningMessage(Answer):
                 self.answer.stop_sequence = delta.stop_reason
             self.answer.stop_reason = self._stop_reason(is_stopped=is_stopped)
 
-    def closing(self) -> bytes:
-        return _framed(self._finish())
-
     async def whole(self) -> MessageAnswer:
-        for _ in self._finish():
-            pass
+        deque(self.ends(), maxlen=0)
         return self.answer
 
     def failed_stream(self, error: GenerationError) -> bytes:
@@ -78,8 +64,7 @@ class RunningMessage(Answer):
             return "stop_sequence"
         return "tool_use" if self.content.has_calls else "end_turn"
 
-    def _finish(self) -> Iterator[MessageEvent]:
-        """Records the end of the message."""
+    def ends(self) -> Iterator[MessageEvent]:
         yield from self.content.finish()
         answer, generation = self.answer, self.generation
         answer.content = self.content.items
@@ -98,10 +83,8 @@ def _prepare(service: Service, body: Body) -> RunningMessage:
     asked, ignored = decode_body(body, MessagesRequest, service.config), body.exchange.ignored
     conversation = Conversation(asked, ignored)
     answer_id = f"msg_{uuid4().hex}"
-    try:
+    with in_own_names({**RENAMED, **NAMES_OF_TOOLS, **conversation.names()}):
         chat = prepare_chat(service, body.exchange, chat_request(service, asked, conversation, ignored), answer_id)
-    except ApiError as error:
-        raise renamed(error, {**RENAMED, **NAMES_OF_TOOLS, **conversation.names()}) from None
     ignored += [own_name(name, conversation.names()) for name in chat.left_out]
     usage = MessageUsage(input_tokens=chat.generation.num_prompt_tokens, output_tokens=0)
     return RunningMessage(
@@ -117,11 +100,9 @@ def _count(service: Service, body: Body) -> objects.TokensCount:
     asked, ignored = decode_body(body, CountTokensRequest, service.config), body.exchange.ignored
     service.check_model(asked.model)
     conversation = Conversation(asked, ignored)
-    try:
+    with in_own_names({**RENAMED, **conversation.names()}):
         chat = chat_request(service, asked, conversation, ignored)
         return objects.TokensCount(len(whole_conversation(service, body.exchange.tenant, chat).token_ids))
-    except ApiError as error:
-        raise renamed(error, {**RENAMED, **conversation.names()}) from None
 
 
 create_message, count_tokens = answered(_prepare), answered(_count)

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -202,13 +203,8 @@ class LiveFeed:
     def join(self) -> Watcher:
         """A new watcher, whose first message comes at once. Raises `ApiError` 429."""
         if len(self._watchers) >= MAX_WATCHERS:
-            raise ApiError(
-                429,
-                f"{MAX_WATCHERS} watchers are looking on, which is the most.",
-                type="rate_limit_error",
-                code="too_many_watchers",
-                headers={"Retry-After": "10"},
-            )
+            message = f"{MAX_WATCHERS} watchers are looking on, which is the most."
+            raise ApiError(429, message, code="too_many_watchers", retry_after_s=10)
         watcher = Watcher(self)
         watcher.put(frame(self._message([], 0)))
         self._watchers.add(watcher)
@@ -269,19 +265,12 @@ class LiveFeed:
 
     def _info(self) -> LiveInfo:
         info = self._client.info
-        return LiveInfo(
-            model=info.model_name,
-            device=info.device,
-            dtype=info.dtype,
-            quantization=info.quantization,
-            block_size=info.block_size,
-            num_blocks=info.num_blocks,
-            max_num_seqs=info.max_num_seqs,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            max_model_len=info.max_model_len,
-            group_windows=tuple(group.window for group in info.cache_groups),
-            rank_stages=tuple(rank.stage for rank in info.ranks),
-        )
+        own: dict[str, Any] = {
+            "model": info.model_name,
+            "group_windows": tuple(group.window for group in info.cache_groups),
+            "rank_stages": tuple(rank.stage for rank in info.ranks),
+        }
+        return LiveInfo(**own, **{name: getattr(info, name) for name in LiveInfo.__struct_fields__ if name not in own})
 
 
 def _stats(client: EngineClient) -> LiveStats | None:

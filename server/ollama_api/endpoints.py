@@ -6,7 +6,7 @@ sent."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -14,8 +14,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from runtime.text.pipeline import TextDelta
-from server.errors import ApiError, invalid, renamed
+from server.errors import in_own_names, invalid
 from server.ollama_api.request import (
     NAMES_OF_PROMPT,
     RENAMED,
@@ -125,30 +124,27 @@ class OllamaAnswer(Answer):
     _calls: list[AnsweredToolCall] = field(default_factory=list)
     _logprobs: list[ChatTokenLogprob] = field(default_factory=list)
 
-    def push(self, piece: Piece) -> bytes:
-        return b"".join(_encode(line) + b"\n" for line in self._lines(piece.delta))
+    def spelled(self, events: Iterable[Any]) -> bytes:
+        return b"".join(_encode(line) + b"\n" for line in events)
 
-    def take(self, piece: Piece) -> None:
-        self._lines(piece.delta)
-
-    def closing(self) -> bytes:
-        return _encode(self._end(self._line("", "", [], []))) + b"\n"
+    def ends(self) -> Iterable[Line]:
+        return (self._end(self._line("", "", [], [])),)
 
     async def whole(self) -> Line:
         return self._end(self._line("".join(self._texts), "".join(self._thoughts), self._calls, self._logprobs))
 
     def failed_stream(self, error: GenerationError) -> bytes:
-        return _encode(self.failed(error).body("ollama")) + b"\n"
+        return self.spelled((self.failed(error).body("ollama"),))
 
-    def _lines(self, delta: TextDelta) -> list[Line]:
-        """Adds a delta; returns its lines."""
+    def events(self, piece: Piece) -> list[Line]:
+        delta = piece.delta
         calls: list[AnsweredToolCall] = []
-        for piece in delta.tool_calls:
-            if piece.id is not None:
+        for call in delta.tool_calls:
+            if call.id is not None:
                 calls += self._close_call()
-                self._call = _OpenCall(piece.id, piece.name or "")
+                self._call = _OpenCall(call.id, call.name or "")
             if self._call is not None:
-                self._call.arguments.append(piece.arguments)
+                self._call.arguments.append(call.arguments)
         if delta.finish_reason is not None:
             self._is_cut = delta.finish_reason == "length"
             calls += self._close_call()
@@ -201,12 +197,10 @@ def _prepare_chat(service: Service, body: Body) -> OllamaAnswer | Line:
     if not asked.messages:
         _check(service, chat_of_messages(service, asked, exchange.ignored), RENAMED)
         return ChatLine(model=asked.model, message=AnsweredMessage(), done=True, done_reason="load")
-    try:
+    with in_own_names({**RENAMED, **names_of_images(asked)}):
         messages = chat_of_messages(service, asked, exchange.ignored)
         prepared = prepare_chat(service, exchange, messages, new_id("chat"))
         exchange.ignored += prepared.left_out
-    except ApiError as error:
-        raise renamed(error, {**RENAMED, **names_of_images(asked)}) from None
     return OllamaAnswer(asked=prepared, names=RENAMED, model=asked.model, is_chat=True)
 
 
@@ -220,15 +214,13 @@ def _prepare_generate(service: Service, body: Body) -> OllamaAnswer | Line:
     tokenizer = service.tokenizer
     prepared: Prepared
     is_plain = tokenizer is not None and not tokenizer.has_chat_template and not asked.system
-    try:
+    with in_own_names(names_of_prompt(asked)):
         if asked.raw or is_plain:  # without a template, the prompt is the whole input
             raw = completion_of_prompt(service, asked, exchange.ignored)
             prepared = prepare_completion(service, exchange, raw, request_id).asked
         else:
             prompt = chat_of_prompt(service, asked, exchange.ignored)
             prepared = prepare_chat(service, exchange, prompt, request_id)
-    except ApiError as error:
-        raise renamed(error, names_of_prompt(asked)) from None
     return OllamaAnswer(asked=prepared, names=NAMES_OF_PROMPT, model=asked.model, is_chat=False)
 
 
@@ -237,13 +229,11 @@ chat, generate = answered(_prepare_chat), answered(_prepare_generate)
 
 def _check(service: Service, asked: ChatCompletionRequest, names: Mapping[str, str]) -> None:
     """Checks an empty request as if it had a prompt. Raises `ApiError`."""
-    try:
+    with in_own_names(names):
         service.check_model(asked.model)
         schemas = RequestSchemas(closes=service.config.close_schemas)
         grammar = chat_grammar(service, asked, callable_tools(asked), schemas)
         chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
-    except ApiError as error:
-        raise renamed(error, names) from None
 
 
 def time_text(when: datetime) -> str:
@@ -292,10 +282,8 @@ def _prepare_embed(service: Service, body: Body) -> AskedEmbeddings | EmbedAnswe
 def _prepare_one(service: Service, body: Body) -> AskedEmbeddings:
     asked = decode_body(body, OllamaEmbeddingsRequest, service.config)
     request = EmbeddingRequest(model=own_model(service, asked.model), input=asked.prompt, normalize=False)
-    try:
+    with in_own_names({"input": "prompt"}):
         return prepare_embeddings(service, request, _answer_one)
-    except ApiError as error:
-        raise renamed(error, {"input": "prompt"}) from None
 
 
 def _answer_one(asked: AskedEmbeddings, vectors: list[Vector]) -> EmbeddingsAnswer:

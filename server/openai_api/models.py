@@ -10,10 +10,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import check_token_ids
 from runtime.version import release
-from server.errors import dialect_of, from_engine, invalid
+from server.errors import dialect_of, engine_errors, invalid
 from server.openai_api.schema import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.requests.answering import answered
 from server.requests.prompt import whole_conversation
@@ -141,10 +140,8 @@ def _detokenize(service: Service, body: Body) -> Detokenized:
     """The text of ids, special tokens included."""
     asked = decode_body(body, DetokenizeRequest, service.config)
     tokenizer = _tokenizer(service, asked.model)
-    try:
+    with engine_errors():
         check_token_ids("tokens", asked.tokens, service.client.info.vocab_size)
-    except RequestError as error:
-        raise from_engine(error, {}) from None
     return Detokenized(tokenizer.decode(asked.tokens))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from server.requests.structured import RequestSchemas
 from server.service import Service
 from server.transport.body import Body, read_body
 from server.transport.json_answer import JsonAnswer
-from server.transport.sse import EventStreamResponse, StreamedResponse, frame, watch_disconnect
+from server.transport.sse import EventStreamResponse, StreamedResponse, frame, named_frame, watch_disconnect
 
 
 class Pending(ABC):
@@ -64,7 +65,8 @@ class Prepared:
 
 @dataclass(slots=True, kw_only=True)
 class Answer(Pending):
-    """The answer to a prepared request as it grows: `push` for a stream, else `take`.
+    """The answer to a prepared request as it grows: `push` for a stream, else `take`. Both read the same events, which
+    an API makes (`begins`, `events`, `ends`) and writes (`spelled`).
 
     names  a chat's names of fields to the request's
     """
@@ -84,25 +86,41 @@ class Answer(Pending):
     def admitted(self) -> None:
         """Called when the engine has taken the request."""
 
+    def begins(self) -> Iterable[Any]:
+        """The first events."""
+        return ()
+
+    def events(self, piece: Piece) -> Iterable[Any]:
+        """Adds a piece; returns its events, each of which must be written before the next is made."""
+        raise NotImplementedError
+
+    def ends(self) -> Iterable[Any]:
+        """Ends the answer; returns the last events."""
+        raise NotImplementedError
+
+    def spelled(self, events: Iterable[Any]) -> bytes:
+        """The events in a stream."""
+        return b"".join(map(named_frame, events))
+
     def opening(self) -> bytes:
         """The first part of a stream."""
-        return b""
+        return self.spelled(self.begins())
 
-    @abstractmethod
     def push(self, piece: Piece) -> bytes:
         """A piece's part of a stream."""
+        return self.spelled(self.events(piece))
 
     def frames(self, pieces: list[Piece]) -> Iterable[bytes]:
         """The pieces' part of a stream; between two of it, other requests have their turn."""
         return (b"".join(map(self.push, pieces)),)
 
-    @abstractmethod
     def closing(self) -> bytes:
         """The last part of a stream."""
+        return self.spelled(self.ends())
 
     def take(self, piece: Piece) -> Awaitable[None] | None:
         """Adds a piece to a whole answer."""
-        self.push(piece)
+        deque(self.events(piece), maxlen=0)
         return None
 
     @abstractmethod

@@ -19,7 +19,7 @@ from runtime.engine.prompt_images import image_places, place_images
 from runtime.engine.sampling_params import last_tokens
 from runtime.text.chat import chat_prompt
 from runtime.text.content import ImagePart, picture_text, plain_content, text_of
-from server.errors import ApiError, from_engine, invalid, own_name
+from server.errors import ApiError, engine_errors, from_engine, invalid, own_name
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Message, Prompt
 from server.pictures.reader import PictureReader, PictureSource, picture_source
 from server.requests.structured import callable_tools
@@ -122,12 +122,9 @@ def _content(
             raise invalid(where, f"{where}: a request has at most {pictures.most} images (--limit-images).")
         sources.append(picture_source(image))
 
-    try:
-        return plain_content(
-            content, f"{path}.content", is_result=role == "tool", take_image=None if pictures is None else take
-        )
-    except RequestError as error:
-        raise from_engine(error, {}) from None
+    take_image = None if pictures is None else take
+    with engine_errors():
+        return plain_content(content, f"{path}.content", is_result=role == "tool", take_image=take_image)
 
 
 def _unsupported(param: str, reason: str) -> ApiError:
@@ -136,10 +133,9 @@ def _unsupported(param: str, reason: str) -> ApiError:
 
 def completion_prompts(service: Service, request: CompletionRequest) -> list[list[int]]:
     """The token ids of each prompt. Raises `ApiError` 400."""
-    most = service.client.info.max_model_len
-    room = most - max(1, request.max_tokens or 1)
+    most, num_reserved = request.truncate_prompt_tokens, max(1, request.max_tokens or 1)
     return [
-        _checked(service, _cut(ids, request.truncate_prompt_tokens, room), "prompt", has_answer=True)
+        _cut(service, ids, most, num_reserved, "prompt", has_answer=True)
         for ids in _given_ids(service, request.prompt, "prompt", request.add_special_tokens)
     ]
 
@@ -147,9 +143,8 @@ def completion_prompts(service: Service, request: CompletionRequest) -> list[lis
 def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[int]]:
     """The token ids of each input. Raises `ApiError` 400."""
     assert request.input is not None
-    most = service.client.info.max_model_len
     return [
-        _checked(service, _cut(ids, request.truncate_prompt_tokens, most), "input", has_answer=False)
+        _cut(service, ids, request.truncate_prompt_tokens, 0, "input", has_answer=False)
         for ids in _given_ids(service, request.input, "input", request.add_special_tokens)
     ]
 
@@ -164,8 +159,7 @@ def embedding_conversation(service: Service, tenant: str | None, request: Embedd
         messages=request.messages, mm_processor_kwargs=request.mm_processor_kwargs, add_generation_prompt=False
     )
     prompt = whole_conversation(service, tenant, chat)
-    ids = _checked(service, prompt.token_ids, "messages", has_answer=False)
-    return replace(prompt, token_ids=ids)
+    return replace(prompt, token_ids=_cut(service, prompt.token_ids, None, 0, "messages", has_answer=False))
 
 
 def _given_ids(service: Service, prompt: Prompt, field: str, adds_special: bool | None) -> Iterator[list[int]]:
@@ -206,9 +200,9 @@ def conversation_prompt(service: Service, tenant: str | None, request: ChatCompl
     """The conversation rendered by the model's template. Raises `ApiError` 400."""
     prompt = whole_conversation(service, tenant, request)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    most = service.client.info.max_model_len
-    ids = _cut(prompt.token_ids, request.truncate_prompt_tokens, most - max(1, max_tokens or 1))
-    return replace(prompt, token_ids=_checked(service, ids, "messages", has_answer=True))
+    most, num_reserved = request.truncate_prompt_tokens, max(1, max_tokens or 1)
+    ids = _cut(service, prompt.token_ids, most, num_reserved, "messages", has_answer=True)
+    return replace(prompt, token_ids=ids)
 
 
 def whole_conversation(service: Service, tenant: str | None, request: ChatCompletionRequest) -> ConversationPrompt:
@@ -225,13 +219,11 @@ def whole_conversation(service: Service, tenant: str | None, request: ChatComple
     images: tuple[ImageItem, ...] = ()
     if pictures is not None:
         rule = pictures.rule(request.mm_processor_kwargs)
-        try:
+        owner = (tenant, request.cache_salt)
+        with engine_errors({"images": "messages"}):
             image_places(ids, len(sources), pictures.support)  # checked before any is fetched
-            owner = (tenant, request.cache_salt)
             read = [pictures.read(source, rule, owner) for source in sources]
             ids, images = place_images(ids, read, pictures.support)
-        except RequestError as error:
-            raise from_engine(error, {"images": "messages"}) from None
     own_names = {"chat_template_kwargs.documents": "documents"}
     return ConversationPrompt(
         ids, images, echoed_text(request, messages), [own_name(name, own_names) for name in left_out]
@@ -295,23 +287,17 @@ _RESERVED = frozenset(
 """Variables that a request cannot set through `chat_template_kwargs`."""
 
 
-def _cut(ids: list[int], most: int | None, room: int) -> list[int]:
-    """Applies `last_tokens`. Raises `ApiError` 400."""
-    try:
-        return last_tokens(ids, most, room)
-    except RequestError as error:
-        raise from_engine(error, {}) from None
-
-
-def _checked(service: Service, ids: list[int], field: str, *, has_answer: bool) -> list[int]:
-    """Checks what the engine would refuse, as it does, before further work for each id."""
+def _cut(
+    service: Service, ids: list[int], most: int | None, num_reserved: int, field: str, *, has_answer: bool
+) -> list[int]:
+    """`last_tokens`, which leave room for so many tokens; checks what the engine would refuse, as it does, before
+    further work for each id. Raises `ApiError` 400."""
     info = service.client.info
-    if not ids:
-        raise invalid(field, f"{field} must come to at least one token.")
-    try:
+    with engine_errors():
+        ids = last_tokens(ids, most, info.max_model_len - num_reserved)
+        if not ids:
+            raise invalid(field, f"{field} must come to at least one token.")
         prompt_of(field, ids, info.vocab_size, info.max_model_len, has_answer=has_answer)
-    except RequestError as error:
-        raise from_engine(error, {}) from None
     return ids
 
 

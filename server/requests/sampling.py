@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from runtime.sampling_table import COLUMNS
 from runtime.text.stop import bad_words_token_ids
-from server.errors import from_engine, invalid, renamed
+from server.errors import engine_errors, in_own_names, invalid
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from tokenizer import Tokenizer
 
@@ -92,12 +91,10 @@ def _params(
     fields.update(asked)
     if request.logit_bias is not None:
         fields["logit_bias"] = _logit_bias(request.logit_bias)
-    try:
+    with in_own_names({"bad_words_token_ids": "bad_words", **names}), engine_errors():
         if request.bad_words:
             fields["bad_words_token_ids"] = bad_words_token_ids(request.bad_words, tokenizer)
         return SamplingParams(**fields)
-    except RequestError as error:
-        raise renamed(from_engine(error, {}), {"bad_words_token_ids": "bad_words", **names}) from None
 
 
 def _asks_for_draws(request: GenerationRequest) -> bool:

@@ -5,6 +5,7 @@ A stored response can be retrieved, continued (`previous_response_id`) and delet
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from server.errors import ApiError, invalid, own_name
+from server.errors import ApiError, in_own_names, invalid, own_name
 from server.openai_api.chat import Chat, prepare_chat
 from server.openai_api.schema import Message
 from server.requests.answering import Answer
@@ -28,7 +29,6 @@ from server.responses_api.request import (
     begun_response,
     chat_request,
     flat_tools,
-    in_own_names,
     input_messages,
     names_of_items,
     names_of_tools,
@@ -66,22 +66,11 @@ class RunningResponse(Answer):
         self.service.running_responses[key] = self
         self.generation.on_close.append(partial(self.service.running_responses.pop, key))
 
-    def opening(self) -> bytes:
-        return self._framed((objects.ResponseCreated(self.response), objects.ResponseInProgress(self.response)))
-
-    def push(self, piece: Piece) -> bytes:
-        return self._framed(self._events(piece))
-
-    def take(self, piece: Piece) -> None:
-        for _ in self._events(piece):
-            pass
-
-    def closing(self) -> bytes:
-        return self._framed(self._complete())
+    def begins(self) -> Iterable[Event]:
+        return objects.ResponseCreated(self.response), objects.ResponseInProgress(self.response)
 
     async def whole(self) -> Response:
-        for _ in self._complete():
-            pass
+        deque(self.ends(), maxlen=0)
         return self.response
 
     def failed_stream(self, error: GenerationError) -> bytes:
@@ -89,9 +78,9 @@ class RunningResponse(Answer):
         event = (
             objects.ErrorEvent(told.code, told.message) if error.is_cancelled else objects.ResponseFailed(self.response)
         )
-        return self._framed((event,))
+        return self.spelled((event,))
 
-    def _framed(self, events: Iterable[Event]) -> bytes:
+    def spelled(self, events: Iterable[Event]) -> bytes:
         frames = []
         for event in events:
             event.sequence_number = self.num_events
@@ -99,13 +88,12 @@ class RunningResponse(Answer):
             frames.append(named_frame(event))
         return b"".join(frames)
 
-    def _events(self, piece: Piece) -> Iterator[Event]:
+    def events(self, piece: Piece) -> Iterator[Event]:
         if piece.delta.finish_reason is not None:
             self.finish_reason = piece.delta.finish_reason
         return self.output.push(piece.delta, self.asked.token_logprobs(piece.delta) if self.has_logprobs else ())
 
-    def _complete(self) -> Iterator[Event]:
-        """Records the end of the response."""
+    def ends(self) -> Iterator[Event]:
         response, is_complete = self.response, self.finish_reason != "length"
         yield from self.output.complete(is_complete=is_complete)
         if is_complete:
@@ -120,8 +108,7 @@ class RunningResponse(Answer):
         self.response.status = "cancelled" if error.is_cancelled else "failed"
         if not error.is_cancelled:
             self.response.error = objects.ResponseFault("server_error", told.message)
-        for _ in self.output.complete(is_complete=False):
-            pass
+        deque(self.output.complete(is_complete=False), maxlen=0)
         self._end(self.conversation)
         return told
 
@@ -165,22 +152,22 @@ def _prepare(service: Service, exchange: Exchange, asked: ResponsesRequest, befo
     ignored += items.ignored
     conversation = [*before, *items.messages]
     response_id = f"resp_{uuid4().hex}"
-    names = names_of_tools(asked.tools or ())
-    try:
+    of_tools = names_of_tools(asked.tools or ())
+    names = RENAMED | of_tools
+    with in_own_names(names):
         tools, namespaced = flat_tools(asked.tools or ())
         request = chat_request(asked, conversation, tools)
         settle_thinking(service, request, ignored, RENAMED)
-        names |= names_of_items(items, len(request.messages))
+        of_items = names_of_items(items, len(request.messages))
+        names |= of_items
         chat = prepare_chat(service, exchange, request, response_id)
         chat.is_streamed = bool(asked.stream)
-    except ApiError as error:
-        raise in_own_names(error, names) from None
-    told = (own_name(name, names) for name in chat.left_out)
+    told = (own_name(name, of_tools | of_items) for name in chat.left_out)
     ignored += [name for name in told if not name.startswith("messages")]  # stored responses reported theirs
     params = chat.generation.params
     return RunningResponse(
         asked=chat,
-        names=RENAMED | names_of_tools(asked.tools or ()),
+        names=RENAMED | of_tools,
         tenant=exchange.tenant,
         response=begun_response(
             asked, response_id, int(time.time()), service.model_name, params.temperature, params.top_p

@@ -7,11 +7,11 @@ also contain "__"."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.errors import ApiError, invalid, json_text, renamed
+from server.errors import invalid, json_text
 from server.openai_api import schema as chat
 from server.openai_api.schema import (
     MAX_NAME_CHARACTERS,
@@ -271,11 +271,6 @@ def names_of_items(items: ItemMessages, num_messages: int) -> dict[str, str]:
         index, end, rest = own[1:].partition("]")
         names[f"messages[{first + int(index)}{end}{rest}"] = path
     return names
-
-
-def in_own_names(error: ApiError, items: Mapping[str, str]) -> ApiError:
-    """A chat's error in this endpoint's names; `items` maps those of the messages."""
-    return renamed(error, {**RENAMED, **items})
 
 
 def begun_response(

@@ -13,13 +13,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
+from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.messages import EngineState
 from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError
 from runtime.parallel.fleet import Fleet
 from runtime.version import release
-from server.errors import ApiError, from_engine, invalid
+from server.errors import ApiError, engine_errors, from_engine, invalid
 from server.service import Service
 from server.transport.json_answer import JsonAnswer
 
@@ -122,11 +122,9 @@ async def get_tokenizer_info(request: Request) -> Response:
 async def reset_prefix_cache(request: Request) -> Response:
     """Drops cached prefixes that no running request uses, also those in host memory."""
     service: Service = request.app.state.service
-    try:
+    with engine_errors():
         future = service.client.reset_prefix_cache()
         dropped, held = (int(count) for count in await asyncio.wrap_future(future))
-    except (EngineDeadError, QueueFullError) as error:
-        raise from_engine(error, {}) from None
     return JsonAnswer(CacheReset(dropped, held))
 
 
@@ -140,16 +138,12 @@ async def restart_engines(request: Request) -> Response:
     service: Service = request.app.state.service
     fleet = service.client
     if not isinstance(fleet, Fleet) or len(fleet.engines) == 1:
-        raise ApiError(
-            409,
-            "There is one engine, and none to take its requests while it is started again: restart the server.",
-            type="invalid_request_error",
-            code="one_engine",
-        )
+        message = "There is one engine, and none to take its requests while it is started again: restart the server."
+        raise ApiError(409, message, code="one_engine")
     try:
         fleet.begin_restart()
     except RequestError as error:
-        raise ApiError(409, str(error), type="invalid_request_error", code="restarting") from None
+        raise ApiError(409, str(error), code="restarting") from None
     except EngineDeadError as error:
         raise from_engine(error, {}) from None
     threading.Thread(

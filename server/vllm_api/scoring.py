@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from server.errors import ApiError, invalid, renamed
+from server.errors import in_own_names, invalid
 from server.openai_api.answers import EmbeddingUsage
 from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
 from server.openai_api.schema import EmbeddingRequest
@@ -146,10 +146,8 @@ def _embeddings(
     given = EmbeddingRequest(
         model=asked.model, input=[*texts], pooling=asked.pooling, truncate_prompt_tokens=asked.truncate_prompt_tokens
     )
-    try:
+    with in_own_names({"input": field}):
         return prepare_embeddings(service, given, answer)
-    except ApiError as error:
-        raise renamed(error, {"input": field}) from None
 
 
 def _common(asked: AskedEmbeddings) -> dict[str, Any]:

@@ -36,25 +36,25 @@ def test_whose_shapes(path: str, headers: list[tuple[bytes, bytes]], dialect: st
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
+    ("status", "kind", "own"),
     [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "not_found_error"),
-        (413, "request_too_large"),
-        (415, "invalid_request_error"),
-        (429, "rate_limit_error"),
-        (500, "api_error"),
-        (503, "overloaded_error"),
+        (400, "invalid_request_error", "invalid_request_error"),
+        (401, "authentication_error", "invalid_request_error"),
+        (403, "permission_error", "invalid_request_error"),
+        (404, "not_found_error", "invalid_request_error"),
+        (413, "request_too_large", "invalid_request_error"),
+        (415, "invalid_request_error", "invalid_request_error"),
+        (429, "rate_limit_error", "rate_limit_error"),
+        (500, "api_error", "server_error"),
+        (503, "overloaded_error", "server_error"),
     ],
 )
-def test_an_errors_shapes(status: int, kind: str) -> None:
+def test_an_errors_shapes(status: int, kind: str, own: str) -> None:
     error = ApiError(status, "No.", param="n", code="no")
     details = {"error_code": "no", "param": "n"}
     assert error.body("anthropic") == {"type": "error", "error": {"type": kind, "message": "No.", "details": details}}
     assert error.body("ollama") == {"error": "No."}
-    assert error.body()["error"] == {"message": "No.", "type": "invalid_request_error", "param": "n", "code": "no"}
+    assert error.body()["error"] == {"message": "No.", "type": own, "param": "n", "code": "no"}
 
 
 def message_of(body: dict[str, Any]) -> str:
