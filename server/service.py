@@ -7,9 +7,10 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -42,7 +43,6 @@ from server.observing.meter import RequestMeter
 from server.observing.metrics import Metrics
 from server.pictures.reader import PictureReader
 from server.requests.bridge import LoopBridge
-from server.requests.cancellation import RunningGenerations
 from server.requests.generation import Generation, GenerationError
 from server.requests.structured import RequestSchemas
 from server.responses_api.store import Key as ResponseKey
@@ -88,6 +88,39 @@ class AppState(State):
         state = request.app.state
         assert isinstance(state, AppState)
         return state
+
+
+class RunningGenerations:
+    """Generations by tenant and name. A name is the answer's id, the request's `request_id` or its `X-Request-Id`;
+    several generations may share one of the last two. Belongs to the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple[str | None, str], list[Generation]] = {}
+
+    def add(self, generation: Generation, tenant: str | None, names: Iterable[str]) -> None:
+        """Registers it under these names until it is closed."""
+        keys = {(tenant, name) for name in names}
+        for key in keys:
+            self._by_key.setdefault(key, []).append(generation)
+        generation.on_close.append(partial(self._remove, generation, keys))
+
+    def cancel(self, tenant: str | None, name: str) -> int:
+        """Cancels the generations of this name for this tenant; returns how many."""
+        found = list(self._by_key.get((tenant, name), ()))
+        for generation in found:
+            generation.cancel()
+        return len(found)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def _remove(self, generation: Generation, keys: Iterable[tuple[str | None, str]]) -> None:
+        for key in keys:
+            left = [other for other in self._by_key[key] if other is not generation]
+            if left:
+                self._by_key[key] = left
+            else:
+                del self._by_key[key]
 
 
 @dataclass(slots=True)

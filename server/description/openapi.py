@@ -20,7 +20,7 @@ from server.openai_api.fields import tables_of
 from server.openai_api.schema import CompletionRequest, DetokenizeRequest, EmbeddingRequest, Tool
 from server.pictures.reader import DETAILS, MAX_UUID_LENGTH
 from server.responses_api import schema as responses
-from server.vllm_api.schema import PoolingRequest, ScoreRequest
+from server.vllm_api.scoring import PoolingRequest, ScoreRequest
 
 _EVERYWHERE = (401, 403, 405, 431, 500, 503)
 """Statuses of the layers around the routes: no key, a foreign Host or Origin, headers too large, draining."""

@@ -15,22 +15,20 @@ from starlette.routing import BaseRoute, Route
 from runtime.engine.messages import EngineState
 from server import code_colours, static_page
 from server.anthropic_api import endpoints as anthropic
-from server.anthropic_api import objects as messages
 from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
 from server.description.docs_page import get_description, get_docs
 from server.errors import Dialect, dialect_of
-from server.observing import live, probes
+from server.observing import live
 from server.ollama_api import endpoints as ollama
 from server.ollama_api import models as ollama_models
 from server.ollama_api import schema as of_ollama
 from server.openai_api import answers, chat_answer, completions, embeddings, models
 from server.openai_api import schema as of_openai
-from server.requests.cancellation import cancel_request
+from server.requests.answering import cancel_request
 from server.responses_api import endpoints as responses
 from server.responses_api import objects
 from server.responses_api.schema import ResponsesRequest
 from server.vllm_api import operating, scoring
-from server.vllm_api import schema as of_vllm
 
 Json = dict[str, Any]
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -143,11 +141,11 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/messages", anthropic.create_message, "The answer to a conversation, in Anthropic's shapes",
-        MessagesRequest, messages.MessageAnswer, messages.MessageEvent, errors=_GENERATES,
+        MessagesRequest, anthropic.MessageAnswer, anthropic.MessageEvent, errors=_GENERATES,
     ),
     Operation(
         "post", "/v1/messages/count_tokens", anthropic.count_tokens, "How many tokens a conversation comes to",
-        CountTokensRequest, messages.TokensCount, errors=_READS,
+        CountTokensRequest, anthropic.TokensCount, errors=_READS,
     ),
     Operation(
         "post", "/api/chat", ollama.chat, "The answer to a conversation, in Ollama's shapes",
@@ -214,19 +212,19 @@ OPERATIONS = (
         anthropic_answer=models.MessagesModel, errors=(404,),
     ),
     Operation(
-        "post", "/pooling", scoring.create_pooling, "Vectors of inputs, in vLLM's shape", of_vllm.PoolingRequest,
+        "post", "/pooling", scoring.create_pooling, "Vectors of inputs, in vLLM's shape", scoring.PoolingRequest,
         scoring.PoolingAnswer, errors=_EMBEDS,
     ),
     *(
         Operation(
-            "post", path, scoring.create_scores, "How near texts are", of_vllm.ScoreRequest, scoring.ScoreAnswer,
+            "post", path, scoring.create_scores, "How near texts are", scoring.ScoreRequest, scoring.ScoreAnswer,
             errors=_EMBEDS,
         )
         for path in ("/score", "/v1/score")
     ),
     *(
         Operation(
-            "post", path, scoring.create_ranking, "Documents by nearness", of_vllm.RerankRequest,
+            "post", path, scoring.create_ranking, "Documents by nearness", scoring.RerankRequest,
             scoring.RerankAnswer, errors=_EMBEDS,
         )
         for path in ("/rerank", "/v1/rerank")
@@ -260,15 +258,15 @@ OPERATIONS = (
         errors=_READS,
     ),
     Operation(
-        "get", "/health", probes.health, "Whether the server lives", answer=Health, errors=(503,), is_open=True
+        "get", "/health", operating.health, "Whether the server lives", answer=Health, errors=(503,), is_open=True
     ),
-    Operation("get", "/ready", probes.ready, "Whether requests are taken", answer=Readiness, is_open=True),
+    Operation("get", "/ready", operating.ready, "Whether requests are taken", answer=Readiness, is_open=True),
     Operation("get", "/version", models.get_version, "The release", answer=models.Version),
-    Operation("get", "/metrics", probes.metrics, "Prometheus' metrics", media_type="text/plain"),
+    Operation("get", "/metrics", operating.metrics, "Prometheus' metrics", media_type="text/plain"),
     Operation("get", "/live", live.watch_engine, "What the engine does", stream=live.LiveMessage),
     *(
         Operation(
-            method, "/ping", probes.ping, "Whether the server lives", answer=Health, errors=(503,), is_open=True
+            method, "/ping", operating.ping, "Whether the server lives", answer=Health, errors=(503,), is_open=True
         )
         for method in ("get", "post")
     ),

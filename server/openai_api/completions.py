@@ -58,9 +58,6 @@ class PreparedCompletion(Answer):
         self.streams = [_ChoiceStream(self, index) for index in range(num_choices)]
         self.choices = [_WholeChoice(CompletionChoice(index=index, text="")) for index in range(num_choices)]
 
-    def push(self, piece: Piece) -> bytes:
-        return b"".join(self.frames([piece]))
-
     def frames(self, pieces: list[Piece]) -> Iterator[bytes]:
         """A chunk for each non-empty piece, the last of a choice with its finish_reason."""
         data = bytearray()

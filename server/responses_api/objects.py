@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from runtime.text.parts import ToolCallDelta
 from server.openai_api.answers import ChatTokenLogprob
-from server.requests.items import AnswerItems
+from server.requests.answering import AnswerItems
 from server.responses_api.schema import ResponsesTool, Status, TextOptions, ToolChoice
 
 
