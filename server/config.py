@@ -1,13 +1,14 @@
 """Every limit and every setting of the HTTP server, beside the engine's own (`EngineInfo`, `SamplingParams`)."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from runtime.engine.option import Flag, Option, check_options, describe, option_fields
 from runtime.errors import InvalidArgumentError
 from runtime.text.parser_names import TOOL_CALL_PARSERS, ReasoningParser
-from server.pictures.addresses import Place
-from server.transport.allowed_origins import is_origin
 
 LIMITS, ANSWERS, KEYS, OPERATIONS = HEADINGS = (
     "Limits of the server", "Answers", "Keys and addresses", "Operations",
@@ -17,6 +18,53 @@ LIMITS, ANSWERS, KEYS, OPERATIONS = HEADINGS = (
 
 class ServerConfigError(InvalidArgumentError):
     """A setting of the server has a value that cannot be honoured."""
+
+
+ANY_PORT = ":*"
+"""The end of an origin that stands for those of every port."""
+
+_WEB_ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#@*:\[\]]+)(:([0-9]{1,5}|\*))?/?")
+_APP_ORIGIN = re.compile(r"(?!https?:)[a-z][a-z0-9+.-]*://(\*|[^\s/?#@*]*)/?")
+
+
+def is_origin(text: str) -> bool:
+    """Whether `origins_pattern` accepts it: "*", "null", a site, or all pages of an application's scheme ("app://")."""
+    lowered = text.lower()
+    return lowered in ("*", "null") or any(kind.fullmatch(lowered) for kind in (_WEB_ORIGIN, _APP_ORIGIN))
+
+
+def origins_pattern(origins: Sequence[str]) -> str:
+    """A regular expression that matches whole origins; it matches none if there are none."""
+    patterns = []
+    for origin in origins:
+        lowered = origin.lower()
+        scheme, _, rest = lowered.partition("://")
+        lowered = lowered if rest in ("", "*") else lowered.rstrip("/")
+        if lowered == "*":
+            patterns.append(".*")
+        elif rest in ("", "*", "/") and scheme != lowered:
+            patterns.append(re.escape(f"{scheme}://") + ".*")
+        elif lowered.endswith(ANY_PORT):
+            patterns.append(re.escape(lowered.removesuffix(ANY_PORT)) + "(:[0-9]{1,5})?")
+        else:
+            patterns.append(re.escape(lowered))
+    return "|".join(patterns) or "(?!)"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A host that pictures may come from. `port`: only this one, or None for those of http and https."""
+
+    host: str
+    port: int | None
+
+    @classmethod
+    def of(cls, text: str) -> "Place":
+        """ "images.example", "images.example:8080", "10.0.0.3:8080", "[fd00::3]:8080". Raises ValueError."""
+        parts = urlsplit(f"//{text}")
+        if not parts.hostname or parts.netloc != text or "@" in text or parts.port == 0:
+            raise ValueError(f"{text!r} is no host")
+        return cls(parts.hostname, parts.port)
 
 
 def _count(help: str, about: str = "") -> Option:

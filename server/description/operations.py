@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 from runtime.engine.messages import EngineState
 from server import code_colours, static_page
 from server.anthropic_api import endpoints as anthropic
+from server.anthropic_api import objects as messages
 from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
 from server.description.docs_page import get_description, get_docs
 from server.errors import Dialect, dialect_of
@@ -141,11 +142,11 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/messages", anthropic.create_message, "The answer to a conversation, in Anthropic's shapes",
-        MessagesRequest, anthropic.MessageAnswer, anthropic.MessageEvent, errors=_GENERATES,
+        MessagesRequest, messages.MessageAnswer, messages.MessageEvent, errors=_GENERATES,
     ),
     Operation(
         "post", "/v1/messages/count_tokens", anthropic.count_tokens, "How many tokens a conversation comes to",
-        CountTokensRequest, anthropic.TokensCount, errors=_READS,
+        CountTokensRequest, messages.TokensCount, errors=_READS,
     ),
     Operation(
         "post", "/api/chat", ollama.chat, "The answer to a conversation, in Ollama's shapes",

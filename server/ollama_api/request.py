@@ -33,8 +33,7 @@ from server.openai_api.schema import (
 )
 from server.requests.thinking import nearest_effort, thinking_variables
 from server.service import Service
-from server.transport.cleaning import Cleaner, check_limits
-from server.transport.typed import converted
+from server.transport.typed import Cleaner, check_limits, converted
 
 logger = logging.getLogger("xserv.server")
 

@@ -22,9 +22,8 @@ from runtime.images.decoding import DecodingLimits, ImageError
 from runtime.images.patches import FixedRule, PatchRule, Rule, SideRule
 from runtime.later import later
 from runtime.text.content import ImagePart
-from server.config import ServerConfig, ServerConfigError
+from server.config import Place, ServerConfig, ServerConfigError
 from server.errors import ApiError, invalid
-from server.pictures.addresses import Place
 from server.pictures.decoder import PictureDecoder
 
 _fetching = later("server.pictures.fetching")  # needs httpcore, which is optional

@@ -1,29 +1,23 @@
 """The way of every request with a body, whichever API it comes by: it is read, prepared and answered. One that
 generates is checked and admitted, and answered at once with a stream, or in full at the end. An API has an `Answer` for
-its shapes.
-
-Most APIs' answers are items one after the other (`AnswerItems`): reasoning, text, calls. An item is open until a delta
-of another kind, or of another call, comes. A whole answer holds the final items, so that it agrees with the events of a
-stream."""
+its shapes."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from runtime.text.parts import ToolCallDelta
-from runtime.text.pipeline import TextDelta
 from server.errors import ApiError
-from server.openai_api.answers import Cancelled, ChatTokenLogprob
+from server.openai_api.answers import Cancelled
 from server.requests.generation import Generation, GenerationError, Piece
 from server.requests.structured import RequestSchemas
 from server.service import Service
@@ -182,70 +176,6 @@ class Answer(Pending):
             return
         if not self.generation.has_left:
             yield self.closing()
-
-
-Item = TypeVar("Item")
-Event = TypeVar("Event")
-
-
-class AnswerItems(ABC, Generic[Item, Event]):
-    """The items so far. The events of `push` and `finish` must be encoded at once: they hold the items themselves,
-    which still change."""
-
-    def __init__(self) -> None:
-        self.items: list[Item] = []
-        self._open: tuple[str, int] | None = None  # the kind of the last item, and its number among the calls
-
-    @property
-    def index(self) -> int:
-        """The last item's."""
-        return len(self.items) - 1
-
-    def push(self, delta: TextDelta, logprobs: Sequence[ChatTokenLogprob] = ()) -> Iterator[Event]:
-        """Adds a delta; returns its events. `logprobs` belong to its text."""
-        if delta.reasoning:
-            yield from self._grow("reasoning", None, delta.reasoning)
-        if delta.text or logprobs:
-            yield from self._grow("text", None, delta.text, logprobs)
-        for call in delta.tool_calls:
-            yield from self._grow("call", call, call.arguments)
-
-    def finish(self, *, is_complete: bool = True) -> Iterator[Event]:
-        """Ends the open item. Only an answer's last can be incomplete."""
-        if self._open is not None:
-            self._open = None
-            yield from self._end(self.items[-1], is_complete=is_complete)
-
-    def _grow(
-        self,
-        kind: Literal["reasoning", "text", "call"],
-        call: ToolCallDelta | None,
-        text: str,
-        logprobs: Sequence[ChatTokenLogprob] = (),
-    ) -> Iterator[Event]:
-        key = (kind, 0 if call is None else call.index)
-        if self._open != key:
-            yield from self.finish()
-            self._open = key
-            yield from self._begin(self._new(kind, call))
-        if text or logprobs:
-            yield from self._add(self.items[-1], text, logprobs)
-
-    @abstractmethod
-    def _new(self, kind: str, call: ToolCallDelta | None) -> Item:
-        """An empty item; `call` is a call's first piece."""
-
-    @abstractmethod
-    def _begin(self, item: Item) -> Iterator[Event]:
-        """Appends an item."""
-
-    @abstractmethod
-    def _add(self, item: Item, text: str, logprobs: Sequence[ChatTokenLogprob]) -> Iterator[Event]:
-        """Adds to the last item."""
-
-    @abstractmethod
-    def _end(self, item: Item, *, is_complete: bool) -> Iterator[Event]:
-        """Completes the last item."""
 
 
 async def cancel_request(request: Request) -> Response:

@@ -25,7 +25,7 @@ from server.pictures.reader import PictureReader, PictureSource, picture_source
 from server.requests.structured import callable_tools
 from server.requests.thinking import effort_variables
 from server.service import Service
-from server.transport.cleaning import kinds_of
+from server.transport.typed import kinds_of
 
 
 def template_messages(

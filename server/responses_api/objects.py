@@ -16,8 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from runtime.text.parts import ToolCallDelta
-from server.openai_api.answers import ChatTokenLogprob
-from server.requests.answering import AnswerItems
+from server.openai_api.answers import AnswerItems, ChatTokenLogprob
 from server.responses_api.schema import ResponsesTool, Status, TextOptions, ToolChoice
 
 

@@ -19,9 +19,8 @@ from starlette.requests import Request
 from server.config import ServerConfig
 from server.errors import ApiError, dialect_of, invalid
 from server.openai_api.fields import take_table_fields
-from server.transport.cleaning import Cleaner, check_limits, is_deeper
 from server.transport.exchange import Exchange
-from server.transport.typed import converted
+from server.transport.typed import Cleaner, check_limits, converted, is_deeper
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -15,8 +15,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.config import ANY_PORT, origins_pattern
 from server.errors import ApiError
-from server.transport.allowed_origins import ANY_PORT, origins_pattern
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 

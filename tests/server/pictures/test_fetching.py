@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from runtime.images.decoding import ImageError
+from server.config import Place
 from server.pictures import fetching
-from server.pictures.addresses import Place, is_public, parsed
-from server.pictures.fetching import PictureFetcher
+from server.pictures.fetching import PictureFetcher, is_public, parsed
 from tests.waiting import TIMEOUT_S
 
 PRIVATE = [

@@ -22,8 +22,8 @@ from runtime.engine.admission import check_room
 from runtime.engine.errors import QueueFullError
 from runtime.engine.messages import EngineRequest
 from server.config import OPTIONS, ServerConfig, ServerConfigError
-from server.transport.cleaning import is_deeper, kinds_of
 from server.transport.protocol import RESERVED_CONNECTIONS
+from server.transport.typed import is_deeper, kinds_of
 from tests.server.conftest import ANSWER, Served, answer_of, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import TIMEOUT_S, wait_until

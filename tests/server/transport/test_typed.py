@@ -16,8 +16,7 @@ from server.errors import ApiError
 from server.ollama_api.schema import OllamaChatRequest, OllamaOptions
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, Tool
 from server.responses_api.schema import ResponsesRequest
-from server.transport.cleaning import _HELD
-from server.transport.typed import converted
+from server.transport.typed import _HELD, converted
 
 ASKED = (each.request for each in OPERATIONS if each.request is not None)
 ROOTS = dict.fromkeys((*ASKED, OllamaOptions, Tool, *(each for held in _HELD.values() for each in held)))
