@@ -1,12 +1,19 @@
-"""Many at once, and clients that go away: nobody gets another's tokens, and nothing is done for nobody."""
+"""Many at once, clients that go away, one that does not read, and an engine's process that is killed: nobody gets
+another's tokens, and nothing is done for nobody."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 import socket
 import threading
+from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +22,14 @@ import openai
 import pytest
 
 from runtime.engine.messages import EngineRequest
+from runtime.engine.process.supervisor import ProcessEngineClient, Supervision
+from runtime.own_packages import python_module
+from server.app import create_app
+from server.config import ServerConfig
+from tests.runtime.engine.light_engine import EXITS
 from tests.server.conftest import Served, say
+from tests.server.real_server import Real, serving_real, write_tiny_model
+from tests.server.running import running
 from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer import Tokenizer
 
@@ -118,3 +132,119 @@ def test_a_long_prompt_does_not_stall_the_others(
         assert not asked.done()
         may_go_on.set()
         assert asked.result(TIMEOUT_S).choices[0].finish_reason == "length"
+
+
+ASKED = {
+    "messages": [{"role": "user", "content": "Hello"}], "n": 8, "seed": 3, "temperature": 1.0, "ignore_eos": True,
+    "max_tokens": 500, "logprobs": True, "top_logprobs": 20,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    config = ServerConfig(write_buffer_bytes=4096, max_kept_output_bytes=200_000, slow_reader_timeout_s=60.0)
+    options = {"load_format": "dummy", "device": "cpu", "max_model_len": 1024, "num_blocks": 600}
+    with serving_real(folder, config=config, **options) as real:
+        yield real
+
+
+def stalled(real: Real) -> socket.socket:
+    """A connection that has asked for a large stream and reads nothing of it; its request is paused."""
+    address = urlsplit(real.url)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(60)
+    connection.connect((address.hostname, address.port))
+    body = json.dumps({**ASKED, "stream": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
+    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    wait_until(lambda: real.client.stats().num_paused == 1)
+    wait_until(lambda: not real.client.has_work)
+    return connection
+
+
+def paused_by_metrics(real: Real) -> float:
+    """The gauge of paused requests at `/metrics`."""
+    (line,) = re.findall(rb"^xserv:num_requests_paused\{.*\} (\S+)$", real.http.get("/metrics").content, re.M)
+    return float(line)
+
+
+def test_a_reader_that_stalls_finds_the_whole_answer_later(real: Real) -> None:
+    expected = real.http.post("/v1/chat/completions", json=ASKED).json()["choices"]
+    with stalled(real) as connection:
+        assert real.num_used_blocks == 0
+        wait_until(lambda: paused_by_metrics(real) == 1.0)  # it runs for a moment whenever the socket takes more
+        other = real.http.post("/v1/chat/completions", json={**ASKED, "n": 1, "max_tokens": 20}).json()
+        assert other["choices"][0]["message"]["content"]
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
+    assert received.endswith(b"data: [DONE]\n\n")
+    content: defaultdict[int, str] = defaultdict(str)
+    logprobs: defaultdict[int, list[Any]] = defaultdict(list)
+    for line in received.split(b"\n"):
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                content[choice["index"]] += choice["delta"].get("content") or ""
+                logprobs[choice["index"]] += (choice["logprobs"] or {"content": []})["content"]
+    for choice in expected:
+        assert content[choice["index"]] == choice["message"]["content"]
+        assert logprobs[choice["index"]] == choice["logprobs"]["content"]
+    assert real.client.stats().num_paused == 0
+
+
+def test_a_paused_request_ends_with_its_connection(real: Real) -> None:
+    stalled(real).close()
+    wait_until(lambda: real.client.stats().num_paused == 0 and not real.client.has_work)
+    wait_until(lambda: real.num_used_blocks == 0)  # it may have gone on for a step before it was cancelled
+
+
+BODY = {"model": "light", "prompt": [1, 2, 3], "max_tokens": 50_000, "ignore_eos": True}
+
+
+def test_a_server_outlives_its_engine(tmp_path: Path) -> None:
+    obstacle = tmp_path / "obstacle"  # while it is there, no engine starts
+    supervision = Supervision(
+        command=python_module("tests.runtime.engine.light_engine"), first_delay_s=0.1, most_delay_s=0.1
+    )
+    engine = ProcessEngineClient(obstacle, supervision=supervision)
+    try:
+        check(engine, obstacle)
+    finally:
+        engine.close()
+
+
+def check(engine: ProcessEngineClient, obstacle: Path) -> None:
+    app = create_app(engine, None, default_sampling={})
+    with running(app) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+        assert http.get("/ready").status_code == 200
+        with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
+            lines = (line for line in response.iter_lines() if line)
+            assert "error" not in next(lines)
+            obstacle.touch()
+            os.kill(engine.pid or 0, signal.SIGKILL)
+            assert '"code":"engine_unavailable"' in list(lines)[-1]
+        wait_until(lambda: engine.state != "ready")
+        assert http.get("/health").status_code == 200
+        assert http.get("/ready").status_code == 503
+        refused = http.post("/v1/completions", json=BODY)
+        assert refused.status_code == 503
+        assert int(refused.headers["Retry-After"]) >= 1
+        obstacle.unlink()
+        wait_until(lambda: engine.state == "ready")
+        assert http.get("/ready").status_code == 200
+        answers: list[httpx.Response] = []
+
+        def ask() -> None:
+            answers.append(httpx.post(f"{url}/v1/completions", json=BODY, timeout=TIMEOUT_S))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        wait_until(lambda: len(engine._delivery) == 1)
+        bad = http.post("/v1/completions", json={**BODY, "prompt": [EXITS], "max_tokens": 2})
+        thread.join()
+        assert [bad.status_code, answers[0].status_code] == [503, 503]
+        wait_until(lambda: engine.state == "ready")
+        good = http.post("/v1/completions", json={**BODY, "max_tokens": 2})
+        assert good.json()["usage"]["completion_tokens"] == 2

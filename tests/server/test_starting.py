@@ -1,8 +1,17 @@
-"""The port is open while the model is loaded: what answers, what is told to come again, and how a start ends."""
+"""A server's life as a process: the port is open while the model is loaded, what answers then, and how a start ends;
+`serve` ready, in use, drained, forced; and a drain under load: nobody new is let in, whoever is inside finishes, and
+the process ends with 0."""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import signal
+import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -12,10 +21,13 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import server.serve
 from models.errors import ModelLoadError
-from server.config import ServerConfig
-from server.serve import serve
+from runtime.cli import app
+from server.config import ServerConfig, ServerConfigError
+from server.serve import ServerStartError, listen, serve, served_names, warm_up
 from tests.server.fake_engine import FakeEngineClient
+from tests.server.running import serving_process
 from tests.server.starting import StartingServer, starting_server
 from tests.waiting import TIMEOUT_S, wait_until
 
@@ -130,3 +142,203 @@ def test_wrong_options_are_refused(options: dict[str, Any], in_process: bool) ->
     (name,) = [name for name in options if name != "device"]
     with pytest.raises(ValueError, match=name):
         serve(port=0, in_process=in_process, **options)
+
+
+RUNNING = re.compile(r"^vllm:num_requests_running\{.*\} [1-9]", re.MULTILINE)
+
+
+def ask(url: str, http: httpx.Client, max_tokens: int) -> httpx.Response:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": max_tokens, "ignore_eos": True}
+    return http.post(f"{url}/v1/completions", json=body)
+
+
+@pytest.mark.parametrize(
+    ("drain_timeout_s", "signals", "stream"),
+    [(0.5, [signal.SIGTERM], True), (1000.0, [signal.SIGINT, signal.SIGINT], False)],
+)
+def test_the_drain_has_an_end(
+    tiny_folder: Path, drain_timeout_s: float, signals: list[signal.Signals], stream: bool
+) -> None:
+    """When the time is up, or at a second signal: a stream is told, a whole answer is a 503."""
+    body = {"model": "tiny", "prompt": "x", "n": 100, "max_tokens": 500, "ignore_eos": True, "stream": stream}
+    serving = serving_process(tiny_folder, {"num_blocks": 64}, drain_timeout_s=drain_timeout_s)
+    with serving as (child, url), httpx.Client(timeout=TIMEOUT_S) as http:
+
+        def interrupt() -> None:
+            with httpx.Client(base_url=url, timeout=TIMEOUT_S) as other:
+                wait_until(lambda: re.search(RUNNING, other.get("/metrics").text) is not None)
+                child.send_signal(signals[0])
+                for number in signals[1:]:  # of the last one the server may end before it answers anything
+                    wait_until(lambda: other.get("/ready").status_code == 503)
+                    child.send_signal(number)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        response = http.post(f"{url}/v1/completions", json=body)
+        thread.join()
+        if stream:
+            assert response.text.endswith("\n\n")
+            assert '"code":"engine_unavailable"' in response.text.split("data: ")[-1]
+        else:
+            assert response.status_code == 503
+        output, errors = child.communicate(timeout=TIMEOUT_S)
+        assert output == "ended\n"
+        assert "Traceback" not in errors
+        assert child.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "is_compiled", "is_warmed"),
+    [("cpu", True, True), ("cpu", False, False), ("emulated", False, True), ("nonsense", False, False)],
+)
+def test_the_tokenizer_is_compiled_in_the_server_only_where_nobody_else_does(
+    monkeypatch: pytest.MonkeyPatch, device: str, is_compiled: bool, is_warmed: bool
+) -> None:
+    calls: list[None] = []
+    stand_in = SimpleNamespace(is_compiled=lambda: is_compiled, warm_up=lambda: calls.append(None))
+    monkeypatch.setattr(server.serve, "tokenizer_warm_up", stand_in)
+    server.serve._warm_up_tokenizer(device)
+    assert bool(calls) == is_warmed
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerStartError, match=f"port {port} of 127.0.0.1 is in use"):
+            serve(tmp_path / "nothing", port=port)
+    with pytest.raises(ModelLoadError):
+        serve(tmp_path / "nothing", port=0)
+
+
+@pytest.mark.parametrize("host", ["no such host", "192.0.2.1"])
+def test_an_address_that_is_not_ours(host: str) -> None:
+    with pytest.raises(ServerStartError, match=host):
+        listen(host, 0)
+
+
+def test_listening_on_any_port() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[1] > 0
+
+
+def test_a_model_that_fails_on_its_first_request_is_not_served() -> None:
+    engine = FakeEngineClient(lambda request, index: [1] * 10)
+    warm_up(engine)
+    assert [len(request.prompt_token_ids) for request in engine.requests] == [4]
+    engine.reset(engine.script)
+    engine.failing = {0}
+    with pytest.raises(ServerStartError, match="failed"):
+        warm_up(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [(None, []), ("a", ["a"]), ("a,b", ["a", "b"]), (["a", "b, c", "a"], ["a", "b", "c"]), ("org/a:7b", ["org/a:7b"])],
+)
+def test_served_names(given: str | list[str] | None, names: list[str]) -> None:
+    assert served_names(given) == names
+
+
+@pytest.mark.parametrize("given", ["a b", "", ["a", ""], "a,,b"])
+def test_what_is_no_served_name(given: str | list[str]) -> None:
+    with pytest.raises(ServerConfigError, match="--served-model-name a,b"):
+        served_names(given)
+
+
+def test_a_second_name_after_a_blank_is_told_how_to_write_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """As vLLM's command takes it: here it is an argument too many."""
+    with pytest.raises(SystemExit) as ended:
+        app(["serve", "demo", "--served-model-name", "a", "b"])
+    assert ended.value.code == 2
+    assert "--served-model-name a,b" in capsys.readouterr().err
+
+
+ENGINE: dict[str, object] = {"num_blocks": 1000, "in_process": True}
+
+
+def body(max_tokens: int, **fields: object) -> dict[str, object]:
+    return {"model": "tiny", "prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, **fields}
+
+
+def test_a_drain_under_load(tiny_folder: Path) -> None:
+    """While a long stream runs: `/ready` says no, new requests are told to come again, on the old connection and on new
+    ones; the stream ends as it should; a stream that only watches does not hold the process up; one line a request is
+    in the log, and no traceback."""
+    serving = serving_process(tiny_folder, ENGINE, drain_timeout_s=1000, log_format="json")
+    with serving as (child, url), httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+        with http.stream("POST", "/v1/completions", json=body(2000, stream=True)) as response:
+            lines = response.iter_lines()
+            for _ in range(10):
+                next(lines)
+            is_watching = threading.Event()
+
+            def watch() -> None:
+                with httpx.stream("GET", f"{url}/live", timeout=TIMEOUT_S) as live:
+                    for _ in live.iter_lines():
+                        is_watching.set()
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            assert is_watching.wait(TIMEOUT_S)
+            with httpx.Client(base_url=url, timeout=TIMEOUT_S) as other:
+                assert other.get("/ready").status_code == 200
+                assert other.post("/v1/completions", json=body(2)).status_code == 200
+                child.send_signal(signal.SIGTERM)
+                wait_until(lambda: other.get("/ready").status_code == 503)
+                assert other.get("/ready").json() == {"ready": False, "state": "draining"}
+                assert other.get("/health").status_code == 200
+                assert "\nxserv:draining{" in other.get("/metrics").text
+                refused = other.post("/v1/completions", json=body(2))
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.headers["connection"] == "close"
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        assert '"finish_reason":"length"' in rest[-4]
+        output, errors = child.communicate(timeout=TIMEOUT_S)
+        watcher.join(TIMEOUT_S)
+        assert not watcher.is_alive()
+    assert output == "ended\n"
+    assert child.returncode == 0
+    logged = [json.loads(line) for line in errors.splitlines()]
+    assert not [line for line in logged if "exception" in line or line["level"] in ("error", "critical")]
+    statuses = [line["status"] for line in logged if line.get("path") == "/v1/completions"]
+    assert sorted(statuses) == [200, 200, 503]
+
+
+def test_a_hang_up_without_files_of_keys_ends_nothing_but_a_terminals_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = object.__new__(server.serve._Server)
+    one.app = SimpleNamespace(config=ServerConfig())  # type: ignore[assignment]
+    ended: list[int] = []
+    monkeypatch.setattr(server.serve._Server, "handle_exit", lambda self, sig, frame: ended.append(sig))
+    monkeypatch.setattr(server.serve, "sys", SimpleNamespace(stdin=None))
+    with caplog.at_level(logging.INFO):
+        one._hang_up()
+    assert "no files of API keys" in caplog.text
+    assert ended == []
+    monkeypatch.setattr(server.serve, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    one._hang_up()
+    assert ended == [signal.SIGTERM]
+
+
+def test_keys_are_read_again_and_an_idle_server_ends_at_once(tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-old\n")
+    times = {"drain_timeout_s": 1000, "keep_alive_timeout_s": 1000}  # neither is waited for
+    serving = serving_process(tiny_folder, ENGINE, log_format="json", api_key_files=[str(file)], **times)
+    with serving as (child, url), httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+
+        def status(key: str) -> int:
+            return http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+        assert (status("sk-old"), status("sk-new")) == (200, 401)
+        file.write_text("sk-new\n")
+        child.send_signal(signal.SIGHUP)
+        wait_until(lambda: status("sk-new") == 200)
+        assert status("sk-old") == 401
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(TIMEOUT_S) == 0

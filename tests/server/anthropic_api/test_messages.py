@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 
 from server.config import ServerConfig
-from tests.server.conftest import ANSWER, Served, answer_of, prompt_of, say, saying, serving
+from tests.server.conftest import ANSWER, Served, answer_of, as_new, prompt_of, say, saying, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import wait_until
 from tokenizer import Tokenizer
@@ -457,3 +458,14 @@ def test_keys(tokenizer: Tokenizer) -> None:
                 ask(client)
             assert raised.value.type == "authentication_error"
     engine.close()
+
+
+@pytest.fixture
+def served(thinking_server: Served) -> Iterator[Served]:
+    yield from as_new(thinking_server)
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=served.url, api_key="any", max_retries=0) as client:
+        yield client

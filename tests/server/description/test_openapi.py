@@ -1,7 +1,10 @@
-"""/openapi.json: every route is in it, its schemas are sound, and it allows what it should."""
+"""/openapi.json: every route is in it, its schemas are sound, and it allows what it should; and a thousand requests
+that follow it, right, wrong and spoilt (tools/serving/fuzz_api.py sends more): no 5xx, no hang, no answer of another
+shape."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -11,7 +14,10 @@ from starlette.routing import Route
 from server.app import create_app
 from tests.server.conftest import Served
 from tests.server.fake_engine import FakeEngineClient
+from tests.server.real_server import serving_real
+from tests.waiting import wait_until
 from tokenizer import Tokenizer
+from tools.serving.fuzz_api import Fuzzer
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
@@ -99,3 +105,22 @@ def test_it_allows_what_is_taken(served: Served, path: str, fields: dict[str, An
     assert jsonschema_rs.is_valid({**schema, "components": found["components"]}, body) == is_allowed
     if path != "/v1/embeddings" or not is_allowed:
         assert (served.http.post(path, json=body).status_code == 200) == is_allowed
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:schemathesis")
+@pytest.mark.parametrize("num_cases", [150, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_cases_of_every_kind(tiny_folder: Path, num_cases: int) -> None:
+    with serving_real(tiny_folder, load_format="dummy", max_model_len=64, num_blocks=512) as real:
+        fuzzer = Fuzzer(real.url, seed=20_261_127)
+        fuzzer.run(num_cases)
+        fuzzer.check_rest()
+        wait_until(lambda: real.num_used_blocks == 0)  # of those that have left, too
+    record = fuzzer.record
+    assert record.failures == []
+    assert record.num_cases >= num_cases
+    kinds = {route.rpartition("(")[2] for route in record.statuses}
+    assert kinds == {"positive)", "negative)", "spoilt)", "raw)"}
+    accepted = {route for route, counts in record.statuses.items() if counts["200"]}
+    paths = ("/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat", "/api/generate",
+             "/pooling", "/rerank")  # fmt: skip
+    assert {f"POST {path} (positive)" for path in paths} <= accepted

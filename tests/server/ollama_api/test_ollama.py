@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from server.config import ServerConfig
 from server.ollama_api.request import _with_images
-from tests.server.conftest import ANSWER, Served, answer_of, prompt_of, saying, serving
+from tests.server.conftest import ANSWER, Served, answer_of, as_new, prompt_of, saying, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import wait_until
 from tokenizer import Tokenizer
@@ -401,3 +402,14 @@ def test_images_stand_in_front_or_at_their_marks(text: str, images: str, first: 
     found = [part["text"] if "text" in part else images.index(part["base64"]) for part in parts]
     assert found == expected
     assert numbers == [each if isinstance(each, int) else -1 for each in expected]
+
+
+@pytest.fixture
+def served(thinking_server: Served) -> Iterator[Served]:
+    yield from as_new(thinking_server)
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[ollama.Client]:
+    with ollama.Client(served.url, trust_env=False) as client:
+        yield client

@@ -1,17 +1,27 @@
-"""Requests whose bodies are not whole begin a few at a time; those that are whole do not stand behind them."""
+"""Who begins and who gives way when there is more than the server holds; and uvicorn's private parts that the protocol
+replaces or reads: an upgrade that changes them fails here."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
+import re
 import socket
 import time
+import tomllib
 from contextlib import ExitStack
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
+import uvicorn
+from uvicorn.protocols.http import httptools_impl
 
-from server.config import ServerConfig
-from server.transport.admission import PER_TICK, TICK_S, Turns
+from server.config import ServerConfig, ServerConfigError
+from server.transport import protocol
+from server.transport.admission import PATIENCE_S, PER_TICK, TICK_S, Crowd, Turns, Wait
 from server.transport.protocol import RESERVED_CONNECTIONS
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngineClient
@@ -60,3 +70,99 @@ def test_half_bodies_give_way_before_they_begin(tokenizer: Tokenizer, fake_engin
             one.sendall(HALF + b'Content-Length: 100\r\n\r\n{"messages"')
         for path in ("/health", "/v1/models"):
             assert httpx.get(f"{served.url}{path}", timeout=TIMEOUT_S).status_code == 200
+
+
+class One:
+    """A connection that notes its end."""
+
+    is_closed = False
+
+    def give_way(self) -> None:
+        self.is_closed = True
+
+
+def crowd_of(*waits: Wait | None) -> tuple[Crowd, list[One]]:
+    crowd, ones = Crowd(), [One() for _ in waits]
+    for one, wait in zip(ones, waits, strict=True):
+        crowd.put(one, wait)
+    return crowd, ones
+
+
+def test_those_out_of_patience_give_way_in_order_and_the_oldest_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd, ones = crowd_of(Wait.READER, Wait.BODY, Wait.HEAD, Wait.IDLE, Wait.SILENT, Wait.SILENT, None)
+    now = time.monotonic() + max(PATIENCE_S.values())
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    expected = [ones[4], ones[5], ones[3], ones[2], ones[1], ones[0], None]
+    assert [crowd.evict() for _ in range(7)] == expected
+    assert [one.is_closed for one in ones] == [True] * 6 + [False]
+
+
+def test_a_new_connection_stays_while_an_older_one_has_not_sent_its_head() -> None:
+    crowd, ones = crowd_of(Wait.HEAD, Wait.SILENT, Wait.HEAD, Wait.IDLE)
+    assert [crowd.evict() for _ in range(5)] == [ones[3], ones[0], ones[1], ones[2], None]
+
+
+def test_work_that_has_begun_is_given_time() -> None:
+    crowd, ones = crowd_of(Wait.BODY, Wait.READER)
+    assert crowd.evict() is None
+    crowd.put(ones[0], None)
+    crowd.put(ones[1], Wait.IDLE)
+    assert crowd.evict() is ones[1]
+    assert not ones[0].is_closed
+
+
+def test_connections_that_never_speak_do_not_take_the_server_away(
+    tokenizer: Tokenizer, fake_engine: FakeEngineClient
+) -> None:
+    with serving(fake_engine, tokenizer, config=ServerConfig(max_connections=4)) as served, ExitStack() as stack:
+        address = urlsplit(served.url)
+        for beginning in (b"", b"GET /v1/mod"):
+            for _ in range(4 + RESERVED_CONNECTIONS + 20):
+                one = stack.enter_context(socket.create_connection((address.hostname, address.port)))
+                one.sendall(beginning)
+            for path in ("/health", "/v1/models"):
+                assert httpx.get(f"{served.url}{path}", timeout=TIMEOUT_S).status_code == 200
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_installed_version_is_known_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    protocol.check_uvicorn(uvicorn.__version__)
+    for version in ("0.33.9", "0.55.0", "1.0", "unknown"):
+        with pytest.raises(ServerConfigError, match=f"uvicorn {version} is not known: .*limits of headers"):
+            protocol.check_uvicorn(version)
+    monkeypatch.setattr(uvicorn, "__version__", "0.99.0")
+    with pytest.raises(ServerConfigError, match=r"uvicorn 0\.99\.0 is not known"):
+        protocol.uvicorn_config(lambda scope, receive, send: None, ServerConfig())  # type: ignore[arg-type,return-value]
+
+
+def test_the_package_asks_for_the_known_versions() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (asked,) = (each for each in project["dependencies"] if each.startswith("uvicorn"))
+    bounds = [tuple(map(int, pair)) for pair in re.findall(r"(\d+)\.(\d+)", asked)]
+    assert tuple(bounds) == protocol.UVICORN_VERSIONS
+
+
+def test_what_is_replaced_or_read_is_there() -> None:
+    """Each method that ours calls by `super()` is uvicorn's, and each field that it reads is set there or by ours."""
+    theirs = httptools_impl.HttpToolsProtocol
+    (ours,) = (
+        node
+        for node in ast.parse(inspect.getsource(protocol)).body
+        if isinstance(node, ast.ClassDef) and node.name == "LimitedHttpProtocol"
+    )
+    text = ast.unparse(ours)
+    replaced = set(re.findall(r"super\(\)\.(\w+)", text)) | {"send_400_response", "_unsupported_upgrade_warning"}
+    for name in replaced:
+        assert callable(getattr(theirs, name, None)), name
+    source = inspect.getsource(httptools_impl)
+    own = {node.name for node in ours.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    own |= {
+        node.target.id for node in ours.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    own |= set(re.findall(r"self\.(_\w+)(?:: [^=]+)? = ", text)) | {"_whole_app"}
+    for name in set(re.findall(r"self\.(\w+)", text)) - own:
+        assert re.search(rf"self\.{name}\b", source) or hasattr(theirs, name), name
+    for name in set(re.findall(r"self\.(?:cycle|flow)\.(\w+)", text)):
+        assert re.search(rf"\b{name}\b", source), name

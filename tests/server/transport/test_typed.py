@@ -1,5 +1,5 @@
 """What is refused of a request's fields, over every type that a request can have: the error names the field, what it
-had, and what it may have."""
+had, and what it may have; and never a fault."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import msgspec.inspect as inspect
 import pytest
 
@@ -14,9 +15,11 @@ from server.anthropic_api.schema import MessagesRequest
 from server.description.operations import OPERATIONS
 from server.errors import ApiError
 from server.ollama_api.schema import OllamaChatRequest, OllamaOptions
+from server.openai_api.fields import ACCEPTED_WITHOUT_EFFECT, NOT_BUILT
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, Tool
 from server.responses_api.schema import ResponsesRequest
 from server.transport.typed import _HELD, converted
+from tests.server.conftest import Served
 
 ASKED = (each.request for each in OPERATIONS if each.request is not None)
 ROOTS = dict.fromkeys((*ASKED, OllamaOptions, Tool, *(each for held in _HELD.values() for each in held)))
@@ -176,3 +179,53 @@ def test_a_field_of_another_api_brings_the_name_of_this_one(schema: Any, name: s
     needed: dict[str, Any] = {"model": "m", "messages": [], "input": "x", "prompt": "x", "max_tokens": 1}
     with pytest.raises(ApiError, match=rf"Unknown parameter: {name}\. Is '{meant}' meant\?"):
         converted({name: 1} | {each: needed[each] for each in needed if each in schema.__struct_fields__}, schema)
+
+
+VALUES: list[Any] = [
+    {},
+    {"a": {"b": [None]}},
+    [],
+    [[]],
+    ["a", 1],
+    "",
+    "text",
+    0,
+    -1,
+    10**25,
+    2.5,
+    -1e300,
+    True,
+]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "Hi"},
+}
+CASES = [
+    (route, field)
+    for route, schema in zip(BODIES, (ChatCompletionRequest, CompletionRequest), strict=True)
+    for field in [*schema.__struct_fields__, *ACCEPTED_WITHOUT_EFFECT, *NOT_BUILT]
+]
+
+
+@pytest.mark.parametrize(("route", "field"), CASES)
+def test_a_value_of_any_type(served: Served, route: str, field: str) -> None:
+    for value in VALUES:
+        body = {"model": "fake-model", "max_tokens": 4, **BODIES[route], field: value}
+        content = msgspec.json.encode(body)
+        response = served.http.post(route, content=content, headers={"content-type": "application/json"})
+        if response.status_code == 200:
+            continue
+        error = response.json()["error"]
+        assert response.status_code == (404 if error["code"] == "model_not_found" else 400), (value, error)
+        assert error["param"] is not None, (value, error)
+        assert error["param"].partition(".")[0].partition("[")[0] == field or field in RELATED.get(
+            error["param"], ()
+        ), (value, error)
+
+
+RELATED = {
+    # A value that is right by itself can make another field wrong.
+    "top_logprobs": ("logprobs",),
+    "max_tokens": ("max_completion_tokens", "min_tokens"),
+    "stream_options": ("stream",),
+}
