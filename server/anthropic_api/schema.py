@@ -5,12 +5,11 @@ prefixes are always cached."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
-from runtime.sampling_table import COLUMNS
-from server.openai_api.schema import SAMPLING_TYPES, Int, Name, ReasoningEffort, RequestId
+from server.openai_api.schema import CommonFields, Int, Name, ReasoningEffort
 
 CacheControl = dict[str, Any]
 
@@ -82,14 +81,14 @@ class CountTokensRequest(ConversationFields, kw_only=True, forbid_unknown_fields
     """`POST /v1/messages/count_tokens`."""
 
 
-class SampledConversation(ConversationFields, kw_only=True):
-    """The same with a chat's `SamplingFields`."""
+class GeneratingConversation(ConversationFields, kw_only=True):
+    """The same with a chat's `CommonFields`: msgspec takes one parent."""
 
-    __annotations__ = SAMPLING_TYPES
-    vars().update(dict.fromkeys(COLUMNS))
+    __annotations__ = get_type_hints(CommonFields, include_extras=True)
+    vars().update(dict.fromkeys(CommonFields.__struct_fields__))
 
 
-class MessagesRequest(SampledConversation, kw_only=True, forbid_unknown_fields=True):
+class MessagesRequest(GeneratingConversation, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/messages`.
 
     system          the system message: a text, or blocks of text
@@ -100,27 +99,9 @@ class MessagesRequest(SampledConversation, kw_only=True, forbid_unknown_fields=T
 
     max_tokens: Int
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-
-    seed: Int | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Int | None = None
-    priority: Int | None = None
-    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
-    request_id: RequestId | None = None
 
 
-SAME_AS_IN_A_CHAT = (
-    *COLUMNS,
-    "max_tokens",
-    "stream",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-    "priority",
-    "cache_salt",
-    "request_id",
-)
+SAME_AS_IN_A_CHAT = (*CommonFields.__struct_fields__, "max_tokens")
 """Fields that mean what they mean in a chat."""
 
 

@@ -57,6 +57,23 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     vars().update(dict.fromkeys(COLUMNS))
 
 
+class CommonFields(SamplingFields, kw_only=True):
+    """The fields of every API that generates, beside its own, with one meaning.
+
+    priority    smaller is admitted first; not used by the "deadline" and "fcfs" policies
+    cache_salt  cached prefixes are shared only with requests of the same salt
+    request_id  the request's name in logs, in `X-Request-Id` and for `POST /v1/requests/{id}/cancel`
+    """
+
+    stream: bool | None = None
+    seed: Int | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int | None = None
+    priority: Int | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    request_id: RequestId | None = None
+
+
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """include_usage: one more chunk before `[DONE]`, with no choices and the whole usage.
     continuous_usage_stats (vLLM's): every chunk has the usage so far.
@@ -117,35 +134,28 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     json_object: bool | None = None
 
 
-class GenerationRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The common fields of chat and completions, beside `SamplingFields`. Meanings and ranges:
+class GenerationRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
+    """The common fields of chat and completions, beside `CommonFields`. Meanings and ranges:
     `runtime.engine.SamplingParams`.
 
-    priority            smaller is admitted first; not used by the "deadline" and "fcfs" policies
-    cache_salt          cached prefixes are shared only with requests of the same salt
     ttft_target_s, tpot_target_s  seconds until the first token is due, and from each to the next (an extension of
                         ours, for the "deadline" policy)
     return_token_ids    choices have `token_ids`, the answer `prompt_token_ids`; always for a model without tokenizer
     bad_words           texts that the answer will not hold as tokens
     truncate_prompt_tokens  only this many of the prompt's last tokens are read; -1 leaves room for the answer
-    request_id          the request's name in logs, in `X-Request-Id` and for `POST /v1/requests/{id}/cancel`
     speculation         false disables speculative decoding for it (an extension of ours; answers are the same)
     response_format, structured_outputs  the required form of the answer; at most one of them
     """
 
     model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     n: Int | None = None
-    seed: Int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[Int], msgspec.Meta(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     max_tokens: Int | None = None
-    min_tokens: Int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Annotated[list[Int], msgspec.Meta(max_length=2**18)] | None = None
     bad_words: Annotated[list[str], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
@@ -154,10 +164,7 @@ class GenerationRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     structured_outputs: StructuredOutputs | None = None
 
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
-    request_id: RequestId | None = None
     echo: bool | None = None
-    priority: Int | None = None
-    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     return_token_ids: bool | None = None

@@ -161,7 +161,6 @@ def _prepare(service: Service, exchange: Exchange, asked: ResponsesRequest, befo
         of_items = names_of_items(items, len(request.messages))
         names |= of_items
         chat = prepare_chat(service, exchange, request, response_id)
-        chat.is_streamed = bool(asked.stream)
     told = (own_name(name, of_tools | of_items) for name in chat.left_out)
     ignored += [name for name in told if not name.startswith("messages")]  # stored responses reported theirs
     params = chat.generation.params

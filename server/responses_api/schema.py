@@ -8,15 +8,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from runtime.sampling_table import COLUMNS
 from server.openai_api.schema import (
     MAX_TOOLS,
+    CommonFields,
     Int,
     JsonObjectFormat,
     Name,
     ReasoningEffort,
-    RequestId,
-    SamplingFields,
     TextFormat,
 )
 
@@ -110,7 +108,7 @@ Include = Literal[
 """Only the first brings something: no other exists here. (Reasoning is sent in plain text.)"""
 
 
-class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/responses`.
 
     input                 a text, or items: messages, function calls and their outputs, reasoning
@@ -126,7 +124,6 @@ class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     previous_response_id: Annotated[str, msgspec.Meta(max_length=128)] | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     include: list[Include] | None = None
     max_output_tokens: Int | None = None
@@ -137,28 +134,11 @@ class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
-    seed: Int | None = None
     stop: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: Int | None = None
-    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
-    request_id: RequestId | None = None
 
 
-SAME_AS_IN_A_CHAT = (
-    *COLUMNS,
-    "parallel_tool_calls",
-    "seed",
-    "stop",
-    "ignore_eos",
-    "min_tokens",
-    "chat_template_kwargs",
-    "priority",
-    "cache_salt",
-    "request_id",
-)
+SAME_AS_IN_A_CHAT = (*CommonFields.__struct_fields__, "parallel_tool_calls", "stop", "chat_template_kwargs")
 """Fields that mean what they mean in a chat."""
 
 
