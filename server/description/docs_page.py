@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from functools import cache
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 import msgspec
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -47,62 +51,24 @@ async def get_docs(request: Request) -> Response:
 
 
 def page(document: Json) -> str:
-    """The whole page."""
-    info, schemas = document["info"], document["components"]["schemas"]
+    """The whole page, made of `docs.html`."""
     routes = [
         (method.upper(), path, operation)
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     ]
-    parts = [
-        "<!doctype html><html lang=en><head><meta charset=utf-8>"
-        '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{escape(info['title'])}: the API</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(info['title'])} {escape(info['version'])}</h1><p>{escape(info['description'])} "
-        "<a href=/openapi.json>openapi.json</a></p><ul class=routes>",
-        *(_line(method, path, operation) for method, path, operation in routes),
-        "</ul>",
-        *(_route(method, path, operation, schemas) for method, path, operation in routes),
-        "<h2>Objects</h2>",
-        *(_object(name, schema) for name, schema in sorted(schemas.items()) if schema.get("properties")),
-        "</body></html>",
-    ]
-    return "".join(parts)
+    schemas = document["components"]["schemas"]
+
+    def kind(schema: Json) -> Markup:
+        return Markup(_type(schema))
+
+    return _template().render(info=document["info"], schemas=schemas, routes=routes, style=Markup(_STYLE), kind=kind)
 
 
-def _line(method: str, path: str, operation: Json) -> str:
-    link = f"<a href='#{_anchor(method, path)}'><b>{method}</b> {escape(path)}</a>"
-    return f"<li>{link} {escape(operation['summary'])}</li>"
-
-
-def _route(method: str, path: str, operation: Json, schemas: Json) -> str:
-    title = f"<h2 id='{_anchor(method, path)}'><b>{method}</b> {escape(path)}</h2>"
-    parts = [f"{title}<p>{escape(operation['summary'])}.</p>"]
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
-    if body is not None:
-        parts.append(f"<p>Request: {_type(body)}</p>")
-        name = body.get("$ref", "").rpartition("/")[2]
-        if name in schemas:
-            parts.append(_fields(schemas[name]))
-    for status, answer in operation["responses"].items():
-        kinds = [f"{escape(media)}: {_type(content['schema'])}" for media, content in answer.get("content", {}).items()]
-        parts.append(f"<p><b>{escape(status)}</b> {escape(answer['description'])} {'; '.join(kinds)}</p>")
-    return "".join(parts)
-
-
-def _object(name: str, schema: Json) -> str:
-    text = f"<p class=text>{escape(schema['description'])}</p>" if schema.get("description") else ""
-    return f"<h3 id='{escape(name)}'>{escape(name)}</h3>{text}{_fields(schema)}"
-
-
-def _fields(schema: Json) -> str:
-    required = schema.get("required", ())
-    rows = [
-        f"<tr><td><code>{escape(name)}</code>{' *' if name in required else ''}</td><td>{_type(field)}</td>"
-        f"<td>{escape(str(field.get('description', '')))}</td></tr>"
-        for name, field in schema.get("properties", {}).items()
-    ]
-    return f"<table><tr><th>field (* required)<th>type<th></tr>{''.join(rows)}</table>" if rows else ""
+@cache
+def _template() -> Template:
+    text = files("server").joinpath("description", "docs.html").read_text(encoding="utf-8")
+    return Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
 
 
 def _type(schema: Json) -> str:
@@ -126,7 +92,3 @@ def _type(schema: Json) -> str:
         if key in schema
     ]
     return " ".join([escape(str(kind)), *bounds])
-
-
-def _anchor(method: str, path: str) -> str:
-    return escape(f"{method}{path}", quote=True)
