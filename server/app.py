@@ -108,7 +108,7 @@ class Application(Starlette):
             return
         client, tokenizer, default_sampling = self._model
         self.state.metrics.attach(client)
-        self.state.service = Service.begin(
+        self.state.service = Service(
             client, tokenizer, self.model_names, default_sampling, self.config, self.lifecycle, self.state.metrics
         )
 

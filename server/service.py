@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -123,9 +123,9 @@ class RunningGenerations:
                 del self._by_key[key]
 
 
-@dataclass(slots=True)
 class Service:
-    """The endpoints' shared state from the model's loading until the server stops: `app.state.service`.
+    """The endpoints' shared state from the model's loading until the server stops: `app.state.service`. It is made on
+    the event loop that will serve.
 
     model_name          the first of model_names, the model's names in requests; answers have it
     answer_format       the parts of its answers beside content
@@ -136,30 +136,8 @@ class Service:
     pictures            the picture reader, or None if the model reads none
     """
 
-    client: EngineClient
-    tokenizer: Tokenizer | None
-    model_name: str
-    model_names: tuple[str, ...]
-    answer_format: AnswerFormat
-    default_sampling: Mapping[str, float | int]
-    config: ServerConfig
-    lifecycle: Lifecycle
-    metrics: Metrics
-    running: RunningGenerations
-    responses: ResponseStore
-    running_responses: dict[ResponseKey, Running]
-    renderer: Renderer
-    bridge: LoopBridge
-    executor: ThreadPoolExecutor
-    grammars: GrammarChecker
-    created: int
-    system_fingerprint: str
-    pictures: PictureReader | None = None
-    has_noted_tools: bool = False
-
-    @classmethod
-    def begin(
-        cls,
+    def __init__(
+        self,
         client: EngineClient,
         tokenizer: Tokenizer | None,
         model_names: tuple[str, ...],
@@ -167,39 +145,36 @@ class Service:
         config: ServerConfig,
         lifecycle: Lifecycle,
         metrics: Metrics,
-    ) -> Service:
-        """Starts the service; call it on the event loop that will serve."""
+    ) -> None:
         info = client.info
-        return cls(
-            client=client,
-            tokenizer=tokenizer,
-            model_name=model_names[0],
-            model_names=model_names,
-            answer_format=AnswerFormat.of(
-                tokenizer, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser
-            ),
-            default_sampling=default_sampling,
-            config=config,
-            lifecycle=lifecycle,
-            metrics=metrics,
-            running=RunningGenerations(),
-            responses=ResponseStore(
-                config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_ttl_s
-            ),
-            running_responses={},
-            renderer=Renderer(),
-            bridge=LoopBridge(asyncio.get_running_loop()),
-            executor=ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="xserv-tokenize"),
-            grammars=GrammarChecker(LazyVocabulary(lambda: tokenizer, info.vocab_size, info.eos_token_ids)),
-            created=int(time.time()),
-            system_fingerprint=_fingerprint(client, model_names[0]),
-            pictures=None if info.images is None else PictureReader(info.images, config),
+        self.client = client
+        self.tokenizer = tokenizer
+        self.model_name, self.model_names = model_names[0], model_names
+        self.answer_format = AnswerFormat.of(
+            tokenizer, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser
         )
+        self.default_sampling = default_sampling
+        self.config = config
+        self.lifecycle = lifecycle
+        self.metrics = metrics
+        self.running = RunningGenerations()
+        self.responses = ResponseStore(
+            config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_ttl_s
+        )
+        self.running_responses: dict[ResponseKey, Running] = {}
+        self.renderer = Renderer()
+        self.bridge = LoopBridge(asyncio.get_running_loop())
+        self.executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="xserv-tokenize")
+        self.grammars = GrammarChecker(LazyVocabulary(lambda: tokenizer, info.vocab_size, info.eos_token_ids))
+        self.created = int(time.time())
+        self.system_fingerprint = _fingerprint(client, model_names[0])
+        self.pictures = None if info.images is None else PictureReader(info.images, config)
+        self._has_noted_tools = False
 
     def note_tools(self) -> None:
         """Logs, once, that a request has tools and the model's chat template leaves them out."""
-        if self.answer_format.tells_tools and self.answer_format.tools is not None and not self.has_noted_tools:
-            self.has_noted_tools = True
+        if self.answer_format.tells_tools and self.answer_format.tools is not None and not self._has_noted_tools:
+            self._has_noted_tools = True
             logger.warning(
                 "the model's chat template ignores tools: a system message of the server's own tells them, and how to "
                 "call them (%s)",

@@ -135,11 +135,9 @@ class Metrics(Collector):
         if self._client is not None and (routing := self._client.routing) is not None:
             yield from self._routing_families(routing)
         if self._generation is not None:
-            help_text, malformed = (
-                "Headers of harmony's messages that were mended.",
-                {"0": self._generation.num_malformed_headers},
-            )
-            yield self._family(COUNTER, "xserv:malformed_headers", help_text, malformed)
+            help_text = "Headers of harmony's messages that were mended."
+            mended = {"0": self._generation.num_malformed_headers}
+            yield self._family(COUNTER, "xserv:malformed_headers", help_text, mended)
         for name, (help_text, get) in self._gauges.items():
             yield self._family(GAUGE, f"xserv:{name}", help_text, {"0": get()})
         yield from self._http_families()
@@ -148,10 +146,8 @@ class Metrics(Collector):
         yield from self._tabled(OF_ENGINES, prefix, found)
         if any(stats.accepted_by_position for stats, _ in found.values()):
             yield from self._tabled(OF_SPECULATION, f"{prefix}spec_decode_", found)
-            name, help_text = (
-                f"{prefix}spec_decode_num_accepted_tokens_per_pos",
-                "The same by their place in the proposal.",
-            )
+            name = f"{prefix}spec_decode_num_accepted_tokens_per_pos"
+            help_text = "The same by their place in the proposal."
             accepted = (
                 ((engine, str(position)), count)
                 for engine, (stats, _) in found.items()

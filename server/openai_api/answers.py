@@ -19,6 +19,7 @@ from msgspec import UNSET, UnsetType
 from runtime.engine.messages import FinishReason
 from runtime.text.parts import ToolCallDelta
 from runtime.text.pipeline import TextDelta
+from server.requests.generation import Generation
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -44,20 +45,15 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
     @classmethod
-    def of(
-        cls,
-        num_prompt_tokens: int,
-        num_completion_tokens: int,
-        num_cached_tokens: int,
-        num_reasoning_tokens: int = 0,
-        of_prediction: tuple[int, int] | tuple[()] = (),
-    ) -> Usage:
+    def of(cls, generation: Generation, *, has_output: bool = True) -> Usage:
+        """So far. `has_output`: the completion is sent."""
+        num_tokens = generation.num_completion_tokens if has_output else 0
         return cls(
-            num_prompt_tokens,
-            num_completion_tokens,
-            num_prompt_tokens + num_completion_tokens,
-            PromptTokensDetails(num_cached_tokens),
-            CompletionTokensDetails(num_reasoning_tokens, *of_prediction),
+            generation.num_prompt_tokens,
+            num_tokens,
+            generation.num_prompt_tokens + num_tokens,
+            PromptTokensDetails(generation.num_cached_tokens),
+            CompletionTokensDetails(generation.num_reasoning_tokens, *generation.of_prediction),
         )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.formats import end_ids
@@ -32,7 +31,7 @@ from server.requests.structured import (
     forced_calls,
     forces_call,
     free_calls_text,
-    refused,
+    grammar_errors,
 )
 from server.service import Service
 from server.transport.exchange import Exchange
@@ -69,14 +68,7 @@ class Chat(Prepared):
         return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
 
     def usage(self) -> Usage:
-        generation = self.generation
-        return Usage.of(
-            generation.num_prompt_tokens,
-            generation.num_completion_tokens,
-            generation.num_cached_tokens,
-            generation.num_reasoning_tokens,
-            generation.of_prediction,
-        )
+        return Usage.of(self.generation)
 
 
 def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequest, request_id: str) -> Chat:
@@ -139,20 +131,19 @@ def chat_grammar(
     if forces_call(asked):
         if asked.structured_outputs is not None:
             raise contradiction("structured_outputs", "tool_choice")
-        forced = forced_calls(asked, tools, service.answer_format, service.tokenizer, schemas)
-        return _with_channels(forced, harmony, schemas.field)
-    grammar = answer_grammar(asked, schemas)
-    if grammar is None:
+        grammar = forced_calls(asked, tools, service.answer_format, service.tokenizer, schemas)
+        with grammar_errors(schemas.field):
+            return grammar if harmony is None else after_analysis(grammar, harmony)
+    free = answer_grammar(asked, schemas)
+    if free is None:
         return None
     notation = service.answer_format.tools
-    try:
+    with grammar_errors(schemas.field):
         if harmony is not None:
-            grammar = in_final_channel(grammar, harmony)
+            free = in_final_channel(free, harmony)
         if schemas.field == "response_format" and tools is not None and notation is not None:
-            grammar = or_calls(grammar, free_calls_text(asked, tools, notation, service.tokenizer))
-    except RequestError as error:
-        raise refused(error, schemas.field) from None
-    return _with_channels(grammar, harmony, schemas.field)
+            free = or_calls(free, free_calls_text(asked, tools, notation, service.tokenizer))
+        return free if harmony is None else after_analysis(free, harmony)
 
 
 def _harmony_ids(service: Service, asked: ChatCompletionRequest) -> SpecialIds | None:
@@ -161,14 +152,6 @@ def _harmony_ids(service: Service, asked: ChatCompletionRequest) -> SpecialIds |
         return None
     assert service.tokenizer is not None
     return special_ids(service.tokenizer)
-
-
-def _with_channels(grammar: Grammar, harmony: SpecialIds | None, field: str | None) -> Grammar:
-    """The grammar's message after harmony's analysis messages. Raises `ApiError` 400 if it is then too long."""
-    try:
-        return grammar if harmony is None else after_analysis(grammar, harmony)
-    except RequestError as error:
-        raise refused(error, field) from None
 
 
 def _is_of_whole_answer(asked: ChatCompletionRequest) -> bool:
@@ -199,8 +182,6 @@ def _with_reasoning(
     """Starts the grammar at the end of the reasoning. Raises `ApiError` 400 if it is then too long."""
     assert tokenizer is not None
     assert params.grammar is not None
-    try:
+    with grammar_errors(forced_by):
         grammar = after_reasoning(params.grammar, reasoning_start(tokenizer, prompt_token_ids))
-    except RequestError as error:
-        raise refused(error, forced_by) from None
     return msgspec.structs.replace(params, grammar=grammar)

@@ -90,15 +90,12 @@ class PreparedCompletion(Answer):
         return self.envelope(answers, has_usage=True)
 
     def envelope(self, choices: list[CompletionChoice], *, has_usage: bool) -> Completion:
-        generation = self.generation
-        num_completion_tokens = 0 if self.drops_output else generation.num_completion_tokens
-        usage = Usage.of(generation.num_prompt_tokens, num_completion_tokens, generation.num_cached_tokens)
         return Completion(
-            id=generation.request_id,
+            id=self.generation.request_id,
             created=self.created,
             model=self.service.model_name,
             choices=choices,
-            usage=usage if has_usage else UNSET,
+            usage=Usage.of(self.generation, has_output=not self.drops_output) if has_usage else UNSET,
             system_fingerprint=self.service.system_fingerprint,
         )
 

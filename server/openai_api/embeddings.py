@@ -46,13 +46,10 @@ class AskedEmbeddings(Pending):
     """
 
     service: Service
+    asked: EmbeddingRequest
     inputs: list[list[int]]
     images: tuple[ImageItem, ...]
     cache_salt: str | None
-    pooling: str
-    dimensions: int | None
-    is_normalized: bool
-    is_base64: bool
     answer: Callable[[AskedEmbeddings, list[Vector]], Any]
 
     @property
@@ -66,8 +63,9 @@ class AskedEmbeddings(Pending):
     async def respond(self, request: Request) -> Response:
         """Submits all inputs at once; when the client leaves, waiting ones are not computed."""
         vectors = await self._vectors(request)
-        if self.dimensions is not None and self.dimensions > len(vectors[0]):
-            raise invalid("dimensions", f"dimensions must be at most {len(vectors[0])}, got {self.dimensions}.")
+        wanted, most = self.asked.dimensions, len(vectors[0])
+        if wanted is not None and wanted > most:
+            raise invalid("dimensions", f"dimensions must be at most {most}, got {wanted}.")
         work = partial(self.answer, self, vectors)
         return JsonAnswer(await self.service.prepare(vectors[0].nbytes * len(vectors), work))
 
@@ -85,7 +83,8 @@ class AskedEmbeddings(Pending):
 
         try:
             for token_ids in self.inputs:
-                futures.append(self.service.client.embed(token_ids, self.pooling, self.images, self.cache_salt))
+                pooling = self.asked.pooling or "last"
+                futures.append(self.service.client.embed(token_ids, pooling, self.images, self.cache_salt))
             async with watch_disconnect(request.receive, leave):
                 return [await asyncio.wrap_future(future) for future in futures]
         except asyncio.CancelledError:
@@ -103,11 +102,11 @@ class AskedEmbeddings(Pending):
     def shaped(self, vector: Vector) -> list[float] | str:
         """The vector for JSON, truncated and normalised: numbers, or base64 of little-endian float32. The zero vector
         stays."""
-        vector = vector[: self.dimensions]
-        if self.is_normalized:
+        vector = vector[: self.asked.dimensions]
+        if self.asked.normalize is not False:
             length = float(np.linalg.norm(vector.astype(np.float64)))
             vector = (vector / length if length > 0 else vector).astype(np.float32)
-        if self.is_base64:
+        if self.asked.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
         numbers: list[float] = vector.tolist()
         return numbers
@@ -133,13 +132,10 @@ def prepare_embeddings(
         inputs, images = [prompt.token_ids], prompt.images
     return AskedEmbeddings(
         service=service,
+        asked=asked,
         inputs=inputs,
         images=images,
         cache_salt=service.salt_of(tenant),
-        pooling=asked.pooling or "last",
-        dimensions=asked.dimensions,
-        is_normalized=asked.normalize is not False,
-        is_base64=asked.encoding_format == "base64",
         answer=answer,
     )
 

@@ -30,27 +30,20 @@ export class ApiFailure extends Error {
   }
 }
 
+const TITLES = {
+  0: "The server cannot be reached",
+  401: "This server asks for an API key",
+  403: "This server asks for an API key",
+  404: "The server does not know this",
+  408: "The request took too long to arrive",
+  413: "The message is too large",
+  429: "The server is busy",
+  503: "The engine is not available",
+};
+
 function titleOf(status, code) {
   if (code === "context_length_exceeded") return "This conversation is too long for the model";
-  switch (status) {
-    case 0:
-      return "The server cannot be reached";
-    case 401:
-    case 403:
-      return "This server asks for an API key";
-    case 404:
-      return "The server does not know this";
-    case 408:
-      return "The request took too long to arrive";
-    case 413:
-      return "The message is too large";
-    case 429:
-      return "The server is busy";
-    case 503:
-      return "The engine is not available";
-    default:
-      return status >= 500 ? "The server failed" : "The server did not accept this";
-  }
+  return TITLES[status] ?? (status >= 500 ? "The server failed" : "The server did not accept this");
 }
 
 /** A response with a body, or an `ApiFailure`; a request that was aborted throws as `fetch` does. */

@@ -171,27 +171,19 @@ class Generation:
                 number=number,
                 request_id=f"{self.request_id}-{number}",
                 token_ids=token_ids,
-                pipelines=self._pipelines(token_ids),
+                pipelines=[self._pipeline(token_ids) for _ in choices],
                 open_choices=set(choices),
             )
             for number, token_ids in enumerate(self.prompts)
         ]
 
-    def _pipelines(self, prompt_token_ids: list[int]) -> list[TextPipeline]:
+    def _pipeline(self, prompt_token_ids: list[int]) -> TextPipeline:
         reasoning = None
         if self.reasoning and self.tokenizer is not None:
             reasoning = reasoning_start(self.tokenizer, prompt_token_ids)
-        return [
-            TextPipeline(
-                self.tokenizer,
-                self.params,
-                prompt_token_ids,
-                reasoning=reasoning,
-                tools=self.tools,
-                harmony=self.harmony,
-            )
-            for _ in range(self.params.n)
-        ]
+        return TextPipeline(
+            self.tokenizer, self.params, prompt_token_ids, reasoning=reasoning, tools=self.tools, harmony=self.harmony
+        )
 
     def start(self) -> None:
         """Admits every prompt, or none; call it on the event loop. Raises the errors of `EngineClient.submit`."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -89,14 +91,11 @@ def answer_grammar(request: GenerationRequest, schemas: RequestSchemas) -> Gramm
     compiles the grammar.
     """
     schemas.field = field = grammar_field(request)
-    try:
+    with grammar_errors(field):
         if field == "structured_outputs":
             assert request.structured_outputs is not None
             return _structured_outputs(request.structured_outputs, schemas)
         return None if field is None else _response_format(request, schemas)
-    except RequestError as error:
-        is_named = (error.param or "").startswith("structured_outputs.")
-        raise refused(error, error.param if is_named else field) from None
 
 
 def grammar_field(request: GenerationRequest) -> str | None:
@@ -114,9 +113,14 @@ def contradiction(one: str, other: str) -> ApiError:
     return invalid(one, f"{one} and {other} contradict each other; send one.")
 
 
-def refused(error: RequestError, field: str | None) -> ApiError:
-    """The answer for an unsupported grammar."""
-    return invalid(field, str(error), error.code or "invalid_value")
+@contextmanager
+def grammar_errors(field: str | None) -> Iterator[None]:
+    """Raises `ApiError` 400 of the field for an unsupported grammar, or one that is too long."""
+    try:
+        yield
+    except RequestError as error:
+        is_named = (error.param or "").startswith("structured_outputs.")
+        raise invalid(error.param if is_named else field, str(error), error.code or "invalid_value") from None
 
 
 def _placed(error: RequestError, place: str) -> ApiError:
@@ -212,10 +216,8 @@ def forced_calls(
             ready = schemas.take(places[id(tool)], function["parameters"], function.get("strict"))
             tool = {**tool, "function": {**function, "parameters": ready}}
         taken.append(tool)
-    try:
+    with grammar_errors("tool_choice"):
         return Grammar(kind="lark", text=_calls_text(request, taken, notation, tokenizer, named))
-    except RequestError as error:
-        raise invalid("tool_choice", str(error), error.code or "invalid_value") from None
 
 
 def free_calls_text(
