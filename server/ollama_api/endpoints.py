@@ -21,8 +21,6 @@ from server.ollama_api.request import (
     chat_of_messages,
     chat_of_prompt,
     completion_of_prompt,
-    names_of_images,
-    names_of_prompt,
     own_model,
 )
 from server.ollama_api.schema import (
@@ -194,11 +192,12 @@ def _nanoseconds(seconds: float) -> int:
 def _prepare_chat(service: Service, body: Body) -> OllamaAnswer | Line:
     exchange = body.exchange
     asked = decode_body(body, OllamaChatRequest, service.config)
+    names = dict(RENAMED)
     if not asked.messages:
-        _check(service, chat_of_messages(service, asked, exchange.ignored), RENAMED)
+        _check(service, chat_of_messages(service, asked, exchange.ignored, names), names)
         return ChatLine(model=asked.model, message=AnsweredMessage(), done=True, done_reason="load")
-    with in_own_names({**RENAMED, **names_of_images(asked)}):
-        messages = chat_of_messages(service, asked, exchange.ignored)
+    with in_own_names(names):
+        messages = chat_of_messages(service, asked, exchange.ignored, names)
         prepared = prepare_chat(service, exchange, messages, new_id("chat"))
         exchange.ignored += prepared.left_out
     return OllamaAnswer(asked=prepared, names=RENAMED, model=asked.model, is_chat=True)
@@ -207,19 +206,20 @@ def _prepare_chat(service: Service, body: Body) -> OllamaAnswer | Line:
 def _prepare_generate(service: Service, body: Body) -> OllamaAnswer | Line:
     exchange = body.exchange
     asked = decode_body(body, OllamaGenerateRequest, service.config)
+    names = dict(NAMES_OF_PROMPT)
     if not asked.prompt:
-        _check(service, chat_of_prompt(service, asked, exchange.ignored), NAMES_OF_PROMPT)
+        _check(service, chat_of_prompt(service, asked, exchange.ignored, names), names)
         return GenerateLine(model=asked.model, response="", done=True, done_reason="load")
     request_id = new_id("gen")
     tokenizer = service.tokenizer
     prepared: Prepared
     is_plain = tokenizer is not None and not tokenizer.has_chat_template and not asked.system
-    with in_own_names(names_of_prompt(asked)):
+    with in_own_names(names):
         if asked.raw or is_plain:  # without a template, the prompt is the whole input
             raw = completion_of_prompt(service, asked, exchange.ignored)
             prepared = prepare_completion(service, exchange, raw, request_id).asked
         else:
-            prompt = chat_of_prompt(service, asked, exchange.ignored)
+            prompt = chat_of_prompt(service, asked, exchange.ignored, names)
             prepared = prepare_chat(service, exchange, prompt, request_id)
     return OllamaAnswer(asked=prepared, names=NAMES_OF_PROMPT, model=asked.model, is_chat=False)
 

@@ -54,10 +54,12 @@ def own_model(service: Service, name: str) -> str:
     return next((own for own in service.model_names if name == tagged(own)), name)
 
 
-def chat_of_messages(service: Service, asked: OllamaChatRequest, ignored: list[str]) -> ChatCompletionRequest:
-    """Converts `/api/chat`. Raises `ApiError` 400."""
+def chat_of_messages(
+    service: Service, asked: OllamaChatRequest, ignored: list[str], names: dict[str, str]
+) -> ChatCompletionRequest:
+    """Converts `/api/chat`; `names` gets a chat's names of its images. Raises `ApiError` 400."""
     return ChatCompletionRequest(
-        messages=_messages(asked, service),
+        messages=_messages(asked, service, names),
         tools=asked.tools,
         **_fields(service, asked, ignored),
         **_thinking(service, asked.think, ignored, has_tools=bool(asked.tools)),
@@ -66,11 +68,16 @@ def chat_of_messages(service: Service, asked: OllamaChatRequest, ignored: list[s
     )
 
 
-def chat_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored: list[str]) -> ChatCompletionRequest:
-    """Converts `/api/generate` to a chat. Raises `ApiError` 400."""
+def chat_of_prompt(
+    service: Service, asked: OllamaGenerateRequest, ignored: list[str], names: dict[str, str]
+) -> ChatCompletionRequest:
+    """Converts `/api/generate` to a chat; `names` gets a chat's names of its images. Raises `ApiError` 400."""
     _check_images(asked.images, "images", service)
     system = [Message(role="system", content=asked.system)] if asked.system else []
-    content = _with_images(asked.prompt, asked.images, 0)[0] if asked.images else asked.prompt
+    content: str | list[dict[str, Any]] | None = asked.prompt
+    if asked.images:
+        content, numbers = _with_images(asked.prompt, asked.images, 0)
+        names |= _names_of(numbers, f"messages[{len(system)}].content", "images")
     return ChatCompletionRequest(
         messages=[*system, Message(role="user", content=content)],
         **_fields(service, asked, ignored),
@@ -185,39 +192,21 @@ def _check_images(images: list[str] | None, name: str, service: Service) -> None
         raise invalid(name, f"Unsupported parameter: {name} (the model reads text only).", "unsupported_parameter")
 
 
-def names_of_prompt(asked: OllamaGenerateRequest) -> dict[str, str]:
-    """The field names of `chat_of_prompt`'s chat, mapped to the request's own."""
-    place = f"messages[{int(bool(asked.system))}]"
-    return NAMES_OF_PROMPT | _names_of_images(asked.prompt, asked.images or [], 0, f"{place}.content", "images")
+def _names_of(numbers: Sequence[int], content: str, own: str) -> dict[str, str]:
+    """A chat's names of the image parts of a content, mapped to the request's own names of the images."""
+    images = ((i, number) for i, number in enumerate(numbers) if number >= 0)
+    return {f"{content}[{i}]{end}": f"{own}[{number}]" for i, number in images for end in ("", ".base64")}
 
 
-def names_of_images(asked: OllamaChatRequest) -> dict[str, str]:
-    """A chat's names of image parts, mapped to the request's own."""
-    names, first = dict[str, str](), 0
-    for i, fields in enumerate(asked.messages or ()):
-        text, images = fields.get("content"), fields.get("images")
-        if isinstance(images, list):
-            text = text if isinstance(text, str) else ""
-            names |= _names_of_images(text, images, first, f"messages[{i}].content", f"messages[{i}].images")
-            first += len(images)
-    return names
-
-
-def _names_of_images(text: str | None, images: list[str], first: int, content: str, own: str) -> dict[str, str]:
-    _, numbers = _with_images(text, images, first)
-    parts = ((i, number) for i, number in enumerate(numbers) if number >= 0)
-    return {f"{content}[{i}]{end}": f"{own}[{number}]" for i, number in parts for end in ("", ".base64")}
-
-
-def _messages(asked: OllamaChatRequest, service: Service) -> list[Message]:
+def _messages(asked: OllamaChatRequest, service: Service, names: dict[str, str]) -> list[Message]:
     messages, num_images = list[Message](), 0
     for i, fields in enumerate(asked.messages or ()):
-        messages.append(_message(fields, f"messages[{i}]", service, num_images))
+        messages.append(_message(fields, f"messages[{i}]", service, num_images, names))
         num_images += len(fields.get("images") or ())
     return messages
 
 
-def _message(fields: dict[str, Any], path: str, service: Service, num_images: int) -> Message:
+def _message(fields: dict[str, Any], path: str, service: Service, num_images: int, names: dict[str, str]) -> Message:
     """`num_images`: in the earlier messages."""
     message = converted(fields, OllamaMessage, path)
     if message.role != "tool":  # in a tool's result, a text model reads a note about images
@@ -228,7 +217,8 @@ def _message(fields: dict[str, Any], path: str, service: Service, num_images: in
     ]
     content: str | list[dict[str, Any]] | None = message.content
     if message.images:
-        content, _ = _with_images(message.content, message.images, num_images)
+        content, numbers = _with_images(message.content, message.images, num_images)
+        names |= _names_of(numbers, f"{path}.content", f"{path}.images")
     elif content is None and not calls:
         content = ""
     return Message(
