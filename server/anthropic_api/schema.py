@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
-from server.openai_api.schema import CommonFields, Int, Name, ReasoningEffort
+from server.openai_api.schema import MAX_TOOLS, CommonFields, Int, Name, ReasoningEffort, held
 
 CacheControl = dict[str, Any]
 
@@ -68,9 +68,9 @@ class ConversationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     """The common fields of `/v1/messages` and `/v1/messages/count_tokens`."""
 
     model: str
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=128)] | None = None
+    messages: Annotated[list[dict[str, Any]], held(Turn, min_length=1)]
+    system: str | Annotated[list[dict[str, Any]], held(*_BLOCKS)] | None = None
+    tools: Annotated[list[dict[str, Any]], held(MessageTool, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -110,7 +110,7 @@ SAME_AS_IN_A_CHAT = (*CommonFields.__struct_fields__, "max_tokens")
 
 class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Annotated[list[dict[str, Any]], held(*_BLOCKS)]
 
 
 class TextInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -172,7 +172,7 @@ class ToolResultInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], held(*_BLOCKS)] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None
@@ -192,17 +192,6 @@ class RedactedThinkingInput(msgspec.Struct, frozen=True, forbid_unknown_fields=T
 
 
 _BLOCKS = (TextInput, ToolUseInput, ToolResultInput, ThinkingInput, RedactedThinkingInput)
-HELD: dict[tuple[type, str], tuple[type, ...]] = {
-    (Turn, "content"): _BLOCKS,
-    (ToolResultInput, "content"): _BLOCKS,
-    **{
-        (request, name): kinds
-        for request in (MessagesRequest, CountTokensRequest)
-        for name, kinds in (("messages", (Turn,)), ("tools", (MessageTool,)), ("system", _BLOCKS))
-    },
-}
-"""As a chat's `HELD`."""
-
 _OF_A_RESULT = (TextInput, ImageInput, DocumentInput, SearchResultInput)
 MESSAGE_PARTS = (*_OF_A_RESULT, MessageTool, ToolUseInput, ToolResultInput, ThinkingInput, RedactedThinkingInput)
 """Types that no other names: the requests hold them as plain objects, so that an error can tell which one it means."""
@@ -213,7 +202,6 @@ _NULL = {"type": "null"}
 def complete_messages(components: dict[str, Any], *, reads_images: bool) -> None:
     """Put the parts into the requests' schemas."""
     text = _texts(TextInput)
-    tools = {"type": "array", "items": _reference(MessageTool), "maxItems": 128}
     turns = [
         _turn("user", *(each for each in _OF_A_RESULT if reads_images or each is not ImageInput), ToolResultInput),
         _turn("assistant", TextInput, ToolUseInput, ThinkingInput, RedactedThinkingInput),
@@ -223,7 +211,6 @@ def complete_messages(components: dict[str, Any], *, reads_images: bool) -> None
         fields = components[request]["properties"]
         fields["messages"] = {"type": "array", "items": {"anyOf": turns}, "minItems": 1}
         fields["system"] = {"anyOf": [*text, _NULL], "default": None}
-        fields["tools"] = {"anyOf": [tools, _NULL], "default": None}
     result = {"anyOf": [*_texts(*_OF_A_RESULT), _NULL], "default": None}
     components["ToolResultInput"]["properties"]["content"] = result
     inner = _texts(TextInput, *([ImageInput] if reads_images else []))

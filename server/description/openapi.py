@@ -20,6 +20,7 @@ from server.openai_api.fields import tables_of
 from server.openai_api.schema import CompletionRequest, DetokenizeRequest, EmbeddingRequest, Tool
 from server.pictures.reader import DETAILS, MAX_UUID_LENGTH
 from server.responses_api import schema as responses
+from server.transport.typed import held_in, struct_of
 from server.vllm_api.scoring import PoolingRequest, ScoreRequest
 
 _EVERYWHERE = (401, 403, 405, 431, 500, 503)
@@ -245,12 +246,11 @@ def complete(schema: Json, request: type[msgspec.Struct], model_names: tuple[str
         ]
     if request is ScoreRequest:
         schema["oneOf"] = [{"required": ["text_1", "text_2"]}, {"required": ["queries", "documents"]}]
-    if request is responses.ResponsesRequest:
-        items = [{"$ref": f"#/components/schemas/{item.__name__}"} for item in responses.INPUT_ITEMS]
-        fields["input"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": items}, "minItems": 1}]}
-    elif "tools" in fields:
-        tools = {"type": "array", "items": {"$ref": "#/components/schemas/Tool"}, "maxItems": 128}
-        fields["tools"] = {"anyOf": [tools, NULL], "default": None}
+    for field in struct_of(request).fields:
+        references = [{"$ref": f"#/components/schemas/{each.__name__}"} for each in held_in(field.type) or ()]
+        for each in (fields[field.name], *fields[field.name].get("anyOf", ())) if references else ():
+            if each.get("type") == "array":
+                each["items"] = references[0] if len(references) == 1 else {"anyOf": references}
     for name in {"stop", "stop_sequences"}.intersection(fields):
         fields[name] = _STOP if name == "stop" else {**_STOP, "anyOf": _STOP["anyOf"][1:]}
     if request is CompletionRequest:  # 0 means that only the prompt is wanted; alternatives are a number here

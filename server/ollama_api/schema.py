@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from server.openai_api.extensions import EXTENSIONS
-from server.openai_api.schema import Int, ReasoningEffort, Tool
+from server.openai_api.schema import MAX_TOOLS, Int, ReasoningEffort, Tool, held
 
 Think = bool | ReasoningEffort
 
@@ -64,8 +64,8 @@ class AnswerFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class OllamaChatRequest(AnswerFields, kw_only=True, forbid_unknown_fields=True):
     """`POST /api/chat`. Without messages it only asks for the model to be loaded, which has no effect."""
 
-    messages: list[dict[str, Any]] | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=128)] | None = None
+    messages: Annotated[list[dict[str, Any]], held(OllamaMessage)] | None = None
+    tools: Annotated[list[dict[str, Any]], held(Tool, max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(AnswerFields, kw_only=True, forbid_unknown_fields=True):
@@ -134,12 +134,6 @@ class OllamaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 OLLAMA_PARTS = (OllamaMessage, OllamaOptions)
 """Types that no other names: the requests hold them as plain objects, so that an error can tell which one it means."""
 
-HELD: dict[tuple[type, str], tuple[type, ...]] = {
-    (OllamaChatRequest, "messages"): (OllamaMessage,),
-    (OllamaChatRequest, "tools"): (Tool,),
-}
-"""As a chat's `HELD`."""
-
 WITHOUT_EFFECT = (
     "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "draft_num_predict", "numa",
     "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "repeat_last_n",
@@ -156,11 +150,6 @@ def complete_ollama(components: dict[str, Any], model_names: Sequence[str], *, r
         fields = components[request]["properties"]
         fields["options"] = {"anyOf": [_reference(OllamaOptions), _NULL], "default": None}
         fields["format"] = {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}, _NULL], "default": None}
-    chat = components["OllamaChatRequest"]["properties"]
-    messages = {"type": "array", "items": _reference(OllamaMessage)}
-    tools = {"type": "array", "items": _reference(Tool), "maxItems": 128}
-    chat["messages"] = {"anyOf": [messages, _NULL], "default": None}
-    chat["tools"] = {"anyOf": [tools, _NULL], "default": None}
     for name in ("OllamaMessage", "OllamaGenerateRequest"):
         images: dict[str, Any] = {"type": "array", "items": {"type": "string", "minLength": 1}}
         if not reads_images:

@@ -17,6 +17,11 @@ Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """An integer of 64 bits: no request brings arithmetic on thousands of digits."""
 
 
+def held(*kinds: type, min_length: int | None = None, max_length: int | None = None) -> msgspec.Meta:
+    """Of a list whose objects the schema leaves open, since they are read one by one: their types."""
+    return msgspec.Meta(extra={"held": kinds}, min_length=min_length, max_length=max_length)
+
+
 Prompt = str | list[str | Int | list[Int]]
 """A text, texts, the ids of one prompt, or those of several. A mixture passes here and is refused later."""
 
@@ -240,7 +245,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     `annotations` are not read, `audio` and `function_call` must be null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], held(ContentPart)] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -289,7 +294,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], held(Tool, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -360,7 +365,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], held(Tool, max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -377,11 +382,3 @@ class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
-
-
-HELD: dict[tuple[type, str], tuple[type, ...]] = {
-    (ChatCompletionRequest, "tools"): (Tool,),
-    (TokenizeRequest, "tools"): (Tool,),
-    (Message, "content"): (ContentPart,),
-}
-"""Item types of lists whose objects the schema leaves open, since they are read one by one."""

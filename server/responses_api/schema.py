@@ -16,6 +16,7 @@ from server.openai_api.schema import (
     Name,
     ReasoningEffort,
     TextFormat,
+    held,
 )
 
 
@@ -119,7 +120,7 @@ class ResponsesRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     """
 
     model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    input: str | Annotated[list[dict[str, Any]], held(*INPUT_ITEMS, min_length=1)]
     instructions: str | None = None
     previous_response_id: Annotated[str, msgspec.Meta(max_length=128)] | None = None
     store: bool | None = None
@@ -152,7 +153,7 @@ class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message in the input's form, or an output message as it was received."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[dict[str, Any]]
+    content: str | Annotated[list[dict[str, Any]], held(InputPart)]
     type: Literal["message"] = "message"
     id: str | None = None
     status: Status | None = None
@@ -172,7 +173,7 @@ class InputFunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 class InputFunctionCallOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[dict[str, Any]]
+    output: str | Annotated[list[dict[str, Any]], held(InputPart)]
     id: str | None = None
     status: Status | None = None
 
@@ -205,10 +206,3 @@ class InputPart(msgspec.Struct):
 
 
 INPUT_ITEMS = (InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
-
-HELD: dict[tuple[type, str], tuple[type, ...]] = {
-    (ResponsesRequest, "input"): INPUT_ITEMS,
-    (InputMessage, "content"): (InputPart,),
-    (InputFunctionCallOutput, "output"): (InputPart,),
-}
-"""As a chat's `HELD`."""

@@ -19,14 +19,10 @@ import msgspec.inspect as inspect
 
 from runtime.engine.option_names import nearest_name
 from runtime.engine.sampling_params import MAX_N
-from server.anthropic_api.schema import HELD as OF_MESSAGES
 from server.config import ServerConfig
 from server.errors import THE_BODY, ApiError, below, invalid, json_text
-from server.ollama_api.schema import HELD as OF_OLLAMA
 from server.openai_api.extensions import WITHIN
-from server.openai_api.schema import HELD as OF_CHATS
 from server.openai_api.schema import PATTERNS_IN_WORDS, ContentPart
-from server.responses_api.schema import HELD as OF_RESPONSES
 from server.responses_api.schema import InputPart
 
 T = TypeVar("T")
@@ -168,6 +164,15 @@ def _length(value: Any) -> str:
     return str(len(value)) if isinstance(value, (str, list, dict)) else json_text(value)
 
 
+def held_in(kind: inspect.Type) -> tuple[type, ...] | None:
+    """The types of a list's objects that are read one by one (`schema.held`)."""
+    if isinstance(kind, inspect.Metadata):
+        held: tuple[type, ...] | None = (kind.extra or {}).get("held")
+        return held
+    inners = kind.types if isinstance(kind, inspect.UnionType) else ()
+    return next((held for inner in inners if (held := held_in(inner)) is not None), None)
+
+
 def _flat(kind: inspect.Type) -> list[inspect.Type]:
     if isinstance(kind, inspect.Metadata):
         return _flat(kind.type)
@@ -245,9 +250,6 @@ def too_many(name: str, count: int, limit: int) -> ApiError:
     return invalid(name, f"{name} must have at most {limit} entries, got {count}.")
 
 
-_HELD: dict[tuple[type, str], tuple[type, ...]] = OF_CHATS | OF_RESPONSES | OF_MESSAGES | OF_OLLAMA
-"""Item types of lists whose objects the schema leaves open, since they are read one by one."""
-
 _PARTS = (ContentPart, InputPart)
 _TEXT_PARTS = frozenset({"text", "refusal", "input_text", "output_text"})
 """Parts of these kinds are read. Further fields of other kinds stay, so that they are refused by name."""
@@ -267,7 +269,7 @@ class Cleaner:
         self.takes_unknown = takes_unknown
 
     def request(self, value: dict[str, Any], schema: type[msgspec.Struct]) -> dict[str, Any]:
-        return self._fields(value, _struct(schema), "")
+        return self._fields(value, struct_of(schema), "")
 
     def _fields(self, value: dict[str, Any], struct: inspect.StructType, path: str) -> dict[str, Any]:
         known = _fields_of(struct.cls)
@@ -278,7 +280,7 @@ class Cleaner:
             field = known.get(name)
             if field is not None:
                 if item is not None or field.required:
-                    held = _HELD.get((struct.cls, name))
+                    held = held_in(field.type)
                     cleaned[name] = (
                         self._value(item, field.type, where) if held is None else self._held(item, held, where)
                     )
@@ -315,7 +317,7 @@ class Cleaner:
         if not isinstance(value, list):
             return value
         return [
-            self._fields(item, _struct(_chosen(item, structs)), f"{path}[{i}]") if isinstance(item, dict) else item
+            self._fields(item, struct_of(_chosen(item, structs)), f"{path}[{i}]") if isinstance(item, dict) else item
             for i, item in enumerate(value)
         ]
 
@@ -353,7 +355,7 @@ def _info(schema: Any) -> inspect.Type:
     return inspect.type_info(schema)
 
 
-def _struct(schema: type[msgspec.Struct]) -> inspect.StructType:
+def struct_of(schema: type[msgspec.Struct]) -> inspect.StructType:
     struct = _info(schema)
     assert isinstance(struct, inspect.StructType)
     return struct
@@ -361,4 +363,4 @@ def _struct(schema: type[msgspec.Struct]) -> inspect.StructType:
 
 @functools.cache
 def _fields_of(schema: type) -> dict[str, inspect.Field]:
-    return {field.encode_name: field for field in _struct(schema).fields}
+    return {field.encode_name: field for field in struct_of(schema).fields}

@@ -18,11 +18,11 @@ from server.ollama_api.schema import OllamaChatRequest, OllamaOptions
 from server.openai_api.fields import ACCEPTED_WITHOUT_EFFECT, NOT_BUILT
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, Tool
 from server.responses_api.schema import ResponsesRequest
-from server.transport.typed import _HELD, converted
+from server.transport.typed import converted, held_in
 from tests.server.conftest import Served
 
 ASKED = (each.request for each in OPERATIONS if each.request is not None)
-ROOTS = dict.fromkeys((*ASKED, OllamaOptions, Tool, *(each for held in _HELD.values() for each in held)))
+ROOTS = dict.fromkeys((*ASKED, OllamaOptions, Tool))
 
 
 def flat(kind: inspect.Type) -> list[inspect.Type]:
@@ -38,7 +38,9 @@ def structs_of(root: Any) -> dict[type, inspect.StructType]:
         kind = waiting.pop()
         if isinstance(kind, inspect.StructType) and kind.cls not in found:
             found[kind.cls] = kind
+            held = [one for field in kind.fields for one in held_in(field.type) or ()]
             waiting += [each for field in kind.fields for each in flat(field.type)]
+            waiting += [each for one in held for each in flat(inspect.type_info(one))]
         inner = getattr(kind, "item_type", None)
         waiting += flat(inner) if inner is not None else []
     return found
