@@ -18,7 +18,7 @@ Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 def held(*kinds: type, min_length: int | None = None, max_length: int | None = None) -> msgspec.Meta:
-    """Of a list whose objects the schema leaves open, since they are read one by one: their types."""
+    """Annotates a list whose objects, of these types, the schema leaves open, since they are read one by one."""
     return msgspec.Meta(extra={"held": kinds}, min_length=min_length, max_length=max_length)
 
 
