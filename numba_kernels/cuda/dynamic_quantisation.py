@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -107,11 +108,22 @@ def chunk_storer(element: str, *, is_clamped: bool = False) -> Any:
     return store_chunk
 
 
+def _specialisation(name: str, kernel: Any, dtype: str, element: str, num_floats: int = 0) -> Specialisation:
+    return Specialisation(
+        name=f"dynamic_quantisation_{name}_{dtype}",
+        kernel=cuda.jit(kernel),
+        argument_types=(types.uint64,) * 3 + (types.uint32,) * 2 + (types.float32,) * num_floats,
+        max_threads=32 * TILE_ROWS,
+        constants={"dtype": dtype, "element": element},
+        min_capability=80 if element == "s8" else 89,
+    )
+
+
 @functools.cache
 def _kernel(dtype: str, element: str) -> Specialisation:
     """Arguments: x, codes, scales addresses; m, k."""
     load, bits_of = vector_loader(dtype), convert.bits_from_f32
-    find_factor, store_chunk, is_integer = factor_finder(element), chunk_storer(element), element == "s8"
+    find_factor, store_chunk = factor_finder(element), chunk_storer(element)
 
     def round_rows(x, codes, scales, m, k):
         wait_for_previous_grid()
@@ -146,21 +158,14 @@ def _kernel(dtype: str, element: str) -> Specialisation:
             store_chunk(target, chunk, values, used)
             chunk = uint32(chunk + uint32(32))
 
-    return Specialisation(
-        name=f"dynamic_quantisation_{element}_{dtype}",
-        kernel=cuda.jit(round_rows),
-        argument_types=(types.uint64,) * 3 + (types.uint32,) * 2,
-        max_threads=32 * TILE_ROWS,
-        constants={"dtype": dtype, "element": element},
-        min_capability=80 if is_integer else 89,
-    )
+    return _specialisation(element, round_rows, dtype, element)
 
 
 @functools.cache
 def _static_kernel(dtype: str, element: str) -> Specialisation:
     """Arguments: x, codes, scales addresses; m, k; the scale, and one over it."""
     load, bits_of = vector_loader(dtype), convert.bits_from_f32
-    store_chunk, is_integer = chunk_storer(element, is_clamped=True), element == "s8"
+    store_chunk = chunk_storer(element, is_clamped=True)
 
     def round_rows(x, codes, scales, m, k, scale, factor):
         wait_for_previous_grid()
@@ -190,14 +195,7 @@ def _static_kernel(dtype: str, element: str) -> Specialisation:
                 scale = convert.f32_from_bits(largest)
             memory.store_f32(scales + uint64(row) * uint64(4), scale)
 
-    return Specialisation(
-        name=f"dynamic_quantisation_{element}_static_{dtype}",
-        kernel=cuda.jit(round_rows),
-        argument_types=(types.uint64,) * 3 + (types.uint32,) * 2 + (types.float32,) * 2,
-        max_threads=32 * TILE_ROWS,
-        constants={"dtype": dtype, "element": element},
-        min_capability=80 if is_integer else 89,
-    )
+    return _specialisation(f"{element}_static", round_rows, dtype, element, num_floats=2)
 
 
 @functools.cache
@@ -239,14 +237,8 @@ def _grouped_kernel(dtype: str) -> Specialisation:
                 store_chunk(target, chunk, values, factor)
             first = uint32(first + uint32(32))
 
-    return Specialisation(
-        name=f"dynamic_quantisation_e4m3_g{GROUP}_{dtype}",
-        kernel=cuda.jit(round_rows),
-        argument_types=(types.uint64,) * 3 + (types.uint32,) * 2,
-        max_threads=32 * TILE_ROWS,
-        constants={"dtype": dtype, "element": "e4m3", "group": GROUP},
-        min_capability=89,
-    )
+    made = _specialisation(f"e4m3_g{GROUP}", round_rows, dtype, "e4m3")
+    return replace(made, constants={**made.constants, "group": GROUP})
 
 
 def plan(
