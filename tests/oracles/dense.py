@@ -1,11 +1,14 @@
-"""Oracles in numpy float64: matrix product, norms, activations, rotation. Straight from the equations."""
+"""Oracles in numpy float64: matrix product, norms, softmax, activations, rotation. Straight from the equations."""
 
 from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 
+UNIT_ROUNDOFF = {np.dtype(np.float32): 2.0**-24, np.dtype(np.float16): 2.0**-11, np.dtype(ml_dtypes.bfloat16): 2.0**-8}
+_SMALLEST = {np.dtype(np.float32): 2.0**-149, np.dtype(np.float16): 2.0**-24, np.dtype(ml_dtypes.bfloat16): 2.0**-133}
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
@@ -20,14 +23,41 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(actual - expected).max()) / (largest if largest > 0 else 1.0)
 
 
-def linear(x, weight, bias=None, residual=None):
-    """``x [T, K] . weight [N, K]^T + bias [N] + residual [T, N]``."""
-    out = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
-    if bias is not None:
-        out += np.asarray(bias, np.float64)
-    if residual is not None:
-        out += np.asarray(residual, np.float64)
+def linear(x, weight, bias=None, residual=None, *, is_weight_layout=True):
+    """``x [T, K] . weight [N, K]^T`` (or ``. weight [K, N]``) ``+ bias [N] + residual [T, N]``."""
+    matrix = np.asarray(weight, np.float64).T if is_weight_layout else np.asarray(weight, np.float64)
+    out = np.asarray(x, np.float64) @ matrix
+    for term in (bias, residual):
+        if term is not None:
+            out += np.asarray(term, np.float64)
     return out
+
+
+def error_bound(x, weight, bias, residual, out_dtype, *, is_weight_layout=True):
+    """The most that an element may be off: ``(K + 2) u sum |x w|`` for any order of float32 additions (Higham, Accuracy
+    and Stability of Numerical Algorithms, 3.1), twice that, as tensor cores cut off instead of rounding, and the
+    rounding of the result."""
+    absolute = [None if term is None else np.abs(np.asarray(term, np.float64)) for term in (x, weight, bias, residual)]
+    largest = linear(*absolute, is_weight_layout=is_weight_layout)
+    exact = np.abs(linear(x, weight, bias, residual, is_weight_layout=is_weight_layout))
+    sums = 2 * (np.shape(x)[1] + 2) * UNIT_ROUNDOFF[np.dtype(np.float32)] * largest
+    return sums + UNIT_ROUNDOFF[np.dtype(out_dtype)] * (exact + sums) + _SMALLEST[np.dtype(out_dtype)]
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    """Over the last axis; a row of -inf gives zeros."""
+    x = x.astype(np.float64)
+    largest = x.max(-1, keepdims=True)
+    exponentials = np.exp(x - np.where(np.isfinite(largest), largest, 0.0))
+    total = exponentials.sum(-1, keepdims=True)
+    return np.divide(exponentials, total, out=np.zeros_like(x), where=total > 0)
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    """Over the last axis, for rows with a finite element."""
+    x = x.astype(np.float64)
+    largest = x.max(-1, keepdims=True)
+    return x - largest - np.log(np.exp(x - largest).sum(-1, keepdims=True))
 
 
 def rms_norm(x, weight, eps):

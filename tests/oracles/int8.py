@@ -1,4 +1,5 @@
-"""The int8 matrix product as it is defined: which integers, which scales; sums in float64.
+"""The int8 matrix product as it is defined: which integers, which scales; sums in float64. And that with ggml's blocks,
+for which x alone is rounded, by 32 elements.
 
 Rounding to integers is done in float32, as the kernels do it, so that ties fall the same way.
 """
@@ -47,3 +48,23 @@ def linear(x, rows, bias=None, residual=None):
     if residual is not None:
         out += residual
     return out
+
+
+BLOCK = 32
+
+
+def rounded_by_blocks(x: np.ndarray) -> np.ndarray:
+    """``x [T, K]`` as a product takes it: each group's largest magnitude stands for 127."""
+    groups = x.reshape(len(x), x.shape[1] // BLOCK, BLOCK)
+    largest = np.abs(groups).max(2, keepdims=True)
+    with np.errstate(all="ignore"):
+        inverse = np.where(largest > 0, np.float32(127) / largest, 0).astype(np.float32)
+    return (np.rint(groups * inverse).astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
+
+
+def linear_of_blocks(
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, residual: np.ndarray | None = None
+) -> np.ndarray:
+    """``weight [N, K]`` are the floats that the blocks stand for."""
+    out = rounded_by_blocks(x) @ weight.astype(np.float64).T
+    return out + (0 if bias is None else bias) + (0 if residual is None else residual)

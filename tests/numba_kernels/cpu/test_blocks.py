@@ -18,7 +18,7 @@ from runtime.linear.options import LoadOptions
 from runtime.linear.weight import BlockRows, JoinedWeight, KeptRows, packed_bytes
 from tests.models.gguf.files import random_blocks
 from tests.numba_kernels.cpu.cases import normal, tensor
-from tests.oracles import ggml_blocks
+from tests.oracles import int8
 
 RARELY = {"Q4_1", "Q5_0", "Q5_1", "IQ4_NL"}  # their kernels take seconds to compile; others have their planes
 NAMES = [pytest.param(each, marks=[pytest.mark.exhaustive] * (each in RARELY)) for each in GGML_FORMATS]
@@ -46,7 +46,7 @@ def test_products_rows_and_tables(name: str) -> None:
         packed = ops.prepare_linear([weight], [tensor(bias)])
         assert (packed.shape, packed.format) == ((width, depth), GGML_FORMATS[name])
         out = ops.linear(tensor(x), packed, residual=tensor(residual)).numpy()
-        expected = ggml_blocks.linear(x, floats, bias, residual)
+        expected = int8.linear_of_blocks(x, floats, bias, residual)
         size = np.abs(expected).max(1, keepdims=True, initial=1.0)
         assert (np.abs(out - expected) <= 2e-6 * size).all(), (rows, width, depth)
         for row in {0, rows // 2, rows - 1} if rows else ():
@@ -70,7 +70,7 @@ def test_the_largest_integers_do_not_overflow(name: str) -> None:
         x = np.ones((6, 512), np.float32)
         x[3:] = -1
         out = ops.linear(tensor(x), ops.prepare_linear([BlockRows(raw, GGML_FORMATS[name], 512)])).numpy()
-        expected = ggml_blocks.linear(x, floats)
+        expected = int8.linear_of_blocks(x, floats)
         assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
@@ -83,7 +83,7 @@ def test_parts_of_different_formats_beside_floats() -> None:
     assert [part.shape[0] for part in packed.parts] == [49, 33, 64, 20]
     x = normal(rng, (5, 512))
     out = ops.linear(tensor(x), packed).numpy()
-    expected = [ggml_blocks.linear(x, floats) for _, floats in parts] + [x.astype(np.float64) @ plain.T]
+    expected = [int8.linear_of_blocks(x, floats) for _, floats in parts] + [x.astype(np.float64) @ plain.T]
     assert np.abs(out - np.concatenate(expected, 1)).max() <= 1e-5 * np.abs(np.concatenate(expected, 1)).max()
     formats = (49, GGML_FORMATS["Q4_K"]), (33, GGML_FORMATS["Q6_K"]), (64, GGML_FORMATS["Q8_0"])
     kept = [KeptRows(*each) for each in formats]
@@ -99,7 +99,7 @@ def test_exact_mode_cuts_k_into_segments(name: str) -> None:
     assert packed.num_segments == 8
     x = normal(rng, (9, 2560))
     out = ops.linear(tensor(x), packed).numpy()
-    expected = ggml_blocks.linear(x, floats)
+    expected = int8.linear_of_blocks(x, floats)
     assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max()
     np.testing.assert_array_equal(ops.linear(tensor(x[4:5]), packed).numpy(), out[4:5])
 
@@ -110,7 +110,7 @@ def test_activations_that_are_not_finite_stay_in_their_rows() -> None:
     x[1, 7] = np.nan
     out = ops.linear(tensor(x), ops.prepare_linear([weight])).numpy()
     assert not np.isfinite(out[1]).any()
-    np.testing.assert_allclose(out[::2], ggml_blocks.linear(x[::2], floats), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(out[::2], int8.linear_of_blocks(x[::2], floats), rtol=1e-4, atol=1e-4)
 
 
 def test_sizes_that_formats_tell() -> None:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from numba_kernels.cpu.intrinsics.scalars import philox
 from numba_kernels.cpu.sampling import FIELDS
 from runtime import ops
 from runtime.errors import InvalidArgumentError
@@ -214,3 +215,21 @@ def test_draws_that_share_a_list_read_it_up_to_their_own_end():
     np.testing.assert_array_equal(drawn.token_ids, ops.sample(tensor(logits), copied).token_ids)
     shared.output_end[:] = rows
     assert (ops.sample(tensor(logits), shared).token_ids != drawn.token_ids).any()
+
+
+PHILOX = [
+    ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), PHILOX)
+def test_known_answers(counter, key, words):
+    """Of Philox4x32-10: the vectors of Random123 (kat_vectors), against the kernels and the oracle."""
+    assert tuple(oracle.philox(counter, key)) == words
+    assert tuple(int(w) for w in philox(*(np.uint32(v) for v in (*counter, *key)))) == words

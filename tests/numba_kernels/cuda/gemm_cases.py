@@ -10,7 +10,7 @@ from numba_kernels.cuda import gemm
 from numba_kernels.cuda.specialisation import Launch
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
-from tests.oracles import gemm as oracle
+from tests.oracles import dense as oracle
 
 
 def plan(
@@ -71,7 +71,7 @@ class Case:
     def check(self, actual: np.ndarray) -> None:
         """Within the error bound of float64; exactly, where the case is made of integers."""
         arrays = (self.x, self.weight, self.bias, self.residual)
-        exact = oracle.product(*arrays, is_weight_layout=self.is_weight_layout)
+        exact = oracle.linear(*arrays, is_weight_layout=self.is_weight_layout)
         if all(array is None or (np.asarray(array, np.float64) % 1 == 0).all() for array in arrays):
             assert_equal(actual, exact.astype(actual.dtype))
             return
