@@ -74,6 +74,32 @@ def test_all_kernels_and_golden_models(tiles):
     assert _passed(tiles, *kernels, "tests/runtime/linear/test_split_k.py", *models, *sizes) > 450
 
 
+@pytest.mark.parametrize(
+    ("processor", "has_amx", "best", "chosen"),
+    [
+        ("znver3", False, "avx2", "avx2"),
+        ("cascadelake", False, "avx512_vnni", "avx512_vnni"),
+        ("znver4", False, "avx512_bf16", "avx512_bf16"),
+        ("znver5", False, "avx512_bf16", "avx512_bf16"),
+        ("sapphirerapids", True, "avx512_bf16", "avx512_vnni"),
+        ("sapphirerapids", False, "avx512_bf16", "avx512_vnni"),  # a virtual machine hides AMX
+        ("sapphirerapids", False, "avx2", "avx2"),  # and AVX-512
+        ("graniterapids", True, "avx512_bf16", "avx512_vnni"),
+        ("a processor of next year", False, "portable", "portable"),
+    ],
+)
+def test_the_fastest_kind_is_chosen(processor, has_amx, best, chosen):
+    available = KINDS[: KINDS.index(best) + 1]
+    assert target.usual_tiles(available, processor, has_amx=has_amx) == chosen
+
+
+@pytest.mark.skipif(target.VARIABLE in os.environ, reason="a kind is forced")
+def test_the_kind_in_force_is_the_chosen_one():
+    has_amx = target.compiled_for("amx-bf16")
+    chosen = target.usual_tiles(target.available_tiles(), llvm.get_host_cpu_name(), has_amx=has_amx)
+    assert chosen == target.TILES
+
+
 def test_a_forced_tile_limits_the_compiler():
     code = "from numba_kernels.cpu.target import *; print(TILES, compiled_for('avx512f'), compiled_for('avx2'))"
     assert _python("-c", code, XSERV_CPU_TILES="portable").stdout == "portable False False\n"
