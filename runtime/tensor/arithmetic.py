@@ -36,44 +36,11 @@ from runtime.tensor.cast import cast_array
 from runtime.tensor.tensor import Operand, Scalar, Tensor
 
 __all__ = [
-    "absolute",
-    "add",
-    "arange",
-    "argmax",
-    "assign",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "cast",
-    "copy",
-    "divide",
-    "equal",
-    "exp",
-    "floor_divide",
-    "greater",
-    "greater_equal",
-    "invert",
-    "less",
-    "less_equal",
-    "log",
-    "matmul",
-    "maximum",
-    "minimum",
-    "multiply",
-    "negative",
-    "not_equal",
-    "power",
-    "reduce_max",
-    "reduce_mean",
-    "reduce_min",
-    "reduce_sum",
-    "remainder",
-    "sqrt",
-    "subtract",
-    "tanh",
-    "to_device",
-    "where",
-]
+    "absolute", "add", "arange", "argmax", "assign", "bitwise_and", "bitwise_or", "bitwise_xor", "cast", "copy",
+    "divide", "equal", "exp", "floor_divide", "greater", "greater_equal", "invert", "less", "less_equal", "log",
+    "matmul", "maximum", "minimum", "multiply", "negative", "not_equal", "power", "reduce_max", "reduce_mean",
+    "reduce_min", "reduce_sum", "remainder", "sqrt", "subtract", "tanh", "to_device", "where",
+]  # fmt: skip
 
 Axes = int | Sequence[int] | None
 
@@ -171,81 +138,6 @@ def to_device(tensor: Tensor, device: Device | str) -> Tensor:
 # ------------------------------------------------------------------------------------- elementwise
 
 
-def add(left: Operand, right: Operand) -> Tensor:
-    return _binary("add", np.add, left, right, _as_number)
-
-
-def subtract(left: Operand, right: Operand) -> Tensor:
-    return _binary("subtract", np.subtract, left, right, _as_number)
-
-
-def multiply(left: Operand, right: Operand) -> Tensor:
-    return _binary("multiply", np.multiply, left, right, _as_number)
-
-
-def divide(left: Operand, right: Operand) -> Tensor:
-    """Quotient; of integers, and of bools, in float32."""
-    return _binary("divide", np.true_divide, left, right, _as_float)
-
-
-def floor_divide(left: Operand, right: Operand) -> Tensor:
-    """Quotient rounded towards minus infinity."""
-    return _binary("floor_divide", np.floor_divide, left, right, _as_number, check=_refuse_zero)
-
-
-def remainder(left: Operand, right: Operand) -> Tensor:
-    """Remainder of `floor_divide`, with the divisor's sign."""
-    return _binary("remainder", np.remainder, left, right, _as_number, check=_refuse_zero)
-
-
-def power(left: Operand, right: Operand) -> Tensor:
-    return _binary("power", np.power, left, right, _as_number, check=_refuse_negative)
-
-
-def minimum(left: Operand, right: Operand) -> Tensor:
-    return _binary("minimum", np.minimum, left, right)
-
-
-def maximum(left: Operand, right: Operand) -> Tensor:
-    return _binary("maximum", np.maximum, left, right)
-
-
-def bitwise_and(left: Operand, right: Operand) -> Tensor:
-    return _binary("bitwise_and", np.bitwise_and, left, right, check=_refuse_float)
-
-
-def bitwise_or(left: Operand, right: Operand) -> Tensor:
-    return _binary("bitwise_or", np.bitwise_or, left, right, check=_refuse_float)
-
-
-def bitwise_xor(left: Operand, right: Operand) -> Tensor:
-    return _binary("bitwise_xor", np.bitwise_xor, left, right, check=_refuse_float)
-
-
-def equal(left: Operand, right: Operand) -> Tensor:
-    return _binary("equal", np.equal, left, right, _as_comparable, result=bool_)
-
-
-def not_equal(left: Operand, right: Operand) -> Tensor:
-    return _binary("not_equal", np.not_equal, left, right, _as_comparable, result=bool_)
-
-
-def less(left: Operand, right: Operand) -> Tensor:
-    return _binary("less", np.less, left, right, _as_comparable, result=bool_)
-
-
-def less_equal(left: Operand, right: Operand) -> Tensor:
-    return _binary("less_equal", np.less_equal, left, right, _as_comparable, result=bool_)
-
-
-def greater(left: Operand, right: Operand) -> Tensor:
-    return _binary("greater", np.greater, left, right, _as_comparable, result=bool_)
-
-
-def greater_equal(left: Operand, right: Operand) -> Tensor:
-    return _binary("greater_equal", np.greater_equal, left, right, _as_comparable, result=bool_)
-
-
 def where(condition: Tensor, left: Operand, right: Operand) -> Tensor:
     """Elements of `left` where the bool tensor `condition` is True, of `right` elsewhere."""
     if condition.dtype is not bool_:
@@ -260,36 +152,10 @@ def where(condition: Tensor, left: Operand, right: Operand) -> Tensor:
     return _result(np.where(condition.array, *arrays), dtype)
 
 
-def negative(tensor: Tensor) -> Tensor:
-    return _unary(np.negative, tensor, _as_number)
-
-
-def absolute(tensor: Tensor) -> Tensor:
-    return _unary(np.absolute, tensor, _as_number)
-
-
 def invert(tensor: Tensor) -> Tensor:
     """Logical not of bools; every bit of an integer turned."""
     _refuse_float("invert", tensor, tensor)
     return _unary(np.invert, tensor, gpu_name="invert_bool" if tensor.dtype is bool_ else None)
-
-
-def exp(tensor: Tensor) -> Tensor:
-    return _unary(np.exp, tensor, _as_float)
-
-
-def log(tensor: Tensor) -> Tensor:
-    """Natural logarithm: -inf at 0, NaN below."""
-    return _unary(np.log, tensor, _as_float)
-
-
-def sqrt(tensor: Tensor) -> Tensor:
-    """Square root: NaN below 0."""
-    return _unary(np.sqrt, tensor, _as_float)
-
-
-def tanh(tensor: Tensor) -> Tensor:
-    return _unary(np.tanh, tensor, _as_float)
 
 
 # -------------------------------------------------------------------------------------- reductions
@@ -315,24 +181,6 @@ def reduce_mean(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Te
     count = math.prod(tensor.shape[index] for index in axes)
     with np.errstate(all="ignore"):
         return _result(np.true_divide(total, count), _as_float(tensor.dtype))
-
-
-def reduce_max(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """Largest element over an axis, several, or all (None)."""
-    axes = views.check_axes("max", axis, tensor.ndim)
-    _refuse_nothing("max", tensor, axes)
-    if tensor.device.kind != "cpu":
-        return _gpu_reduce("max", tensor, axes, keepdims)
-    return _result(_reduce(np.maximum, tensor, axes, keepdims), tensor.dtype)
-
-
-def reduce_min(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
-    """Smallest element over an axis, several, or all (None)."""
-    axes = views.check_axes("min", axis, tensor.ndim)
-    _refuse_nothing("min", tensor, axes)
-    if tensor.device.kind != "cpu":
-        return _gpu_reduce("min", tensor, axes, keepdims)
-    return _result(_reduce(np.minimum, tensor, axes, keepdims), tensor.dtype)
 
 
 def argmax(tensor: Tensor, axis: int | None = None, keepdims: bool = False) -> Tensor:
@@ -568,3 +416,55 @@ def _refuse_negative(op: str, left: Tensor, right: Tensor) -> None:
 def _refuse_nothing(op: str, tensor: Tensor, axes: views.Shape) -> None:
     if any(tensor.shape[index] == 0 for index in axes):
         raise InvalidArgumentError(f"{op}: nothing to choose from along axes {axes} of shape {tensor.shape}")
+
+
+# ------------------------------------------------------------------------------------------- tables
+
+
+def _binary_operation(
+    op: str, function: np.ufunc, lift: _Lift = _as_is, *, result: DType | None = None, check: _Check | None = None
+) -> Callable[[Operand, Operand], Tensor]:
+    return lambda left, right: _binary(op, function, left, right, lift, result=result, check=check)
+
+
+def _unary_operation(function: np.ufunc, lift: _Lift) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: _unary(function, tensor, lift)
+
+
+def _extreme(op: str, function: np.ufunc) -> Callable[..., Tensor]:
+    def reduce(tensor: Tensor, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        axes = views.check_axes(op, axis, tensor.ndim)
+        _refuse_nothing(op, tensor, axes)
+        if tensor.device.kind != "cpu":
+            return _gpu_reduce(op, tensor, axes, keepdims)
+        return _result(_reduce(function, tensor, axes, keepdims), tensor.dtype)
+
+    return reduce
+
+
+add = _binary_operation("add", np.add, _as_number)
+subtract = _binary_operation("subtract", np.subtract, _as_number)
+multiply = _binary_operation("multiply", np.multiply, _as_number)
+divide = _binary_operation("divide", np.true_divide, _as_float)
+floor_divide = _binary_operation("floor_divide", np.floor_divide, _as_number, check=_refuse_zero)
+remainder = _binary_operation("remainder", np.remainder, _as_number, check=_refuse_zero)
+power = _binary_operation("power", np.power, _as_number, check=_refuse_negative)
+minimum = _binary_operation("minimum", np.minimum)
+maximum = _binary_operation("maximum", np.maximum)
+bitwise_and = _binary_operation("bitwise_and", np.bitwise_and, check=_refuse_float)
+bitwise_or = _binary_operation("bitwise_or", np.bitwise_or, check=_refuse_float)
+bitwise_xor = _binary_operation("bitwise_xor", np.bitwise_xor, check=_refuse_float)
+equal = _binary_operation("equal", np.equal, _as_comparable, result=bool_)
+not_equal = _binary_operation("not_equal", np.not_equal, _as_comparable, result=bool_)
+less = _binary_operation("less", np.less, _as_comparable, result=bool_)
+less_equal = _binary_operation("less_equal", np.less_equal, _as_comparable, result=bool_)
+greater = _binary_operation("greater", np.greater, _as_comparable, result=bool_)
+greater_equal = _binary_operation("greater_equal", np.greater_equal, _as_comparable, result=bool_)
+negative = _unary_operation(np.negative, _as_number)
+absolute = _unary_operation(np.absolute, _as_number)
+exp = _unary_operation(np.exp, _as_float)
+log = _unary_operation(np.log, _as_float)  # -inf at 0, NaN below
+sqrt = _unary_operation(np.sqrt, _as_float)  # NaN below 0
+tanh = _unary_operation(np.tanh, _as_float)
+reduce_max, reduce_min = _extreme("max", np.maximum), _extreme("min", np.minimum)
+"""Largest and smallest element over an axis, several, or all (None)."""

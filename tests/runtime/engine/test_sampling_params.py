@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from runtime.engine.admission import prepare
 from runtime.engine.errors import RequestError
+from runtime.engine.messages import EngineRequest
+from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import RequestOutputKind, SamplingParams
+from runtime.engine.scheduling.sequence import Request
+from tests.runtime.engine.scheduler_cases import make_driver
 
 
 def test_defaults_are_vllms() -> None:
@@ -164,3 +172,61 @@ def test_max_tokens_without_limit() -> None:
     assert SamplingParams(max_tokens=-1).max_tokens is SamplingParams(max_tokens=None).max_tokens is None
     with pytest.raises(RequestError, match=r"max_tokens must be between 1 and 2147483647, or -1 .*, got 0"):
         SamplingParams(max_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, {}),
+        ({}, {}),
+        (
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        ({"temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
+        (
+            {"do_sample": False, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1},
+            {"temperature": 0.0, "repetition_penalty": 1.1},
+        ),
+        ({"do_sample": False, "top_p": 0, "top_k": 2.5}, {"temperature": 0.0}),
+        ({"min_p": 0.1, "max_new_tokens": 99}, {"min_p": 0.1, "max_tokens": 99}),
+    ],
+)
+def test_recommendations(tmp_path: Path, content: dict[str, Any] | None, expected: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert recommended_sampling(tmp_path) == expected
+
+
+def prepared(policy: str, **fields: object) -> Request:
+    request = EngineRequest(request_id="x", prompt_token_ids=[1, 2], params=SamplingParams(), **fields)  # type: ignore[arg-type]
+    return prepare(request, make_driver(scheduling_policy=policy).info)
+
+
+def test_fields_reach_the_scheduler() -> None:
+    request = prepared("deadline", ttft_target_s=2, tpot_target_s=0.25, cache_salt="tenant")
+    assert (request.ttft_target_s, request.tpot_target_s, request.cache_salt) == (2, 0.25, "tenant")
+    assert prepared("priority", priority=-3).priority == -3
+    assert prepared("fcfs").priority == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields", "words"),
+    [
+        ("fcfs", {"priority": 1}, "the fcfs policy takes no priority, got 1"),
+        ("deadline", {"priority": -1}, "the deadline policy takes no priority, got -1"),
+        ("fcfs", {"ttft_target_s": 1.0}, "the fcfs policy takes no ttft_target_s, got 1.0"),
+        ("priority", {"tpot_target_s": 1.0}, "the priority policy takes no tpot_target_s, got 1.0"),
+        ("priority", {"priority": 0.5}, "priority must be an integer, got 0.5"),
+        ("deadline", {"ttft_target_s": 0.0}, "ttft_target_s must be a positive number of seconds, got 0.0"),
+        ("deadline", {"tpot_target_s": math.nan}, "tpot_target_s must be a positive number of seconds, got nan"),
+        ("deadline", {"tpot_target_s": "1"}, "tpot_target_s must be a positive number of seconds, got '1'"),
+        ("priority", {"cache_salt": ""}, "cache_salt must be a string, not empty"),
+        ("priority", {"cache_salt": 7}, "cache_salt must be a string, not empty"),
+    ],
+)
+def test_what_the_policy_would_ignore_is_refused(policy: str, fields: dict[str, object], words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        prepared(policy, **fields)
+    assert caught.value.param in fields

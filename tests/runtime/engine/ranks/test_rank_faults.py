@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,10 @@ from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
 from runtime.engine.ranks import group
 from runtime.engine.ranks.executor import ParallelExecutor
+from runtime.engine.ranks.messages import EXIT_DRIVER_GONE, DropEncoded, Record, frame
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.steps.executor import ExecutorLostError
-from runtime.own_packages import python_module
+from runtime.own_packages import ROOT, python_module
 from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.ranks.test_tensor_parallel import request_of, run
 
@@ -154,3 +158,37 @@ def test_a_stopped_rank_is_ended_with_the_others(
     engine.close()
     assert time.monotonic() - begun < MOST_S + group.END_S
     assert_gone(pids)
+
+
+RANK = """
+import socket, sys, time
+from runtime.engine.ranks.messages import DropEncoded, Inbox, Record
+inbox = Inbox(socket.socket(fileno=int(sys.argv[1])))
+assert inbox.get() == Record()
+assert inbox.get() == DropEncoded(7)
+assert inbox.is_empty and inbox.get(0.0) is None
+print("waits", flush=True)
+assert inbox.get(60.0) == DropEncoded(8)
+print("computes", flush=True)
+time.sleep(60)
+"""
+
+
+def test_messages_come_in_order_and_the_process_ends_with_the_connection() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RANK, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdout=subprocess.PIPE,
+            cwd=ROOT,
+        )  # fmt: skip
+    try:
+        with ours:
+            ours.sendall(frame(Record()) + frame(DropEncoded(7)))
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"waits\n"
+            ours.sendall(frame(DropEncoded(8)))
+            assert process.stdout.readline() == b"computes\n"
+        assert process.wait(30) == EXIT_DRIVER_GONE
+    finally:
+        process.kill()
+        process.communicate()
