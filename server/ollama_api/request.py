@@ -58,8 +58,10 @@ def chat_of_messages(
     service: Service, asked: OllamaChatRequest, ignored: list[str], names: dict[str, str]
 ) -> ChatCompletionRequest:
     """Converts `/api/chat`; `names` gets a chat's names of its images. Raises `ApiError` 400."""
+    messages = _messages(asked, service, names)
     return ChatCompletionRequest(
-        messages=_messages(asked, service, names),
+        messages=messages,
+        continue_final_message=_continues(messages),
         tools=asked.tools,
         **_fields(service, asked, ignored),
         **_thinking(service, asked.think, ignored, has_tools=bool(asked.tools)),
@@ -204,6 +206,12 @@ def _messages(asked: OllamaChatRequest, service: Service, names: dict[str, str])
         messages.append(_message(fields, f"messages[{i}]", service, num_images, names))
         num_images += len(fields.get("images") or ())
     return messages
+
+
+def _continues(messages: list[Message]) -> bool:
+    """Whether the answer continues the last message: a text of the assistant, as Ollama's templates leave it open."""
+    last = messages[-1] if messages else None
+    return last is not None and last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
 def _message(fields: dict[str, Any], path: str, service: Service, num_images: int, names: dict[str, str]) -> Message:

@@ -64,6 +64,14 @@ def test_chat(served: Served, client: ollama.Client) -> None:
     assert client.chat(MODEL, HELLO, options={"num_predict": 3}).done_reason == "length"
 
 
+def test_a_last_text_of_the_assistant_is_continued(served: Served, client: ollama.Client) -> None:
+    begun = {"role": "assistant", "content": "Well, I"}
+    client.chat(MODEL, [*HELLO, begun])
+    assert prompt_of(served) == "<s>user:Hello</s><s>assistant:Well, I"
+    client.chat(MODEL, [*HELLO, {"role": "assistant", "content": ""}])
+    assert prompt_of(served).endswith("<s>assistant:</s><s>assistant:")
+
+
 def test_options_arrive(served: Served, client: ollama.Client) -> None:
     options = {
         "temperature": 0.5, "top_k": 9, "top_p": 0.25, "min_p": 0.125, "repeat_penalty": 1.25, "seed": 3,
