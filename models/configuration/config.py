@@ -235,6 +235,17 @@ def read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:
     return kinds
 
 
+def read_windows(fields: Fields, num_layers: int, pattern: int) -> tuple[int | None, ...]:
+    """`sliding_window` in the layers that `layer_types` names, by default in all but each `pattern`-th."""
+    kinds = read_layer_types(fields, num_layers) or [
+        "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(num_layers)
+    ]
+    window = read_window(fields)
+    if window is None and "sliding_attention" in kinds:
+        raise fields.error("sliding_window", "is null, but layers have sliding_attention")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 def agree_with_layer_types(fields: Fields, windows: tuple[int | None, ...]) -> tuple[int | None, ...]:
     """`windows`, if `layer_types` is absent or names the same layers; `ConfigError` otherwise."""
     for layer, kind in enumerate(read_layer_types(fields, len(windows)) or ()):

@@ -182,19 +182,19 @@ class Fields:
 
     def numbers(self, name: str, *, least: float = -math.inf, most: float = math.inf) -> tuple[float, ...]:
         """A list of finite floats from `least` to `most`."""
-        values = self._get(name, REQUIRED)
-        if not isinstance(values, list):
-            raise self.error(name, f"must be a list of numbers, not {values!r:.80}")
-        entries = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
-        return tuple(entries.number(f"{name}[{i}]", least=least, most=most) for i in range(len(values)))
+        entries = self._entries(name, REQUIRED, "numbers")
+        return tuple(entries.number(each, least=least, most=most) for each in entries.values())
 
     def integers(self, name: str, *, least: int = 0) -> tuple[int, ...]:
         """A list of integers from `least` on; absent gives none."""
-        values = self._get(name, [])
+        entries = self._entries(name, [], "integers")
+        return tuple(entries.integer(each, least=least) for each in entries.values())
+
+    def _entries(self, name: str, default: Any, kind: str) -> Fields:
+        values = self._get(name, default)
         if not isinstance(values, list):
-            raise self.error(name, f"must be a list of integers, not {values!r:.80}")
-        entries = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
-        return tuple(entries.integer(f"{name}[{i}]", least=least) for i in range(len(values)))
+            raise self.error(name, f"must be a list of {kind}, not {values!r:.80}")
+        return Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
 
     def boolean(self, name: str, default: Any = REQUIRED) -> Any:
         value = self._get(name, default)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.base import Architecture
-from models.configuration.config import read_attention_bias, read_layer_types, read_window
+from models.configuration.config import read_attention_bias, read_windows
 from models.configuration.json_fields import Fields
 from models.decoder import DecoderConfig, Layer, read_rotated
 from models.layer_norm import LayerNormDecoder, LayerNormLayer
@@ -62,15 +62,8 @@ def read_cohere2(fields: Fields) -> CohereConfig:
     ):  # fmt: skip
         fields.expect(name, value)
     fields.raw("use_parallel_embedding")  # how its makers split the table over devices
-    kinds = read_layer_types(fields, num_layers) or [
-        "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(num_layers)
-    ]
-    window = read_window(fields)
-    if window is None and "sliding_attention" in kinds:
-        raise fields.error("sliding_window", "is null, must be a number: layers have sliding_attention")
-    is_sliding = [kind == "sliding_attention" for kind in kinds]
-    common["layer_windows"] = tuple(window if sliding else None for sliding in is_sliding)
-    common["layer_ropes"] = tuple(rope if sliding else None for sliding in is_sliding)
+    common["layer_windows"] = windows = read_windows(fields, num_layers, pattern)
+    common["layer_ropes"] = tuple(None if window is None else rope for window in windows)
     return CohereConfig(**common)
 
 

@@ -30,8 +30,8 @@ from models.configuration.config import (
     outer_fields,
     read_attention_bias,
     read_common,
-    read_layer_types,
     read_window,
+    read_windows,
 )
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
@@ -157,14 +157,8 @@ def _read_common(fields: Fields, *, default_max_positions: int, pattern: int) ->
     common |= read_attention_bias(fields)
     scalar = fields.number("query_pre_attn_scalar", 256.0, least=1e-3, most=1e6)
     common["attention_scales"] = (scalar**-0.5,) * num_layers
-    kinds = read_layer_types(fields, num_layers) or [
-        "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(num_layers)
-    ]
-    window = read_window(fields)
-    if window is None and "sliding_attention" in kinds:
-        raise fields.error("sliding_window", "is null, but layers have sliding_attention")
-    fields.expect("sliding_window_size", window)  # Gemma 2 says it twice
-    common["layer_windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    common["layer_windows"] = read_windows(fields, num_layers, pattern)
+    fields.expect("sliding_window_size", read_window(fields))  # Gemma 2 says it twice
     return common
 
 

@@ -35,18 +35,21 @@ class GraniteMoeConfig(MoeConfig):
 
 
 class GraniteModel(Decoder):
-    config: GraniteConfig
+    config: GraniteConfig | GraniteMoeConfig
 
-    def __init__(self, config: GraniteConfig, maker: Maker) -> None:
+    def __init__(self, config: GraniteConfig | GraniteMoeConfig, maker: Maker) -> None:
         super().__init__(config, maker)
         self.embedding_scale = config.embedding_multiplier
         self.logits_scale = 1.0 / config.logits_scaling
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
-        return _layer(self, index, maker, self.config.residual_multiplier)
+        multiplier = self.config.residual_multiplier
+        if multiplier == 1.0:
+            return PreNormLayer(self, index, maker)
+        return GraniteLayer(self, index, maker, multiplier)
 
 
-class GraniteMoeModel(MoeDecoder):
+class GraniteMoeModel(GraniteModel, MoeDecoder):
     config: GraniteMoeConfig
     form = ExpertsForm(
         under="block_sparse_moe", router="router.layer", stack_order="outputs_first",
@@ -60,14 +63,6 @@ class GraniteMoeModel(MoeDecoder):
         ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
     })  # fmt: skip
 
-    def __init__(self, config: GraniteMoeConfig, maker: Maker) -> None:
-        super().__init__(config, maker)
-        self.embedding_scale = config.embedding_multiplier
-        self.logits_scale = 1.0 / config.logits_scaling
-
-    def make_layer(self, index: int, maker: Maker) -> Layer:
-        return _layer(self, index, maker, self.config.residual_multiplier)
-
 
 class GraniteLayer(PreNormLayer):
     """`x = x + m attention(norm(x));  x = x + m mlp(norm(x))`."""
@@ -79,10 +74,6 @@ class GraniteLayer(PreNormLayer):
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         x = ops.add_scaled(x, self.attention(x, batch, kv_cache), self.multiplier)
         return ops.add_scaled(x, self.mlp(x, batch), self.multiplier)
-
-
-def _layer(model: Decoder, index: int, maker: Maker, multiplier: float) -> Layer:
-    return PreNormLayer(model, index, maker) if multiplier == 1.0 else GraniteLayer(model, index, maker, multiplier)
 
 
 def read_granite(fields: Fields) -> GraniteConfig:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.base import Architecture
-from models.configuration.config import read_attention_bias, read_common, read_layer_types, read_window
+from models.configuration.config import read_attention_bias, read_common, read_windows
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.decoder import Attention, Decoder, DecoderConfig, GatedMlp, Layer, read_rotated
@@ -75,19 +75,13 @@ def read_olmo2(fields: Fields) -> DecoderConfig:
 def read_olmo3(fields: Fields) -> DecoderConfig:
     common = {**read_common(fields, **_DEFAULTS), **_read_biases(fields)}
     num_layers, head_dim = common["num_layers"], common["head_dim"]
-    kinds = read_layer_types(fields, num_layers) or [
-        "full_attention" if index % 4 == 3 else "sliding_attention" for index in range(num_layers)
-    ]
-    window = read_window(fields)
-    if window is None and "sliding_attention" in kinds:
-        raise fields.error("sliding_window", "is null, but layer_types has sliding_attention")
-    common["layer_windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    common["layer_windows"] = windows = read_windows(fields, num_layers, 4)
     positions, theta = common["max_position_embeddings"], 500_000.0
     full = parse_rope(fields, head_dim, positions, layer_type="full_attention", default_theta=theta)
     sliding = RopeConfig(full.theta, head_dim)  # of files with one entry, whose scaling is meant for the other layers
     if fields.object("rope_parameters").names():
         sliding = parse_rope(fields, head_dim, positions, layer_type="sliding_attention", default_theta=theta)
-    return DecoderConfig(**common, layer_ropes=tuple(full if kind == "full_attention" else sliding for kind in kinds))
+    return DecoderConfig(**common, layer_ropes=tuple(full if window is None else sliding for window in windows))
 
 
 def _read_biases(fields: Fields) -> dict[str, Any]:

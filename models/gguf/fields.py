@@ -50,30 +50,20 @@ def _read_experts(keys: Keys) -> dict[str, Any]:
 
 
 def read_qwen2_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """Adds whether weights are normalised, which the architecture fixes."""
     common.pop("attention_bias")
-    return {
-        **_read_experts(keys),
-        "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
-        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", REQUIRED),
-        "norm_topk_prob": False,
-        **_layers_without_router(keys, common),
-    }
+    size = keys.integer("expert_shared_feed_forward_length", REQUIRED)
+    return {**read_qwen3_moe(keys, common), "shared_expert_intermediate_size": size, "norm_topk_prob": False}
 
 
 def read_qwen3_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """With whether weights are normalised, which the architecture fixes. Layers without a router have an MLP."""
+    layers = range(common["num_hidden_layers"])
     return {
         **_read_experts(keys),
         "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
         "norm_topk_prob": True,
-        **_layers_without_router(keys, common),
+        "mlp_only_layers": [each for each in layers if f"blk.{each}.ffn_gate_inp.weight" not in keys.tensors],
     }
-
-
-def _layers_without_router(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """Qwen's layers without a router have an MLP."""
-    layers = range(common["num_hidden_layers"])
-    return {"mlp_only_layers": [each for each in layers if f"blk.{each}.ffn_gate_inp.weight" not in keys.tensors]}
 
 
 def read_glm4_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
