@@ -18,8 +18,8 @@ from runtime.emulator.arithmetic.floats import (
 )
 from runtime.emulator.arithmetic.integers import is_signed
 from runtime.emulator.arithmetic.small_floats import FORMATS, narrow, widen
-from runtime.emulator.translation.lowering import Lowering, lowers
-from runtime.emulator.translation.modifiers import Modifiers
+from runtime.emulator.translation.forms import Modifiers
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.ptx import Instruction, Operand
 from runtime.emulator.translation.vectors import (
     F32,
@@ -47,7 +47,6 @@ _PAIRS = ("f16x2", "bf16x2")
 _KINDS = (*WHOLE, *FLOATS, *_SMALL, *_PAIRS, "tf32")
 
 
-@lowers("cvt")
 def cvt(low: Lowering, ins: Instruction) -> None:
     mods = Modifiers(ins)
     of, to = mods.type(_KINDS), mods.type(_KINDS)

@@ -24,8 +24,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from runtime.emulator.translation.lowering import Lowering
-from runtime.emulator.translation.modifiers import Modifiers, by_type
+from runtime.emulator.translation.forms import Modifiers
 from runtime.emulator.translation.vectors import (
     F32,
     F64,
@@ -40,6 +39,7 @@ from runtime.emulator.translation.vectors import (
     shared,
     splat,
     unary,
+    width,
 )
 
 ROUNDINGS = ("rn", "rz", "rm", "rp")
@@ -104,7 +104,16 @@ def sum_to_odd(b: Builder, x: Value, y: Value) -> Value:
 
 _WORDS = {str(F32): I32, str(F64): I64}
 NAN = {str(F32): 0x7FFFFFFF, str(F64): 0x7FF8000000000000}
-_NAMES = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "fma": "fma", "mad": "fma", "sqrt": "sqrt"}
+_NAMES = {
+    "add": "fadd",
+    "sub": "fsub",
+    "mul": "fmul",
+    "div": "fdiv",
+    "rcp": "fdiv",
+    "fma": "fma",
+    "mad": "fma",
+    "sqrt": "sqrt",
+}
 
 
 # --- on values ---
@@ -156,14 +165,14 @@ def least_or_most(b: Builder, name: str, x: Value, y: Value, keeps_nan: bool) ->
 # --- instructions ---
 
 
-@by_type("add", "sub", "mul", "fma", "mad", kinds=("f32", "f64"))
-def arithmetic(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b, name = low.builder, _NAMES[mods.name]
-    mode = mods.one_of(ROUNDINGS, None if name == "fma" else "rn")
-    ftz, sat = kind != "f64" and mods.take("ftz"), kind == "f32" and mods.take("sat")
-    to, *sources = mods.operands(4 if name == "fma" else 3)
-    arguments = _flushed(b, tuple(low.value(source, kind) for source in sources), ftz)
-    low.write(to, finish(b, rounded(b, name, arguments[0].type, arguments, mode), ftz, sat))
+def arithmetic(form: Modifiers, *values: Value) -> Value:
+    """Rounded once: add, sub, mul, fma, div, rcp, sqrt."""
+    b, ftz = form.b, "ftz" in form
+    mode = form.one_of(ROUNDINGS, "rn")
+    given = _flushed(b, values, ftz)
+    if form.name == "rcp":
+        given.insert(0, like(given[0], 1.0))
+    return finish(b, rounded(b, _NAMES[form.name], given[0].type, given, mode), ftz, "sat" in form)
 
 
 def _flushed(b: Builder, arguments: tuple[Value, ...], ftz: bool) -> list[Value]:
@@ -177,82 +186,31 @@ def finish(b: Builder, result: Value, ftz: bool, sat: bool) -> Value:
     return flush(b, result) if ftz else result
 
 
-@by_type("div", "rcp", "sqrt", kinds=("f32", "f64"))
-def division(low: Lowering, mods: Modifiers, kind: str) -> None:
-    """div, rcp and sqrt: IEEE 754's with a rounding, an approximation with .approx or .full."""
-    b, name = low.builder, mods.name
-    for way in ("approx", "full"):
-        if mods.take(way):
-            _approximation(low, mods, kind, f"{name}.{way}")
-            return
-    mode = mods.one_of(ROUNDINGS)
-    ftz = kind == "f32" and mods.take("ftz")
-    to, *sources = mods.operands(3 if name == "div" else 2)
-    values = _flushed(b, tuple(low.value(source, kind) for source in sources), ftz)
-    if name == "rcp":
-        values.insert(0, like(values[0], 1.0))
-    result = rounded(b, "sqrt" if name == "sqrt" else "fdiv", values[0].type, values, mode)
-    low.write(to, finish(b, result, ftz, False))
+def approximation(form: Modifiers, *values: Value) -> Value:
+    """.approx, and .full of div; divisions always flush."""
+    name = f"{form.name}.{'full' if 'full' in form else 'approx'}"
+    ftz = "ftz" in form or form.name == "div"
+    result = shared(form.b, f"xserv.{name}", values[0].type, _flushed(form.b, values, ftz), _FUNCTIONS[name])
+    return finish(form.b, result, ftz, False)
 
 
-@by_type("rsqrt", "lg2", "ex2", kinds=("f32",))
-def function(low: Lowering, mods: Modifiers, kind: str) -> None:
-    if not mods.take("approx"):
-        raise mods.refuse("only .approx")
-    _approximation(low, mods, kind, f"{mods.name}.approx")
+def sign(form: Modifiers, x: Value) -> Value:
+    if "ftz" in form:
+        x = flush(form.b, x)
+    return unary(form.b, "fabs", x) if form.name == "abs" else form.b.fneg(x)
 
 
-def _approximation(low: Lowering, mods: Modifiers, kind: str, name: str) -> None:
-    b = low.builder
-    ftz = mods.take("ftz")
-    to, *sources = mods.operands(3 if name.startswith("div") else 2)
-    values = [low.value(source, kind) for source in sources]
-    if kind == "f64":
-        raise mods.refuse("type .f64")
-    ftz = ftz or name.startswith("div")  # .approx and .full division always flush
-    result = approximate(b, name, _flushed(b, tuple(values), ftz))
-    if result is None:
-        raise mods.refuse("type .f32")
-    low.write(to, finish(b, result, ftz, False))
+def extremum(form: Modifiers, *values: Value) -> Value:
+    x, y = _flushed(form.b, values, "ftz" in form)
+    return least_or_most(form.b, form.name, x, y, "NaN" in form)
 
 
-@by_type("abs", "neg", kinds=("f32", "f64"))
-def sign(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b = low.builder
-    ftz = kind == "f32" and mods.take("ftz")
-    to, source = mods.operands(2)
-    x = low.value(source, kind)
-    if ftz:
-        x = flush(b, x)
-    low.write(to, unary(b, "fabs", x) if mods.name == "abs" else b.fneg(x))
-
-
-@by_type("min", "max", kinds=("f32", "f64"))
-def extremum(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b, single = low.builder, kind == "f32"
-    ftz, keeps_nan = single and mods.take("ftz"), single and mods.take("NaN")
-    to, *sources = mods.operands(3)
-    x, y = _flushed(b, tuple(low.value(source, kind) for source in sources), ftz)
-    low.write(to, least_or_most(b, mods.name, x, y, keeps_nan))
-
-
-@by_type("copysign", kinds=("f32", "f64"))
-def copy_sign(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, of, magnitude = mods.operands(3)
-    b, words = low.builder, "b" + kind[1:]
-    top = like(low.value(of, words), 1 << (int(kind[1:]) - 1))
-    low.write(to, b.or_(b.and_(low.value(of, words), top), b.and_(low.value(magnitude, words), b.not_(top))))
+def copy_sign(form: Modifiers, of: Value, magnitude: Value) -> Value:
+    b, top = form.b, like(of, 1 << (width(of) - 1))
+    return b.or_(b.and_(of, top), b.and_(magnitude, b.not_(top)))
 
 
 HALF_ULP = 2.0**-24  # the largest relative error of rounding to float32
-
-
-def approximate(builder: Builder, name: str, arguments: Sequence[Value]) -> Value | None:
-    """``rcp.approx`` and so on of float32 vectors; None where there is none."""
-    body = _FUNCTIONS.get(name)
-    if body is None:
-        return None
-    return shared(builder, f"xserv.{name}", arguments[0].type, arguments, body)
 
 
 def scaled(b: Builder, x: Value, relative: float) -> Value:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from runtime.emulator.translation.lowering import Lowering
-from runtime.emulator.translation.modifiers import Modifiers, by_type
+from runtime.emulator.translation.forms import Modifiers
 from runtime.emulator.translation.ptx import CARRY, Integer, Operand
 from runtime.emulator.translation.vectors import (
     BIT,
@@ -34,8 +33,6 @@ from runtime.emulator.translation.vectors import (
     width,
 )
 
-WHOLE = ("u16", "s16", "u32", "s32", "u64", "s64")
-
 
 def is_signed(kind: str) -> bool:
     return kind[0] == "s"
@@ -50,51 +47,35 @@ def absolute(builder: Builder, x: Value) -> Value:
     return binary(builder, "smax", x, builder.neg(x))
 
 
-# --- add, sub, min, max ---
+# --- sums ---
 
 
-@by_type("add", "sub", "min", "max", kinds=WHOLE)
-def two_operands(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b, name = low.builder, mods.name
-    to, *sources = mods.operands(3)
-    x, y = (low.value(source, kind) for source in sources)
-    if name in ("add", "sub") and mods.take("cc"):
-        _with_carry(low, mods, to, x, y, sets=True)
-    elif name in ("add", "sub"):
-        low.write(to, b.add(x, y) if name == "add" else b.sub(x, y))
-    else:
-        low.write(to, binary(b, ("s" if is_signed(kind) else "u") + name, x, y))
+def add(form: Modifiers, x: Value, y: Value) -> Value:
+    """add, sub, addc, subc."""
+    if "cc" in form or form.ins.reads_carry:
+        return _with_carry(form, x, y)
+    return form.b.add(x, y) if form.name == "add" else form.b.sub(x, y)
 
 
-# --- with the carry flag ---
-
-EXTENDED = ("u32", "s32", "u64", "s64")
-
-
-def _with_carry(low: Lowering, mods: Modifiers, to: Operand, x: Value, y: Value, *, sets: bool) -> None:
-    """x + y, or x - y of sub and subc, whose flag is a borrow. `addc`, `subc` and `madc` add the flag."""
-    b, subtracts = low.builder, mods.name.startswith("sub")
-    if width(x) not in (32, 64):
-        raise mods.refuse("a carry of 16 bits")
+def _with_carry(form: Modifiers, x: Value, y: Value) -> Value:
+    """x + y, or x - y of sub and subc, whose flag is a borrow. `addc`, `subc` and `madc` add the flag, .cc sets it."""
+    b, subtracts = form.b, form.name.startswith("sub")
 
     def step(x: Value, y: Value) -> tuple[Value, Value]:
         result = b.sub(x, y) if subtracts else b.add(x, y)
         return result, b.icmp_unsigned("<", x, y) if subtracts else b.icmp_unsigned("<", result, x)
 
     result, carries = step(x, y)
-    if mods.ins.reads_carry:
-        result, again = step(result, b.zext(truths_of(b, low.predicate(CARRY)), x.type))
+    if form.ins.reads_carry:
+        result, again = step(result, b.zext(truths_of(b, form.low.predicate(CARRY)), x.type))
         carries = b.or_(carries, again)
-    if sets:
-        low.write_predicate(CARRY, mask_of(b, carries))
-    low.write(to, result)
+    if "cc" in form:
+        form.low.write_predicate(CARRY, mask_of(b, carries))
+    return result
 
 
-@by_type("addc", "subc", kinds=EXTENDED)
-def add_carry(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, *sources = mods.operands(3)
-    x, y = (low.value(source, kind) for source in sources)
-    _with_carry(low, mods, to, x, y, sets=mods.take("cc"))
+def extremum(form: Modifiers, x: Value, y: Value) -> Value:
+    return binary(form.b, ("s" if is_signed(form.kind) else "u") + form.name, x, y)
 
 
 # --- products ---
@@ -123,35 +104,19 @@ def _high_product_64(b: Builder, x: Value, y: Value) -> Value:
     return b.add(b.add(b.mul(xh, yh), b.lshr(first, half)), b.lshr(second, half))
 
 
-@by_type("mul", kinds=WHOLE)
-def multiply(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, *sources = mods.operands(3)
-    x, y = (low.value(source, kind) for source in sources)
-    low.write(to, _product(low, mods, kind, x, y))
-
-
-def _product(low: Lowering, mods: Modifiers, kind: str, x: Value, y: Value) -> Value:
-    b, part = low.builder, mods.one_of(("lo", "hi", "wide"))
-    if part == "lo":
+def multiply(form: Modifiers, x: Value, y: Value) -> Value:
+    b, signed = form.b, is_signed(form.kind)
+    if "lo" in form:
         return b.mul(x, y)
-    if part == "hi":
-        return high_product(b, x, y, is_signed(kind))
-    bits = width(x)
-    if bits == 64:
-        raise mods.refuse(f".wide of type .{kind}")
-    return b.mul(extend(b, x, 2 * bits, is_signed(kind)), extend(b, y, 2 * bits, is_signed(kind)))
+    if "hi" in form:
+        return high_product(b, x, y, signed)
+    return b.mul(extend(b, x, 2 * width(x), signed), extend(b, y, 2 * width(y), signed))
 
 
-@by_type("mad", "madc", kinds=WHOLE)
-def multiply_add(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b, part = low.builder, next((word for word in mods.words if word in ("lo", "hi", "wide")), "")
-    to, *sources = mods.operands(4)
-    product = _product(low, mods, kind, *(low.value(source, kind) for source in sources[:2]))
-    if part != "wide" and (mods.ins.sets_carry or mods.ins.reads_carry):
-        _with_carry(low, mods, to, product, low.value(sources[2], kind), sets=mods.take("cc"))
-        return
-    addend = low.value(sources[2], kind[0] + str(2 * int(kind[1:])) if part == "wide" else kind)
-    low.write(to, b.add(product, addend))
+def multiply_add(form: Modifiers, x: Value, y: Value, addend: Value) -> Value:
+    product = multiply(form, x, y)
+    has_carry = "cc" in form or form.ins.reads_carry
+    return _with_carry(form, product, addend) if has_carry else form.b.add(product, addend)
 
 
 # --- quotients ---
@@ -178,29 +143,17 @@ def _divide(b: Builder, x: Value, y: Value, signed: bool, remainder: bool) -> Va
     return b.sub(x, b.mul(quotient, y)) if remainder else quotient
 
 
-@by_type("div", "rem", kinds=WHOLE)
-def divide(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, *sources = mods.operands(3)
-    x, y = (low.value(source, kind) for source in sources)
-    name, signed = mods.name, is_signed(kind)
-    result = shared(
-        low.builder, f"xserv.{name}.{kind}", x.type, [x, y], lambda b, x, y: _divide(b, x, y, signed, name == "rem")
-    )
-    low.write(to, result)
+def divide(form: Modifiers, x: Value, y: Value) -> Value:
+    signed, is_remainder = is_signed(form.kind), form.name == "rem"
+    name = f"xserv.{form.name}.{form.kind}"
+    return shared(form.b, name, x.type, [x, y], lambda b, x, y: _divide(b, x, y, signed, is_remainder))
 
 
-# --- one operand ---
-
-
-@by_type("abs", "neg", kinds=("s16", "s32", "s64"))
-def sign(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, source = mods.operands(2)
-    x = low.value(source, kind)
-    low.write(to, absolute(low.builder, x) if mods.name == "abs" else low.builder.neg(x))
+def sign(form: Modifiers, x: Value) -> Value:
+    return absolute(form.b, x) if form.name == "abs" else form.b.neg(x)
 
 
 FALSE = ir.Constant(BIT, 0)
-FULL = ir.Constant(WORD, 0xFFFFFFFF)
 
 
 def resized(builder: Builder, x: Value, bits: int) -> Value:
@@ -213,24 +166,8 @@ def resized(builder: Builder, x: Value, bits: int) -> Value:
 # --- logic ---
 
 
-@by_type("and", "or", "xor", kinds=("pred", "b16", "b32", "b64"))
-def logic(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, *sources = mods.operands(3)
-    make = {"and": low.builder.and_, "or": low.builder.or_, "xor": low.builder.xor}[mods.name]
-    if kind == "pred":
-        low.write_predicate(to, make(*(low.predicate(source) for source in sources)))
-    else:
-        low.write(to, make(*(low.value(source, kind) for source in sources)))
-
-
-@by_type("not", kinds=("pred", "b16", "b32", "b64"))
-def negation(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b = low.builder
-    to, source = mods.operands(2)
-    if kind == "pred":
-        low.write_predicate(to, b.xor(low.predicate(source), FULL))
-    else:
-        low.write(to, b.not_(low.value(source, kind)))
+def logic(form: Modifiers, x: Value, y: Value) -> Value:
+    return {"and": form.b.and_, "or": form.b.or_, "xor": form.b.xor}[form.name](x, y)
 
 
 # --- shifts ---
@@ -249,73 +186,49 @@ def shift_right(b: Builder, x: Value, amount: Value, signed: bool) -> Value:
     return b.select(inside, b.lshr(x, b.and_(amount, like(amount, width(x) - 1))), like(x, 0))
 
 
-def _amount(low: Lowering, operand: Operand, bits: int) -> Value:
-    """A 32-bit amount as a vector of `bits`; amounts that do not fit stay beyond the width."""
-    amount = low.value(operand, "u32")
-    if bits < 32:
-        amount = binary(low.builder, "umin", amount, like(amount, bits))
-    return resized(low.builder, amount, bits)
+def shift(form: Modifiers, x: Value, amount: Value) -> Value:
+    """A 32-bit amount is brought to x's width; amounts that do not fit stay beyond it."""
+    if width(x) < 32:
+        amount = binary(form.b, "umin", amount, like(amount, width(x)))
+    amount = resized(form.b, amount, width(x))
+    if form.name == "shl":
+        return shift_left(form.b, x, amount)
+    return shift_right(form.b, x, amount, is_signed(form.kind))
 
 
-@by_type("shl", kinds=("b16", "b32", "b64"))
-def shl(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, source, amount = mods.operands(3)
-    low.write(to, shift_left(low.builder, low.value(source, kind), _amount(low, amount, int(kind[1:]))))
-
-
-@by_type("shr", kinds=("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64"))
-def shr(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, source, amount = mods.operands(3)
-    x, count = low.value(source, kind), _amount(low, amount, int(kind[1:]))
-    low.write(to, shift_right(low.builder, x, count, is_signed(kind)))
-
-
-@by_type("shf", kinds=("b32",))
-def funnel_shift(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b, left = low.builder, mods.one_of(("l", "r")) == "l"
-    clamps = mods.one_of(("clamp", "wrap")) == "clamp"
-    to, *sources = mods.operands(4)
-    lower, upper, amount = (low.value(source, kind) for source in sources)
+def funnel_shift(form: Modifiers, lower: Value, upper: Value, amount: Value) -> Value:
+    b, left = form.b, "l" in form
     result = intrinsic(b, "fshl" if left else "fshr", I32, [upper, lower, amount])  # takes the amount modulo 32
-    if clamps:
+    if "clamp" in form:
         beyond = b.icmp_unsigned(">=", amount, splat(I32, 32))
         result = b.select(beyond, lower if left else upper, result)
-    low.write(to, result)
+    return result
 
 
 # --- counts and searches ---
 
 
-@by_type("popc", "clz", kinds=("b32", "b64"))
-def count_bits(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, source = mods.operands(2)
-    x = low.value(source, kind)
-    count = unary(low.builder, "ctpop", x) if mods.name == "popc" else leading_zeros(low.builder, x)
-    low.write(to, resized(low.builder, count, 32))
+def count_bits(form: Modifiers, x: Value) -> Value:
+    return resized(form.b, unary(form.b, "ctpop", x) if form.name == "popc" else leading_zeros(form.b, x), 32)
 
 
 def leading_zeros(b: Builder, x: Value) -> Value:
     return intrinsic(b, "ctlz", x.type, [x, FALSE])
 
 
-@by_type("bfind", kinds=("u32", "s32", "u64", "s64"))
-def find_leading(low: Lowering, mods: Modifiers, kind: str) -> None:
+def find_leading(form: Modifiers, x: Value) -> Value:
     """The place of the first bit that differs from the sign (0 if unsigned), or its distance from the top; −1 if there
     is none."""
-    b, from_top = low.builder, mods.take("shiftamt")
-    to, source = mods.operands(2)
-    x = low.value(source, kind)
-    if is_signed(kind):
+    b = form.b
+    if is_signed(form.kind):
         x = b.xor(x, b.ashr(x, like(x, width(x) - 1)))
     distance = leading_zeros(b, x)
-    place = distance if from_top else b.sub(like(x, width(x) - 1), distance)
-    low.write(to, resized(b, b.select(b.icmp_unsigned("==", x, like(x, 0)), like(x, -1), place), 32))
+    place = distance if "shiftamt" in form else b.sub(like(x, width(x) - 1), distance)
+    return resized(b, b.select(b.icmp_unsigned("==", x, like(x, 0)), like(x, -1), place), 32)
 
 
-@by_type("brev", kinds=("b32", "b64"))
-def reverse(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, source = mods.operands(2)
-    low.write(to, unary(low.builder, "bitreverse", low.value(source, kind)))
+def reverse(form: Modifiers, x: Value) -> Value:
+    return unary(form.b, "bitreverse", x)
 
 
 # --- fields ---
@@ -337,16 +250,13 @@ def _extract(b: Builder, x: Value, start: Value, length: Value, signed: bool) ->
     return b.trunc(x, I32) if is_narrow else x
 
 
-@by_type("bfe", kinds=("u32", "s32", "u64", "s64"))
-def extract(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, source, start, length = mods.operands(4)
-    signed = is_signed(kind)
-    arguments = [low.value(source, kind), low.value(start, "u32"), low.value(length, "u32")]
+def extract(form: Modifiers, x: Value, start: Value, length: Value) -> Value:
+    signed = is_signed(form.kind)
 
     def body(b: Builder, x: Value, start: Value, length: Value) -> Value:
         return _extract(b, x, start, length, signed)
 
-    low.write(to, shared(low.builder, f"xserv.bfe.{kind}", arguments[0].type, arguments, body))
+    return shared(form.b, f"xserv.bfe.{form.kind}", x.type, [x, start, length], body)
 
 
 def _insert(b: Builder, source: Value, target: Value, start: Value, length: Value) -> Value:
@@ -358,11 +268,8 @@ def _insert(b: Builder, source: Value, target: Value, start: Value, length: Valu
     return b.or_(b.and_(target, b.not_(ones)), b.and_(shift_left(b, source, start), ones))
 
 
-@by_type("bfi", kinds=("b32", "b64"))
-def insert(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, source, target, start, length = mods.operands(5)
-    arguments = [low.value(source, kind), low.value(target, kind), low.value(start, "u32"), low.value(length, "u32")]
-    low.write(to, shared(low.builder, f"xserv.bfi.{kind}", arguments[0].type, arguments, _insert))
+def insert(form: Modifiers, source: Value, target: Value, start: Value, length: Value) -> Value:
+    return shared(form.b, f"xserv.bfi.{form.kind}", source.type, [source, target, start, length], _insert)
 
 
 # --- bytes ---
@@ -396,13 +303,7 @@ def permuted(b: Builder, x: Value, y: Value, selector: int) -> Value:
     return b.bitcast(chosen, I32)
 
 
-@by_type("prmt", kinds=("b32",))
-def permute(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b = low.builder
-    to, *sources = mods.operands(4)
-    x, y, selector = low.value(sources[0], "b32"), low.value(sources[1], "b32"), sources[2]
+def permute(form: Modifiers, x: Value, y: Value, selector: Operand) -> Value:
     if isinstance(selector, Integer):
-        result = permuted(b, x, y, selector.value)
-    else:
-        result = shared(b, "xserv.prmt", I32, [x, y, low.value(selector, "b32")], _choose_bytes)
-    low.write(to, result)
+        return permuted(form.b, x, y, selector.value)
+    return shared(form.b, "xserv.prmt", I32, [x, y, form.low.value(selector, "b32")], _choose_bytes)

@@ -11,8 +11,8 @@ from llvmlite import ir
 
 from runtime.emulator.arithmetic.floats import flush, is_nan
 from runtime.emulator.arithmetic.integers import is_signed
-from runtime.emulator.translation.lowering import Lowering, lowers
-from runtime.emulator.translation.modifiers import Modifiers, by_type
+from runtime.emulator.translation.forms import Modifiers
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.ptx import TYPE_BYTES, Instruction, Integer, Operand, Pair, Register, Sink, Vector
 from runtime.emulator.translation.vectors import (
     I1,
@@ -77,10 +77,12 @@ def _compared(low: Lowering, mods: Modifiers, kind: str) -> tuple[Value, Value]:
     return truth, opposite
 
 
-@by_type("setp", kinds=_KINDS)
-def setp(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to = mods.ins.operands[0] if mods.ins.operands else Sink()
+def setp(low: Lowering, ins: Instruction) -> None:
+    mods = Modifiers(ins)
+    kind = mods.type(_KINDS)
+    to = ins.operands[0] if ins.operands else Sink()
     truth, opposite = _compared(low, mods, kind)
+    mods.done()
     if isinstance(to, Pair):
         low.write_predicate(to.first, truth)
         low.write_predicate(to.second, opposite)
@@ -88,23 +90,18 @@ def setp(low: Lowering, mods: Modifiers, kind: str) -> None:
         low.write_predicate(to, truth)
 
 
-@by_type("selp", kinds=_KINDS)
-def selp(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, x, y, which = mods.operands(4)
-    chosen = truths_of(low.builder, low.predicate(which))
-    low.write(to, low.builder.select(chosen, low.value(x, kind), low.value(y, kind)))
+def select(form: Modifiers, x: Value, y: Value, which: Value) -> Value:
+    return form.b.select(truths_of(form.b, which), x, y)
 
 
-@by_type("mov", kinds=("pred",))
-def move_predicate(low: Lowering, mods: Modifiers, kind: str) -> None:
+def move(low: Lowering, ins: Instruction) -> None:
+    mods = Modifiers(ins)
+    kind = mods.type((*_KINDS, "b128"))
     to, source = mods.operands(2)
-    low.write_predicate(to, low.predicate(source))
-
-
-@by_type("mov", kinds=_KINDS)
-def move(low: Lowering, mods: Modifiers, kind: str) -> None:
-    to, source = mods.operands(2)
-    if isinstance(source, Vector):
+    mods.done()
+    if kind == "b128":
+        _move_wide(low, mods, to, source)
+    elif isinstance(source, Vector):
         low.write(to, _packed(low, mods, source, 8 * TYPE_BYTES[kind]))
     elif isinstance(to, Vector):
         _unpack(low, mods, to, low.value(source, f"b{kind[1:]}"))
@@ -138,10 +135,8 @@ def _unpack(low: Lowering, mods: Modifiers, to: Vector, whole: Value) -> None:
         low.write(item, b.trunc(part, INTEGERS[element]))
 
 
-@by_type("mov", kinds=("b128",))
-def move_wide(low: Lowering, mods: Modifiers, kind: str) -> None:
+def _move_wide(low: Lowering, mods: Modifiers, to: Operand, source: Operand) -> None:
     """Two 64-bit halves, the lower first; either side may be a register of .b128."""
-    to, source = mods.operands(2)
     if isinstance(source, Vector) and len(source.items) == 2:
         parts = [low.value(item, "b64") for item in source.items]
     else:
@@ -167,24 +162,17 @@ POISON = 0x7FEDBEEF
 _LANE = ir.Constant(I32, [ir.Constant(WORD, lane) for lane in range(LANES)])
 
 
-def _members(low: Lowering, mods: Modifiers, operand: Operand) -> Value:
-    """The lanes that take part, as each lane sees them; they are together from here on."""
-    if not mods.take("sync"):
-        raise mods.refuse("only with .sync")
-    low.converge(operand)
-    return low.builder.and_(low.value(operand, "b32"), low.splat(low.mask))
-
-
 # --- shfl ---
 
 
-@lowers("shfl")
 def shfl(low: Lowering, ins: Instruction) -> None:
     mods, b = Modifiers(ins), low.builder
     mods.type(("b32",))
     mode = mods.one_of(("up", "down", "bfly", "idx"))
     to, source, distance, clamp, members = mods.operands(5)
-    _members(low, mods, members)
+    if not mods.take("sync"):
+        raise mods.refuse("only with .sync")
+    low.converge(members)
     mods.done()
     given = b.select(low.truths, low.value(source, "b32"), splat(I32, POISON))
     if isinstance(distance, Integer) and isinstance(clamp, Integer):
@@ -249,21 +237,14 @@ def _source_lanes(b: Builder, mode: str, distance: Value, clamp: Value) -> Value
 # --- vote ---
 
 
-@lowers("vote")
-def vote(low: Lowering, ins: Instruction) -> None:
-    mods, b = Modifiers(ins), low.builder
-    kind = mods.type(("pred", "b32"))
-    mode = mods.one_of(("ballot",) if kind == "b32" else ("all", "any", "uni"))
-    to, source, operand = mods.operands(3)
-    members = _members(low, mods, operand)
-    mods.done()
-    ballot = b.and_(low.splat(low.predicate(source)), members)
-    if mode == "ballot":
-        low.write(to, ballot)
-        return
-    everyone, nobody = b.icmp_unsigned("==", ballot, members), b.icmp_unsigned("==", ballot, splat(I32, 0))
-    truth = {"all": lambda: everyone, "any": lambda: b.not_(nobody), "uni": lambda: b.or_(everyone, nobody)}[mode]()
-    low.write_predicate(to, mask_of(b, truth))
+def ballot(form: Modifiers, source: Value, members: Value) -> Value:
+    return form.b.and_(form.low.splat(source), members)
+
+
+def vote(form: Modifiers, source: Value, members: Value) -> Value:
+    b, votes = form.b, ballot(form, source, members)
+    everyone, nobody = b.icmp_unsigned("==", votes, members), b.icmp_unsigned("==", votes, splat(I32, 0))
+    return mask_of(b, everyone if "all" in form else b.not_(nobody) if "any" in form else b.or_(everyone, nobody))
 
 
 def _broadcast(b: Builder, x: Value, lane: int) -> Value:
@@ -274,13 +255,8 @@ def _broadcast(b: Builder, x: Value, lane: int) -> Value:
 # --- redux ---
 
 
-@by_type("redux", kinds=("u32", "s32", "b32"))
-def redux(low: Lowering, mods: Modifiers, kind: str) -> None:
-    b = low.builder
-    name = mods.one_of(("and", "or", "xor") if kind == "b32" else ("add", "min", "max"))
-    to, source, operand = mods.operands(3)
-    members = _members(low, mods, operand)
-    x = low.value(source, kind)
+def redux(form: Modifiers, x: Value, members: Value) -> Value:
+    kind, name = form.kind, form.one_of(("and", "or", "xor", "add", "min", "max"))
 
     def combine(b: Builder, x: Value, y: Value) -> Value:
         if name in ("min", "max"):
@@ -288,7 +264,7 @@ def redux(low: Lowering, mods: Modifiers, kind: str) -> None:
         return {"add": b.add, "and": b.and_, "or": b.or_, "xor": b.xor}[name](x, y)
 
     text = f"xserv.redux.{name}.{kind}"
-    low.write(to, shared(b, text, x.type, [x, members], lambda b, x, m: _reduced(b, x, m, kind, name, combine)))
+    return shared(form.b, text, x.type, [x, members], lambda b, x, m: _reduced(b, x, m, kind, name, combine))
 
 
 def _reduced(b: Builder, x: Value, members: Value, kind: str, name: str, combine: object) -> Value:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.emulator.arithmetic.floats import narrow_to_odd, saturate, sum_to_odd
-from runtime.emulator.translation.lowering import Lowering
-from runtime.emulator.translation.modifiers import Modifiers, by_type
+from runtime.emulator.translation.forms import Modifiers
 from runtime.emulator.translation.vectors import (
     F16,
     F32,
@@ -148,9 +147,6 @@ def _widen(b: Builder, code: Value, of: Format) -> Value:
     return b.bitcast(b.or_(word, sign), F32)
 
 
-_OPERANDS = {"add": 3, "sub": 3, "mul": 3, "fma": 4}
-
-
 def _compute(b: Builder, name: str, values: list[Value]) -> Value:
     """float32 values of 16-bit floats → the result as float32, rounded to odd."""
 
@@ -167,17 +163,12 @@ def _compute(b: Builder, name: str, values: list[Value]) -> Value:
     return shared(b, f"xserv.pair.{name}", F32, values, body)
 
 
-@by_type("add", "sub", "mul", "fma", kinds=("f16", "bf16", "f16x2", "bf16x2"))
-def half_arithmetic(low: Lowering, mods: Modifiers, kind: str) -> None:
+def arithmetic(form: Modifiers, *words: Value) -> Value:
     """fma.rn.bf16x2 d, a, b, c: each half by itself; fma.rn.bf16: one."""
-    b, of = low.builder, kind.removesuffix("x2")
-    mods.one_of(("rn",), "rn")
-    sat, relu = mods.take("sat"), mods.name == "fma" and mods.take("relu")
-    to, *sources = mods.operands(_OPERANDS[mods.name])
-    words = [low.value(source, "b32" if kind != of else "b16") for source in sources]
+    b, of = form.b, form.kind.removesuffix("x2")
     halves = []
-    for shift in (0, 16) if kind != of else (0,):
+    for shift in (0, 16) if form.kind != of else (0,):
         codes = [b.lshr(word, like(word, shift)) if shift else word for word in words]
-        result = _compute(b, mods.name, [widen(b, code, of) for code in codes])
-        halves.append(narrow(b, saturate(b, result) if sat else result, of, relu=relu))
-    low.write(to, halves[0] if kind == of else b.or_(halves[0], b.shl(halves[1], splat(I32, 16))))
+        result = _compute(b, form.name, [widen(b, code, of) for code in codes])
+        halves.append(narrow(b, saturate(b, result) if "sat" in form else result, of, relu="relu" in form))
+    return halves[0] if form.kind == of else b.or_(halves[0], b.shl(halves[1], splat(I32, 16)))

@@ -29,7 +29,7 @@ from runtime.emulator.memory.locate import (
 from runtime.emulator.races.clocks import LOAD, STORE
 from runtime.emulator.races.vector_clocks import release
 from runtime.emulator.synchronisation.mbarrier_state import locate
-from runtime.emulator.translation.lowering import Lowering, Value, lowers
+from runtime.emulator.translation.lowering import Lowering, Value
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Instruction, Integer, Operand
 
@@ -189,7 +189,6 @@ def last_operands(low: Lowering, ins: Instruction, first: int) -> Operand:
     return ranks
 
 
-@lowers("cp.async.bulk.shared::cluster.global", "cp.async.bulk.shared::cta.global")
 def lower_load(low: Lowering, ins: Instruction) -> None:
     low.only(MBARRIER, MULTICAST, HINT, first=5)
     target, source, size, mbarrier = ins.operands[:4]
@@ -212,7 +211,6 @@ def _reduction(low: Lowering, ins: Instruction) -> tuple[int, int]:
     return found
 
 
-@lowers("cp.async.bulk.global.shared::cta", "cp.reduce.async.bulk.global.shared::cta")
 def lower_store(low: Lowering, ins: Instruction) -> None:
     reduction, kind = _reduction(low, ins)
     if reduction == NO_REDUCTION:
@@ -221,13 +219,3 @@ def lower_store(low: Lowering, ins: Instruction) -> None:
     target, source, size = ins.operands[:3]
     addresses = (*low.address(target), *low.address(source))
     low.call("bulk_store", *addresses, low.slot(size, 32), reduction, kind, reducer_of(low, reduction))
-
-
-@lowers("cp.async.bulk.commit_group")
-def lower_commit(low: Lowering, ins: Instruction) -> None:
-    low.call("bulk_commit")
-
-
-@lowers("cp.async.bulk.wait_group")
-def lower_wait(low: Lowering, ins: Instruction) -> None:
-    low.call("bulk_wait", low.uniform(ins.operands[0]), 1 if "read" in ins.parts else 0)

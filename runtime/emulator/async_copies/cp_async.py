@@ -32,7 +32,7 @@ from runtime.emulator.memory.pointers import address_of, copy_bytes, fill_bytes,
 from runtime.emulator.races.clocks import STORE
 from runtime.emulator.records import Long, Longs, Record, To
 from runtime.emulator.synchronisation.mbarrier_state import add_pending, arrive, locate
-from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Instruction, Integer, Register
 from runtime.emulator.translation.vectors import I32, splat, truths_of
@@ -266,7 +266,6 @@ _HINTS = {"L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"}
 _SPACES = {"shared", "shared::cta", "global"}
 
 
-@lowers("cp.async.ca", "cp.async.cg")
 def lower_cp_async(low: Lowering, ins: Instruction) -> None:
     """cp.async.ca|cg.shared.global[hints] [dst], [src], size{, src-size | ignore-src}{, cache-policy}"""
     low.only(*_HINTS, *_SPACES, first=3)
@@ -285,17 +284,3 @@ def lower_cp_async(low: Lowering, ins: Instruction) -> None:
     elif rest:
         source_sizes = low.slot(rest[0], 32)
     low.call("cp_async", *low.address(ins.operands[0]), *low.address(ins.operands[1]), source_sizes, size)
-
-
-@lowers("cp.async.commit_group", "cp.async.wait_all", "cp.async.wait_group")
-def lower_groups(low: Lowering, ins: Instruction) -> None:
-    if ins.parts[2] == "commit_group":
-        low.call("cp_async_commit")
-    else:
-        low.call("cp_async_wait", low.uniform(ins.operands[0]) if ins.parts[2] == "wait_group" else -1)
-
-
-@lowers("cp.async.mbarrier.arrive")
-def lower_mbarrier_arrive(low: Lowering, ins: Instruction) -> None:
-    low.only("noinc", "shared", "shared::cta", "b64", first=4)
-    low.call("cp_async_arrive", *low.address(ins.operands[0]), 1 if "noinc" in ins.parts else 0)

@@ -47,7 +47,7 @@ from runtime.emulator.memory.careful_access import read_any, write_any
 from runtime.emulator.memory.locate import aligned, block_of_rank, landed, shared_block, shared_host
 from runtime.emulator.memory.pointers import address_of, copy_bytes
 from runtime.emulator.synchronisation.mbarrier_state import locate
-from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Address, Instruction, Integer, Operand, Vector
 
@@ -264,7 +264,6 @@ def _map_address(low: Lowering, operand: Operand) -> tuple[object, int]:
     return low.address(Address(operand.base, operand.offset))
 
 
-@lowers("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
 def lower_tensor(low: Lowering, ins: Instruction) -> None:
     """cp.async.bulk.tensor.Nd.<to>.<from>{.tile}.…; cp.reduce.async.bulk.tensor.Nd.<to>.<from>.op{.tile}.bulk_group"""
     parts = [part for part in ins.parts[4 if ins.parts[1] == "async" else 5 :] if part != "tile"]
@@ -295,11 +294,6 @@ def lower_tensor(low: Lowering, ins: Instruction) -> None:
     low.call("tensor_store", *place, reduction, mover, reducer_of(low, reduction))
 
 
-@lowers("prefetch.tensormap")
-def lower_prefetch_map(low: Lowering, ins: Instruction) -> None:
-    low.call("tensor_map_prefetch", *low.address(ins.operands[0]))
-
-
 _FIELDS = {
     "global_address": (MAP_ADDRESS, "b64", 0), "global_dim": (MAP_SIZES, "b32", 5),
     "global_stride": (MAP_STRIDES, "b64", 4), "box_dim": (MAP_BOX, "b32", 5), "element_stride": (MAP_STEPS, "b32", 5),
@@ -307,7 +301,6 @@ _FIELDS = {
 _KINDS = {"elemtype": 0, "rank": 8, "swizzle_mode": 16, "interleave_layout": 24, "fill_mode": 32}
 
 
-@lowers("tensormap.replace.tile")
 def lower_replace(low: Lowering, ins: Instruction) -> None:
     """tensormap.replace.tile.field{.space}.b1024.type [map], {dimension,} value"""
     name, rest = ins.parts[3], [p for p in ins.parts[4:] if p not in ("global", "shared::cta", "shared")]
@@ -334,19 +327,3 @@ def lower_replace(low: Lowering, ins: Instruction) -> None:
     ):
         raise low.refuse(f"{name} {low.uniform(value)}")
     low.call("tensor_map_replace", base, offset, MAP_KINDS, _KINDS[name], low.slot(value, 64))
-
-
-@lowers("tensormap.cp_fenceproxy")
-def lower_publish(low: Lowering, ins: Instruction) -> None:
-    expected = ("global", "shared::cta", "tensormap::generic", "release")
-    if ins.parts[2:6] != expected or ins.parts[7:] != ("sync", "aligned") or low.uniform(ins.operands[2]) != MAP_BYTES:
-        raise low.refuse("modifiers or size")
-    low.call("tensor_map_publish", *low.address(ins.operands[0]), *low.address(ins.operands[1]))
-
-
-@lowers("fence.proxy.tensormap::generic")
-def lower_map_fence(low: Lowering, ins: Instruction) -> None:
-    if ins.parts[3] == "acquire":
-        low.call("tensor_map_acquire")
-    elif ins.parts[3] != "release":
-        raise low.refuse("modifiers")

@@ -61,8 +61,8 @@ from runtime.emulator.memory.locate import (
 from runtime.emulator.memory.pointers import address_of, stack_longs
 from runtime.emulator.races.clocks import SCOPE_GPU
 from runtime.emulator.races.vector_clocks import strong_read, strong_write
-from runtime.emulator.translation.lowering import Lowering, lowers
-from runtime.emulator.translation.modifiers import Modifiers
+from runtime.emulator.translation.forms import Modifiers
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.operations import compiled_once, operation
 from runtime.emulator.translation.ptx import TYPE_BYTES, Instruction, Operand, Sink, Vector
 
@@ -178,7 +178,6 @@ def atomic_128(warp, mask, site, addresses, offset, space, code, flags, target, 
     return 0
 
 
-@lowers("atom", "red")
 def lower_atomic(low: Lowering, ins: Instruction) -> None:
     mods = Modifiers(ins)
     is_red = mods.name == "red"

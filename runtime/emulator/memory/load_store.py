@@ -34,8 +34,8 @@ from runtime.emulator.memory.locate import CONST, GENERIC, GLOBAL, LOCAL, PARAM,
 from runtime.emulator.memory.pointers import address_of, addresses_of, stack_longs, trailing_zeros
 from runtime.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU, touch_lanes
 from runtime.emulator.races.rules import warp_is_fine
-from runtime.emulator.translation.lowering import Lowering, lowers
-from runtime.emulator.translation.modifiers import Modifiers
+from runtime.emulator.translation.forms import Modifiers
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.operations import OPERATIONS as OPERATIONS
 from runtime.emulator.translation.operations import compiled_once, operation
 from runtime.emulator.translation.ptx import TYPE_BYTES, Address, Instruction, Operand, Symbol, Vector
@@ -202,7 +202,6 @@ def elements_of(mods: Modifiers, operand: Operand) -> tuple[int, list[Operand]]:
     return size, items
 
 
-@lowers("ld")
 def lower_load(low: Lowering, ins: Instruction) -> None:
     mods = Modifiers(ins)
     kind = mods.words[-1] if mods.words else ""
@@ -245,7 +244,6 @@ def _load_parameter(low: Lowering, name: str, offset: int, kind: str, size: int,
         low.write(item, low.extended(low.splat(scalar), item, kind))
 
 
-@lowers("st")
 def lower_store(low: Lowering, ins: Instruction) -> None:
     mods = Modifiers(ins)
     has_policy = take_cache_hints(mods)
@@ -273,7 +271,6 @@ _WINDOWS = {
 }  # fmt: skip
 
 
-@lowers("cvta")
 def lower_cvta(low: Lowering, ins: Instruction) -> None:
     """Converts between the address of a state space and the generic address."""
     mods = Modifiers(ins)

@@ -24,7 +24,7 @@ from runtime.emulator.memory.locate import is_shared
 from runtime.emulator.memory.pointers import address_of, trailing_zeros
 from runtime.emulator.races.vector_clocks import acquire, complete, release
 from runtime.emulator.synchronisation.mbarrier_state import progress
-from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Instruction, Pair, Sink
 
@@ -172,33 +172,6 @@ def dependency_wait(warp, mask, site):
     return DONE
 
 
-_ORDERS = {"arrive": {"release", "relaxed"}, "wait": {"acquire"}}
-
-
-@lowers("barrier.cluster")
-def lower_cluster_barrier(low: Lowering, ins: Instruction) -> None:
-    orders = set(ins.parts[3:]) - {"aligned"}
-    if len(orders) > 1 or orders - _ORDERS.get(ins.parts[2], orders) or ins.operands:
-        raise low.refuse("modifiers")
-    flags = (_ALIGNED if "aligned" in ins.parts else 0) | (_RELAXED if "relaxed" in orders else 0)
-    if ins.parts[2] == "arrive":
-        low.call("cluster_arrive", flags)
-    elif ins.parts[2] == "wait":
-        low.resume_here()
-        low.call("cluster_wait", flags, blocks=True)
-    else:
-        raise low.refuse(f".{ins.parts[2]}")
-
-
-@lowers("mapa")
-def lower_mapa(low: Lowering, ins: Instruction) -> None:
-    if ins.parts[1:] not in (("u32",), ("u64",), ("shared::cluster", "u32"), ("shared::cluster", "u64")):
-        raise low.refuse("modifiers")
-    addresses, ranks = low.slot(ins.operands[1], 64), low.slot(ins.operands[2], 32)
-    low.call("map_rank", low.destination(ins.operands[0], 64), addresses, ranks)
-
-
-@lowers("elect.sync")
 def lower_elect(low: Lowering, ins: Instruction) -> None:
     target = ins.operands[0]
     leader, elected = (target.first, target.second) if isinstance(target, Pair) else (target, Sink())
@@ -206,23 +179,6 @@ def lower_elect(low: Lowering, ins: Instruction) -> None:
     low.call("elect", low.destination(leader, 32), low.predicate_destination(elected), members)
 
 
-@lowers("fence.proxy.async")
-def lower_proxy_fence(low: Lowering, ins: Instruction) -> None:
-    if ins.parts[3:] not in ((), ("global",), ("shared::cta",), ("shared::cluster",)):
-        raise low.refuse("modifiers")
-    if ins.parts[3:] != ("global",):
-        low.call("proxy_fence")
-
-
-@lowers("fence.mbarrier_init")
-def lower_init_fence(low: Lowering, ins: Instruction) -> None:
-    """Makes mbarrier.init visible to the cluster: a relaxed arrival needs it. (Values are visible at once here.)"""
-    if ins.parts[2:] != ("release", "cluster"):
-        raise low.refuse("modifiers")
-    low.call("init_fence")
-
-
-@lowers("setmaxnreg")
 def lower_setmaxnreg(low: Lowering, ins: Instruction) -> None:
     count = low.uniform(ins.operands[0])
     if ins.parts[1] not in ("inc", "dec") or ins.parts[2:] != ("sync", "aligned", "u32"):
@@ -245,11 +201,3 @@ def _threads(low: Lowering) -> int:
                 product *= size
             return product
     raise low.refuse("a kernel without .maxntid or .reqntid, whose registers are therefore not known")
-
-
-@lowers("griddepcontrol")
-def lower_dependency(low: Lowering, ins: Instruction) -> None:
-    if ins.parts[1:] == ("wait",):
-        low.call("dependency_wait")
-    elif ins.parts[1:] != ("launch_dependents",):
-        raise low.refuse("modifiers")

@@ -20,7 +20,7 @@ from runtime.emulator.memory.pointers import trailing_zeros
 from runtime.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU
 from runtime.emulator.races.vector_clocks import on_fence, on_warp_barrier
 from runtime.emulator.translation.basic_blocks import targets_of
-from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Address, Instruction, Integer, Operand, Symbol, Vector
 from runtime.emulator.translation.vectors import WORD
@@ -101,7 +101,6 @@ def report_divergence(warp, mask, site, kind):
     return report(warp, kind, site, trailing_zeros(lanes), 0, lanes, warp.live, 0, 0)
 
 
-@lowers("bra")
 def lower_branch(low: Lowering, ins: Instruction) -> None:
     low.only("uni")
     (target,) = targets_of(low.kernel, ins)
@@ -111,7 +110,6 @@ def lower_branch(low: Lowering, ins: Instruction) -> None:
         low.flow.branch(target, low.site + 1)
 
 
-@lowers("brx.idx")
 def lower_branch_by_index(low: Lowering, ins: Instruction) -> None:
     low.only("idx", "uni")
     targets = targets_of(low.kernel, ins)
@@ -138,18 +136,15 @@ def branch_by_index(warp, mask, site, indices, targets, count):
     return DONE
 
 
-@lowers("ret", "exit")
 def lower_exit(low: Lowering, ins: Instruction) -> None:
     low.only("uni")
     low.flow.exit(low.mask, None if ins.guard is None else low.site + 1)
 
 
-@lowers("trap", "brkpt")
 def lower_trap(low: Lowering, ins: Instruction) -> None:
     low.only()
     low.call("trap")
-    if ins.parts[0] == "trap":
-        low.flow.exit(low.mask, None if ins.guard is None else low.site + 1)
+    low.flow.exit(low.mask, None if ins.guard is None else low.site + 1)
 
 
 @operation("trap", "")
@@ -157,30 +152,9 @@ def trap(warp, mask, site):
     return report(warp, FaultKind.TRAP, site, trailing_zeros(mask), 0, 0, 0, 0, 0)
 
 
-@lowers("activemask")
-def lower_activemask(low: Lowering, ins: Instruction) -> None:
-    low.only("b32")
-    low.write(ins.operands[0], low.splat(low.mask))
-
-
-@lowers("nanosleep")
-def lower_nanosleep(low: Lowering, ins: Instruction) -> None:
-    """The others go first; how long is not simulated."""
-    low.only("u32")
-    low.resume_here()
-    low.call("sleep", blocks=True)
-
-
 @operation("sleep", "")
 def sleep(warp, mask, site):
     return DONE_BUT_YIELD
-
-
-@lowers("bar.warp")
-def lower_warp_barrier(low: Lowering, ins: Instruction) -> None:
-    low.only("warp", "sync")
-    low.converge(ins.operands[0])
-    low.call("warp_barrier")
 
 
 @operation("warp_barrier", "")
@@ -192,7 +166,6 @@ def warp_barrier(warp, mask, site):
 _RED = {"popc": 0, "and": 1, "or": 2}
 
 
-@lowers("bar", "barrier")
 def lower_barrier(low: Lowering, ins: Instruction) -> None:
     """bar{.cta}.sync|arrive|red and barrier{.cta}.… with or without .aligned; bar is always aligned."""
     parts = [part for part in ins.parts[1:] if part not in ("cta", "aligned")]
@@ -223,7 +196,6 @@ def _which(low: Lowering, operands: list[Operand]) -> tuple[Any, Any, int]:
     return low.slot(operands[0], 32), low.slot(count, 32), int(len(operands) == 2)
 
 
-@lowers("membar", "fence")
 def lower_fence(low: Lowering, ins: Instruction) -> None:
     """Every access here is complete in the program's order: a fence matters to the race checker alone. A fence
     restricted to shared memory counts for device memory, too: a race there may be missed, but none is invented."""
@@ -252,7 +224,6 @@ def fence(warp, mask, site, scope):
 _ASSERT_FAIL = "__assertfail"
 
 
-@lowers("st.param")
 def lower_store_argument(low: Lowering, ins: Instruction) -> None:
     """An argument of the call that follows, kept for lower_call."""
     address, value = ins.operands
@@ -264,7 +235,6 @@ def lower_store_argument(low: Lowering, ins: Instruction) -> None:
     low.call_arguments[address.base.name] = low.value(value, ins.parts[-1])
 
 
-@lowers("call")
 def lower_call(low: Lowering, ins: Instruction) -> None:
     """Only an assertion's failure, __assertfail(message, file, line, function, char size); the rest is inlined."""
     low.only("uni")

@@ -31,7 +31,7 @@ from runtime.emulator.synchronisation.mbarrier_state import (
     parity_of,
     pending_of,
 )
-from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Address, Instruction, Integer, Sink
 
@@ -135,19 +135,6 @@ def mbarrier_wait(warp, mask, site, result, addresses, offset, wanted, flags):
 _PLAIN = ("shared", "shared::cta", "shared::cluster", "cta", "cluster", "release", "acquire", "relaxed", "b64")
 
 
-@lowers("mbarrier.init")
-def lower_init(low: Lowering, ins: Instruction) -> None:
-    low.only(*_PLAIN, first=2)
-    low.call("mbarrier_init", *low.address(ins.operands[0]), low.slot(ins.operands[1], 32))
-
-
-@lowers("mbarrier.inval")
-def lower_inval(low: Lowering, ins: Instruction) -> None:
-    low.only(*_PLAIN, first=2)
-    low.call("mbarrier_inval", *low.address(ins.operands[0]))
-
-
-@lowers("mbarrier.arrive", "mbarrier.arrive_drop")
 def lower_arrive(low: Lowering, ins: Instruction) -> None:
     low.only(*_PLAIN, "expect_tx", "noComplete", first=2)
     operands = ins.operands
@@ -161,23 +148,3 @@ def lower_arrive(low: Lowering, ins: Instruction) -> None:
     count = low.slot(operands[2] if len(operands) == 3 else Integer(1), 32)
     base, offset = low.address(operands[1])
     low.call("mbarrier_arrive", low.destination(operands[0], 64), base, offset, count, flags)
-
-
-@lowers("mbarrier.expect_tx", "mbarrier.complete_tx")
-def lower_transactions(low: Lowering, ins: Instruction) -> None:
-    low.only(*_PLAIN, first=2)
-    base, offset = low.address(ins.operands[0])
-    sign = 1 if ins.parts[1] == "expect_tx" else -1
-    low.call("mbarrier_transactions", base, offset, low.slot(ins.operands[1], 32), sign)
-
-
-@lowers("mbarrier.test_wait", "mbarrier.try_wait")
-def lower_wait(low: Lowering, ins: Instruction) -> None:
-    low.only(*_PLAIN, "parity", first=2)
-    flags = (_WAIT_PARITY if "parity" in ins.parts else 0) | (_WAIT_BLOCKS if ins.parts[1] == "try_wait" else 0)
-    if len(ins.operands) not in ((3, 4) if flags & _WAIT_BLOCKS else (3,)):
-        raise low.refuse(f"{len(ins.operands)} operands")
-    low.resume_here()
-    base, offset = low.address(ins.operands[1])
-    wanted = low.slot(ins.operands[2], 64)
-    low.call("mbarrier_wait", low.predicate_destination(ins.operands[0]), base, offset, wanted, flags, blocks=True)

@@ -35,7 +35,7 @@ from runtime.emulator.tensor_cores.products import (
     spread_b,
     types_of,
 )
-from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.operations import OPERATIONS, made_from_name, operation
 from runtime.emulator.translation.ptx import Instruction, Operand, Vector
 
@@ -129,7 +129,6 @@ def slots_of(parts: tuple[str, ...]) -> tuple[int, int, int]:
     return (2 if accumulator == ACC_F16 else 4), 2 * words_b, words_b
 
 
-@lowers("mma.sync")
 def lower_mma(low: Lowering, ins: Instruction) -> None:
     """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 d, a, b, c"""
     found = describe(ins.parts)
@@ -266,7 +265,6 @@ def _registers(low: Lowering, operand: Operand, count: int) -> list[Operand]:
     return items
 
 
-@lowers("ldmatrix")
 def lower_ldmatrix(low: Lowering, ins: Instruction) -> None:
     count, is_transposed = _shape(low, ins)
     items = _registers(low, ins.operands[0], count)
@@ -275,17 +273,8 @@ def lower_ldmatrix(low: Lowering, ins: Instruction) -> None:
     low.call("ldmatrix", *slots, *[slots[0]] * (4 - count), base, offset, count, is_transposed)
 
 
-@lowers("stmatrix")
 def lower_stmatrix(low: Lowering, ins: Instruction) -> None:
     count, is_transposed = _shape(low, ins)
     slots = [low.slot(item, 32) for item in _registers(low, ins.operands[1], count)]
     slots += [slots[0]] * (4 - count)
     low.call("stmatrix", *low.address(ins.operands[0]), *slots, count, is_transposed)
-
-
-@lowers("movmatrix")
-def lower_movmatrix(low: Lowering, ins: Instruction) -> None:
-    if ins.opcode != "movmatrix.sync.aligned.m8n8.trans.b16":
-        raise low.refuse("form")
-    source = low.slot(ins.operands[1], 32)
-    low.call("movmatrix", low.destination(ins.operands[0], 32), source)

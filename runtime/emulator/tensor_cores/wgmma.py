@@ -46,7 +46,7 @@ from runtime.emulator.tensor_cores.products import (
     spread_b_row,
     types_of,
 )
-from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.operations import call_operation, made_from_name, operation
 from runtime.emulator.translation.ptx import Instruction, Integer, Register, Vector
 from runtime.emulator.translation.registers import ACCUMULATES, IS_READ, WRITTEN
@@ -363,7 +363,6 @@ def describe(parts: tuple[str, ...]) -> tuple[int, int, int, int] | None:
     return *found, columns
 
 
-@lowers("wgmma.mma_async")
 def lower_mma_async(low: Lowering, ins: Instruction) -> None:
     """wgmma.mma_async… d, a-desc | a-regs, b-desc, scale-d{, imm-scale-a, imm-scale-b{, imm-trans-a}{, imm-trans-b}}"""
     found = describe(ins.parts)
@@ -400,18 +399,11 @@ def lower_mma_async(low: Lowering, ins: Instruction) -> None:
         low.invalidate(register)
 
 
-@lowers("wgmma.fence.sync.aligned")
 def lower_fence(low: Lowering, ins: Instruction) -> None:
     low.call("wgmma_fence", low.wgmma.offset, len(low.wgmma.index))
     low.wgmma.forget()
 
 
-@lowers("wgmma.commit_group.sync.aligned")
-def lower_commit(low: Lowering, ins: Instruction) -> None:
-    low.call("wgmma_commit")
-
-
-@lowers("wgmma.wait_group.sync.aligned")
 def lower_wait(low: Lowering, ins: Instruction) -> None:
     low.call("wgmma_wait", low.uniform(ins.operands[0]))
     low.wgmma.forget()

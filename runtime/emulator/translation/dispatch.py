@@ -23,7 +23,8 @@ from runtime.emulator.execution.state import (
     Warp,
 )  # fmt: skip
 from runtime.emulator.translation.basic_blocks import Block
-from runtime.emulator.translation.lowering import Lowering, lowering_of
+from runtime.emulator.translation.instructions import TABLE
+from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.ptx import Operand
 from runtime.emulator.translation.registers import SLOT_KINDS
 from runtime.emulator.translation.vectors import I32, LONG, WORD, intrinsic, mask_of, splat, truths_of
@@ -85,7 +86,7 @@ class Flow:
             low.begin_instruction(index)
             if low.wgmma:
                 low.wgmma.watch(low)
-            lowering_of(low.instruction)(low, low.instruction)
+            TABLE.lower(low, low.instruction)
             low.end_instruction()
             if low.yield_result is not None:
                 self._after_blocking(index + 1)

@@ -1,4 +1,4 @@
-"""One kernel's translation to LLVM IR: operands, results, calls; and the registry of opcodes' translations.
+"""One kernel's translation to LLVM IR: operands, results, calls.
 
 `registers.py` keeps the registers, `synchronisation/control.py` makes the ends of chunks, `dispatch.py` the frame
 around them.
@@ -6,7 +6,6 @@ around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -17,7 +16,6 @@ from runtime.emulator.translation.operations import OPERATIONS
 from runtime.emulator.translation.ptx import (
     Address,
     Float,
-    Instruction,
     Integer,
     Kernel,
     Module,
@@ -52,32 +50,6 @@ TYPES: dict[str, Any] = {
     "f64": F64,
 }
 """The LLVM type of `Lowering.value` for a PTX type: 16-bit floats come as their bits."""
-
-Lower = Callable[["Lowering", Instruction], None]
-_LOWERINGS: dict[str, Lower] = {}
-
-
-def lowers(*opcodes: str) -> Callable[[Lower], Lower]:
-    """Registers the translation of opcodes, named by their first parts: "ld", or "fence.proxy" (the longest wins)."""
-
-    def register(function: Lower) -> Lower:
-        for opcode in opcodes:
-            if opcode in _LOWERINGS:
-                raise ValueError(f"two translations of {opcode}")
-            _LOWERINGS[opcode] = function
-        return function
-
-    return register
-
-
-def lowering_of(instruction: Instruction) -> Lower:
-    """The translation of an instruction. Raises UnsupportedInstruction."""
-    parts = instruction.parts
-    for count in range(len(parts), 0, -1):
-        found = _LOWERINGS.get(".".join(parts[:count]))
-        if found is not None:
-            return found
-    raise UnsupportedInstruction(instruction, "unknown instruction")
 
 
 class Lowering(Registers):

@@ -10,7 +10,7 @@ from runtime.collector import NO_COLLECTION
 from runtime.emulator.async_copies.proxy import needs_proxy
 from runtime.emulator.memory.device_memory import Machine
 from runtime.emulator.races.clocks import granule_shift
-from runtime.emulator.translation import instructions, object_cache
+from runtime.emulator.translation import object_cache
 from runtime.emulator.translation.dispatch import translate
 from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.object_cache import Entry
@@ -24,8 +24,6 @@ from runtime.emulator.translation.symbols import (
     used_variables,
 )
 from runtime.errors import InvalidArgumentError
-
-assert instructions.MODULES  # every translation is registered
 
 
 @dataclass(frozen=True, slots=True)
