@@ -15,7 +15,18 @@ from numba import types
 
 from numba_kernels.cache import njit
 from numba_kernels.pointers import f32_at, f64_at, i64_at, intrinsic, u32_at, u64_at
-from runtime.emulator.async_copies.tensor_map import BF16, ELEMENT_NAMES, F16, F32, F64, S32, S64, element_bytes
+from runtime.emulator.async_copies.tensor_map import (
+    BF16,
+    ELEMENT_NAMES,
+    F16,
+    F32,
+    F64,
+    S32,
+    S64,
+    U32,
+    U64,
+    element_bytes,
+)
 from runtime.emulator.memory.careful_access import element, set_element
 from runtime.emulator.memory.pointers import address_of, stack_longs
 from runtime.emulator.translation.operations import call_operation, operation
@@ -161,10 +172,17 @@ def result_of(code, kind, old, operand, other, size):
 
 
 @njit
-def _kind_of(code, element_type):
-    """The kind of a tensor map's element type; the bits of floats for operations that floats do not have."""
-    if code > MAX:
-        return UNSIGNED
+def may_reduce(code, element_type):
+    """Whether PTX has a reduction of a tensor map's element type."""
+    if element_type in (F32, F64):
+        return code == ADD
+    if element_type in (F16, BF16):
+        return code <= MAX
+    return element_type in (U32, S32, U64, S64)
+
+
+@njit
+def _kind_of(element_type):
     if element_type in (F32, F64):
         return FLOAT
     if element_type in (F16, BF16):
@@ -176,7 +194,7 @@ def _kind_of(code, element_type):
 def reduce_run(warp, mask, site, arguments):
     """`arguments` is the address of int64[5]: operation, element type, addresses of target and source, elements."""
     given = i64_at(arguments)
-    code, size, kind = given[0], element_bytes(given[1]), _kind_of(given[0], given[1])
+    code, size, kind = given[0], element_bytes(given[1]), _kind_of(given[1])
     for index in range(given[4]):
         at, of = given[2] + index * size, given[3] + index * size
         if kind == FLOAT and code == ADD:
@@ -203,8 +221,5 @@ def reduction_of(parts: tuple[str, ...]) -> tuple[int, int] | None:
     element_types = [ELEMENT_NAMES.index(name) for name in names if name in ELEMENT_NAMES[2:]]
     if len(operations) != 1 or len(element_types) != 1:
         return None
-    code, element_type = operations[0], element_types[0]
-    floating = element_type in (F16, BF16, F32, F64)
-    if (floating and code > MAX) or (element_type in (F32, F64) and code != ADD):
-        return None
-    return code, element_type
+    found = operations[0], element_types[0]
+    return found if may_reduce.py_func(*found) else None

@@ -21,7 +21,7 @@ from runtime.emulator.async_copies.bulk_copy import (
     start_record,
 )
 from runtime.emulator.async_copies.bulk_queue import TENSOR_LOAD, TENSOR_REDUCE, TENSOR_STORE, count_tile
-from runtime.emulator.async_copies.reduction import REDUCTIONS
+from runtime.emulator.async_copies.reduction import REDUCTIONS, may_reduce
 from runtime.emulator.async_copies.tensor_map import (
     MAP_ADDRESS,
     MAP_BOX,
@@ -176,6 +176,9 @@ def tensor_store(
         block = shared_block(warp, site, lane, source)
         if map_host == 0 or block == 0:
             return FAILED
+        element_type = map_type(i64_at(map_host))
+        if reduction != NO_REDUCTION and not may_reduce(reduction, element_type):
+            return report(warp, FaultKind.TENSOR_MAP, site, lane, map_host, _WRONG_TYPE, element_type, 0, 0)
         size, host = map_bytes(i64_at(map_host)), shared_host(block, source)
         if aligned(warp, site, lane, source, 128) or claim_shared_source(warp, site, lane, block, host, size):
             return FAILED

@@ -8,9 +8,11 @@ function, `emuEndStep`: a mark that ranks compare as they do collectives.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 from weakref import WeakKeyDictionary
@@ -18,7 +20,7 @@ from weakref import WeakKeyDictionary
 from runtime.call_sites import calling_line, line_name
 from runtime.emulator.driver.emulated_driver import DryDriver, EmulatedDriver
 from runtime.emulator.driver.state import Refused, Stream
-from runtime.emulator.nccl.board import ABORTED, LEFT, NOT_JOINED, STATE, Board, Call, new_unique_id, open_by_id
+from runtime.emulator.nccl.board import ABORTED, LEFT, NOT_JOINED, RING, STATE, Board, Call, new_unique_id, open_by_id
 from runtime.emulator.nccl.communicator import ELEMENTS, LOOK_S, Communicator, Messages, Template
 from runtime.emulator.races.stream_order import DriverFault
 
@@ -30,6 +32,7 @@ _TEXTS = {
 }  # fmt: skip
 _ALIGNMENT = 4096
 _FLAGS = 1  # NCCL_WIN_COLL_SYMMETRIC
+_MOST_MESSAGES = RING // 16
 
 _P = ParamSpec("_P")
 
@@ -197,8 +200,10 @@ class EmulatedNccl:
             self.driver.scheduler.finish_all(comm.context)
             self._wait(comm, functools.partial(comm.compare, comm.board.everyone, number, call))
             comm.board.everyone.done = number
-        for (comm, stream), messages in queued.items():
-            self.driver.submit(stream, Messages(comm, tuple(messages)))
+        for batches in itertools.zip_longest(*map(_batches, queued.values())):
+            for (comm, stream), batch in zip(queued, batches):
+                if batch:
+                    self.driver.submit(stream, Messages(comm, tuple(batch)))
 
     def _wait(self, comm: Communicator, is_so: Callable[[], bool]) -> None:
         """Waits for a condition, without the driver's lock. Raises DriverFault where a rank cannot come any more."""
@@ -339,6 +344,20 @@ class EmulatedNccl:
         if not 1 <= window <= len(windows):
             raise _Failed(_INVALID_ARGUMENT, f"window {window}")
         windows[window - 1] = None
+
+
+def _batches(messages: list[tuple[Call, int, int]]) -> list[list[tuple[Call, int, int]]]:
+    """Messages that run one after another: of each batch a ring holds those to each peer, and those from it."""
+    counts: Counter[tuple[str, int]] = Counter()
+    found: list[list[tuple[Call, int, int]]] = []
+    for message in messages:
+        call, _, peer = message
+        number = counts[call.kind, peer] // _MOST_MESSAGES
+        counts[call.kind, peer] += 1
+        if number == len(found):
+            found.append([])
+        found[number].append(message)
+    return found
 
 
 def _have_joined(comm: Communicator) -> bool:

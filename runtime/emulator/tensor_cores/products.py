@@ -74,8 +74,8 @@ def _element(builder: ir.IRBuilder, words: ir.Value, code: int, index: int) -> i
     ints = words.type
     floats = ir.VectorType(_F32, count)
 
-    def bits(shift_left: int, mask: int) -> ir.Value:
-        """The element's bits, brought to bit 0 and then `shift_left`, under a mask."""
+    def bits(mask: int) -> ir.Value:
+        """The element's bits, brought to bit 0, under a mask."""
         return builder.and_(builder.lshr(words, _all(ints, index * 32 // PER_WORD[code])), _all(ints, mask))
 
     if code == TF32:  # the low 13 bits are not part of the number
@@ -84,11 +84,11 @@ def _element(builder: ir.IRBuilder, words: ir.Value, code: int, index: int) -> i
         wide = builder.and_(words, _all(ints, -65536)) if index else builder.shl(words, _all(ints, 16))
         return builder.bitcast(wide, floats)
     if code in (F16, E5M2):
-        half = bits(0, 0xFFFF) if code == F16 else builder.shl(bits(0, 0xFF), _all(ints, 8))
+        half = bits(0xFFFF) if code == F16 else builder.shl(bits(0xFF), _all(ints, 8))
         half = builder.bitcast(builder.trunc(half, ir.VectorType(_I16, count)), ir.VectorType(_F16, count))
         return builder.fpext(half, floats)
     if code == E4M3:  # exponent and mantissa in a float's places, then 2^120 for the other bias: exact, subnormals too
-        value = bits(0, 0xFF)
+        value = bits(0xFF)
         magnitude = builder.shl(builder.and_(value, _all(ints, 0x7F)), _all(ints, 20))
         number = builder.fmul(builder.bitcast(magnitude, floats), _all(floats, 2.0**120))
         is_nan = builder.icmp_unsigned("==", magnitude, _all(ints, 0x7F << 20))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.emulator.async_copies import tensor_map
-from runtime.emulator.async_copies.tensor_map import BF16, F16, F32, S32, U8, U16, U32, encode
+from runtime.emulator.async_copies.tensor_map import BF16, F16, F32, F64, S32, U8, U16, U32, encode
 from runtime.emulator.execution.fault import EmulatorFault, FaultKind
 from runtime.errors import InvalidArgumentError
 from tests.runtime.emulator.tensor_harness import InMemory, launch_text
@@ -344,6 +344,21 @@ def test_tensor_store_leaves_the_outside_alone(
     )
     out = run(body + COMMIT + DRAIN, tensor, image, map_of(tensor, kind, box, swizzle, which=0), threads=64)[0]
     assert np.array_equal(out.view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "kind"),
+    [("min", np.float32, F32), ("max", np.float64, F64), ("and", np.float32, F32), ("inc", np.float16, F16),
+     ("add", np.uint8, U8)],
+)  # fmt: skip
+def test_a_reduction_that_the_type_lacks(operation: str, dtype: type, kind: int) -> None:
+    tile, tensor = some((4, 16), dtype), some((6, 16), dtype)
+    body = copy_in(tile.nbytes) + FENCE + "bar.sync 0;\n"
+    body += (
+        f"@%p1 cp.reduce.async.bulk.tensor.2d.global.shared::cta.{operation}.tile.bulk_group [%d2, {{0, 0}}], [%r1];\n"
+    )
+    caught = fault(body + COMMIT + DRAIN, tensor, tile, map_of(tensor, kind, [16, 4], which=0))
+    assert caught.kind == FaultKind.TENSOR_MAP
 
 
 def test_tensor_reduce() -> None:

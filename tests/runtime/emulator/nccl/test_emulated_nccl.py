@@ -16,6 +16,7 @@ from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph
 from runtime.device.nccl import Nccl, NcclComm, NcclError, open_nccl
 from runtime.dtype import DType, bfloat16, float16, float32, int32
+from runtime.emulator.nccl.board import RING
 from runtime.errors import InvalidArgumentError
 from tests.runtime.device.emulated import new_gpu
 
@@ -119,6 +120,16 @@ def test_gather_scatter_broadcast_and_messages() -> None:
         assert np.array_equal(found, whole[(rank + 2) % 3, :size])
     for comm in ranks.comms:
         comm.destroy()
+
+
+def test_a_group_may_have_more_messages_than_a_ring_holds(two: Ranks) -> None:
+    count = RING + 50
+    sent, received = two.put([np.arange(count, dtype=np.float32), np.zeros(count, np.float32)])
+    with two.nccl.group():
+        for index in range(count):
+            two.comms[0].send(sent + 4 * index, 1, float32, 1)
+            two.comms[1].receive(received + 4 * index, 1, float32, 0)
+    assert np.array_equal(two.get([sent, received], (count,), float32)[1], np.arange(count))
 
 
 def test_graphs_hold_collectives_and_each_launch_is_compared(two: Ranks) -> None:
