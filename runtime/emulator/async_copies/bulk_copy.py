@@ -28,7 +28,7 @@ from runtime.emulator.memory.locate import (
 )
 from runtime.emulator.races.clocks import LOAD, STORE
 from runtime.emulator.races.vector_clocks import release
-from runtime.emulator.synchronisation.mbarrier_state import locate
+from runtime.emulator.synchronisation.mbarrier_state import mbarrier_at
 from runtime.emulator.translation.lowering import Lowering, Value
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Instruction, Integer, Operand
@@ -104,25 +104,20 @@ def bulk_load(
         if source == 0:
             return FAILED
         block = shared_block(warp, site, lane, target)
-        mbarrier = locate(warp, site, lane, mbarriers[lane] + mbarrier_offset, False)
+        mbarrier = mbarrier_at(warp, site, lane, mbarriers[lane] + mbarrier_offset, False)
         if block == 0 or mbarrier == 0:
             return FAILED
         if warp.launch.traffic:
             count_run(warp, site, source, size, 1)
-        ranks = types.int64(cluster_mask[lane])
-        if ranks == 0:
-            if _copy_in(warp, site, lane, block, target, source, size, mbarrier):
-                return FAILED
-            continue
+        ranks, at = types.int64(cluster_mask[lane]), mbarrier - block_at(block).shared
         if ranks >> warp.launch.cluster_size:
             return report(warp, FaultKind.CLUSTER_RANK, site, lane, target, ranks, warp.launch.cluster_size, 0, 0)
-        at = mbarrier - block_at(block).shared
-        for rank in range(16):
-            if (ranks >> rank) & 1:
-                other = block_of_rank(warp, site, lane, rank)
+        for rank in range(16 if ranks else 1):
+            if ranks == 0 or (ranks >> rank) & 1:
+                other = block_of_rank(warp, site, lane, rank) if ranks else block
                 if other == 0:
                     return FAILED
-                there = block_at(other).shared + at
+                there = block_at(other).shared + at if ranks else mbarrier
                 if _copy_in(warp, site, lane, other, target, source, size, there):
                     return FAILED
     return DONE

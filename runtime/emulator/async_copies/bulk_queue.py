@@ -38,7 +38,7 @@ from runtime.emulator.races.clocks import ATOMIC, LOAD, STORE
 from runtime.emulator.records import Long, Longs, Record, To, at
 from runtime.emulator.synchronisation.mbarrier_state import add_transactions
 from runtime.emulator.tensor_cores.products import scratch_words
-from runtime.emulator.translation.operations import call_operation, operation
+from runtime.emulator.translation.operations import call_operation, compiled_once, operation
 
 COPY, REDUCE, TENSOR_LOAD, TENSOR_STORE, TENSOR_REDUCE = range(1, 6)
 """COPY and REDUCE: plain bytes either way."""
@@ -87,9 +87,11 @@ def new_copy(warp):
     return copy
 
 
-@njit
-def _land_and_remove(queue, index):
-    """Carries a copy out and takes it from its queue. Returns 1 and a fault, or 0."""
+@compiled_once("ll")
+def land_copy(warp, rank, index):
+    """Carries a copy out, of the queue of a block of the warp's cluster, and takes it from there. Returns 1 and a
+    fault, or 0."""
+    queue = warp.block.cluster[rank].copies
     failed = _land(queue.entries[index])
     queue.count -= 1
     for later in range(index, queue.count):
@@ -145,7 +147,7 @@ def land_for(warp, mbarrier):
         while queue and index < queue.count:
             if queue.entries[index].mbarrier != mbarrier:
                 index += 1
-            elif _land_and_remove(queue, index):
+            elif land_copy(warp, rank, index):
                 return 1
     return 0
 
@@ -162,7 +164,7 @@ def land_groups(warp, lane, before, only_read):
         elif only_read:
             read_source(copy)
             index += 1
-        elif _land_and_remove(queue, index):
+        elif land_copy(warp, warp.block.rank, index):
             return 1
     return 0
 

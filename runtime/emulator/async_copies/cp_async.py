@@ -31,9 +31,9 @@ from runtime.emulator.memory.locate import (
 from runtime.emulator.memory.pointers import address_of, copy_bytes, fill_bytes, stack_longs
 from runtime.emulator.races.clocks import STORE
 from runtime.emulator.records import Long, Longs, Record, To
-from runtime.emulator.synchronisation.mbarrier_state import add_pending, arrive, locate
+from runtime.emulator.synchronisation.mbarrier_state import add_pending, arrive, mbarrier_at
 from runtime.emulator.translation.lowering import Lowering
-from runtime.emulator.translation.operations import operation
+from runtime.emulator.translation.operations import compiled_once, operation
 from runtime.emulator.translation.ptx import Instruction, Integer, Register
 from runtime.emulator.translation.vectors import I32, splat, truths_of
 
@@ -91,9 +91,10 @@ def _new_entry(warp, site, size):
     return entry
 
 
-@njit
-def _land_lane(warp, entry, lane):
-    """Carries out one lane of an entry. Returns 1 and a fault, or 0."""
+@compiled_once("ll")
+def land_lane(warp, number, lane):
+    """Carries out one lane of the warp's entry of a number. Returns 1 and a fault, or 0."""
+    entry = warp.copies.entries[number]
     entry.lanes &= ~(1 << lane)
     size, target = entry.size, entry.targets[lane]
     if size == _ARRIVAL:
@@ -124,7 +125,7 @@ def _land_lane_before(warp, lane, count):
     """Carries out a lane's entries among the first `count`: those before an arrival."""
     for index in range(count):
         entry = copies_of(warp).entries[index]
-        if (entry.lanes >> lane) & 1 and _land_lane(warp, entry, lane):
+        if (entry.lanes >> lane) & 1 and land_lane(warp, index, lane):
             return 1
     return 0
 
@@ -145,7 +146,7 @@ def land_arrivals(warp, mbarrier):
             for lane in range(32):
                 if (entry.lanes >> lane) & 1 and entry.targets[lane] == mbarrier:
                     found = True
-                    if _land_lane_before(other, lane, at) or _land_lane(other, entry, lane):
+                    if _land_lane_before(other, lane, at) or land_lane(other, at, lane):
                         return 1
         if found:
             _sweep(other)
@@ -205,7 +206,7 @@ def cp_async_arrive(warp, mask, site, addresses, offset, is_counted):
     entry = _new_entry(warp, site, _ARRIVAL)
     for lane in range(32):
         if (mask >> lane) & 1:
-            host = locate(warp, site, lane, addresses[lane] + offset, False)
+            host = mbarrier_at(warp, site, lane, addresses[lane] + offset, False)
             if host == 0 or (not is_counted and add_pending(warp, site, lane, host, 1)):
                 return FAILED
             entry.targets[lane] = host
@@ -233,7 +234,7 @@ def cp_async_wait(warp, mask, site, pending):
             continue
         for lane in range(32):
             is_covered = pending < 0 or (entry.info[lane] >> 8) < copies.groups[lane] - pending
-            if (lanes >> lane) & 1 and is_covered and _land_lane(warp, entry, lane):
+            if (lanes >> lane) & 1 and is_covered and land_lane(warp, index, lane):
                 return FAILED
     _sweep(warp)
     return DONE
@@ -257,7 +258,7 @@ def close_copies(warp):
             entry = copies_of(warp).entries[index]
             for lane in range(32):
                 if (entry.lanes >> lane) & 1 and not failed:
-                    failed = _land_lane(warp, entry, lane)
+                    failed = land_lane(warp, index, lane)
         drop_copies(warp)
     return failed
 

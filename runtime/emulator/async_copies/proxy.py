@@ -19,6 +19,7 @@ from numba_kernels.pointers import i64_at, u32_at
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import block_at
 from runtime.emulator.memory.pointers import address_of
+from runtime.emulator.translation.operations import compiled_once
 from runtime.emulator.translation.ptx import Kernel
 
 _WARPS = 32
@@ -82,7 +83,7 @@ def fence(warp):
     fenced[warp.index] = fields.proxy_time
 
 
-@njit
+@compiled_once("lllll")
 def check_read(warp, site, lane, block, host, size):
     """0, or 1 and a fault: whether bytes of shared memory may be read through the async proxy now."""
     fields = block_at(block)

@@ -46,7 +46,7 @@ from runtime.emulator.execution.state import DONE, FAILED, block_at
 from runtime.emulator.memory.careful_access import read_any, write_any
 from runtime.emulator.memory.locate import aligned, block_of_rank, landed, shared_block, shared_host
 from runtime.emulator.memory.pointers import address_of, copy_bytes
-from runtime.emulator.synchronisation.mbarrier_state import locate
+from runtime.emulator.synchronisation.mbarrier_state import mbarrier_at
 from runtime.emulator.translation.lowering import Lowering
 from runtime.emulator.translation.operations import operation
 from runtime.emulator.translation.ptx import Address, Instruction, Integer, Operand, Vector
@@ -139,26 +139,21 @@ def tensor_load(
         map_host = _usable_map(warp, site, lane, maps[lane] + map_offset, rank)
         target = targets[lane] + target_offset
         block = shared_block(warp, site, lane, target)
-        mbarrier = locate(warp, site, lane, mbarriers[lane] + mbarrier_offset, False)
+        mbarrier = mbarrier_at(warp, site, lane, mbarriers[lane] + mbarrier_offset, False)
         if map_host == 0 or block == 0 or mbarrier == 0:
             return FAILED
         coordinates = _lane_coordinates(lane, c0, c1, c2, c3, c4)
         if warp.launch.traffic:
             count_tile(warp, site, i64_at(map_host), coordinates)
-        ranks = types.int64(cluster_mask[lane])
-        if ranks == 0:
-            if _load_into(warp, site, lane, block, target, map_host, coordinates, mbarrier, mover):
-                return FAILED
-            continue
+        ranks, at = types.int64(cluster_mask[lane]), mbarrier - block_at(block).shared
         if ranks >> warp.launch.cluster_size:
             return report(warp, FaultKind.CLUSTER_RANK, site, lane, target, ranks, warp.launch.cluster_size, 0, 0)
-        at = mbarrier - block_at(block).shared
-        for index in range(16):
-            if (ranks >> index) & 1:
-                other = block_of_rank(warp, site, lane, index)
+        for index in range(16 if ranks else 1):
+            if ranks == 0 or (ranks >> index) & 1:
+                other = block_of_rank(warp, site, lane, index) if ranks else block
                 if other == 0:
                     return FAILED
-                there = block_at(other).shared + at
+                there = block_at(other).shared + at if ranks else mbarrier
                 if _load_into(warp, site, lane, other, target, map_host, coordinates, there, mover):
                     return FAILED
     return DONE

@@ -70,7 +70,7 @@ def is_shared(address):
     return 0 <= address < (1 << 32) or address >= SHARED_WINDOW
 
 
-@njit
+@compiled_once("lll")
 def block_of_rank(warp, site, lane, rank):
     """The block array of a rank of the warp's cluster; 0 and a fault if there is none or it has exited."""
     launch = warp.launch
@@ -84,7 +84,7 @@ def block_of_rank(warp, site, lane, rank):
     return address_of(block)
 
 
-@njit
+@compiled_once("lll")
 def shared_block(warp, site, lane, address):
     """The block array that a shared address lies in; 0 and a fault if it is none."""
     if not is_shared(address):
@@ -127,7 +127,7 @@ def in_shared(block, host, size):
     return fields.shared <= host and host + size <= fields.shared + fields.shared_bytes
 
 
-@njit
+@compiled_once("llllll")
 def claim(warp, site, lane, block, host, size, bit):
     """Marks bytes as the target (IS_IN_FLIGHT) or the source (IS_BEING_READ) of an asynchronous copy.
 
@@ -148,26 +148,27 @@ def claim(warp, site, lane, block, host, size, bit):
     return 0
 
 
-@njit
-def _mark(warp, block, host, size, cleared, added):
+@compiled_once("lllll")
+def mark_shadow(warp, block, host, size, cleared, added):
     """Clears and adds bits of bytes' shadow."""
     at = shadow_of(warp, block, host)
     if at != 0:
         shadow = u8_at(at)
         for index in range(size):
             shadow[index] = (shadow[index] & ~cleared) | added
+    return 0
 
 
 @njit
 def landed(warp, block, host, size):
     """Marks bytes as written and no longer in flight."""
-    _mark(warp, block, host, size, IS_IN_FLIGHT, IS_INITIALISED)
+    mark_shadow(warp, block, host, size, IS_IN_FLIGHT, IS_INITIALISED)
 
 
 @njit
 def was_read(warp, block, host, size):
     """Ends `claim` of a source."""
-    _mark(warp, block, host, size, IS_BEING_READ, 0)
+    mark_shadow(warp, block, host, size, IS_BEING_READ, 0)
 
 
 ACTIONS = {LOAD: "load", STORE: "store", ATOMIC: "atomic"}
@@ -228,7 +229,7 @@ def _may_touch_early(launch, address, size, action):
     return every & IS_IMMUTABLE != 0
 
 
-@njit
+@compiled_once("llllllq")
 def global_place(warp, site, lane, address, size, action, space, place):
     launch = warp.launch
     if warp.is_before_dependency and not _may_touch_early(launch, address, size, action):

@@ -27,7 +27,7 @@ from runtime.emulator.synchronisation.mbarrier_state import (
     add_transactions,
     arrive,
     fresh,
-    locate,
+    mbarrier_at,
     parity_of,
     pending_of,
 )
@@ -45,7 +45,7 @@ def mbarrier_init(warp, mask, site, addresses, offset, counts):
     for lane in range(32):
         if (mask >> lane) & 1:
             address, count = addresses[lane] + offset, types.int64(counts[lane])
-            host = locate(warp, site, lane, address, True)
+            host = mbarrier_at(warp, site, lane, address, True)
             if host == 0:
                 return FAILED
             if count < 1 or count > MAX_COUNT:
@@ -60,7 +60,7 @@ def mbarrier_init(warp, mask, site, addresses, offset, counts):
 def mbarrier_inval(warp, mask, site, addresses, offset):
     for lane in range(32):
         if (mask >> lane) & 1:
-            host = locate(warp, site, lane, addresses[lane] + offset, False)
+            host = mbarrier_at(warp, site, lane, addresses[lane] + offset, False)
             if host == 0:
                 return FAILED
             i64_at(host)[0] = 0
@@ -72,7 +72,7 @@ def mbarrier_arrive(warp, mask, site, states, addresses, offset, counts, flags):
     """`counts` are arrivals, or with _EXPECT the bytes to expect before one arrival."""
     for lane in range(32):
         if (mask >> lane) & 1:
-            host = locate(warp, site, lane, addresses[lane] + offset, False)
+            host = mbarrier_at(warp, site, lane, addresses[lane] + offset, False)
             if host == 0:
                 return FAILED
             before, count = i64_at(host)[0], types.int64(counts[lane])
@@ -92,7 +92,7 @@ def mbarrier_arrive(warp, mask, site, states, addresses, offset, counts, flags):
 def mbarrier_transactions(warp, mask, site, addresses, offset, counts, sign):
     for lane in range(32):
         if (mask >> lane) & 1:
-            host = locate(warp, site, lane, addresses[lane] + offset, False)
+            host = mbarrier_at(warp, site, lane, addresses[lane] + offset, False)
             if host == 0 or add_transactions(warp, site, lane, host, types.int64(counts[lane]) * sign) < 0:
                 return FAILED
     return DONE
@@ -114,7 +114,7 @@ def mbarrier_wait(warp, mask, site, result, addresses, offset, wanted, flags):
     done = types.uint32(0)
     for lane in range(32):
         if (mask >> lane) & 1:
-            host = locate(warp, site, lane, addresses[lane] + offset, False)
+            host = mbarrier_at(warp, site, lane, addresses[lane] + offset, False)
             if host == 0:
                 return FAILED
             token = wanted[lane]

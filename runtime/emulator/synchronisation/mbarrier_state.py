@@ -20,6 +20,7 @@ from runtime.emulator.memory.locate import (
     shared_host,
 )
 from runtime.emulator.races.vector_clocks import complete, release
+from runtime.emulator.translation.operations import compiled_once
 
 MAX_COUNT = (1 << 20) - 1
 _FIELD = MAX_COUNT
@@ -64,8 +65,8 @@ def progress(warp):
         cluster[rank].progress += 1
 
 
-@njit
-def locate(warp, site, lane, address, is_new):
+@compiled_once("llll")
+def mbarrier_at(warp, site, lane, address, is_new):
     """The host address of an mbarrier; 0 and a fault if it is none. With `is_new` it need not be initialised."""
     block = shared_block(warp, site, lane, address)
     if block == 0:
@@ -98,7 +99,7 @@ def _settle(warp, host):
     return 0
 
 
-@njit
+@compiled_once("llll")
 def add_transactions(warp, site, lane, host, count):
     """expect_tx (positive) or complete_tx (negative). Returns -1 and a fault, or 1 when the phase ended, or 0."""
     word = i64_at(host)[0]
@@ -110,7 +111,7 @@ def add_transactions(warp, site, lane, host, count):
     return _settle(warp, host) if count < 0 else 0
 
 
-@njit
+@compiled_once("lllll")
 def arrive(warp, site, lane, host, count, drop):
     """`count` arrivals; with `drop` the next phases expect as many fewer. Result as `add_transactions`."""
     word = i64_at(host)[0]

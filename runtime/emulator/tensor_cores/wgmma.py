@@ -47,7 +47,7 @@ from runtime.emulator.tensor_cores.products import (
     types_of,
 )
 from runtime.emulator.translation.lowering import Lowering
-from runtime.emulator.translation.operations import call_operation, made_from_name, operation
+from runtime.emulator.translation.operations import call_operation, compiled_once, made_from_name, operation
 from runtime.emulator.translation.ptx import Instruction, Integer, Register, Vector
 from runtime.emulator.translation.registers import ACCUMULATES, IS_READ, WRITTEN
 
@@ -112,10 +112,10 @@ def _place(descriptor, is_mn_major, index, first_row):
     return _chunk(descriptor, first_row + index // 2, index % 2)
 
 
-@njit
-def _digest_of(warp, record):
+@compiled_once("l")
+def digest_of(warp, record_address):
     """A digest of the shared memory that a warp answers for: its rows of A, a quarter of B."""
-    shared = warp.block.shared
+    record, shared = wgmma_at(record_address), warp.block.shared
     part, flags = warp.index & 3, record.flags
     digest = types.uint64(0)
     for operand in range(2):
@@ -206,12 +206,11 @@ def wgmma_issue(warp, mask, site, run, table_address, a, b, keep, flags, columns
     record.site, record.group, record.run, record.table = site, header.groups, run, table_address
     record.a, record.b = a[0], b[0]
     record.keep, record.flags, record.columns = keep[0] & 1, flags, columns
-    if not flags & _A_IN_REGISTERS and _check_operand(warp, site, record, 0):
-        return FAILED
-    if _check_operand(warp, site, record, 1):
-        return FAILED
+    for operand in range(1 if flags & _A_IN_REGISTERS else 0, 2):
+        if _check_operand(warp, site, record, operand):
+            return FAILED
     if warp.launch.checks & CHECK_ASYNC:
-        record.digest = _digest_of(warp, record)
+        record.digest = digest_of(warp, address_of(record))
     header.count += 1
     _set_state(warp, table, True)
     return DONE
@@ -245,7 +244,7 @@ def wgmma_wait(warp, mask, site, pending):
     done = 0
     while done < header.count and header.entries[done].group < header.groups - pending:
         record = header.entries[done]
-        if checked and _digest_of(warp, record) != record.digest:
+        if checked and digest_of(warp, address_of(record)) != record.digest:
             return report(warp, FaultKind.SOURCE_IN_FLIGHT, record.site, 0, (record.b << 4) & 0x3FFF0, site, 0, 0, 0)
         if call_operation(record.run, warp, record.site, address_of(record)):
             return FAILED
