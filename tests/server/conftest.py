@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from server.app import create_app
 from server.config import ServerConfig
 from tests.server.arrivals import arrived, shown, watch
 from tests.server.byte_tokenizer import END_OF_TURN, TEMPLATE, make_byte_tokenizer, write_byte_tokenizer
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.fake_engine import FakeEngineClient, Script
 from tests.server.real_server import write_tiny_model
 from tests.server.running import running
 from tests.waiting import TIMEOUT_S, wait_until
@@ -103,12 +103,20 @@ def serving(engine: FakeEngineClient, tokenizer: Tokenizer | None, **options: An
         yield Served(url, engine, client, http)
 
 
+@contextmanager
+def faked(
+    tokenizer: Tokenizer | None, script: Script = answer_of, *, max_model_len: int = 256, **options: Any
+) -> Iterator[Served]:
+    """The same with a fake engine of its own."""
+    with closing(FakeEngineClient(script, max_model_len=max_model_len)) as engine:
+        with serving(engine, tokenizer, **options) as served:
+            yield served
+
+
 @pytest.fixture(scope="session")
 def shared_server(tokenizer: Tokenizer) -> Iterator[Served]:
-    engine = FakeEngineClient(answer_of)
-    with serving(engine, tokenizer) as served:
+    with faked(tokenizer) as served:
         yield served
-    engine.close()
 
 
 @pytest.fixture
@@ -137,11 +145,9 @@ def thinking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
     """A server that reads reasoning and tool calls, with `THINKING_TEMPLATE`."""
     folder = tmp_path_factory.mktemp("thinking")
     write_byte_tokenizer(folder, template=THINKING_TEMPLATE)
-    engine = FakeEngineClient(answer_of, max_model_len=4096)
     config = ServerConfig(tool_call_parser="hermes", reasoning_parser="think")
-    with serving(engine, Tokenizer.from_pretrained(folder), config=config) as served:
+    with faked(Tokenizer.from_pretrained(folder), max_model_len=4096, config=config) as served:
         yield served
-    engine.close()
 
 
 def saying(served: Served, text: str) -> None:

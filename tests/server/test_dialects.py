@@ -10,8 +10,7 @@ import pytest
 
 from server.config import ServerConfig
 from server.errors import ApiError, dialect_of, draining
-from tests.server.conftest import Served, answer_of, serving
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.conftest import Served, faked
 from tokenizer import Tokenizer
 
 ANTHROPIC = [(b"anthropic-version", b"2023-06-01")]
@@ -95,8 +94,7 @@ def test_curl_and_litellm_name_no_type(served: Served, media_type: str) -> None:
 def test_several_names(tokenizer: Tokenizer) -> None:
     """Each is listed, and Ollama's tag belongs to each."""
     names, hello = ("first", "org/second"), [{"role": "user", "content": "Hello"}]
-    engine = FakeEngineClient(answer_of)
-    with serving(engine, tokenizer, model_name=names) as served:
+    with faked(tokenizer, model_name=names) as served:
         listed = served.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
         assert [model["id"] for model in listed["data"]] == [listed["first_id"], listed["last_id"]] == list(names)
         tags = [model["name"] for model in served.http.get("/api/tags").json()["models"]]
@@ -107,17 +105,15 @@ def test_several_names(tokenizer: Tokenizer) -> None:
         for name, status in ((names[1], 200), (tags[1], 404)):
             asked = {"model": name, "messages": hello, "max_tokens": 3}
             assert served.http.post("/v1/messages/", json=asked).status_code == status
-    engine.close()
 
 
 def test_a_silent_stream(tokenizer: Tokenizer) -> None:
     """Anthropic's gets its own event of life; Ollama's lines leave no room for one."""
-    engine = FakeEngineClient(answer_of)
     config = ServerConfig(ping_interval_s=0.1)
     asked = {"model": "fake-model", "messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 2}
-    with serving(engine, tokenizer, config=config) as served:
+    with faked(tokenizer, config=config) as served:
         for path, num_least in (("/v1/messages", 3), ("/api/chat", 0)):
-            engine.step_gate.clear()
+            served.engine.step_gate.clear()
             body = {name: value for name, value in asked.items() if path == "/v1/messages" or name != "max_tokens"}
             with served.http.stream("POST", path, json=body) as response:
                 pieces, text = response.iter_text(), ""
@@ -125,13 +121,12 @@ def test_a_silent_stream(tokenizer: Tokenizer) -> None:
                     text += next(pieces)
                 if not num_least:
                     time.sleep(0.5)  # of five pings
-                engine.step_gate.set()
+                served.engine.step_gate.set()
                 text += "".join(pieces)
             assert text.count('event: ping\ndata: {"type":"ping"}\n\n') >= num_least
             assert (": ping" in text.replace("event: ping", "")) is False
             if path == "/api/chat":
                 assert all(json.loads(line) for line in text.splitlines())
-    engine.close()
 
 
 def test_metrics_know_the_routes(served: Served) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from server.config import ServerConfig
 from tests.server.byte_tokenizer import make_byte_tokenizer, write_byte_tokenizer
-from tests.server.conftest import ANSWER, Served, answer_of, serving
+from tests.server.conftest import ANSWER, Served, answer_of, faked, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.openapi import DESCRIPTION, check_answer
 from tokenizer import Tokenizer
@@ -390,18 +390,14 @@ def test_models(served: Served) -> None:
 
 
 def test_a_models_name_may_have_slashes(tokenizer: Tokenizer) -> None:
-    engine = FakeEngineClient(answer_of)
-    with serving(engine, tokenizer, model_name="owner/model") as served:
+    with faked(tokenizer, model_name="owner/model") as served:
         assert served.openai.models.retrieve("owner/model").id == "owner/model"
         assert served.http.get("/v1/models/owner/model").status_code == 200
         assert served.http.get("/v1/models/owner").status_code == 404
-    engine.close()
 
 
 def test_limits_can_be_set(tokenizer: Tokenizer) -> None:
-    engine = FakeEngineClient(answer_of)
-    with serving(engine, tokenizer, config=ServerConfig(max_prompts=1, max_json_depth=3)) as served:
+    with faked(tokenizer, config=ServerConfig(max_prompts=1, max_json_depth=3)) as served:
         refused(served, 400, completion_body(prompt=["a", "b"]), COMPLETIONS)
         refused(served, 400, completion_body(prompt=[[1]], metadata={"a": [[[]]]}), COMPLETIONS)
         assert served.http.post(COMPLETIONS, content=completion_body(), headers={"content-type": "application/json"})
-    engine.close()

@@ -18,8 +18,7 @@ from runtime.engine.sampling_params import MAX_N
 from server.config import ServerConfig
 from server.openai_api.logprobs import Echo
 from server.transport.origins import LOCAL_ORIGINS, OriginRules, origins_for
-from tests.server.conftest import ANSWER, Served, answer_of, serving
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.conftest import ANSWER, Served, faked
 from tests.tokenizer.support import real_tokenizer, shared
 from tests.waiting import TIMEOUT_S
 from tokenizer import Tokenizer
@@ -30,12 +29,10 @@ NAMES = ("first", "org/second")
 
 @pytest.fixture(scope="module")
 def named(tokenizer: Tokenizer) -> Iterator[Served]:
-    engine = FakeEngineClient(answer_of)
     config = ServerConfig(api_keys=("sk-1",), allowed_origins=origins_for("127.0.0.1", ()))
-    with serving(engine, tokenizer, config=config, model_name=NAMES) as served:
+    with faked(tokenizer, config=config, model_name=NAMES) as served:
         served.http.headers["Authorization"] = "Bearer sk-1"
         yield served
-    engine.close()
 
 
 def test_several_names(named: Served) -> None:

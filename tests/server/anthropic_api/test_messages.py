@@ -11,8 +11,7 @@ import anthropic
 import pytest
 
 from server.config import ServerConfig
-from tests.server.conftest import ANSWER, Served, answer_of, as_new, prompt_of, say, saying, serving
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.conftest import ANSWER, Served, as_new, faked, prompt_of, say, saying
 from tests.waiting import wait_until
 from tokenizer import Tokenizer
 
@@ -246,11 +245,9 @@ def test_what_has_no_effect_is_named(served: Served, tokenizer: Tokenizer) -> No
     whole = {"id": "msg_1", "type": "message", "role": "assistant", "content": "x", "usage": {}, "stop_sequence": None}
     assert ignored(served, messages=[*HELLO, whole]) == "messages[1].id, messages[1].type, messages[1].usage"
     assert ignored(served, tools=[{**TOOLS[0], "defer_loading": True}]) == "tools[0].defer_loading"
-    engine = FakeEngineClient(answer_of)  # its template knows neither
-    with serving(engine, tokenizer) as other:
+    with faked(tokenizer) as other:  # its template knows neither
         fields = {"thinking": enabled, "output_config": {"effort": "low"}}
         assert ignored(other, **fields) == "thinking, output_config.effort"
-    engine.close()
 
 
 def test_the_order_of_events(served: Served) -> None:
@@ -448,8 +445,7 @@ def test_a_client_that_leaves_is_noticed(served: Served, client: anthropic.Anthr
 
 def test_keys(tokenizer: Tokenizer) -> None:
     """As `x-api-key` and as a bearer's; the refusal is Anthropic's error."""
-    engine = FakeEngineClient(answer_of)
-    with serving(engine, tokenizer, config=ServerConfig(api_keys=("sk-one",))) as served:
+    with faked(tokenizer, config=ServerConfig(api_keys=("sk-one",))) as served:
         for fields in ({"api_key": "sk-one"}, {"auth_token": "sk-one"}):
             with anthropic.Anthropic(base_url=served.url, max_retries=0, **fields) as client:
                 assert ask(client).content[0].text == ANSWER
@@ -457,7 +453,6 @@ def test_keys(tokenizer: Tokenizer) -> None:
             with pytest.raises(anthropic.AuthenticationError) as raised:
                 ask(client)
             assert raised.value.type == "authentication_error"
-    engine.close()
 
 
 @pytest.fixture

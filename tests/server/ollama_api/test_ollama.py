@@ -14,7 +14,7 @@ import pytest
 
 from server.config import ServerConfig
 from server.ollama_api.request import _with_images
-from tests.server.conftest import ANSWER, Served, answer_of, as_new, prompt_of, saying, serving
+from tests.server.conftest import ANSWER, Served, answer_of, as_new, faked, prompt_of, saying, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import wait_until
 from tokenizer import Tokenizer
@@ -203,13 +203,11 @@ def test_thinking(served: Served, client: ollama.Client) -> None:
 
 
 def test_a_model_that_does_not_think(tokenizer: Tokenizer) -> None:
-    engine = FakeEngineClient(answer_of)
-    with serving(engine, tokenizer) as served, ollama.Client(served.url, trust_env=False) as client:
+    with faked(tokenizer) as served, ollama.Client(served.url, trust_env=False) as client:
         with pytest.raises(ollama.ResponseError, match="think: 'fake-model' does not think"):
             client.chat(MODEL, HELLO, think=True)
         assert client.chat(MODEL, HELLO, think=False).message.content == ANSWER
         assert client.show(MODEL).capabilities == ["completion"]
-    engine.close()
 
 
 def test_structured_output(served: Served, client: ollama.Client) -> None:
@@ -379,15 +377,13 @@ def test_a_client_that_leaves_is_noticed(served: Served, client: ollama.Client) 
 
 
 def test_keys(tokenizer: Tokenizer) -> None:
-    engine = FakeEngineClient(answer_of)
-    with serving(engine, tokenizer, config=ServerConfig(api_keys=("sk-one",))) as served:
+    with faked(tokenizer, config=ServerConfig(api_keys=("sk-one",))) as served:
         with ollama.Client(served.url, trust_env=False, headers={"Authorization": "Bearer sk-one"}) as client:
             assert client.chat(MODEL, HELLO).message.content == ANSWER
         with ollama.Client(served.url, trust_env=False) as client:
             with pytest.raises(ollama.ResponseError, match="API key") as raised:
                 client.list()
             assert raised.value.status_code == 401
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from server.openai_api.logprobs import Echo
 from server.openai_api.schema import CompletionRequest
 from server.requests.sampling import completion_params
 from tests.server.byte_tokenizer import END_OF_TURN
-from tests.server.conftest import ANSWER, Served, say, serving
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.conftest import ANSWER, Served, faked, say
 from tests.server.openapi import check_answer
 
 MODEL = "fake-model"
@@ -248,8 +247,7 @@ def test_every_sampling_parameter_reaches_the_engine(served: Served) -> None:
 
 
 def test_a_model_without_tokenizer_serves_ids() -> None:
-    engine = FakeEngineClient(lambda request, index: [5, 6, 7, END_OF_TURN])
-    with serving(engine, None) as served:
+    with faked(None, lambda request, index: [5, 6, 7, END_OF_TURN]) as served:
         answer = complete(served, [1, 2], logprobs=1)
         assert answer.choices[0].token_ids == [5, 6, 7, END_OF_TURN]
         assert answer.choices[0].text == ""
@@ -264,7 +262,6 @@ def test_a_model_without_tokenizer_serves_ids() -> None:
         response = served.http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == "messages"
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -284,13 +281,12 @@ def test_who_asks_for_draws_of_a_greedy_model_gets_them(fields: dict[str, Any], 
 
 def test_the_models_own_defaults_hold_where_the_request_is_silent(tokenizer: Any) -> None:
     defaults = {"temperature": 0.5, "top_k": 20, "max_tokens": 7}
-    engine = FakeEngineClient(lambda request, index: [120] * 1000)
-    with serving(engine, tokenizer, default_sampling=defaults, model_name="named") as served:
+    with faked(tokenizer, lambda request, index: [120] * 1000, default_sampling=defaults, model_name="named") as served:
 
         def asked(route: str, **fields: Any) -> EngineRequest:
             body = {"model": "named", **fields}
             assert served.http.post(route, json=body).status_code == 200
-            return engine.requests[-1]
+            return served.engine.requests[-1]
 
         chat, messages = "/v1/chat/completions", [{"role": "user", "content": "x"}]
         params = asked(chat, messages=messages).params
@@ -298,4 +294,3 @@ def test_the_models_own_defaults_hold_where_the_request_is_silent(tokenizer: Any
         params = asked(chat, messages=messages, temperature=0, max_tokens=3).params
         assert (params.temperature, params.top_k, params.max_tokens) == (0.0, 20, 3)
         assert asked("/v1/completions", prompt="x").params.max_tokens == 16
-    engine.close()

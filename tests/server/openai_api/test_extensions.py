@@ -10,7 +10,7 @@ import pytest
 
 from server.config import ServerConfig
 from server.openai_api.extensions import EXTENSIONS
-from tests.server.conftest import ANSWER, Served, answer_of, serving
+from tests.server.conftest import ANSWER, Served, faked, serving
 from tests.server.fake_engine import FakeEngineClient
 from tokenizer import Tokenizer
 
@@ -31,10 +31,8 @@ HEADER = "x-xserv-ignored"
 
 @pytest.fixture(scope="module")
 def lenient(tokenizer: Tokenizer) -> Iterator[Served]:
-    engine = FakeEngineClient(answer_of)
-    with serving(engine, tokenizer, config=ServerConfig(unknown_fields="warn")) as served:
+    with faked(tokenizer, config=ServerConfig(unknown_fields="warn")) as served:
         yield served
-    engine.close()
 
 
 def test_an_answer_comes_back_as_the_sdk_dumps_it(served: Served) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser
 
-from tests.server.conftest import Served, say, serving
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.conftest import Served, faked, say
 from tests.server.page.browser import chromium
 from tests.waiting import wait_until
 from tokenizer import Tokenizer
@@ -22,10 +21,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="package")
 def shared(tokenizer: Tokenizer) -> Iterator[Served]:
-    engine = FakeEngineClient(lambda request, index: say("Hello."), max_model_len=8192)
-    with serving(engine, tokenizer) as served:
+    with faked(tokenizer, lambda request, index: say("Hello."), max_model_len=8192) as served:
         yield served
-    engine.close()
 
 
 @pytest.fixture

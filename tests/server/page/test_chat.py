@@ -10,8 +10,7 @@ import httpx
 from playwright.sync_api import Browser, expect
 
 from server.config import ServerConfig
-from tests.server.conftest import Served, say, serving
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.conftest import Served, faked, say
 from tests.server.page.browser import answers, ask, needs_browser, opened, wait_idle
 from tests.waiting import wait_until
 from tokenizer import Tokenizer
@@ -221,8 +220,7 @@ def test_errors_are_told_in_words(browser: Browser, fake: Served) -> None:
 
 @needs_browser
 def test_a_key_is_asked_for_and_used(browser: Browser, tokenizer: Tokenizer) -> None:
-    engine = FakeEngineClient(lambda request, index: say("Hello."))
-    with serving(engine, tokenizer, config=ServerConfig(api_keys=("secret",))) as served:
+    with faked(tokenizer, lambda request, index: say("Hello."), config=ServerConfig(api_keys=("secret",))) as served:
         assert httpx.get(served.url).status_code == 401
         credentials = {"username": "anyone", "password": "secret", "origin": served.url}
         with opened(
@@ -244,4 +242,3 @@ def test_a_key_is_asked_for_and_used(browser: Browser, tokenizer: Tokenizer) -> 
             expect(answers(page).last).to_have_text("Hello.")
             assert page.evaluate("sessionStorage.getItem('xserv.key')") == "secret"
             assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
-    engine.close()

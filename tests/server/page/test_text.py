@@ -11,8 +11,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.server.byte_tokenizer import write_byte_tokenizer
-from tests.server.conftest import Served, say, serving
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.conftest import Served, faked, say
 from tests.server.page.browser import ask, needs_browser, opened, wait_idle
 from tests.server.page.test_chat import sent
 from tests.waiting import wait_until
@@ -22,10 +21,10 @@ from tokenizer import Tokenizer
 @pytest.fixture
 def base_model(tmp_path: Path) -> Iterator[Served]:
     write_byte_tokenizer(tmp_path, has_template=False)
-    engine = FakeEngineClient(lambda request, index: say(" there was"), max_model_len=2048)
-    with serving(engine, Tokenizer.from_pretrained(tmp_path)) as served:
+    with faked(
+        Tokenizer.from_pretrained(tmp_path), lambda request, index: say(" there was"), max_model_len=2048
+    ) as served:
         yield served
-    engine.close()
 
 
 @needs_browser

@@ -24,7 +24,7 @@ from server.errors import ApiError, dialect_of
 from server.transport import auth
 from server.transport.auth import ApiKeys, key_of
 from server.transport.origins import OriginRules, hosts_for
-from tests.server.conftest import Served, answer_of, serving
+from tests.server.conftest import Served, answer_of, faked, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import TIMEOUT_S
 from tokenizer import Tokenizer
@@ -41,15 +41,13 @@ def bearer(key: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
     """A server with two keys, one origin and two hosts."""
-    engine = FakeEngineClient(answer_of)
     config = ServerConfig(
         api_keys=(KEY, "sk-two"),
         allowed_origins=("https://chat.example",),
         allowed_hosts=("127.0.0.1", "server.example"),
     )
-    with serving(engine, tokenizer, config=config) as served:
+    with faked(tokenizer, config=config) as served:
         yield served
-    engine.close()
 
 
 def raw(url: str, head: str) -> bytes:

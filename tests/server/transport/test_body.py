@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from server.config import ServerConfig
-from tests.server.conftest import ANSWER, Served, answer_of, serving
-from tests.server.fake_engine import FakeEngineClient
+from tests.server.conftest import ANSWER, Served, faked
 from tests.server.openapi import DESCRIPTION, check_answer
 from tests.waiting import TIMEOUT_S
 from tokenizer import Tokenizer
@@ -26,20 +25,16 @@ BODY = json.dumps({"model": "fake-model", "messages": [{"role": "user", "content
 @pytest.fixture(scope="module")
 def small(tokenizer: Tokenizer) -> Iterator[Served]:
     """A server with narrow limits."""
-    engine = FakeEngineClient(answer_of)
-    with serving(engine, tokenizer, config=ServerConfig(max_body_bytes=1000, max_discarded_bytes=100_000)) as served:
+    with faked(tokenizer, config=ServerConfig(max_body_bytes=1000, max_discarded_bytes=100_000)) as served:
         yield served
-    engine.close()
 
 
 @pytest.fixture(scope="module")
 def hurried(tokenizer: Tokenizer) -> Iterator[Served]:
     """One that also gives little time, for bodies that do not come: others may be late on a busy machine."""
-    engine = FakeEngineClient(answer_of)
     config = ServerConfig(max_body_bytes=1000, max_discarded_bytes=100_000, body_timeout_s=0.4)
-    with serving(engine, tokenizer, config=config) as served:
+    with faked(tokenizer, config=config) as served:
         yield served
-    engine.close()
 
 
 @pytest.fixture(autouse=True)

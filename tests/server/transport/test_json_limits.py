@@ -24,7 +24,7 @@ from runtime.engine.messages import EngineRequest
 from server.config import OPTIONS, ServerConfig, ServerConfigError
 from server.transport.protocol import RESERVED_CONNECTIONS
 from server.transport.typed import is_deeper, kinds_of
-from tests.server.conftest import ANSWER, Served, answer_of, serving
+from tests.server.conftest import ANSWER, Served, answer_of, faked, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer import Tokenizer
@@ -35,7 +35,6 @@ HELLO: dict[str, Any] = {"model": "fake-model", "messages": [{"role": "user", "c
 
 @pytest.fixture(scope="module")
 def narrow(tokenizer: Tokenizer) -> Iterator[Served]:
-    engine = FakeEngineClient(answer_of)
     config = ServerConfig(
         max_header_bytes=2000,
         allowed_origins=("https://chat.example",),
@@ -49,21 +48,18 @@ def narrow(tokenizer: Tokenizer) -> Iterator[Served]:
         max_json_depth=20,
         max_schema_depth=8,
     )
-    with serving(engine, tokenizer, config=config) as served:
+    with faked(tokenizer, config=config) as served:
         yield served
-    engine.close()
 
 
 @pytest.fixture(scope="module")
 def hurried(tokenizer: Tokenizer) -> Iterator[Served]:
     """One that gives little time, for tests that let it pass: in others a busy machine might."""
-    engine = FakeEngineClient(answer_of)
     config = ServerConfig(
         max_header_bytes=2000, header_timeout_s=0.5, keep_alive_timeout_s=0.5, body_start_timeout_s=0.5
     )
-    with serving(engine, tokenizer, config=config) as served:
+    with faked(tokenizer, config=config) as served:
         yield served
-    engine.close()
 
 
 @pytest.fixture(autouse=True)
@@ -345,25 +341,28 @@ def ask_for_a_stream(url: str) -> socket.socket:
 
 def test_a_client_that_does_not_read_is_dropped(tokenizer: Tokenizer) -> None:
     """And with it what was kept for it: the request is cancelled, the connection cut."""
-    engine = FakeEngineClient(endless, max_model_len=200_000)
     config = ServerConfig(slow_reader_timeout_s=0.5, write_buffer_bytes=4096)
-    with serving(engine, tokenizer, config=config) as served, ask_for_a_stream(served.url) as connection:
-        wait_until(lambda: len(engine.requests) == 1)
-        wait_until(lambda: engine.num_open == 0)
-        assert engine.cancelled == [engine.requests[0].request_id]
+    with (
+        faked(tokenizer, endless, max_model_len=200_000, config=config) as served,
+        ask_for_a_stream(served.url) as connection,
+    ):
+        wait_until(lambda: len(served.engine.requests) == 1)
+        wait_until(lambda: served.engine.num_open == 0)
+        assert served.engine.cancelled == [connection.engine.requests[0].request_id]
         received = read_all(connection)
         assert received.startswith(b"HTTP/1.1 200 ")
         assert b"[DONE]" not in received
-        engine.reset(answer_of)
+        served.engine.reset(answer_of)
         assert served.http.post(CHAT, json=HELLO).status_code == 200
-    engine.close()
 
 
 def test_a_slow_client_that_reads_is_kept(tokenizer: Tokenizer) -> None:
     """Its answer pauses and goes on; nothing of it is lost."""
-    engine = FakeEngineClient(lambda request, index: [120] * 1500, max_model_len=1500)
     config = ServerConfig(slow_reader_timeout_s=20.0, write_buffer_bytes=4096)
-    with serving(engine, tokenizer, config=config) as served, ask_for_a_stream(served.url) as connection:
+    with (
+        faked(tokenizer, lambda request, index: [120] * 1500, max_model_len=1500, config=config) as served,
+        ask_for_a_stream(served.url) as connection,
+    ):
         time.sleep(0.5)
         received = b""
         while b"data: [DONE]" not in received[-200:]:
@@ -376,10 +375,9 @@ def test_a_slow_client_that_reads_is_kept(tokenizer: Tokenizer) -> None:
             if line.startswith(b"data: {")
         )
         assert set(text) == {"x"}
-        num_tokens = engine.requests[0].params.max_tokens
+        num_tokens = served.engine.requests[0].params.max_tokens
         assert num_tokens is not None
-        assert len(text) == min(num_tokens, 1500 - len(engine.requests[0].prompt_token_ids))
-    engine.close()
+        assert len(text) == min(num_tokens, 1500 - len(served.engine.requests[0].prompt_token_ids))
 
 
 def test_clients_that_vanish_leave_nothing(tokenizer: Tokenizer) -> None:
