@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -127,163 +128,95 @@ _GENERATES = (400, 404, 408, 409, 413, 415, 429, 503)
 _READS = (400, 404, 408, 413, 415)
 _EMBEDS = (*_READS, 429, 503)
 
+
+def _get(path: str, endpoint: Endpoint, summary: str, answer: Any = None, **more: Any) -> Operation:
+    return Operation("get", path, endpoint, summary, answer=answer, **more)
+
+
+_post = partial(Operation, "post")
+
 OPERATIONS = (
-    Operation(
-        "post", "/v1/chat/completions", chat_answer.create_chat_completion, "The answer to a conversation",
-        of_openai.ChatCompletionRequest, answers.ChatCompletion, answers.ChatChunk, errors=_GENERATES,
-    ),
-    Operation(
-        "post", "/v1/completions", completions.create_completion, "The continuation of prompts",
-        of_openai.CompletionRequest, answers.Completion, answers.Completion, errors=_GENERATES,
-    ),
-    Operation(
-        "post", "/v1/responses", responses.create_response, "The answer to a conversation, stored", ResponsesRequest,
-        objects.Response, objects.Event, errors=_GENERATES,
-    ),
-    Operation(
-        "post", "/v1/messages", anthropic.create_message, "The answer to a conversation, in Anthropic's shapes",
-        MessagesRequest, messages.MessageAnswer, messages.MessageEvent, errors=_GENERATES,
-    ),
-    Operation(
-        "post", "/v1/messages/count_tokens", anthropic.count_tokens, "How many tokens a conversation comes to",
-        CountTokensRequest, messages.TokensCount, errors=_READS,
-    ),
-    Operation(
-        "post", "/api/chat", ollama.chat, "The answer to a conversation, in Ollama's shapes",
-        of_ollama.OllamaChatRequest, ollama.ChatLine, ollama.ChatLine, errors=_GENERATES,
-    ),
-    Operation(
-        "post", "/api/generate", ollama.generate, "The answer to a prompt, in Ollama's shapes",
-        of_ollama.OllamaGenerateRequest, ollama.GenerateLine, ollama.GenerateLine, errors=_GENERATES,
-    ),
-    Operation(
-        "post", "/api/embed", ollama.create_embed, "Vectors of texts, in Ollama's shapes",
-        of_ollama.OllamaEmbedRequest, ollama.EmbedAnswer, errors=_EMBEDS,
-    ),
-    Operation(
-        "post", "/api/embeddings", ollama.create_embeddings, "The vector of a text, in Ollama's older shape",
-        of_ollama.OllamaEmbeddingsRequest, ollama.EmbeddingsAnswer, errors=_EMBEDS,
-    ),
-    Operation(
-        "get", "/api/tags", ollama_models.list_tags, "The served model, in Ollama's shapes",
-        answer=ollama_models.ListedModels,
-    ),
-    Operation(
-        "get", "/api/ps", ollama_models.list_loaded, "The served model and its memory",
-        answer=ollama_models.LoadedModels,
-    ),
-    Operation(
-        "post", "/api/show", ollama_models.show, "The served model's template and abilities",
-        of_ollama.OllamaShowRequest, ollama_models.ShownModel, errors=_READS,
-    ),
-    Operation(
-        "get", "/api/version", ollama_models.get_api_version, "The release of Ollama whose API this is",
-        answer=ollama_models.OllamaVersion,
-    ),
-    Operation(
-        "get", "/v1/responses/{response_id}", responses.get_response, "A stored response", answer=objects.Response,
-        errors=(400, 404),
-    ),
-    Operation(
-        "delete", "/v1/responses/{response_id}", responses.delete_response, "Forget a response",
-        answer=objects.ResponseDeleted, errors=(404,),
-    ),
-    Operation(
-        "post", "/v1/responses/{response_id}/cancel", responses.cancel_response, "End a response",
-        answer=objects.Response, errors=(404,),
-    ),
-    Operation(
-        "get", "/v1/responses/{response_id}/input_items", responses.list_input_items, "What a response was asked",
-        answer=objects.ResponseInputItems, errors=(404,),
-    ),
-    Operation(
-        "post", "/v1/embeddings", embeddings.create_embeddings, "Vectors of inputs", of_openai.EmbeddingRequest,
-        answers.EmbeddingList, errors=_EMBEDS,
-    ),
-    Operation(
-        "post", "/v1/requests/{request_id:path}/cancel", cancel_request, "End whatever runs under this name",
-        answer=answers.Cancelled, errors=(404,),
-    ),
-    Operation(
-        "get", "/v1/models", models.list_models, "The served model", answer=models.ModelList,
-        anthropic_answer=models.MessagesModelList,
-    ),
-    Operation(
-        "get", "/v1/models/{model_id:path}", models.get_model, "The served model", answer=models.Model,
-        anthropic_answer=models.MessagesModel, errors=(404,),
-    ),
-    Operation(
-        "post", "/pooling", scoring.create_pooling, "Vectors of inputs, in vLLM's shape", scoring.PoolingRequest,
-        scoring.PoolingAnswer, errors=_EMBEDS,
-    ),
+    _post("/v1/chat/completions", chat_answer.create_chat_completion, "The answer to a conversation",
+          of_openai.ChatCompletionRequest, answers.ChatCompletion, answers.ChatChunk, errors=_GENERATES),
+    _post("/v1/completions", completions.create_completion, "The continuation of prompts", of_openai.CompletionRequest,
+          answers.Completion, answers.Completion, errors=_GENERATES),
+    _post("/v1/responses", responses.create_response, "The answer to a conversation, stored", ResponsesRequest,
+          objects.Response, objects.Event, errors=_GENERATES),
+    _post("/v1/messages", anthropic.create_message, "The answer to a conversation, in Anthropic's shapes",
+          MessagesRequest, messages.MessageAnswer, messages.MessageEvent, errors=_GENERATES),
+    _post("/v1/messages/count_tokens", anthropic.count_tokens, "How many tokens a conversation comes to",
+          CountTokensRequest, messages.TokensCount, errors=_READS),
+    _post("/api/chat", ollama.chat, "The answer to a conversation, in Ollama's shapes", of_ollama.OllamaChatRequest,
+          ollama.ChatLine, ollama.ChatLine, errors=_GENERATES),
+    _post("/api/generate", ollama.generate, "The answer to a prompt, in Ollama's shapes",
+          of_ollama.OllamaGenerateRequest, ollama.GenerateLine, ollama.GenerateLine, errors=_GENERATES),
+    _post("/api/embed", ollama.create_embed, "Vectors of texts, in Ollama's shapes", of_ollama.OllamaEmbedRequest,
+          ollama.EmbedAnswer, errors=_EMBEDS),
+    _post("/api/embeddings", ollama.create_embeddings, "The vector of a text, in Ollama's older shape",
+          of_ollama.OllamaEmbeddingsRequest, ollama.EmbeddingsAnswer, errors=_EMBEDS),
+    _get("/api/tags", ollama_models.list_tags, "The served model, in Ollama's shapes", ollama_models.ListedModels),
+    _get("/api/ps", ollama_models.list_loaded, "The served model and its memory", ollama_models.LoadedModels),
+    _post("/api/show", ollama_models.show, "The served model's template and abilities", of_ollama.OllamaShowRequest,
+          ollama_models.ShownModel, errors=_READS),
+    _get("/api/version", ollama_models.get_api_version, "The release of Ollama whose API this is",
+         ollama_models.OllamaVersion),
+    _get("/v1/responses/{response_id}", responses.get_response, "A stored response", objects.Response,
+         errors=(400, 404)),
+    Operation("delete", "/v1/responses/{response_id}", responses.delete_response, "Forget a response",
+              answer=objects.ResponseDeleted, errors=(404,)),
+    _post("/v1/responses/{response_id}/cancel", responses.cancel_response, "End a response", answer=objects.Response,
+          errors=(404,)),
+    _get("/v1/responses/{response_id}/input_items", responses.list_input_items, "What a response was asked",
+         objects.ResponseInputItems, errors=(404,)),
+    _post("/v1/embeddings", embeddings.create_embeddings, "Vectors of inputs", of_openai.EmbeddingRequest,
+          answers.EmbeddingList, errors=_EMBEDS),
+    _post("/v1/requests/{request_id:path}/cancel", cancel_request, "End whatever runs under this name",
+          answer=answers.Cancelled, errors=(404,)),
+    _get("/v1/models", models.list_models, "The served model", models.ModelList,
+         anthropic_answer=models.MessagesModelList),
+    _get("/v1/models/{model_id:path}", models.get_model, "The served model", models.Model,
+         anthropic_answer=models.MessagesModel, errors=(404,)),
+    _post("/pooling", scoring.create_pooling, "Vectors of inputs, in vLLM's shape", scoring.PoolingRequest,
+          scoring.PoolingAnswer, errors=_EMBEDS),
     *(
-        Operation(
-            "post", path, scoring.create_scores, "How near texts are", scoring.ScoreRequest, scoring.ScoreAnswer,
-            errors=_EMBEDS,
-        )
+        _post(path, scoring.create_scores, "How near texts are", scoring.ScoreRequest, scoring.ScoreAnswer,
+              errors=_EMBEDS)
         for path in ("/score", "/v1/score")
     ),
     *(
-        Operation(
-            "post", path, scoring.create_ranking, "Documents by nearness", scoring.RerankRequest,
-            scoring.RerankAnswer, errors=_EMBEDS,
-        )
+        _post(path, scoring.create_ranking, "Documents by nearness", scoring.RerankRequest, scoring.RerankAnswer,
+              errors=_EMBEDS)
         for path in ("/rerank", "/v1/rerank")
     ),
-    Operation(
-        "get", "/tokenizer_info", operating.get_tokenizer_info, "Special tokens and the chat template",
-        answer=operating.TokenizerInfo, errors=(400,),
-    ),
-    Operation("get", "/load", operating.get_load, "How many requests are open", answer=operating.ServerLoad),
-    Operation(
-        "get", "/server_info", operating.get_server_info, "The model, its limits and the server's",
-        answer=operating.ServerInfo,
-    ),
-    Operation(
-        "get", "/engines", operating.list_engines, "The engines that share the requests", answer=operating.EngineList
-    ),
-    Operation(
-        "post", "/restart_engines", operating.restart_engines, "Start engines again, one by one",
-        answer=operating.EngineList, errors=(409,),
-    ),
-    Operation(
-        "post", "/reset_prefix_cache", operating.reset_prefix_cache, "Forget cached prefixes",
-        answer=operating.CacheReset, errors=(429,),
-    ),
-    Operation(
-        "post", "/tokenize", models.tokenize, "A prompt's or a conversation's ids", of_openai.TokenizeRequest,
-        models.Tokenized, errors=_READS,
-    ),
-    Operation(
-        "post", "/detokenize", models.detokenize, "The text of ids", of_openai.DetokenizeRequest, models.Detokenized,
-        errors=_READS,
-    ),
-    Operation(
-        "get", "/health", operating.health, "Whether the server lives", answer=Health, errors=(503,), is_open=True
-    ),
-    Operation("get", "/ready", operating.ready, "Whether requests are taken", answer=Readiness, is_open=True),
-    Operation("get", "/version", models.get_version, "The release", answer=models.Version),
-    Operation("get", "/metrics", operating.metrics, "Prometheus' metrics", media_type="text/plain"),
-    Operation("get", "/live", live.watch_engine, "What the engine does", stream=live.LiveMessage),
+    _get("/tokenizer_info", operating.get_tokenizer_info, "Special tokens and the chat template",
+         operating.TokenizerInfo, errors=(400,)),
+    _get("/load", operating.get_load, "How many requests are open", operating.ServerLoad),
+    _get("/server_info", operating.get_server_info, "The model, its limits and the server's", operating.ServerInfo),
+    _get("/engines", operating.list_engines, "The engines that share the requests", operating.EngineList),
+    _post("/restart_engines", operating.restart_engines, "Start engines again, one by one", answer=operating.EngineList,
+          errors=(409,)),
+    _post("/reset_prefix_cache", operating.reset_prefix_cache, "Forget cached prefixes", answer=operating.CacheReset,
+          errors=(429,)),
+    _post("/tokenize", models.tokenize, "A prompt's or a conversation's ids", of_openai.TokenizeRequest,
+          models.Tokenized, errors=_READS),
+    _post("/detokenize", models.detokenize, "The text of ids", of_openai.DetokenizeRequest, models.Detokenized,
+          errors=_READS),
+    _get("/health", operating.health, "Whether the server lives", Health, errors=(503,), is_open=True),
+    _get("/ready", operating.ready, "Whether requests are taken", Readiness, is_open=True),
+    _get("/version", models.get_version, "The release", models.Version),
+    _get("/metrics", operating.metrics, "Prometheus' metrics", media_type="text/plain"),
+    _get("/live", live.watch_engine, "What the engine does", stream=live.LiveMessage),
     *(
-        Operation(
-            method, "/ping", operating.ping, "Whether the server lives", answer=Health, errors=(503,), is_open=True
-        )
+        Operation(method, "/ping", operating.ping, "Whether the server lives", answer=Health, errors=(503,), is_open=True)
         for method in ("get", "post")
     ),
-    Operation("get", "/docs", get_docs, "This description to read", media_type="text/html"),
-    Operation("get", "/openapi.json", get_description, "This description", answer=Json),
-    Operation("get", "/", static_page.get_page, "The page", media_type="text/html"),
-    Operation(
-        "get", "/page/about", static_page.get_about, "The model behind the page", answer=static_page.About
-    ),
-    Operation(
-        "post", "/page/render", code_colours.render, "Colours of an answer's code, for the page",
-        code_colours.RenderRequest, code_colours.Rendered, errors=(*_READS, 429),
-    ),
-    Operation(
-        "get", "/page/{name:path}", static_page.get_page, "The page's files", media_type="*/*", errors=(404,)
-    ),
+    _get("/docs", get_docs, "This description to read", media_type="text/html"),
+    _get("/openapi.json", get_description, "This description", Json),
+    _get("/", static_page.get_page, "The page", media_type="text/html"),
+    _get("/page/about", static_page.get_about, "The model behind the page", static_page.About),
+    _post("/page/render", code_colours.render, "Colours of an answer's code, for the page", code_colours.RenderRequest,
+          code_colours.Rendered, errors=(*_READS, 429)),
+    _get("/page/{name:path}", static_page.get_page, "The page's files", media_type="*/*", errors=(404,)),
 )  # fmt: skip
 
 

@@ -108,9 +108,9 @@ def faked(
     tokenizer: Tokenizer | None, script: Script = answer_of, *, max_model_len: int = 256, **options: Any
 ) -> Iterator[Served]:
     """The same with a fake engine of its own."""
-    with closing(FakeEngineClient(script, max_model_len=max_model_len)) as engine:
-        with serving(engine, tokenizer, **options) as served:
-            yield served
+    engine = FakeEngineClient(script, max_model_len=max_model_len)
+    with closing(engine), serving(engine, tokenizer, **options) as served:
+        yield served
 
 
 @pytest.fixture(scope="session")
