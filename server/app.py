@@ -22,13 +22,7 @@ from runtime.engine.recommended_sampling import recommended_sampling
 from server.config import ServerConfig
 from server.description.openapi import description
 from server.description.operations import Json, routes
-from server.errors import (
-    ApiError,
-    handle_api_error,
-    handle_client_disconnect,
-    handle_http_exception,
-    handle_unexpected,
-)
+from server.errors import ApiError, handle_api_error, handle_client_disconnect, handle_http_exception, handle_unexpected
 from server.observing.logs import LogWriter, log_access
 from server.observing.metrics import HttpMetrics, Metrics
 from server.observing.tracing import Tracing
@@ -87,10 +81,7 @@ class Application(Starlette):
         self._is_running = False
 
     def take_up(
-        self,
-        client: EngineClient,
-        tokenizer: Tokenizer | None,
-        default_sampling: Mapping[str, float | int],
+        self, client: EngineClient, tokenizer: Tokenizer | None, default_sampling: Mapping[str, float | int]
     ) -> None:
         """Sets the loaded model: requests are accepted from now on, or from the application's start. Call it once, on
         the event loop if that runs. The arguments are `create_app`'s."""

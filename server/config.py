@@ -226,8 +226,7 @@ class ServerConfig:
     close_schemas: Annotated[
         bool,
         Option(
-            help="Objects of schemas allow only the properties that they list, unless strict is false.",
-            heading=ANSWERS,
+            help="Objects of schemas allow only the properties that they list, unless strict is false.", heading=ANSWERS
         ),
     ] = True
 
@@ -285,8 +284,7 @@ class ServerConfig:
         ),
     ] = field(default=(), repr=False)
     api_key_files: Annotated[
-        tuple[str, ...],
-        _repeated("--api-key-file", "File of keys, one a line; read again on SIGHUP.", metavar="PATH"),
+        tuple[str, ...], _repeated("--api-key-file", "File of keys, one a line; read again on SIGHUP.", metavar="PATH")
     ] = ()
     share_prefix_cache: Annotated[
         bool,
@@ -348,19 +346,15 @@ class ServerConfig:
         Option(help="Least level that is logged.", heading=OPERATIONS),
     ] = "info"
     log_file: Annotated[
-        str | None,
-        Option(help="Where the log goes instead of stderr.", heading=OPERATIONS, flag=Flag(metavar="PATH")),
+        str | None, Option(help="Where the log goes instead of stderr.", heading=OPERATIONS, flag=Flag(metavar="PATH"))
     ] = None
     log_prompts: Annotated[
-        bool,
-        Option(help="Write prompts to the log.", heading=OPERATIONS, flag=Flag(declarations=("--log-prompts",))),
+        bool, Option(help="Write prompts to the log.", heading=OPERATIONS, flag=Flag(declarations=("--log-prompts",)))
     ] = False
     otlp_endpoint: Annotated[
         str | None,
         Option(
-            help="Where OpenTelemetry traces go (needs the extra otel).",
-            heading=OPERATIONS,
-            flag=Flag(metavar="URL"),
+            help="Where OpenTelemetry traces go (needs the extra otel).", heading=OPERATIONS, flag=Flag(metavar="URL")
         ),
     ] = None
 

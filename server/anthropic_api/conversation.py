@@ -249,10 +249,7 @@ LEAST_BUDGETS: dict[ReasoningEffort, int] = {"high": 4096, "medium": 2048, "low"
 
 
 def chat_request(
-    service: Service,
-    asked: MessagesRequest | CountTokensRequest,
-    conversation: Conversation,
-    ignored: list[str],
+    service: Service, asked: MessagesRequest | CountTokensRequest, conversation: Conversation, ignored: list[str]
 ) -> ChatCompletionRequest:
     """The chat's request. `ignored` gets the names of fields that the model's chat template changes or does not use.
     Raises `ApiError` 400."""

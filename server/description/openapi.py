@@ -75,10 +75,7 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
             "description": "OpenAI's API with vLLM's extensions, Anthropic's messages and Ollama's API, for one model.",
         },
         "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
 
 
@@ -165,11 +162,7 @@ _TOKEN_IDS: dict[str, Json] = {
 _STOP: Json = {
     "anyOf": [
         {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
-        {
-            "type": "array",
-            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
-            "maxItems": 64,
-        },
+        {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}, "maxItems": 64},
         NULL,
     ],
     "default": None,

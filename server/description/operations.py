@@ -72,11 +72,7 @@ class OllamaErrorAnswer(msgspec.Struct):
     error: str
 
 
-ERRORS: dict[Dialect, type] = {
-    "openai": ErrorAnswer,
-    "anthropic": AnthropicErrorAnswer,
-    "ollama": OllamaErrorAnswer,
-}
+ERRORS: dict[Dialect, type] = {"openai": ErrorAnswer, "anthropic": AnthropicErrorAnswer, "ollama": OllamaErrorAnswer}
 
 
 class Health(msgspec.Struct, omit_defaults=True):

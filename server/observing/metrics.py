@@ -90,10 +90,7 @@ class Metrics(Collector):
     """
 
     def __init__(
-        self,
-        model_name: str,
-        http: HttpMetrics,
-        gauges: dict[str, tuple[str, Callable[[], float]]] | None = None,
+        self, model_name: str, http: HttpMetrics, gauges: dict[str, tuple[str, Callable[[], float]]] | None = None
     ) -> None:
         self.http = http
         self.registry = CollectorRegistry(auto_describe=False)

@@ -131,12 +131,7 @@ def prepare_embeddings(
         prompt = embedding_conversation(service, tenant, asked)
         inputs, images = [prompt.token_ids], prompt.images
     return AskedEmbeddings(
-        service=service,
-        asked=asked,
-        inputs=inputs,
-        images=images,
-        cache_salt=service.salt_of(tenant),
-        answer=answer,
+        service=service, asked=asked, inputs=inputs, images=images, cache_salt=service.salt_of(tenant), answer=answer
     )
 
 

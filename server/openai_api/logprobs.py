@@ -55,11 +55,7 @@ def _ranked(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[str, dict
     ranked = [(entry.token_id, entry.logprob, entry.rank)]
     ranked += zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1), strict=True)
     return {
-        str(token_id): {
-            "logprob": _finite(value),
-            "rank": rank,
-            "decoded_token": token_text(token_id, tokenizer),
-        }
+        str(token_id): {"logprob": _finite(value), "rank": rank, "decoded_token": token_text(token_id, tokenizer)}
         for token_id, value, rank in reversed(ranked)  # the token's own rank wins
     }
 
@@ -196,11 +192,7 @@ def join_logprobs(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
 
 
 def _append(
-    result: CompletionLogprobs,
-    token_id: int,
-    entry: TokenLogprobs | None,
-    offset: int,
-    tokenizer: Tokenizer | None,
+    result: CompletionLogprobs, token_id: int, entry: TokenLogprobs | None, offset: int, tokenizer: Tokenizer | None
 ) -> None:
     result.tokens.append(legacy_token_text(token_id, tokenizer))
     result.text_offset.append(offset)

@@ -52,12 +52,7 @@ class GenerationError(Exception):
     fault, `Generation.cancel` was called. `code`: the request's error, by `EngineOutput.error_code`."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        is_shutdown: bool = False,
-        is_cancelled: bool = False,
-        code: ErrorCode | None = None,
+        self, message: str, *, is_shutdown: bool = False, is_cancelled: bool = False, code: ErrorCode | None = None
     ) -> None:
         super().__init__(message)
         self.is_shutdown = is_shutdown
@@ -318,9 +313,7 @@ class Generation:
             self._meter_end(output)
         if output.finish_reason == "error":
             raise GenerationError(
-                output.error or "the engine reported an error",
-                is_shutdown=output.engine_died,
-                code=output.error_code,
+                output.error or "the engine reported an error", is_shutdown=output.engine_died, code=output.error_code
             )
         if output.finish_reason == "abort":
             raise GenerationError("the engine was stopped", is_shutdown=True)

@@ -123,8 +123,6 @@ def stream_flags(request: GenerationRequest) -> tuple[bool, bool]:
         raise invalid("stream_options", "stream_options is only for stream: true.")
     if options.include_obfuscation:
         raise invalid(
-            "stream_options.include_obfuscation",
-            "Padding of the stream is not built.",
-            "unsupported_parameter",
+            "stream_options.include_obfuscation", "Padding of the stream is not built.", "unsupported_parameter"
         )
     return bool(options.include_usage), bool(options.continuous_usage_stats)

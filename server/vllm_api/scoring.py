@@ -174,11 +174,7 @@ def _prepare_ranking(service: Service, body: Body) -> AskedEmbeddings:
         scores = [cosine(query, vector) for vector in others]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n or None]
         results = [
-            Ranked(
-                index=index,
-                document=RankedText(texts[index]) if has_texts else None,
-                relevance_score=scores[index],
-            )
+            Ranked(index=index, document=RankedText(texts[index]) if has_texts else None, relevance_score=scores[index])
             for index in order
         ]
         return RerankAnswer(id=new_id("rerank"), model=service.model_name, usage=prepared.usage, results=results)

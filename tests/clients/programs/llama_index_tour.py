@@ -9,21 +9,7 @@ from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 from openai import BadRequestError
 from pydantic import BaseModel, ConfigDict
-from steps import (
-    ABORTED,
-    BASE,
-    KEY,
-    LONG,
-    MODEL,
-    REAL,
-    SUM,
-    answered,
-    metric,
-    raises,
-    run,
-    step,
-    wait_for_an_abort,
-)
+from steps import ABORTED, BASE, KEY, LONG, MODEL, REAL, SUM, answered, metric, raises, run, step, wait_for_an_abort
 
 WHERE = {"model": MODEL, "api_base": BASE, "api_key": KEY, "max_retries": 0}
 llm = OpenAILike(

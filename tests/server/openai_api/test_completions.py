@@ -57,12 +57,7 @@ def test_the_default_is_sixteen_tokens(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        (["a", "bc"], [[97], [98, 99]]),
-        ([1, 2, 3], [[1, 2, 3]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
-    ],
+    ("prompt", "expected"), [(["a", "bc"], [[97], [98, 99]]), ([1, 2, 3], [[1, 2, 3]]), ([[1, 2], [3]], [[1, 2], [3]])]
 )
 def test_other_prompts(served: Served, prompt: Any, expected: list[list[int]]) -> None:
     answer = complete(served, prompt)
@@ -266,13 +261,7 @@ def test_a_model_without_tokenizer_serves_ids() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "temperature"),
-    [
-        ({}, 0.0),
-        ({"n": 2}, 1.0),
-        ({"seed": 1}, 1.0),
-        ({"top_p": 0.5}, 1.0),
-        ({"n": 2, "temperature": 0}, 0.0),
-    ],
+    [({}, 0.0), ({"n": 2}, 1.0), ({"seed": 1}, 1.0), ({"top_p": 0.5}, 1.0), ({"n": 2, "temperature": 0}, 0.0)],
 )
 def test_who_asks_for_draws_of_a_greedy_model_gets_them(fields: dict[str, Any], temperature: float) -> None:
     request = CompletionRequest(model="m", prompt="x", **fields)

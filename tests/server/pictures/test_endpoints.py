@@ -140,10 +140,7 @@ def test_anthropics_messages(served: Pictures) -> None:
         return {"model": served.real.model, "messages": [{"role": "user", "content": [*blocks, text]}]}
 
     http = served.real.http
-    for source in (
-        {"type": "base64", "media_type": "image/png", "data": BASE64},
-        {"type": "url", "url": served.url},
-    ):
+    for source in ({"type": "base64", "media_type": "image/png", "data": BASE64}, {"type": "url", "url": served.url}):
         answer = http.post("/v1/messages", json={**asked(source), **GREEDY}).json()
         usage = answer["usage"]
         assert usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) == len(served.prompt_ids)

@@ -183,21 +183,7 @@ def test_a_field_of_another_api_brings_the_name_of_this_one(schema: Any, name: s
         converted({name: 1} | {each: needed[each] for each in needed if each in schema.__struct_fields__}, schema)
 
 
-VALUES: list[Any] = [
-    {},
-    {"a": {"b": [None]}},
-    [],
-    [[]],
-    ["a", 1],
-    "",
-    "text",
-    0,
-    -1,
-    10**25,
-    2.5,
-    -1e300,
-    True,
-]
+VALUES: list[Any] = [{}, {"a": {"b": [None]}}, [], [[]], ["a", 1], "", "text", 0, -1, 10**25, 2.5, -1e300, True]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": "Hi"},
