@@ -36,10 +36,7 @@ const on = {
   failed: () => status.look(),
 };
 const chat = new Chat(store, () => settings.values, { ...on, suggested: (message) => composer.suggest(message) });
-const text = new TextDocument(store, () => settings.values, {
-  ...on,
-  canSend: () => Boolean(settings.values.model),
-});
+const text = new TextDocument(store, () => settings.values, { ...on, canSend: () => Boolean(settings.values.model) });
 const composer = new Composer({
   send: (message, files) => chat.send(message, files),
   stop: () => chat.stop(),
