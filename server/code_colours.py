@@ -24,6 +24,7 @@ from runtime.engine.process.wire import WireError
 from server.errors import ApiError
 from server.transport.body import decode_body, read_body
 from server.transport.exchange import Exchange
+from server.transport.json_answer import JsonAnswer
 from server.worker_process import WorkerProcess
 
 logger = logging.getLogger("xserv.server")
@@ -154,5 +155,4 @@ async def render(request: Request) -> Response:
     except RendererBusyError:
         message = "Too many answers are being rendered."
         raise ApiError(429, message, code="renderer_busy", retry_after_s=1) from None
-    answer = msgspec.json.encode({"code": answers})
-    return Response(answer, media_type="application/json", headers={"Cache-Control": "no-store"})
+    return JsonAnswer({"code": answers}, {"Cache-Control": "no-store"})

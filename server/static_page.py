@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.service import Service
+from server.transport.json_answer import JsonAnswer
 
 INDEX = "index.html"
 
@@ -103,7 +104,7 @@ async def get_about(request: Request) -> Response:
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
         reads_images=service.pictures is not None,
     )
-    return Response(msgspec.json.encode(about), media_type="application/json", headers={"Cache-Control": "no-store"})
+    return JsonAnswer(about, {"Cache-Control": "no-store"})
 
 
 async def get_page(request: Request) -> Response:

@@ -35,6 +35,7 @@ from server.responses_api.request import (
     output_messages,
 )
 from server.responses_api.schema import ResponsesRequest
+from server.responses_api.store import StoredResponse
 from server.service import Service
 from server.transport.body import decode_body, read_body
 from server.transport.exchange import Exchange
@@ -132,9 +133,7 @@ async def create_response(request: Request) -> HttpResponse:
     asked = await service.prepare(len(body), partial(decode_body, body, ResponsesRequest, service.config))
     before: list[Message] = []
     if asked.previous_response_id is not None:
-        stored = service.responses.get(body.exchange.tenant, asked.previous_response_id)
-        if stored is None:
-            raise _not_found(asked.previous_response_id, "previous_response_id")
+        stored = _stored(service, body.exchange.tenant, asked.previous_response_id, "previous_response_id")
         before = stored.conversation
     running = await service.prepare_body(body, partial(_prepare, service, body.exchange, asked, before))
     return await running.respond(request)
@@ -190,10 +189,7 @@ async def get_response(request: Request) -> HttpResponse:
     if (running := service.running_responses.get((tenant, response_id))) is not None:
         running.response.output = running.output.items
         return JsonAnswer(running.response)
-    stored = service.responses.get(tenant, response_id)
-    if stored is None:
-        raise _not_found(response_id, "response_id")
-    return JsonAnswer(stored.response)
+    return JsonAnswer(_stored(service, tenant, response_id).response)
 
 
 async def delete_response(request: Request) -> HttpResponse:
@@ -209,10 +205,7 @@ async def cancel_response(request: Request) -> HttpResponse:
     service, tenant, response_id = _asked_for(request)
     running = service.running_responses.get((tenant, response_id))
     if running is None:
-        stored = service.responses.get(tenant, response_id)
-        if stored is None:
-            raise _not_found(response_id, "response_id")
-        return JsonAnswer(stored.response)
+        return JsonAnswer(_stored(service, tenant, response_id).response)
     running.generation.cancel()
     running.response.output = running.output.items
     running.response.status = "cancelled"
@@ -222,15 +215,20 @@ async def cancel_response(request: Request) -> HttpResponse:
 async def list_input_items(request: Request) -> HttpResponse:
     """The input items of a stored response's own request, the last first."""
     service, tenant, response_id = _asked_for(request)
-    stored = service.responses.get(tenant, response_id)
-    if stored is None:
-        raise _not_found(response_id, "response_id")
-    items = stored.input_items[::-1]
+    items = _stored(service, tenant, response_id).input_items[::-1]
     return JsonAnswer(objects.ResponseInputItems(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
 
 
 def _asked_for(request: Request) -> tuple[Service, str | None, str]:
     return request.app.state.service, Exchange.of(request).tenant, request.path_params["response_id"]
+
+
+def _stored(service: Service, tenant: str | None, response_id: str, param: str = "response_id") -> StoredResponse:
+    """Raises `ApiError` 404 if there is none."""
+    stored = service.responses.get(tenant, response_id)
+    if stored is None:
+        raise _not_found(response_id, param)
+    return stored
 
 
 def _not_found(response_id: str, param: str) -> ApiError:

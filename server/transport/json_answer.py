@@ -69,10 +69,10 @@ class JsonAnswer(Response):
 
     media_type = "application/json"
 
-    def __init__(self, answer: Any, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, answer: Any, headers: Mapping[str, str] | None = None, status_code: int = 200) -> None:
         self._answer = answer
         self._is_large = weight(answer, PIECE_BYTES) > PIECE_BYTES
-        self.status_code = 200
+        self.status_code = status_code
         self.background = None
         if not self._is_large:
             self.body = _encode(answer)

@@ -200,7 +200,7 @@ async def health(request: Request) -> Response:
         except EngineDeadError as error:
             if error.retry_after_s is None:
                 raise engine_unavailable() from None
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return JsonAnswer(answer)
 
 
 async def ping(request: Request) -> Response:
@@ -217,12 +217,8 @@ async def ready(request: Request) -> Response:
     service = app.found_service
     state = "draining" if app.lifecycle.is_draining else "starting" if service is None else service.client.state
     is_ready = state == "ready"
-    return Response(
-        msgspec.json.encode({"ready": is_ready, "state": state}),
-        status_code=200 if is_ready else 503,
-        media_type="application/json",
-        headers={"Cache-Control": "no-store"} | ({} if is_ready else {"Retry-After": "1"}),
-    )
+    headers = {"Cache-Control": "no-store"} | ({} if is_ready else {"Retry-After": "1"})
+    return JsonAnswer({"ready": is_ready, "state": state}, headers, 200 if is_ready else 503)
 
 
 async def metrics(request: Request) -> Response:

@@ -348,7 +348,7 @@ def test_a_client_that_does_not_read_is_dropped(tokenizer: Tokenizer) -> None:
     ):
         wait_until(lambda: len(served.engine.requests) == 1)
         wait_until(lambda: served.engine.num_open == 0)
-        assert served.engine.cancelled == [connection.engine.requests[0].request_id]
+        assert served.engine.cancelled == [served.engine.requests[0].request_id]
         received = read_all(connection)
         assert received.startswith(b"HTTP/1.1 200 ")
         assert b"[DONE]" not in received
