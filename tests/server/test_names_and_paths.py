@@ -134,6 +134,7 @@ def test_an_overflow_is_told_in_openais_words(served: Served) -> None:
         assert error["code"] == "context_length_exceeded", path
         assert error["message"].startswith(f"This model's maximum context length is {most} tokens"), error
         assert str(error["message"]).count("100") or str(error["message"]).count("10"), "how long it is"
+        assert (" input has " if path == "/v1/embeddings" else " The prompt has ") in error["message"], path
     with pytest.raises(openai.BadRequestError, match="This model's maximum context length is"):
         served.openai.chat.completions.create(model="fake-model", messages=[{"role": "user", "content": text}])
 
