@@ -1,4 +1,4 @@
-"""The errors that this package raises.
+"""The errors that this package raises, and the one of a file that is a Git LFS pointer.
 
 TokenizerError(ValueError)
 ├── TokenizerFileError      a file of the model folder cannot be read, or asks for what is not implemented
@@ -34,3 +34,13 @@ class TokenIdError(TokenizerError):
 
 class ChatTemplateError(TokenizerError):
     """A chat template is missing, does not compile, fails while rendering, or refuses the conversation."""
+
+
+_LFS_START = b"version https://git-lfs.github.com/spec/"  # in place of large files before `git lfs pull`
+
+
+def pointer_problem(content: bytes) -> str | None:
+    """An error message for a file that begins with `content`, if that is a pointer."""
+    if not content.startswith(_LFS_START):
+        return None
+    return "is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder, or download the file"

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tokenizer.errors import TokenizerFileError
-from tokenizer.lfs import pointer_problem
+from tokenizer.errors import TokenizerFileError, pointer_problem
 
 _MAX_SHOWN = 80
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from models.errors import WeightsError
 from runtime.device.file_mapping import FileMapping
-from tokenizer.lfs import pointer_problem
+from tokenizer.errors import pointer_problem
 
 _LARGEST_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _MOST_AXES = 32  # numpy allows 64

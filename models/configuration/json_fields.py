@@ -11,7 +11,7 @@ from typing import Any
 
 from models.checkpoints.other_formats import remedy
 from models.errors import ConfigError, one_line
-from tokenizer.lfs import pointer_problem
+from tokenizer.errors import pointer_problem
 
 _LARGEST_JSON_BYTES = 64 << 20  # an index of half a million tensors fits
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from models.errors import WeightsError, one_line
 from models.gguf.formats import FORMATS, OTHER_NAMES, Array, GgmlFormat
-from tokenizer.lfs import pointer_problem
+from tokenizer.errors import pointer_problem
 
 _VERSIONS = (2, 3)
 _MOST_ENTRIES = 1 << 16  # tensors, and keys; published files have thousands of tensors, sixty keys
