@@ -253,7 +253,7 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
     """The drafter that the config names, loaded or declared, or None if it has no weights. Raises as `load_model` and
     the loader of drafters, and ``RequestError`` if it does not fit the target of that folder."""
     if config.draft_model is not None:
-        return declared_draft(config, target, folder) if declares else loaded_draft(config, target, folder)
+        return draft_model(config, target, folder, declares=declares)
     if not config.reads_hidden_states:
         return None
     settings = _settings_of_another_model(config)
@@ -283,23 +283,15 @@ def _settings_of_another_model(config: EngineConfig) -> LoadSettings:
     return settings
 
 
-def declared_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
-    """`loaded_draft` without its weights."""
-    draft_folder = resolve_model(config.draft_model)
-    draft = declare_model(
-        draft_folder, load_format=config.load_format, max_model_len=None, **_settings_of_another_model(config)
-    )
-    check_draft(draft, draft_folder, target, folder)
-    return draft
-
-
-def loaded_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
-    """The draft model that the config names, for a target of that folder. Raises as `load_model`, and ``RequestError``
-    if the vocabularies differ."""
+def draft_model(config: EngineConfig, target: Model, folder: Path, *, declares: bool) -> Model:
+    """The draft model that the config names, for a target of that folder; without its weights if it is only declared.
+    Raises as `load_model`, and ``RequestError`` if the vocabularies differ."""
     draft_folder = resolve_model(config.draft_model)
     settings = _settings_of_another_model(config)
     declared = declare(draft_folder, load_format=config.load_format, seed=config.seed or 0, **settings)
     check_draft(declared.model, draft_folder, target, folder)
+    if declares:
+        return declared.model
     length = min(declared.model.max_positions, config.max_model_len or target.max_positions)
     logger.info("loading the draft model %s on %s", draft_folder, settings["device"])
     return declared.load(max_model_len=length)

@@ -541,25 +541,16 @@ def _check(weights: list[MatrixSource], biases: list[Tensor | None], options: Lo
             f"prepare_linear: bias must hold one entry for each of {len(weights)} weights", param="bias"
         )
     for number, (part, bias) in enumerate(zip(weights, biases, strict=True)):
-        if isinstance(part, QuantizedMatrix):
-            if (
-                device.kind != "cpu"
-                or kept_format(part.layout, options) is None
-                or part.shape[1] != weights[0].shape[1]
-            ):
+        if not isinstance(part, Tensor):
+            if isinstance(part, QuantizedMatrix):
+                name, is_kept = part.layout.name, kept_format(part.layout, options) is not None
+            else:
+                name = part.format.name
+                is_kept = not (options.dtype or options.format or part.shape[1] % part.format.split)
+            if device.kind != "cpu" or not is_kept or part.shape[1] != weights[0].shape[1]:
                 raise InvalidArgumentError(
-                    f"prepare_linear: weight {number} is {part.layout.name} {part.shape}, which {device} cannot keep"
-                    " so, whole, or beside the first",
-                    param="weight",
-                )
-            continue
-        if isinstance(part, BlockRows):
-            if device.kind != "cpu" or options.dtype or options.format or (
-                part.shape[1] % part.format.split or part.shape[1] != weights[0].shape[1]
-            ):  # fmt: skip
-                raise InvalidArgumentError(
-                    f"prepare_linear: weight {number} is {part.format.name} {part.shape}, which {device} cannot keep"
-                    " so, whole, or beside the first",
+                    f"prepare_linear: weight {number} is {name} {part.shape}, which {device} cannot keep so, whole, or "
+                    "beside the first",
                     param="weight",
                 )
             continue

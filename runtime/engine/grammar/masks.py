@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,11 @@ from runtime.later import later
 
 _llguidance = later("llguidance")
 
+_NO_WORDS: NDArray[np.uint32] = np.empty((0, 0), np.uint32)
+
 
 class PendingMasks:
-    """The masks of one step, being computed; see `DrawMasks`.
+    """The masks of one step, being computed; see `DrawMasks`. If that failed, the wait raises the original error.
 
     draws      indices of the step's draws that have a mask
     sequences  the sequence of each of them
@@ -53,17 +55,6 @@ class PendingMasks:
         return np.array(self._samples, np.intp), self._buffer, failed
 
 
-class FailedMasks:
-    """Masks whose computation could not start; see `DrawMasks`."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def wait(self) -> Never:
-        """Raises the original error, so that the step fails and the engine goes on."""
-        raise self._error
-
-
 class MaskComputer:
     """Computes the masks of a step's sequences, in threads. Belongs to the engine's loop."""
 
@@ -73,7 +64,7 @@ class MaskComputer:
 
     def start(
         self, sequences: Sequences[Sequence], num_samples: NDArray[np.int64], drafts: Mapping[Sequence, list[int]]
-    ) -> PendingMasks | FailedMasks | None:
+    ) -> PendingMasks | None:
         """Start on the sampling sequences that have a grammar; None if none has. ``num_samples`` counts the samples of
         each of the step's chunks: one, and one after each of its sequence's ``drafts``.
 
@@ -83,8 +74,10 @@ class MaskComputer:
             return None
         try:
             return self._begin(sequences, num_samples[num_samples > 0].tolist(), drafts)
-        except Exception as error:
-            return FailedMasks(error)
+        except Exception as error:  # the step fails, and the engine goes on
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return PendingMasks([], [], _NO_WORDS, failed)
 
     def _begin(
         self, sequences: Sequences[Sequence], num_samples: list[int], drafts: Mapping[Sequence, list[int]]
