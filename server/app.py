@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
+from models.configuration.generation_config import recommended_sampling
 from runtime.engine.process.client import EngineClient
-from runtime.engine.recommended_sampling import recommended_sampling
 from server.config import ServerConfig
 from server.description.openapi import description
 from server.description.operations import Json, routes

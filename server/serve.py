@@ -29,12 +29,12 @@ import uvicorn
 
 from models.checkpoints.hub import local_model, model_name
 from models.checkpoints.model_files import open_model
+from models.configuration.generation_config import recommended_sampling
 from runtime import collector
 from runtime.device.device import Device
 from runtime.engine.make_client import StartingClient
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.process.client import EngineClient
-from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
 from runtime.text.load import load_tokenizer, read_chat_template

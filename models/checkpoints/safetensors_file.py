@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from models.errors import WeightsError
-from runtime.device.file_mapping import FileMapping
+from runtime.device.pinned import FileMapping
 from tokenizer.errors import pointer_problem
 
 _LARGEST_HEADER_BYTES = 100_000_000  # the limit of the reference implementation

@@ -147,3 +147,13 @@ def _number(fields: Fields, name: str, column: Column) -> Any:
     if column.is_low_open:
         return fields.number(name, None, above=column.low, most=column.high)
     return fields.number(name, None, least=column.low, most=column.high)
+
+
+def recommended_sampling(folder: str | Path) -> dict[str, Any]:
+    """The recommended values by ``SamplingParams``' names, used where a user sets none.
+
+    Raises ``ConfigError``.
+    """
+    config = load_generation_config(folder)
+    length = {} if config.max_new_tokens is None else {"max_tokens": config.max_new_tokens}
+    return config.sampling | length

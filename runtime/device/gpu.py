@@ -20,10 +20,9 @@ from runtime.device.context import Context, Event, Stream, query_properties
 from runtime.device.device import Device
 from runtime.device.driver import Driver, open_driver
 from runtime.device.errors import CaptureError, CompileError, LaunchError
-from runtime.device.file_mapping import mapped_part
 from runtime.device.kernel import Argument, Bound, Kernel, Streams, bind, describe
 from runtime.device.kernel_cache import KernelCache, is_meant_for, needs_of
-from runtime.device.pinned import LEAST_BYTES, PinnedBlock, PinnedPool, upload_pieces
+from runtime.device.pinned import LEAST_BYTES, PinnedBlock, PinnedPool, mapped_part, upload_pieces
 from runtime.device.tensor_map import TensorMaps
 from runtime.errors import DeviceError, InvalidArgumentError
 from runtime.later import later

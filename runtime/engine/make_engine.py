@@ -32,8 +32,7 @@ from runtime.engine.limits import EngineLimits, available_memory_bytes, resolve
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, PoolInfo, RankInfo
 from runtime.engine.process.wire import RemoteRank
 from runtime.engine.ranks.executor import ParallelExecutor
-from runtime.engine.ranks.group import RankGroup
-from runtime.engine.ranks.joining import Shape, device_of_rank, join, new_memory
+from runtime.engine.ranks.group import RankGroup, Shape, device_of_rank, join, new_memory
 from runtime.engine.ranks.messages import Loaded
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter

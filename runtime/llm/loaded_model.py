@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from models.configuration.generation_config import recommended_sampling
 from runtime.engine.config import OPTIONS, EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiling import GrammarChecker
@@ -25,7 +26,6 @@ from runtime.engine.option_names import known_options
 from runtime.engine.process.client import EngineClient
 from runtime.engine.process.compile_ahead import compile_ahead as compile_kernels_ahead
 from runtime.engine.process.thread_client import ThreadEngineClient
-from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import SamplingParams, last_tokens
 from runtime.llm.job import Job
 from runtime.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput

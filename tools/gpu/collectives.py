@@ -29,7 +29,7 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import engine_of, lone_rank
 from runtime.engine.messages import EngineRequest
 from runtime.engine.process.thread_client import ThreadEngineClient
-from runtime.engine.ranks import group, joining
+from runtime.engine.ranks import group
 from runtime.engine.sampling_params import SamplingParams
 from runtime.nccl_communicator import NUM_SLOTS, NcclCommunicator
 from runtime.rank_notices import Notices, notices_bytes, shared_memory
@@ -340,15 +340,13 @@ def _answers(options: Options, prompts: list[list[int]], length: int, num_ranks:
 @contextlib.contextmanager
 def _ranks_on_one_gpu() -> Iterator[None]:
     """Gives all ranks of an engine the first one's device, and allows NCCL to share it."""
-    before, environment = joining.device_of_rank, {name: os.environ.get(name) for name in SHARED_GPU}
-    for module in (group, joining):
-        vars(module)["device_of_rank"] = lambda device, rank: device
+    before, environment = group.device_of_rank, {name: os.environ.get(name) for name in SHARED_GPU}
+    vars(group)["device_of_rank"] = lambda device, rank: device
     os.environ.update(SHARED_GPU)
     try:
         yield
     finally:
-        for module in (group, joining):
-            vars(module)["device_of_rank"] = before
+        vars(group)["device_of_rank"] = before
         for name, value in environment.items():
             if value is None:
                 del os.environ[name]

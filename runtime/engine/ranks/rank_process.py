@@ -12,7 +12,7 @@ from runtime.communicator import CommunicatorError, RankCommunicator
 from runtime.device.device import Device
 from runtime.engine.make_engine import executor_over, free_memory_bytes, loaded_model
 from runtime.engine.process.wire import WaitingWriter
-from runtime.engine.ranks.joining import Shape, join, new_memory
+from runtime.engine.ranks.group import Shape, join, new_memory
 from runtime.engine.ranks.messages import (
     Allocate,
     Allocated,

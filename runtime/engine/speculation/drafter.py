@@ -1,7 +1,7 @@
 """The interfaces of drafters, which propose a sequence's next tokens.
 
-Those that draft from the hidden states of a step write pairs to pages of their own: `stepping` and `blocks` are the two
-ways (`Drafting`), and `state_proposer` keeps track of the sequences and pages of the pairs.
+Those that draft from the hidden states of a step write pairs to pages of their own: `drafting` has the two ways
+(`Drafting`), and `state_proposer` keeps track of the sequences and pages of the pairs.
 """
 
 from __future__ import annotations

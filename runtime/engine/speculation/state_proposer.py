@@ -3,7 +3,7 @@
 It first computes pairs: token i + 1 of a sequence, with the model's hidden states at token i. A pair is available when
 the step that computed token i is over; its key and value go into the drafter's own pages, in order. The pair of a
 sequence's last token but one gives the next token. Later tokens are drafted from the drafter's own results
-(`stepping`), or at once (`blocks`), for all sequences in batch, and sampled with the model's noise.
+(`Stepping`), or at once (`Blocks`), for all sequences in batch, and sampled with the model's noise.
 
 Pages of pairs are cached by their tokens, like the model's own: for a prefix in its cache the model gives no hidden
 states, and the sequence takes over the pairs that another left. If these are gone, or steps were not read, pairs are
@@ -23,9 +23,8 @@ from models.drafters.hidden_state_drafter import BlockDrafter, SteppingDrafter
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.block_pool import BlockPool, Chain
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.blocks import Blocks
 from runtime.engine.speculation.drafter import NOTHING, Drafting, Drawing, Ids, LeftChunk, PairChunks, WantedStates
-from runtime.engine.speculation.stepping import Stepping
+from runtime.engine.speculation.drafting import Blocks, Stepping
 from runtime.engine.steps.executor import AuxiliaryHiddenStates
 from runtime.engine.steps.layout import BlockTables
 from runtime.kv.cache import KVCache

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.device.file_mapping import FileMapping, mapped_part
 from runtime.device.gpu import Gpu
-from runtime.device.pinned import LEAST_BYTES, PIECE_BYTES, PinnedBlock, upload_pieces
+from runtime.device.pinned import LEAST_BYTES, PIECE_BYTES, FileMapping, PinnedBlock, mapped_part, upload_pieces
 from runtime.tensor.tensor import Tensor
 
 SIZE = 3 * PIECE_BYTES + 12_345

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from models.configuration.generation_config import recommended_sampling
 from runtime.engine.admission import prepare
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineRequest
-from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.engine.sampling_params import RequestOutputKind, SamplingParams
 from runtime.engine.scheduling.sequence import Request
 from tests.runtime.engine.scheduler_cases import make_driver
