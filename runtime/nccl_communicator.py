@@ -20,7 +20,7 @@ from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.device.nccl import NcclComm, NcclError, Window
 from runtime.dtype import DType
-from runtime.rank_notices import Notices, Span, Tally
+from runtime.rank_notices import Noticed, Notices, Span
 from runtime.tensor.storage import Storage
 from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import contiguous_strides
@@ -31,7 +31,7 @@ NUM_SLOTS = 8
 """A sum is valid until so many more have been made."""
 
 
-class NcclCommunicator:
+class NcclCommunicator(Noticed):
     """See `RankCommunicator`. The first error of any rank ends all."""
 
     def __init__(
@@ -41,6 +41,7 @@ class NcclCommunicator:
         ranks of a stage, or None for one rank. `everyone` is among all; without stages it is the same."""
         self.rank, self.num_ranks = (0, 1) if comm is None else (comm.rank, comm.num_ranks)
         self.stage, self.num_stages = stage, num_stages
+        self._number = self._number_at(stage)
         self._gpu, self._comm, self._everyone, self._notices = gpu, comm, everyone, notices
         self._device: Device = gpu.device
         self._window: Window | None = None if comm is None else comm.new_window(NUM_SLOTS * WINDOW_SLOT_BYTES)
@@ -120,12 +121,8 @@ class NcclCommunicator:
     def begin_step(self, number: int) -> None:
         """See `RankCommunicator`. NCCL pairs messages by their order."""
 
-    def tallies(self) -> list[Tally]:
-        """See `RankCommunicator`. The GPU's times of computing and waiting are not known here."""
-        return self._notices.tallies()
-
     def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:
-        """See `RankCommunicator`: no steps, for the same reason."""
+        """See `RankCommunicator`: no steps. The GPU's times of computing and waiting are not known here."""
         return num_known, []
 
     def end_step(self, number: int) -> None:
@@ -136,23 +133,12 @@ class NcclCommunicator:
             if self._comm is not self._everyone:
                 self._everyone.check()
 
-    def abort(self, reason: str) -> None:
-        self.abort_for(self._number_at(self.stage), reason)
-
     def abort_for(self, rank: int, reason: str) -> None:
-        self._notices.say(rank, reason)
-        self._notices.give_up(rank)
+        super().abort_for(rank, reason)
         for comm in (self._comm, self._everyone):
             if comm is not None:
                 with contextlib.suppress(NcclError):
                     comm.abort()
-
-    @property
-    def is_aborted(self) -> bool:
-        return self._notices.has_given_up
-
-    def last_words(self) -> str:
-        return self._notices.last_words()
 
     @contextlib.contextmanager
     def _named(self, call: str) -> Iterator[None]:

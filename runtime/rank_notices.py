@@ -142,3 +142,27 @@ class Notices:
         until = time.monotonic() + LAST_WORDS_S
         while not all(self.said(rank) for rank in range(self.num_ranks)) and time.monotonic() < until:
             time.sleep(0.01)
+
+
+class Noticed:
+    """The part of a `RankCommunicator` that notices give. `_number`: this rank's, among all."""
+
+    _notices: Notices
+    _number: int
+
+    def tallies(self) -> list[Tally]:
+        return self._notices.tallies()
+
+    def abort(self, reason: str) -> None:
+        self.abort_for(self._number, reason)
+
+    def abort_for(self, rank: int, reason: str) -> None:
+        self._notices.say(rank, reason)
+        self._notices.give_up(rank)
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._notices.has_given_up
+
+    def last_words(self) -> str:
+        return self._notices.last_words()

@@ -38,7 +38,7 @@ from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.call_sites import calling_line, line_name
 from runtime.communicator import CommunicatorError, check_columns
 from runtime.dtype import DType, float32
-from runtime.rank_notices import TALLY_BYTES, TEXT_BYTES, Notices, Span, Tally, shared_memory
+from runtime.rank_notices import TALLY_BYTES, TEXT_BYTES, Noticed, Notices, Span, shared_memory
 from runtime.tensor.tensor import Tensor
 
 Kind = Literal["all_reduce", "all_gather", "all_gather_columns", "agree", "end of step"]
@@ -90,7 +90,7 @@ class _Region:
         self.slots = _slots_at(num_ranks)
 
 
-class SharedCommunicator:
+class SharedCommunicator(Noticed):
     """See `RankCommunicator`. One a process, whose kernels run one after another.
 
     Attributes:
@@ -224,9 +224,6 @@ class SharedCommunicator:
                 raise self._explain(status, self._call_at(self._stage, int(self._stage.counter[DIFFERENT])))
         self._notices.count_span(Span(number, self._begun_ns, time.perf_counter_ns(), self._step[1]))
 
-    def tallies(self) -> list[Tally]:
-        return self._notices.tallies()
-
     def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:
         return self._notices.spans(rank, num_known)
 
@@ -235,25 +232,6 @@ class SharedCommunicator:
 
     def begin_pass(self) -> None:
         """See `Communicator`."""
-
-    def abort(self, reason: str) -> None:
-        """Aborts all collectives of all ranks with an error that names the reason. Thread-safe, and the process that
-        starts the ranks may call it for them."""
-        self.abort_for(self._number, reason)
-
-    def abort_for(self, rank: int, reason: str) -> None:
-        """Aborts on behalf of a rank that cannot do so itself."""
-        self._notices.say(rank, reason)
-        self._notices.give_up(rank)
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether a rank has aborted."""
-        return self._notices.has_given_up
-
-    def last_words(self) -> str:
-        """The reasons of all ranks."""
-        return self._notices.last_words()
 
     def _publish(self, source: int, size: int, region: _Region | None = None) -> None:
         work_items = -(-size // CHUNK_BYTES)

@@ -16,8 +16,8 @@ Leaving the block stops the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from typing import Any, Self, TypeVar
 
 from runtime.engine.errors import EngineDeadError, QueueFullError
 from runtime.engine.messages import EngineOutput
@@ -27,6 +27,8 @@ from runtime.llm.job import Job
 from runtime.llm.loaded_model import LoadedModel
 from runtime.llm.outputs import EmbeddingRequestOutput, RequestOutput
 from runtime.llm.prompts import Prompt
+
+T = TypeVar("T")
 
 
 class AsyncLLM(LoadedModel):
@@ -92,12 +94,7 @@ class AsyncLLM(LoadedModel):
     async def embed(self, prompt: Prompt, *, pooling: str = "last", normalize: bool = True) -> EmbeddingRequestOutput:
         """The hidden states of a prompt after the final norm as one vector: see ``LLM.embed``."""
         text, ids, images, salt = await asyncio.to_thread(self._asked_embedding, prompt)
-        while True:
-            try:
-                future = self.client.embed(ids, pooling, images, salt)
-                break
-            except QueueFullError as error:
-                await asyncio.sleep(error.retry_after_s)
+        future = await _when_there_is_room(lambda: self.client.embed(ids, pooling, images, salt))
         return self._embedded(text, ids, await asyncio.wrap_future(future), normalize)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -117,11 +114,16 @@ class AsyncLLM(LoadedModel):
         def hand_over(output: EngineOutput) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        while True:
-            try:
-                return self.client.submit(job.request, hand_over)
-            except QueueFullError as error:
-                await asyncio.sleep(error.retry_after_s)
+        await _when_there_is_room(lambda: self.client.submit(job.request, hand_over))
+
+
+async def _when_there_is_room(call: Callable[[], T]) -> T:
+    """The call's result. It is made again if the queue is full."""
+    while True:
+        try:
+            return call()
+        except QueueFullError as error:
+            await asyncio.sleep(error.retry_after_s)
 
 
 def _as_mapping(prompt: Prompt) -> Mapping[str, Any]:

@@ -14,16 +14,17 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.admission import prepare
 from runtime.engine.errors import QueueFullError, RequestError
-from runtime.engine.messages import EngineOutput, ImageItem
+from runtime.engine.messages import EngineOutput
 from runtime.engine.option_names import known_options
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm.beam_search import BeamSearch, BeamSearchParams
@@ -34,6 +35,17 @@ from runtime.llm.progress import progress
 from runtime.llm.prompts import Prompt, as_list, one_each, take_images
 from runtime.text.formats import AnswerFormat
 from runtime.text.pipeline import TextDelta
+
+T = TypeVar("T")
+
+
+def _when_there_is_room(call: Callable[[], T]) -> T:
+    """The call's result. It is made again if the queue is full, since other clients use the engine, too."""
+    while True:
+        try:
+            return call()
+        except QueueFullError as error:
+            time.sleep(error.retry_after_s)
 
 
 class LLM(LoadedModel):
@@ -144,7 +156,8 @@ class LLM(LoadedModel):
         found = []
         try:
             for text, ids, images, salt in asked:
-                waiting.append((text, ids, self._start_embedding(ids, pooling, images, salt)))
+                start = partial(self.client.embed, ids, pooling, images, salt)
+                waiting.append((text, ids, _when_there_is_room(start)))
             with progress("Prompts", len(waiting), use_tqdm) as advance:
                 for text, ids, future in waiting:
                     found.append(self._embedded(text, ids, future.result(), normalize))
@@ -214,23 +227,8 @@ class LLM(LoadedModel):
         return [job.result() for job in jobs]
 
     def _submit(self, job: Job, outputs: queue.SimpleQueue[EngineOutput], open_jobs: dict[str, Job]) -> None:
-        while True:
-            try:
-                self.client.submit(job.request, outputs.put)
-            except QueueFullError as error:  # other clients use the engine too
-                time.sleep(error.retry_after_s)
-            else:
-                open_jobs[job.request_id] = job
-                return
-
-    def _start_embedding(
-        self, token_ids: list[int], pooling: str, images: tuple[ImageItem, ...], cache_salt: str | None
-    ) -> Future[NDArray[np.float32]]:
-        while True:
-            try:
-                return self.client.embed(token_ids, pooling, images, cache_salt)
-            except QueueFullError as error:
-                time.sleep(error.retry_after_s)
+        _when_there_is_room(lambda: self.client.submit(job.request, outputs.put))
+        open_jobs[job.request_id] = job
 
     def _receive(self, job: Job, output: EngineOutput) -> bool:
         """Take one output; True if the engine has finished the request."""

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from runtime.bench.scheduling.schedule import chrome_trace
-from tests.runtime.bench.scheduling.test_timeline_view import story
+from tests.runtime.bench.scheduling.test_scheduling_benches import story
 from tools import plot_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -1,4 +1,4 @@
-"""The chat without a terminal: history, stopping, forgetting, sampling parameters, /commands."""
+"""The chat without a terminal: history, stopping, forgetting, sampling parameters, /commands, and its calculator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.commands.chat_session import COMMANDS, ChatSession, run_slash
+from runtime.commands.calculator import answer
+from runtime.commands.chat_session import COMMANDS, ChatSession, Conversation, Message, run_slash
 from runtime.engine.errors import RequestError
 from runtime.errors import InvalidArgumentError, XservError
 from tests.runtime.commands.fakes import FakeLLM
@@ -160,3 +161,77 @@ def test_wrong_commands_change_nothing(llm: FakeLLM, line: str, words: str) -> N
     with pytest.raises(InvalidArgumentError, match=words):
         run_slash(session, line)
     assert session.given == {"temperature": 0.25}
+
+
+def encode(messages: list[Message]) -> list[int]:
+    """One id a character, so that lengths are easy to say."""
+    return [ord(character) for message in messages for character in message["content"]]
+
+
+def filled(system: str | None = None) -> Conversation:
+    conversation = Conversation(system)
+    for question, said in (("aa", "AA"), ("bb", "BB")):
+        conversation.ask(question)
+        conversation.answer(said)
+    conversation.ask("cc")
+    return conversation
+
+
+def test_messages_are_in_order() -> None:
+    roles = [message["role"] for message in filled("s").messages()]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(
+    ("most_tokens", "expected", "num_dropped"),
+    [(11, "saaAAbbBBcc", 0), (10, "sbbBBcc", 1), (7, "sbbBBcc", 1), (6, "scc", 2), (3, "scc", 2)],
+)
+def test_oldest_turns_are_dropped(most_tokens: int, expected: str, num_dropped: int) -> None:
+    conversation = filled("s")
+    ids, dropped = conversation.fit(encode, most_tokens)
+    assert ("".join(map(chr, ids)), dropped) == (expected, num_dropped)
+    assert len(conversation.turns) == 3 - num_dropped
+
+
+def test_too_long_a_message_is_taken_back_and_nothing_else() -> None:
+    conversation = filled("s")
+    with pytest.raises(InvalidArgumentError, match=r"3 tokens; there is room for 2"):
+        conversation.fit(encode, 2)
+    assert [turn[0]["content"] for turn in conversation.turns] == ["aa", "bb"]
+
+
+def test_take_back_and_reset() -> None:
+    conversation = filled("s")
+    assert conversation.take_back() == "cc"
+    conversation.reset()
+    assert conversation.take_back() is None
+    assert conversation.messages() == [{"role": "system", "content": "s"}]
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [("34*12", "408"), ("7/2", "3.5"), ("10/3", "3.333"), ("2^10", "1024"), ("-(3+4)*2", "-14"), ("9 // 2+9 % 2", "5")],
+)
+def test_numbers(expression: str, result: str) -> None:
+    assert answer("calculator", json.dumps({"expression": expression})) == result
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "", "[]", "{}", "3", '{"expression": 3}', '{"expression": ""}', '{"formula": "1"}', '{"expression": "1/0"}',
+        '{"expression": "9**9**9**9"}', '{"expression": "2**65"}', '{"expression": "__import__(\'os\')"}',
+        '{"expression": "a"}', '{"expression": "(1).real"}', '{"expression": "[1]"}', '{"expression": "True"}',
+        '{"expression": "(-8)**0.5"}', '{"expression": "1e308*10"}', '{"expression": "1;2"}',
+        json.dumps({"expression": "(" * 300}), json.dumps({"expression": "(" * 99 + "1" + ")" * 99}),
+        json.dumps({"expression": "\x00"}), '{"expression": "0**-1"}',
+    ],
+)  # fmt: skip
+def test_what_is_none_is_said_to_be_wrong(arguments: str) -> None:
+    assert answer("calculator", arguments).startswith(("error: ", "1"))
+    if "(" * 99 not in arguments:
+        assert answer("calculator", arguments).startswith("error: ")
+
+
+def test_there_is_one_tool() -> None:
+    assert answer("delete", "{}") == "error: there is no tool 'delete', only 'calculator'"

@@ -1,9 +1,12 @@
-"""`generate`, `tokenize`, `info` and `serve`: what they print where, and how they end."""
+"""`generate`, `tokenize`, `info` and `serve`: what they print where, and how they end; streams as shells give them;
+vLLM's `--speculative-config` as ours."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import re
 import select
 import shutil
@@ -12,7 +15,18 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import pytest
+
+from runtime.commands.generate import read_prompts
+from runtime.commands.info_report import as_text, memory
+from runtime.commands.options import EngineOptions, options_of
+from runtime.engine.config import EngineConfig
+from runtime.engine.errors import RequestError
+from runtime.engine.messages import CacheGroupInfo, EngineInfo
+from runtime.errors import InvalidArgumentError
 from tests.runtime.commands.running import ROOT, invoke, needs_stories, run
 
 
@@ -138,3 +152,173 @@ def test_serve_answers_and_leaves_on_sigterm(stories: Path) -> None:
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+LAYER = 16 * 1024  # bytes of a page of one layer
+GEMMA_3_1B = EngineInfo(
+    model_name="gemma",
+    model_path="gemma",
+    architecture="Gemma3ForCausalLM",
+    device="cpu",
+    dtype="bfloat16",
+    vocab_size=100,
+    eos_token_ids=(),
+    max_model_len=8192,
+    max_num_seqs=8,
+    max_num_batched_tokens=2048,
+    max_waiting=8,
+    block_size=16,
+    num_blocks=7100,
+    kv_cache_bytes=7100 * 4 * LAYER,
+    weight_bytes=1,
+    cache_groups=(CacheGroupInfo(None, 4, 0), *[CacheGroupInfo(512, 4, 0)] * 4, *[CacheGroupInfo(512, 3, 1)] * 2),
+)
+
+
+def test_a_sequence_holds_its_windows_and_while_it_is_computed_a_step_besides() -> None:
+    report = memory(GEMMA_3_1B)
+    full, windowed = report["cache_groups"]
+    assert (full["window"], full["num_layers"], full["num_groups"], full["num_padding"]) == (None, 4, 1, 0)
+    assert (windowed["window"], windowed["num_layers"], windowed["num_groups"]) == (512, 22, 6)
+    assert windowed["num_padding"] == 2
+    assert full["bytes_per_sequence"] == 512 * 4 * LAYER
+    assert windowed["bytes_per_sequence"] == 6 * 33 * 4 * LAYER, "32 pages, and one of which a token is seen"
+    assert report["bytes_per_sequence"] == (512 + 6 * 33) * 4 * LAYER
+    assert report["prompt_bytes_per_sequence"] == (512 + 6 * (33 + 128)) * 4 * LAYER
+    assert report["full_bytes_per_sequence"] == 512 * 26 * LAYER
+    assert report["bytes_per_sequence"] < 0.35 * report["full_bytes_per_sequence"]
+    assert report["num_full_length_sequences"] == 7100 // (512 + 6 * 33)
+    text = as_text({"devices": [], "model": {"max_model_len": 8192}, "memory": report})
+    assert "22 layers in 6 groups, room for 2 more" in text
+    assert "21.3% of" in text
+
+
+def test_layers_that_are_alike_are_as_ever() -> None:
+    report = memory(msgspec.structs.replace(GEMMA_3_1B, cache_groups=(CacheGroupInfo(None, 4, 0),)))
+    assert report["num_tokens"] == 7100 * 16
+    assert report["kv_bytes_per_token"] * report["num_tokens"] == report["kv_cache_bytes"]
+    assert report["bytes_per_sequence"] == report["prompt_bytes_per_sequence"] == report["full_bytes_per_sequence"]
+    assert "windows" not in as_text({"devices": [], "model": {"max_model_len": 8192}, "memory": report})
+
+
+def shell(command: str, **environment: str) -> tuple[int, bytes, bytes]:
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (">&-", b"stdout is closed: nothing can be written"),
+        (">/dev/full", b"No space left on device"),
+        ("| true", b""),  # as other programs, whose output nobody reads any more
+        (">&- 2>&-", b""),
+    ],
+)
+def test_output_that_cannot_be_written_is_an_error_without_a_traceback(given: str, error: bytes) -> None:
+    program = "import time; time.sleep(0.3); from runtime.cli import main; main()"
+    status, out, err = shell(f'{sys.executable} -c "$PROGRAM" --version {given}', PROGRAM=program)
+    assert status == 1
+    assert out == b""
+    assert err == (b"xserv: error: " + error + b"\n" if error else b"")
+
+
+def test_a_locale_that_knows_ascii_alone_is_taken_for_utf_8() -> None:
+    program = (
+        "import sys; from runtime.commands.group import prepare_streams; prepare_streams(); "
+        "print(sys.stdin.read() + chr(0x20ac))"
+    )
+    posix = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    status, out, err = shell(f"printf 'h\\303\\251' | {sys.executable} -c \"$PROGRAM\"", PROGRAM=program, **posix)
+    assert (status, out, err) == (0, "hé€\n".encode(), b"")
+    status, out, err = shell(
+        f"printf 'h\\351' | {sys.executable} -c \"$PROGRAM\"", PROGRAM=program, PYTHONIOENCODING="latin-1"
+    )
+    assert (status, out, err) == (0, b"h\xe9\\u20ac\n", b"")
+
+
+def test_a_file_of_prompts_in_another_encoding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.txt"
+    for content, problem in (
+        ("hé".encode("utf-16"), "is UTF-16, must be UTF-8: save it as UTF-8"),
+        ("hé".encode("utf-32"), "is UTF-32, must be UTF-8: save it as UTF-8"),
+        ("a\nhé".encode("latin-1"), "line 2 has the byte 0xe9"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(InvalidArgumentError, match=problem) as caught:
+            read_prompts(file)
+        assert str(file) in str(caught.value)
+    file.write_bytes("hé".encode("utf-8-sig"))
+    assert read_prompts(file) == ["hé"]
+    assert "byte order mark" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ('{"method": "ngram", "num_speculative_tokens": 5}', {"speculation": "ngram", "num_speculative_tokens": 5}),
+        ('{"method": "suffix"}', {"speculation": "suffix"}),
+        ('{"model": "x", "num_speculative_tokens": 4}', {"speculation": "draft:x", "num_speculative_tokens": 4}),
+        (
+            '{"model": "x", "draft_sample_method": "probabilistic"}',
+            {"speculation": "draft:x", "speculation_acceptance": "rejection"},
+        ),
+        (
+            '{"model": "x", "rejection_sample_method": "standard"}',
+            {"speculation": "draft:x", "speculation_acceptance": "rejection"},
+        ),
+        ('{"model": "x", "draft_sample_method": "greedy"}', {"speculation": "draft:x"}),
+        ('{"method": "eagle3", "model": "x"}', {"speculation": "eagle3:x"}),
+        ('{"method": "dflash", "model": "x"}', {"speculation": "dflash:x"}),
+        ('{"method": "dspark", "model": "x"}', {"speculation": "dflash:x"}),
+        ('{"method": "mtp", "num_speculative_tokens": 1}', {"speculation": "mtp", "num_speculative_tokens": 1}),
+        ('{"method": "deepseek_mtp"}', {"speculation": "mtp"}),
+        ('{"model": "[ngram]", "num_speculative_tokens": 3}', {"speculation": "ngram", "num_speculative_tokens": 3}),
+    ],
+)
+def test_what_it_stands_for(text: str, options: dict[str, Any]) -> None:
+    assert options_of(text) == options
+    arguments = EngineOptions(speculative_config=text).arguments()
+    assert {name: arguments[name] for name in options} == options
+    EngineConfig(**{name: arguments[name] for name in ("speculation", "num_speculative_tokens")})
+
+
+def test_keys_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "xserv"):
+        assert options_of('{"method": "ngram", "prompt_lookup_max": 4}') == {"speculation": "ngram"}
+    assert [record.getMessage() for record in caplog.records if record.name == "xserv.commands"] == [
+        "--speculative-config: prompt_lookup_max has no effect: the longest agreement is looked for"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "JSON object"),
+        ("{}", "method must be one of draft_model, eagle3, dflash, dspark, ngram, suffix, mtp, got None"),
+        ('{"method": 3}', "got 3"),
+        ('{"method": "magic"}', "got 'magic'"),
+        ('{"method": "eagle", "model": "x"}', "'eagle' is not built"),
+        ('{"method": "eagle3"}', "model must be an EAGLE-3 drafter, got None"),
+        ('{"method": "dflash"}', "model must be a DFlash drafter, got None"),
+        ('{"method": "draft_model"}', "model must be a draft model, got None"),
+        ('{"method": "ngram", "num_speculative_tokens": "5"}', "got '5'"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "got 0"),
+        ('{"method": "ngram", "ngram_size": 3}', "no key 'ngram_size'"),
+        ('{"model": "x", "rejection_sample_method": "block"}', "must be one of standard, got 'block'"),
+        ('{"model": "x", "draft_sample_method": 1}', "greedy, probabilistic, got 1"),
+    ],
+)
+def test_others_are_refused(text: str, problem: str) -> None:
+    with pytest.raises(RequestError, match="--speculative-config") as caught:
+        EngineOptions(speculative_config=text).arguments()
+    assert problem in str(caught.value)
+
+
+def test_two_that_differ_are_refused() -> None:
+    with pytest.raises(RequestError, match="--speculation suffix and --speculative-config say different things"):
+        EngineOptions(speculation="suffix", speculative_config='{"method": "ngram"}').arguments()

@@ -1,4 +1,5 @@
-"""Harmony through the text pipeline: what is reasoning, a call and content, however the ids come."""
+"""Harmony through the text pipeline: what is reasoning, a call and content, however the ids come;
+and beside the package `openai-harmony`, in part and as a whole."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from runtime.text.harmony.message import HARMONY, SPECIAL_TOKENS
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.tools.table import ToolReading
 from tests.runtime.text.answers import Message, message_of
+from tests.runtime.text.harmony.against_package import Comparison, write_vocabulary
 from tests.runtime.text.harmony.small_model import TEMPLATE, ids_of, small_ids, small_tokenizer
 from tests.runtime.text.test_pipeline import outputs_of, run
 from tests.runtime.text.tokenizers import byte_level_tokenizer
+from tests.tokenizer.support import shared
 
 PROMPT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
 THOUGHT = "<|channel|>analysis<|message|>Hm: é.<|end|><|start|>assistant"
@@ -143,3 +146,37 @@ def test_an_answer_ends_with_return_and_call() -> None:
     of_harmony = AnswerFormat.of(small_tokenizer())
     assert end_ids(of_harmony, small_tokenizer(), (7, ids.return_)) == (7, ids.return_, ids.call)
     assert end_ids(AnswerFormat(), small_tokenizer(), (7,)) == (7,)
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    folder = shared("tokenizers/gpt-oss")
+    pytest.importorskip("openai_harmony", reason="needs the package openai-harmony")
+    return Comparison(folder)
+
+
+def test_some_conversations(comparison: Comparison) -> None:
+    report = comparison.conversations(60, seed=1)
+    assert report.differences == []
+    assert report.counts["chats whose analysis the package dropped"] > 5
+
+
+def test_some_answers(comparison: Comparison) -> None:
+    report = comparison.answers(300, seed=1)
+    assert report.differences == []
+    assert report.counts["agree"] > 80
+
+
+@pytest.mark.exhaustive
+def test_ten_thousand_conversations_and_a_hundred_thousand_answers(comparison: Comparison) -> None:
+    assert comparison.conversations(10_000, seed=0).differences == []
+    report = comparison.answers(100_000, seed=0)
+    assert report.differences == []
+    assert report.counts["agree"] > 0.95 * report.counts["read by the package"]
+
+
+def test_the_vocabulary_is_made_of_no_other_tokenizer(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from tests.runtime.text.tokenizers import byte_level_tokenizer
+
+    with pytest.raises(ValueError, match="not o200k_base"):
+        write_vocabulary(byte_level_tokenizer(), tmp_path)
