@@ -26,8 +26,9 @@ from typing import Any
 
 from runtime.bench.environment import finished
 from runtime.bench.load.samples import random_samples
-from runtime.bench.load.serving import Load, bench_serve
+from runtime.bench.load.serving import bench_serve
 from runtime.bench.metrics import BenchmarkError
+from runtime.bench.options import Load
 from runtime.bench.peers.child_process import ChildProcess
 from runtime.bench.peers.workloads import GPT2, Gpt2Shape, Group
 from runtime.own_packages import python_module
@@ -86,7 +87,7 @@ def _serve_once(
     ):
         started = server.ask("start", **arguments)
         address = f"http://127.0.0.1:{started['port']}"
-        served = asyncio.run(bench_serve(address, Load(seed=seed), samples, model=started["model"]))
+        served = asyncio.run(bench_serve(address, Load(), samples, model=started["model"], seed=seed))
         if served["failed"]:
             raise BenchmarkError(f"{served['failed']} requests failed: {served['error_counts']}")
         idle = watch.sample()

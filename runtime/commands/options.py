@@ -243,14 +243,6 @@ class SamplingOptions(_NumberOptions):  # type: ignore[misc]
         return {name: value for name, value in values.items() if value not in (None, [])}
 
 
-def numbers(name: str, text: str) -> tuple[float, ...]:
-    """``"0.3,1"`` → ``(0.3, 1.0)``. Raises `RequestError` with the option's name."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise RequestError(f"{name} must be numbers with commas between them, got {text!r:.80}", param=name) from None
-
-
 def with_options(command: Callable[..., None], *, takes_model: bool = False) -> Callable[..., None]:
     """A command whose dataclass parameters are spread into one option a field.
 

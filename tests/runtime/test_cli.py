@@ -24,7 +24,8 @@ from tests.runtime.commands.running import ROOT, STORIES, invoke, needs_stories
 HEAVY = {
     *("numpy", "numba", "llvmlite", "ml_dtypes", "safetensors", "huggingface_hub", "regex", "jinja2", "msgspec"),
     *("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client", "rich", "prompt_toolkit", "asyncio", "httpx"),
-    *("numba_kernels", "models", "tokenizer", "runtime.text.pipeline", "runtime.text.formats", "runtime.bench"),
+    *("numba_kernels", "models", "tokenizer", "runtime.text.pipeline", "runtime.text.formats"),
+    *(f"runtime.bench.{path.stem}" for path in (ROOT / "runtime" / "bench").iterdir() if path.stem != "options"),
     *("server.app", "server.serve", "server.openai_api.schema", "server.service"),
     *("runtime.engine.make_engine", "runtime.engine.process.client", "runtime.engine.engine"),
     *("runtime.engine.scheduling.sequence", "runtime.tensor.tensor", "runtime.ops", "runtime.llm"),

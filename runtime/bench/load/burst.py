@@ -24,6 +24,7 @@ from runtime.bench.metrics import (
     summarize,
     time_per_output_token_s,
 )
+from runtime.bench.options import StreamingOptions
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
@@ -159,16 +160,7 @@ def run_burst(
     return Burst(records, submit_wall)
 
 
-def bench_streaming(
-    llm: LLM,
-    *,
-    num_requests: int,
-    prompt_len: int,
-    max_tokens: int,
-    num_warmup_rounds: int = 2,
-    num_rounds: int = 1,
-    seed: int = 0,
-) -> dict[str, Any]:
+def bench_streaming(llm: LLM, options: StreamingOptions, seed: int = 0) -> dict[str, Any]:
     """Submits `num_requests` distinct prompts at once, `num_rounds` times, and reports the median round.
 
     Milliseconds: `submit_wall_ms`; `mean/median/std/p50/p99` of `add_request_ms` (one submit call),
@@ -180,13 +172,15 @@ def bench_streaming(
     so many: `lone_ttft_ms` is the median, `ttft_ratio` that of the rounds' ratios of the median TTFT to it (1.0 if the
     burst shared one forward pass, None if not measured).
     """
+    num_requests, prompt_len, max_tokens = options.num_requests, options.prompt_len, options.max_tokens
+    num_rounds = options.num_rounds
     if num_rounds < 1:
         raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")
     client, info = llm.client, llm.client.info
     prompts = random_prompts(num_requests, prompt_len, info.vocab_size, seed)
     expected = run_burst(client, prompts, max_tokens).token_ids
     check_outputs(expected, max_tokens, info.vocab_size, "warm-up")
-    for _ in range(num_warmup_rounds - 1):
+    for _ in range(options.num_warmup_rounds - 1):
         run_burst(client, prompts, max_tokens)
     rounds: list[Burst] = []
     lone_ttfts_s: list[float] = []

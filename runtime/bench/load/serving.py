@@ -21,54 +21,41 @@ from runtime.bench.environment import finished
 from runtime.bench.load.http_client import Event, Origin, Usage, first_model, stream_events
 from runtime.bench.load.samples import Sample
 from runtime.bench.metrics import BenchmarkError, summarize, time_per_output_token_s
+from runtime.bench.options import Load
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOALS = ("ttft", "tpot", "e2el")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How and when requests are sent. `request_rate` in requests a second, infinite for all at once, or for a trace's
-    own times; `timeout_s` is the limit of one answer."""
+def check_load(load: Load, samples: Sequence[Sample] = ()) -> None:
+    """Raises `BenchmarkError` for a wrong value, and for samples that cannot be sent with this load."""
+    if load.endpoint not in PATHS:
+        raise BenchmarkError(f"--endpoint {load.endpoint!r} is none of {', '.join(PATHS)}")
+    for name in ("request_rate", "burstiness", "timeout_s"):
+        if not getattr(load, name) > 0:
+            raise BenchmarkError(f"--{name.replace('_', '-')} {getattr(load, name)} must be above 0")
+    if load.max_concurrency is not None and load.max_concurrency < 1:
+        raise BenchmarkError(f"--max-concurrency {load.max_concurrency} must be at least 1")
+    if load.endpoint == "chat" and any(isinstance(sample.prompt, list) for sample in samples):
+        raise BenchmarkError("--endpoint chat takes prompts of text, not of token ids")
+    if not math.isinf(load.request_rate) and any(sample.arrival_s is not None for sample in samples):
+        raise BenchmarkError("--request-rate: a trace has its own arrivals; --trace-rate makes them denser")
 
-    endpoint: str = "completions"
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    ignore_eos: bool = True
-    temperature: float = 0.0
-    seed: int = 0
-    timeout_s: float = 600.0
 
-    def __post_init__(self) -> None:
-        if self.endpoint not in PATHS:
-            raise BenchmarkError(f"--endpoint {self.endpoint!r} is none of {', '.join(PATHS)}")
-        for name in ("request_rate", "burstiness", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise BenchmarkError(f"--{name.replace('_', '-')} {getattr(self, name)} must be above 0")
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise BenchmarkError(f"--max-concurrency {self.max_concurrency} must be at least 1")
-
-    def check(self, samples: Sequence[Sample]) -> None:
-        """Raises `BenchmarkError` for samples that cannot be sent with this load."""
-        if self.endpoint == "chat" and any(isinstance(sample.prompt, list) for sample in samples):
-            raise BenchmarkError("--endpoint chat takes prompts of text, not of token ids")
-        if not math.isinf(self.request_rate) and any(sample.arrival_s is not None for sample in samples):
-            raise BenchmarkError("--request-rate: a trace has its own arrivals; --trace-rate makes them denser")
-
-    def arrivals(self, samples: Sequence[Sample]) -> list[float]:
-        """Each request's seconds after the start; the gaps' mean is exactly 1 / request_rate."""
-        if math.isinf(self.request_rate):
-            return [sample.arrival_s or 0.0 for sample in samples]
-        generator = random.Random(self.seed)
-        gaps = [generator.gammavariate(self.burstiness, 1.0 / (self.request_rate * self.burstiness)) for _ in samples]
-        scale = len(gaps) / self.request_rate / sum(gaps)
-        times, now = [], 0.0
-        for gap in gaps:
-            times.append(now)
-            now += gap * scale
-        return times
+def arrivals(load: Load, samples: Sequence[Sample], seed: int = 0) -> list[float]:
+    """Each request's seconds after the start; the gaps' mean is exactly 1 / request_rate. With an infinite rate all
+    come at once, or at a trace's own times."""
+    if math.isinf(load.request_rate):
+        return [sample.arrival_s or 0.0 for sample in samples]
+    generator = random.Random(seed)
+    gaps = [generator.gammavariate(load.burstiness, 1.0 / (load.request_rate * load.burstiness)) for _ in samples]
+    scale = len(gaps) / load.request_rate / sum(gaps)
+    times, now = [], 0.0
+    for gap in gaps:
+        times.append(now)
+        now += gap * scale
+    return times
 
 
 @dataclass(slots=True)
@@ -108,6 +95,7 @@ async def bench_serve(
     percentile_metrics: Sequence[str] = METRICS,
     metric_percentiles: Sequence[float] = (99.0,),
     save_detailed: bool = False,
+    seed: int = 0,
     between: Callable[[], Awaitable[None]] | None = None,
 ) -> dict[str, Any]:
     """Warms up and verifies, then applies the load; the report has vLLM's keys.
@@ -122,7 +110,7 @@ async def bench_serve(
     counts in `failed` and `error_counts`. Raises `BenchmarkError` if a warm-up fails, or every request.
     """
     goodput = dict(goodput or {})
-    load.check([*samples, *warmups])
+    check_load(load, [*samples, *warmups])
     for name in percentile_metrics:
         if name not in METRICS:
             raise BenchmarkError(f"--percentile-metrics: {name!r} is none of {', '.join(METRICS)}")
@@ -149,7 +137,7 @@ async def bench_serve(
             return await _ask(origin, model, sample, load, api_key, start)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(send(*pair)) for pair in zip(samples, load.arrivals(samples))]
+        tasks = [group.create_task(send(*pair)) for pair in zip(samples, arrivals(load, samples, seed))]
     answers = [task.result() for task in tasks]
     duration_s = time.perf_counter() - start
     report: dict[str, Any] = {
@@ -163,7 +151,7 @@ async def bench_serve(
         "max_concurrency": load.max_concurrency,
         "ignore_eos": load.ignore_eos,
         "temperature": load.temperature,
-        "seed": load.seed,
+        "seed": seed,
         "goodput": goodput or None,
         **summary(
             answers,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,15 @@ import numpy as np
 from runtime.bench.environment import finished
 from runtime.bench.load.samples import random_prompts
 from runtime.bench.metrics import BenchmarkError
+from runtime.bench.options import SpeculationOptions, numbers
 from runtime.bench.scheduling.engines import like
+from runtime.engine.config import integers
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Sequence as Choice
 from runtime.engine.speculation.drafter import Ids
 from runtime.engine.speculation.speculator import Speculator
-
-FIXED = (1, 3, 7)
-"""Proposals a sequence and step that the engine's own choice is held against."""
 
 CURVE = (1, 2, 3, 5, 7)
 """Proposals a sequence whose steps are timed."""
@@ -72,17 +70,7 @@ class Scripted:
         """Does nothing: there is no state."""
 
 
-def bench_speculation(
-    engine: Engine,
-    *,
-    batches: Sequence[int],
-    rates: Sequence[float],
-    output_len: int,
-    num_rounds: int,
-    num_warm_rounds: int = 1,
-    fixed: Sequence[int] = FIXED,
-    seed: int = 0,
-) -> dict[str, Any]:
+def bench_speculation(engine: Engine, options: SpeculationOptions, seed: int = 0) -> dict[str, Any]:
     """Tokens per second of decodes without proposals, with the engine's draft length, and with fixed ones, in turns,
     each while all sequences decode. ``rows`` has one for each number of sequences and each rate. Medians of the rounds'
     ratios: `speedup`, the engine's choice against none; `of_best_fixed`, against the best of the ``fixed`` numbers,
@@ -94,6 +82,9 @@ def bench_speculation(
     On a cpu, and with `exact`, all must give the same tokens. Raises `BenchmarkError`.
     """
     limits, vocab_size = engine.limits, engine.info.vocab_size
+    batches, rates = integers("batches", options.batches), numbers("rates", options.rates)
+    fixed = integers("fixed", options.fixed) if options.fixed else ()
+    output_len, num_rounds, num_warm_rounds = options.output_len, options.num_rounds, options.num_warm_rounds
     if not batches or min(batches) < 1 or max(batches) > limits.max_num_seqs:
         raise BenchmarkError(f"--batches {list(batches)} must be 1 to {limits.max_num_seqs} sequences (max_num_seqs)")
     if not rates or not all(0.0 <= rate <= 1.0 for rate in rates):

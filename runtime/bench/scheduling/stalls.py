@@ -14,6 +14,7 @@ from typing import Any
 from runtime.bench.environment import finished
 from runtime.bench.load.samples import random_prompts
 from runtime.bench.metrics import BenchmarkError, percentiles_of
+from runtime.bench.options import StallsOptions
 from runtime.bench.scheduling.engines import Stepper, like
 from runtime.engine.engine import Engine
 
@@ -21,43 +22,22 @@ FINEST = 8  # the budget is found to an eighth of itself
 NUM_WARMUP_STEPS = 3
 
 
-def bench_stalls(
-    engine: Engine,
-    *,
-    budget: int | None,
-    tpot_ratio: float,
-    num_decodes: int,
-    context_len: int,
-    prompt_len: int,
-    num_usual_steps: int,
-    num_rounds: int,
-    seed: int = 0,
-) -> dict[str, Any]:
+def bench_stalls(engine: Engine, options: StallsOptions, seed: int = 0) -> dict[str, Any]:
     """Usual TPOT, and the median, 99th percentile and largest gap while the prompt is computed, for both styles.
 
-    budget      `max_num_batched_tokens` of the stall-free style; None measures it for `tpot_ratio` times a bare decode
-                step, which leaves room for the noise of single steps below the target
-    num_rounds  how often the measurement of the budget is repeated for each size
-
-    The metric is `p99_ratio`, the 99th percentile over the usual TPOT of the same run.
+    Without a `budget`, `max_num_batched_tokens` of the stall-free style, it is measured for `tpot_ratio` times a bare
+    decode step, which leaves room for the noise of single steps below the target. The metric is `p99_ratio`, the 99th
+    percentile over the usual TPOT of the same run.
     """
-    if min(num_decodes, context_len, prompt_len, num_usual_steps) < 1:
+    num_decodes, context_len, prompt_len = options.num_decodes, options.context_len, options.prompt_len
+    if min(num_decodes, context_len, prompt_len, options.num_usual_steps) < 1:
         raise BenchmarkError("decodes, contexts, the prompt and the usual steps must each be at least 1")
-    measured = None
-    if budget is None:
-        measured = measure_budget(
-            engine,
-            tpot_ratio=tpot_ratio,
-            num_decodes=num_decodes,
-            context_len=context_len,
-            prompt_len=prompt_len,
-            num_rounds=num_rounds,
-            seed=seed,
-        )
-        budget = int(measured["max_num_batched_tokens"])
+    measured = measure_budget(engine, options, seed) if options.budget is None else None
+    budget = options.budget if measured is None else int(measured["max_num_batched_tokens"])
+    assert budget is not None
     if budget <= num_decodes:
         raise BenchmarkError(f"a budget of {budget} tokens leaves none for a prompt beside {num_decodes} decodes")
-    num_steps = NUM_WARMUP_STEPS + num_usual_steps + -(-prompt_len // (budget - num_decodes)) + 2
+    num_steps = NUM_WARMUP_STEPS + options.num_usual_steps + -(-prompt_len // (budget - num_decodes)) + 2
     if context_len + num_steps > engine.limits.max_model_len:
         raise BenchmarkError(
             f"with a budget of {budget} tokens a prompt of {prompt_len} takes {num_steps} steps: decodes of context "
@@ -70,7 +50,7 @@ def bench_stalls(
         "prefill-first": {"batching": "prefill-first"},
     }
     results = {
-        name: _gaps(like(engine, enable_prefix_caching=False, **settings), contexts, prompt, num_usual_steps)
+        name: _gaps(like(engine, enable_prefix_caching=False, **settings), contexts, prompt, options.num_usual_steps)
         for name, settings in styles.items()
     }
     report = {
@@ -123,16 +103,7 @@ def _gaps(engine: Engine, contexts: list[list[int]], prompt: list[int], num_usua
     }
 
 
-def measure_budget(
-    engine: Engine,
-    *,
-    tpot_ratio: float,
-    num_decodes: int,
-    context_len: int,
-    prompt_len: int,
-    num_rounds: int,
-    seed: int = 0,
-) -> dict[str, Any]:
+def measure_budget(engine: Engine, options: StallsOptions, seed: int = 0) -> dict[str, Any]:
     """The largest `max_num_batched_tokens` whose steps take at most `tpot_ratio` times a step of the decodes alone.
 
     Decodes run at a given context; beside them come prompt chunks of growing size, and each step is timed. A chunk is
@@ -144,7 +115,8 @@ def measure_budget(
     `num_decodes` and the largest chunk whose median keeps the target. Raises `BenchmarkError` if the bare decode step,
     or one with the smallest chunk, is slower than that.
     """
-    if min(num_decodes, context_len, num_rounds) < 1:
+    num_decodes, context_len, prompt_len = options.num_decodes, options.context_len, options.prompt_len
+    if min(num_decodes, context_len, options.num_rounds) < 1:
         raise BenchmarkError("decodes, their context and rounds must each be at least 1")
     limits = engine.limits
     largest = min(limits.max_num_batched_tokens - num_decodes, prompt_len)
@@ -155,9 +127,9 @@ def measure_budget(
             f"max_model_len={limits.max_model_len}"
         )
     measure = _Measurement(engine, num_decodes, context_len, prompt_len, seed)
-    bare = [measure.bare_step() for _ in range(max(num_rounds, 5))]
+    bare = [measure.bare_step() for _ in range(max(options.num_rounds, 5))]
     bare_s = statistics.median(bare)
-    target_s = tpot_ratio * bare_s
+    target_s = options.tpot_ratio * bare_s
     if not bare_s <= target_s:
         raise BenchmarkError(
             f"a TPOT of {1e3 * target_s:.3f} ms cannot be kept: {num_decodes} decodes at context {context_len} "
@@ -166,7 +138,7 @@ def measure_budget(
     sizes: dict[int, list[float]] = {}
 
     def keeps(chunk: int) -> bool:
-        sizes[chunk] = [measure.step_beside(chunk) for _ in range(num_rounds)]
+        sizes[chunk] = [measure.step_beside(chunk) for _ in range(options.num_rounds)]
         return statistics.median(sizes[chunk]) <= target_s
 
     good, size = 0, 1

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from runtime.bench.options import SpeculationOptions, StallsOptions, StreamingOptions
 from runtime.commands import later
-from runtime.commands.options import EngineOptions, ReportOptions, listing, numbers
+from runtime.commands.options import EngineOptions, ReportOptions, listing
 from runtime.engine.config import integers
 
 _cpu_products = later("runtime.bench.cpu_products")
@@ -29,25 +30,10 @@ _speculation = later("runtime.bench.scheduling.speculation")
 _stalls = later("runtime.bench.scheduling.stalls")
 
 
-def streaming(
-    engine: EngineOptions,
-    output: ReportOptions,
-    num_requests: Annotated[int, typer.Option(help="Requests of one burst.")] = 32,
-    prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 4,
-    max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 8,
-    num_warmup_rounds: Annotated[int, typer.Option(help="Bursts before the timed ones.")] = 2,
-    num_rounds: Annotated[int, typer.Option(help="Timed bursts; the median one is reported.")] = 5,
-) -> None:
+def streaming(engine: EngineOptions, output: ReportOptions, options: StreamingOptions) -> None:
     """Measure a burst of many short requests."""
     with _llm.LLM(**engine.arguments()) as llm:
-        report = _burst.bench_streaming(
-            llm,
-            num_requests=num_requests,
-            prompt_len=prompt_len,
-            max_tokens=max_tokens,
-            num_warmup_rounds=num_warmup_rounds,
-            num_rounds=num_rounds,
-        )
+        report = _burst.bench_streaming(llm, options)
     lines = {"burst (s)": report["duration"], "submit wall (ms)": report["submit_wall_ms"]}
     for name, title in (("add_request", "add request"), ("ttft", "TTFT"), ("e2el", "latency")):
         for kind in ("mean", "p50", "p99"):
@@ -229,34 +215,14 @@ def schedule(
     output.deliver(report, "\n".join(lines))
 
 
-def stalls(
-    engine: EngineOptions,
-    output: ReportOptions,
-    budget: Annotated[int | None, typer.Option(help="Of stall-free steps; default: measured.")] = None,
-    tpot_ratio: Annotated[float, typer.Option(help="The measured budget's target, in steps of decodes alone.")] = 1.7,
-    num_decodes: Annotated[int, typer.Option(help="Sequences that decode.")] = 8,
-    context_len: Annotated[int, typer.Option(help="Tokens before each of them.")] = 128,
-    prompt_len: Annotated[int, typer.Option(help="Tokens of the prompt that comes beside them.")] = 4096,
-    num_usual_steps: Annotated[int, typer.Option(help="Steps before it comes, for the usual TPOT.")] = 30,
-    num_rounds: Annotated[int, typer.Option(help="Steps timed for each size of the budget's measurement.")] = 5,
-) -> None:
+def stalls(engine: EngineOptions, output: ReportOptions, options: StallsOptions) -> None:
     """Measure how long decodes wait while a long prompt is computed beside them, with a budget and prefill-first.
 
     Without --model, on Qwen3-0.6B's shapes.
     """
     with _engines.model_arguments(engine.arguments()) as arguments:
-        arguments.setdefault("max_model_len", prompt_len + 1024)
-        report = _stalls.bench_stalls(
-            _make_engine.build_engine(**arguments),
-            budget=budget,
-            tpot_ratio=tpot_ratio,
-            num_decodes=num_decodes,
-            context_len=context_len,
-            prompt_len=prompt_len,
-            num_usual_steps=num_usual_steps,
-            num_rounds=num_rounds,
-            seed=engine.seed or 0,
-        )
+        arguments.setdefault("max_model_len", options.prompt_len + 1024)
+        report = _stalls.bench_stalls(_make_engine.build_engine(**arguments), options, engine.seed or 0)
     lines: dict[str, Any] = {"budget (tokens a step)": report["budget"]}
     for name, result in report["results"].items():
         lines[f"{name}: usual TPOT (ms)"] = result["usual_tpot_ms"]
@@ -306,33 +272,11 @@ def simulation(
         raise typer.Exit(1)
 
 
-def speculation(
-    engine: EngineOptions,
-    output: ReportOptions,
-    batches: Annotated[str, typer.Option(metavar="N,N,...", help="Sequences that decode.")] = "1,4,8,32",
-    rates: Annotated[
-        str, typer.Option(metavar="P,P,...", help="How often a proposal is right.")
-    ] = "0.3,0.5,0.7,0.8,0.9",
-    output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
-    num_rounds: Annotated[int, typer.Option(help="Answers with each number of proposals, in turns.")] = 3,
-    num_warm_rounds: Annotated[int, typer.Option(help="Before them, in which the choice learns.")] = 1,
-    fixed: Annotated[
-        str, typer.Option(metavar="K,K,...", help="Fixed numbers of proposals that run beside; empty: none.")
-    ] = "1,3,7",
-) -> None:
+def speculation(engine: EngineOptions, output: ReportOptions, options: SpeculationOptions) -> None:
     """Measure speculation by scripted acceptance rates; without --model, on Qwen3-0.6B's shapes."""
     with _engines.model_arguments(engine.arguments()) as arguments:
-        arguments.setdefault("max_model_len", output_len + 64)
-        report = _speculation.bench_speculation(
-            _make_engine.build_engine(**arguments),
-            batches=integers("batches", batches),
-            rates=numbers("rates", rates),
-            output_len=output_len,
-            num_rounds=num_rounds,
-            num_warm_rounds=num_warm_rounds,
-            fixed=integers("fixed", fixed) if fixed else (),
-            seed=engine.seed or 0,
-        )
+        arguments.setdefault("max_model_len", options.output_len + 64)
+        report = _speculation.bench_speculation(_make_engine.build_engine(**arguments), options, engine.seed or 0)
     modes = [mode for mode in report["rows"][0]["tokens_per_s"] if mode != "off again"]
     titles = "".join(f"{mode:>10}" for mode in modes)
     lines = [
@@ -349,5 +293,5 @@ def speculation(
         times = ", ".join(f"{most}: {each:.2f}" for most, each in row["step_times"].items())
         step = f"steps of {row['num_sequences']} at {row['rate']:g}, as multiples of {1e3 * row['plain_step_s']:.4g} ms"
         lines.append(f"{step}, by proposals of each: {times}")
-    lines.append(f"tokens per second of all sequences; medians of {num_rounds} rounds")
+    lines.append(f"tokens per second of all sequences; medians of {options.num_rounds} rounds")
     output.deliver(report, "\n".join(lines))

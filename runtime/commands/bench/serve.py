@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from runtime.bench.options import Load
 from runtime.commands import later
 from runtime.commands.options import EngineOptions, ReportOptions, listing
 from runtime.errors import InvalidArgumentError
@@ -28,10 +29,10 @@ _gsm8k = later("runtime.bench.accuracy.gsm8k")
 def serve(
     engine: EngineOptions,
     output: ReportOptions,
+    load: Load,
     base_url: Annotated[
         str | None, typer.Option(help="A running server, http://host:port; without it, our own is started.")
     ] = None,
-    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="What is asked.")] = "completions",
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", show_default=False, help="With --base-url: sent as a token.")
     ] = None,
@@ -62,19 +63,13 @@ def serve(
     trace_max_len: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer; default: our own server's max_model_len.")
     ] = None,
-    request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = float("inf"),
-    burstiness: Annotated[float, typer.Option(help="Shape of the gaps; 1: a Poisson process.")] = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(help="Most open requests.")] = None,
     goodput: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME:MS", help="Most ttft, tpot, e2el of a good request; may be repeated."),
     ] = None,
     percentile_metrics: Annotated[str, typer.Option(help="Of ttft,tpot,itl,e2el.")] = "ttft,tpot,itl,e2el",
     metric_percentiles: Annotated[str, typer.Option(help="Percentiles, comma-separated.")] = "99",
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for exactly the output length.")] = True,
-    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
     num_warmups: Annotated[int, typer.Option(help="Requests before the timed ones.", min=0)] = 1,
-    timeout_s: Annotated[float, typer.Option(help="Seconds that one answer may take.")] = 600.0,
     save_detailed: Annotated[
         bool, typer.Option("--save-detailed", help="The report has every request's numbers, too.")
     ] = False,
@@ -91,16 +86,8 @@ def serve(
     targets = _targets(goodput or [])
     if prompts is not None and trace is not None:
         raise typer.BadParameter("--prompts and --trace: one of them")
-    load = _serving.Load(
-        endpoint=endpoint,
-        request_rate=request_rate,
-        burstiness=burstiness,
-        max_concurrency=max_concurrency,
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-        seed=engine.seed or 0,
-        timeout_s=timeout_s,
-    )
+    _serving.check_load(load)
+    seed = engine.seed or 0
     count = num_prompts + num_warmups
     with ExitStack() as stack:
         vocab_size, model, own, used_s = random_vocab_size, engine.model, None, [0.0]
@@ -111,11 +98,11 @@ def serve(
             base_url, vocab_size, model = f"http://127.0.0.1:{own['port']}", own["vocab_size"], own["model"]
             trace_max_len = trace_max_len or own["max_model_len"]
             print(f"our own server, in its own process, at {base_url}", file=sys.stderr)
-        if endpoint == "chat":
+        if load.endpoint == "chat":
             vocab_size = len(_samples.WORDS)
         if trace is not None:
             dataset: dict[str, Any] = {"rate": trace_rate, "length": trace_length, "max_len": trace_max_len}
-            samples = _samples.trace_samples(trace, count, **dataset, vocab_size=vocab_size, seed=load.seed)
+            samples = _samples.trace_samples(trace, count, **dataset, vocab_size=vocab_size, seed=seed)
             dataset = {"name": trace.stem, **dataset}
         elif prompts is not None:
             samples = _samples.file_samples(prompts, count, output_len)
@@ -128,9 +115,9 @@ def serve(
                 "prefix_len": prefix_len,
                 "num_prefixes": num_prefixes,
             }
-            samples = _samples.random_samples(count, **dataset, vocab_size=vocab_size, seed=load.seed)
+            samples = _samples.random_samples(count, **dataset, vocab_size=vocab_size, seed=seed)
             dataset = {"name": "random", **dataset}
-        if endpoint == "chat" and prompts is None:
+        if load.endpoint == "chat" and prompts is None:
             samples = _samples.as_text(samples)
 
         async def between() -> None:
@@ -148,6 +135,7 @@ def serve(
             percentile_metrics=tuple(part.strip() for part in percentile_metrics.split(",")),
             metric_percentiles=percentiles,
             save_detailed=save_detailed,
+            seed=seed,
             between=between,
         )
         report = {"dataset": dataset, **_serving.run_bench(measure)}

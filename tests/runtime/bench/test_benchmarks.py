@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from runtime.bench.load import burst
 from runtime.bench.metrics import BenchmarkError
+from runtime.bench.options import StreamingOptions
 from runtime.bench.peers.workloads import Gpt2Shape, write_gpt2_folder
 from runtime.cli import app
 from runtime.llm import LLM
@@ -111,7 +112,7 @@ def test_wrong_tokens_are_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(burst, "run_burst", faulty_burst)
     with LLM(folder) as llm, pytest.raises(BenchmarkError, match=r"request 1 gave token .* at position 2"):
-        burst.bench_streaming(llm, num_requests=3, prompt_len=4, max_tokens=4, num_rounds=2)
+        burst.bench_streaming(llm, StreamingOptions(num_requests=3, prompt_len=4, max_tokens=4, num_rounds=2))
 
 
 def test_gpt2_folder_is_seeded_and_loads(folder: Path, tmp_path: Path) -> None:

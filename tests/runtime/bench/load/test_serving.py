@@ -17,8 +17,9 @@ import pytest
 
 from runtime.bench.load.http_client import Origin, ask_json
 from runtime.bench.load.samples import Sample, as_text, file_samples, random_samples, trace_samples
-from runtime.bench.load.serving import Load, bench_serve
+from runtime.bench.load.serving import arrivals, bench_serve, check_load
 from runtime.bench.metrics import BenchmarkError
+from runtime.bench.options import Load
 
 
 class FakeServer:
@@ -218,15 +219,15 @@ def test_origins() -> None:
 
 
 def test_arrivals_keep_the_rate() -> None:
-    assert Load().arrivals(SAMPLES) == [0.0] * 4
+    assert arrivals(Load(), SAMPLES) == [0.0] * 4
     many = SAMPLES * 250
-    times = Load(request_rate=50.0).arrivals(many)
+    times = arrivals(Load(request_rate=50.0), many)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.01)
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
     assert deviation == pytest.approx(mean, rel=0.15)  # a Poisson process: as large as the mean
-    steady = Load(request_rate=50.0, burstiness=100.0).arrivals(many)
+    steady = arrivals(Load(request_rate=50.0, burstiness=100.0), many)
     spread = [later - earlier for earlier, later in pairwise(steady)]
     assert max(spread) < 2 * mean
 
@@ -237,7 +238,7 @@ def test_arrivals_keep_the_rate() -> None:
 )
 def test_loads_that_make_no_sense(field: str, value: Any) -> None:
     with pytest.raises(BenchmarkError, match=field.replace("_", "-")):
-        Load(**{field: value})
+        check_load(Load(**{field: value}))
 
 
 @pytest.mark.parametrize(

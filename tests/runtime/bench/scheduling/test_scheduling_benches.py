@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from runtime.bench.metrics import BenchmarkError
+from runtime.bench.options import StallsOptions
 from runtime.bench.peers.workloads import Gpt2Shape, write_gpt2_folder
 from runtime.bench.scheduling import stalls as stalls_module
 from runtime.bench.scheduling.prediction import poisson_trace, step_times
@@ -60,7 +61,8 @@ class MadeUpSteps:
 
 
 def budget(engine: Engine, tpot_ratio: float) -> dict[str, Any]:
-    return measure_budget(engine, tpot_ratio=tpot_ratio, num_decodes=4, context_len=8, prompt_len=250, num_rounds=3)
+    options = StallsOptions(tpot_ratio=tpot_ratio, num_decodes=4, context_len=8, prompt_len=250, num_rounds=3)
+    return measure_budget(engine, options)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_a_budget_that_cannot_be_kept(engine: Engine, monkeypatch: pytest.Monkey
     with pytest.raises(BenchmarkError, match="cannot be kept"):
         budget(engine, math.nan)
     with pytest.raises(BenchmarkError, match="do not fit"):
-        measure_budget(engine, tpot_ratio=2.0, num_decodes=4, context_len=8, prompt_len=9999, num_rounds=1)
+        measure_budget(engine, StallsOptions(num_decodes=4, context_len=8, prompt_len=9999, num_rounds=1))
 
 
 def test_budget_measured(folder: Path) -> None:
