@@ -72,6 +72,13 @@ class EngineLimits:
                 object.__setattr__(self, name, (total,))
             assert sum(getattr(self, name)) == total, f"{name} are {getattr(self, name)}, {total} in all"
 
+    @property
+    def table_width(self) -> int:
+        """Entries of a sequence's block table, in each group: one for every page of tokens, whether the group has such
+        pages or states."""
+        tables = (kind.table_pages(self.max_model_len, self.block_size) for kind in self.cache_kinds)
+        return max(-(-self.max_model_len // self.block_size), *tables)
+
 
 def resolve(
     config: EngineConfig,
@@ -148,7 +155,10 @@ def resolve(
         chunk_pages = 2 * -(-max_num_batched_tokens // block_size)  # of the running step and of the next
         most = [config.max_num_seqs * count for count in blocks_for(wanted_len)]
         for pool, kind in zip(pools, cache_kinds):
-            most[pool] += 0 if kind.is_whole else chunk_pages
+            if not kind.follows_tokens:
+                most[pool] += 2 * config.max_num_seqs  # states after prompts and prefixes
+            elif not kind.is_whole:
+                most[pool] += chunk_pages
     max_model_len = wanted_len
     if cost(wanted_len) > budget:
         max_model_len = bisect_right(range(wanted_len), budget, key=cost) - 1

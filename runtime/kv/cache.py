@@ -205,8 +205,8 @@ class KVCacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token that all groups hold, padding included."""
-        return sum(self.block_bytes[pool] for pool in self.group_pools) // self.block_size
+        """Bytes of one token that all groups of pages of tokens hold, padding included."""
+        return sum(self.block_bytes[each.pool] for each in self.groups if each.kind.follows_tokens) // self.block_size
 
 
 class KVCache:

@@ -19,9 +19,19 @@ class CacheKind(msgspec.Struct, frozen=True):
     Attributes:
         is_whole: a sequence holds the pages of all its tokens from its start to its end. With other kinds it gets the
             pages of each chunk, and gives up those that are no longer needed.
+        follows_tokens: page i holds the tokens from ``i * block_size`` on.
     """
 
     is_whole: ClassVar[bool] = True
+    follows_tokens: ClassVar[bool] = True
+
+    def table_pages(self, num_tokens: int, block_size: int) -> int:
+        """The length of a running sequence's block table, if so many of its tokens have pages."""
+        return -(-num_tokens // block_size)
+
+    def stored_pages(self, num_tokens: int, block_size: int) -> int:
+        """How many entries of the table hold the content of the first ``num_tokens`` tokens."""
+        return -(-num_tokens // block_size)
 
     def first_page(self, num_tokens: int, block_size: int) -> int:
         """The first page that the token after ``num_tokens``, or any later one, needs."""
@@ -80,7 +90,32 @@ class Window(CacheKind, frozen=True, tag="window"):
         return best
 
 
-AnyKind = Full | Window
+class State(CacheKind, frozen=True, tag="state"):
+    """A recurrent state: one page, whatever the number of tokens.
+
+    A sequence has two, since a step that is planned ahead may count for nothing: each chunk reads entry 1 of the block
+    table, the state before its first token (unused for a sequence's first chunk), and writes the state after its last
+    one to entry 0. A stored prefix can be continued only where a state was kept: after a prompt, after those of its
+    chunks that end with a page of tokens, and after the last token of a sequence that ended or was preempted.
+    """
+
+    is_whole: ClassVar[bool] = False
+    follows_tokens: ClassVar[bool] = False
+
+    def table_pages(self, num_tokens: int, block_size: int) -> int:
+        return 2
+
+    def stored_pages(self, num_tokens: int, block_size: int) -> int:
+        return min(num_tokens, 1)
+
+    def most_pages(self, num_tokens: int, block_size: int, chunk: int | None) -> int:
+        return 2
+
+    def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
+        return next((pages for pages in range(min(most, len(path)), 0, -1) if path[pages - 1]), 0)
+
+
+AnyKind = Full | Window | State
 """Every kind, by its name in messages between processes."""
 
 FULL = Full()

@@ -75,7 +75,10 @@ class ModelDriver:
         positions = {s: np.arange(starts[s], starts[s] + len(ids)) for s, ids in chunks.items()}
         for tables, kind in zip(self.block_tables, self.kinds, strict=True):
             for s, start in starts.items():
-                tables[s, : kind.first_page(start, self.block_size)] = NO_BLOCK
+                if kind.follows_tokens:
+                    tables[s, : kind.first_page(start, self.block_size)] = NO_BLOCK
+                else:  # the last state is read, the next one written over the one before
+                    tables[s, :2] = tables[s, 1::-1].copy()
         slots = [
             np.concatenate([
                 tables[s, at // self.block_size] * np.int64(self.block_size) + at % self.block_size

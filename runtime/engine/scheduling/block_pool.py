@@ -15,7 +15,7 @@ pool keeps a content that is held in a block that is held, so a free block is ne
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
@@ -45,20 +45,23 @@ class Hit:
     """The longest cached prefix of some tokens.
 
     blocks       by group: the device block of each full page; None if only the host has it, ``NO_BLOCK``
-                 before ``first_pages``
+                 before ``first_pages``. Of a state's group: the one block of the state after ``num_tokens``
     first_pages  by group: the computation does not need pages before this one
     host_slots   by group: the host slots of the pages that are None in ``blocks``
-    partial      by group: a block on the device that continues them; empty if there is none or the host has any
+    partial      by group that has pages of tokens: a block on the device that continues them; empty if there is none
+                 or the host has any
     num_partial  how many of its first tokens match
     num_tokens   tokens of all pages
+    num_pages    full pages of tokens
     """
 
     blocks: list[list[int | None]]
     first_pages: list[int]
     host_slots: list[list[int]]
-    partial: list[int] = field(default_factory=list)
+    partial: dict[int, int] = field(default_factory=dict)
     num_partial: int = 0
     num_tokens: int = 0
+    num_pages: int = 0
 
     @classmethod
     def none(cls, num_groups: int) -> Hit:
@@ -73,10 +76,12 @@ class Hit:
     @property
     def num_shared_pages(self) -> int:
         """Pages before the first that some group has to get from the host."""
-        return min(ids.index(None) if None in ids else len(ids) for ids in self.blocks)
+        return min([self.num_pages, *(ids.index(None) for ids in self.blocks if None in ids)])
 
     def without_partial(self) -> Hit:
-        return Hit(self.blocks, self.first_pages, self.host_slots, num_tokens=self.num_tokens - self.num_partial)
+        """The hit's full pages."""
+        num_tokens = self.num_tokens - self.num_partial
+        return Hit(self.blocks, self.first_pages, self.host_slots, num_tokens=num_tokens, num_pages=self.num_pages)
 
 
 @dataclass(slots=True)
@@ -131,6 +136,7 @@ class BlockPool:
     host_pool  takes evicted content, or None to drop it
     eviction   one of ``runtime.engine.scheduling.eviction.POLICIES``; RequestError for any other
     digest     of a block's tokens after its parent's (for tests of collisions)
+    states     the cache groups whose pages are states, which do not follow tokens
     chunked_blocks  returns the held blocks of groups that give pages up; the scheduler's
     ref_counts how often each block is held
     offloads   (block, host slot) pairs whose bytes are to be copied before the block is written; the planner of the
@@ -154,6 +160,7 @@ class BlockPool:
         self.block_size = block_size
         self.kinds = kinds
         self.pools = tuple(pools) or (0,) * len(kinds)
+        self.states = [group for group, kind in enumerate(kinds) if not kind.follows_tokens]
         self._are_whole = all(kind.is_whole for kind in kinds)
         self.enable_prefix_caching = enable_prefix_caching
         self.host_pool = host_pool
@@ -271,31 +278,75 @@ class BlockPool:
         if not self.enable_prefix_caching:
             return Hit.none(len(self.kinds))
         paths = [self._cache.walk(tokens, salt, group) for group in range(len(self.kinds))]
-        num_pages = self._num_findable(paths)
+        if self.states:
+            return self._find_states(paths, tokens, salt)
+        hit = self._hit_of(paths, self._num_findable(paths))
+        num_tokens, num_pages = hit.num_tokens, hit.num_pages
+        if any(hit.host_slots):
+            return hit
+        ends = [path[num_pages - 1] if num_pages else None for path in paths]
+        partial, num_partial = self._find_partial(dict(enumerate(ends)), tokens[num_tokens:], salt)
+        return replace(hit, partial=partial, num_partial=num_partial, num_tokens=num_tokens + num_partial)
+
+    def _hit_of(self, paths: list[list[CachedBlock]], num_pages: int) -> Hit:
+        """The hit of these full pages, in groups that have pages of tokens; nothing of states."""
         num_tokens = num_pages * self.block_size
         first_pages = [kind.first_page(num_tokens, self.block_size) for kind in self.kinds]
         blocks: list[list[int | None]] = []
         host_slots: list[list[int]] = []
-        for path, first in zip(paths, first_pages):
-            needed = path[first:num_pages]
+        for path, first, kind in zip(paths, first_pages, self.kinds):
+            needed = path[first:num_pages] if kind.follows_tokens else []
             blocks.append([*[NO_BLOCK] * first, *(node.block_id for node in needed)])
             only_there = (node.host_slot for node in needed if node.block_id is None)
             host_slots.append([slot for slot in only_there if slot is not None])
-        partial: list[int] = []
-        num_partial = 0
-        if not any(host_slots):
-            partial, num_partial = self._find_partial(
-                [path[num_pages - 1] if num_pages else None for path in paths], tokens[num_tokens:], salt
-            )
-        return Hit(blocks, first_pages, host_slots, partial, num_partial, num_tokens + num_partial)
+        return Hit(blocks, first_pages, host_slots, num_tokens=num_tokens, num_pages=num_pages)
+
+    def _find_states(self, paths: list[list[CachedBlock]], tokens: NDArray[np.int32], salt: Salt) -> Hit:
+        """The longest prefix whose state all groups of states have, and the others its pages."""
+        size = self.block_size
+        kept = [
+            {
+                **{page * size: node for page, node in enumerate(paths[group], 1) if node.lies_somewhere},
+                **self._cache.partials(paths[group], tokens, salt, group),
+            }
+            for group in self.states
+        ]
+        others = [group for group, kind in enumerate(self.kinds) if kind.follows_tokens]
+        for num_tokens in sorted(kept[0], reverse=True):
+            if not all(num_tokens in each for each in kept):
+                continue
+            num_pages, rest = divmod(num_tokens, size)
+            stored = [[node.lies_somewhere for node in paths[group][:num_pages]] for group in others]
+            if others and findable_pages(stored, [self.kinds[group] for group in others], size) < num_pages:
+                continue
+            hit = self._hit_of(paths, num_pages)
+            partial: dict[int, int] = {}
+            if rest and others:
+                if any(hit.host_slots):
+                    continue
+                ends = {group: paths[group][num_pages - 1] if num_pages else None for group in others}
+                partial, found = self._find_partial(ends, tokens[num_pages * size : num_tokens], salt)
+                if found < rest:
+                    continue
+            for group, each in zip(self.states, kept):
+                node = each[num_tokens]
+                hit.blocks[group] = [node.block_id]
+                if node.block_id is None:
+                    assert node.host_slot is not None
+                    hit.host_slots[group] = [node.host_slot]
+            return replace(hit, partial=partial, num_partial=rest, num_tokens=num_tokens)
+        return Hit.none(len(self.kinds))
 
     def on_device(
         self, tokens: NDArray[np.int32], salt: Salt, first_pages: list[int], num_pages: int
     ) -> list[list[int | None]]:
         """By group: the blocks that have the first ``num_pages`` full pages of ``tokens``, or None for a missing one;
-        ``NO_BLOCK`` before ``first_pages``."""
+        ``NO_BLOCK`` before ``first_pages``. Nothing of states."""
         found: list[list[int | None]] = []
         for group, first in enumerate(first_pages):
+            if not self.kinds[group].follows_tokens:
+                found.append([])
+                continue
             path = self._cache.walk(tokens, salt, group) if self.enable_prefix_caching else []
             ids = [node.block_id for node in path[first:num_pages]]
             found.append([*[NO_BLOCK] * first, *ids, *[None] * (num_pages - first - len(ids))])
@@ -315,11 +366,14 @@ class BlockPool:
 
         ``blocks`` are a sequence's, by group, held by it from ``first_pages`` on, ``num_computed`` of its ``tokens``
         lie in them, ``chain`` is the sequence's own. ``is_final`` means that it is about to release them: then the
-        partial last page is recorded, too. Constant time except for new full pages.
+        partial last page is recorded, too. A state's group has the block of the state after ``num_computed``, or none.
+        Constant time except for new full pages.
         """
         last = num_computed // self.block_size
-        rest = num_computed % self.block_size if is_final else 0
-        if (last == chain.num_blocks and not rest) or chain.is_broken or not self.enable_prefix_caching:
+        has_state = bool(self.states) and any(blocks[group] for group in self.states)
+        rest = num_computed % self.block_size if is_final or has_state else 0
+        is_known = last == chain.num_blocks and not rest and not has_state
+        if is_known or chain.is_broken or not self.enable_prefix_caching:
             return
         first = chain.num_blocks
         assert not self._are_whole or not chain.nodes or self._is_held(chain.nodes[0]), "a chain was not forgotten"
@@ -331,8 +385,9 @@ class BlockPool:
         for place in range(first, last):
             page = data[(place - first) * width : (place - first + 1) * width]
             children: list[CachedBlock] = []
-            for node, ids, given_up in zip(nodes, blocks, first_pages):
-                child = self._record_block(node, page, ids[place] if place >= given_up else None)
+            for node, ids, given_up, kind in zip(nodes, blocks, first_pages, self.kinds):
+                is_there = place >= given_up and kind.follows_tokens
+                child = self._record_block(node, page, ids[place] if is_there else None)
                 if child is not None:
                     children.append(child)
             if len(children) < len(nodes):
@@ -343,9 +398,16 @@ class BlockPool:
             chain.num_blocks = place + 1
         if rest and not chain.is_broken:
             partial = data[(last - first) * width :]
-            for node, ids in zip(nodes, blocks):
-                if self._cache.continued_by(node, partial) is None:
+            for node, ids, kind in zip(nodes, blocks, self.kinds):
+                if not kind.follows_tokens:
+                    if ids and (state := self._cache.add(node, partial)) is not None:
+                        self._keep(state, ids[0])
+                elif is_final and self._cache.continued_by(node, partial) is None:
                     self._record_block(node, partial, ids[last])
+        elif has_state and not chain.is_broken:
+            for group in self.states:
+                if blocks[group]:
+                    self._keep(nodes[group], blocks[group][0])
         if chain.num_blocks > first:
             if not self._are_whole:
                 self._pin(nodes, 1)
@@ -355,6 +417,10 @@ class BlockPool:
             useless += nodes  # roots under which nothing could be recorded
         for node in useless:
             self._cache.prune(node)
+
+    def is_recorded(self, block_id: int) -> bool:
+        """Whether a held block has a content that others may find."""
+        return self._nodes[block_id] is not None
 
     def forget(self, chain: Chain) -> None:
         """The chain's sequence releases its blocks."""
@@ -432,17 +498,17 @@ class BlockPool:
         return findable_pages([[node.lies_somewhere for node in path] for path in paths], self.kinds, self.block_size)
 
     def _find_partial(
-        self, nodes: list[CachedBlock | None], tokens: NDArray[np.int32], salt: Salt
-    ) -> tuple[list[int], int]:
+        self, nodes: dict[int, CachedBlock | None], tokens: NDArray[np.int32], salt: Salt
+    ) -> tuple[dict[int, int], int]:
         """By group: the block that shares most of ``tokens`` after ``nodes``, and how many all of them share."""
-        partial: list[int] = []
+        partial: dict[int, int] = {}
         num_partial = self.block_size
-        for group, node in enumerate(nodes):
+        for group, node in nodes.items():
             found = self._cache.longest_partial(node, tokens, salt, group)
             if found is None:
-                return [], 0
+                return {}, 0
             assert found[0].block_id is not None
-            partial.append(found[0].block_id)
+            partial[group] = found[0].block_id
             num_partial = min(num_partial, found[1])
         return partial, num_partial
 
@@ -455,8 +521,18 @@ class BlockPool:
 
     def _record_block(self, parent: CachedBlock, tokens: bytes, block_id: int | None) -> CachedBlock | None:
         node = self._cache.add(parent, tokens)
-        if node is None or block_id is None or node.block_id == block_id or self._nodes[block_id] is node:
+        if node is None or block_id is None or not self._keep(node, block_id):
             return node
+        for beginning in self._cache.beginnings_of(node):
+            if beginning.block_id is not None and not self._is_held(beginning):
+                self._part_of[beginning.block_id].idle.discard(beginning)
+                self._clear(beginning.block_id)
+        return node
+
+    def _keep(self, node: CachedBlock, block_id: int) -> bool:
+        """Record that a held block has this content. False if it is known, or a held block has it already."""
+        if node.block_id == block_id or self._nodes[block_id] is node:
+            return False
         assert self._nodes[block_id] is None, f"block {block_id} was recorded with another content"
         self._nodes[block_id] = node
         if node.block_id is None:
@@ -464,18 +540,14 @@ class BlockPool:
             self._cache.changed(node)
         elif self._is_held(node):
             node.copies.append(block_id)
-            return node
+            return False
         else:  # the held block takes over from the free one
             old, node.block_id = node.block_id, block_id
             part = self._part_of[old]
             part.idle.reuse(node)
             self._nodes[old] = None
             part.empty.append(old)
-        for beginning in self._cache.beginnings_of(node):
-            if beginning.block_id is not None and not self._is_held(beginning):
-                self._part_of[beginning.block_id].idle.discard(beginning)
-                self._clear(beginning.block_id)
-        return node
+        return True
 
     def _evict(self, pool: int) -> int:
         node = self._parts[pool].idle.pop()

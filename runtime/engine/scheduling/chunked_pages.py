@@ -3,11 +3,12 @@ early; and those of draft tokens. A decode computes draft tokens too, and sample
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from itertools import islice
 
 from runtime.engine.scheduling.block_pool import BlockPool, by_page
-from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.scheduling.sequence import NO_STATE, Sequence
 from runtime.engine.scheduling.step import Chunk, Step
 from runtime.kv.groups import NO_BLOCK
 
@@ -15,15 +16,19 @@ from runtime.kv.groups import NO_BLOCK
 class ChunkedPages:
     """The pages of running sequences in those groups of a pool whose kind is not whole (``CacheKind``).
 
-    groups    those groups
+    groups    those groups, without states
+    states    those that have states
     shortest  a group whose tables are never longer than those of others
+    page_tokens  tokens of a page of that group; without bound if all groups have states
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.groups = [group for group, kind in enumerate(pool.kinds) if not kind.is_whole]
+        self.states = pool.states
+        self.groups = [group for group, kind in enumerate(pool.kinds) if not kind.is_whole and kind.follows_tokens]
         self.shortest = self.groups[0] if self.groups else 0
-        self.page_counts = pool.by_pool([int(not kind.is_whole) for kind in pool.kinds])  # of these groups
+        self.page_tokens = pool.block_size if pool.kinds[self.shortest].follows_tokens else sys.maxsize
+        self.page_counts = pool.by_pool([int(group in self.groups) for group in range(len(pool.kinds))])
 
     def grow(self, sequence: Sequence, count: int) -> int:
         """Give a sequence the pages of its next ``count`` tokens, as far as there are blocks. Returns the number of
@@ -51,6 +56,38 @@ class ChunkedPages:
             ids[first:end] = [NO_BLOCK] * (end - first)
         sequence.first_pages = after
 
+    def let_states_go(self, sequence: Sequence) -> bool:
+        """Release the page that the next chunk would overwrite, if others may find its content. Returns whether the
+        sequence lacks a page for its next state."""
+        lacks = False
+        for group in self.states:
+            ids = sequence.blocks[group]
+            if len(ids) == 2 and self.pool.is_recorded(ids[1]):
+                self.pool.release([ids.pop()])
+                sequence.state_ends = (sequence.state_ends[0], NO_STATE)
+            lacks = lacks or len(ids) < 2
+        return lacks
+
+    def turn_states(self, chunk: Chunk) -> None:
+        """From now on the sequence's last state is the one after this chunk, unless it is already."""
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        if sequence.state_ends[0] != end:
+            sequence.state_ends = (end, chunk.start)
+            for group in self.states:
+                sequence.blocks[group].reverse()
+
+    def tables_after(self, sequence: Sequence, num_tokens: int, *, has_states: bool = True) -> list[list[int]]:
+        """A sequence's blocks as far as they are to be recorded after its first ``num_tokens``: of states the one after
+        exactly these, or none."""
+        if not self.states:
+            return sequence.blocks
+        tables = list(sequence.blocks)
+        is_there = has_states and num_tokens > 0 and num_tokens in sequence.state_ends
+        place = sequence.state_ends.index(num_tokens) if is_there else 2
+        for group in self.states:
+            tables[group] = tables[group][place : place + 1]
+        return tables
+
     def num_reserved(self, remaining: int) -> list[int]:
         """By pool: the blocks that the chunks of a prompt after the first need, while nothing is released."""
         size = self.pool.block_size
@@ -61,7 +98,7 @@ class ChunkedPages:
         return [
             block_id
             for sequence in running
-            for group in self.groups
+            for group in (*self.groups, *self.states)
             for block_id in sequence.blocks[group][sequence.first_pages[group] :]
         ]
 
@@ -70,8 +107,8 @@ def reserve_drafts(chunk: Chunk, drafts: list[int], step: Step, pool: BlockPool,
     """Let a decode verify its sequence's draft tokens, within the budget and the blocks left after one page for each of
     ``num_running`` sequences. Nothing else is planned for the sequence until the step is committed."""
     sequence = chunk.sequence
-    if sequence.num_pending != 1:
-        return  # they follow another token
+    if sequence.num_pending != 1 or pool.states:
+        return  # they follow another token, or a state could not be taken back
     count = min(len(drafts), step.budget, sequence.max_tokens - sequence.num_output_tokens - 1)
     size, end = pool.block_size, chunk.start + 1
     room = min(map(len, sequence.blocks)) * size - end

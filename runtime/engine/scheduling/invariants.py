@@ -32,7 +32,7 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
     Raises ``InvariantError``, and logs it: the engine must not go on with pages that may be another request's.
     """
     block_size, ref_counts = scheduler.limits.block_size, scheduler.pool.ref_counts
-    kinds, switch = scheduler.pool.kinds, scheduler.limits.longrope_threshold
+    kinds, switch, states = scheduler.pool.kinds, scheduler.limits.longrope_threshold, scheduler.pool.states
     are_whole = all(kind.is_whole for kind in kinds)
     copied = {source for each in scheduler.open_steps for source, _ in each.held_blocks}
     problem = ""
@@ -45,7 +45,11 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
             problem = f"a chunk that ends at {end}, but is rotated as if it ended at {switch}"
         else:
             last_page = (end - 1) // block_size
-            for ids in sequence.blocks:
+            tables = sequence.blocks
+            if states:
+                problem = _state_problem(sequence, (end, chunk.start), scheduler.pool)
+                tables = [ids for ids, kind in zip(tables, kinds) if kind.follows_tokens]
+            for ids in tables:
                 if last_page >= len(ids):
                     problem = f"a chunk that ends at {end}, but {len(ids)} blocks of {block_size}"
                 elif ref_counts[block_id := ids[last_page]] != 1 and block_id not in copied:
@@ -68,6 +72,17 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
         raise InvariantError(message)
 
 
+def _state_problem(sequence: Sequence, ends: tuple[int, int], pool: BlockPool) -> str:
+    """Why a chunk cannot go from one of these states to the other; "" if it can."""
+    if sequence.state_ends != ends:
+        return f"states after {sequence.state_ends} tokens, not after {ends}"
+    for group in pool.states:
+        ids = sequence.blocks[group]
+        if len(ids) != 2 or pool.ref_counts[ids[0]] != 1 or pool.is_recorded(ids[0]):
+            return f"to write the state in the first of blocks {ids}, which are not two, or others find it there"
+    return ""
+
+
 def check_scheduler(scheduler: Scheduler) -> None:
     """Assert everything, in O(blocks + sequences). For tests."""
     limits, pool = scheduler.limits, scheduler.pool
@@ -81,9 +96,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert sequence.state is State.WAITING
         assert sequence.row is None, "a waiting sequence has a row"
         assert not sequence.blocks, "a waiting sequence holds blocks"
-        num_swapped = -(-sequence.num_computed // limits.block_size)
         counts = [len(slots) + first for slots, first in zip(sequence.host_slots, sequence.first_pages)]
-        assert counts == [num_swapped] * (len(pool.kinds) if num_swapped else 0), "swapped blocks are miscounted"
+        stored = [kind.stored_pages(sequence.num_computed, limits.block_size) for kind in pool.kinds]
+        assert counts == (stored if sequence.num_computed else []), "swapped blocks are miscounted"
     for sequence in scheduler.running:
         assert sequence.state is State.RUNNING
         assert not sequence.host_slots, "a running sequence holds host slots"
@@ -115,9 +130,14 @@ def check_scheduler(scheduler: Scheduler) -> None:
 def _check_pages(sequence: Sequence, pool: BlockPool) -> None:
     """Assert that a running sequence has every page that it may still need."""
     size = pool.block_size
-    longest = max(map(len, sequence.blocks))
+    longest = max((len(ids) for ids, kind in zip(sequence.blocks, pool.kinds) if kind.follows_tokens), default=0)
+    chunk_ends = sequence.state_ends[0] if pool.states else sequence.num_computed
+    assert chunk_ends == sequence.num_computed, "the last state is not after the computed tokens"
     assert len(sequence.blocks) == len(sequence.first_pages) == len(pool.kinds), "a group is missing"
     for ids, first, kind in zip(sequence.blocks, sequence.first_pages, pool.kinds):
+        if not kind.follows_tokens:
+            assert len(ids) in (1, 2), "a sequence has a state and the page of the next"
+            continue
         assert sequence.num_computed <= len(ids) * size, "computed tokens lie outside the sequence's blocks"
         assert len(ids) == longest or not kind.is_whole, "a group that keeps all tokens has not all pages"
         assert first <= kind.first_page(sequence.num_computed, size), "a page was given up early"
@@ -129,8 +149,9 @@ def _check_writers(scheduler: Scheduler) -> None:
     block_size = scheduler.limits.block_size
     writers: dict[int, object] = {}
     for sequence in scheduler.running:
-        for ids in sequence.blocks:
-            for block_id in ids[sequence.num_computed // block_size :]:
+        for ids, kind in zip(sequence.blocks, scheduler.pool.kinds):
+            written = [block_id for block_id in ids if not scheduler.pool.is_recorded(block_id)]
+            for block_id in ids[sequence.num_computed // block_size :] if kind.follows_tokens else written:
                 assert writers.setdefault(block_id, sequence) is sequence, f"two sequences write to block {block_id}"
     for sequence in scheduler.running:
         for block_id in sequence.held_blocks:

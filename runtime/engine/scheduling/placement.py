@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from runtime.engine.scheduling.block_pool import BlockPool, Hit
 from runtime.engine.scheduling.chunked_pages import ChunkedPages
 from runtime.engine.scheduling.chunking import PromptChunks
-from runtime.engine.scheduling.sequence import Sequence, State
+from runtime.engine.scheduling.sequence import NO_STATE, Sequence, State
 from runtime.engine.scheduling.step import Step
 from runtime.kv.groups import NO_BLOCK
 
@@ -55,11 +55,11 @@ class Placement:
         pool.share(hit.shared)
         count, needed = self._first_chunk(sequence, hit, step)
         if hit.partial:
-            pool.share(hit.partial)
+            pool.share(hit.partial.values())
             if not pool.has_room(needed, num_running):  # keeping their sources may be too much
-                pool.release(hit.partial)
+                pool.release(hit.partial.values())
                 hit = hit.without_partial()
-                if sequence.cut(hit.num_tokens) < hit.num_tokens:
+                if pool.states or sequence.cut(hit.num_tokens) < hit.num_tokens:
                     pool.release(hit.shared)
                     hit = Hit.none(len(pool.kinds))
                 count, needed = self._first_chunk(sequence, hit, step)
@@ -77,7 +77,7 @@ class Placement:
         if count:
             after = zip(wanted, pool.page_counts, before, pool.free_counts)
             self._refusal = _Refusal(sequence, [own + num_running * each + was - now for own, each, was, now in after])
-        pool.release(hit.partial)
+        pool.release(hit.partial.values())
         pool.release(hit.shared)
         return 0
 
@@ -95,9 +95,8 @@ class Placement:
 
     def _page_counts(self, sequence: Sequence, hit: Hit, count: int) -> list[int]:
         """By group: the pages of a sequence that starts with ``hit`` and ``count`` more tokens, up to the last one."""
-        known = -(-sequence.num_tokens // self._pool.block_size)
-        computed = -(-(hit.num_tokens + count) // self._pool.block_size)
-        return [known if kind.is_whole else computed for kind in self._pool.kinds]
+        known, computed, size = sequence.num_tokens, hit.num_tokens + count, self._pool.block_size
+        return [kind.table_pages(known if kind.is_whole else computed, size) for kind in self._pool.kinds]
 
     def _shortened(self, sequence: Sequence, hit: Hit, count: int, needed: list[int]) -> tuple[int, list[int]]:
         """A first chunk that fits the blocks: shortened if necessary and allowed."""
@@ -106,7 +105,7 @@ class Placement:
         size, each = self._pool.block_size, zip(needed, self._pool.free_counts, self._chunked.page_counts)
         num_pages = max(-(-(own - free) // num_groups) for own, free, num_groups in each if num_groups)
         end = (-(-(hit.num_tokens + count) // size) - num_pages) * size
-        count = max(0, sequence.cut(end) - hit.num_tokens)
+        count = max(0, min(count, sequence.cut(end) - hit.num_tokens))
         return count, self._needed(sequence, hit, count)
 
     def _place(self, sequence: Sequence, hit: Hit, needed: list[int], count: int, step: Step) -> None:
@@ -132,7 +131,7 @@ class Placement:
                     block_id = next(fresh)
                     step.swap_in.append((next(host_slots), block_id))
                 ids.append(block_id)
-            if hit.partial:
+            if group in hit.partial:
                 source, target = hit.partial[group], next(fresh)
                 step.held_blocks.append((source, target))
                 step.copies.append((source, target))
@@ -144,6 +143,7 @@ class Placement:
             pool.count_query(sequence.num_tokens, hit.num_tokens)
         sequence.first_pages, sequence.gives_up_at = list(hit.first_pages), 0
         sequence.num_computed = hit.num_tokens
+        sequence.state_ends = (hit.num_tokens, NO_STATE)
         sequence.num_committed = hit.num_shared_pages * pool.block_size
 
 
@@ -174,18 +174,20 @@ def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
 
 def _own(sequence: Sequence, tokens: NDArray[np.int32], pool: BlockPool) -> Hit:
     """A swapped sequence's own pages, from the device if it has them."""
-    num_full, rest = divmod(sequence.num_computed, pool.block_size)
+    num_full = sequence.num_computed // pool.block_size
     blocks = pool.on_device(tokens, sequence.chain.salt, sequence.first_pages, num_full)
     slots = []
     for ids, own, first in zip(blocks, sequence.host_slots, sequence.first_pages):
-        ids += [None] if rest else []
+        ids += [None] * (first + len(own) - len(ids))
         slots.append([slot for block_id, slot in zip(ids[first:], own) if block_id is None])
-    return Hit(blocks, sequence.first_pages, slots, num_tokens=sequence.num_computed)
+    return Hit(blocks, sequence.first_pages, slots, num_tokens=sequence.num_computed, num_pages=num_full)
 
 
 def _prefix_of(sequence: Sequence, num_tokens: int, pool: BlockPool) -> Hit | None:
     """The first tokens of a running sequence: full pages, and the one after them, whose beginning is copied. None if
-    it has given up a page that is needed."""
+    it has given up a page that is needed, or has states, of which it has the last alone."""
+    if pool.states:
+        return None
     num_full, rest = divmod(num_tokens, pool.block_size)
     first_pages = [kind.first_page(num_full * pool.block_size, pool.block_size) for kind in pool.kinds]
     if any(given_up > first for given_up, first in zip(sequence.first_pages, first_pages)):
@@ -193,5 +195,5 @@ def _prefix_of(sequence: Sequence, num_tokens: int, pool: BlockPool) -> Hit | No
     blocks: list[list[int | None]] = [
         [*[NO_BLOCK] * first, *ids[first:num_full]] for ids, first in zip(sequence.blocks, first_pages)
     ]
-    partial = [ids[num_full] for ids in sequence.blocks] if rest else []
-    return Hit(blocks, first_pages, [[] for _ in blocks], partial, rest, num_tokens)
+    partial = {group: ids[num_full] for group, ids in enumerate(sequence.blocks)} if rest else {}
+    return Hit(blocks, first_pages, [[] for _ in blocks], partial, rest, num_tokens, num_full)

@@ -151,6 +151,23 @@ class PrefixCache:
                 best, most = child, count
         return None if best is None else (best, most)
 
+    def partials(
+        self, path: list[CachedBlock], tokens: NDArray[np.int32], salt: Salt, group: int
+    ) -> dict[int, CachedBlock]:
+        """The partial blocks on the device that continue a node of ``path`` (or the salt's root) and have no other
+        tokens than ``tokens``, by the length of the prefix that each ends."""
+        root = self._roots.get(root_name(salt, group))
+        if root is None:
+            return {}
+        data, width = np.ascontiguousarray(tokens, np.int32).tobytes(), self._block_bytes
+        found: dict[int, CachedBlock] = {}
+        for page, node in enumerate([root, *path]):
+            following = data[page * width : (page + 1) * width]
+            for child in _latest(node, following):
+                if child.block_id is not None and len(child.tokens) < width and following.startswith(child.tokens):
+                    found[page * width // _TOKEN_BYTES + child.num_tokens] = child
+        return found
+
     def add(self, parent: CachedBlock, tokens: bytes) -> CachedBlock | None:
         """The node of these tokens after ``parent``, made if it is new; None if another content has its digest."""
         digest = self._digest(parent.digest, tokens)

@@ -64,11 +64,13 @@ class Scheduler:
         self._batching = BATCHING_STYLES[config.batching]()
         self.prompt_times = PromptTimes()
         chunking = chunking_of(config, limits.max_num_batched_tokens, depth, self.prompt_times)
-        self._chunks = PromptChunks(chunking, self._batching.cuts_prompts)
+        page_tokens = limits.block_size if pool.states and pool.enable_prefix_caching else 1
+        self._chunks = PromptChunks(chunking, self._batching.cuts_prompts, page_tokens)
         self._victim_of = VICTIM_RULES[config.victim]
         self._preemption = config.preemption
         self.free_rows = list(range(limits.max_num_seqs))  # a heap: the lowest row first keeps the rows dense
         self._chunked = ChunkedPages(pool)
+        self._stalled: set[Sequence] = set()  # without a page for their next state
         self._placement = Placement(pool, self._chunked, self._chunks)
         pool.chunked_blocks = lambda: self._chunked.blocks_of(self.running)
 
@@ -118,6 +120,8 @@ class Scheduler:
             self._hold_paused()
         if self.limits.longrope_threshold is not None:
             self._stop_outgrown(self.limits.longrope_threshold)
+        if self.pool.states:
+            self._renew_states(step)
         self._batching.fill(self, step)
         self._close(step)
         return step
@@ -138,7 +142,7 @@ class Scheduler:
         """
         pool = self.pool
         block_size = self.limits.block_size
-        records = pool.enable_prefix_caching
+        records, has_states = pool.enable_prefix_caching, bool(pool.states)
         for chunk in step.chunks:
             sequence = chunk.sequence
             end = chunk.start + chunk.num_tokens
@@ -146,8 +150,12 @@ class Scheduler:
                 end = take_back(chunk, 1 if accepted is None else accepted[sequence])
             if sequence.row is not None:  # else preempted since: these blocks are no longer its own
                 sequence.num_committed = end
-                if records and end >= (sequence.chain.num_blocks + 1) * block_size:
-                    pool.record(sequence.chain, sequence.blocks, sequence.first_pages, end, sequence)
+                keeps_state = has_states and (
+                    end == sequence.num_prompt_tokens or (chunk.num_tokens > 1 and end % block_size == 0)
+                )
+                if records and (keeps_state or end >= (sequence.chain.num_blocks + 1) * block_size):
+                    tables = self._chunked.tables_after(sequence, end, has_states=keeps_state)
+                    pool.record(sequence.chain, tables, sequence.first_pages, end, sequence)
                 if end >= sequence.gives_up_at:
                     self._chunked.give_up(sequence)
         self._settle(step)
@@ -162,7 +170,7 @@ class Scheduler:
 
     def decode(self, step: Step) -> None:
         """Add every running sequence that lacks only its last token, within the budget."""
-        block_size, shortest = self.limits.block_size, self._chunked.shortest
+        block_size, shortest = self._chunked.page_tokens, self._chunked.shortest
         has_chunked = bool(self._chunked.groups)
         decodes: list[Sequence] = []
         wanting: list[Sequence] = []  # those whose next token has no slot
@@ -203,7 +211,7 @@ class Scheduler:
     def prefill(self, step: Step) -> None:
         """Add chunks of the running sequences whose tokens are not all computed."""
         for sequence in self.running:
-            if sequence.num_pending and self.depth > 1 and self._is_open(sequence):
+            if (sequence.num_pending and self.depth > 1 and self._is_open(sequence)) or sequence in self._stalled:
                 continue
             remaining = sequence.num_tokens - sequence.num_computed
             if remaining > 1:
@@ -234,9 +242,12 @@ class Scheduler:
 
     def _idle(self) -> list[Sequence]:
         """The running sequences that a step may be planned for."""
+        running = self.running
+        if self._stalled:
+            running = [sequence for sequence in running if sequence not in self._stalled]
         if self.depth == 1 or not self.open_steps:
-            return self.running
-        return [sequence for sequence in self.running if not self._is_open(sequence)]
+            return running
+        return [sequence for sequence in running if not self._is_open(sequence)]
 
     def _most_decodes(self) -> int:
         """Most decodes of one step: several open steps divide them."""
@@ -252,9 +263,12 @@ class Scheduler:
         """Give each of these running sequences the pages of its next token, or of an image that may not be cut, in
         order; preempt others until there are enough blocks. False if not all can run on: one was preempted, or, as the
         first in order, lacks a block that a running step holds."""
-        size = self.limits.block_size
+        size, kinds = self.limits.block_size, self.pool.kinds
         lacking = {
-            sequence: [max(0, -(-sequence.least_end // size) - len(ids)) for ids in sequence.blocks]
+            sequence: [
+                max(0, kind.table_pages(sequence.least_end, size) - len(ids))
+                for kind, ids in zip(kinds, sequence.blocks)
+            ]
             for sequence in wanting
         }
         needed = self.pool.by_pool(map(sum, zip(*lacking.values())))
@@ -275,8 +289,11 @@ class Scheduler:
         """Take a running sequence's blocks and row, and return it to the waiting queue."""
         way: PreemptionWay = "recompute"
         num_computed, first_pages = sequence.num_computed, sequence.first_pages
-        num_pages = -(-num_computed // self.limits.block_size)
-        tables = [ids[first:num_pages] for ids, first in zip(sequence.blocks, first_pages)]
+        size, kinds = self.limits.block_size, self.pool.kinds
+        tables = [
+            ids[first : kind.stored_pages(num_computed, size)]
+            for ids, first, kind in zip(sequence.blocks, first_pages, kinds)
+        ]
         slots = self._slots_for(sequence, self.pool.by_pool(map(len, tables)))
         if slots is not None:
             way = "swap"
@@ -292,6 +309,19 @@ class Scheduler:
         self.add(sequence)
         step.preempted.append((sequence, way))
         self.num_preemptions += 1
+
+    def _renew_states(self, step: Step) -> None:
+        """Give each running sequence a page for its next state. The state that would be overwritten stays where others
+        may find it; planned steps have read it by the time when the page is written again."""
+        self._stalled = set()
+        wanting = [
+            sequence
+            for sequence in self.running
+            if self._chunked.let_states_go(sequence) and not sequence.is_drawing_last
+        ]
+        if wanting:
+            self._add_blocks(wanting, step)
+            self._stalled = {each for each in self.running if self._chunked.let_states_go(each)}
 
     def _stop_outgrown(self, switch: int) -> None:
         """Return running sequences that have to be recomputed to the waiting queue."""
@@ -327,7 +357,7 @@ class Scheduler:
                 self.pool.release(step.let_go(sequence.held_blocks))
         self.pool.record(
             sequence.chain,
-            sequence.blocks,
+            self._chunked.tables_after(sequence, sequence.num_committed),
             sequence.first_pages,
             sequence.num_committed,
             sequence,
@@ -346,6 +376,9 @@ class Scheduler:
         if self.pool.offloads:
             step.swap_out += self.pool.offloads
             self.pool.offloads.clear()
+        if self.pool.states:
+            for chunk in step.chunks:
+                self._chunked.turn_states(chunk)
         is_open = step in self.open_steps
         if step.has_work and not is_open:
             self.open_steps.append(step)

@@ -33,6 +33,9 @@ class State(enum.Enum):
     FINISHED = enum.auto()
 
 
+NO_STATE = -1
+"""In ``state_ends``: the page holds no state."""
+
 NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 
 
@@ -148,14 +151,15 @@ class Sequence:
     num_computed   tokens whose keys and values lie in ``blocks`` (in ``host_slots`` while it is swapped out) when the
                    planned steps have run
     num_committed  of those, the ones in ``blocks`` whose step has run
-    blocks         by cache group, by page; ``NO_BLOCK`` for pages given up outside a window
+    blocks         by cache group, by page; ``NO_BLOCK`` for pages given up outside a window. Of a state's group: the
+                   block of the last state, as planned, then that of the one before, which the next chunk overwrites
+    state_ends     after how many tokens these two states are
     first_pages    by cache group: pages before this one were given up
     gives_up_at    the ``num_committed`` from which on the next page can be given up
     host_slots     by cache group: slots of its pages from ``first_pages`` on while it is swapped out; else empty
     chain          how many of its blocks are recorded in the prefix cache
     rotary_offset  rotary position minus position of its tokens: 0, the model's ``longrope_threshold`` if it is longer,
-    or
-                   an offset due to images
+                   or an offset due to images
     row            its row in the persistent batch while it runs, unique among the running; else None
     last_step      number of the last step that had a chunk of it, or -1
     proposals      the numbers of `ProposalCounts`, if tokens were speculated
@@ -191,6 +195,7 @@ class Sequence:
         "rotary_offset",
         "row",
         "state",
+        "state_ends",
     )
 
     def __init__(self, request: Request, index: int) -> None:
@@ -217,6 +222,7 @@ class Sequence:
         self.row: int | None = None
         self.matcher: GrammarMatcher | None = None
         self.state = State.HELD
+        self.state_ends = (0, NO_STATE)
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None

@@ -51,14 +51,16 @@ class Assembled:
 class Assembler:
     """Tracks the contents of the executor's rows. A step that was assembled but not `sent` is forgotten.
 
-    A running sequence's tables only grow. Entries are sent to the executor with the first chunk that needs them, as
-    numbers inside the group's pool.
+    A running sequence's tables of tokens only grow. Entries are sent to the executor with the first chunk that needs
+    them, as numbers inside the group's pool; those of states with every chunk, since they change places.
     """
 
     def __init__(self, limits: EngineLimits, mode: Mode) -> None:
         self._mode: Mode = mode
         self._block_size = limits.block_size
         max_num_seqs, num_groups = limits.max_num_seqs, len(limits.cache_kinds)
+        self._states = [group for group, kind in enumerate(limits.cache_kinds) if not kind.follows_tokens]
+        self._following = [group for group in range(num_groups) if group not in self._states]
         firsts = list(accumulate(limits.pool_sizes, initial=0))
         self._first_blocks = [firsts[pool] for pool in limits.cache_pools or (0,) * num_groups]  # by group
         self._num_blocks = [[0] * max_num_seqs for _ in range(num_groups)]  # by row: entries that the executor has
@@ -128,7 +130,8 @@ class Assembler:
         for addition in step.additions:
             row = addition.row
             self._num_blocks[addition.group][row] = addition.first + len(addition.block_ids)
-            self._num_covered[row] = min([num_blocks[row] for num_blocks in self._num_blocks]) * self._block_size
+            num_pages = min([self._num_blocks[group][row] for group in self._following], default=0)
+            self._num_covered[row] = num_pages * self._block_size
 
     def load_of(self, sequence: Sequence) -> RowLoad:
         """The row load of a sequence that starts to run, whose tokens are all known."""
@@ -177,14 +180,18 @@ class Assembler:
         additions = []
         for i in (last_positions >= self._num_covered[self._rows]).nonzero()[0].tolist():
             sequence, row = self._sequences[i], int(self._rows[i])
-            for group, block_ids in enumerate(sequence.blocks):
-                first = self._num_blocks[group][row]
+            for group in self._following:
+                first, block_ids = self._num_blocks[group][row], sequence.blocks[group]
                 if len(block_ids) > first:
-                    added, first_block = block_ids[first:], self._first_blocks[group]
-                    if first_block:
-                        added = [max(NO_BLOCK, block_id - first_block) for block_id in added]
-                    additions.append(BlockAddition(group, row, first, added))
+                    additions.append(self._addition(group, row, first, block_ids[first:]))
+        if self._states:
+            for sequence, row in zip(self._sequences, self._rows.tolist()):
+                additions += [self._addition(group, row, 0, sequence.blocks[group]) for group in self._states]
         return additions
+
+    def _addition(self, group: int, row: int, first: int, block_ids: list[int]) -> BlockAddition:
+        first_block = self._first_blocks[group]
+        return BlockAddition(group, row, first, [max(NO_BLOCK, block_id - first_block) for block_id in block_ids])
 
     def _wanted_prompt_logprobs(self, chunks: list[Chunk]) -> tuple[list[PromptLogprobs], list[Request]]:
         """The prompt log probabilities of this step, and their requests: the token at position ``p + 1`` is predicted

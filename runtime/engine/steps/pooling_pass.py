@@ -44,15 +44,19 @@ class PagedSidePass:
         spec, size = model.kv_cache_spec(limits.block_size), limits.block_size
         num_blocks = [-(-length // size) for length in lengths]
         num_groups = len(spec.group_kinds)
-        self._tables = BlockTables(num_groups, len(lengths), max(num_blocks), size)
+        self._tables = BlockTables(num_groups, len(lengths), max(2, *num_blocks), size)
         self._rows = np.arange(len(lengths))
         switch = limits.longrope_threshold
         self._rotary_offsets = np.array([switch if switch and length > switch else 0 for length in lengths], np.int64)
         num_used = [0] * len(spec.block_bytes)  # by pool
-        for group, pool in enumerate(spec.group_pools):
+        for group, (pool, kind) in enumerate(zip(spec.group_pools, spec.group_kinds)):
             for row, count in enumerate(num_blocks):
-                self._tables.add(group, row, 0, range(num_used[pool], num_used[pool] + count))
-                num_used[pool] += count
+                first = num_used[pool]
+                if kind.follows_tokens:
+                    self._tables.add(group, row, 0, range(first, first + count))
+                else:  # a state is written where it was read
+                    self._tables.add(group, row, 0, [first, first])
+                num_used[pool] += count if kind.follows_tokens else 1
         self._pages = KVCache(spec, num_used)
 
     def run(

@@ -2,8 +2,9 @@
 them.
 
 A slot of a page holds the group, a digest of the token written there and of all before it, the salt first, and how the
-token was rotated. So a chunk that reads a stranger's page, a page with another history or another rotation, or one that
-was never written is found before the chunk is "computed".
+token was rotated. A state's page holds the digest of all tokens that it is of, in its first slot. So a chunk that reads
+a stranger's page, a page with another history or another rotation, or one that was never written is found before the
+chunk is "computed".
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from runtime.engine.messages import EngineInfo, EngineRequest, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import pool_of
 from runtime.engine.scheduling.scheduler import Scheduler
-from runtime.engine.scheduling.sequence import Request, Sequence, State
+from runtime.engine.scheduling.sequence import Request, Sequence
+from runtime.engine.scheduling.sequence import State as QueueState
 from runtime.engine.scheduling.step import Chunk, Step
-from runtime.kv.kinds import FULL, AnyKind, Window, blocks_of_sequence, window_of
+from runtime.kv.kinds import FULL, AnyKind, State, Window, blocks_of_sequence, window_of
 
 VOCAB_SIZE = 4
 GARBAGE = (-1, 0, 0)
@@ -52,6 +54,10 @@ class Pages:
         """Before the chunk's tokens are computed, those before them must lie there."""
         size = self.block_size
         for group, (ids, kind) in enumerate(zip(chunk.sequence.blocks, self.kinds)):
+            if not kind.follows_tokens:
+                expected = [(group, history[chunk.start - 1], chunk.sequence.rotary_offset)][: chunk.start]
+                assert self.blocks[ids[1]][: len(expected)] == expected, f"the state before {chunk} is not in {ids[1]}"
+                continue
             window = window_of(kind)
             seen = kind.first_page(chunk.start, size) * size if window is None else max(0, chunk.start - window + 1)
             for place in range(seen // size, -(-chunk.start // size)):
@@ -64,8 +70,9 @@ class Pages:
     def write(self, chunk: Chunk, history: list[int]) -> None:
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
             place, offset = divmod(position, self.block_size)
-            for group, ids in enumerate(chunk.sequence.blocks):
-                self.blocks[ids[place]][offset] = (group, history[position], chunk.sequence.rotary_offset)
+            for group, (ids, kind) in enumerate(zip(chunk.sequence.blocks, self.kinds)):
+                block_id, slot = (ids[place], offset) if kind.follows_tokens else (ids[0], 0)
+                self.blocks[block_id][slot] = (group, history[position], chunk.sequence.rotary_offset)
 
 
 @dataclass
@@ -196,7 +203,7 @@ class Driver:
             chosen = {id(chunk.sequence) for chunk in step.chunks}
             for sequence in decoding:
                 is_paused = scheduler.open_steps and not self.pool.has_room(self.pool.page_counts)
-                assert id(sequence) in chosen or sequence.state is State.WAITING or is_paused, "a decode stalled"
+                assert id(sequence) in chosen or sequence.state is QueueState.WAITING or is_paused, "a decode stalled"
         return step
 
     def _prefilling(self) -> bool:
@@ -246,6 +253,7 @@ class Driver:
             for chunk in step.chunks:
                 for position in range(chunk.start, chunk.start + chunk.num_tokens):
                     self._spoil(chunk.sequence, position)
+                self._spoil_states(chunk)
                 for sequence in chunk.sequence.request.sequences:
                     if not sequence.is_finished:
                         self.outcome.failed += 1
@@ -264,9 +272,16 @@ class Driver:
 
     def _spoil(self, sequence: Sequence, position: int) -> None:
         place, offset = divmod(position, self.limits.block_size)
-        for ids, first in zip(sequence.blocks, sequence.first_pages):
-            if first <= place < len(ids):
+        for ids, first, kind in zip(sequence.blocks, sequence.first_pages, self.limits.cache_kinds):
+            if first <= place < len(ids) and kind.follows_tokens:
                 self.pages.blocks[ids[place]][offset] = GARBAGE
+
+    def _spoil_states(self, chunk: Chunk) -> None:
+        """Those that this chunk writes."""
+        for ids, kind in zip(chunk.sequence.blocks, self.limits.cache_kinds):
+            for block_id, end in zip(ids, chunk.sequence.state_ends):
+                if not kind.follows_tokens and end == chunk.start + chunk.num_tokens:
+                    self.pages.blocks[block_id][0] = GARBAGE
 
     def _append(self, sequence: Sequence) -> None:
         if sequence.num_output_tokens == 0 and sequence.index == 0:
@@ -292,7 +307,7 @@ class Driver:
 
     def _release_held(self, request: Request) -> None:
         for sequence in request.sequences:
-            if sequence.state is State.HELD:
+            if sequence.state is QueueState.HELD:
                 self.scheduler.add(sequence)
 
     def _end(self, sequence: Sequence) -> None:
@@ -300,6 +315,15 @@ class Driver:
         self.open.remove(sequence)
         del self.histories[sequence]
 
+
+STATE_KINDS: tuple[tuple[AnyKind, ...], ...] = (
+    (State(),),
+    (FULL, State()),
+    (FULL, State(), State()),
+    (State(), Window(3)),
+    (FULL, State(), Window(5)),
+)
+"""Kinds of the cache groups of models with recurrent states."""
 
 CACHE_KINDS: tuple[tuple[AnyKind, ...], ...] = (
     (FULL,),

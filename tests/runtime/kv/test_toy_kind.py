@@ -8,16 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import msgspec
-
 from runtime.engine.scheduling.block_pool import BlockPool, Chain
 from runtime.kv.groups import NO_BLOCK, cut_layers
-from runtime.kv.kinds import FULL, blocks_of_sequence, findable_pages
+from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence, findable_pages
 from tests.runtime.engine.scheduler_driver import Driver, add_random_request, random_limits
 from tests.runtime.engine.scheduling.test_block_pool import BLOCK_SIZE, Tokens
 
 
-class Checkpoints(msgspec.Struct, frozen=True, tag="checkpoints"):
+class Checkpoints(CacheKind, frozen=True, tag="checkpoints"):
     """A layer that needs its last page alone, and can go on from every ``every``-th one, as a recurrent state does that
     is kept there."""
 

@@ -53,8 +53,9 @@ def hit_of(
 ) -> Hit:
     """Of one group."""
     blocks = [*block_ids, *([None] * len(host_slots))]
-    found = [] if partial is None else [partial[0]]
-    return Hit([blocks], [0], [host_slots], found, 0 if partial is None else partial[1], num_tokens)
+    found = {} if partial is None else {0: partial[0]}
+    num_partial = 0 if partial is None else partial[1]
+    return Hit([blocks], [0], [host_slots], found, num_partial, num_tokens, len(blocks))
 
 
 NOTHING = hit_of([], [])

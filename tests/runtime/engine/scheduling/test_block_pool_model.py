@@ -94,7 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
                 found = self.host[next(from_host)] if block_id is None else self.device[block_id]
                 assert found == self.content(group, salt, tokens, page), "a stranger's block"
             assert next(from_host, None) is None
-        for group, block_id in enumerate(hit.partial):
+        for group, block_id in hit.partial.items():
             assert not any(hit.host_slots)
             assert 0 < rest <= BLOCK_SIZE
             of_group, content_salt, content = self.device[block_id]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from runtime.engine.config import BATCHING, POLICIES, VICTIMS
-from runtime.kv.kinds import FULL, Window, blocks_of_sequence
-from tests.runtime.engine.scheduler_driver import CACHE_KINDS, Driver, add_random_request, random_limits
+from runtime.kv.kinds import FULL, AnyKind, Window, blocks_of_sequence
+from tests.runtime.engine.scheduler_driver import CACHE_KINDS, STATE_KINDS, Driver, add_random_request, random_limits
 
 NUM_SCENARIOS = 10_000
 EACH_TIME = 1_000  # of them, in `make test`
@@ -45,10 +47,25 @@ def sometimes_add(driver: Driver, rng: random.Random, most: int) -> None:
 )
 def test_a_near_full_pool_never_deadlocks(first: int) -> None:
     """Every request ends, or was refused since it is longer than the context."""
-    num_steps = num_preemptions = num_swaps = num_refused = 0
-    for seed in range(first, first + SCENARIOS_PER_TEST):
+    found = run_scenarios(range(first, first + SCENARIOS_PER_TEST), CACHE_KINDS)
+    assert found["steps"] >= STEPS_PER_SCENARIO * SCENARIOS_PER_TEST
+    assert min(found["preemptions"], 5 * found["swaps"], 5 * found["refused"]) > 150, "the pools are not near full"
+
+
+@pytest.mark.parametrize("num_scenarios", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_states_are_those_of_the_tokens_before(num_scenarios: int) -> None:
+    """As above, in groups whose pages are recurrent states."""
+    found = run_scenarios(range(num_scenarios), STATE_KINDS)
+    assert found["steps"] >= STEPS_PER_SCENARIO * num_scenarios
+    assert min(found["preemptions"], found["swaps"], found["hit_tokens"] // 20) >= num_scenarios // 50
+
+
+def run_scenarios(seeds: range, kinds: Sequence[tuple[AnyKind, ...]]) -> Counter[str]:
+    """Runs a scenario for each seed, with each of these groups' kinds in turn. Returns what happened, how often."""
+    found: Counter[str] = Counter()
+    for seed in seeds:
         rng = random.Random(seed)
-        limits = random_limits(rng, cache_kinds=CACHE_KINDS[seed % len(CACHE_KINDS)])
+        limits = random_limits(rng, cache_kinds=kinds[seed % len(kinds)])
         driver = Driver(rng, limits, overlaps=rng.random() < 0.5, eos=rng.choice((0.0, 0.1)))
         num_wanted = rng.randrange(2, 7)
         for _ in range(num_wanted // 2):
@@ -60,12 +77,12 @@ def test_a_near_full_pool_never_deadlocks(first: int) -> None:
             raise AssertionError(f"scenario {seed} with {driver.limits}") from error
         assert (driver.outcome.aborted, driver.outcome.failed) == (0, 0)
         assert driver.outcome.finished >= driver.num_requests > 0 or driver.outcome.refused > 0
-        num_steps += driver.num_steps
-        num_preemptions += driver.scheduler.num_preemptions
-        num_swaps += driver.scheduler.num_swaps
-        num_refused += driver.outcome.refused
-    assert num_steps >= STEPS_PER_SCENARIO * SCENARIOS_PER_TEST
-    assert min(num_preemptions, 5 * num_swaps, 5 * num_refused) > 150, "the pools are not near full"
+        found["steps"] += driver.num_steps
+        found["preemptions"] += driver.scheduler.num_preemptions
+        found["swaps"] += driver.scheduler.num_swaps
+        found["refused"] += driver.outcome.refused
+        found["hit_tokens"] += driver.pool.counters.hit_tokens
+    return found
 
 
 def test_groups_of_several_pools_draw_on_their_own() -> None:
@@ -144,7 +161,7 @@ def test_steady_load(batching: str, policy: str) -> None:
 @given(rng=st.randoms(use_true_random=False), overlaps=st.booleans(), failure=st.sampled_from((0.0, 0.05)))
 def test_any_scenario_ends(rng: random.Random, overlaps: bool, failure: float) -> None:
     """As above, with aborts between planning and running a step, in a form that hypothesis can make smaller."""
-    limits = random_limits(rng, cache_kinds=rng.choice(CACHE_KINDS))
+    limits = random_limits(rng, cache_kinds=rng.choice((*CACHE_KINDS, *STATE_KINDS)))
     driver = Driver(rng, limits, overlaps=overlaps, eos=0.05, failure=failure)
 
     def arrivals() -> None:
@@ -165,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 10**6), overlaps=st.booleans())
     def start(self, seed: int, overlaps: bool) -> None:
         self.rng = random.Random(seed)
-        limits = random_limits(self.rng, cache_kinds=self.rng.choice(CACHE_KINDS))
+        limits = random_limits(self.rng, cache_kinds=self.rng.choice((*CACHE_KINDS, *STATE_KINDS)))
         self.driver = Driver(self.rng, limits, overlaps=overlaps, eos=0.05)
 
     @rule(

@@ -1,0 +1,79 @@
+"""The recipe of docs/adding.md for a model with a state, on a toy: whatever becomes of its requests, they get the bits
+of lone runs, and prefixes are found."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import models.families
+from models.families import known_architectures
+from models.registry import load_model
+from runtime.kv.kinds import FULL, State
+from tests.models.driver import logits_of
+from tests.runtime.engine.test_window_groups import answers, build, make_requests
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = {
+    "architectures": ["ToyStateForCausalLM"], "model_type": "toy_state", "hidden_size": 64, "intermediate_size": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4, "vocab_size": 97,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True,
+    "hidden_act": "silu", "torch_dtype": "float32",
+}  # fmt: skip
+EAGER: dict[str, Any] = {"decode_graphs": "off"}  # its layer is numpy's, which no recording has
+
+
+@pytest.fixture(params=[False, True], ids=["states and attention", "states"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The model, whose family is beside this file."""
+    own = str(Path(__file__).with_name("toy_state"))
+    monkeypatch.setattr(models.families, "__path__", [*models.families.__path__, own])
+    known_architectures.cache_clear()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"only_states": request.param}))
+    yield tmp_path
+    known_architectures.cache_clear()
+
+
+def test_no_schedule_changes_a_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, in chunks of odd lengths, overlapped, preempted, with states found on the device and the host."""
+    requests = make_requests(24)
+    expected: Any = None
+    for settings in (
+        {"num_blocks": 400, "enable_prefix_caching": False, "max_num_seqs": 1},
+        {"num_blocks": 600},
+        {"num_blocks": 600, "overlap": "on", "max_num_batched_tokens": 13},
+        {"few": True, "overlap": "on", "preemption": "swap", "swap_space_bytes": 1 << 22},
+        {"few": True, "overlap": "off", "preemption": "recompute"},
+    ):
+        is_near_full = settings.pop("few", False)
+        if is_near_full:  # a pool that has states enough for eight sequences, and pages of tokens for two
+            monkeypatch.setattr(State, "most_pages", lambda *_: 8)
+            settings["num_blocks"] = 56
+        engine = build(folder, **EAGER, **settings)
+        expected = expected or answers(engine, requests)
+        assert answers(engine, requests) == expected, settings
+        engine.check_invariants()
+        stats, has_pages = engine.stats(), FULL in engine.limits.cache_kinds
+        assert (stats.prefix_cache_hits > 0) == settings.get("enable_prefix_caching", True)
+        if "swap_space_bytes" in settings and has_pages:
+            assert min(stats.num_swaps, stats.swapped_in_blocks) > 0
+        elif is_near_full and has_pages:
+            assert stats.num_preemptions > stats.num_swaps == 0
+        engine.close()
+
+
+def test_a_prompt_in_chunks_has_the_logits_of_one_in_one_piece(folder: Path) -> None:
+    model, ids = load_model(folder, device="cpu", load_format="dummy"), range(1, 60)
+    assert (logits_of(model, ids, [16, 1, 25, 17]) == logits_of(model, ids)).all()
+
+
+def test_few_files_know_of_states() -> None:
+    """A family with a state is one file, as here; the engine's part is small."""
+    words = re.compile(r"follows_tokens|state_ends|turn_states|let_states_go")
+    files = [path for path in ROOT.joinpath("runtime").rglob("*.py") if words.search(path.read_text(encoding="utf-8"))]
+    assert 1 + len(files) <= 15, files

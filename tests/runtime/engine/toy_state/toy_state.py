@@ -1,0 +1,137 @@
+"""A family for tests: every second layer keeps a recurrent state, a decayed sum of what it has read, in pages of the
+kind `State`; the others attend to all tokens."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from models.base import Architecture, Model
+from models.configuration.config import ModelConfig, read_common
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import RopeConfig, parse_rope
+from models.makers.maker import Maker
+from runtime import ops
+from runtime.batch import Batch
+from runtime.dtype import DType, float32
+from runtime.kv.cache import KVCache, KVCacheSpec, LayerCache
+from runtime.kv.forms import KeyValues, Plane
+from runtime.kv.kinds import FULL, State
+from runtime.ops import RopeTable
+from runtime.tensor.tensor import Tensor
+
+DECAY = np.float32(0.75)
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """A form of page: one float32 vector, however many tokens a page has."""
+
+    width: int
+
+    def planes(self, block_size: int, dtype: DType, is_cpu: bool) -> tuple[Plane, ...]:
+        return (Plane("state", (self.width,), float32),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToyStateConfig(ModelConfig):
+    rope: RopeConfig
+    only_states: bool
+
+    def has_state(self, index: int) -> bool:
+        return self.only_states or index % 2 == 0
+
+
+class ToyState(Model):
+    config: ToyStateConfig
+    prefix = "model."
+    harmless = re.compile(r"model\.rotary_emb\.inv_freq")
+
+    def __init__(self, config: ToyStateConfig, maker: Maker) -> None:
+        super().__init__(config, maker)
+        rope = maker.rope(config.rope)
+        self.embed_tokens, self.lm_head = maker.embedding(
+            "model.embed_tokens", head="lm_head", rows=config.vocab_size, columns=config.hidden_size, is_tied=True
+        )
+        self.layers = maker.layers(
+            "model.layers", config.num_layers,
+            lambda index, maker: StateLayer(config, maker) if config.has_state(index) else Layer(config, maker, rope),
+        )  # fmt: skip
+        self.norm = maker.vector("model.norm.weight", config.hidden_size)
+
+    def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
+        spec, config = super().kv_cache_spec(block_size, dtype), self.config
+        layers = [
+            LayerCache(Vectors(config.hidden_size), State())
+            if config.has_state(index)
+            else LayerCache(KeyValues(config.num_kv_heads, config.head_dim), FULL)
+            for index in range(config.num_layers)
+        ]
+        return replace(spec, layers=tuple(layers))
+
+    def embed(self, batch: Batch) -> Tensor:
+        return ops.embedding(batch.token_ids, self.embed_tokens)
+
+    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        for index, layer in zip(self.own_layers, self.layers, strict=True):
+            x = layer(x, batch, kv_cache, index)
+        return x
+
+    def finish(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.norm, self.config.norm_eps)
+
+
+class StateLayer:
+    """s = DECAY * s + h, x + o_proj(s) for each token, with the norm h of x: numpy, a token at a time."""
+
+    def __init__(self, config: ToyStateConfig, maker: Maker) -> None:
+        self.norm_eps = config.norm_eps
+        self.norm = maker.vector("norm.weight", config.hidden_size)
+        self.o_proj = maker.linear("o_proj", outputs=config.hidden_size, inputs=config.hidden_size)
+
+    def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache, index: int) -> Tensor:
+        (states,) = (plane.array for plane in kv_cache.layer(index))
+        table = batch.block_tables[kv_cache.group_of(index)].array
+        h = ops.rms_norm(x, self.norm, self.norm_eps).array
+        sums, starts = np.empty_like(h), batch.query_start.array
+        for row, (first, end, length) in enumerate(zip(starts[:-1], starts[1:], batch.seq_lens.array)):
+            state = states[table[row, 1]].copy() if length > end - first else np.zeros(h.shape[1], np.float32)
+            for token in range(first, end):
+                state = DECAY * state + h[token]
+                sums[token] = state
+            states[table[row, 0]] = state
+        return self.o_proj(Tensor.from_numpy(sums), batch, residual=x)
+
+
+class Layer:
+    def __init__(self, config: ToyStateConfig, maker: Maker, rope: RopeTable) -> None:
+        self.config, self.rope = config, rope
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.norm = maker.vector("norm.weight", config.hidden_size)
+        self.qkv = maker.linear(
+            ("q_proj", "k_proj", "v_proj"), outputs=(q_size, kv_size, kv_size), inputs=config.hidden_size
+        )
+        self.o_proj = maker.linear("o_proj", outputs=config.hidden_size, inputs=q_size)
+
+    def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache, index: int) -> Tensor:
+        config, group = self.config, kv_cache.group_of(index)
+        k_cache, v_cache = kv_cache.layer(index)
+        q = ops.qkv_prepare(
+            self.qkv(ops.rms_norm(x, self.norm, config.norm_eps), batch), batch.positions,
+            num_q_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, rope=self.rope,
+            q_norm=None, k_norm=None, norm_eps=config.norm_eps, k_cache=k_cache, v_cache=v_cache,
+            slot_mapping=batch.slot_mappings[group],
+        )  # fmt: skip
+        attended = ops.attention(q, k_cache, v_cache, batch, group, scale=config.head_dim**-0.5)
+        return self.o_proj(attended, batch, residual=x)
+
+
+def read_config(fields: Fields) -> ToyStateConfig:
+    common = read_common(fields)
+    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
+    return ToyStateConfig(**common, rope=rope, only_states=fields.boolean("only_states", False))
+
+
+ARCHITECTURES = (Architecture("ToyStateForCausalLM", "toy_state", read_config, ToyState),)
