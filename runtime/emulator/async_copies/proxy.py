@@ -19,7 +19,6 @@ from numba_kernels.pointers import i64_at, u32_at
 from runtime.emulator.execution.fault import FaultKind, report
 from runtime.emulator.execution.state import block_at
 from runtime.emulator.memory.pointers import address_of
-from runtime.emulator.translation.operations import compiled_once
 from runtime.emulator.translation.ptx import Kernel
 
 _WARPS = 32
@@ -83,7 +82,7 @@ def fence(warp):
     fenced[warp.index] = fields.proxy_time
 
 
-@compiled_once("lllll")
+@njit
 def check_read(warp, site, lane, block, host, size):
     """0, or 1 and a fault: whether bytes of shared memory may be read through the async proxy now."""
     fields = block_at(block)

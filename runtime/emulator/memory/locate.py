@@ -84,7 +84,7 @@ def block_of_rank(warp, site, lane, rank):
     return address_of(block)
 
 
-@compiled_once("lll")
+@njit
 def shared_block(warp, site, lane, address):
     """The block array that a shared address lies in; 0 and a fault if it is none."""
     if not is_shared(address):
@@ -229,7 +229,7 @@ def _may_touch_early(launch, address, size, action):
     return every & IS_IMMUTABLE != 0
 
 
-@compiled_once("llllllq")
+@njit
 def global_place(warp, site, lane, address, size, action, space, place):
     launch = warp.launch
     if warp.is_before_dependency and not _may_touch_early(launch, address, size, action):

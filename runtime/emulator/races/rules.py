@@ -229,8 +229,8 @@ def lane_races(warp, site, place, block_address, size, lane, action, flags):
     return 0
 
 
-@compiled_once("llllll")
-def run_is_fine(warp, place, block_address, size, is_store, lane, lane_bytes):
+@njit
+def _run(warp, place, block_address, size, is_store, lane, lane_bytes):
     """Whether a plain access of lanes from `lane` on, `lane_bytes` each, to a contiguous range can be no race; then it
     has been noted."""
     record = warp.clock
@@ -249,6 +249,11 @@ def run_is_fine(warp, place, block_address, size, is_store, lane, lane_bytes):
         lane_shift += 1
     _set_run(writes + first * 8, count, _epoch(record, cluster + record.index, lane, 0), lane_shift)
     return 1
+
+
+@compiled_once("llllll")
+def run_is_fine(warp, place, block_address, size, is_store, lane, lane_bytes):
+    return _run(warp, place, block_address, size, is_store, lane, lane_bytes)
 
 
 @compiled_once("lqllllll")
@@ -279,7 +284,7 @@ def warp_is_fine(warp, mask, addresses, offset, start, limit, block_address, siz
         above = end
         if end > limit:
             return 0
-        if not run_is_fine(warp, base + begin, block_address, end - begin, is_store, first, size):
+        if not _run(warp, base + begin, block_address, end - begin, is_store, first, size):
             return 0
         lane += 1
     return 1
