@@ -14,25 +14,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 28_583,
-    "runtime/emulator": 17_460,
-    "runtime/device": 3_860,
-    "runtime/tensor": 1_914,
-    "runtime/backends": 2_467,
-    "runtime/linear": 2_032,
-    "runtime/kv": 1_018,
-    "runtime/engine": 19_251,
-    "runtime/text": 4_832,
-    "runtime/llm": 1_226,
-    "runtime/parallel": 1_112,
-    "runtime/images": 908,
-    "runtime/commands": 2_695,
-    "runtime/bench": 8_430,
-    "runtime": 2_832,
-    "models": 13_602,
-    "server": 17_717,
-    "tokenizer": 5_592,
-    "tools": 14_875,
+    "numba_kernels": 28_635,
+    "runtime/emulator": 17_011,
+    "runtime/device": 3_841,
+    "runtime/tensor": 1_814,
+    "runtime/backends": 2_466,
+    "runtime/linear": 2_023,
+    "runtime/kv": 1_016,
+    "runtime/engine": 19_366,
+    "runtime/text": 4_780,
+    "runtime/llm": 1_216,
+    "runtime/parallel": 1_104,
+    "runtime/images": 904,
+    "runtime/commands": 2_588,
+    "runtime/bench": 8_351,
+    "runtime": 2_761,
+    "models": 13_235,
+    "server": 17_253,
+    "tokenizer": 5_538,
+    "tools": 14_595,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests."""
@@ -47,7 +47,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 48_350
+MOST_WORDS = 47_130
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
