@@ -20,7 +20,7 @@ from runtime.engine.limits import available_memory_bytes
 from runtime.engine.make_engine import describe_engine, load_settings
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, PoolInfo
 from runtime.errors import DeviceError
-from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence, kind_of_window
+from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence, window_of
 
 
 def show(settings: dict[str, Any], *, load_format: Any, as_json: bool) -> None:
@@ -58,21 +58,25 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
     pools = facts.pools or (PoolInfo(facts.num_blocks, facts.kv_cache_bytes // facts.num_blocks),)
 
     def blocks_of(group: CacheGroupInfo, kind: CacheKind | None = None, chunk: int = 1) -> int:
-        return blocks_of_sequence(length, (kind or kind_of_window(group.window),), size, chunk=min(chunk, length))
+        return blocks_of_sequence(
+            length, (kind if kind and group.kind.follows_tokens else group.kind,), size, chunk=min(chunk, length)
+        )
 
     def bytes_of(groups: Sequence[CacheGroupInfo], kind: CacheKind | None = None, chunk: int = 1) -> int:
         return sum(pools[group.pool].block_bytes * blocks_of(group, kind, chunk) for group in groups)
 
     def token_bytes(groups: Sequence[CacheGroupInfo]) -> int:
-        return sum(pools[group.pool].block_bytes for group in groups) // size
+        return sum(pools[group.pool].block_bytes for group in groups if group.kind.follows_tokens) // size
 
     groups_of = [[group for group in every if group.pool == pool] for pool in range(len(pools))]
+    of_tokens = [own for own in zip(pools, groups_of) if any(group.kind.follows_tokens for group in own[1])]
     kinds: list[dict[str, Any]] = []
-    for window in dict.fromkeys(group.window for group in every):
-        groups = [group for group in every if group.window == window]
+    for kind in dict.fromkeys(group.kind for group in every):
+        groups = [group for group in every if group.kind == kind]
         kinds.append(
             {
-                "window": window,
+                "window": window_of(kind),
+                "is_state": not kind.follows_tokens,
                 "num_layers": sum(group.num_layers for group in groups),
                 "num_padding": sum(group.num_padding for group in groups),
                 "num_groups": len(groups),
@@ -88,7 +92,7 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
         "kv_bytes_per_token": token_bytes(every),
         "block_size": size,
         "num_blocks": facts.num_blocks,
-        "num_tokens": min(pool.num_blocks // len(own) for pool, own in zip(pools, groups_of)) * size,
+        "num_tokens": min((pool.num_blocks // len(own) for pool, own in of_tokens), default=0) * size,
         "num_full_length_sequences": min(
             pool.num_blocks // sum(map(blocks_of, own)) for pool, own in zip(pools, groups_of)
         ),
@@ -172,10 +176,11 @@ def as_text(report: dict[str, Any]) -> str:
         f"  together        {size(memory['weight_bytes'] + memory['kv_cache_bytes']):>12}",
         f"  tokens that fit {memory['num_tokens']:>12,}   {sequences}",
     ]
-    if any(kind["window"] for kind in memory["cache_groups"]):
+    if any(kind["window"] or kind["is_state"] for kind in memory["cache_groups"]):
         lines += ["", f"a sequence of {model['max_model_len']:,} tokens"]
         for kind in memory["cache_groups"]:
             name = "all tokens" if kind["window"] is None else f"last {kind['window']:,}"
+            name = "states" if kind["is_state"] else name
             groups = "1 group" if kind["num_groups"] == 1 else f"{kind['num_groups']} groups"
             padding = f", room for {kind['num_padding']} more" if kind["num_padding"] else ""
             lines.append(

@@ -43,7 +43,7 @@ from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel, RotatingModel
 from runtime.kv.cache import KVCache
-from runtime.kv.kinds import window_of
+from runtime.kv.kinds import State, window_of
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
 from runtime.text.load import load_tokenizer
@@ -398,7 +398,9 @@ def _info(
         weight_bytes=sum(of_ranks) + (0 if draft is None else draft.weight_bytes),
         scheduling_policy=config.scheduling_policy,
         cache_groups=tuple(
-            CacheGroupInfo(window_of(group.kind), len(group.layers), group.num_padding, group.pool)
+            CacheGroupInfo(
+                window_of(group.kind), len(group.layers), group.num_padding, group.pool, isinstance(group.kind, State)
+            )
             for group in replace(spec, own_layers=None).groups
         ),
         pools=pools,

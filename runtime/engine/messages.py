@@ -13,6 +13,7 @@ import msgspec
 
 from runtime.engine.sampling_params import SamplingParams
 from runtime.images.patches import Rule
+from runtime.kv.kinds import AnyKind, State, kind_of_window
 
 ErrorCode = Literal["unsatisfiable_request", "invalid_grammar"]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -229,12 +230,19 @@ class RoutingStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class CacheGroupInfo(msgspec.Struct, frozen=True):
     """Layers that share a block table: see ``runtime.kv.groups``. Its blocks have room for ``num_padding`` layers more.
-    ``window`` is the attention window in tokens, None for full attention; ``pool`` has its blocks."""
+    ``window`` is the attention window in tokens, None for full attention and for recurrent states, which ``is_state``
+    tells apart; ``pool`` has its blocks."""
 
     window: int | None
     num_layers: int
     num_padding: int
     pool: int = 0
+    is_state: bool = False
+
+    @property
+    def kind(self) -> AnyKind:
+        """The kind of its pages."""
+        return State() if self.is_state else kind_of_window(self.window)
 
 
 class PoolInfo(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from runtime.engine.scheduling.block_events import BlockChanges, SharedDigest
 from runtime.engine.scheduling.pictures import PictureKeys
 from runtime.engine.scheduling.prefix_cache import RotatedPrefixes, Salt, root_name
 from runtime.engine.scheduling.sequence import Request
-from runtime.kv.kinds import FULL, CacheKind, findable_pages, kind_of_window
+from runtime.kv.kinds import FULL, CacheKind, findable_pages
 
 MOST_DIGESTS = 4 << 20
 """About 500 MB of them; more are ignored."""
@@ -92,7 +92,7 @@ class PromptDigests:
     @classmethod
     def of_info(cls, info: EngineInfo, secret: bytes) -> PromptDigests:
         """For engines with these facts."""
-        kinds = tuple(kind_of_window(group.window) for group in info.cache_groups)
+        kinds = tuple(group.kind for group in info.cache_groups)
         return cls(secret, info.block_size, kinds, info.longrope_threshold)
 
     def of(self, request: Request) -> list[list[int]]:

@@ -14,6 +14,7 @@ import pytest
 import models.families
 from models.families import known_architectures
 from models.registry import load_model
+from runtime.commands.info_report import as_text, memory
 from runtime.kv.kinds import FULL, State
 from tests.models.driver import logits_of
 from tests.runtime.engine.test_window_groups import answers, build, make_requests
@@ -70,6 +71,16 @@ def test_no_schedule_changes_a_bit(folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_prompt_in_chunks_has_the_logits_of_one_in_one_piece(folder: Path) -> None:
     model, ids = load_model(folder, device="cpu", load_format="dummy"), range(1, 60)
     assert (logits_of(model, ids, [16, 1, 25, 17]) == logits_of(model, ids)).all()
+
+
+def test_info_tells_states_from_pages_of_tokens(folder: Path) -> None:
+    info = build(folder, **EAGER, num_blocks=100).info
+    report = memory(info)
+    states = [group for group in report["cache_groups"] if group["is_state"]]
+    assert State() in [group.kind for group in info.cache_groups]
+    assert [group["bytes_per_token"] for group in states] == [0]
+    assert states[0]["bytes_per_sequence"] == 2 * states[0]["num_layers"] * 4 * CONFIG["hidden_size"]
+    assert "  states" in as_text({"devices": [], "model": {"max_model_len": 160}, "memory": report})
 
 
 def test_few_files_know_of_states() -> None:
