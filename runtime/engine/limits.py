@@ -72,12 +72,11 @@ class EngineLimits:
                 object.__setattr__(self, name, (total,))
             assert sum(getattr(self, name)) == total, f"{name} are {getattr(self, name)}, {total} in all"
 
-    @property
-    def table_width(self) -> int:
-        """Entries of a sequence's block table, in each group: one for every page of tokens, whether the group has such
-        pages or states."""
-        tables = (kind.table_pages(self.max_model_len, self.block_size) for kind in self.cache_kinds)
-        return max(-(-self.max_model_len // self.block_size), *tables)
+    def table_width(self, num_tokens: int) -> int:
+        """Entries of the block table of a sequence of so many tokens, in each group: one for every page of tokens,
+        whether the group has such pages or states."""
+        tables = (kind.table_pages(num_tokens, self.block_size) for kind in self.cache_kinds)
+        return max(-(-num_tokens // self.block_size), *tables)
 
 
 def resolve(

@@ -86,7 +86,7 @@ class DecodeArrays:
         self._exact = limits.exact
         self._num_groups = rows.tables.num_groups
         self._num_batch_slots = batch_slots = limits.max_num_seqs
-        self._table_width = width = limits.table_width
+        self._table_width = width = limits.table_width(limits.max_model_len)
         columns = _columns_of(batch_slots, self._num_groups)
         self._size = size = -(-sum(count * dtype.itemsize for _, dtype, count, _ in columns) // 16) * 16
         inputs = Storage.allocate(device, size + 4 * TAIL_WORDS)

@@ -72,14 +72,14 @@ class Shape(NamedTuple):
     max_seq_len: int
     samples: SamplingShape | None
 
-    def arrays(self, num_groups: int, block_size: int) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]:
+    def arrays(self, num_groups: int, limits: EngineLimits) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]:
         """Name, type and sizes of each array, in their order in memory."""
         sizes = {
             "token": (self.num_tokens,),
             "chunk": (self.num_seqs,),
             "start": (self.num_seqs + 1,),
             "logit": (self.num_logits,),
-            "block": (self.num_seqs, -(-self.max_seq_len // block_size)),
+            "block": (self.num_seqs, limits.table_width(self.max_seq_len)),
         }
         for name, each in STEP_FIELDS.items():
             yield name, np.dtype(each.dtype), (*((num_groups,) if each.by_group else ()), *sizes[each.per])
@@ -122,7 +122,7 @@ class StepMemory:
     def __post_init__(self) -> None:
         """Raises OutOfMemoryError."""
         self._num_groups, size = len(self.kv_cache.spec.group_kinds), 0
-        for _, dtype, sizes in self.most.arrays(self._num_groups, self.limits.block_size):
+        for _, dtype, sizes in self.most.arrays(self._num_groups, self.limits):
             size += _aligned(prod(sizes) * dtype.itemsize)
         host = np.zeros(size + ALIGNMENT_BYTES, np.uint8)
         first = -host.ctypes.data % ALIGNMENT_BYTES
@@ -135,7 +135,7 @@ class StepMemory:
         arrays: dict[str, NDArray[Any]] = {}
         tensors: dict[str, Tensor] = {}
         at = 0
-        for name, dtype, sizes in shape.arrays(self._num_groups, self.limits.block_size):
+        for name, dtype, sizes in shape.arrays(self._num_groups, self.limits):
             size_bytes = prod(sizes) * dtype.itemsize
             arrays[name] = self._host[at : at + size_bytes].view(dtype).reshape(sizes)
             kind = DType.parse(dtype)

@@ -89,7 +89,7 @@ class LocalExecutor:
         self.vocab_size = vocab_size
         host_pages = HostPages(kv_cache.spec, limits.host_pool_sizes) if limits.num_host_blocks else None
         self.transfer = KVTransfer(kv_cache, host_pages)
-        max_blocks = limits.table_width
+        max_blocks = limits.table_width(limits.max_model_len)
         self.num_groups = len(kv_cache.spec.group_kinds)
         self.pictures = PictureStore(model, has_tower=self.is_first) if isinstance(model, PictureModel) else None
         self.rows = PersistentBatch(

@@ -15,6 +15,7 @@ import models.families
 from models.families import known_architectures
 from models.registry import load_model
 from runtime.commands.info_report import as_text, memory
+from runtime.engine.steps.inputs import Shape
 from runtime.kv.kinds import FULL, State
 from tests.models.driver import logits_of
 from tests.runtime.engine.test_window_groups import answers, build, make_requests
@@ -81,6 +82,14 @@ def test_info_tells_states_from_pages_of_tokens(folder: Path) -> None:
     assert [group["bytes_per_token"] for group in states] == [0]
     assert states[0]["bytes_per_sequence"] == 2 * states[0]["num_layers"] * 4 * CONFIG["hidden_size"]
     assert "  states" in as_text({"devices": [], "model": {"max_model_len": 160}, "memory": report})
+
+
+def test_a_recording_has_both_entries_of_a_state(folder: Path) -> None:
+    """Also where all tokens of its sequences fit one page."""
+    limits = build(folder, **EAGER, num_blocks=100).limits
+    shape = Shape(1, 1, 1, 1, limits.block_size, None)
+    sizes = {name: size for name, _, size in shape.arrays(len(limits.cache_kinds), limits)}
+    assert sizes["block_tables"] == (len(limits.cache_kinds), 1, 2)
 
 
 def test_few_files_know_of_states() -> None:
