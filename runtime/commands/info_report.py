@@ -69,7 +69,7 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
         return sum(pools[group.pool].block_bytes for group in groups if group.kind.follows_tokens) // size
 
     groups_of = [[group for group in every if group.pool == pool] for pool in range(len(pools))]
-    of_tokens = [own for own in zip(pools, groups_of) if any(group.kind.follows_tokens for group in own[1])]
+    of_tokens = [sum(group.kind.follows_tokens for group in own) for own in groups_of]
     kinds: list[dict[str, Any]] = []
     for kind in dict.fromkeys(group.kind for group in every):
         groups = [group for group in every if group.kind == kind]
@@ -92,7 +92,7 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
         "kv_bytes_per_token": token_bytes(every),
         "block_size": size,
         "num_blocks": facts.num_blocks,
-        "num_tokens": min((pool.num_blocks // len(own) for pool, own in of_tokens), default=0) * size,
+        "num_tokens": min((pool.num_blocks // own for pool, own in zip(pools, of_tokens) if own), default=0) * size,
         "num_full_length_sequences": min(
             pool.num_blocks // sum(map(blocks_of, own)) for pool, own in zip(pools, groups_of)
         ),
