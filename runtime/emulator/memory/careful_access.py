@@ -220,8 +220,6 @@ def note_range(warp, site, lane, block_address, host, size, action, source):
         return 0
     if block_address == 0 and not 0 <= host - launch.arena <= launch.arena_bytes - size:
         return 0
-    if action == LOAD and run_is_fine(warp, host, block_address, size, 0, lane, size):
-        return 0
     flags = SCOPE_GPU << SCOPE_SHIFT
     same = source != 0 and bytes_equal(host, source, size)
     return races_of_lane(warp, site, host, block_address, size, lane, action, flags, same)

@@ -196,8 +196,12 @@ def lane_races(warp, site, place, block_address, size, lane, action, flags):
     space, start = (IN_GLOBAL, place) if block_address == 0 else (IN_SHARED, place - origin)
     writes = i64_at(writes_address + first * 8)
     me = cluster + record.index
+    before = types.int64(0)
     for index in range(count if action != STORE else 0):
         epoch = writes[index]
+        if epoch == before:  # as most of a range that one instruction wrote
+            continue
+        before = epoch
         clock, writer, at = epoch >> 32, (epoch & 0xFFFFFFFF) >> 6, start + (index << races.shift)
         if clock <= floor:
             continue
@@ -214,7 +218,6 @@ def lane_races(warp, site, place, block_address, size, lane, action, flags):
         _note_read(warp, block_address, first, count)
     if action == LOAD:
         return 0
-    mine = _epoch(record, me, lane, strong)
     for index in range(count):
         epoch = writes[index]
         clock, writer, at = epoch >> 32, (epoch & 0xFFFFFFFF) >> 6, start + (index << races.shift)
@@ -225,7 +228,7 @@ def lane_races(warp, site, place, block_address, size, lane, action, flags):
             reader = _unordered_reader(warp, block_address, first + index, floor)
             if reader >= 0:
                 return report(warp, FaultKind.RACE_WRITE_AFTER_READ, site, lane, at, space, size, reader, -1)
-        writes[index] = mine
+    _fill(writes_address + first * 8, count, _epoch(record, me, lane, strong))
     return 0
 
 
