@@ -213,10 +213,8 @@ def note_range(warp, site, lane, block_address, host, size, action, source):
     `block_address`: the block whose shared memory it is, 0 for device memory. `source`: the host address of the bytes
     that a store writes; 0 for a load, or where they do not lie in one piece. Returns 1 with a fault reported, or 0.
     """
-    if not warp.clock:
-        return 0
     launch = warp.launch
-    if not launch.checks & CHECK_RACES:
+    if not warp.clock or not launch.checks & CHECK_RACES:
         return 0
     if block_address == 0 and not 0 <= host - launch.arena <= launch.arena_bytes - size:
         return 0

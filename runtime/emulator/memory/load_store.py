@@ -207,7 +207,7 @@ def lower_load(low: Lowering, ins: Instruction) -> None:
     kind = mods.words[-1] if mods.words else ""
     has_policy = take_cache_hints(mods)
     space, flags = space_of(mods), order_of(mods)
-    flags |= IS_NC if mods.take("nc") or mods.name == "ldu" else 0
+    flags |= IS_NC if mods.take("nc") else 0
     to, source, *_ = mods.operands(3 if has_policy else 2)
     size, items = elements_of(mods, to)
     mods.done()

@@ -93,7 +93,7 @@ def granule_shift(instructions: Iterable[Instruction]) -> int:
     smallest = 4
     for instruction in instructions:
         parts = instruction.parts
-        if parts[0] in ("ld", "ldu", "st", "atom", "red") and not {"param", "local", "const"} & set(parts):
+        if parts[0] in ("ld", "st", "atom", "red") and not {"param", "local", "const"} & set(parts):
             smallest = min(smallest, *(TYPE_BYTES[part] for part in parts if part in TYPE_BYTES))
     return smallest.bit_length() - 1
 

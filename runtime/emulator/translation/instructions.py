@@ -78,7 +78,7 @@ TABLE = Table(
     Form("redux", "sync and|or|xor", "b32", "d t members", moves.redux),
     Form("activemask", "", "b32", "d", lambda form: form.low.splat(form.low.mask)),
     # memory
-    Form("ld ldu", lower=load_store.lower_load),
+    Form("ld", lower=load_store.lower_load),
     Form("st", lower=load_store.lower_store),
     Form("cvta", lower=load_store.lower_cvta),
     Form("atom red", lower=atomics.lower_atomic),
