@@ -42,6 +42,7 @@ RENAMED = {
     "response_format": "format",
     "response_format.json_schema.schema": "format",
     "reasoning_effort": "think",
+    "continue_final_message": "messages",
 }
 """A chat's fields by the names that they have here."""
 
