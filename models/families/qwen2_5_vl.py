@@ -1,8 +1,7 @@
 """Qwen2.5-VL (arXiv 2502.13923) and Qwen2-VL (2409.12191): Qwen2 over text and pictures.
 
-The tower is `models.towers.qwen_vl`. Tokens have positions in three
-axes, each of which turns a section of a head's pairs (`models.rope`). In published files the language model's fields
-stand beside `vision_config`.
+The tower is `models.towers.qwen_vl`. Tokens have positions in three axes, each of which turns a section of a head's
+pairs (`models.rope`). In published files the language model's fields stand beside `vision_config`.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def read_qwen2_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_qwen3_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """With whether weights are normalised, which the architecture fixes. Layers without a router have an MLP."""
+    """Adds whether weights are normalised, which the architecture fixes. Layers without a router have an MLP."""
     layers = range(common["num_hidden_layers"])
     return {
         **_read_experts(keys),

@@ -13,7 +13,6 @@ from runtime.later import later
 from tokenizer.errors import TokenizerError
 
 _merging, _indexing = later("tokenizer.bpe.merge_kernel"), later("tokenizer.bpe.index_kernel")
-_NOTHING = np.uint64(0xFFFF_FFFF_FFFF_FFFF)  # `kernel_support.NOTHING`
 
 MIDDLE = "\udcfe"
 """May stand between left and right of a merge: becomes a byte that UTF-8 does not have, as what ends a string does."""
@@ -49,7 +48,7 @@ class MergeTable:
         self.mask = len(self.slots) - 1
         self.ids = np.fromiter(vocab.values(), np.uint32, len(vocab))
         _indexing.index_tokens(address(self.tokens), len(vocab), address(self.starts), address(self.slots), self.mask)
-        self.pairs = np.full((_table_size(len(merges)), 2), _NOTHING, np.uint64)
+        self.pairs = np.full((_table_size(len(merges)), 2), _indexing.NOTHING, np.uint64)
         self.shift = 65 - len(self.pairs).bit_length()
         packed = _packed(merges)
         middle = separator.encode("utf-8", "surrogateescape")[0]
