@@ -235,6 +235,7 @@ def _block(fields: dict[str, Any], kinds: dict[str, type[Block]], path: str) -> 
 
 
 RENAMED = {
+    "continue_final_message": "messages",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
