@@ -43,7 +43,7 @@ from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel, RotatingModel
 from runtime.kv.cache import KVCache
-from runtime.kv.kinds import State, window_of
+from runtime.kv.kinds import State
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
 from runtime.text.load import load_tokenizer
@@ -251,6 +251,8 @@ Draft = Model | SteppingDrafter | BlockDrafter
 def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: bool = False) -> Draft | None:
     """The drafter that the config names, loaded or declared, or None if it has no weights. Raises as `load_model` and
     the loader of drafters, and ``RequestError`` if it does not fit the target of that folder."""
+    if config.speculation not in ("auto", "off"):
+        check_takes_back(config, target, folder)
     if config.draft_model is not None:
         return draft_model(config, target, folder, declares=declares)
     if not config.reads_hidden_states:
@@ -288,12 +290,22 @@ def draft_model(config: EngineConfig, target: Model, folder: Path, *, declares: 
     draft_folder = resolve_model(config.draft_model)
     settings = _settings_of_another_model(config)
     declared = declare(draft_folder, load_format=config.load_format, seed=config.seed or 0, **settings)
+    check_takes_back(config, declared.model, draft_folder)
     check_draft(declared.model, draft_folder, target, folder)
     if declares:
         return declared.model
     length = min(declared.model.max_positions, config.max_model_len or target.max_positions)
     logger.info("loading the draft model %s on %s", draft_folder, settings["device"])
     return declared.load(max_model_len=length)
+
+
+def check_takes_back(config: EngineConfig, model: Model, folder: Path) -> None:
+    """Raises ``RequestError`` for a model with recurrent states, which rejected draft tokens would have changed."""
+    if State() in model.kv_cache_spec(config.block_size).group_kinds:
+        raise RequestError(
+            f"speculation is {config.speculation!r:.80}: no draft token can be taken back from the states of {folder}",
+            param="speculation",
+        )
 
 
 def check_draft(draft: Model, draft_folder: Path, target: Model, folder: Path) -> None:
@@ -329,7 +341,7 @@ def speculator_of(
     config: EngineConfig, vocab_size: int, limits: EngineLimits, draft: Draft | None
 ) -> Speculator | None:
     """The proposer of draft tokens that the config names, or None."""
-    if config.speculation == "off":
+    if config.speculation == "off" or State() in limits.cache_kinds:
         return None
     drafter: Drafter | None = None
     if draft is not None and not isinstance(draft, Model):
@@ -398,9 +410,7 @@ def _info(
         weight_bytes=sum(of_ranks) + (0 if draft is None else draft.weight_bytes),
         scheduling_policy=config.scheduling_policy,
         cache_groups=tuple(
-            CacheGroupInfo(
-                window_of(group.kind), len(group.layers), group.num_padding, group.pool, isinstance(group.kind, State)
-            )
+            CacheGroupInfo(group.kind, len(group.layers), group.num_padding, group.pool)
             for group in replace(spec, own_layers=None).groups
         ),
         pools=pools,

@@ -13,7 +13,7 @@ import msgspec
 
 from runtime.engine.sampling_params import SamplingParams
 from runtime.images.patches import Rule
-from runtime.kv.kinds import AnyKind, State, kind_of_window
+from runtime.kv.kinds import FULL, AnyKind, window_of
 
 ErrorCode = Literal["unsatisfiable_request", "invalid_grammar"]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -230,19 +230,17 @@ class RoutingStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class CacheGroupInfo(msgspec.Struct, frozen=True):
     """Layers that share a block table: see ``runtime.kv.groups``. Its blocks have room for ``num_padding`` layers more.
-    ``window`` is the attention window in tokens, None for full attention and for recurrent states, which ``is_state``
-    tells apart; ``pool`` has its blocks."""
+    ``pool`` has its blocks."""
 
-    window: int | None
+    kind: AnyKind
     num_layers: int
     num_padding: int
     pool: int = 0
-    is_state: bool = False
 
     @property
-    def kind(self) -> AnyKind:
-        """The kind of its pages."""
-        return State() if self.is_state else kind_of_window(self.window)
+    def window(self) -> int | None:
+        """The attention window in tokens; None for full attention and for states."""
+        return window_of(self.kind)
 
 
 class PoolInfo(msgspec.Struct, frozen=True):
@@ -335,7 +333,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_waiting_tokens: int = 2**63 - 1
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
-    cache_groups: tuple[CacheGroupInfo, ...] = (CacheGroupInfo(None, 0, 0),)
+    cache_groups: tuple[CacheGroupInfo, ...] = (CacheGroupInfo(FULL, 0, 0),)
     pools: tuple[PoolInfo, ...] = ()
     images: ImageSupport | None = None
     longrope_threshold: int | None = None

@@ -280,7 +280,8 @@ class BlockPool:
         paths = [self._cache.walk(tokens, salt, group) for group in range(len(self.kinds))]
         if self.states:
             return self._find_states(paths, tokens, salt)
-        hit = self._hit_of(paths, self._num_findable(paths))
+        stored = [[node.lies_somewhere for node in path] for path in paths]
+        hit = self._hit_of(paths, findable_pages(stored, self.kinds, self.block_size))
         num_tokens, num_pages = hit.num_tokens, hit.num_pages
         if any(hit.host_slots):
             return hit
@@ -492,10 +493,6 @@ class BlockPool:
         if parent.parent is not None and self.kinds[group].is_whole:
             assert parent.block_id is not None, f"block {block_id} cannot be found: its parent is gone"
             assert self._is_held(parent) or not self._is_held(node), f"block {block_id}'s parent is not held"
-
-    def _num_findable(self, paths: list[list[CachedBlock]]) -> int:
-        """The most pages of these paths, one a group, that all groups have."""
-        return findable_pages([[node.lies_somewhere for node in path] for path in paths], self.kinds, self.block_size)
 
     def _find_partial(
         self, nodes: dict[int, CachedBlock | None], tokens: NDArray[np.int32], salt: Salt

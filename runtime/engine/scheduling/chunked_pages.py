@@ -17,14 +17,12 @@ class ChunkedPages:
     """The pages of running sequences in those groups of a pool whose kind is not whole (``CacheKind``).
 
     groups    those groups, without states
-    states    those that have states
     shortest  a group whose tables are never longer than those of others
     page_tokens  tokens of a page of that group; without bound if all groups have states
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.states = pool.states
         self.groups = [group for group, kind in enumerate(pool.kinds) if not kind.is_whole and kind.follows_tokens]
         self.shortest = self.groups[0] if self.groups else 0
         self.page_tokens = pool.block_size if pool.kinds[self.shortest].follows_tokens else sys.maxsize
@@ -59,32 +57,30 @@ class ChunkedPages:
     def let_states_go(self, sequence: Sequence) -> bool:
         """Release the page that the next chunk would overwrite, if others may find its content. Returns whether the
         sequence lacks a page for its next state."""
-        lacks = False
-        for group in self.states:
+        for group in self.pool.states:
             ids = sequence.blocks[group]
             if len(ids) == 2 and self.pool.is_recorded(ids[1]):
                 self.pool.release([ids.pop()])
                 sequence.state_ends = (sequence.state_ends[0], NO_STATE)
-            lacks = lacks or len(ids) < 2
-        return lacks
+        return any(len(sequence.blocks[group]) < 2 for group in self.pool.states)
 
     def turn_states(self, chunk: Chunk) -> None:
         """From now on the sequence's last state is the one after this chunk, unless it is already."""
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         if sequence.state_ends[0] != end:
             sequence.state_ends = (end, chunk.start)
-            for group in self.states:
+            for group in self.pool.states:
                 sequence.blocks[group].reverse()
 
     def tables_after(self, sequence: Sequence, num_tokens: int, *, has_states: bool = True) -> list[list[int]]:
         """A sequence's blocks as far as they are to be recorded after its first ``num_tokens``: of states the one after
         exactly these, or none."""
-        if not self.states:
+        if not self.pool.states:
             return sequence.blocks
         tables = list(sequence.blocks)
         is_there = has_states and num_tokens > 0 and num_tokens in sequence.state_ends
         place = sequence.state_ends.index(num_tokens) if is_there else 2
-        for group in self.states:
+        for group in self.pool.states:
             tables[group] = tables[group][place : place + 1]
         return tables
 
@@ -98,7 +94,7 @@ class ChunkedPages:
         return [
             block_id
             for sequence in running
-            for group in (*self.groups, *self.states)
+            for group in (*self.groups, *self.pool.states)
             for block_id in sequence.blocks[group][sequence.first_pages[group] :]
         ]
 

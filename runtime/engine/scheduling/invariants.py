@@ -131,8 +131,9 @@ def _check_pages(sequence: Sequence, pool: BlockPool) -> None:
     """Assert that a running sequence has every page that it may still need."""
     size = pool.block_size
     longest = max((len(ids) for ids, kind in zip(sequence.blocks, pool.kinds) if kind.follows_tokens), default=0)
-    chunk_ends = sequence.state_ends[0] if pool.states else sequence.num_computed
-    assert chunk_ends == sequence.num_computed, "the last state is not after the computed tokens"
+    assert not pool.states or sequence.state_ends[0] == sequence.num_computed, (
+        "the last state is not after the computed tokens"
+    )
     assert len(sequence.blocks) == len(sequence.first_pages) == len(pool.kinds), "a group is missing"
     for ids, first, kind in zip(sequence.blocks, sequence.first_pages, pool.kinds):
         if not kind.follows_tokens:

@@ -43,8 +43,7 @@ class PagedSidePass:
         self._limits = limits
         spec, size = model.kv_cache_spec(limits.block_size), limits.block_size
         num_blocks = [-(-length // size) for length in lengths]
-        num_groups = len(spec.group_kinds)
-        self._tables = BlockTables(num_groups, len(lengths), limits.table_width(max(lengths)), size)
+        self._tables = BlockTables(len(spec.group_kinds), len(lengths), limits.table_width(max(lengths)), size)
         self._rows = np.arange(len(lengths))
         switch = limits.longrope_threshold
         self._rotary_offsets = np.array([switch if switch and length > switch else 0 for length in lengths], np.int64)

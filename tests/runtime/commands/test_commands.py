@@ -27,6 +27,7 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import CacheGroupInfo, EngineInfo
 from runtime.errors import InvalidArgumentError
+from runtime.kv.kinds import FULL, Window
 from tests.runtime.commands.running import ROOT, invoke, needs_stories, run
 
 
@@ -171,7 +172,11 @@ GEMMA_3_1B = EngineInfo(
     num_blocks=7100,
     kv_cache_bytes=7100 * 4 * LAYER,
     weight_bytes=1,
-    cache_groups=(CacheGroupInfo(None, 4, 0), *[CacheGroupInfo(512, 4, 0)] * 4, *[CacheGroupInfo(512, 3, 1)] * 2),
+    cache_groups=(
+        CacheGroupInfo(FULL, 4, 0),
+        *[CacheGroupInfo(Window(512), 4, 0)] * 4,
+        *[CacheGroupInfo(Window(512), 3, 1)] * 2,
+    ),
 )
 
 
@@ -194,7 +199,7 @@ def test_a_sequence_holds_its_windows_and_while_it_is_computed_a_step_besides() 
 
 
 def test_layers_that_are_alike_are_as_ever() -> None:
-    report = memory(msgspec.structs.replace(GEMMA_3_1B, cache_groups=(CacheGroupInfo(None, 4, 0),)))
+    report = memory(msgspec.structs.replace(GEMMA_3_1B, cache_groups=(CacheGroupInfo(FULL, 4, 0),)))
     assert report["num_tokens"] == 7100 * 16
     assert report["kv_bytes_per_token"] * report["num_tokens"] == report["kv_cache_bytes"]
     assert report["bytes_per_sequence"] == report["prompt_bytes_per_sequence"] == report["full_bytes_per_sequence"]

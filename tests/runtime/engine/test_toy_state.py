@@ -15,6 +15,9 @@ import models.families
 from models.families import known_architectures
 from models.registry import load_model
 from runtime.commands.info_report import as_text, memory
+from runtime.engine.config import EngineConfig
+from runtime.engine.errors import RequestError
+from runtime.engine.make_engine import draft_model
 from runtime.engine.steps.inputs import Shape
 from runtime.kv.kinds import FULL, State
 from tests.models.driver import logits_of
@@ -90,6 +93,17 @@ def test_a_recording_has_both_entries_of_a_state(folder: Path) -> None:
     shape = Shape(1, 1, 1, 1, limits.block_size, None)
     sizes = {name: size for name, _, size in shape.arrays(len(limits.cache_kinds), limits)}
     assert sizes["block_tables"] == (len(limits.cache_kinds), 1, 2)
+
+
+def test_nobody_proposes_tokens_to_states(folder: Path) -> None:
+    """What names a proposer, or is one, is refused; requests' own predictions are not tried."""
+    with pytest.raises(RequestError, match="speculation is 'ngram': no draft token can be taken back from the states"):
+        build(folder, **EAGER, speculation="ngram")
+    target: Any = None  # is not looked at
+    config = EngineConfig(device="cpu", load_format="dummy", speculation=f"draft:{folder}")
+    with pytest.raises(RequestError, match="no draft token can be taken back from the states"):
+        draft_model(config, target, folder, declares=True)
+    assert build(folder, **EAGER, num_blocks=100).speculator is None
 
 
 def test_few_files_know_of_states() -> None:

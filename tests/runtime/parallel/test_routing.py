@@ -26,7 +26,7 @@ SIZE = 4
 
 
 def info(*windows: int | None, longrope_threshold: int | None = None) -> EngineInfo:
-    groups = tuple(CacheGroupInfo(window, 1, 0) for window in windows or (None,))
+    groups = tuple(CacheGroupInfo(kind_of_window(window), 1, 0) for window in windows or (None,))
     return EngineInfo(
         model_name="", model_path="", architecture="", device="cpu", dtype="float32", vocab_size=1000,
         eos_token_ids=(), max_model_len=1000, max_num_seqs=8, max_num_batched_tokens=64, max_waiting=8,
