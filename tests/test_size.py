@@ -30,7 +30,7 @@ MOST_LINES = {
     "runtime/bench": 8_351,
     "runtime": 2_761,
     "models": 13_235,
-    "server": 17_255,
+    "server": 17_257,
     "tokenizer": 5_538,
     "tools": 14_595,
 }
@@ -47,7 +47,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 47_149
+MOST_WORDS = 47_166
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -97,6 +97,8 @@ async def get_server_info(request: Request) -> Response:
     engine = msgspec.to_builtins(service.client.info)
     for name in ("model_path", "type"):
         engine.pop(name, None)
+    for told, group in zip(engine["cache_groups"], service.client.info.cache_groups, strict=True):
+        told["window"] = group.window
     server = {name: value for name, value in asdict(service.config).items() if name not in _NOT_TOLD}
     return JsonAnswer(ServerInfo(release(), list(service.model_names), engine, server))
 

@@ -134,6 +134,8 @@ def test_load_ping_and_settings(fake_engine: FakeEngineClient, tokenizer: Tokeni
         info = served.http.get("/server_info", headers=headers)
         assert info.json()["models"] == ["fake-model"]
         assert info.json()["engine"]["max_model_len"] == fake_engine.info.max_model_len
+        (group,) = info.json()["engine"]["cache_groups"]
+        assert group["window"] is None
         assert info.json()["server"]["max_body_bytes"] == config.max_body_bytes
         assert "secret" not in info.text
         assert not {"api_keys", "log_file", "model_path"} & {*info.json()["server"], *info.json()["engine"]}
