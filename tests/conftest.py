@@ -61,7 +61,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 1_000)  # compilers make millions of objects that live for seconds
     gc.enable()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from numba_kernels.numba_patches.patching import without_collection
 from runtime.device import gpu as gpu_module
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelList
@@ -112,14 +113,17 @@ PER_STEP = {
 
 
 def calls_of_steps(engine: Engine, gpu: Gpu, calls: Counter[str], num_steps: int) -> list[dict[str, int]]:
-    """What the driver is asked in each of the next steps; nothing is allocated in any."""
+    """What the driver is asked in each of the next steps; nothing is allocated in any. What earlier tests left is
+    freed before them."""
     found = []
+    gc.collect()
     before = gpu.allocator.statistics
     pinned = gpu.pinned.reserved_bytes
-    for _ in range(num_steps):
-        calls.clear()
-        engine.step()
-        found.append(dict(calls))
+    with without_collection():
+        for _ in range(num_steps):
+            calls.clear()
+            engine.step()
+            found.append(dict(calls))
     assert gpu.allocator.statistics == before, "a step allocates"
     assert gpu.pinned.reserved_bytes == pinned
     return found
