@@ -58,7 +58,8 @@ class SamplingArrays(_Numbers):  # type: ignore[misc]
     @classmethod
     def neutral(cls, num_rows: int) -> SamplingArrays:
         """Greedy rows with every other parameter off, for the caller to fill in."""
-        zeros = {name: np.zeros(num_rows if size == "n" else 0, dtype) for name, dtype, size in SAMPLING_FIELDS}
+        others = SAMPLING_FIELDS[len(COLUMNS) :]
+        zeros = {name: np.zeros(num_rows if size == "n" else 0, dtype) for name, dtype, size in others}
         numbers = {name: np.full(num_rows, column.neutral, column.dtype) for name, column in COLUMNS.items()}
         return cls(**{**zeros, **numbers})
 
