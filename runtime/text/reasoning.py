@@ -29,12 +29,12 @@ ReasoningStart = Literal["may_open", "open", "closed"]
 
 
 def reasoning_start(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> ReasoningStart:
-    """The state by the answer's turn in the prompt: the text after the last special token.
+    """The state by the answer's turn in the prompt: the text after the last special token that is no tag of reasoning.
 
     If no special token marks the turns, only the prompt's last characters count, since earlier ones may belong to other
     speakers.
     """
-    special = tokenizer.all_special_ids
+    special = tokenizer.all_special_ids.difference(tokenizer.token_to_id(tag) for tag in TAGS)
     begin = len(prompt_token_ids)
     while begin and prompt_token_ids[begin - 1] not in special:
         begin -= 1

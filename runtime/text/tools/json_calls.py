@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from runtime.text.tools.json_scanner import as_json
-from runtime.text.tools.literals import python_call
+from runtime.text.tools.literals import python_call, python_list
 from runtime.text.tools.reader import MAX_NAME_LENGTH, AnswerReader, Reader, Reading
 
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -22,6 +22,22 @@ def json_objects(openings: tuple[str, ...], closings: tuple[str, ...] = ()) -> R
     def read(answer: AnswerReader) -> Reading[None]:
         while (yield from answer.content_until(openings)) is not None:
             if (yield from _objects(answer, closings)):
+                yield from answer.close(*closings)
+
+    return read
+
+
+def json_or_python(openings: tuple[str, ...], closings: tuple[str, ...]) -> Reader:
+    """Between two tags a list of calls in Python's notation, or objects as in `json_objects`."""
+
+    def read(answer: AnswerReader) -> Reading[None]:
+        while (yield from answer.content_until(openings)) is not None:
+            first = yield from answer.next_character()
+            start, num_calls = answer.at, answer.num_begun
+            if not (yield from _objects(answer, closings)) and first == "[":
+                answer.at = start
+                yield from python_list(answer)
+            if answer.num_begun > num_calls:
                 yield from answer.close(*closings)
 
     return read

@@ -198,11 +198,11 @@ def python_calls(openings: tuple[str, ...], closings: tuple[str, ...]) -> Reader
 
     def read(answer: AnswerReader) -> Reading[None]:
         if (yield from answer.next_character()) == "[":
-            yield from _python_list(answer)
+            yield from python_list(answer)
         while (yield from answer.content_until(openings)) is not None:
             num_calls = answer.num_begun
             if (yield from answer.next_character()) == "[":
-                yield from _python_list(answer)
+                yield from python_list(answer)
             else:
                 while (yield from python_call(answer)):
                     answer.end_call()
@@ -213,7 +213,8 @@ def python_calls(openings: tuple[str, ...], closings: tuple[str, ...]) -> Reader
     return read
 
 
-def _python_list(answer: AnswerReader) -> Reading[None]:
+def python_list(answer: AnswerReader) -> Reading[None]:
+    """Reads "[f(a=1), g()]", whose bracket is the next character."""
     answer.at += 1
     first: str | None = ","
     while first == ",":

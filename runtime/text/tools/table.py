@@ -18,6 +18,7 @@ from runtime.text.tools.json_calls import (
     bare_json_objects,
     fenced_objects,
     json_objects,
+    json_or_python,
     lines_of_names,
     named_objects,
 )
@@ -269,6 +270,24 @@ PYTHONIC = Notation(
 )
 """Gemma 3's and Llama 4's."""
 
+LFM2 = Notation(
+    "lfm2",
+    json_or_python(("<|tool_call_start|>",), ("<|tool_call_end|>",)),
+    CallForm("NAME(", ")", before="<|tool_call_start|>[", between=", ", after="]<|tool_call_end|>", arguments="python"),
+    markers=("<|tool_call_start|>", "<|tool_call_end|>"),
+    is_in=_has("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
+)
+"""LFM2 and LFM2.5, whose templates may show only how the tools are listed."""
+
+NEMOTRON = Notation(
+    "nemotron_json",
+    json_objects(("<TOOLCALL>",), ("</TOOLCALL>",)),
+    CallForm(_OBJECT, "}", before="<TOOLCALL>[", between=", ", after="]</TOOLCALL>"),
+    markers=("<TOOLCALL>", "</TOOLCALL>"),
+    is_in=_has("<TOOLCALL>"),
+)
+"""Nemotron before 3; Nemotron 3 writes Qwen3-Coder's."""
+
 GEMMA4 = Notation(
     "gemma4",
     gemma_calls("<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -295,6 +314,8 @@ NOTATIONS = (
     PHI4,
     GRANITE,
     LLAMA3,
+    LFM2,
+    NEMOTRON,
     PYTHONIC,
     HERMES,
     GLM4,

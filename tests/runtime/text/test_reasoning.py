@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from runtime.text.reasoning import ReasoningParser, ReasoningStart, reasoning_start
 from tests.runtime.text.answers import Message, cut, parse, texts
-from tests.runtime.text.tokenizers import SPECIAL, byte_level_tokenizer
+from tests.runtime.text.tokenizers import SPECIAL, byte_level_tokenizer, with_special
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,6 @@ def test_nothing_waits_that_need_not() -> None:
 def test_the_prompt_tells_how_the_answer_begins(prompt: str, start: ReasoningStart) -> None:
     tokenizer = byte_level_tokenizer()
     assert reasoning_start(tokenizer, tokenizer.encode(prompt, add_special_tokens=False)) == start
+    if SPECIAL in prompt:  # tags may be special tokens, too, as Nemotron 3's
+        tokenizer = with_special(SPECIAL, "<think>", "</think>")
+        assert reasoning_start(tokenizer, tokenizer.encode(prompt, add_special_tokens=False)) == start

@@ -32,9 +32,11 @@ from runtime.text.tools.table import (
     GRANITE,
     HERMES,
     JSON,
+    LFM2,
     LLAMA3,
     MISTRAL,
     MISTRAL_V11,
+    NEMOTRON,
     NOTATIONS,
     PHI4,
     PYTHONIC,
@@ -219,6 +221,19 @@ READ: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
     ),
     (PYTHONIC, "[f(x=g())]", "[f(x=g())]", []),
     (PYTHONIC, "[1, 2]", "[1, 2]", []),
+    # LFM2: Python's notation between its tags, or JSON if the system message asks for that
+    (LFM2, "Sure.<|tool_call_start|>[get_weather(city='Rome', days=2), now.utc-0()]<|tool_call_end|>", "Sure.", BOTH),
+    (
+        LFM2,
+        f'<|tool_call_start|>[{{"name": "get_weather", "arguments": {IN_ROME}}}]<|tool_call_end|>Wait.',
+        "Wait.",
+        ROME,
+    ),
+    (LFM2, '<|tool_call_start|>[f(a={"b": [true, null]})]<|tool_call_end|>', "", [("f", {"a": {"b": [True, None]}})]),
+    (LFM2, "<|tool_call_start|>[1, 2]<|tool_call_end|>", "<|tool_call_start|>[1, 2]<|tool_call_end|>", []),
+    (LFM2, "[get_weather(city='Rome', days=2)]", "[get_weather(city='Rome', days=2)]", []),
+    # Nemotron Nano 2
+    (NEMOTRON, f'<TOOLCALL>[{{"name": "get_weather", "arguments": {IN_ROME}}}]</TOOLCALL>', "", ROME),
     # Gemma 4
     (GEMMA4, '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>', "", ROME),
     (
