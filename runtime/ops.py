@@ -30,15 +30,16 @@ from runtime.linear.weight import LinearWeight, prepare_linear
 from runtime.rope_table import RopeTable
 from runtime.routing import Routing, RoutingRule
 from runtime.sampling_arrays import SAMPLING_FIELDS, Int32Array, SampledTokens, SamplingArrays, TopLogprobs
+from runtime.state_ops import delta_rule, mamba, short_conv
 from runtime.tensor import arithmetic
 from runtime.tensor.tensor import Tensor, operation
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "clamp",
-    "distributions", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu", "keep_proposals",
-    "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
-    "log_softmax_topk", "logits_linear", "normed_route", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route",
-    "sample", "sample_into", "silu", "take_decode_inputs", "xielu",
+    "delta_rule", "distributions", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu",
+    "keep_proposals", "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
+    "log_softmax_topk", "logits_linear", "mamba", "normed_route", "place", "prepare_linear", "qkv_prepare",
+    "rms_norm", "route", "sample", "sample_into", "short_conv", "silu", "take_decode_inputs", "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]

@@ -28,6 +28,9 @@ from runtime.backends.cpu_attention import qkv_prepare as qkv_prepare
 from runtime.backends.cpu_sampling import log_softmax_topk as log_softmax_topk
 from runtime.backends.cpu_sampling import sample as sample
 from runtime.backends.cpu_sampling import sample_into as sample_into
+from runtime.backends.cpu_state import delta_rule as delta_rule
+from runtime.backends.cpu_state import mamba as mamba
+from runtime.backends.cpu_state import short_conv as short_conv
 from runtime.backends.cpu_threads import MAX_WORKERS as MAX_WORKERS
 from runtime.backends.cpu_threads import new, new_int32, num_workers, share_among
 from runtime.backends.cpu_threads import set_num_workers as set_num_workers

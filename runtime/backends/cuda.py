@@ -35,6 +35,7 @@ from runtime.backends.cuda_linear import (
     rms_norm,
 )
 from runtime.backends.cuda_sampling import log_softmax_topk, sample, sample_into
+from runtime.backends.cuda_state import delta_rule, mamba, short_conv
 from runtime.backends.cuda_tensor import alignment, id_flag, remembered, upload, zeros
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
@@ -45,11 +46,11 @@ from runtime.tensor.tensor import Tensor
 
 __all__ = [
     "ACTIVATIONS", "GLU_ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
-    "add_embedding", "add_partials", "add_scaled", "attention", "deferred_norm", "elementwise", "embedding",
-    "expert_linear", "experts", "gather_rows", "glu", "join_columns", "latent_attention", "latent_prepare",
-    "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "matmul", "normed_route",
-    "page_shape", "qkv_prepare", "reduce", "rms_norm", "route", "sample", "sample_into", "scale_logits",
-    "take_decode_inputs", "write_elementwise",
+    "add_embedding", "add_partials", "add_scaled", "attention", "deferred_norm", "delta_rule", "elementwise",
+    "embedding", "expert_linear", "experts", "gather_rows", "glu", "join_columns", "latent_attention",
+    "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "mamba",
+    "matmul", "normed_route", "page_shape", "qkv_prepare", "reduce", "rms_norm", "route", "sample", "sample_into",
+    "scale_logits", "short_conv", "take_decode_inputs", "write_elementwise",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)

@@ -16,6 +16,8 @@ the key of all query heads, and whose last ``num_values`` numbers are their valu
 
 - ``[num_blocks, 1, block_size, width rounded up]``, to 16 on the cpu, to 8 on a GPU
 
+State pages (`Recurrent`) hold what follows from a number of tokens, however many a page of tokens has.
+
 On a GPU, real or emulated, keys and values are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``, of
 bytes to 16: one head's part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
 """
@@ -26,7 +28,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from runtime.dtype import PAGES, STORED, DType, float32
+from runtime.dtype import PAGES, STORED, DType, bfloat16, float32, int32
 from runtime.errors import InvalidArgumentError
 
 _CPU_VALUE_ROW_MULTIPLE = 16  # float32 lanes of the widest vector: V rows are whole vectors
@@ -95,6 +97,59 @@ class Latent:
         _check(dtype, STORED)
         multiple = _CPU_VALUE_ROW_MULTIPLE if is_cpu else _GPU_ROW_MULTIPLE
         return (Plane("latent", (1, block_size, _round_up(self.width, multiple)), dtype),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrent:
+    """The recurrent state of a layer after some tokens, and what it needs to take ``pending`` more.
+
+    Planes: ``length [1]`` int32, L, the tokens that the state covers; ``inputs [taps - 1 + pending, channels]``, the
+    convolution's inputs, of the L-th token in row ``taps - 2``, zeros before the sequence's start, and those of pending
+    tokens after it; ``gates [pending, gates]``, what else pending tokens need; ``state``, ``[heads, rows, columns]`` on
+    the cpu, ``[heads, columns, rows]`` on a GPU. Without pending tokens, gates or heads their planes are absent.
+
+    Attributes:
+        channels, taps: of the convolution.
+        gates: numbers of a pending token besides its inputs.
+        heads, rows, columns: of the state.
+        activations: the type of inputs and gates on a GPU; on the cpu they are float32.
+        state_dtype: float32 or bfloat16.
+        pending: the most draft tokens of a step.
+
+    Raises InvalidArgumentError for a size that cannot be.
+    """
+
+    channels: int
+    taps: int
+    gates: int = 0
+    heads: int = 0
+    rows: int = 0
+    columns: int = 0
+    activations: DType = float32
+    state_dtype: DType = float32
+    pending: int = 0
+
+    def __post_init__(self) -> None:
+        of_state = 1 if self.heads else 0
+        least = {"channels": 1, "taps": 2, "gates": 0, "heads": 0, "rows": of_state, "columns": of_state, "pending": 0}
+        for name, limit in least.items():
+            if (value := getattr(self, name)) < limit:
+                raise InvalidArgumentError(f"KVCacheSpec: {name} is {value}, must be at least {limit}", param=name)
+        if self.state_dtype not in (float32, bfloat16):
+            raise InvalidArgumentError(
+                f"KVCacheSpec: state_dtype is {self.state_dtype.name}, must be float32 or bfloat16", param="state_dtype"
+            )
+
+    def planes(self, block_size: int, dtype: DType, is_cpu: bool) -> tuple[Plane, ...]:
+        """See `PageForm`; neither argument about pages of tokens matters."""
+        given = float32 if is_cpu else self.activations
+        planes = [Plane("length", (1,), int32), Plane("inputs", (self.taps - 1 + self.pending, self.channels), given)]
+        if self.pending and self.gates:
+            planes.append(Plane("gates", (self.pending, self.gates), given))
+        if self.heads:
+            sizes = (self.rows, self.columns) if is_cpu else (self.columns, self.rows)
+            planes.append(Plane("state", (self.heads, *sizes), self.state_dtype))
+        return tuple(planes)
 
 
 def _check(dtype: DType, known: dict[DType, str]) -> None:

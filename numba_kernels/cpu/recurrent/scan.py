@@ -1,0 +1,248 @@
+"""The recurrence of a gated delta rule and of Mamba-2, token by token, and the gated norm of its outputs.
+
+For each value head, with decay e, step size b, key k, query q and value v of a token, and a state S ``[keys, values]``:
+
+    d = b (v - e S^T k)   (mamba: d = b v)      o = e S^T q + d (k . q)      S = e S + k d^T
+
+Columns of S are independent. A work item has some columns of one head for all tokens of a sequence, BLOCK at a time, so
+that they stay in the first-level cache; one pass over the rows adds ``k d^T`` of the token before and sums up ``S^T k``
+and ``S^T q`` of this one. Each lane adds from the first row to the last, whatever the chunk, the processor or the
+number of threads. A state of bfloat16 is rounded after each token.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import llvmlite.ir as ir
+import numpy as np
+from numba import carray, njit
+from numba.core import cgutils, types
+
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.emitted import LITERAL, emitted
+from numba_kernels.cpu.intrinsics.scalars import exp_f32, load_f32, store_f32
+from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
+from numba_kernels.cpu.recurrent.convolution import CHUNK_FIELDS, chunk_end, chunk_of, covered, written_page
+from numba_kernels.cpu.recurrent.prepare import inner_product
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at
+from numba_kernels.cpu.target import LANES
+
+BLOCK = 32  # columns that are read together
+_VECTORS = BLOCK // LANES
+_ROW = BLOCK * 4
+
+FIELDS = Fields(
+    CHUNK_FIELDS
+    + "*prepared *factors *state *skip *out key_heads value_heads key_dim value_dim q_first k_first v_first "
+    "tiled blocks_a_work_item"
+)
+NORM_FIELDS = Fields("*x *gate *weight *out num_rows width stride groups weight_step tokens_a_work_item sigmoid", "eps")
+
+
+def _rounded(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Rounded to the nearest bfloat16; a NaN stays one."""
+    kind = simd.vector(I32)
+    number = functools.partial(simd.splat_constant, I32)
+    bits = builder.bitcast(value, kind)
+    last = builder.and_(builder.lshr(bits, number(16)), number(1))
+    nearest = builder.and_(builder.add(builder.add(bits, number(0x7FFF)), last), number(-65536))
+    quiet = builder.or_(bits, number(0x00400000))
+    return builder.bitcast(builder.select(builder.fcmp_unordered("uno", value, value), quiet, nearest), value.type)
+
+
+@emitted(types.void, *[LITERAL] * 4, *[types.intp] * 11, *[types.float32] * 4)
+def scan_tile(
+    builder, updates, reads, has_delta, rounds, source, source_stride, target, target_stride, rows, last_k, delta, k, q,
+    v, out, last_decay, decay, step, product,
+):  # fmt: skip
+    """A pass over BLOCK columns of ``rows`` rows of a state, all addresses; strides in bytes.
+
+    With ``updates``, rows become ``last_decay * row + last_k * delta`` and go to ``target``, rounded to bfloat16 with
+    ``rounds``. With ``reads``, the token's own ``delta [BLOCK]`` and ``out [BLOCK]`` follow from them."""
+
+    def vectors(at):
+        return [
+            simd.load(builder, simd.offset(builder, at, 64 * each), simd.vector(F32), 4) for each in range(_VECTORS)
+        ]
+
+    def scalar(at, row):
+        return simd.splat(builder, simd.load(builder, builder.add(at, builder.mul(row, ir.Constant(I64, 4))), F32, 4))
+
+    added = vectors(delta) if updates else []
+    sums = [cgutils.alloca_once(builder, simd.vector(F32)) for _ in range(2 * _VECTORS)]
+    for each in sums if reads else []:
+        builder.store(simd.splat_constant(F32, 0.0), each)
+    last = simd.splat(builder, last_decay)
+    with cgutils.for_range(builder, rows, intp=I64) as loop:
+        row = loop.index
+        state = vectors(builder.add(source, builder.mul(row, source_stride)))
+        if updates:
+            factor, at = scalar(last_k, row), builder.add(target, builder.mul(row, target_stride))
+            state = [simd.fma(builder, factor, d, builder.fmul(last, s)) for d, s in zip(added, state)]
+            if rounds:
+                state = [_rounded(builder, each) for each in state]
+            for number, each in enumerate(state):
+                simd.store(builder, each, simd.offset(builder, at, 64 * number))
+        if reads:
+            for first, given in ((0, k), (_VECTORS, q)) if has_delta else ((_VECTORS, q),):
+                factor = scalar(given, row)
+                for register, each in zip(sums[first : first + _VECTORS], state):
+                    builder.store(simd.fma(builder, factor, each, builder.load(register)), register)
+    if reads:
+        now, size, both = simd.splat(builder, decay), simd.splat(builder, step), simd.splat(builder, product)
+        for number, value in enumerate(vectors(v)):
+            if has_delta:
+                value = builder.fsub(value, builder.fmul(now, builder.load(sums[number])))
+            value = builder.fmul(size, value)
+            result = simd.fma(builder, value, both, builder.fmul(now, builder.load(sums[_VECTORS + number])))
+            simd.store(builder, value, simd.offset(builder, delta, 64 * number))
+            simd.store(builder, result, simd.offset(builder, out, 64 * number))
+
+
+@njit(nogil=True)
+def _load(stored, state, stride, columns, block):
+    """``block [rows, BLOCK]`` = columns of a page's state; the rest are zeros."""
+    for row in range(block.shape[0]):
+        for i in range(columns):
+            block[row, i] = load_f32(stored, state, row * stride + i)
+        for i in range(columns, BLOCK):
+            block[row, i] = 0.0
+
+
+@njit(nogil=True)
+def _store(stored, state, stride, columns, block):
+    for row in range(block.shape[0]):
+        for i in range(columns):
+            store_f32(stored, state, row * stride + i, block[row, i])
+
+
+@functools.cache
+def scan_kernel(is_delta: bool, stored: type) -> Kernel:
+    """``out [T, value_heads * value_dim]``, not yet normalised, and the states of the pages that are written. A work
+    item is ``blocks_a_work_item`` blocks of columns of one head of a sequence."""
+    itemsize = np.dtype(stored).itemsize
+    is_plain, has_delta, rounds = stored is np.float32, int(is_delta), int(stored is not np.float32)
+
+    def scan(arguments, work_item):
+        a = carray(arguments, 1)[0]
+        key_heads, value_heads, key_dim, value_dim = a.key_heads, a.value_heads, a.key_dim, a.value_dim
+        channels, of_row = a.channels, a.key_heads + 2 * a.value_heads
+        num_blocks = (value_dim + BLOCK - 1) // BLOCK
+        shares = (num_blocks + a.blocks_a_work_item - 1) // a.blocks_a_work_item
+        share, rest = work_item % shares, work_item // shares
+        head, seq = rest % value_heads, rest // value_heads
+        key_head = head % key_heads if a.tiled != 0 else head // (value_heads // key_heads)
+        start, n, p, page, length, status = chunk_of(a, seq)
+        if status != 0:
+            a.status = status
+            return
+        if n == 0:
+            for token in range(start, chunk_end(a, seq)):
+                float32_at(a.out + (token * value_heads + head) * value_dim * 4, value_dim)[:] = 0.0
+            return
+        replayed = p - length if p > 0 else 0
+        total = replayed + n
+        kept = replayed + covered(n, p, a.pending) - p
+        block, zeros = np.empty((key_dim, BLOCK), np.float32), np.zeros(BLOCK, np.float32)
+        delta, value, result = np.empty(BLOCK, np.float32), zeros, np.empty(BLOCK, np.float32)
+        block_at, delta_at, result_at = address(block), address(delta), address(result)
+        of_head, stride = key_dim * value_dim * itemsize, value_dim
+        read = a.state + (page * value_heads + head) * of_head
+        written = a.state + (written_page(a, seq) * value_heads + head) * of_head
+        for number in range(share * a.blocks_a_work_item, min(num_blocks, (share + 1) * a.blocks_a_work_item)):
+            column = number * BLOCK
+            columns = min(BLOCK, value_dim - column)
+            source, source_stride = block_at, np.int64(_ROW)
+            if p == 0:
+                for row in range(key_dim):
+                    for i in range(BLOCK):
+                        block[row, i] = 0.0
+            elif is_plain and columns == BLOCK:
+                source, source_stride = read + column * 4, stride * 4
+            else:
+                _load(stored, read + column * itemsize, stride, columns, block)
+            last_k, last_decay = np.int64(0), np.float32(0.0)
+            for t in range(total):
+                row = a.num_tokens + seq * a.pending + t if t < replayed else start + t - replayed
+                prepared = a.prepared + row * channels * 4
+                factors = float32_at(a.factors + row * of_row * 4, of_row)
+                k = prepared + (a.k_first + key_head * key_dim) * 4
+                q = prepared + (a.q_first + key_head * key_dim) * 4
+                v = prepared + (a.v_first + head * value_dim + column) * 4
+                if columns < BLOCK:
+                    for i in range(columns):
+                        value[i] = float32_at(v, columns)[i]
+                    v = address(value)
+                decay, step = factors[key_heads + head], factors[key_heads + value_heads + head]
+                product = factors[key_head]
+                if t == 0:
+                    scan_tile(
+                        0, 1, has_delta, rounds, source, source_stride, 0, 0, key_dim, 0, delta_at, k, q, v, result_at,
+                        last_decay, decay, step, product,
+                    )  # fmt: skip
+                else:
+                    scan_tile(
+                        1, 1, has_delta, rounds, source, source_stride, block_at, _ROW, key_dim, last_k, delta_at, k, q,
+                        v, result_at, last_decay, decay, step, product,
+                    )  # fmt: skip
+                    source, source_stride = block_at, np.int64(_ROW)
+                    if t == kept:
+                        _store(stored, written + column * itemsize, stride, columns, block)
+                last_k, last_decay = k, decay
+                if t >= replayed:
+                    out = float32_at(a.out + ((row * value_heads + head) * value_dim + column) * 4, columns)
+                    given = float32_at(v, columns)
+                    if is_delta:
+                        for i in range(columns):
+                            out[i] = result[i]
+                    else:
+                        skip = float32_at(a.skip, value_heads)[head]
+                        for i in range(columns):
+                            out[i] = result[i] + skip * given[i]
+            if kept == total:
+                is_direct = is_plain and columns == BLOCK
+                scan_tile(
+                    1, 0, has_delta, rounds, source, source_stride, written + column * 4 if is_direct else block_at,
+                    stride * 4 if is_direct else _ROW, key_dim, last_k, delta_at, 0, 0, 0, 0, last_decay, last_decay,
+                    last_decay, last_decay,
+                )  # fmt: skip
+                if not is_direct:
+                    _store(stored, written + column * itemsize, stride, columns, block)
+
+    return Kernel(scan, FIELDS)
+
+
+@functools.cache
+def gated_norm_kernel(is_delta: bool) -> Kernel:
+    """``out [R, width]`` from ``x [R, width]``, in ``groups`` equal parts, and a gate in rows of ``stride``: the norm's
+    result times the gated function (delta rule), or the norm of ``x * silu(gate)`` (mamba). ``weight_step``: 0 if all
+    parts have the same weights."""
+
+    def gated_norm(arguments, work_item):
+        a = carray(arguments, 1)[0]
+        size = a.width // a.groups
+        first = work_item * a.tokens_a_work_item
+        for row in range(first, min(a.num_rows, first + a.tokens_a_work_item)):
+            for group in range(a.groups):
+                x = float32_at(a.x + (row * a.width + group * size) * 4, size)
+                gate = float32_at(a.gate + (row * a.stride + group * size) * 4, size)
+                weight = float32_at(a.weight + group * a.weight_step * 4, size)
+                out = float32_at(a.out + (row * a.width + group * size) * 4, size)
+                if not is_delta:
+                    for i in range(size):
+                        out[i] = x[i] * (gate[i] / (np.float32(1.0) + exp_f32(-gate[i])))
+                    x = out
+                scale = np.float32(1.0 / math.sqrt(inner_product(x, x) / size + a.eps))
+                if not is_delta:
+                    for i in range(size):
+                        out[i] = x[i] * scale * weight[i]
+                elif a.sigmoid != 0:
+                    for i in range(size):
+                        out[i] = x[i] * scale * weight[i] / (np.float32(1.0) + exp_f32(-gate[i]))
+                else:
+                    for i in range(size):
+                        out[i] = x[i] * scale * weight[i] * (gate[i] / (np.float32(1.0) + exp_f32(-gate[i])))
+
+    return Kernel(gated_norm, NORM_FIELDS)
