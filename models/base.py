@@ -18,7 +18,9 @@ from runtime.batch import Batch
 from runtime.communicator import begins_here, ends_here
 from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
-from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.kv.cache import KVCache, KVCacheSpec, LayerCache
+from runtime.kv.forms import PageForm
+from runtime.kv.kinds import State
 from runtime.linear.linear import Linear
 from runtime.tensor.tensor import Tensor
 
@@ -157,6 +159,10 @@ class Model(ABC):
             skipped |= found
         return tuple(self.dtype if layer in skipped else dtype for layer in range(count)) if skipped else ()
 
+    def state_form(self, index: int) -> PageForm | None:
+        """The form of a layer's recurrent state; None for a layer with keys and values."""
+        return None
+
     def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
         """The KV cache in pages of `block_size` tokens; `dtype` None means the user's choice, or else the weights'
         type."""
@@ -172,6 +178,12 @@ class Model(ABC):
             latent_values=self.config.latent_values,
             own_layers=None if self.pipeline is None else self.own_layers,
         )
+        states = {index: form for index in range(self.config.num_layers) if (form := self.state_form(index))}
+        if states:
+            kept = (
+                LayerCache(states[each], State()) if each in states else own for each, own in enumerate(spec.layers)
+            )
+            spec = replace(spec, layers=tuple(kept))
         if not self.kv_skip_layers:
             return spec
         layers = tuple(each if isinstance(each, int) else each._replace(dtype=None) for each in spec.layers)

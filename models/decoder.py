@@ -26,6 +26,7 @@ from models.makers.shards import Shard
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
+from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
@@ -180,12 +181,15 @@ class Attention:
         softcap: float | None = None,
         has_sinks: bool = False,
         clip: float | None = None,
+        has_gate: bool = False,
     ) -> None:
         """`qkv` names the projections, or the one of all three, of so many `inputs` (`hidden_size` by default). They
         may be stored as one, `stack`, in which each head of keys stands between its queries and its values. `norm`:
         queries and keys are normalised by head, all heads together, by a LayerNorm of each head ("centred"), or by head
         when they are rotated; `norms` names the weights. `softcap` bounds scores. With `has_sinks` each head has one
-        more logit, `sinks`. Queries, keys and values are kept within `clip`."""
+        more logit, `sinks`. Queries, keys and values are kept within `clip`. With `has_gate` the projection of queries
+        also has a gate of each head, rows after the head's queries: results are multiplied by its sigmoid
+        (https://arxiv.org/abs/2505.06708)."""
         hidden, head_dim = config.hidden_size, config.head_dim
         q_heads, kv_heads = config.shard("num_heads"), config.shard("num_kv_heads")
         q_size, kv_size = q_heads.times(head_dim), kv_heads.times(head_dim)
@@ -195,6 +199,21 @@ class Attention:
         self.norm_eps, self.clip = config.norm_eps, clip
         if stack:
             maker.note_head_stack(stack, qkv, q_heads, kv_heads, head_dim, hidden, has_bias=config.attention_bias)
+        self.gate_proj: Linear | None = None
+        if has_gate:
+            assert not isinstance(qkv, str), "the gate stands beside queries alone"
+            queries, *others = qkv
+            parts, sizes = (f"{queries}.query", f"{queries}.gate"), (head_dim, head_dim)
+            maker.note_row_stack(queries, parts, sizes, hidden, groups=q_heads.whole, has_bias=config.attention_bias)
+            qkv = (parts[0], *others)
+            self.gate_proj = maker.linear(
+                parts[1],
+                outputs=q_size,
+                inputs=hidden,
+                has_bias=config.attention_bias,
+                split="outputs",
+                norm=input_norm,
+            )
         self.qkv_proj = maker.linear(
             qkv, outputs=(q_size, kv_size, kv_size), inputs=inputs or hidden, has_bias=config.attention_bias,
             split="outputs", norm=input_norm,
@@ -224,6 +243,8 @@ class Attention:
             q, k_cache, v_cache, batch, kv_cache.group_of(self.index), scale=self.scale, window=self.window,
             sinks=self.sinks, softcap=self.softcap, scales=scales,
         )  # fmt: skip
+        if self.gate_proj is not None:
+            attended = ops.sigmoid_gate(attended, self.gate_proj(x, batch))
         return self.o_proj(attended, batch, residual=residual)
 
     def prepare(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:

@@ -39,7 +39,8 @@ __all__ = [
     "delta_rule", "distributions", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu",
     "keep_proposals", "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
     "log_softmax_topk", "logits_linear", "mamba", "normed_route", "place", "prepare_linear", "qkv_prepare",
-    "rms_norm", "route", "sample", "sample_into", "short_conv", "silu", "take_decode_inputs", "xielu",
+    "rms_norm", "route", "sample", "sample_into", "short_conv", "sigmoid_gate", "silu",
+    "take_decode_inputs", "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -305,6 +306,14 @@ def gelu(x: Tensor, kind: Literal["erf", "tanh", "sigmoid"], *, out: Tensor | No
 def silu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``x sigmoid(x)``; ``out`` may be ``x``."""
     return _activate("silu", "silu", x, out)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """``x sigmoid(gate)`` of ``[T, H]``, rounded once."""
+    op, backend = "sigmoid_gate", _backend("sigmoid_gate", "x", x)
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
+    check(op, "gate", gate, x.device, x.dtype, x.shape)
+    return backend.sigmoid_gate(x, gate)  # type: ignore[no-any-return]
 
 
 def clamp(x: Tensor, limit: float, *, out: Tensor | None = None) -> Tensor:

@@ -78,10 +78,7 @@ class ModelConfig:
         """
         if num_ranks == 1:
             return self
-        shards = {
-            "num_heads": equal_shard(self.num_heads // num_ranks, rank, num_ranks),
-            "num_kv_heads": shard_of_heads(self.num_kv_heads, rank, num_ranks),
-        }
+        shards = self.head_shards(rank, num_ranks)
         for name in self.split_widths:
             if width := getattr(self, name):
                 shards[name] = shard_of_width(width, rank, num_ranks, exact=exact)
@@ -95,6 +92,13 @@ class ModelConfig:
             found[name] = shard
         counts: dict[str, Any] = {name: shard.count for name, shard in found.items()}
         return replace(self, shards=tuple(found.items()), **counts)
+
+    def head_shards(self, rank: int, num_ranks: int) -> dict[str, Shard | None]:
+        """A rank's share of each number of heads; None where they cannot be divided."""
+        return {
+            "num_heads": equal_shard(self.num_heads // num_ranks, rank, num_ranks),
+            "num_kv_heads": shard_of_heads(self.num_kv_heads, rank, num_ranks),
+        }
 
     def shard(self, name: str) -> Shard:
         """This rank's part of a size: all of it where there is one rank."""

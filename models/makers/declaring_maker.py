@@ -162,9 +162,20 @@ class DeclaringMaker(Maker):
         self._settles(settled_bytes, after)
         return weight
 
-    def _vector(self, name: str, size: Shard, add: float, stored: tuple[int, ...]) -> Tensor:
+    def _vector(
+        self,
+        name: str,
+        size: Shard,
+        add: float,
+        stored: tuple[int, ...],
+        change: Callable[[Array], Array] | None = None,
+    ) -> Tensor:
         self._shapes[name] = stored
         return _nothing((size.count,), float32)
+
+    def _taps(self, name: str, shares: Sequence[Shard], count: int) -> Tensor:
+        self._shapes[name] = (sum(each.whole for each in shares), 1, count)
+        return _nothing((sum(each.count for each in shares), count), float32)
 
     def _number(self, name: str, shape: tuple[int, ...]) -> float:
         self._shapes[name] = shape

@@ -138,10 +138,24 @@ class LoadingMaker(Maker):
         for name, _ in declaration.stored_shapes:
             self._source[name].release()
 
-    def _vector(self, name: str, size: Shard, add: float, stored: tuple[int, ...]) -> Tensor:
+    def _vector(
+        self,
+        name: str,
+        size: Shard,
+        add: float,
+        stored: tuple[int, ...],
+        change: Callable[[Array], Array] | None = None,
+    ) -> Tensor:
         part = slice(size.first, size.first + size.count)
         mine = self._rounded(name, (part,)) if len(stored) == 1 else self._rounded(name).reshape(-1)[part]
-        return self._keep(mine + np.float32(add), name)
+        return self._keep(mine + np.float32(add) if change is None else change(mine), name)
+
+    def _taps(self, name: str, shares: Sequence[Shard], count: int) -> Tensor:
+        rows, parts, first = self._rounded(name).reshape(-1, count), [], 0
+        for each in shares:
+            parts.append(rows[first + each.first : first + each.first + each.count])
+            first += each.whole
+        return self._keep(np.concatenate(parts), name)
 
     def _number(self, name: str, shape: tuple[int, ...]) -> float:
         return float(self._rounded(name).reshape(()))

@@ -374,10 +374,29 @@ class Maker(ABC):
         self._count(4 * made.size)
         return made
 
-    def exact_vector(self, name: str, size: int, *, stored: tuple[int, ...] | None = None) -> Tensor:
-        """The same without rounding, for vectors that decide which experts are computed."""
-        inner = self._with(options=replace(self.options, dtype=None, format=None, rounding=""))
-        return inner.vector(name, size, stored=stored)
+    def exact_vector(self, name: str, size: Width, *, stored: tuple[int, ...] | None = None) -> Tensor:
+        """The same without rounding, for vectors that decide which experts are computed, or how fast a state decays."""
+        return self._unrounded_floats().vector(name, size, stored=stored)
+
+    def decay(self, name: str, size: Width) -> Tensor:
+        """``-exp(name)``, the factors of a recurrent state's decay, `[size]` float32 without rounding."""
+        inner = self._unrounded_floats()
+        shard = inner._share(size, is_cut=isinstance(size, Shard))
+        made = inner._vector(inner._prefix + name, shard, 0.0, (shard.whole,), lambda x: -np.exp(x))
+        self._count(4 * made.size)
+        return made
+
+    def _unrounded_floats(self) -> Self:
+        return self._with(options=replace(self.options, dtype=None, format=None, rounding=""))
+
+    def taps(self, name: str, channels: Width | Sequence[Width], count: int) -> Tensor:
+        """A convolution over time, a channel by itself: `name.weight [channels, 1, count]` as float32
+        `[channels, count]`, rounded as `vector` is. Of several widths this rank has its share of each."""
+        widths = several(channels)
+        shares = [self._share(each, is_cut=isinstance(each, Shard)) for each in widths]
+        made = self._taps(f"{self._prefix}{name}.weight", shares, count)
+        self._count(4 * made.size)
+        return made
 
     def number(self, name: str, shape: tuple[int, ...] = ()) -> float:
         """The one number of `name`, which is stored in this shape, after rounding to the weights' type."""
@@ -423,7 +442,17 @@ class Maker(ABC):
         """Maps of these shapes, made by `make` from these rows of a stored matrix in floats, in its type."""
 
     @abstractmethod
-    def _vector(self, name: str, size: Shard, add: float, stored: tuple[int, ...]) -> Tensor: ...
+    def _vector(
+        self,
+        name: str,
+        size: Shard,
+        add: float,
+        stored: tuple[int, ...],
+        change: Callable[[Array], Array] | None = None,
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def _taps(self, name: str, shares: Sequence[Shard], count: int) -> Tensor: ...
 
     @abstractmethod
     def _number(self, name: str, shape: tuple[int, ...]) -> float: ...

@@ -4,6 +4,7 @@
     gelu tanh     x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
     gelu sigmoid  x sigmoid(1.702 x)
     silu          x sigmoid(x)
+    sigmoid gate  sigmoid(gate) up                            gated attention, https://arxiv.org/abs/2505.06708
     glu           f(gate) up                                  Shazeer, https://arxiv.org/abs/2002.05202
     clamped glu   g sigmoid(1.702 g) (u + 1),  g = min(gate, 7),  u = max(-7, min(up, 7))     gpt-oss
     clamp         max(-c, min(x, c))
@@ -129,7 +130,7 @@ def _xielu(builder, x, positive, negative, beta, eps):
 
 _PLAIN = {
     "silu": _silu, "gelu_sigmoid": _gelu_sigmoid, "gelu_tanh": _gelu_tanh, "gelu_erf": _gelu_erf,
-    "clamped_silu": _clamped_silu,
+    "clamped_silu": _clamped_silu, "sigmoid": _sigmoid,
 }  # fmt: skip
 _SHAPED = {"clamp": _clamp, "xielu": _xielu}  # with numbers of their own
 _FUNCTIONS = _PLAIN | _SHAPED

@@ -8,6 +8,7 @@
     xielu         x > 0: p x^2 + b x,  else: n (e^min(x, eps) - 1 - x) + b x        https://arxiv.org/abs/2411.13010
     glu           f(gate) up, out of rows [gate | up]        Shazeer, https://arxiv.org/abs/2002.05202
     add_scaled    x + scale y, rounded once
+    sigmoid_gate  x sigmoid(gate)                            https://arxiv.org/abs/2505.06708
     scale_logits  scale x, or cap tanh(scale x / cap), float32, in place            https://arxiv.org/abs/2408.00118
 
 x and out are f32, f16 or bf16; arithmetic is float32; NaN in gives NaN out. Each element is read and written once, and
@@ -235,6 +236,20 @@ def _add_scaled(dtype: str, width: int) -> Specialisation:
 
 
 @functools.cache
+def _sigmoid_gate(dtype: str, width: int) -> Specialisation:
+    """Arguments: x, gate, out addresses; accesses of `width` elements."""
+    walk = _walker(dtype, width, device_function(lambda x, gate, _: x * sigmoid(gate)), has_two=True)
+
+    @cuda.jit
+    def sigmoid_gate(x, gate, out, num_accesses):
+        walk(x, gate, out, num_accesses, float32(0))
+
+    constants = {"dtype": dtype, "width": width}
+    arguments = (types.uint64,) * 3 + (types.uint32,)
+    return Specialisation(f"sigmoid_gate_{dtype}_x{width}", sigmoid_gate, arguments, THREADS, constants=constants)
+
+
+@functools.cache
 def _scale_logits(width: int, is_capped: bool) -> Specialisation:
     """Arguments: the logits' address; accesses of `width` elements; scale; cap; -2 / cap."""
 
@@ -268,6 +283,13 @@ def plan_add_scaled(num_elements: int, dtype: str, *, alignment: int = 16) -> tu
     return Launch(_add_scaled(dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
 
 
+def plan_sigmoid_gate(num_elements: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
+    """(launch, number of accesses). Arguments: x, gate, out, number of accesses; out may be x."""
+    width = access_width(dtype, num_elements, alignment)
+    accesses = num_elements // width
+    return Launch(_sigmoid_gate(dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
+
+
 def plan_scale_logits(num_elements: int, *, is_capped: bool, alignment: int = 16) -> tuple[Launch, int]:
     """(launch, number of accesses). Arguments: logits, number of accesses, scale, cap, -2 / cap."""
     width = access_width("f32", num_elements, alignment)
@@ -286,6 +308,7 @@ def specialisations() -> Iterator[Specialisation]:
             for name in ACTIVATIONS:
                 yield _activation(name, dtype, width)
             yield _add_scaled(dtype, width)
+            yield _sigmoid_gate(dtype, width)
     for width in (1, VECTOR_WIDTH["f32"]):
         for is_capped in (False, True):
             yield _scale_logits(width, is_capped)

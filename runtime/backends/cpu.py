@@ -257,6 +257,17 @@ def glu(gate_up: Tensor, activation: str) -> Tensor:
     return result
 
 
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """See `ops.sigmoid_gate`."""
+    (rows, width), result = x.shape, new(x.shape)
+    work_items, workers, rows_a_work_item = share_among(rows, width * 8)
+    _activation.activation_kernel("sigmoid")(
+        work_items, workers, gate.address, x.address, result.address, rows, width, width, width, rows_a_work_item,
+        0.0, 0.0, 0.0, 0.0,
+    )  # fmt: skip
+    return result
+
+
 def linear_glu(x: Tensor, weight: PanelWeight | JoinedWeight, activation: str) -> Tensor:
     """``glu(linear(x, weight), activation)``."""
     return glu(linear(x, weight, None, None, float32), activation)

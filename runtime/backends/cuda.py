@@ -50,7 +50,7 @@ __all__ = [
     "embedding", "expert_linear", "experts", "gather_rows", "glu", "join_columns", "latent_attention",
     "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "mamba",
     "matmul", "normed_route", "page_shape", "qkv_prepare", "reduce", "rms_norm", "route", "sample", "sample_into",
-    "scale_logits", "short_conv", "take_decode_inputs", "write_elementwise",
+    "scale_logits", "short_conv", "sigmoid_gate", "take_decode_inputs", "write_elementwise",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)
@@ -65,6 +65,7 @@ _plan_layer_norm = remembered(_norm.plan_layer_norm)
 _plan_qkv_prepare = remembered(_qkv.plan_qkv_prepare)
 _plan_row_scales = remembered(_qkv.plan_row_scales)
 _plan_scale_logits = remembered(_activation.plan_scale_logits)
+_plan_sigmoid_gate = remembered(_activation.plan_sigmoid_gate)
 
 # ------------------------------------------------------------------------------------------ linear, embedding
 
@@ -85,6 +86,16 @@ def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
         addresses = x.address, y.address, result.address
         launch, accesses = _plan_add_scaled(x.size, x.dtype.ptx, alignment=alignment(*addresses))
         Gpu.of(x.device).launch(launch, *addresses, accesses, scale)
+    return result
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """See `ops.sigmoid_gate`."""
+    result = Tensor.new(x.shape, x.dtype, x.device)
+    if x.size:
+        addresses = x.address, gate.address, result.address
+        launch, accesses = _plan_sigmoid_gate(x.size, x.dtype.ptx, alignment=alignment(*addresses))
+        Gpu.of(x.device).launch(launch, *addresses, accesses)
     return result
 
 

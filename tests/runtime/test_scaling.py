@@ -39,6 +39,18 @@ def test_add_scaled(device: str, shape: tuple[int, int]) -> None:
 
 
 @on_each_device
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (7, 64), (0, 8)])
+def test_sigmoid_gate(device: str, shape: tuple[int, int]) -> None:
+    x, gate = 4 * np.random.default_rng(3).standard_normal((2, *shape)).astype(np.float32)
+    if x.size > 8:
+        gate[0, :2] = 200.0, -200.0
+    out = of_cpu(ops.sigmoid_gate(tensor(x, device), tensor(gate, device)))
+    np.testing.assert_allclose(out, x / (1 + np.exp(-gate.astype(np.float64))), rtol=2e-6, atol=1e-37)
+    with pytest.raises(InvalidArgumentError, match="sigmoid_gate: gate"):
+        ops.sigmoid_gate(tensor(x, device), tensor(np.zeros((9, 9), np.float32), device))
+
+
+@on_each_device
 @pytest.mark.parametrize("vocab", [401, 512])
 def test_logits_are_scaled_and_capped(device: str, vocab: int) -> None:
     rng = np.random.default_rng(1)
