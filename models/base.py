@@ -163,6 +163,10 @@ class Model(ABC):
         """The form of a layer's recurrent state; None for a layer with keys and values."""
         return None
 
+    def has_pages(self, index: int) -> bool:
+        """False for a layer that keeps nothing, such as one of an MLP alone; asked of layers of all stages."""
+        return True
+
     def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
         """The KV cache in pages of `block_size` tokens; `dtype` None means the user's choice, or else the weights'
         type."""
@@ -179,16 +183,17 @@ class Model(ABC):
             own_layers=None if self.pipeline is None else self.own_layers,
         )
         states = {index: form for index in range(self.config.num_layers) if (form := self.state_form(index))}
-        if states:
-            kept = (
-                LayerCache(states[each], State()) if each in states else own for each, own in enumerate(spec.layers)
-            )
-            spec = replace(spec, layers=tuple(kept))
+        kept = tuple(
+            (LayerCache(states[index], State()) if index in states else own) if self.has_pages(index) else None
+            for index, own in enumerate(spec.layers)
+        )
+        if kept != spec.layers:
+            spec = replace(spec, layers=kept)
         if not self.kv_skip_layers:
             return spec
-        layers = tuple(each if isinstance(each, int) else each._replace(dtype=None) for each in spec.layers)
+        layers = tuple(each._replace(dtype=None) if isinstance(each, LayerCache) else each for each in spec.layers)
         plain = replace(spec, dtype=self.dtype, layers=layers)
-        num_dtypes = len({spec.of_layer(layer).dtype for layer in range(spec.num_layers)})
+        num_dtypes = len({spec.of_layer(layer).dtype for layer in spec.layers_with_pages})
         if num_dtypes > 1 and spec.bytes_per_token >= plain.bytes_per_token:
             raise InvalidArgumentError(
                 f"kv_cache_dtype_skip_layers is {','.join(self.kv_skip_layers)}: these layers share the pages' memory "

@@ -50,7 +50,8 @@ class KVCacheSpec:
     """The shape of one model's KV cache; the engine chooses the number of blocks.
 
     Attributes:
-        layers: the pages of each layer; or the earlier layer whose pages it uses, since it has none of its own.
+        layers: the pages of each layer; or the earlier layer whose pages it uses, since it has none of its own; or None
+            for a layer that uses none.
         block_size: tokens a page.
         dtype: the type of pages, unless a layer has its own.
         own_layers: those of this stage, which alone have pages, or None for all.
@@ -63,7 +64,7 @@ class KVCacheSpec:
     page does not have.
     """
 
-    layers: tuple[LayerCache | int, ...]
+    layers: tuple[LayerCache | int | None, ...]
     block_size: int
     dtype: DType
     device: Device = CPU
@@ -122,15 +123,15 @@ class KVCacheSpec:
             raise InvalidArgumentError(
                 f"KVCacheSpec: own_layers is {own}, must be some of {self.num_layers} layers", param="own_layers"
             )
-        for layer in own:
+        for layer in self.layers_with_pages:
             source = self.source_of(layer)
-            if not 0 <= source <= layer or isinstance(self.layers[source], int) or source not in own:
+            if not 0 <= source <= layer or not isinstance(self.layers[source], LayerCache) or source not in own:
                 raise InvalidArgumentError(
                     f"KVCacheSpec: layer {layer} uses the pages of layer {source}, which must have pages of its own, "
                     f"among layers {own.start} to {layer}",
                     param="layers",
                 )
-        kept = [None if isinstance(layer, int) else layer for layer in self.layers]
+        kept = [layer if isinstance(layer, LayerCache) else None for layer in self.layers]
         groups = of_layers(
             cut_layers([layer and layer.kind for layer in kept], [layer and layer.form for layer in kept]), own
         )
@@ -151,6 +152,12 @@ class KVCacheSpec:
         """Those without pages of their own included."""
         return len(self.layers)
 
+    @property
+    def layers_with_pages(self) -> list[int]:
+        """Those of this stage that use pages, their own or another's."""
+        own = range(self.num_layers) if self.own_layers is None else self.own_layers
+        return [layer for layer in own if self.layers[layer] is not None]
+
     def source_of(self, layer: int) -> int:
         """The layer whose pages this layer uses, mostly itself."""
         kept = self.layers[layer]
@@ -159,7 +166,7 @@ class KVCacheSpec:
     def of_layer(self, layer: int) -> LayerCache:
         """The pages that a layer uses, with their type."""
         kept = self.layers[self.source_of(layer)]
-        assert not isinstance(kept, int)
+        assert isinstance(kept, LayerCache)
         return kept._replace(dtype=kept.dtype or self.dtype)
 
     def _contents(self, pool: int, storage: int) -> tuple[LayerCache, ...]:
@@ -233,8 +240,7 @@ class KVCache:
             tuple(_pages((self.pool_sizes[pool], *plane.shape), plane.dtype, spec.device) for plane in planes)
             for pool, planes in zip(spec.pool_of_storage, spec.planes, strict=True)
         ]
-        own = spec.own_layers or range(spec.num_layers)
-        self._places = {layer: spec.place_of(layer) for layer in own}
+        self._places = {layer: spec.place_of(layer) for layer in spec.layers_with_pages}
         if spec.device.kind != "cpu":  # any stream may use them from now on
             Gpu.of(spec.device).stream.synchronize()
 

@@ -12,9 +12,9 @@ import numpy as np
 from models.base import Model
 from runtime.batch import Batch
 from runtime.dtype import DType
-from runtime.kv.cache import KVCache
+from runtime.kv.cache import KVCache, LayerCache
 from runtime.kv.groups import NO_BLOCK
-from runtime.kv.kinds import kind_of_window
+from runtime.kv.kinds import FULL, kind_of_window
 from runtime.tensor.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
@@ -52,7 +52,10 @@ class ModelDriver:
         spec = model.kv_cache_spec(block_size, kv_dtype)
         if in_groups:
             kinds = map(kind_of_window, model.config.layer_windows)
-            layers = [each._replace(kind=kind) for each, kind in zip(spec.layers, kinds)]
+            layers = [
+                each._replace(kind=kind) if isinstance(each, LayerCache) and each.kind == FULL else each
+                for each, kind in zip(spec.layers, kinds)
+            ]
             spec = replace(spec, layers=tuple(layers))
         self.kinds = spec.group_kinds
         each, pool_sizes = num_sequences * blocks_each, [5] * len(spec.block_bytes)  # some are never used

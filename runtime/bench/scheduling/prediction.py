@@ -133,7 +133,7 @@ def _fit(engine: Engine, records: Sequence[StepRecord]) -> Fit:
 
 def _layer_windows(engine: Engine) -> tuple[int | None, ...]:
     spec = local(engine).kv_cache.spec
-    return tuple(window_of(spec.of_layer(layer).kind) for layer in range(spec.num_layers))
+    return tuple(window_of(spec.of_layer(layer).kind) for layer in spec.layers_with_pages)
 
 
 def _figures_of_run(burst: Burst) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from runtime.kv import cache as module
 from runtime.kv.cache import HostPages, KVCache, KVCacheSpec, LayerCache
 from runtime.kv.forms import KeyValues
-from runtime.kv.kinds import FULL, Window
+from runtime.kv.kinds import FULL, State, Window
 from runtime.kv.transfer import KVTransfer
 
 SIZES = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 20, "block_size": 8}
@@ -102,3 +104,19 @@ def test_each_form_of_page_has_a_pool() -> None:
             KVCacheSpec((layers[0], wrong, layers[2], 1) if wrong == 1 else (*layers[:3], 3), 8, float32)
     with pytest.raises(InvalidArgumentError, match="layer 3 uses the pages of layer 1"):
         KVCacheSpec(layers, 8, float32, own_layers=range(2, 6))
+
+
+def test_layers_without_pages_and_stages_that_lack_a_form() -> None:
+    """As in Nemotron-H: few layers of attention, states, and layers of an MLP alone."""
+    kept, attention = LayerCache(KeyValues(1, 32), State()), LayerCache(KeyValues(2, 16))
+    spec = KVCacheSpec((kept, None, attention, None, kept, None), 8, float32)
+    assert [(group.kind, group.layers) for group in spec.groups] == [(FULL, (2,)), (State(), (0, 4))]
+    assert spec.layers_with_pages == [0, 2, 4]
+    assert [KVCache(spec, (2, 3)).group_of(layer) for layer in (0, 2, 4)] == [1, 0, 1]
+    for own, sizes in ((range(1, 4), [1, 0]), (range(4, 6), [0, 1]), (range(5, 6), [0, 0])):
+        stage = replace(spec, own_layers=own)
+        assert [group.kind for group in stage.groups] == [FULL, State()]
+        assert [size > 0 for size in stage.block_bytes] == [size > 0 for size in sizes]
+        assert KVCache(stage, (2, 3)).size_bytes == sum(map(operator.mul, (2, 3), stage.block_bytes))
+    with pytest.raises(InvalidArgumentError, match="layer 2 uses the pages of layer 1, which must have pages"):
+        KVCacheSpec((kept, None, 1), 8, float32)

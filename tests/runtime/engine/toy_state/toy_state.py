@@ -4,7 +4,7 @@ kind `State`; the others attend to all tokens."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,9 +16,8 @@ from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.dtype import DType, float32
-from runtime.kv.cache import KVCache, KVCacheSpec, LayerCache
-from runtime.kv.forms import KeyValues, Plane
-from runtime.kv.kinds import FULL, State
+from runtime.kv.cache import KVCache
+from runtime.kv.forms import PageForm, Plane
 from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
 
@@ -61,15 +60,8 @@ class ToyState(Model):
         )  # fmt: skip
         self.norm = maker.vector("model.norm.weight", config.hidden_size)
 
-    def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
-        spec, config = super().kv_cache_spec(block_size, dtype), self.config
-        layers = [
-            LayerCache(Vectors(config.hidden_size), State())
-            if config.has_state(index)
-            else LayerCache(KeyValues(config.num_kv_heads, config.head_dim), FULL)
-            for index in range(config.num_layers)
-        ]
-        return replace(spec, layers=tuple(layers))
+    def state_form(self, index: int) -> PageForm | None:
+        return Vectors(self.config.hidden_size) if self.config.has_state(index) else None
 
     def embed(self, batch: Batch) -> Tensor:
         return ops.embedding(batch.token_ids, self.embed_tokens)
