@@ -44,14 +44,14 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 DEFAULT_OPTIONS = LoadOptions()
 
 
-def load_config(model: str | Path, overrides: str = "") -> ModelConfig:
+def load_config(model: str | Path, overrides: str = "", mmproj: str = "") -> ModelConfig:
     """The typed form of a model's config: of a folder's `config.json`, or of a GGUF file's metadata, with the
-    `models.configuration.overrides` of its fields.
+    `models.configuration.overrides` of its fields and its tower (`models.gguf.mmproj`).
 
     Raises `ConfigError`, naming file, field and value, for a file that is missing or not JSON, a field that is missing,
     out of range or unknown, and an unknown architecture.
     """
-    return _parse(open_model(model, overrides).config())
+    return _parse(open_model(model, overrides, mmproj).config())
 
 
 def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -199,18 +199,19 @@ def declare(
         max_model_len: tokens that a sequence will have at most, to keep position tables small. None means the config's
             `max_position_embeddings`, which is also the limit.
         settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact, communicator, pipeline, stages; and
-            `hf_overrides`, from `models.configuration.overrides.as_text`.
+            `hf_overrides`, from `models.configuration.overrides.as_text`, and `mmproj`, of `models.gguf.mmproj`.
 
     Raises:
         ModelLoadError: naming the file, the tensor or field, and the value at fault.
         InvalidArgumentError: for an argument that is not one of the above.
     """
     options, overrides = LoadOptions.parse(**settings), settings.get("hf_overrides", "")
+    mmproj = settings.get("mmproj", "")
     if load_format not in ("auto", "safetensors", "dummy"):
         raise InvalidArgumentError(
             f"load_format must be auto, safetensors or dummy, not {load_format!r}", param="load_format"
         )
-    files = open_model(folder, overrides)
+    files = open_model(folder, overrides, mmproj)
     said = _parse(files.config())
     positions = _positions(said, max_model_len)
     if load_format == "safetensors" and not Path(folder).is_dir():
@@ -230,7 +231,7 @@ def declare(
     maker.settle(rounded)
     model.weight_bytes, model.layer_bytes = maker.size_bytes, maker.layer_bytes
     model.rounded_activations = maker.rounded_activations
-    warnings = () if options.rank else _warnings(folder, overrides, said, config)
+    warnings = () if options.rank else _warnings(folder, overrides, mmproj, said, config)
     return Declaration(Path(folder), config, model, options, rounded, warnings)
 
 
@@ -245,11 +246,13 @@ def load_model(folder: str | Path, *, reporter: Reporter = SILENT, **arguments: 
     return declare(folder, **arguments).load(reporter=reporter)
 
 
-def _warnings(folder: str | Path, overrides: str, said: ModelConfig, config: ModelConfig) -> tuple[str, ...]:
+def _warnings(
+    folder: str | Path, overrides: str, mmproj: str, said: ModelConfig, config: ModelConfig
+) -> tuple[str, ...]:
     """Warnings about deviations from the files."""
     made = []
     if overrides:
-        stored = open_model(folder).config().values()
+        stored = open_model(folder, mmproj=mmproj).config().values()
         made = [f"{folder}: with hf_overrides {each}" for each in changes(stored, overrides)]
     if config.tie_word_embeddings != said.tie_word_embeddings:
         holds, head = "an output head that differs from the embedding", "the stored one"

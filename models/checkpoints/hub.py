@@ -1,8 +1,8 @@
 """Resolves a model's name to local files: the bundled model, a folder, a GGUF file, or a Hugging Face repository.
 
 Only the files that the engine reads are downloaded: JSON, safetensors, chat templates and merges of the
-repository's top folder; of "owner/name:Q4_K_M" the GGUF file of that name, or its shards. Code, pickles and other
-formats are not downloaded.
+repository's top folder; of "owner/name:Q4_K_M" the GGUF file of that name, or its shards, and the float16 file of the
+tower if the model reads pictures. Code, pickles and other formats are not downloaded.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import GatedModelError, HubError, HubOfflineError, ModelNotFoundError
+from models.gguf.mmproj import reads_pictures
 from runtime.later import later
 from runtime.progress import ON_STDERR, Reporter, Show
+from tokenizer.warn import warn_once
 
 _hub = later("huggingface_hub")
 _errors, _utils = later("huggingface_hub.errors"), later("huggingface_hub.utils")
@@ -28,6 +30,7 @@ _UNWANTED_FILES = ["*/*.json", "*/*.safetensors", "*/merges.txt", "LICENSE*/*"]
 _GGUF = b"GGUF"  # whatever the file is called: Ollama's are blobs named by a checksum
 _REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _TAG = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_TOWER_FILES = ["mmproj*[!Bb][Ff]16.gguf"]
 _SHARD = re.compile(r"-(\d+)-of-\d+\.gguf")
 
 
@@ -48,7 +51,13 @@ def resolve_model(name_or_path: str | Path | None, reporter: Reporter = ON_STDER
     if not colon:
         return _download(name, reporter, _WANTED_FILES, _UNWANTED_FILES)
     patterns = _gguf_patterns(tag)
-    return _only_gguf(name, _download(repository, reporter, patterns), patterns)
+    path = _only_gguf(name, _download(repository, reporter, patterns), patterns)
+    if reads_pictures(path):
+        try:
+            _download(repository, reporter, _TOWER_FILES)
+        except HubOfflineError as error:
+            warn_once(f"{name}: the model reads text alone, since its tower is not here: {error}")
+    return path
 
 
 def local_model(name_or_path: str | Path | None) -> Path | None:
@@ -107,6 +116,7 @@ def _gguf_patterns(tag: str) -> list[str]:
 def _only_gguf(name: str, folder: Path, patterns: list[str]) -> Path:
     """The file, or first shard, in the folder that matches."""
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.gguf"))]
+    names = [each for each in names if not each.startswith("mmproj")]
     found = [each for each in names if any(fnmatchcase(each, pattern) for pattern in patterns)]
     firsts = [each for each in found if not (shard := _SHARD.search(each)) or int(shard[1]) == 1]
     if len(firsts) == 1:

@@ -13,6 +13,9 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.weight_files import open_checkpoint
 from models.configuration.json_fields import Fields, config_path, read_json_object
 from models.configuration.overrides import overridden
+from models.errors import ConfigError
+from models.gguf.mmproj import NONE as NO_MMPROJ
+from models.gguf.mmproj import towers_of
 from models.gguf.model_file import GgufModel
 from models.quantized.scheme import add_quantization, read_quantization, with_quantized
 from tokenizer.ends import EndTokens, end_tokens
@@ -20,6 +23,8 @@ from tokenizer.errors import TokenizerFileError
 from tokenizer.loading import PIECES_FILE, TokenizerFiles, read_folder
 from tokenizer.sentencepiece import read_pieces
 from tokenizer.warn import warn_once
+
+_IMAGES_FILE = "preprocessor_config.json"
 
 
 class ModelFiles(Protocol):
@@ -29,6 +34,9 @@ class ModelFiles(Protocol):
 
     def config(self) -> Fields:
         """The fields of `config.json`."""
+
+    def preprocessor(self) -> Fields | None:
+        """The fields of `preprocessor_config.json`; None if there is no such file."""
 
     def generation_config(self) -> Fields:
         """The fields of `generation_config.json`; none if there is no such file."""
@@ -57,6 +65,10 @@ class ModelFolder:
         path = config_path(self.path)
         fields = add_quantization(Fields(read_json_object(path), str(path)), self.path)
         return Fields(overridden(fields.values(), self._overrides), str(path)) if self._overrides else fields
+
+    def preprocessor(self) -> Fields | None:
+        path = self.path / _IMAGES_FILE
+        return Fields(read_json_object(path), str(path)) if path.is_file() else None
 
     def generation_config(self) -> Fields:
         path = self.path / "generation_config.json"
@@ -95,17 +107,25 @@ class ModelFolder:
             return str(error)
 
 
-def open_model(path: str | Path, overrides: str = "") -> ModelFiles:
+def open_model(path: str | Path, overrides: str = "", mmproj: str = "") -> ModelFiles:
     """The files of a model: of a folder, or of a GGUF file. `overrides` replace fields of its config
-    (`models.configuration.overrides`). Raises `ModelLoadError` for a file that is not readable."""
+    (`models.configuration.overrides`), `mmproj` is the file of its tower (`models.gguf.mmproj`). Raises
+    `ModelLoadError` for a file that is not readable."""
     path = Path(path)
     if not path.is_file():
+        if mmproj not in ("", NO_MMPROJ):
+            raise ConfigError(f"{path}: mmproj is {mmproj!r:.200}, but the model is no GGUF file: leave it out")
         return ModelFolder(path, overrides)
+    towers = towers_of(path, mmproj)
+    return _gguf_model(path, overrides, mmproj, tuple(_identity(each) for each in (path, *towers) if each.is_file()))
+
+
+def _identity(path: Path) -> tuple[int, ...]:
     status = path.stat()
-    return _gguf_model(path, overrides, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 @lru_cache(maxsize=1)
-def _gguf_model(path: Path, overrides: str, *_identity: int) -> GgufModel:
+def _gguf_model(path: Path, overrides: str, mmproj: str, identities: tuple[tuple[int, ...], ...]) -> GgufModel:
     """The header, which lists the vocabulary, is cached: it is read once per file."""
-    return GgufModel(path, overrides)
+    return GgufModel(path, overrides, mmproj)

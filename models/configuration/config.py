@@ -218,12 +218,12 @@ def read_dtype(fields: Fields) -> DType | None:
     return dtype
 
 
-def load_dtype(model: str | Path, overrides: str = "") -> DType | None:
+def load_dtype(model: str | Path, overrides: str = "", mmproj: str = "") -> DType | None:
     """The type that a model's config, with its overrides, says the weights were saved in. Imports no kernels.
 
     Raises `ModelLoadError`.
     """
-    return read_dtype(open_model(model, overrides).config())
+    return read_dtype(open_model(model, overrides, mmproj).config())
 
 
 def read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:

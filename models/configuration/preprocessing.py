@@ -8,11 +8,12 @@ from typing import cast
 
 from msgspec.structs import replace
 
+from models.checkpoints.model_files import open_model
 from models.configuration.json_fields import Fields, read_json_object
 from runtime.images.patches import FixedRule, PatchRule, Resample, Rule, SideRule
 from tokenizer.warn import warn_once
 
-IMAGES_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
+PROCESSOR_FILE = "processor_config.json"
 
 _LINE_END_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 """Default names of the tokens that end a line, and the last line."""
@@ -24,8 +25,8 @@ _NOTES = (
 _STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 
 
-def read_patch_rule(folder: str | Path, default: Rule) -> Rule:
-    """The rule of a model's folder, or `default`, from the model's config, if the folder has no such file.
+def read_patch_rule(folder: str | Path, default: Rule, mmproj: str = "") -> Rule:
+    """The rule of a model's folder or GGUF file, or `default`, from the model's config, if it has no such file.
 
     Raises `ConfigError` for a value that contradicts the config or is not supported.
     """
@@ -34,7 +35,11 @@ def read_patch_rule(folder: str | Path, default: Rule) -> Rule:
         processor.expect("patch_size", default.patch_size)
         processor.expect("spatial_merge_size", default.merge_size)
     nested = processor is not None and processor.has("image_processor")
-    fields = processor.object("image_processor") if processor and nested else _fields_of(folder, IMAGES_FILE)
+    fields = (
+        processor.object("image_processor")
+        if processor and nested
+        else open_model(folder, mmproj=mmproj).preprocessor()
+    )
     if fields is None:
         return default
     for name in _NOTES:

@@ -122,6 +122,7 @@ class GgufArchitecture:
         names: of tensors outside of layers, and of the layers ("blk"), here.
         transposed: parts of a layer whose matrices are stored inputs first here.
         layer_numbers: metadata with a number for each layer: the tensor and its shape that a layer has here.
+        pictures: its name if a second file has its tower (`models.gguf.mmproj`); "" if it reads no pictures.
         epsilon: the key of the norms' epsilon, under `attention`, and its field in config.json.
         read: makes further fields of config.json from the keys and the fields read so far.
     """
@@ -134,6 +135,7 @@ class GgufArchitecture:
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     transposed: frozenset[str] = frozenset()
     layer_numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    pictures: str = ""
     epsilon: tuple[str, str] = ("layer_norm_rms_epsilon", "rms_norm_eps")
     read: Callable[[Keys, dict[str, Any]], dict[str, Any]] = lambda keys, common: {}
 
@@ -180,9 +182,17 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     "internlm2": GgufArchitecture("LlamaForCausalLM", LLAMA, has_permuted_heads=True),
     "qwen2vl": GgufArchitecture("Qwen2ForCausalLM", LLAMA, read=fields.read_text),
-    "qwen3vl": GgufArchitecture("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}, read=fields.read_text),
+    "qwen3vl": GgufArchitecture(
+        "Qwen3ForCausalLM",
+        {**LLAMA, **HEAD_NORMS},
+        pictures="Qwen3VLForConditionalGeneration",
+        read=fields.read_text,
+    ),
     "qwen3vlmoe": GgufArchitecture(
-        "Qwen3MoeForCausalLM", {**LLAMA, **HEAD_NORMS, **ROUTER, **EXPERTS}, read=fields.read_text_moe
+        "Qwen3MoeForCausalLM",
+        {**LLAMA, **HEAD_NORMS, **ROUTER, **EXPERTS},
+        pictures="Qwen3VLMoeForConditionalGeneration",
+        read=fields.read_text_moe,
     ),
     "mistral3": GgufArchitecture("Ministral3ForCausalLM", LLAMA, has_permuted_heads=True, read=fields.read_mistral3),
     "chatglm": GgufArchitecture(

@@ -18,6 +18,7 @@ from models.errors import ConfigError, WeightsError
 from models.gguf.architectures import FUSED, GgufArchitecture
 from models.gguf.config import config_values, find_architecture, plain
 from models.gguf.formats import Array
+from models.gguf.mmproj import PATCHES, PATCHES_NAME, find_mmproj, with_pictures
 from models.gguf.reader import GgufFile, GgufTensor
 from runtime.dtype import DType, float32
 from tokenizer.ends import EndTokens
@@ -40,17 +41,25 @@ class GgufModel:
     not supported.
     """
 
-    def __init__(self, path: Path, overrides: str = "") -> None:
+    def __init__(self, path: Path, overrides: str = "", mmproj: str = "") -> None:
         self.path = path
         self._overrides = overrides
         self._shards = _open_shards(path)
         self._first = self._shards[0]
+        self._class_with_pictures = find_architecture(self._first).pictures
+        self._tower = find_mmproj(self._first, mmproj, reads_pictures=bool(self._class_with_pictures))
 
     def config(self) -> Fields:
         """The equivalent fields of a config.json."""
         factors = {name: plain(file.array(name)) for name in _FACTORS if (file := self._file_of.get(name))}
         values = config_values(self._first, self._tensors, factors)
+        if self._tower is not None:
+            values = with_pictures(values, self._first, self._class_with_pictures, self._tower)
         return Fields(overridden(values, self._overrides), str(self.path))
+
+    def preprocessor(self) -> Fields | None:
+        """The equivalent of a preprocessor_config.json; None if the model reads text alone."""
+        return None if self._tower is None else self._tower.preprocessor()
 
     def generation_config(self) -> Fields:
         """The fields of a generation_config.json: end-of-answer ids, and the recommended sampling."""
@@ -73,6 +82,8 @@ class GgufModel:
     def checkpoint(self) -> Checkpoint:
         """The tensors, under the names and in the rows of the model's safetensors."""
         rules, config = find_architecture(self._first), self.config()
+        if self._tower is not None:
+            config = config.object("text_config")
         head_dim = config.integer("head_dim", 0)
         num_experts = config.integer("num_experts", 0) or config.integer("n_routed_experts", 0)
         num_experts = num_experts or config.integer("moe_num_experts", 0)
@@ -104,6 +115,10 @@ class GgufModel:
                         norm_offset=rules.norm_offset if ours.endswith("norm.weight") else 0.0,
                         is_transposed=_part(stored) in rules.transposed and name.endswith(".weight"),
                     )  # fmt: skip
+        if self._tower is not None:
+            tensors = {re.sub("^model[.]", "model.language_model.", name): each for name, each in tensors.items()}
+            tensors |= {ours: GgufWeight(self._tower.file, name) for name, ours in self._tower.names().items()}
+            tensors[PATCHES_NAME] = GgufFrames([GgufWeight(self._tower.file, name) for name in PATCHES])
         return Checkpoint(self.path, self.path.name, tensors)
 
     def _layer_numbers(self, rules: GgufArchitecture, num_layers: int) -> Iterator[tuple[str, StoredTensor]]:
@@ -220,6 +235,29 @@ class GgufHeadMaps(StoredTensor):
     def release(self) -> None:
         self._keys.release()
         self._values.release()
+
+
+class GgufFrames(StoredTensor):
+    """The map of a patch's frames, `[width, 3, frames, size, size]`, of which a file has a tensor for each frame. See
+    `models.checkpoints.checkpoint.StoredTensor`."""
+
+    def __init__(self, frames: list[GgufWeight]) -> None:
+        first = frames[0]
+        if len(first.shape) != 4 or any(frame.shape != first.shape for frame in frames):
+            shapes = [list(frame.shape) for frame in frames]
+            raise WeightsError(f"{first.file}: {first.name!r} and that of the next frame must be alike, not {shapes}")
+        self.file, self.name, self.type_name, self.dtype = first.file, first.name, first.type_name, first.dtype
+        self.shape = (*first.shape[:2], len(frames), *first.shape[2:])
+        self.size_bytes = sum(frame.size_bytes for frame in frames)
+        self._frames = frames
+
+    def array(self) -> Array:
+        """The elements, made anew."""
+        return np.stack([frame.array() for frame in self._frames], axis=2)
+
+    def release(self) -> None:
+        for frame in self._frames:
+            frame.release()
 
 
 class GgufNumber(StoredTensor):

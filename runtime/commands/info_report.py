@@ -46,7 +46,8 @@ def show(settings: dict[str, Any], *, load_format: Any, as_json: bool) -> None:
         "ranks": [msgspec.structs.asdict(rank) for rank in facts.ranks],
     }
     if load_format != "dummy":
-        report["stored_bytes"] = open_model(facts.model_path, config.hf_overrides).checkpoint().bytes_by_format()
+        files = open_model(facts.model_path, config.hf_overrides, config.mmproj)
+        report["stored_bytes"] = files.checkpoint().bytes_by_format()
     print(json.dumps(report) if as_json else as_text(report))
 
 

@@ -223,6 +223,18 @@ class EngineConfig(SchedulingConfig):
             flag=Flag(kind=str, metavar="JSON"),
         ),
     ] = ""
+    mmproj: Annotated[
+        str,
+        Option(
+            help="The tower of a GGUF model that reads pictures; none: text alone; default: mmproj*.gguf beside it.",
+            about=(
+                'the GGUF file of the tower of a GGUF model that reads pictures; "none": it reads text alone; "": '
+                "mmproj*.gguf beside the model, if there is one that fits it"
+            ),
+            heading="Model",
+            flag=Flag(kind=str, metavar="FILE"),
+        ),
+    ] = ""
     max_model_len: Annotated[
         int | None,
         Option(

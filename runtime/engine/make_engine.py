@@ -19,6 +19,7 @@ from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
 from models.drafters.hidden_state_drafter import BlockDrafter, SteppingDrafter
 from models.drafters.mtp import load_mtp
+from models.gguf.mmproj import NONE as NO_MMPROJ
 from models.registry import Declaration, declare, declare_model, stages_of
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
 from runtime.device.device import Device
@@ -240,7 +241,7 @@ def executor_over(
     for size, num_bytes in zip(limits.pool_sizes, spec.block_bytes, strict=True):
         logger.info("allocating %d KV blocks of %d bytes", size, num_bytes)
     if isinstance(loaded, PictureModel):
-        read_picture_files(loaded, folder)
+        read_picture_files(loaded, folder, config.mmproj)
     return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator)
 
 
@@ -278,9 +279,10 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
 
 
 def _settings_of_another_model(config: EngineConfig) -> LoadSettings:
-    """`load_settings` of a drafter: overrides apply to the model's own config alone."""
+    """`load_settings` of a drafter: overrides apply to the model's own config alone, and a drafter reads text."""
     settings = load_settings(config)
     del settings["hf_overrides"]
+    settings["mmproj"] = NO_MMPROJ
     return settings
 
 
@@ -414,7 +416,7 @@ def _info(
             for group in replace(spec, own_layers=None).groups
         ),
         pools=pools,
-        images=_image_support(model, folder, limits),
+        images=_image_support(model, folder, config.mmproj, limits),
         longrope_threshold=limits.longrope_threshold,
         ranks=_ranks(model, config, limits, of_ranks),
     )
@@ -448,18 +450,18 @@ def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[tuple[int, ...]]
     return [sizes for sizes in of_stages for _ in range(config.tensor_parallel_size)]
 
 
-def read_picture_files(model: PictureModel, folder: Path) -> bool:
+def read_picture_files(model: PictureModel, folder: Path, mmproj: str = "") -> bool:
     """Reads a model's image settings; returns whether it accepts images. Raises `ConfigError`."""
-    model.patch_rule = read_patch_rule(folder, model.patch_rule)
+    model.patch_rule = read_patch_rule(folder, model.patch_rule, mmproj)
     if model.line_ends is None:
         return True
     model.line_ends = read_line_ends(folder, model.line_ends)
     return model.line_ends is not None
 
 
-def _image_support(model: Model, folder: Path, limits: EngineLimits) -> ImageSupport | None:
+def _image_support(model: Model, folder: Path, mmproj: str, limits: EngineLimits) -> ImageSupport | None:
     """How the model reads images, or None if it does not."""
-    if not isinstance(model, PictureModel) or not read_picture_files(model, folder):
+    if not isinstance(model, PictureModel) or not read_picture_files(model, folder, mmproj):
         return None
     return ImageSupport(
         token_id=model.image_token_id,

@@ -66,8 +66,8 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
         preemption="auto", pipeline_parallel_size=1, pipeline_layers="",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        copy = shallow_copy(folder, Path(scratch), config.hf_overrides)
-        config = replace(config, hf_overrides="")
+        copy = shallow_copy(folder, Path(scratch), config.hf_overrides, config.mmproj)
+        config = replace(config, hf_overrides="", mmproj="")
         engine = engine_of(copy, config) if config.tensor_parallel_size == 1 else lone_rank(copy, config)
         client = ThreadEngineClient(engine)
         try:
@@ -77,10 +77,10 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
     return found.specialisations
 
 
-def shallow_copy(model: Path, folder: Path, overrides: str = "") -> Path:
+def shallow_copy(model: Path, folder: Path, overrides: str = "", mmproj: str = "") -> Path:
     """Writes the model's config with fewer layers, if its layers are all of one kind. Quantised weights are linked,
     since their headers determine which kernels read them."""
-    fields = open_model(model, overrides).config().values()
+    fields = open_model(model, overrides, mmproj).config().values()
     if "quantization_config" in fields:
         for file in model.glob("*.safetensors*"):
             (folder / file.name).symlink_to(file.resolve())

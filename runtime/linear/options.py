@@ -38,7 +38,8 @@ class LoadSettings(TypedDict, total=False):
     pipeline: Pipeline | None
     stages: tuple[range, ...]
     addends: AddendSource | None
-    hf_overrides: str  # of the model's config, which is no matter of `LoadOptions`
+    hf_overrides: str  # of the model's config, which is no matter of `LoadOptions`; nor is
+    mmproj: str  # the file of its tower
 
 
 UNCHANGED = ("gemm", "exact", "activations", "communicator", "pipeline", "stages", "addends")

@@ -81,7 +81,7 @@ def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Repo
 
 def wanted_of_cpu(path: Path, config: EngineConfig) -> WantedOfCpu | None:
     """The CPU's code for a model; None for a type of weights that loading refuses."""
-    kept = load_dtype(path, config.hf_overrides) or float32
+    kept = load_dtype(path, config.hf_overrides, config.mmproj) or float32
     weights = kept if config.dtype == "auto" else DType.parse(config.dtype)
     if weights not in STORED:
         return None
@@ -90,7 +90,7 @@ def wanted_of_cpu(path: Path, config: EngineConfig) -> WantedOfCpu | None:
         is_int8=config.quantization == "int8",
         block_size=config.block_size,
         pages=PAGES[KV_DTYPES.get(config.kv_cache_dtype, weights)].__name__,
-        has_experts=isinstance(load_config(path, config.hf_overrides), MoeConfig),
+        has_experts=isinstance(load_config(path, config.hf_overrides, config.mmproj), MoeConfig),
         formats=sorted(_block_formats(path, config) & (GGML_FORMATS.keys() | GROUP_FORMATS.keys())),
     )
 
@@ -102,7 +102,7 @@ def _block_formats(path: Path, config: EngineConfig) -> set[str]:
     if config.dtype != "auto" or config.quantization != "none" or config.load_format == "dummy":
         return set()
     options = LoadOptions(activations=config.activations)
-    checkpoint = open_model(path, config.hf_overrides).checkpoint()
+    checkpoint = open_model(path, config.hf_overrides, config.mmproj).checkpoint()
     if path.is_file():
         return set() if options.has_float_activations else set(checkpoint.bytes_by_format())
     layouts = [layout for name in checkpoint.tensors if (layout := checkpoint[name].quantized)]

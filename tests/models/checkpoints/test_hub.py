@@ -249,6 +249,8 @@ def test_two_files_of_one_quantisation(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(ModelNotFoundError, match=r"is one of a-Q8_0.gguf, b/c-Q8_0-00001-of-00002.gguf: name"):
         hub_module._only_gguf("x/y:Q8_0", tmp_path, hub_module._gguf_patterns("Q8_0"))
+    with pytest.raises(ModelNotFoundError, match="the repository has no GGUF file"):  # a tower is no model
+        hub_module._only_gguf("x/y:F16", tmp_path, hub_module._gguf_patterns("F16"))
     patterns = hub_module._gguf_patterns("c-Q8_0")
     assert hub_module._only_gguf("x/y:c-Q8_0", tmp_path, patterns) == tmp_path / "b" / "c-Q8_0-00001-of-00002.gguf"
 

@@ -22,6 +22,10 @@ TEMPLATE = (
     "{%- endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
 
+LETTERS = [chr(code) for code in range(33, 33 + IMAGE)]
+LETTERS[1] = "|"  # for a quotation mark
+LETTERS[2:6] = "Ċ", "ĊĊ", "ĊĊĊ", "Ġ"  # line ends and a blank
+
 
 def write_chat_model(folder: Path, case: str = "qwen3_vl") -> Path:
     """A golden model. Qwen's have pictures of 64 to 4,096 pixels, of which 8 x 8 are a token. Empty lines are one token
@@ -40,10 +44,7 @@ def write_chat_model(folder: Path, case: str = "qwen3_vl") -> Path:
         size = {"shortest_edge": 64, "longest_edge": 4096}
         (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 4, "size": size}), encoding="utf-8")
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    letters = [chr(code) for code in range(33, 33 + IMAGE)]
-    letters[1] = "|"  # for a quotation mark
-    letters[2:6] = "Ċ", "ĊĊ", "ĊĊĊ", "Ġ"  # line ends and a blank
-    vocab = {letter: token_id for token_id, letter in enumerate(letters)}
+    vocab = {letter: token_id for token_id, letter in enumerate(LETTERS)}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [{"id": token_id, "content": content, **flags} for content, token_id in added.items()],

@@ -18,6 +18,7 @@ from PIL import Image
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
+from tests.models.gguf.test_mmproj import write_text, write_tower
 from tests.models.vision.chat_model import IMAGE, PAD, write_chat_model
 
 PIXELS = np.random.RandomState(4).randint(0, 256, (40, 56, 3)).astype(np.uint8)
@@ -63,6 +64,20 @@ def test_a_picture_in_a_conversation(llm: LLM, tmp_path: Path) -> None:
     (generated,) = llm.generate({"prompt": f"[u]Look:{PAD}What?[a]", "images": [PIXELS]}, PARAMS, use_tqdm=False)
     assert generated.prompt_token_ids == expected
     assert answers == {tuple(generated.outputs[0].token_ids)}
+
+
+def test_a_model_in_gguf_and_its_tower(llm: LLM, tmp_path: Path) -> None:
+    """What the folder answers, the model's file with the tower beside it answers, too."""
+    asked = messages(text("Look:"), {"type": "image", "image": PIXELS}, text("What?"))
+    (expected,) = llm.chat(asked, PARAMS, use_tqdm=False)
+    path = write_text(tmp_path / "model.gguf", "qwen3_vl")
+    pixels = {"clip.vision.image_min_pixels": 64, "clip.vision.image_max_pixels": 4096}
+    rule = {f"clip.vision.image_{each}": [0.5] * 3 for each in ("mean", "std")}
+    tower = write_tower(tmp_path / "tower.gguf", "qwen3_vl", **pixels, **rule)
+    with LLM(path, mmproj=str(tower), block_size=8, max_model_len=128, compile_ahead=False) as opened:
+        (output,) = opened.chat(asked, PARAMS, use_tqdm=False)
+    assert output.prompt_token_ids == expected.prompt_token_ids
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_a_part_that_is_not_read_here_is_named(llm: LLM) -> None:
