@@ -115,7 +115,11 @@ def check_stored(model: Any, shapes: dict[str, tuple[int, ...]], *, inputs_first
     """Checks that transformers makes this model of the tests' checkpoint."""
     with TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
-        save_file(stored_tensors(shapes, inputs_first=inputs_first), Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            stored_tensors(shapes, inputs_first=inputs_first),
+            Path(folder) / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         loaded = type(model).from_pretrained(folder)
     parameters = dict(loaded.named_parameters())
     assert all(torch.equal(parameters[name], each) for name, each in model.named_parameters())

@@ -126,8 +126,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Whose decoders keep states: their experts are stored outputs first."""
 
-CASES |= HYBRIDS
-
 
 @dataclass(frozen=True)
 class Golden:
