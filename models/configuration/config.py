@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self
 
 from models.checkpoints.model_files import open_model
 from models.configuration.json_fields import REQUIRED, Fields
@@ -42,8 +42,11 @@ GELU_NAMES = {
 class ModelConfig:
     """The fields of every model. A family's config adds its own.
 
-    Sizes are counts of elements, tokens, heads or layers.
+    Sizes are counts of elements, tokens, heads or layers. `recurrence` is the operation of the layers with a recurrent
+    state, whose kernels are compiled before a start.
     """
+
+    recurrence: ClassVar[Literal["", "short_conv", "delta_rule", "mamba"]] = ""
 
     hidden_size: int
     num_layers: int

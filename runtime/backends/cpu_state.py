@@ -107,10 +107,11 @@ def _recurrence(
         factors.address, x.shape[1], x_first, gates_first, num_gates, *heads, *places, *limits, explain=explain,
     )  # fmt: skip
     state, blocks = pages[-1], -(-value_dim // _scan.BLOCK)
-    blocks_a_work_item = blocks if seqs * value_heads >= 4 * workers else 1
+    units = value_heads * blocks  # of a sequence
+    units_a_work_item = max(1, min(_scan.MOST_UNITS, units, seqs * units // (8 * workers)))
     _scan.scan_kernel(is_delta, STORED[state.dtype])(
-        seqs * value_heads * -(-blocks // blocks_a_work_item), workers, *chunks, prepared.address, factors.address,
-        state.address, skip, result.address, *heads, *places, tiled, blocks_a_work_item, explain=explain,
+        seqs * -(-units // units_a_work_item), workers, *chunks, prepared.address, factors.address,
+        state.address, skip, result.address, *heads, *places, tiled, units_a_work_item, explain=explain,
     )  # fmt: skip
     return result
 

@@ -31,6 +31,7 @@ from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from runtime.kv.forms import KeyValues, Latent, PageForm, Plane
 from runtime.kv.groups import CacheGroup, cut_layers, of_layers
 from runtime.kv.kinds import FULL, AnyKind, kind_of_window
+from runtime.tensor.storage import ALIGNMENT_BYTES
 from runtime.tensor.tensor import Tensor
 
 _GPU_BLOCK_SIZES = (8, 16, 32)
@@ -326,10 +327,12 @@ def _pages(shape: tuple[int, ...], dtype: DType, device: Device) -> Tensor:
         pages = Tensor.empty(shape, dtype, device)
         Gpu.of(device).fill(pages.address, 0, pages.size_bytes)
         return pages
+    size = math.prod(shape) * dtype.itemsize
     try:
-        return Tensor.from_numpy(np.zeros(shape, dtype.numpy))
+        memory = np.zeros(size + ALIGNMENT_BYTES, np.uint8)
+        first = -memory.ctypes.data % ALIGNMENT_BYTES  # states are stored around the caches, in whole lines
+        return Tensor.from_numpy(memory[first : first + size].view(dtype.numpy).reshape(shape))
     except MemoryError as error:
-        size = math.prod(shape) * dtype.itemsize
         raise OutOfMemoryError(f"KVCache: {size} bytes for one layer's pages {shape} were refused") from error
 
 

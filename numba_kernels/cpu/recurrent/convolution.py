@@ -16,7 +16,8 @@ import functools
 import numpy as np
 from numba import carray, njit
 
-from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at
+from numba_kernels.cpu.recurrent.tiles import convolve
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at
 
 BAD_PAGE, BAD_LENGTH = 1, 2
 TOKENS = 32  # of a work item
@@ -76,33 +77,6 @@ def history_row(a, page, length, token):
     return a.inputs + (page * rows + token - length + a.taps - 1) * a.channels * 4
 
 
-@njit(nogil=True)
-def filters(conv, first, width, taps, target):
-    """``target [taps, width]`` = the filters of channels from ``first`` on, transposed."""
-    given = float32_at(conv + first * taps * 4, width * taps)
-    for tap in range(taps):
-        for i in range(width):
-            target[tap, i] = given[i * taps + tap]
-
-
-@njit(nogil=True)
-def convolve(inputs, weights, bias, first, out):
-    """``out [width]`` = the convolution whose newest input is row ``taps - 1`` of ``inputs``; ``bias``: an address or
-    0."""
-    width = out.shape[0]
-    if bias != 0:
-        added = float32_at(bias + first * 4, width)
-        for i in range(width):
-            out[i] = added[i]
-    else:
-        for i in range(width):
-            out[i] = 0.0
-    for tap in range(weights.shape[0]):
-        row, weight = inputs[tap], weights[tap]
-        for i in range(width):
-            out[i] += weight[i] * row[i]
-
-
 SHORT_FIELDS = Fields(CHUNK_FIELDS + "*x *conv *bias *out parts")
 
 
@@ -137,9 +111,10 @@ def short_conv_kernel() -> Kernel:
         part, block = work_item % a.parts, work_item // a.parts
         first = part * WIDTH
         width = min(WIDTH, channels - first)
-        weights = np.empty((taps, width), np.float32)
-        filters(a.conv, first, width, taps, weights)
         inputs = np.empty((taps - 1 + max(TOKENS, pending), width), np.float32)
+        rows = np.empty(inputs.shape[0], np.int64)
+        for i in range(rows.shape[0]):
+            rows[i] = address(inputs) + (i * width - first) * 4
         block_first, block_end = block * TOKENS, min(num_tokens, (block + 1) * TOKENS)
         for seq in range(a.num_seqs):
             start, n, p, page, length, status = chunk_of(a, seq)
@@ -155,22 +130,24 @@ def short_conv_kernel() -> Kernel:
             token = p + begin - start
             count = end - begin
             _products(a, start, p, page, length, token - taps + 1, taps - 1 + count, first, inputs)
+            out = a.out + (begin * channels + first) * 4
+            convolve(rows, count, first, width, taps, False, a.conv, a.bias, out, channels * 4)
             for i in range(count):
-                out = float32_at(a.out + ((begin + i) * channels + first) * 4, width)
+                result = float32_at(a.out + ((begin + i) * channels + first) * 4, width)
                 c = float32_at(a.x + ((begin + i) * 3 * channels + channels + first) * 4, width)
-                convolve(inputs[i : i + taps], weights, a.bias, first, out)
                 for j in range(width):
-                    out[j] *= c[j]
+                    result[j] *= c[j]
             if end == start + n:
                 target = written_page(a, seq)
                 now = covered(n, p, pending)
-                rows = taps - 1 + p + n - now
-                _products(a, start, p, page, length, now - taps + 1, rows, first, inputs)
-                for i in range(rows):
+                count = taps - 1 + p + n - now
+                _products(a, start, p, page, length, now - taps + 1, count, first, inputs)
+                for i in range(count):
                     kept = float32_at(history_row(a, target, now, now - taps + 1 + i) + first * 4, width)
                     for c in range(width):
                         kept[c] = inputs[i, c]
                 if part == 0:
                     int32_at(a.lengths, a.num_pages)[target] = now
+        inputs[0, 0] = rows[0]  # they live until here: numba frees an array after its last use by name
 
     return Kernel(short_conv, SHORT_FIELDS)

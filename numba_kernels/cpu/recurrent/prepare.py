@@ -7,8 +7,7 @@ where the rule is the delta rule; decays and step sizes; and the inputs of the n
 
 Prepared rows ``[T + num_seqs * pending, channels]`` float32 hold a token's convolved channels: first those of the
 batch's tokens, then of each sequence the pending tokens of the page that it reads. ``factors`` has for each row the
-products k . q of the key heads, the decays of the value heads, and their step sizes. Sums over a head have eight parts,
-of every eighth number, which are added in pairs: their order follows from the head's size alone.
+products k . q of the key heads, the decays of the value heads, and their step sizes.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ import math
 import numpy as np
 from numba import carray, njit
 
-from numba_kernels.cpu.intrinsics.scalars import exp_f32
 from numba_kernels.cpu.recurrent.convolution import (
     CHUNK_FIELDS,
     TOKENS,
     chunk_of,
-    convolve,
     covered,
-    filters,
     history_row,
     written_page,
 )
-from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at
+from numba_kernels.cpu.recurrent.tiles import convolve, inner_product
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at
 
 FIELDS = Fields(
     CHUNK_FIELDS + "*x *conv *bias *a *dt_bias *gates *prepared *factors stride x_first gates_first num_gates "
@@ -41,87 +38,40 @@ _SOFTPLUS_LINEAR = 20.0
 
 
 @njit(nogil=True)
-def inner_product(x, y):
-    """The sum of ``x[i] * y[i]``, in the order of this module."""
-    size = x.shape[0]
-    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = np.float32(0.0)
-    whole = size // 8 * 8
-    for i in range(0, whole, 8):
-        s0 += x[i] * y[i]
-        s1 += x[i + 1] * y[i + 1]
-        s2 += x[i + 2] * y[i + 2]
-        s3 += x[i + 3] * y[i + 3]
-        s4 += x[i + 4] * y[i + 4]
-        s5 += x[i + 5] * y[i + 5]
-        s6 += x[i + 6] * y[i + 6]
-        s7 += x[i + 7] * y[i + 7]
-    for i in range(whole, size):
-        s0 += x[i] * y[i]
-    return ((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))
-
-
-@njit(nogil=True)
 def _softplus(x):
     return x if x > _SOFTPLUS_LINEAR else math.log1p(math.exp(x))
 
 
 @njit(nogil=True)
-def _rows(a, start, p, page, length, token, count, first, target):
-    """``target [count, width]`` = the convolution's inputs of tokens from ``token`` on, of channels from ``first``."""
-    width = target.shape[1]
+def _addresses(a, chunk, token, count, zeros, target):
+    """``target [count]`` = addresses of the convolution's inputs of tokens from ``token`` on, ``zeros`` before a
+    sequence's start."""
+    start, p, page, length = chunk
     for i in range(count):
         at = token + i
-        if at < p and p == 0:
-            for c in range(width):
-                target[i, c] = 0.0
-            continue
         if at >= p:
-            row = a.x + ((start + at - p) * a.stride + a.x_first) * 4
+            target[i] = a.x + ((start + at - p) * a.stride + a.x_first) * 4
+        elif p == 0:
+            target[i] = zeros
         else:
-            row = history_row(a, page, length, at)
-        given = float32_at(row + first * 4, width)
-        for c in range(width):
-            target[i, c] = given[c]
+            target[i] = history_row(a, page, length, at)
 
 
 @njit(nogil=True)
-def _silu(x):
-    for i in range(x.shape[0]):
-        x[i] = x[i] / (np.float32(1.0) + exp_f32(-x[i]))
+def _normalise(x, width, scale):
+    factor = np.float32(scale / math.sqrt(inner_product(x, x, width) + np.float32(1e-6)))
+    values = float32_at(x, width)
+    for i in range(width):
+        values[i] *= factor
 
 
 @njit(nogil=True)
-def _normalise(x, scale):
-    factor = np.float32(scale / math.sqrt(inner_product(x, x) + np.float32(1e-6)))
-    for i in range(x.shape[0]):
-        x[i] *= factor
-
-
-@njit(nogil=True)
-def _convolved(a, chunk, token, count, place, first, inputs, weights):
-    """Convolves channels of ``count`` tokens from ``token`` on into prepared rows from ``place`` on."""
-    start, p, page, length = chunk
-    taps, width = weights.shape
-    _rows(a, start, p, page, length, token - taps + 1, taps - 1 + count, first, inputs)
-    for i in range(count):
-        out = float32_at(a.prepared + ((place + i) * a.channels + first) * 4, width)
-        convolve(inputs[i : i + taps], weights, a.bias, first, out)
-        _silu(out)
-
-
-@njit(nogil=True)
-def _keep_inputs(a, chunk, n, seq, first, inputs):
+def _keep_inputs(rows, count, first, width, target, channels):
     """Writes channels of the inputs that the next chunk needs."""
-    start, p, page, length = chunk
-    width = inputs.shape[1]
-    now = covered(n, p, a.pending)
-    rows = a.taps - 1 + p + n - now
-    _rows(a, start, p, page, length, now - a.taps + 1, rows, first, inputs)
-    target = written_page(a, seq)
-    for i in range(rows):
-        kept = float32_at(history_row(a, target, now, now - a.taps + 1 + i) + first * 4, width)
+    for i in range(count):
+        given, kept = float32_at(rows[i] + first * 4, width), float32_at(target + (i * channels + first) * 4, width)
         for c in range(width):
-            kept[c] = inputs[i, c]
+            kept[c] = given[c]
 
 
 @functools.cache
@@ -139,15 +89,8 @@ def prepare_kernel(is_delta: bool) -> Kernel:
         width = a.key_dim if is_key else a.value_dim
         first = a.k_first + head * width if is_key else a.v_first + head * width
         q_first = a.q_first + head * width
-        size = (a.taps - 1 + max(TOKENS, pending), width)
-        inputs, weights, q_weights = (
-            np.empty(size, np.float32),
-            np.empty((a.taps, width), np.float32),
-            np.empty((a.taps, width), np.float32),
-        )
-        filters(a.conv, first, width, a.taps, weights)
-        if is_key:
-            filters(a.conv, q_first, width, a.taps, q_weights)
+        taps, row_bytes = a.taps, a.channels * 4
+        rows, zero = np.empty(taps - 1 + max(TOKENS, pending), np.int64), np.zeros(0, np.float32)
         of_row = key_heads + 2 * value_heads
         block_first, block_end = block * TOKENS, min(a.num_tokens, (block + 1) * TOKENS)
         for seq in range(a.num_seqs):
@@ -159,6 +102,9 @@ def prepare_kernel(is_delta: bool) -> Kernel:
             if begin >= end:
                 continue
             chunk = (start, p, page, length)
+            if p == 0 and zero.shape[0] == 0:
+                zero = np.zeros(a.channels, np.float32)
+            zeros = address(zero)
             replayed = p - length if p > 0 and begin == start else 0
             for run in range(2):  # pending tokens of the page, then the chunk's own
                 count = replayed if run == 0 else end - begin
@@ -166,18 +112,19 @@ def prepare_kernel(is_delta: bool) -> Kernel:
                 place = a.num_tokens + seq * pending if run == 0 else begin
                 if count == 0:
                     continue
-                _convolved(a, chunk, token, count, place, first, inputs, weights)
+                _addresses(a, chunk, token - taps + 1, taps - 1 + count, zeros, rows)
+                out = a.prepared + place * row_bytes
+                convolve(rows, count, first, width, taps, True, a.conv, a.bias, out + first * 4, row_bytes)
                 if is_key:
-                    _convolved(a, chunk, token, count, place, q_first, inputs, q_weights)
+                    convolve(rows, count, q_first, width, taps, True, a.conv, a.bias, out + q_first * 4, row_bytes)
                 for i in range(count):
                     factors = float32_at(a.factors + (place + i) * of_row * 4, of_row)
-                    row = a.prepared + (place + i) * a.channels * 4
                     if is_key:
-                        k, q = float32_at(row + first * 4, width), float32_at(row + q_first * 4, width)
+                        k, q = out + i * row_bytes + first * 4, out + i * row_bytes + q_first * 4
                         if is_delta:
-                            _normalise(k, 1.0)
-                            _normalise(q, 1.0 / math.sqrt(width))
-                        factors[head] = inner_product(k, q)
+                            _normalise(k, width, 1.0)
+                            _normalise(q, width, 1.0 / math.sqrt(width))
+                        factors[head] = inner_product(k, q, width)
                         continue
                     if run == 0:
                         given = float32_at(a.gates + (page * pending + i) * a.num_gates * 4, a.num_gates)
@@ -194,10 +141,13 @@ def prepare_kernel(is_delta: bool) -> Kernel:
                     factors[key_heads + value_heads + head] = np.float32(step)
             if end < start + n:
                 continue
-            _keep_inputs(a, chunk, n, seq, first, inputs)
-            if is_key:
-                _keep_inputs(a, chunk, n, seq, q_first, inputs)
             now, target = covered(n, p, pending), written_page(a, seq)
+            count = taps - 1 + p + n - now
+            _addresses(a, chunk, now - taps + 1, count, zeros, rows)
+            kept_at = history_row(a, target, now, now - taps + 1)
+            _keep_inputs(rows, count, first, width, kept_at, a.channels)
+            if is_key:
+                _keep_inputs(rows, count, q_first, width, kept_at, a.channels)
             if part == 0:
                 int32_at(a.lengths, a.num_pages)[target] = now
             if not is_key:
@@ -207,5 +157,6 @@ def prepare_kernel(is_delta: bool) -> Kernel:
                     kept[head] = given[head]
                     if is_delta:
                         kept[value_heads + head] = given[value_heads + head]
+        rows[0] = zero.shape[0]  # they live until here: numba frees an array after its last use by name
 
     return Kernel(prepare, FIELDS)

@@ -20,23 +20,25 @@ import numpy as np
 from numba import carray, njit
 from numba.core import cgutils, types
 
-from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics import atomic, simd
 from numba_kernels.cpu.intrinsics.emitted import LITERAL, emitted
-from numba_kernels.cpu.intrinsics.scalars import exp_f32, load_f32, store_f32
+from numba_kernels.cpu.intrinsics.scalars import load_f32, store_f32
 from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
 from numba_kernels.cpu.recurrent.convolution import CHUNK_FIELDS, chunk_end, chunk_of, covered, written_page
-from numba_kernels.cpu.recurrent.prepare import inner_product
+from numba_kernels.cpu.recurrent.tiles import GATE_ONLY, NORMED, SIGMOID, SILU, gate_tile, inner_product
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at
 from numba_kernels.cpu.target import LANES
 
 BLOCK = 32  # columns that are read together
+MOST_UNITS = 16  # of a work item
 _VECTORS = BLOCK // LANES
 _ROW = BLOCK * 4
+_AHEAD = 12  # rows that are prefetched before they are read
 
 FIELDS = Fields(
     CHUNK_FIELDS
     + "*prepared *factors *state *skip *out key_heads value_heads key_dim value_dim q_first k_first v_first "
-    "tiled blocks_a_work_item"
+    "tiled units_a_work_item"
 )
 NORM_FIELDS = Fields("*x *gate *weight *out num_rows width stride groups weight_step tokens_a_work_item sigmoid", "eps")
 
@@ -52,15 +54,17 @@ def _rounded(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.bitcast(builder.select(builder.fcmp_unordered("uno", value, value), quiet, nearest), value.type)
 
 
-@emitted(types.void, *[LITERAL] * 4, *[types.intp] * 11, *[types.float32] * 4)
+@emitted(types.void, *[LITERAL] * 5, *[types.intp] * 12, *[types.float32] * 4)
 def scan_tile(
-    builder, updates, reads, has_delta, rounds, source, source_stride, target, target_stride, rows, last_k, delta, k, q,
-    v, out, last_decay, decay, step, product,
+    builder, updates, reads, has_delta, rounds, bypasses, source, source_stride, target, target_stride, rows, fetched,
+    last_k, delta, k, q, v, out, last_decay, decay, step, product,
 ):  # fmt: skip
     """A pass over BLOCK columns of ``rows`` rows of a state, all addresses; strides in bytes.
 
     With ``updates``, rows become ``last_decay * row + last_k * delta`` and go to ``target``, rounded to bfloat16 with
-    ``rounds``. With ``reads``, the token's own ``delta [BLOCK]`` and ``out [BLOCK]`` follow from them."""
+    ``rounds``, around the caches with ``bypasses``. With ``reads``, the token's own ``delta [BLOCK]`` and ``out
+    [BLOCK]`` follow from them. A pass that does one of both prefetches rows at ``fetched``, as far apart as those of
+    ``source``."""
 
     def vectors(at):
         return [
@@ -84,7 +88,12 @@ def scan_tile(
             if rounds:
                 state = [_rounded(builder, each) for each in state]
             for number, each in enumerate(state):
-                simd.store(builder, each, simd.offset(builder, at, 64 * number))
+                place = simd.offset(builder, at, 64 * number)
+                simd.store(builder, each, place, 64 if bypasses else 4, is_read_soon=not bypasses)
+        if updates != reads:
+            ahead = builder.add(fetched, builder.mul(row, source_stride))
+            for line in range(0, _ROW, 64):
+                simd.prefetch(builder, simd.offset(builder, ahead, line))
         if reads:
             for first, given in ((0, k), (_VECTORS, q)) if has_delta else ((_VECTORS, q),):
                 factor = scalar(given, row)
@@ -102,26 +111,28 @@ def scan_tile(
 
 
 @njit(nogil=True)
-def _load(stored, state, stride, columns, block):
-    """``block [rows, BLOCK]`` = columns of a page's state; the rest are zeros."""
-    for row in range(block.shape[0]):
+def _load(stored, state, stride, columns, block, rows):
+    """The block at an address, ``[rows, BLOCK]`` = columns of a page's state; the rest are zeros."""
+    for row in range(rows):
+        target = float32_at(block + row * _ROW, BLOCK)
         for i in range(columns):
-            block[row, i] = load_f32(stored, state, row * stride + i)
+            target[i] = load_f32(stored, state, row * stride + i)
         for i in range(columns, BLOCK):
-            block[row, i] = 0.0
+            target[i] = 0.0
 
 
 @njit(nogil=True)
-def _store(stored, state, stride, columns, block):
-    for row in range(block.shape[0]):
+def _store(stored, state, stride, columns, block, rows):
+    for row in range(rows):
+        source = float32_at(block + row * _ROW, BLOCK)
         for i in range(columns):
-            store_f32(stored, state, row * stride + i, block[row, i])
+            store_f32(stored, state, row * stride + i, source[i])
 
 
 @functools.cache
 def scan_kernel(is_delta: bool, stored: type) -> Kernel:
     """``out [T, value_heads * value_dim]``, not yet normalised, and the states of the pages that are written. A work
-    item is ``blocks_a_work_item`` blocks of columns of one head of a sequence."""
+    item is ``units_a_work_item`` blocks of columns of a sequence's heads."""
     itemsize = np.dtype(stored).itemsize
     is_plain, has_delta, rounds = stored is np.float32, int(is_delta), int(stored is not np.float32)
 
@@ -130,39 +141,44 @@ def scan_kernel(is_delta: bool, stored: type) -> Kernel:
         key_heads, value_heads, key_dim, value_dim = a.key_heads, a.value_heads, a.key_dim, a.value_dim
         channels, of_row = a.channels, a.key_heads + 2 * a.value_heads
         num_blocks = (value_dim + BLOCK - 1) // BLOCK
-        shares = (num_blocks + a.blocks_a_work_item - 1) // a.blocks_a_work_item
-        share, rest = work_item % shares, work_item // shares
-        head, seq = rest % value_heads, rest // value_heads
-        key_head = head % key_heads if a.tiled != 0 else head // (value_heads // key_heads)
+        units = value_heads * num_blocks
+        shares = (units + a.units_a_work_item - 1) // a.units_a_work_item
+        share, seq = work_item % shares, work_item // shares
+        first_unit, end_unit = share * a.units_a_work_item, min(units, (share + 1) * a.units_a_work_item)
         start, n, p, page, length, status = chunk_of(a, seq)
         if status != 0:
             a.status = status
             return
-        if n == 0:
-            for token in range(start, chunk_end(a, seq)):
-                float32_at(a.out + (token * value_heads + head) * value_dim * 4, value_dim)[:] = 0.0
-            return
         replayed = p - length if p > 0 else 0
         total = replayed + n
         kept = replayed + covered(n, p, a.pending) - p
-        block, zeros = np.empty((key_dim, BLOCK), np.float32), np.zeros(BLOCK, np.float32)
-        delta, value, result = np.empty(BLOCK, np.float32), zeros, np.empty(BLOCK, np.float32)
-        block_at, delta_at, result_at = address(block), address(delta), address(result)
-        of_head, stride = key_dim * value_dim * itemsize, value_dim
-        read = a.state + (page * value_heads + head) * of_head
-        written = a.state + (written_page(a, seq) * value_heads + head) * of_head
-        for number in range(share * a.blocks_a_work_item, min(num_blocks, (share + 1) * a.blocks_a_work_item)):
-            column = number * BLOCK
+        memory = np.empty((key_dim + 3) * BLOCK, np.float32)  # of a block and three rows, which begin with a line
+        base = (address(memory) + 63) // 64 * 64
+        block_at, delta_at, result_at = base, base + key_dim * _ROW, base + (key_dim + 1) * _ROW
+        small = np.zeros(BLOCK, np.float32)
+        result, stride = float32_at(result_at, BLOCK), value_dim
+        of_head = key_dim * value_dim * itemsize
+        for unit in range(first_unit, end_unit):
+            head, column = unit // num_blocks, unit % num_blocks * BLOCK
             columns = min(BLOCK, value_dim - column)
+            key_head = head % key_heads if a.tiled != 0 else head // (value_heads // key_heads)
+            if n == 0:
+                for token in range(start, chunk_end(a, seq)):
+                    at = ((token * value_heads + head) * value_dim + column) * 4
+                    float32_at(a.out + at, columns)[:] = 0.0
+                continue
+            read = a.state + (page * value_heads + head) * of_head + column * itemsize
+            written = a.state + (written_page(a, seq) * value_heads + head) * of_head + column * itemsize
+            after = (unit + 1) // num_blocks * of_head + (unit + 1) % num_blocks * BLOCK * itemsize
+            after = a.state + page * value_heads * of_head + after if p > 0 and unit + 1 < end_unit else block_at
+            is_direct = is_plain and columns == BLOCK
             source, source_stride = block_at, np.int64(_ROW)
             if p == 0:
-                for row in range(key_dim):
-                    for i in range(BLOCK):
-                        block[row, i] = 0.0
-            elif is_plain and columns == BLOCK:
-                source, source_stride = read + column * 4, stride * 4
+                float32_at(block_at, key_dim * BLOCK)[:] = 0.0
+            elif is_direct:
+                source, source_stride = read, stride * 4
             else:
-                _load(stored, read + column * itemsize, stride, columns, block)
+                _load(stored, read, stride, columns, block_at, key_dim)
             last_k, last_decay = np.int64(0), np.float32(0.0)
             for t in range(total):
                 row = a.num_tokens + seq * a.pending + t if t < replayed else start + t - replayed
@@ -173,23 +189,24 @@ def scan_kernel(is_delta: bool, stored: type) -> Kernel:
                 v = prepared + (a.v_first + head * value_dim + column) * 4
                 if columns < BLOCK:
                     for i in range(columns):
-                        value[i] = float32_at(v, columns)[i]
-                    v = address(value)
+                        small[i] = float32_at(v, columns)[i]
+                    v = address(small)
                 decay, step = factors[key_heads + head], factors[key_heads + value_heads + head]
                 product = factors[key_head]
                 if t == 0:
                     scan_tile(
-                        0, 1, has_delta, rounds, source, source_stride, 0, 0, key_dim, 0, delta_at, k, q, v, result_at,
-                        last_decay, decay, step, product,
+                        0, 1, has_delta, rounds, 0, source, source_stride, 0, 0, key_dim,
+                        source + _AHEAD * source_stride, 0, delta_at, k, q, v, result_at, last_decay, decay, step,
+                        product,
                     )  # fmt: skip
                 else:
                     scan_tile(
-                        1, 1, has_delta, rounds, source, source_stride, block_at, _ROW, key_dim, last_k, delta_at, k, q,
-                        v, result_at, last_decay, decay, step, product,
+                        1, 1, has_delta, rounds, 0, source, source_stride, block_at, _ROW, key_dim, 0, last_k, delta_at,
+                        k, q, v, result_at, last_decay, decay, step, product,
                     )  # fmt: skip
                     source, source_stride = block_at, np.int64(_ROW)
                     if t == kept:
-                        _store(stored, written + column * itemsize, stride, columns, block)
+                        _store(stored, written, stride, columns, block_at, key_dim)
                 last_k, last_decay = k, decay
                 if t >= replayed:
                     out = float32_at(a.out + ((row * value_heads + head) * value_dim + column) * 4, columns)
@@ -201,15 +218,21 @@ def scan_kernel(is_delta: bool, stored: type) -> Kernel:
                         skip = float32_at(a.skip, value_heads)[head]
                         for i in range(columns):
                             out[i] = result[i] + skip * given[i]
-            if kept == total:
-                is_direct = is_plain and columns == BLOCK
+            if kept < total:
+                continue
+            if is_direct and (written | (stride * 4)) % 64 == 0:
                 scan_tile(
-                    1, 0, has_delta, rounds, source, source_stride, written + column * 4 if is_direct else block_at,
-                    stride * 4 if is_direct else _ROW, key_dim, last_k, delta_at, 0, 0, 0, 0, last_decay, last_decay,
-                    last_decay, last_decay,
+                    1, 0, has_delta, rounds, 1, source, source_stride, written, stride * 4, key_dim, after, last_k,
+                    delta_at, 0, 0, 0, 0, last_decay, last_decay, last_decay, last_decay,
                 )  # fmt: skip
-                if not is_direct:
-                    _store(stored, written + column * itemsize, stride, columns, block)
+                continue
+            scan_tile(
+                1, 0, has_delta, rounds, 0, source, source_stride, block_at, _ROW, key_dim, block_at, last_k, delta_at,
+                0, 0, 0, 0, last_decay, last_decay, last_decay, last_decay,
+            )  # fmt: skip
+            _store(stored, written, stride, columns, block_at, key_dim)
+        memory[0] = small[0] = 0.0  # they live until here: numba frees an array after its last use by name
+        atomic.fence()
 
     return Kernel(scan, FIELDS)
 
@@ -226,23 +249,19 @@ def gated_norm_kernel(is_delta: bool) -> Kernel:
         first = work_item * a.tokens_a_work_item
         for row in range(first, min(a.num_rows, first + a.tokens_a_work_item)):
             for group in range(a.groups):
-                x = float32_at(a.x + (row * a.width + group * size) * 4, size)
-                gate = float32_at(a.gate + (row * a.stride + group * size) * 4, size)
-                weight = float32_at(a.weight + group * a.weight_step * 4, size)
-                out = float32_at(a.out + (row * a.width + group * size) * 4, size)
+                x = a.x + (row * a.width + group * size) * 4
+                gate = a.gate + (row * a.stride + group * size) * 4
+                weight = a.weight + group * a.weight_step * 4
+                out = a.out + (row * a.width + group * size) * 4
                 if not is_delta:
-                    for i in range(size):
-                        out[i] = x[i] * (gate[i] / (np.float32(1.0) + exp_f32(-gate[i])))
+                    gate_tile(GATE_ONLY, x, gate, weight, out, size, np.float32(1.0))
                     x = out
-                scale = np.float32(1.0 / math.sqrt(inner_product(x, x) / size + a.eps))
+                scale = np.float32(1.0 / math.sqrt(inner_product(x, x, size) / size + a.eps))
                 if not is_delta:
-                    for i in range(size):
-                        out[i] = x[i] * scale * weight[i]
+                    gate_tile(NORMED, x, gate, weight, out, size, scale)
                 elif a.sigmoid != 0:
-                    for i in range(size):
-                        out[i] = x[i] * scale * weight[i] / (np.float32(1.0) + exp_f32(-gate[i]))
+                    gate_tile(SIGMOID, x, gate, weight, out, size, scale)
                 else:
-                    for i in range(size):
-                        out[i] = x[i] * scale * weight[i] * (gate[i] / (np.float32(1.0) + exp_f32(-gate[i])))
+                    gate_tile(SILU, x, gate, weight, out, size, scale)
 
     return Kernel(gated_norm, NORM_FIELDS)

@@ -12,6 +12,7 @@ from numba_kernels.cpu import experts as _experts
 from numba_kernels.cpu.attention import kernel as attention
 from numba_kernels.cpu.gemm import block_panels, blocks, linear, panels
 from numba_kernels.cpu.gemm.experts import experts_kernel
+from numba_kernels.cpu.recurrent import convolution, prepare, scan
 
 
 def kernels_of(
@@ -21,6 +22,8 @@ def kernels_of(
     formats: Sequence[str] = (),
     pages: str = "",
     has_experts: bool = False,
+    recurrence: str = "",
+    states: str = "float32",
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Factories and arguments of all that a model's forward passes and draws use, those first that take longest.
 
@@ -30,6 +33,8 @@ def kernels_of(
     pages       carrier of the bits of its pages, if not `stored`; also "int8", and "uint8" (fp8)
     formats     ggml's, in whose blocks matrices are kept
     has_experts whether there are mixtures of experts
+    recurrence  the operation of its layers with a state, if any: "short_conv", "delta_rule", "mamba"
+    states      carrier of the bits of its states
     """
     kind = np.dtype(stored).type
     paged = np.dtype(pages or stored).type
@@ -49,6 +54,13 @@ def kernels_of(
             yield experts_kernel, (kept,)
         for factory in (_experts.route_kernel, _experts.group_kernel, _experts.combine_kernel):
             yield factory, ()
+    if recurrence == "short_conv":
+        yield convolution.short_conv_kernel, ()
+    elif recurrence:
+        is_delta = recurrence == "delta_rule"
+        yield scan.scan_kernel, (is_delta, np.dtype(states).type)
+        yield prepare.prepare_kernel, (is_delta,)
+        yield scan.gated_norm_kernel, (is_delta,)
     for table in {kind, matrices, np.float32, *in_blocks}:
         yield embedding.embedding_kernel, (table,)
     yield attention.group_starts_kernel, ()

@@ -85,13 +85,15 @@ def wanted_of_cpu(path: Path, config: EngineConfig) -> WantedOfCpu | None:
     weights = kept if config.dtype == "auto" else DType.parse(config.dtype)
     if weights not in STORED:
         return None
+    model_config = load_config(path, config.hf_overrides, config.mmproj)
     return WantedOfCpu(
         stored=STORED[weights].__name__,
         is_int8=config.quantization == "int8",
         block_size=config.block_size,
         pages=PAGES[KV_DTYPES.get(config.kv_cache_dtype, weights)].__name__,
-        has_experts=isinstance(load_config(path, config.hf_overrides, config.mmproj), MoeConfig),
+        has_experts=isinstance(model_config, MoeConfig),
         formats=sorted(_block_formats(path, config) & (GGML_FORMATS.keys() | GROUP_FORMATS.keys())),
+        recurrence=model_config.recurrence,
     )
 
 

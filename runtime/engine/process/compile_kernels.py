@@ -135,12 +135,19 @@ class WantedOfCpu(msgspec.Struct, frozen=True, tag=True):
     pages: str
     has_experts: bool
     formats: list[str] = []
+    recurrence: str = ""
 
     def tasks(self) -> Iterator[Callable[[], Compiled]]:
         """First the loops, which a process can start before it imports the kernels; then these, the slowest first."""
         yield from (partial(_done, each) for each in _loops.LOOPS)
         for factory, values in _cpu_kernels.kernels_of(
-            self.stored, self.is_int8, self.block_size, self.formats, pages=self.pages, has_experts=self.has_experts
+            self.stored,
+            self.is_int8,
+            self.block_size,
+            self.formats,
+            pages=self.pages,
+            has_experts=self.has_experts,
+            recurrence=self.recurrence,
         ):
             yield partial(_done, factory, *values)
 

@@ -1,0 +1,119 @@
+"""Loops over whole vectors that kernels of recurrent layers share, as LLVM IR: a causal convolution, gates, and a sum
+of products."""
+
+from __future__ import annotations
+
+import llvmlite.ir as ir
+from numba import njit
+from numba.core import cgutils, types
+
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.emitted import LITERAL, emitted
+from numba_kernels.cpu.intrinsics.scalars import exp_f32
+from numba_kernels.cpu.intrinsics.simd import F32, I32, I64, constant_like
+from numba_kernels.cpu.rows import for_each_vector
+from numba_kernels.cpu.running.launch import address, float32_at
+from numba_kernels.cpu.target import LANES
+
+NORMED, SIGMOID, SILU, GATE_ONLY = range(4)  # forms of `gate_tile`
+
+
+def _sigmoid(builder, x):
+    one = constant_like(x, 1.0)
+    return builder.fdiv(one, builder.fadd(one, simd.exp(builder, builder.fsub(constant_like(x, -0.0), x))))
+
+
+@emitted(types.void, LITERAL, LITERAL, *[types.intp] * 8)
+def _convolve_vectors(builder, taps, has_silu, rows, count, first, conv, bias, out, out_stride, vectors):
+    """The first ``vectors * LANES`` channels of `convolve`; all addresses and bytes."""
+    whole = simd.vector(F32, taps * LANES)
+    undefined = ir.Constant(whole, ir.Undefined)
+    with cgutils.for_range(builder, vectors, intp=I64) as channels:
+        moved = builder.mul(channels.index, ir.Constant(I64, LANES * 4))
+        place = builder.add(first, moved)
+        filters = simd.load(builder, builder.add(conv, builder.mul(moved, ir.Constant(I64, taps))), whole, 4)
+        orders = [ir.Constant(simd.vector(I32), [lane * taps + tap for lane in range(LANES)]) for tap in range(taps)]
+        weights = [builder.shuffle_vector(filters, undefined, order) for order in orders]
+        added = cgutils.alloca_once(builder, simd.vector(F32))
+        builder.store(simd.splat_constant(F32, 0.0), added)
+        with builder.if_then(builder.icmp_signed("!=", bias, ir.Constant(I64, 0))):
+            builder.store(simd.load(builder, builder.add(bias, moved), simd.vector(F32), 4), added)
+        start = builder.load(added)
+        with cgutils.for_range(builder, count, intp=I64) as tokens:
+            table = builder.add(rows, builder.mul(tokens.index, ir.Constant(I64, 8)))
+            total = start
+            for tap, weight in enumerate(weights):
+                row = simd.load(builder, simd.offset(builder, table, 8 * tap), I64, 8)
+                total = simd.fma(
+                    builder, weight, simd.load(builder, builder.add(row, place), simd.vector(F32), 4), total
+                )
+            if has_silu:
+                total = builder.fmul(total, _sigmoid(builder, total))
+            to = builder.add(builder.add(out, moved), builder.mul(tokens.index, out_stride))
+            simd.store(builder, total, to)
+
+
+@njit(nogil=True)
+def convolve(rows, count, first, width, taps, has_silu, conv, bias, out, out_stride):
+    """Convolves ``width`` channels from ``first`` on of ``count`` tokens, with SiLU or without.
+
+    ``rows`` (int64): addresses of the inputs of all channels, of token i's taps from row i on, oldest first.
+    ``conv [channels, taps]`` and ``bias`` (0: none) are addresses of all channels', ``out`` of the first result, the
+    next token's ``out_stride`` bytes further."""
+    table, vectors = address(rows), 0
+    own_conv, own_bias = conv + first * taps * 4, bias + first * 4 if bias != 0 else 0
+    if taps == 4 and has_silu:
+        vectors = width // LANES
+        _convolve_vectors(4, 1, table, count, first * 4, own_conv, own_bias, out, out_stride, vectors)
+    elif taps == 4:
+        vectors = width // LANES
+        _convolve_vectors(4, 0, table, count, first * 4, own_conv, own_bias, out, out_stride, vectors)
+    elif taps == 3 and not has_silu:
+        vectors = width // LANES
+        _convolve_vectors(3, 0, table, count, first * 4, own_conv, own_bias, out, out_stride, vectors)
+    weights = float32_at(own_conv, width * taps)
+    for channel in range(vectors * LANES, width):
+        for i in range(count):
+            total = float32_at(own_bias, width)[channel] if bias != 0 else weights[0] * 0.0
+            for tap in range(taps):
+                total += weights[channel * taps + tap] * float32_at(rows[i + tap] + first * 4, width)[channel]
+            if has_silu:
+                total = total / (1.0 + exp_f32(-total))
+            float32_at(out + i * out_stride, width)[channel] = total
+
+
+@emitted(types.float32, *[types.intp] * 3)
+def inner_product(builder, x, y, count):
+    """The sum of products of ``count`` floats at two addresses: LANES partial sums, then pairs of lanes, on every
+    processor."""
+    total = cgutils.alloca_once(builder, simd.vector(F32))
+    builder.store(simd.splat_constant(F32, 0.0), total)
+
+    def piece(place, mask):
+        a, b = (simd.masked_load(builder, builder.add(each, place), mask) for each in (x, y))
+        builder.store(simd.fma(builder, a, b, builder.load(total)), total)
+
+    for_each_vector(builder, count, piece)
+    return simd.reduce_sum(builder, builder.load(total))
+
+
+@emitted(types.void, LITERAL, *[types.intp] * 5, types.float32)
+def gate_tile(builder, form, x, gate, weight, out, count, scale):
+    """``out`` of ``count`` floats, all addresses: NORMED ``x * scale * weight``; SIGMOID and SILU that times the gated
+    function; GATE_ONLY ``x * silu(gate)``."""
+    factor = simd.splat(builder, scale)
+
+    def piece(place, mask):
+        def of(start):
+            return simd.masked_load(builder, builder.add(start, place), mask)
+
+        value = of(x)
+        if form != GATE_ONLY:
+            value = builder.fmul(builder.fmul(value, factor), of(weight))
+        if form != NORMED:
+            given = of(gate)
+            sigmoid = _sigmoid(builder, given)
+            value = builder.fmul(value, sigmoid if form == SIGMOID else builder.fmul(given, sigmoid))
+        simd.masked_store(builder, value, builder.add(out, place), mask)
+
+    for_each_vector(builder, count, piece)
