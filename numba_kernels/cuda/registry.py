@@ -23,6 +23,7 @@ from numba_kernels.cuda import (
     norm,
     probes,
     qkv,
+    recurrent,
     rope,
     rounded_norm,
     sampling,
@@ -32,7 +33,7 @@ from numba_kernels.cuda.specialisation import Specialisation
 
 FAMILIES = (
     activation, attention, decode_inputs, dequantize, elementwise, embedding, experts, gemm, integer_matmul, kv_cache,
-    latent, logprobs, norm, probes, qkv, reduce, rope, rounded_norm, dynamic_quantisation, sampling, softmax,
+    latent, logprobs, norm, probes, qkv, recurrent, reduce, rope, rounded_norm, dynamic_quantisation, sampling, softmax,
 )  # fmt: skip
 
 

@@ -2,31 +2,109 @@
 
 from __future__ import annotations
 
-from runtime.backends.checks import fail
+from numba_kernels.cuda.recurrent import gated_norm as _gated_norm
+from numba_kernels.cuda.recurrent import short_conv as _short_conv
+from numba_kernels.cuda.recurrent import step as _step
+from runtime.backends.cuda_tensor import alignment, remembered
 from runtime.batch import Batch
-from runtime.errors import InvalidArgumentError
+from runtime.device.gpu import Gpu
+from runtime.dtype import float32
 from runtime.linear.recurrent import DeltaRule, Mamba, ShortConv
 from runtime.tensor.tensor import Tensor
 
+_plan_norm = remembered(_gated_norm.plan)
+_plan_short_conv = remembered(_short_conv.plan)
+_plan_step = remembered(_step.plan)
 
-def _refused(op: str, x: Tensor) -> InvalidArgumentError:
-    return fail(op, "x", f"is on {x.device}, but models with recurrent states run on the cpu alone")
+
+def _chunks(batch: Batch, group: int) -> tuple[int, int, int]:
+    """The addresses of a batch's lengths and tables."""
+    return batch.query_start.address, batch.seq_lens.address, batch.block_tables[group].address
 
 
 def short_conv(
     x: Tensor, weights: ShortConv, pages: tuple[Tensor, ...], batch: Batch, group: int, pending: int
 ) -> Tensor:
     """See `ops.short_conv`."""
-    raise _refused("short_conv", x)
+    tokens, (channels, taps) = x.shape[0], weights.conv.shape
+    result = Tensor.new((tokens, channels), x.dtype, x.device)
+    if tokens:
+        lengths, inputs = pages
+        bounds = alignment(x.address, result.address, inputs.address)
+        launch = _plan_short_conv(batch.max_query_len, batch.num_seqs, channels, taps, x.dtype.ptx, alignment=bounds)
+        Gpu.of(x.device).launch(
+            launch, x.address, weights.conv.address, 0 if weights.bias is None else weights.bias.address,
+            result.address, *_chunks(batch, group), lengths.address, inputs.address,
+            batch.block_tables[group].shape[1], channels, pending,
+        )  # fmt: skip
+    return result
 
 
 def delta_rule(
     x: Tensor, weights: DeltaRule, pages: tuple[Tensor, ...], batch: Batch, group: int, pending: int
 ) -> Tensor:
     """See `ops.delta_rule`."""
-    raise _refused("delta_rule", x)
+    w = weights
+    out = _recurrence(
+        x, w, pages, batch, group, pending, conv=(w.conv, None), heads=(w.num_key_heads, w.num_value_heads),
+        key_dim=w.key_dim, value_dim=w.value_dim, places=(0, w.keys, 2 * w.keys), x_first=0,
+        gates_first=w.channels + w.values, num_gates=w.num_gates, skip=0, tiled=w.tiled, limits=(0.0, 0.0),
+    )  # fmt: skip
+    return _normed(out, x, w.channels, w.norm, w.num_value_heads, 0, w.eps, w.gate)
 
 
 def mamba(x: Tensor, weights: Mamba, pages: tuple[Tensor, ...], batch: Batch, group: int, pending: int) -> Tensor:
     """See `ops.mamba`."""
-    raise _refused("mamba", x)
+    w = weights
+    keys = w.num_groups * w.state_size
+    out = _recurrence(
+        x, w, pages, batch, group, pending, conv=(w.conv, w.conv_bias), heads=(w.num_groups, w.num_heads),
+        key_dim=w.state_size, value_dim=w.head_dim, places=(w.inner + keys, w.inner, 0), x_first=w.inner,
+        gates_first=w.inner + w.channels, num_gates=w.num_gates, skip=w.d.address, tiled=False, limits=w.dt_limit,
+    )  # fmt: skip
+    return _normed(out, x, 0, w.norm, w.norm_groups, w.inner // w.norm_groups, w.eps, "first")
+
+
+def _recurrence(
+    x: Tensor, weights: DeltaRule | Mamba, pages: tuple[Tensor, ...], batch: Batch, group: int, pending: int, *,
+    conv: tuple[Tensor, Tensor | None], heads: tuple[int, int], key_dim: int, value_dim: int,
+    places: tuple[int, int, int], x_first: int, gates_first: int, num_gates: int, skip: int, tiled: bool,
+    limits: tuple[float, float],
+) -> Tensor:  # fmt: skip
+    """The outputs, float32 ``[T, value heads * value_dim]``, before the norm. ``places``: first channels of q, k, v."""
+    (tokens, stride), (channels, taps) = x.shape, conv[0].shape
+    key_heads, value_heads = heads
+    out = Tensor.new((tokens, value_heads * value_dim), float32, x.device)
+    if not tokens:
+        return out
+    lengths, inputs, *gates, state = pages
+    of_runs = alignment(x.address, inputs.address) // x.dtype.itemsize, stride, x_first, channels, *places[:2]
+    launch, parts = _plan_step(
+        batch.num_seqs, value_heads, value_dim, key_dim, taps, x.dtype.ptx, state.dtype.ptx,
+        is_delta=isinstance(weights, DeltaRule), multiples=of_runs,
+    )  # fmt: skip
+    Gpu.of(x.device).launch(
+        launch, x.address, conv[0].address, 0 if conv[1] is None else conv[1].address, weights.a.address,
+        weights.dt_bias.address, skip, out.address, *_chunks(batch, group), lengths.address, inputs.address,
+        gates[0].address if gates else 0, state.address, batch.block_tables[group].shape[1], stride, x_first,
+        gates_first, channels, pending, num_gates, key_heads, value_heads, value_dim, *places, int(tiled), parts,
+        *limits,
+    )  # fmt: skip
+    return out
+
+
+def _normed(
+    out: Tensor, x: Tensor, first: int, weight: Tensor, groups: int, weight_step: int, eps: float, gate: str
+) -> Tensor:
+    """The outputs after the gated norm, of x's type; gates lie in x's columns from ``first`` on."""
+    tokens, width = out.shape
+    result = Tensor.new(out.shape, x.dtype, x.device)
+    if tokens:
+        size, stride, address = width // groups, x.shape[1], x.address + first * x.dtype.itemsize
+        of_runs = alignment(address, result.address) // x.dtype.itemsize, stride
+        launch = _plan_norm(tokens, groups, size, x.dtype.ptx, gate, multiples=of_runs)
+        Gpu.of(x.device).launch(
+            launch, out.address, address, weight.address, result.address, tokens, groups, size, stride, weight_step,
+            1.0 / size, eps,
+        )  # fmt: skip
+    return result

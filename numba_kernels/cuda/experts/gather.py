@@ -23,14 +23,14 @@ from numba import cuda, types
 
 from numba_kernels.cuda.experts.combine import adder
 from numba_kernels.cuda.gemm.epilogue import GATES, scale_element
-from numba_kernels.cuda.gemm.gemv import exchange, weight_loader
+from numba_kernels.cuda.gemm.gemv import weight_loader
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_storer, vector_loader
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, load_f32, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import exchange, lane_index, shuffle_xor_f32
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32

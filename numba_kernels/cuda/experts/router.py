@@ -19,7 +19,7 @@ from numba import cuda, types
 
 from numba_kernels.cuda.experts.routing import PER_LANE, chooser, lane_experts
 from numba_kernels.cuda.gemm.epilogue import norm_scale
-from numba_kernels.cuda.gemm.gemv import exchange, weight_loader
+from numba_kernels.cuda.gemm.gemv import weight_loader
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.block import block_sum
 from numba_kernels.cuda.intrinsics.convert import bits_from_f32, f32_from_bits, pack_bf16, pack_f16
@@ -29,7 +29,7 @@ from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import load_f32, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import lane_index
+from numba_kernels.cuda.intrinsics.warp import exchange, lane_index
 from numba_kernels.cuda.row_blocks import MAX_BLOCKS, THREADS, WARPS, row_blocks
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 

@@ -40,7 +40,7 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, vector_loader
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, warp_sum
+from numba_kernels.cuda.intrinsics.warp import exchange, shuffle_xor_f32, warp_sum
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -73,31 +73,6 @@ def weight_loader(dtype: str) -> tuple[Any, Any, Any]:
         return a0, a1, b0, b1, c0, c1, d0, d1
 
     return memory.stream_early_4xb32, memory.stream_4xb32, widen
-
-
-@functools.cache
-def exchange(distance: int, num_sums: int) -> Any:
-    """A device function ``(sums, lane) -> None``: adds the sums of lanes that far apart.
-
-    If there are more sums than nearer lanes, a lane keeps one half of its sums and gives away the other.
-    """
-    if distance >= num_sums:
-
-        @device_function
-        def add(sums, lane):
-            for i in range(num_sums):
-                sums[i] += shuffle_xor_f32(sums[i], uint32(distance))
-
-        return add
-
-    @device_function
-    def halve(sums, lane):
-        is_upper = (lane & uint32(distance)) != uint32(0)
-        for i in range(distance):
-            low, high = sums[i], sums[i + distance]
-            sums[i] = (high if is_upper else low) + shuffle_xor_f32(low if is_upper else high, uint32(distance))
-
-    return halve
 
 
 @functools.cache

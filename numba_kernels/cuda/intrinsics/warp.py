@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from numba import types
 
 from numba_kernels.cuda.intrinsics.asm import instruction
@@ -53,3 +56,28 @@ def warp_max(value):
         value = maximum_f32(value, shuffle_xor_f32(value, distance))
         distance >>= types.uint32(1)
     return value
+
+
+@functools.cache
+def exchange(distance: int, num_sums: int) -> Any:
+    """A device function ``(sums, lane) -> None``: adds the sums of lanes that far apart.
+
+    If there are more sums than nearer lanes, a lane keeps one half of its sums and gives away the other.
+    """
+    if distance >= num_sums:
+
+        @device_function
+        def add(sums, lane):
+            for i in range(num_sums):
+                sums[i] += shuffle_xor_f32(sums[i], types.uint32(distance))
+
+        return add
+
+    @device_function
+    def halve(sums, lane):
+        is_upper = (lane & types.uint32(distance)) != types.uint32(0)
+        for i in range(distance):
+            low, high = sums[i], sums[i + distance]
+            sums[i] = (high if is_upper else low) + shuffle_xor_f32(low if is_upper else high, types.uint32(distance))
+
+    return halve

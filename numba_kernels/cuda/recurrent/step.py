@@ -1,0 +1,467 @@
+"""The recurrence of a gated delta rule and of Mamba-2 with their convolution, gates and norms of keys, token by token.
+
+For each value head, with decay e, step size b, key k, query q and value v of a token, and a state S ``[keys, values]``:
+
+    d = b (v - e S^T k)   (mamba: d = b v)      o = e S^T q + d (k . q)      S = e S + k d^T
+
+Rows of S^T, which memory holds, are independent. A warp keeps `rows` of them in registers over all tokens of its
+sequence's chunk, lanes along the keys, so S is read once and written once, whatever the number of tokens. Each warp
+convolves and normalises the token's key and query by itself, which costs as many instructions as the recurrence of its
+rows, and no barrier. First come the tokens that are pending in the page that is read, which give no output.
+
+The sums S^T k and S^T q of all rows go through `exchange` together. Lane i has those of row i modulo `rows`, with its
+value and d; the other lanes get d by shuffles.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda, float32, int32, types, uint32, uint64
+
+from numba_kernels.cuda.intrinsics import convert, memory
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import element_loader, quad_storer
+from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
+from numba_kernels.cuda.intrinsics.math import absolute, divide, divide_u32, exp, fma, reciprocal_sqrt, sigmoid
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import exchange, lane_index, shuffle_index_f32, shuffle_xor_f32, warp_sum
+from numba_kernels.cuda.recurrent.chunk import copier, covered, find_chunk, run_loader, silu
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+MOST_WARPS = 8  # of a block
+MOST_ROWS = 8
+ROW_REGISTERS = 64  # of a lane, for its part of the rows
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """How lanes share ``size`` columns: runs of ``width`` (1, 2 or 4) neighbours, ``runs`` of them a lane."""
+
+    size: int
+    width: int
+
+    @property
+    def runs(self) -> int:
+        return -(-self.size // (32 * self.width))
+
+    @property
+    def is_whole(self) -> bool:
+        """Every lane has all its runs."""
+        return self.size % (32 * self.width) == 0
+
+    @property
+    def elements(self) -> int:
+        """Registers of a lane."""
+        return self.runs * self.width
+
+
+def columns_of(size: int, *multiples: int) -> Columns:
+    """The widest runs, if the offsets and strides that rows are read at are ``multiples`` of them."""
+    width = next(
+        width
+        for width in (4, 2, 1)
+        if width == 1 or (size % (32 * width) == 0 and all(each % width == 0 for each in multiples))
+    )
+    return Columns(size, width)
+
+
+def rows_of(columns: Columns) -> int:
+    """Rows of a warp: from the size of a head alone, so that a token's bits do not depend on the batch."""
+    return max(1, min(MOST_ROWS, 1 << (ROW_REGISTERS // columns.elements).bit_length() - 1))
+
+
+@device_function
+def _softplus(x):
+    """log(1 + e^x), to float32's accuracy at both ends: max(x, 0) + 2 artanh(u / (2 + u)) with u = e^-|x|."""
+    u = exp(-absolute(x))
+    s = divide(u, float32(2) + u)
+    square = s * s
+    series = fma(square, float32(1 / 15), float32(1 / 13))
+    series = fma(square, series, float32(1 / 11))
+    series = fma(square, series, float32(1 / 9))
+    series = fma(square, series, float32(1 / 7))
+    series = fma(square, series, float32(1 / 5))
+    series = fma(square, series, float32(1 / 3))
+    series = fma(square, series, float32(1))
+    above = x if x > float32(0) else float32(0)
+    return above + float32(2) * s * series
+
+
+@device_function
+def _decay(x):
+    """e^x for x <= 0; near 0 by its series, since a decay's error is multiplied by the tokens that it remembers."""
+    series = fma(x, float32(1 / 5040), float32(1 / 720))
+    series = fma(x, series, float32(1 / 120))
+    series = fma(x, series, float32(1 / 24))
+    series = fma(x, series, float32(1 / 6))
+    series = fma(x, series, float32(0.5))
+    series = fma(x, series, float32(1))
+    series = fma(x, series, float32(1))
+    return series if x > float32(-0.25) else exp(x)
+
+
+@functools.cache
+def convolver(dtype: str, taps: int, columns: Columns) -> Any:
+    """A device function ``(rows, conv, bias, channel, lane, out)``: the convolution and SiLU of a lane's columns of a
+    head whose first channel is ``channel``. ``rows [taps]``: addresses of tokens' inputs, 0 for zeros."""
+    width, runs, size, is_whole = columns.width, columns.runs, columns.size, columns.is_whole
+    load, item_bytes, load_quad, load_one = (
+        run_loader(dtype, width),
+        uint64(ITEM_BYTES[dtype]),
+        memory.load_4xf32,
+        memory.load_f32,
+    )
+    has_quads = taps == 4
+
+    @device_function
+    def convolve(rows, conv, bias, channel, lane, out):
+        filters = cuda.local.array((width, taps), float32)
+        for run in range(runs):
+            column = uint32(lane * uint32(width) + uint32(run * 32 * width))
+            for i in range(width):
+                out[run * width + i] = float32(0)
+            if is_whole or column < uint32(size):
+                first = uint64(uint32(channel + column))
+                for i in range(width):
+                    at = conv + (first + uint64(i)) * uint64(4 * taps)
+                    if has_quads:
+                        quad = load_quad(at)
+                        for tap in range(4):
+                            filters[i, tap] = quad[tap]
+                    else:
+                        for tap in range(taps):
+                            filters[i, tap] = load_one(at + uint64(4 * tap))
+                    if bias != uint64(0):
+                        out[run * width + i] = load_one(bias + (first + uint64(i)) * uint64(4))
+                for tap in range(taps):
+                    if rows[tap] != uint64(0):
+                        loaded = load(rows[tap] + first * item_bytes)
+                        for i in range(width):
+                            out[run * width + i] = fma(loaded[i], filters[i, tap], out[run * width + i])
+                for i in range(width):
+                    out[run * width + i] = silu(out[run * width + i])
+
+    return convolve
+
+
+@functools.cache
+def _rounder(stored: str) -> Any:
+    """A device function float32 -> float32: what the state's type keeps."""
+    if stored == "f32":
+        return device_function(lambda value: value)
+    narrow, widen = convert.bf16_from_f32, convert.f32_from_bf16
+    return device_function(lambda value: widen(narrow(value)))
+
+
+@functools.cache
+def _row_mover(stored: str, columns: Columns) -> tuple[Any, Any]:
+    """Device functions ``load(address, lane, row)`` and ``store(address, lane, row)`` of a lane's part of a row."""
+    width, runs, size, is_whole = columns.width, columns.runs, columns.size, columns.is_whole
+    item_bytes = ITEM_BYTES[stored]
+    load_run, step = run_loader(stored, width), uint64(32 * width * item_bytes)
+    store_quad, narrow, pack = quad_storer(stored), convert.bf16_from_f32, convert.pack_bf16
+    is_float = stored == "f32"
+    store_f32, store_two, store_b16, store_b32 = (
+        memory.store_f32,
+        memory.store_2xf32,
+        memory.store_b16,
+        memory.store_b32,
+    )
+
+    @device_function
+    def load(address, lane, row):
+        at = address + uint64(lane) * uint64(width * item_bytes)
+        for run in range(runs):
+            if is_whole or uint32(lane + uint32(32 * run)) < uint32(size):
+                loaded = load_run(at + uint64(run) * step)
+                for i in range(width):
+                    row[run * width + i] = loaded[i]
+
+    @device_function
+    def store(address, lane, row):
+        at = address + uint64(lane) * uint64(width * item_bytes)
+        for run in range(runs):
+            if is_whole or uint32(lane + uint32(32 * run)) < uint32(size):
+                target, first = at + uint64(run) * step, run * width
+                if width == 4:
+                    store_quad(target, (row[first], row[first + 1], row[first + 2], row[first + 3]))
+                elif width == 2 and is_float:
+                    store_two(target, (row[first], row[first + 1]))
+                elif width == 2:
+                    store_b32(target, pack(row[first], row[first + 1]))
+                elif is_float:
+                    store_f32(target, row[first])
+                else:
+                    store_b16(target, narrow(row[first]))
+
+    return load, store
+
+
+@functools.cache
+def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) -> Specialisation:
+    """Arguments: see `plan`."""
+    rows, elements, key_dim = rows_of(columns), columns.elements, columns.size
+    item_bytes = uint64(ITEM_BYTES[dtype])
+    column_bytes = uint64(columns.size * ITEM_BYTES[stored])
+    load_one, copy = element_loader(dtype), copier(dtype)
+    load_f32, store_f32, store_b32 = memory.load_f32, memory.store_f32, memory.store_b32
+    convolve, convolve_value, rounded = convolver(dtype, taps, columns), _value_convolver(dtype, taps), _rounder(stored)
+    load_row, store_row = _row_mover(stored, columns)
+    num_sums = 2 * rows if is_delta else rows
+    exchanges = tuple(exchange(distance, num_sums) for distance in (16, 8, 4, 2, 1))
+    exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = exchanges
+    query_scale = float32(columns.size**-0.5)
+
+    @cuda.jit
+    def step(
+        x, conv, conv_bias, a, dt_bias, skip, out, query_start, seq_lens, table, lengths, inputs, gates, state,
+        table_width, stride, x_first, gates_first, channels, pending, num_gates, key_heads, value_heads, value_dim,
+        q_first, k_first, v_first, is_tiled, parts, least, most,
+    ):  # fmt: skip
+        wait_for_previous_grid()
+        launch_dependents()
+        lane, warp = lane_index(), uint32(uint32(cuda.threadIdx.x) >> uint32(5))
+        head = divide_u32(uint32(cuda.blockIdx.x), parts)
+        part = uint32(uint32(cuda.blockIdx.x) - head * parts)
+        seq = uint32(cuda.blockIdx.y)
+        block_rows = uint32(uint32(cuda.blockDim.x) >> uint32(5)) * uint32(rows)
+        block_first = uint32(part * block_rows)
+        first_row = uint32(block_first + warp * uint32(rows))
+        out_bytes = uint64(value_heads) * uint64(value_dim) * uint64(4)
+        start, count, before, read, written, length = find_chunk(
+            query_start, seq_lens, table, table_width, lengths, seq
+        )
+        own = uint32(lane & uint32(rows - 1))  # the row whose sums the lane gets
+        own_row = uint32(first_row + own)
+        stores = lane < uint32(rows) and own_row < value_dim
+        out += (uint64(uint32(start)) * uint64(value_heads) + uint64(head)) * uint64(value_dim) * uint64(4)
+        out += uint64(own_row) * uint64(4)
+        if before < int32(0):
+            while stores and count > int32(0):
+                store_f32(out, float32(0))
+                out += out_bytes
+                count = int32(count - int32(1))
+            return
+        ratio = divide_u32(value_heads, key_heads)
+        key_head = divide_u32(head, ratio)
+        is_owner = uint32(key_head * ratio) == head
+        if is_tiled != uint32(0):
+            key_head = uint32(head - divide_u32(head, key_heads) * key_heads)
+            is_owner = head < key_heads
+        k_channel = uint32(k_first + key_head * uint32(key_dim))
+        q_channel = uint32(q_first + key_head * uint32(key_dim))
+        v_channel = uint32(v_first + head * value_dim)
+
+        x_bytes = uint64(stride) * item_bytes
+        input_bytes = uint64(channels) * item_bytes
+        page_rows = uint32(uint32(taps - 1) + pending)
+        given = inputs + uint64(uint32(read)) * uint64(page_rows) * input_bytes
+        pending_gates = gates + uint64(uint32(read)) * uint64(pending) * uint64(num_gates) * item_bytes
+        head_bytes = uint64(value_dim) * column_bytes
+        first_bytes = uint64(head) * head_bytes + uint64(first_row) * column_bytes
+        page_bytes = uint64(value_heads) * head_bytes
+        source = state + uint64(uint32(read)) * page_bytes + first_bytes
+        target = state + uint64(uint32(written)) * page_bytes + first_bytes
+
+        held = cuda.local.array((rows, elements), float32)
+        key = cuda.local.array(elements, float32)
+        query = cuda.local.array(elements, float32)
+        sums = cuda.local.array(num_sums, float32)
+        tokens = cuda.local.array(taps, uint64)
+        for i in range(rows):
+            for e in range(elements):
+                held[i, e] = float32(0)
+            if before > int32(0) and uint32(first_row + uint32(i)) < value_dim:
+                load_row(source + uint64(i) * column_bytes, lane, held[i])
+        rate = load_f32(a + uint64(head) * uint64(4))
+        bias = load_f32(dt_bias + uint64(head) * uint64(4))
+        skipped = float32(0)
+        if not is_delta:
+            skipped = load_f32(skip + uint64(head) * uint64(4))
+
+        token = before
+        if before > int32(0):
+            token = length
+        end = int32(before + count)
+        now = covered(count, before, pending)
+        while token < end:
+            for tap in range(taps):
+                at = int32(token - int32(taps - 1) + int32(tap))
+                tokens[tap] = uint64(0)
+                if at >= before:
+                    tokens[tap] = x + uint64(uint32(start + at - before)) * x_bytes + uint64(x_first) * item_bytes
+                elif before > int32(0):
+                    tokens[tap] = given + uint64(uint32(int32(taps - 1) + at - length)) * input_bytes
+            token_gates = x + uint64(uint32(start + token - before)) * x_bytes + uint64(gates_first) * item_bytes
+            if token < before:
+                token_gates = pending_gates + uint64(uint32(token - length)) * uint64(num_gates) * item_bytes
+            convolve(tokens, conv, conv_bias, k_channel, lane, key)
+            convolve(tokens, conv, conv_bias, q_channel, lane, query)
+            value = float32(0)
+            if own_row < value_dim:
+                value = convolve_value(tokens, conv, conv_bias, uint32(v_channel + own_row))
+
+            product = float32(0)
+            for e in range(elements):
+                product = fma(key[e], query[e], product)
+            if is_delta:
+                of_keys = float32(0)
+                of_queries = float32(0)
+                for e in range(elements):
+                    of_keys = fma(key[e], key[e], of_keys)
+                    of_queries = fma(query[e], query[e], of_queries)
+                key_scale = reciprocal_sqrt(warp_sum(of_keys) + float32(1e-6))
+                scale = reciprocal_sqrt(warp_sum(of_queries) + float32(1e-6)) * query_scale
+                for e in range(elements):
+                    key[e] = key[e] * key_scale
+                    query[e] = query[e] * scale
+                product = product * (key_scale * scale)
+                size = sigmoid(load_one(token_gates + uint64(head) * item_bytes))
+                at_decay = token_gates + uint64(uint32(value_heads + head)) * item_bytes
+                decay = _decay(rate * _softplus(load_one(at_decay) + bias))
+            else:
+                size = _softplus(load_one(token_gates + uint64(head) * item_bytes) + bias)
+                size = least if size < least else size
+                size = most if size > most else size
+                decay = _decay(rate * size)
+            product = warp_sum(product)
+
+            for i in range(num_sums):
+                sums[i] = float32(0)
+            for i in range(rows):
+                for e in range(elements):
+                    if is_delta:
+                        sums[i] = fma(held[i, e], key[e], sums[i])
+                        sums[rows + i] = fma(held[i, e], query[e], sums[rows + i])
+                    else:
+                        sums[i] = fma(held[i, e], query[e], sums[i])
+            exchange_16(sums, lane)
+            exchange_8(sums, lane)
+            exchange_4(sums, lane)
+            exchange_2(sums, lane)
+            exchange_1(sums, lane)
+            read_out = sums[0]
+            change = value
+            if is_delta:
+                other = shuffle_xor_f32(read_out, uint32(rows))
+                of_key = read_out
+                if (lane & uint32(rows)) == uint32(0):
+                    read_out = other
+                else:
+                    of_key = other
+                change = fma(-decay, of_key, value)
+            change = size * change
+            result = fma(change, product, decay * read_out)
+            if not is_delta:
+                result = fma(skipped, value, result)
+            for i in range(rows):
+                own_change = shuffle_index_f32(change, uint32(i))
+                for e in range(elements):
+                    held[i, e] = rounded(fma(key[e], own_change, decay * held[i, e]))
+            if token >= before:
+                if stores:
+                    store_f32(out, result)
+                out += out_bytes
+            token = int32(token + int32(1))
+            if token == now:
+                for i in range(rows):
+                    if uint32(first_row + uint32(i)) < value_dim:
+                        store_row(target + uint64(i) * column_bytes, lane, held[i])
+
+        if warp == uint32(0):  # what the next chunk needs of this one's inputs
+            kept = inputs + uint64(uint32(written)) * uint64(page_rows) * input_bytes
+            v_count = uint32(value_dim - block_first)
+            if v_count > block_rows:
+                v_count = block_rows
+            at = int32(now - int32(taps - 1))
+            while at < end:
+                origin = uint64(0)
+                if at >= before:
+                    origin = x + uint64(uint32(start + at - before)) * x_bytes + uint64(x_first) * item_bytes
+                elif before > int32(0):
+                    origin = given + uint64(uint32(int32(taps - 1) + at - length)) * input_bytes
+                v_bytes = uint64(uint32(v_channel + block_first)) * item_bytes
+                k_bytes = uint64(k_channel) * item_bytes
+                q_bytes = uint64(q_channel) * item_bytes
+                is_given = uint64(1) if origin != uint64(0) else uint64(0)
+                copy(kept + v_bytes, origin + v_bytes * is_given, v_count, lane)
+                if is_owner and part == uint32(0):
+                    copy(kept + k_bytes, origin + k_bytes * is_given, uint32(key_dim), lane)
+                    copy(kept + q_bytes, origin + q_bytes * is_given, uint32(key_dim), lane)
+                kept += input_bytes
+                at = int32(at + int32(1))
+            if part == uint32(0):
+                kept = gates + uint64(uint32(written)) * uint64(pending) * uint64(num_gates) * item_bytes
+                at = now
+                while at < end:
+                    origin = x + uint64(uint32(start + at - before)) * x_bytes + uint64(gates_first) * item_bytes
+                    head_at = uint64(head) * item_bytes
+                    copy(kept + head_at, origin + head_at, uint32(1), lane)
+                    if is_delta:
+                        head_at = uint64(uint32(value_heads + head)) * item_bytes
+                        copy(kept + head_at, origin + head_at, uint32(1), lane)
+                    kept += uint64(num_gates) * item_bytes
+                    at = int32(at + int32(1))
+                if head == uint32(0) and lane == uint32(0):
+                    store_b32(lengths + uint64(uint32(written)) * uint64(4), uint32(now))
+
+    rule = "delta_step" if is_delta else "mamba_step"
+    name = f"{rule}_{dtype}_{stored}_t{taps}_k{columns.size}_x{columns.width}"
+    constants = {"dtype": dtype, "state": stored, "taps": taps, "rows": columns.size, "width": columns.width}
+    argument_types = (types.uint64,) * 14 + (types.uint32,) * 15 + (types.float32,) * 2
+    return Specialisation(name, step, argument_types, 32 * MOST_WARPS, constants=constants)
+
+
+@functools.cache
+def _value_convolver(dtype: str, taps: int) -> Any:
+    """A device function ``(rows, conv, bias, channel) -> float32``: one channel's convolution and SiLU."""
+    load, load_f32, item_bytes = element_loader(dtype), memory.load_f32, uint64(ITEM_BYTES[dtype])
+
+    @device_function
+    def convolve(rows, conv, bias, channel):
+        total = float32(0)
+        if bias != uint64(0):
+            total = load_f32(bias + uint64(channel) * uint64(4))
+        for tap in range(taps):
+            if rows[tap] != uint64(0):
+                weight = load_f32(conv + (uint64(channel) * uint64(taps) + uint64(tap)) * uint64(4))
+                total = fma(load(rows[tap] + uint64(channel) * item_bytes), weight, total)
+        return silu(total)
+
+    return convolve
+
+
+def plan(
+    num_seqs: int, value_heads: int, value_dim: int, key_dim: int, taps: int, dtype: str, state_dtype: str, *,
+    is_delta: bool, multiples: tuple[int, ...] = (),
+) -> tuple[Launch, int]:  # fmt: skip
+    """A batch of so many sequences, padding included; and the number of blocks that share a head, an argument.
+
+    ``multiples``: the stride of x's rows and the first columns and channels of keys and queries, in elements, and the
+    alignment of x; they and key_dim bound the width of a lane's accesses.
+
+    Arguments: addresses of x, the convolution's weights ``[channels, taps]`` and bias (0 without), a, dt_bias, d (0 for
+    a delta rule), the results (float32 ``[T, value_heads * value_dim]``), query_start, seq_lens, the block table, and
+    the pages' lengths, inputs, gates (0 without) and states; the table's width, elements of a row of x, x's first
+    column of channels and of gates, channels, pending rows, gates of a row, key_heads, value_heads, value_dim, the
+    first channels of q, k and v, whether heads are tiled, blocks a head; the limits of mamba's dt.
+    """
+    columns = columns_of(key_dim, *multiples)
+    warps = 2 if num_seqs <= 4 else 4 if num_seqs <= 16 else MOST_WARPS
+    warps = min(warps, -(-value_dim // rows_of(columns)))
+    parts = -(-value_dim // (rows_of(columns) * warps))
+    kernel = _step(is_delta, dtype, state_dtype, taps, columns)
+    return Launch(kernel, (value_heads * parts, num_seqs, 1), (32 * warps, 1, 1)), parts
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Heads of 128 and 64 keys, convolutions of 4 taps."""
+    for dtype in DTYPES:
+        for is_delta, size in ((True, 128), (False, 128), (True, 64)):
+            yield _step(is_delta, dtype, "f32", 4, columns_of(size))
+    for is_delta in (True, False):
+        yield _step(is_delta, "bf16", "bf16", 4, columns_of(128))
