@@ -30,7 +30,7 @@ _UNWANTED_FILES = ["*/*.json", "*/*.safetensors", "*/merges.txt", "LICENSE*/*"]
 _GGUF = b"GGUF"  # whatever the file is called: Ollama's are blobs named by a checksum
 _REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _TAG = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-_TOWER_FILES = ["mmproj*[!Bb][Ff]16.gguf"]
+_TOWERS, _WANTED_TOWERS = ["mmproj*.gguf"], ["mmproj*[!Bb][Ff]16.gguf"]
 _SHARD = re.compile(r"-(\d+)-of-\d+\.gguf")
 
 
@@ -51,10 +51,10 @@ def resolve_model(name_or_path: str | Path | None, reporter: Reporter = ON_STDER
     if not colon:
         return _download(name, reporter, _WANTED_FILES, _UNWANTED_FILES)
     patterns = _gguf_patterns(tag)
-    path = _only_gguf(name, _download(repository, reporter, patterns), patterns)
+    path = _only_gguf(name, _download(repository, reporter, patterns, _TOWERS), patterns)
     if reads_pictures(path):
         try:
-            _download(repository, reporter, _TOWER_FILES)
+            _download(repository, reporter, _WANTED_TOWERS)
         except HubOfflineError as error:
             warn_once(f"{name}: the model reads text alone, since its tower is not here: {error}")
     return path

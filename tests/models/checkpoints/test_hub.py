@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -44,6 +45,14 @@ UNWANTED = {
     "BF16/model-BF16-00001-of-00002.gguf": b"sixteen",
     "BF16/model-BF16-00002-of-00002.gguf": b"bits",
 }
+_ARCHITECTURE = b"general.architecture", b"qwen3vl"
+TOWERS = {
+    "pictures-Q3_K.gguf": struct.pack(
+        "<4sIQQQ20sIQ7s", b"GGUF", 3, 0, 1, len(_ARCHITECTURE[0]), _ARCHITECTURE[0], 8, len(_ARCHITECTURE[1]),
+        _ARCHITECTURE[1],
+    ),
+    "mmproj-BF16.gguf": b"a tower", "mmproj-F16.gguf": b"the same", "mmproj-F32.gguf": b"once more",
+}  # fmt: skip
 
 
 def test_no_name_is_the_bundled_model() -> None:
@@ -153,7 +162,7 @@ print(json.dumps(results))
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     state = Hub()
-    files = {**WANTED, **UNWANTED}
+    files = {**WANTED, **UNWANTED, **TOWERS}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -241,6 +250,14 @@ def test_a_gguf_file_of_a_repository_by_its_quantisation(hub: Hub, tmp_path: Pat
     again, _ = hub.resolve(["owner/model:q8_0", "owner/model:Q5_0"], tmp_path)
     assert again[0][:2] == results[0][:2]
     assert again[1][0] == "ModelNotFoundError"
+
+
+def test_a_gguf_file_that_reads_pictures_brings_its_tower(hub: Hub, tmp_path: Path) -> None:
+    ((kind, found, names),), _ = hub.resolve(["owner/model:q3_k"], tmp_path)
+    assert (kind, Path(found).name) == ("file", "pictures-Q3_K.gguf")
+    assert names == ["mmproj-F16.gguf", "pictures-Q3_K.gguf"] == sorted(hub.downloaded)
+    hub.url = "http://127.0.0.1:9"  # nobody listens there
+    assert hub.resolve(["owner/model:q3_k"], tmp_path)[0] == [[kind, found, names]]
 
 
 def test_two_files_of_one_quantisation(tmp_path: Path) -> None:

@@ -102,6 +102,30 @@ CASES: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
+_HYBRID = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+_NO_DEEPSTACK = {"deepstack_visual_indexes": []}
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_vl": _case("Qwen3_5ForConditionalGeneration", "qwen3_5", _HYBRID, _NO_DEEPSTACK),
+    "qwen3_5_moe_vl": _case(
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe",
+        {
+            **_HYBRID, "intermediate_size": None, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+            "num_experts": 5, "num_experts_per_tok": 2,
+        },
+        _NO_DEEPSTACK, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+"""Whose decoders keep states: their experts are stored outputs first."""
+
 
 @dataclass(frozen=True)
 class Golden:
@@ -146,7 +170,7 @@ def write_model(
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config or CASES[case]), encoding="utf-8")
-    tensors = stored_tensors(shapes, inputs_first=inputs_first)
+    tensors = stored_tensors(shapes, inputs_first=inputs_first and case not in HYBRIDS)
     if stored_as == "BF16":
         tensors = {name: rounded_to_bfloat16(each).astype(ml_dtypes.bfloat16) for name, each in tensors.items()}
     write_safetensors(folder / "model.safetensors", tensors)

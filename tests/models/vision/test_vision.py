@@ -24,6 +24,7 @@ from tests.models.vision.cases import (
     CASES,
     FIRST,
     GRIDS,
+    HYBRIDS,
     IMAGE,
     PROMPT,
     Golden,
@@ -104,11 +105,10 @@ def test_float32_on_the_cpu(tmp_path: Path, case: str) -> None:
         assert relative_error(rows_of(pictures, index + 1), golden.arrays[f"deepstack_{index}"]) < 1e-5
     ids = [*PROMPT, *golden.arrays["greedy"].tolist()[:-1]]
     logits = run(model, pictures, ids, [len(PROMPT), *[1] * (len(ids) - len(PROMPT))])
-    assert relative_error(logits, golden.arrays["logits"]) < 1e-5
+    assert relative_error(logits, golden.arrays["logits"]) < (1e-4 if case in HYBRIDS else 1e-5)
     assert logits[len(PROMPT) - 1 :].argmax(1).tolist() == golden.arrays["greedy"].tolist()
     for sizes in ([1] * len(ids), [5, 4, 10, 17, 16, len(ids) - 52]):
-        cut = run(model, pictures, ids, sizes)
-        assert relative_error(cut, golden.arrays["logits"]) < 1e-5
+        np.testing.assert_array_equal(run(model, pictures, ids, sizes), logits)
 
 
 @pytest.mark.parametrize("inner", [24, 20, 40])
