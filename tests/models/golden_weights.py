@@ -31,7 +31,7 @@ def golden_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
         return np.float32(1.0) + uniform * np.float32(0.5)
     if "wte" in name or "embed_tokens" in name or "wpe" in name:
         return uniform
-    if len(shape) == 5:  # a convolution
+    if len(shape) == 5 or shape[1:2] == (1,):  # a convolution
         return uniform * np.float32(math.sqrt(3.0 / math.prod(shape[1:])))
     fan_in = shape[0] if name.split(".")[-2].startswith("c_") else shape[1]  # GPT-2 stores [inputs, outputs]
     gain = 3.0 if name.endswith("experts.gate_up_proj") else 1.0  # gpt-oss's, so that its clamps are met
@@ -55,9 +55,13 @@ def stored_tensors(name: str, parameter: Any, model_type: str) -> list[tuple[str
     if model_type == "mixtral":
         under = under.replace(".mlp", ".block_sparse_moe")
         names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-    if model_type in ("granitemoe", "granitemoeshared"):
+    if model_type in ("granitemoe", "granitemoeshared", "granitemoehybrid"):
         name = name.replace("experts.gate_up_proj", "input_linear.weight").replace(".router.", ".router.layer.")
         return [(name.replace("experts.down_proj", "output_linear.weight"), parameter)]
+    if model_type == "lfm2_moe":
+        names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    if model_type == "nemotron_h":
+        under, names = under.replace("model.", "backbone.", 1), {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
     if model_type == "phimoe":
         under = under.replace(".mlp", ".block_sparse_moe").replace(".router", ".gate")
         names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}

@@ -393,4 +393,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         rope_theta=12000000, tie_word_embeddings=False,
     ),
+    "LFM2-1.2B": _config(
+        "Lfm2ForCausalLM", "lfm2", block_auto_adjust_ff_dim=True, block_dim=64, block_ff_dim=96,
+        block_ffn_dim_multiplier=1.0, block_mlp_init_scale=1.0, block_multiple_of=256, block_norm_eps=1e-5,
+        block_out_init_scale=1.0, block_use_swiglu=True, block_use_xavier_init=True, conv_L_cache=3,
+        conv_bias=False, conv_dim=64, conv_dim_out=64, conv_use_xavier_init=True, full_attn_idxs=[1, 3], norm_eps=1e-5,
+        num_heads=4,
+        num_key_value_heads=2, pad_token_id=0, rms_norm_eps=None, rope_theta=1000000.0, use_pos_enc=True,
+    ),
+    "LFM2-8B-A1B": _config(
+        "Lfm2MoeForCausalLM", "lfm2_moe", conv_L_cache=3, conv_bias=False, moe_intermediate_size=48,
+        layer_types=["conv", "conv", "full_attention", "conv"], norm_eps=1e-5, norm_topk_prob=True, num_dense_layers=2,
+        num_experts=32, num_experts_per_tok=4, num_key_value_heads=2, pad_token_id=0, rms_norm_eps=None,
+        rope_theta=1000000.0, routed_scaling_factor=1.0, use_expert_bias=True,
+    ),
 }  # fmt: skip

@@ -22,6 +22,7 @@ FAMILIES = {
     "internlm2": "internlm2_grouped", "internlm3": "internlm3_odd", "ernie": "ernie_odd", "ernie_moe": "ernie_moe_odd",
     "hunyuan": "hunyuan_alpha", "apertus": "apertus_odd", "granite_moe": "granite_moe_square",
     "granite_moe_shared": "granite_moe_shared", "phimoe": "phimoe_odd",
+    "lfm2": "lfm2_odd", "lfm2_moe": "lfm2_moe_odd",
 }  # fmt: skip
 """Each family's golden."""
 
@@ -47,6 +48,8 @@ def write_shared(folder: Path, family: str) -> Path:
         fields |= _LATENT | {"num_key_value_heads": NUM_HEADS}
     if "layer_types" in fields:
         fields["layer_types"] = (fields["layer_types"] * NUM_LAYERS)[:NUM_LAYERS]
+    if "block_auto_adjust_ff_dim" in fields:
+        fields["block_auto_adjust_ff_dim"] = False
     if "no_rope_layers" in fields:
         fields["no_rope_layers"] = (fields["no_rope_layers"] * NUM_LAYERS)[:NUM_LAYERS]
     folder.mkdir(parents=True, exist_ok=True)

@@ -75,7 +75,7 @@ class Oracle:
         passed = ("fields", "dtype", "weights", "prompts", "num_new", "fuses_experts", "texts")
         request |= {name: case[name] for name in passed if name in case}
         answer = self._peer.ask("make", HANG_S, **request)
-        if case.get("notes"):
+        if case.get("notes") and "refused" not in answer:
             add_notes(folder / "config.json", case["notes"])
         return folder, answer
 

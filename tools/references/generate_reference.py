@@ -123,7 +123,8 @@ def random_prompt(config: Any, num_tokens: int, seed: int) -> list[int]:
 
 
 def layers_with_experts(model: Any) -> list[Any]:
-    parts = [getattr(layer, "block_sparse_moe", None) or layer.mlp for layer in model.model.layers]
+    names = ("block_sparse_moe", "mlp", "feed_forward", "mixer")
+    parts = [next(part for name in names if (part := getattr(layer, name, None))) for layer in model.model.layers]
     return [part for part in parts if hasattr(part, "experts")]
 
 
@@ -135,14 +136,16 @@ def choice_margin(config: Any, experts: Any, logits: torch.Tensor) -> float:
     if config.model_type == "ernie4_5_moe":
         logits = 4 * (logits.softmax(-1) + experts.gate.moe_statics.e_score_correction_bias)
     correction = getattr(getattr(experts, "gate", None), "e_score_correction_bias", None)
+    correction = getattr(experts, "expert_bias", correction)
+    groups, best_groups = getattr(config, "n_group", 1), getattr(config, "topk_group", 1)
     numbers, least, kept = logits, float("inf"), config.num_experts_per_tok
     if correction is not None:
         numbers = 4 * (logits.sigmoid() + correction)
-        by_group = numbers.view(len(logits), config.n_group, -1)
+        by_group = numbers.view(len(logits), groups, -1)
         ranks, best = by_group.topk(2, dim=-1).values.sum(-1).sort(dim=-1, descending=True)
-        if config.n_group > config.topk_group:
-            least = float((ranks[:, config.topk_group - 1] - ranks[:, config.topk_group]).min())
-        chosen = best[:, : config.topk_group, None].expand(-1, -1, by_group.shape[-1])
+        if groups > best_groups:
+            least = float((ranks[:, best_groups - 1] - ranks[:, best_groups]).min())
+        chosen = best[:, :best_groups, None].expand(-1, -1, by_group.shape[-1])
         numbers = by_group.gather(1, chosen).flatten(1)
     top = numbers.sort(dim=-1, descending=True).values
     return min(least, float((top[:, kept - 1] - top[:, kept]).min())) if top.shape[-1] > kept else least

@@ -24,6 +24,7 @@ CLASSES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "class_
 TYPES = {each.model_type: each.name for each in known_architectures().values() if each.model_type in CLASSES}
 INCOMPLETE = {
     "deepseek_v2": {"num_experts_per_tok": 6},  # a class without a value
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "glm4_moe": {"head_dim": 128},  # a class whose heads do not divide its width
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 from tools.comparing.fuzzing.draw import Draw, Fields
 from tools.comparing.fuzzing.later_families import LATER
 from tools.comparing.fuzzing.picture_families import PICTURES
+from tools.comparing.fuzzing.state_families import STATES
 
 Case = dict[str, Any]
 
@@ -43,9 +44,10 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
     dtype = rng.choice(("float32", "float32", "bfloat16", "float16"))
     max_model_len = max(lengths) + num_new + rng.randint(0, 8)
     groups = text["num_hidden_layers"] if text.get("sliding_window") else 1  # of pages, at most
-    runs = [_draw_run(rng, "cpu", max_model_len, groups, is_tight) for is_tight in (False, True)]
+    has_states = family in STATES
+    runs = [_draw_run(rng, "cpu", max_model_len, groups, is_tight, has_states) for is_tight in (False, True)]
     if device is not None:
-        runs.append(_draw_run(rng, device, max_model_len, groups, rng.random() < 0.6))
+        runs.append(_draw_run(rng, device, max_model_len, groups, rng.random() < 0.6, has_states))
     if "mm_tokens_per_image" in fields:  # a step fits a whole picture beside all decodes
         for run in runs:
             if "max_num_batched_tokens" in run:
@@ -90,10 +92,12 @@ def families() -> list[str]:
     return list(_FAMILIES)
 
 
-def _draw_run(rng: random.Random, device: str, max_model_len: int, groups: int, is_tight: bool) -> Fields:
+def _draw_run(
+    rng: random.Random, device: str, max_model_len: int, groups: int, is_tight: bool, has_states: bool = False
+) -> Fields:
     """A roomy run in whole steps, or a tight one: chunks, few blocks, few sequences, preemption."""
     block_size = rng.choice((8, 16, 32) if device == "cpu" else (16, 16, 16, 16, 8, 32))
-    least = groups * -(-max_model_len // block_size)  # blocks of the longest request
+    least = groups * -(-max_model_len // block_size) + 2 * has_states  # blocks of the longest request
     run: Fields = {
         "device": device,
         "block_size": block_size,
@@ -411,6 +415,7 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", _olmoe),
     **LATER,
     **PICTURES,
+    **STATES,
     "llava": ("LlavaConfig", "LlavaForConditionalGeneration", _llava),
     "gemma3_vision": ("Gemma3Config", "Gemma3ForConditionalGeneration", _gemma3_vision),
 }
