@@ -30,7 +30,6 @@ CONFIG = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True,
     "hidden_act": "silu", "torch_dtype": "float32",
 }  # fmt: skip
-EAGER: dict[str, Any] = {"decode_graphs": "off"}  # its layer is numpy's, which no recording has
 
 
 @pytest.fixture(params=[False, True], ids=["states and attention", "states"])
@@ -50,7 +49,7 @@ def test_no_schedule_changes_a_bit(folder: Path, monkeypatch: pytest.MonkeyPatch
     expected: Any = None
     for settings in (
         {"num_blocks": 400, "enable_prefix_caching": False, "max_num_seqs": 1},
-        {"num_blocks": 600},
+        {"num_blocks": 600, "decode_graphs": "off"},
         {"num_blocks": 600, "overlap": "on", "max_num_batched_tokens": 13},
         {"few": True, "overlap": "on", "preemption": "swap", "swap_space_bytes": 1 << 22},
         {"few": True, "overlap": "off", "preemption": "recompute"},
@@ -59,7 +58,7 @@ def test_no_schedule_changes_a_bit(folder: Path, monkeypatch: pytest.MonkeyPatch
         if is_near_full:  # a pool that has states enough for eight sequences, and pages of tokens for two
             monkeypatch.setattr(State, "most_pages", lambda *_: 8)
             settings["num_blocks"] = 56
-        engine = build(folder, **EAGER, **settings)
+        engine = build(folder, **settings)
         expected = expected or answers(engine, requests)
         assert answers(engine, requests) == expected, settings
         engine.check_invariants()
@@ -78,18 +77,20 @@ def test_a_prompt_in_chunks_has_the_logits_of_one_in_one_piece(folder: Path) -> 
 
 
 def test_info_tells_states_from_pages_of_tokens(folder: Path) -> None:
-    info = build(folder, **EAGER, num_blocks=100).info
+    info = build(folder, num_blocks=100).info
     report = memory(info)
     states = [group for group in report["cache_groups"] if group["is_state"]]
     assert State() in [group.kind for group in info.cache_groups]
     assert [group["bytes_per_token"] for group in states] == [0]
-    assert states[0]["bytes_per_sequence"] == 2 * states[0]["num_layers"] * 4 * CONFIG["hidden_size"]
+    heads, width = CONFIG["num_attention_heads"], CONFIG["head_dim"]
+    numbers = 1 + 2 * (heads * width + 2 * 8) + heads * 8 * width  # a length, two tokens' inputs, and the state
+    assert states[0]["bytes_per_sequence"] == 2 * states[0]["num_layers"] * 4 * numbers
     assert "  states" in as_text({"devices": [], "model": {"max_model_len": 160}, "memory": report})
 
 
 def test_a_recording_has_both_entries_of_a_state(folder: Path) -> None:
     """Also where all tokens of its sequences fit one page."""
-    limits = build(folder, **EAGER, num_blocks=100).limits
+    limits = build(folder, num_blocks=100).limits
     shape = Shape(1, 1, 1, 1, limits.block_size, None)
     sizes = {name: size for name, _, size in shape.arrays(len(limits.cache_kinds), limits)}
     assert sizes["block_tables"] == (len(limits.cache_kinds), 1, 2)
@@ -98,12 +99,18 @@ def test_a_recording_has_both_entries_of_a_state(folder: Path) -> None:
 def test_nobody_proposes_tokens_to_states(folder: Path) -> None:
     """What names a proposer, or is one, is refused; requests' own predictions are not tried."""
     with pytest.raises(RequestError, match="speculation is 'ngram': no draft token can be taken back from the states"):
-        build(folder, **EAGER, speculation="ngram")
+        build(folder, speculation="ngram")
     target: Any = None  # is not looked at
     config = EngineConfig(device="cpu", load_format="dummy", speculation=f"draft:{folder}")
     with pytest.raises(RequestError, match="no draft token can be taken back from the states"):
         draft_model(config, target, folder, declares=True)
-    assert build(folder, **EAGER, num_blocks=100).speculator is None
+    assert build(folder, num_blocks=100).speculator is None
+
+
+def test_the_recipe_shows_this_layer() -> None:
+    section = ROOT.joinpath("docs/adding.md").read_text(encoding="utf-8").partition("### A layer with state")[2]
+    (source,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.S)
+    assert source in Path(__file__).with_name("toy_state").joinpath("toy_state.py").read_text(encoding="utf-8")
 
 
 def test_few_files_know_of_states() -> None:

@@ -1,12 +1,10 @@
-"""A family for tests: every second layer keeps a recurrent state, a decayed sum of what it has read, in pages of the
-kind `State`; the others attend to all tokens."""
+"""A family for tests: every second layer keeps a recurrent state, in pages of the kind `State`; the others attend to
+all tokens."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-
-import numpy as np
 
 from models.base import Architecture, Model
 from models.configuration.config import ModelConfig, read_common
@@ -15,29 +13,21 @@ from models.configuration.rope_config import RopeConfig, parse_rope
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
-from runtime.dtype import DType, float32
+from runtime.dtype import DType
 from runtime.kv.cache import KVCache
-from runtime.kv.forms import PageForm, Plane
+from runtime.kv.forms import PageForm, Recurrent
+from runtime.linear.recurrent import Mamba
 from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
 
-DECAY = np.float32(0.75)
-
-
-@dataclass(frozen=True, slots=True)
-class Vectors:
-    """A form of page: one float32 vector, however many tokens a page has."""
-
-    width: int
-
-    def planes(self, block_size: int, dtype: DType, is_cpu: bool) -> tuple[Plane, ...]:
-        return (Plane("state", (self.width,), float32),)
+STATE_SIZE, TAPS = 8, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToyStateConfig(ModelConfig):
     rope: RopeConfig
     only_states: bool
+    recurrence = "mamba"
 
     def has_state(self, index: int) -> bool:
         return self.only_states or index % 2 == 0
@@ -61,7 +51,8 @@ class ToyState(Model):
         self.norm = maker.vector("model.norm.weight", config.hidden_size)
 
     def state_form(self, index: int) -> PageForm | None:
-        return Vectors(self.config.hidden_size) if self.config.has_state(index) else None
+        config = self.config
+        return StateLayer.form(config, self.dtype) if config.has_state(index) else None
 
     def embed(self, batch: Batch) -> Tensor:
         return ops.embedding(batch.token_ids, self.embed_tokens)
@@ -76,25 +67,33 @@ class ToyState(Model):
 
 
 class StateLayer:
-    """s = DECAY * s + h, x + o_proj(s) for each token, with the norm h of x: numpy, a token at a time."""
+    """x + o_proj(mamba(in_proj(norm(x)))), with a head of the state for each of attention."""
+
+    @staticmethod
+    def form(config: ToyStateConfig, activations: DType) -> Recurrent:
+        heads, head_dim = config.num_heads, config.head_dim
+        return Recurrent(
+            channels=heads * head_dim + 2 * STATE_SIZE, taps=TAPS, gates=heads, heads=heads, rows=STATE_SIZE,
+            columns=head_dim, activations=activations,
+        )  # fmt: skip
 
     def __init__(self, config: ToyStateConfig, maker: Maker) -> None:
-        self.norm_eps = config.norm_eps
-        self.norm = maker.vector("norm.weight", config.hidden_size)
-        self.o_proj = maker.linear("o_proj", outputs=config.hidden_size, inputs=config.hidden_size)
+        hidden, heads, inner = config.hidden_size, config.num_heads, config.num_heads * config.head_dim
+        channels = inner + 2 * STATE_SIZE
+        self.norm, self.norm_eps = maker.vector("norm.weight", hidden), config.norm_eps
+        self.in_proj = maker.linear("in_proj", outputs=inner + channels + heads, inputs=hidden)
+        self.o_proj = maker.linear("o_proj", outputs=hidden, inputs=inner)
+        self.mamba = Mamba(
+            conv=maker.taps("conv1d", channels, TAPS), a=maker.decay("A_log", heads),
+            dt_bias=maker.exact_vector("dt_bias", heads), d=maker.exact_vector("D", heads),
+            norm=maker.vector("mixer_norm.weight", inner), eps=config.norm_eps, num_heads=heads,
+            head_dim=config.head_dim, num_groups=1, state_size=STATE_SIZE,
+        )  # fmt: skip
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache, index: int) -> Tensor:
-        (states,) = (plane.array for plane in kv_cache.layer(index))
-        table = batch.block_tables[kv_cache.group_of(index)].array
-        h = ops.rms_norm(x, self.norm, self.norm_eps).array
-        sums, starts = np.empty_like(h), batch.query_start.array
-        for row, (first, end, length) in enumerate(zip(starts[:-1], starts[1:], batch.seq_lens.array)):
-            state = states[table[row, 1]].copy() if length > end - first else np.zeros(h.shape[1], np.float32)
-            for token in range(first, end):
-                state = DECAY * state + h[token]
-                sums[token] = state
-            states[table[row, 0]] = state
-        return self.o_proj(Tensor.from_numpy(sums), batch, residual=x)
+        pages, group = kv_cache.layer(index), kv_cache.group_of(index)
+        h = self.in_proj(ops.rms_norm(x, self.norm, self.norm_eps), batch)
+        return self.o_proj(ops.mamba(h, self.mamba, pages=pages, batch=batch, group=group), batch, residual=x)
 
 
 class Layer:
