@@ -241,9 +241,10 @@ def test_any_cut_and_batch_gives_the_same_bits(name: str, pending: int) -> None:
         for (seq, first, _), found in zip(chunks, results, strict=True):
             assert np.array_equal(found, whole[seq][first : first + len(found)]), (seq, first)
             before[seq] += len(found)
-    ends = [Pages(layer) for _ in rows]
-    for seq, own in enumerate(ends):  # by single tokens: pages without pending ones are the same, too
-        assert np.array_equal(run_in(own, seq, rows[seq], [1] * len(rows[seq])), whole[seq])
+    tokens, piece = Pages(layer), Pages(layer)  # the same pages, too
+    assert np.array_equal(run_in(tokens, 0, rows[0], [1] * 70), run_in(piece, 0, rows[0], [70]))
+    for one, other in zip(tokens.kept(0), piece.kept(0), strict=True):
+        assert np.array_equal(one, other, equal_nan=True)  # rows that are not pending are as they were
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -298,6 +299,48 @@ def test_extreme_gates_and_keys() -> None:
     rows[10:20, : 2 * 2 * 32] = 0.0
     found = run_in(Pages(layer), 0, rows, [30, 34])
     close(found, layer.expected(rows))
+
+
+def any_layer(rng: Any) -> Layer:
+    """A layer of random odd sizes."""
+    pending, taps = int(rng.integers(0, 6)), int(rng.integers(2, 6))
+    if rng.random() < 0.2:
+        return ShortLayer(int(rng.integers(1, 600)), taps, bool(rng.integers(2)), pending)
+    heads, ratio, rows, columns = (int(rng.integers(1, most)) for most in (4, 4, 140, 140))
+    state = bfloat16 if rng.random() < 0.2 else float32
+    if rng.random() < 0.5:
+        return DeltaLayer(
+            heads, heads * ratio, rows, columns, tiled=bool(rng.integers(2)), gate=str(rng.choice(["silu", "sigmoid"])),
+            pending=pending, taps=taps, state_dtype=state, decay=float(rng.choice([0.01, 1.0, 20.0])),
+        )  # fmt: skip
+    limit = (0.0, float("inf")) if rng.integers(2) else (0.1, 1.0)
+    return MambaLayer(
+        heads * ratio, columns, heads, rows, norm_groups=int(rng.choice([1, heads * ratio])), limit=limit,
+        has_bias=bool(rng.integers(2)), pending=pending, state_dtype=state,
+    )  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(60))
+def test_any_sizes_and_cuts(seed: int) -> None:
+    """Values beside numpy, and the bits of a sequence alone and in one piece, for three sequences in any cuts."""
+    rng = np.random.default_rng(seed)
+    layer = any_layer(rng)
+    rows = {seq: layer.rows(rng, int(rng.integers(1, 131))) for seq in range(3)}
+    whole = {seq: run_in(Pages(layer), seq, each, [len(each)]) for seq, each in rows.items()}
+    bound = 2e-4 if layer.form.state_dtype == float32 else 0.2
+    for seq, each in rows.items():
+        close(whole[seq], layer.expected(each), bound)
+    pages, before = Pages(layer), dict.fromkeys(rows, 0)
+    while chunks := [
+        (seq, before[seq], each[before[seq] :][: int(rng.integers(1, 9 if rng.integers(4) else 70))])
+        for seq, each in rows.items()
+        if before[seq] < len(each)
+    ]:
+        found = pages.step(chunks, padding=int(rng.integers(0, 2)), recorded=bool(rng.integers(2)))
+        for (seq, first, _), each in zip(chunks, found, strict=True):
+            assert np.array_equal(each, whole[seq][first : first + len(each)])
+            before[seq] += len(each)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ from runtime.engine.timeline import StepRecord
 
 HOST_PARTS = ("schedule", "prepare", "run", "commit")
 CPU_OPERATIONS = (
-    "activate", "add_embedding", "add_scaled", "attention", "embedding", "gather_rows", "glu", "layer_norm", "linear",
-    "log_softmax_topk", "qkv_prepare", "rms_norm", "sample", "scale_logits", "sigmoid_gate",
+    "activate", "add_embedding", "add_scaled", "attention", "delta_rule", "embedding", "gather_rows", "glu",
+    "layer_norm", "linear", "log_softmax_topk", "mamba", "qkv_prepare", "rms_norm", "sample", "scale_logits",
+    "short_conv", "sigmoid_gate",
 )  # fmt: skip
 ISSUES_PER_CLOCK = 4
 """Warp instructions that a multiprocessor issues in a clock at most: one for each of its four schedulers."""
