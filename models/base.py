@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar
@@ -87,6 +87,11 @@ class Model(ABC):
     def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
         """Patterns of stored tensors that are skipped: the model computes them, or does without."""
         return cls.harmless
+
+    @classmethod
+    def contradiction(cls, config: ModelConfig, names: Collection[str]) -> str:
+        """What is wrong if the config's kinds of layers are not those of the stored tensors; else ""."""
+        return ""
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """One step over all tokens of a ragged batch, to just before the output head.

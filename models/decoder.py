@@ -67,6 +67,13 @@ class Layer(Protocol):
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor: ...
 
 
+class Mixer(Protocol):
+    """The part of a layer that lets tokens see earlier ones: `[num_tokens, hidden_size]` in and out, plus the
+    residual."""
+
+    def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache, *, residual: Tensor | None = None) -> Tensor: ...
+
+
 class FeedForward(Protocol):
     """The part of a layer after its attention: `[num_tokens, hidden_size]` in and out, plus the residual."""
 
@@ -141,20 +148,25 @@ class Decoder(Model):
     ) -> Attention:
         """The attention of a layer, from the tensors under that name, after the norm of that name; `choices` are
         `Attention`'s."""
-        norm = self._input_norm(maker, input_norm)
+        norm = self.input_norm(maker, input_norm)
         return Attention(self.config, index, maker.under(under), self.rope_of(index), input_norm=norm, **choices)
+
+    def mixer(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> Mixer:
+        """The part before a layer's MLP: attention, unless a family has something else there."""
+        return self.attention(index, maker, input_norm=input_norm, **choices)
 
     def mlp(self, maker: Maker, *, under: str = "mlp", input_norm: str = "", **choices: Any) -> GatedMlp:
         """The MLP of a layer, from the tensors under that name, after the norm of that name; `choices` are
         `GatedMlp`'s."""
-        norm = self._input_norm(maker, input_norm)
+        norm = self.input_norm(maker, input_norm)
         return GatedMlp(self.config, maker.under(under), input_norm=norm, **choices)
 
     def feed_forward(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> FeedForward:
         """The part after a layer's attention: the MLP, unless a family has experts there."""
         return self.mlp(maker, input_norm=input_norm, **choices)
 
-    def _input_norm(self, maker: Maker, name: str) -> RmsNorm | None:
+    def input_norm(self, maker: Maker, name: str) -> RmsNorm | None:
+        """The norm of that name before a part of a layer; "" for none."""
         if not name:
             return None
         return maker.rms_norm(f"{name}.weight", self.config.hidden_size, self.config.norm_eps, add=self.norm_offset)
@@ -333,7 +345,7 @@ class PreNormLayer:
         norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
     ) -> None:  # fmt: skip
         """`attention` and `mlp` are choices of these parts; the `norms` come before them."""
-        self.attention = model.attention(index, maker, input_norm=norms[0], **attention)
+        self.attention = model.mixer(index, maker, input_norm=norms[0], **attention)
         self.mlp = model.feed_forward(index, maker, input_norm=norms[1], **mlp)
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:

@@ -108,7 +108,7 @@ class MoeDecoder(Decoder):
     def feed_forward(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> FeedForward:
         if index in self.config.dense_layers:
             return self.mlp(maker, input_norm=input_norm, **choices)
-        norm = self._input_norm(maker, input_norm)
+        norm = self.input_norm(maker, input_norm)
         beside = maker if self.form.shared_is_beside else None
         return Experts(self.config, maker.under(self.form.under), self.form, norm, beside=beside)
 

@@ -21,7 +21,7 @@ from models.configuration.json_fields import Fields
 from models.configuration.missing_operations import missing_operations
 from models.configuration.overrides import changes
 from models.configuration.rope_config import RopeConfig
-from models.errors import ModelLoadError
+from models.errors import ConfigError, ModelLoadError
 from models.families import architecture_named, architectures_naming, known_architectures
 from models.makers.declaring_maker import DeclaringMaker
 from models.makers.loading_maker import LoadingMaker
@@ -304,6 +304,9 @@ def _fitted(
     main_dtype: DType = float32,
 ) -> tuple[ModelConfig, DeclaringMaker, Model]:  # fmt: skip
     """`fit_model`, and the model's layout."""
+    model_class = architecture_named(config.architecture).model_class
+    if problem := model_class.contradiction(config, checkpoint.tensors):
+        raise ConfigError(f"{checkpoint.place}: {problem}")
     maker, model = _declared(config, options, positions, main_dtype)
     layout = _layout(config, maker)
     if checkpoint.ties_otherwise(layout, maker.heads):

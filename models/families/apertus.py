@@ -23,7 +23,7 @@ class ApertusModel(Decoder):
         return PreNormLayer(self, index, maker, attention={"norm": "head"}, norms=norms)
 
     def feed_forward(self, index: int, maker: Maker, *, input_norm: str = "", **choices: object) -> FeedForward:
-        return XieluMlp(self.config, maker.under("mlp"), self._input_norm(maker, input_norm))
+        return XieluMlp(self.config, maker.under("mlp"), self.input_norm(maker, input_norm))
 
 
 class XieluMlp:

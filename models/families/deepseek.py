@@ -125,7 +125,7 @@ class DeepseekV2Model(MoeDecoder):
         return PreNormLayer(self, index, maker)
 
     def attention(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> LatentAttention:  # type: ignore[override]
-        norm, rope = self._input_norm(maker, input_norm), self.rope_of(index)
+        norm, rope = self.input_norm(maker, input_norm), self.rope_of(index)
         assert norm is not None
         assert rope is not None
         assert not choices

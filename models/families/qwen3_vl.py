@@ -48,15 +48,15 @@ class Qwen3VLDecoder(AxesDecoder):
     `patch_rule`: how pictures are cut, by default as in the published models.
     """
 
-    config: Qwen3VLConfig | Qwen3VLMoeConfig
+    config: Any  # of a decoder, with its `vision`
     root = "model.language_model"
 
-    def __init__(self, config: Qwen3VLConfig | Qwen3VLMoeConfig, maker: Maker) -> None:
+    def __init__(self, config: Any, maker: Maker) -> None:
         super().__init__(config, maker)
         tower = config.vision.tower
         self.image_token_id, self.num_deep_rows = config.vision.image_token_id, len(tower.deepstack_layers)
         self.least_first_layers = max(1, self.num_deep_rows)
-        self.axes = interleaved_axes(config.vision.sections, config.head_dim // 2)
+        self.axes = interleaved_axes(config.vision.sections, sum(config.vision.sections))
         self.tower = maker.in_first(lambda: Tower(tower, maker.under("model.visual")))
         self.patch_rule = PatchRule(
             patch_size=tower.patch_size, merge_size=tower.merge_size, num_frames=tower.num_frames,
@@ -78,7 +78,7 @@ def read_qwen3_vl(fields: Fields) -> Qwen3VLConfig:
     text = fields.object("text_config")
     add_class_defaults(text, "qwen3_vl_text")
     common = _read_text(fields, text, default_head_dim=128)
-    return Qwen3VLConfig(**common, qk_norm=True, vision=_read_vision(fields, text, common))
+    return Qwen3VLConfig(**common, qk_norm=True, vision=read_vision(fields, text, common))
 
 
 def read_qwen3_vl_moe(fields: Fields) -> Qwen3VLMoeConfig:
@@ -92,7 +92,7 @@ def read_qwen3_vl_moe(fields: Fields) -> Qwen3VLMoeConfig:
         expert_size=text.integer("moe_intermediate_size", 1408, most=1 << 24),
         rule=read_rule(text, count=60, top_k=4, normalises=True),
         dense_layers=dense_layers(text, common["num_layers"]),
-        vision=_read_vision(fields, text, common),
+        vision=read_vision(fields, text, common),
     )
 
 
@@ -104,19 +104,23 @@ def _read_text(fields: Fields, text: Fields, *, default_head_dim: int | None) ->
     return {**common, **read_attention_bias(text)}
 
 
-def _read_vision(fields: Fields, text: Fields, common: dict[str, Any]) -> VisionConfig:
-    rope = rope_fields(text)
+def read_vision(
+    fields: Fields, text: Fields, common: dict[str, Any], *, default_sections: tuple[int, ...] = (24, 20, 20),
+    default_image_token: int = 151655,
+) -> VisionConfig:  # fmt: skip
+    """The tower and the positions' axes, beside the decoder's `common` fields."""
+    rope, pairs = rope_fields(text), common["layer_ropes"][0].rotary_dim // 2
     rope.expect("mrope_interleaved", True)
-    sections = rope.integers("mrope_section") if rope.has("mrope_section") else (24, 20, 20)
-    if len(sections) != 3 or sum(sections) != common["head_dim"] // 2:
-        raise rope.error("mrope_section", f"{sections} must be three numbers, {common['head_dim'] // 2} in all")
+    sections = rope.integers("mrope_section") if rope.has("mrope_section") else default_sections
+    if len(sections) != 3 or sum(sections) != pairs:
+        raise rope.error("mrope_section", f"{sections} must be three numbers, {pairs} in all")
     tower = read_third_tower(fields.object("vision_config"), common["hidden_size"])
     if len(tower.deepstack_layers) > common["num_layers"]:
         raise fields.error("vision_config", f"has more deepstack layers than the model's {common['num_layers']} layers")
     for name in ("video_token_id", "vision_start_token_id", "vision_end_token_id"):
         fields.raw(name)  # of templates
     return VisionConfig(
-        tower=tower, sections=sections, image_token_id=fields.integer("image_token_id", 151655, least=0)
+        tower=tower, sections=sections, image_token_id=fields.integer("image_token_id", default_image_token, least=0)
     )
 
 

@@ -22,7 +22,7 @@ class LinearDeclaration:
 
     `rows` and `columns` are this rank's shares of each of the outputs and of the inputs; tensors are stored whole.
     `is_segmented`: ranks add up K in the order of `numba_kernels.split_k`. `norm` is applied to its inputs. `kernel`
-        is the stored shape of a convolution's inputs.
+        is the stored shape of a convolution's inputs. `floats` are the names of those that are not quantised.
     """
 
     names: tuple[str, ...]
@@ -36,6 +36,7 @@ class LinearDeclaration:
     is_segmented: bool
     norm: RmsNorm | None
     kernel: tuple[int, ...] = ()
+    floats: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         assert len(self.names) in (1, len(self.rows)), f"{self.names} cannot be stored as {self.rows}"

@@ -81,7 +81,7 @@ class DeclaringMaker(Maker):
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
         self._shapes.update(declaration.stored_shapes)
         if self._is_quantisable:
-            named = {f"{name}.weight" for name in declaration.names}
+            named = {f"{name}.weight" for name in declaration.names if name not in declaration.floats}
             self.matrices |= named
             if declaration.is_transposed:
                 self.transposed |= named

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -135,13 +135,14 @@ class Maker(ABC):
         split: Split | None = None,
         norm: RmsNorm | None = None,
         kernel: tuple[int, ...] = (),
+        floats: Collection[str] = (),
     ) -> Linear:
         """The map `name.weight [outputs, inputs]` (`is_transposed`: stored as `[inputs, outputs]`) and, with
         `has_bias`, `name.bias [outputs]`.
 
         Several names become one map, their outputs one after another. One name with several outputs is stored so.
         `split` says which side is cut between ranks; sizes of that side are then this rank's shares, and numbers are
-        split equally. `norm` is applied first.
+        split equally. `norm` is applied first. Those of the names in `floats` are not quantised.
         """
         assert norm is None or split != "inputs", "a rank does not see the rows that it would normalise"
         names = (names,) if isinstance(names, str) else names
@@ -157,6 +158,7 @@ class Maker(ABC):
             is_segmented=self.options.num_segments(split) > 0,
             norm=norm,
             kernel=kernel,
+            floats=frozenset(self._prefix + name for name in floats),
         )
         weight = self._linear(declaration)
         self._count(weight.size_bytes)

@@ -91,7 +91,9 @@ def calibrate(
     that cannot be read.
     """
     if isinstance(config, MoeConfig):
-        raise InvalidArgumentError(f"calibration: {model_class.__name__} has experts, for which it is not done")
+        raise InvalidArgumentError(
+            f"calibration: {model_class.__name__} has experts or states, for which it is not done"
+        )
     if not (issubclass(model_class, Decoder) and isinstance(config, DecoderConfig)):
         raise InvalidArgumentError(f"calibration: {model_class.__name__} has no norms or maps that scales fold into")
     length = min(SEQUENCE_TOKENS, config.max_position_embeddings)
@@ -103,7 +105,7 @@ def calibrate(
     folded, search = Folded(), _Search(checkpoint, rounding)
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}"
-        if isinstance(layer, PreNormLayer):
+        if isinstance(layer, PreNormLayer) and isinstance(layer.attention, Attention):
             search.behind_norm(layer.attention.qkv_proj, f"{prefix}.input_layernorm.weight", model.norm_offset, folded)
             if isinstance(layer.mlp, GatedMlp):
                 norm = f"{prefix}.post_attention_layernorm.weight"
