@@ -90,7 +90,7 @@ class Model(ABC):
 
     @classmethod
     def contradiction(cls, config: ModelConfig, names: Collection[str]) -> str:
-        """What is wrong if the config's kinds of layers are not those of the stored tensors; else ""."""
+        """A sentence if the config names other kinds of layers than the stored tensors have; else ""."""
         return ""
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
