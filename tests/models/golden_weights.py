@@ -27,6 +27,8 @@ def golden_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
         return np.array(middle + middle * np.float32(0.5) * uniform, np.float32)
     if name.endswith((".bias", "_bias")):
         return uniform * np.float32(0.25)
+    if name.endswith("A_log"):  # a state that lasts some tokens
+        return uniform - np.float32(1.0)
     if len(shape) == 1:
         return np.float32(1.0) + uniform * np.float32(0.5)
     if "wte" in name or "embed_tokens" in name or "wpe" in name:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from tools.comparing.fuzzing.draw import Draw, Fields
 
 
-def _wrapped(draw: Draw, model_type: str, text: Fields, tower: Fields, token: str) -> Fields:
+def wrapped(draw: Draw, model_type: str, text: Fields, tower: Fields, token: str) -> Fields:
+    """The fields of a model of this text and tower; `token` names the placeholder of a picture's tokens."""
     is_tied = text.pop("tie_word_embeddings")
     text = {"model_type": model_type, **text}
     text = {name: value for name, value in text.items() if not name.endswith("_token_id") or value is not None}
@@ -28,7 +29,7 @@ def _pixtral_tower(draw: Draw) -> Fields:
 def _pixtral(draw: Draw) -> Fields:
     text = {**draw.decoder(has_head_dim=True), "rope_parameters": draw.rope(), "sliding_window": None}
     own = {"vision_feature_select_strategy": "full", "vision_feature_layer": draw.choice((-1, -2))}
-    return {**_wrapped(draw, "mistral", text, _pixtral_tower(draw), "image_token_index"), **own}
+    return {**wrapped(draw, "mistral", text, _pixtral_tower(draw), "image_token_index"), **own}
 
 
 def _mistral3(draw: Draw) -> Fields:
@@ -40,7 +41,7 @@ def _mistral3(draw: Draw) -> Fields:
         "llama_4_scaling_beta": draw.choice((0.1, 0.5)),
     }  # fmt: skip
     own = {"spatial_merge_size": draw.integer(1, 3), "multimodal_projector_bias": draw.flip()}
-    return {**_wrapped(draw, kind, text, _pixtral_tower(draw), "image_token_index"), **own}
+    return {**wrapped(draw, kind, text, _pixtral_tower(draw), "image_token_index"), **own}
 
 
 def _qwen_text(draw: Draw, *, has_head_dim: bool, **rope: bool) -> Fields:
@@ -64,20 +65,20 @@ def _qwen2_vl(draw: Draw) -> Fields:
     text = _qwen_text(draw, has_head_dim=False)
     heads, width = draw.integer(1, 3), text["hidden_size"]
     tower = {"depth": 2, "num_heads": heads, "embed_dim": 8 * heads, "hidden_size": width, "patch_size": 4}
-    return _wrapped(draw, "qwen2_vl_text", text, tower, "image_token_id")
+    return wrapped(draw, "qwen2_vl_text", text, tower, "image_token_id")
 
 
 def _qwen2_5_vl(draw: Draw) -> Fields:
     text = _qwen_text(draw, has_head_dim=False)
     tower = _qwen_tower(draw, text, window_size=16, fullatt_block_indexes=[1])
-    return _wrapped(draw, "qwen2_5_vl_text", text, tower, "image_token_id")
+    return wrapped(draw, "qwen2_5_vl_text", text, tower, "image_token_id")
 
 
 def _qwen3_vl(draw: Draw) -> Fields:
     text = {**_qwen_text(draw, has_head_dim=True, mrope_interleaved=True), "attention_bias": draw.flip(0.3)}
     layers = [0] if draw.flip() else []
     tower = _qwen_tower(draw, text, num_position_embeddings=16, deepstack_visual_indexes=layers)
-    return _wrapped(draw, "qwen3_vl_text", text, tower, "image_token_id")
+    return wrapped(draw, "qwen3_vl_text", text, tower, "image_token_id")
 
 
 def _qwen3_vl_moe(draw: Draw) -> Fields:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tools.comparing.fuzzing.delta_rule_families import DELTA_RULES
 from tools.comparing.fuzzing.draw import Draw, Fields
 
 
@@ -38,5 +39,6 @@ def _lfm2_moe(draw: Draw) -> Fields:
 
 STATES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", _lfm2),
+    **DELTA_RULES,
     "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", _lfm2_moe),
 }
