@@ -48,20 +48,25 @@ class PagedSidePass:
         switch = limits.longrope_threshold
         self._rotary_offsets = np.array([switch if switch and length > switch else 0 for length in lengths], np.int64)
         num_used = [0] * len(spec.block_bytes)  # by pool
+        self._states: list[tuple[int, int, list[int]]] = []
         for group, (pool, kind) in enumerate(zip(spec.group_pools, spec.group_kinds)):
             for row, count in enumerate(num_blocks):
                 first = num_used[pool]
                 if kind.follows_tokens:
                     self._tables.add(group, row, 0, range(first, first + count))
-                else:  # a state is written where it was read
-                    self._tables.add(group, row, 0, [first, first])
-                num_used[pool] += count if kind.follows_tokens else 1
+                else:  # a state is read from one page and written to the other, by turns
+                    count = 2
+                    self._states.append((group, row, [first, first + 1]))
+                num_used[pool] += count
         self._pages = KVCache(spec, num_used)
 
     def run(
         self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
     ) -> Tensor:
         self._synchronize()
+        for group, row, pages in self._states:
+            pages.reverse()
+            self._tables.add(group, row, 0, pages)
         counts = np.array([len(ids) for ids in token_ids])
         no_logits = np.empty(0, np.int32)
         layout = lay_out(
