@@ -85,7 +85,7 @@ class Lfm2Model(MoeDecoder):
 
     def attention(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> Any:
         if index in self.config.conv_layers:
-            return ShortConvolution(self.config, index, maker.under("conv"), self._input_norm(maker, input_norm))
+            return ShortConvolution(self.config, index, maker.under("conv"), self.input_norm(maker, input_norm))
         norms = "q_layernorm", "k_layernorm"
         return Decoder.attention(
             self, index, maker, input_norm=input_norm, output="out_proj", norm="head", norms=norms, **choices
