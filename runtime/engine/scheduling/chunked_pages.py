@@ -65,10 +65,10 @@ class ChunkedPages:
         return any(len(sequence.blocks[group]) < 2 for group in self.pool.states)
 
     def turn_states(self, chunk: Chunk) -> None:
-        """From now on the sequence's last state is the one after this chunk, unless it is already."""
-        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
-        if sequence.state_ends[0] != end:
-            sequence.state_ends = (end, chunk.start)
+        """From now on the sequence's last state is the one after this chunk's known tokens, unless it is already."""
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens - len(chunk.draft_ids)
+        if end not in sequence.state_ends[0]:
+            sequence.state_ends = (range(end, end + 1), sequence.state_ends[0])
             for group in self.pool.states:
                 sequence.blocks[group].reverse()
 
@@ -78,8 +78,8 @@ class ChunkedPages:
         if not self.pool.states:
             return sequence.blocks
         tables = list(sequence.blocks)
-        is_there = has_states and num_tokens > 0 and num_tokens in sequence.state_ends
-        place = sequence.state_ends.index(num_tokens) if is_there else 2
+        is_there = [has_states and num_tokens > 0 and num_tokens in ends for ends in sequence.state_ends]
+        place = is_there.index(True) if any(is_there) else 2
         for group in self.pool.states:
             tables[group] = tables[group][place : place + 1]
         return tables
@@ -101,20 +101,22 @@ class ChunkedPages:
 
 def reserve_drafts(chunk: Chunk, drafts: list[int], step: Step, pool: BlockPool, num_running: int) -> None:
     """Let a decode verify its sequence's draft tokens, within the budget and the blocks left after one page for each of
-    ``num_running`` sequences. Nothing else is planned for the sequence until the step is committed."""
+    ``num_running`` sequences. Nothing else is planned for the sequence until the step is committed.
+
+    In a state's page, draft tokens are pending (`runtime.kv.forms.Recurrent`)."""
     sequence = chunk.sequence
-    if sequence.num_pending != 1 or pool.states:
-        return  # they follow another token, or a state could not be taken back
+    if sequence.num_pending != 1:
+        return  # they follow another token
     count = min(len(drafts), step.budget, sequence.max_tokens - sequence.num_output_tokens - 1)
     size, end = pool.block_size, chunk.start + 1
-    room = min(map(len, sequence.blocks)) * size - end
-    if room < count:
-        lacking = [max(0, -(-(end + count) // size) - len(ids)) for ids in sequence.blocks]
+    lacking = [max(0, kind.table_pages(end + count, size) - len(ids)) for kind, ids in zip(pool.kinds, sequence.blocks)]
+    if any(lacking):
         needed = pool.by_pool(lacking)
         if pool.has_room(needed, num_running):
             for ids, fresh, num_pages in zip(sequence.blocks, pool.allocate_each(needed), lacking):
                 ids += islice(fresh, num_pages)
-        count = min(count, min(map(len, sequence.blocks)) * size - end)
+        tables = [ids for ids, kind in zip(sequence.blocks, pool.kinds) if kind.follows_tokens]
+        count = min(count, min(map(len, tables)) * size - end)
     if count > 0:
         chunk.draft_ids = drafts[:count]
         chunk.num_tokens += count
@@ -124,10 +126,11 @@ def reserve_drafts(chunk: Chunk, drafts: list[int], step: Step, pool: BlockPool,
 
 
 def take_back(chunk: Chunk, num_accepted: int) -> int:
-    """Uncount the rejected tokens of a chunk with drafts, as neither computed nor pending. Returns the end of its known
-    tokens."""
+    """Uncount the rejected tokens of a chunk with drafts, as neither computed nor pending; a state's page gives the
+    states after the others. Returns the end of its known tokens."""
     sequence = chunk.sequence
     sequence.num_pending -= chunk.num_samples - num_accepted
     if sequence.row is not None:
         sequence.num_computed = chunk.start + num_accepted
+        sequence.state_ends = (range(chunk.start + 1, sequence.num_computed + 1), sequence.state_ends[1])
     return chunk.start + 1

@@ -47,7 +47,7 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
             last_page = (end - 1) // block_size
             tables = sequence.blocks
             if states:
-                problem = _state_problem(sequence, (end, chunk.start), scheduler.pool)
+                problem = _state_problem(sequence, end - len(chunk.draft_ids), chunk.start, scheduler.pool)
                 tables = [ids for ids, kind in zip(tables, kinds) if kind.follows_tokens]
             for ids in tables:
                 if last_page >= len(ids):
@@ -72,10 +72,11 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
         raise InvariantError(message)
 
 
-def _state_problem(sequence: Sequence, ends: tuple[int, int], pool: BlockPool) -> str:
-    """Why a chunk cannot go from one of these states to the other; "" if it can."""
-    if sequence.state_ends != ends:
-        return f"states after {sequence.state_ends} tokens, not after {ends}"
+def _state_problem(sequence: Sequence, end: int, start: int, pool: BlockPool) -> str:
+    """Why a chunk cannot go from the state after ``start`` tokens to the one after ``end``; "" if it can."""
+    after, before = sequence.state_ends
+    if after != range(end, end + 1) or start not in before:
+        return f"states after {list(after)} and {list(before)} tokens, not after {end} and {start}"
     for group in pool.states:
         ids = sequence.blocks[group]
         if len(ids) != 2 or pool.ref_counts[ids[0]] != 1 or pool.is_recorded(ids[0]):
@@ -131,7 +132,7 @@ def _check_pages(sequence: Sequence, pool: BlockPool) -> None:
     """Assert that a running sequence has every page that it may still need."""
     size = pool.block_size
     longest = max((len(ids) for ids, kind in zip(sequence.blocks, pool.kinds) if kind.follows_tokens), default=0)
-    assert not pool.states or sequence.state_ends[0] == sequence.num_computed, (
+    assert not pool.states or sequence.state_ends[0][-1] == sequence.num_computed, (
         "the last state is not after the computed tokens"
     )
     assert len(sequence.blocks) == len(sequence.first_pages) == len(pool.kinds), "a group is missing"

@@ -143,7 +143,7 @@ class Placement:
             pool.count_query(sequence.num_tokens, hit.num_tokens)
         sequence.first_pages, sequence.gives_up_at = list(hit.first_pages), 0
         sequence.num_computed = hit.num_tokens
-        sequence.state_ends = (hit.num_tokens, NO_STATE)
+        sequence.state_ends = (range(hit.num_tokens, hit.num_tokens + 1), NO_STATE)
         sequence.num_committed = hit.num_shared_pages * pool.block_size
 
 

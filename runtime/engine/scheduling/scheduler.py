@@ -140,25 +140,31 @@ class Scheduler:
         ``accepted`` has, for each sequence with a draft, how many of the sampled tokens are kept. The blocks reserved
         for the others are taken back; those that draft tokens have filled are cached once their tokens are known.
         """
-        pool = self.pool
-        block_size = self.limits.block_size
-        records, has_states = pool.enable_prefix_caching, bool(pool.states)
+        block_size, has_states = self.limits.block_size, bool(self.pool.states)
         for chunk in step.chunks:
             sequence = chunk.sequence
             end = chunk.start + chunk.num_tokens
             if chunk.draft_ids:
                 end = take_back(chunk, 1 if accepted is None else accepted[sequence])
             if sequence.row is not None:  # else preempted since: these blocks are no longer its own
-                sequence.num_committed = end
+                is_of_prompt = chunk.num_tokens - len(chunk.draft_ids) > 1
                 keeps_state = has_states and (
-                    end == sequence.num_prompt_tokens or (chunk.num_tokens > 1 and end % block_size == 0)
+                    end == sequence.num_prompt_tokens or (is_of_prompt and end % block_size == 0)
                 )
-                if records and (keeps_state or end >= (sequence.chain.num_blocks + 1) * block_size):
-                    tables = self._chunked.tables_after(sequence, end, has_states=keeps_state)
-                    pool.record(sequence.chain, tables, sequence.first_pages, end, sequence)
-                if end >= sequence.gives_up_at:
-                    self._chunked.give_up(sequence)
+                self._count_committed(sequence, end, keeps_state=keeps_state)
         self._settle(step)
+
+    def _count_committed(self, sequence: Sequence, end: int, *, keeps_state: bool = False) -> None:
+        """These tokens of a running sequence are computed and known: cache its full pages, give up those outside
+        windows."""
+        pool, chain = self.pool, sequence.chain
+        sequence.num_committed = end
+        is_full = end >= (chain.num_blocks + 1) * self.limits.block_size
+        if pool.enable_prefix_caching and (keeps_state or is_full):
+            tables = self._chunked.tables_after(sequence, end, has_states=keeps_state)
+            pool.record(chain, tables, sequence.first_pages, end, sequence)
+        if end >= sequence.gives_up_at:
+            self._chunked.give_up(sequence)
 
     def abandon(self, step: Step) -> None:
         """The step has failed: its results do not count. The engine finishes its sequences."""
@@ -264,6 +270,9 @@ class Scheduler:
         order; preempt others until there are enough blocks. False if not all can run on: one was preempted, or, as the
         first in order, lacks a block that a running step holds."""
         size, kinds = self.limits.block_size, self.pool.kinds
+        for sequence in wanting:
+            if sequence.num_committed < sequence.num_computed and not self._is_open(sequence):
+                self._count_committed(sequence, sequence.num_computed)  # with the draft tokens that were kept last
         lacking = {
             sequence: [
                 max(0, kind.table_pages(sequence.least_end, size) - len(ids))

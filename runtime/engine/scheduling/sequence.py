@@ -33,7 +33,7 @@ class State(enum.Enum):
     FINISHED = enum.auto()
 
 
-NO_STATE = -1
+NO_STATE = range(0)
 """In ``state_ends``: the page holds no state."""
 
 NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
@@ -153,7 +153,7 @@ class Sequence:
     num_committed  of those, the ones in ``blocks`` whose step has run
     blocks         by cache group, by page; ``NO_BLOCK`` for pages given up outside a window. Of a state's group: the
                    block of the last state, as planned, then that of the one before, which the next chunk overwrites
-    state_ends     after how many tokens these two states are
+    state_ends     by entry: after how many tokens the page gives states; several after draft tokens that were kept
     first_pages    by cache group: pages before this one were given up
     gives_up_at    the ``num_committed`` from which on the next page can be given up
     host_slots     by cache group: slots of its pages from ``first_pages`` on while it is swapped out; else empty
@@ -222,7 +222,7 @@ class Sequence:
         self.row: int | None = None
         self.matcher: GrammarMatcher | None = None
         self.state = State.HELD
-        self.state_ends = (0, NO_STATE)
+        self.state_ends = (range(1), NO_STATE)
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None

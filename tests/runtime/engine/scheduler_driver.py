@@ -2,9 +2,9 @@
 them.
 
 A slot of a page holds the group, a digest of the token written there and of all before it, the salt first, and how the
-token was rotated. A state's page holds the digest of all tokens that it is of, in its first slot. So a chunk that reads
-a stranger's page, a page with another history or another rotation, or one that was never written is found before the
-chunk is "computed".
+token was rotated. A state's page holds the digest of all tokens that it is of, and after draft tokens those of all that
+may be kept. So a chunk that reads a stranger's page, a page with another history or another rotation, or one that was
+never written is found before the chunk is "computed".
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from runtime.kv.kinds import FULL, AnyKind, State, Window, blocks_of_sequence, w
 
 VOCAB_SIZE = 4
 GARBAGE = (-1, 0, 0)
+MOST_DRAFTS = 3
 LOGPROBS = TokenLogprobs(0, 0.0, 1, [], [])
 
 
@@ -55,8 +56,8 @@ class Pages:
         size = self.block_size
         for group, (ids, kind) in enumerate(zip(chunk.sequence.blocks, self.kinds)):
             if not kind.follows_tokens:
-                expected = [(group, history[chunk.start - 1], chunk.sequence.rotary_offset)][: chunk.start]
-                assert self.blocks[ids[1]][: len(expected)] == expected, f"the state before {chunk} is not in {ids[1]}"
+                state = (group, history[chunk.start - 1], chunk.sequence.rotary_offset)
+                assert not chunk.start or state in self.blocks[ids[1]], f"the state before {chunk} is not in {ids[1]}"
                 continue
             window = window_of(kind)
             seen = kind.first_page(chunk.start, size) * size if window is None else max(0, chunk.start - window + 1)
@@ -68,11 +69,19 @@ class Pages:
                 assert found == expected, f"tokens {first} … of {chunk} are not in block {ids[place]}"
 
     def write(self, chunk: Chunk, history: list[int]) -> None:
-        for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            place, offset = divmod(position, self.block_size)
-            for group, (ids, kind) in enumerate(zip(chunk.sequence.blocks, self.kinds)):
-                block_id, slot = (ids[place], offset) if kind.follows_tokens else (ids[0], 0)
-                self.blocks[block_id][slot] = (group, history[position], chunk.sequence.rotary_offset)
+        end = chunk.start + chunk.num_tokens
+        digests, first_state = history[: end - len(chunk.draft_ids)], end - len(chunk.draft_ids)
+        for token_id in chunk.draft_ids:
+            digests.append(hash((digests[-1], token_id)))
+        for group, (ids, kind) in enumerate(zip(chunk.sequence.blocks, self.kinds)):
+            written = [(group, digest, chunk.sequence.rotary_offset) for digest in digests]
+            if not kind.follows_tokens:
+                assert chunk.start == 0 or ids[0] != ids[1], "a chunk writes the state that it reads"
+                self.blocks[ids[0]] = written[first_state - 1 :] + [GARBAGE] * self.block_size
+                continue
+            for position in range(chunk.start, end):
+                place, offset = divmod(position, self.block_size)
+                self.blocks[ids[place]][offset] = written[position]
 
 
 @dataclass
@@ -89,16 +98,20 @@ class Driver:
     rng      everything that is random comes from here
     eos      probability that a drawn token ends its sequence
     failure  probability that a step fails after its transfers
+    drafts   probability that a decode gets draft tokens, of which any number is right
     """
 
     def __init__(
-        self, rng: random.Random, limits: EngineLimits, *, overlaps: bool, eos: float = 0.0, failure: float = 0.0
-    ) -> None:
+        self, rng: random.Random, limits: EngineLimits, *, overlaps: bool, eos: float = 0.0, failure: float = 0.0,
+        drafts: float = 0.0,
+    ) -> None:  # fmt: skip
         self.rng = rng
         self.limits = limits
         self.overlaps = overlaps
         self.eos = eos
         self.failure = failure
+        self.drafts = drafts
+        self.num_drafts = 0
         self.pool = pool_of(limits)
         self.scheduler = Scheduler(limits, self.pool)
         self.pages = Pages(limits)
@@ -193,7 +206,12 @@ class Driver:
         decoding = [s for s in decoding if not s.is_drawing_last]
         had_work = bool(decoding or scheduler.waiting or self._prefilling())
         first = scheduler.running[0] if scheduler.running else None
+        for sequence in decoding if self.drafts else ():
+            if not sequence.num_pending and self.rng.random() < self.drafts:
+                count = self.rng.randrange(1, MOST_DRAFTS + 1)
+                scheduler.drafts[sequence] = [self.rng.randrange(VOCAB_SIZE) for _ in range(count)]
         step = scheduler.schedule()
+        self.num_drafts += step.num_drafts
         assert all(sequence is not first for sequence, _ in step.preempted), "the first in order was a victim"
         if not self.overlaps:
             scheduler.check_invariants()
@@ -226,7 +244,7 @@ class Driver:
             sequence = chunk.sequence
             assert chunk.num_tokens >= 1
             assert sequence.num_output_tokens + sequence.num_pending <= sequence.request.max_tokens, "one too many"
-            assert most is None or chunk.num_tokens <= most
+            assert most is None or chunk.num_tokens - len(chunk.draft_ids) <= most
             if is_whole:
                 assert chunk.is_last, "a whole prompt was cut"
 
@@ -235,7 +253,8 @@ class Driver:
         self.pages.move(step)
         for chunk in step.chunks:
             sequence = chunk.sequence
-            assert chunk.start + chunk.num_tokens <= sequence.num_tokens, "a token is computed that is not known"
+            known = chunk.start + chunk.num_tokens - len(chunk.draft_ids)
+            assert known <= sequence.num_tokens, "a token is computed that is not known"
             switch = self.limits.longrope_threshold
             is_longer = switch is not None and sequence.num_tokens > switch
             assert sequence.rotary_offset == (switch if is_longer else 0), "a token is rotated for another length"
@@ -259,7 +278,10 @@ class Driver:
                         self.outcome.failed += 1
                         self._end(sequence)
             return
-        self.scheduler.commit(step)
+        accepted = {
+            chunk.sequence: self.rng.randrange(1, chunk.num_samples + 1) for chunk in step.chunks if chunk.draft_ids
+        }
+        self.scheduler.commit(step, accepted)
         self.scheduler.costs.observe_step(step.num_tokens, 0.001 + 0.0001 * step.num_tokens)
         if step.swap_out or step.swap_in:
             num_blocks = len(step.swap_out) + len(step.swap_in)
@@ -267,8 +289,10 @@ class Driver:
         for chunk in step.chunks:
             if not chunk.sequence.is_finished:
                 self._add_prompt_logprobs(chunk)
-                if chunk.is_last:
-                    self._append(chunk.sequence)
+                kept = chunk.draft_ids[: accepted.get(chunk.sequence, 1) - 1]
+                for token_id in (*kept, self.rng.randrange(VOCAB_SIZE)) if chunk.is_last else ():
+                    if not chunk.sequence.is_finished:
+                        self._append(chunk.sequence, token_id)
 
     def _spoil(self, sequence: Sequence, position: int) -> None:
         place, offset = divmod(position, self.limits.block_size)
@@ -279,14 +303,13 @@ class Driver:
     def _spoil_states(self, chunk: Chunk) -> None:
         """Those that this chunk writes."""
         for ids, kind in zip(chunk.sequence.blocks, self.limits.cache_kinds):
-            for block_id, end in zip(ids, chunk.sequence.state_ends):
-                if not kind.follows_tokens and end == chunk.start + chunk.num_tokens:
-                    self.pages.blocks[block_id][0] = GARBAGE
+            for block_id, ends in zip(ids, chunk.sequence.state_ends):
+                if not kind.follows_tokens and chunk.start + chunk.num_tokens - len(chunk.draft_ids) in ends:
+                    self.pages.blocks[block_id] = [GARBAGE] * self.limits.block_size
 
-    def _append(self, sequence: Sequence) -> None:
+    def _append(self, sequence: Sequence, token_id: int) -> None:
         if sequence.num_output_tokens == 0 and sequence.index == 0:
             self._release_held(sequence.request)
-        token_id = self.rng.randrange(VOCAB_SIZE)
         sequence.append(token_id)
         history = self.histories[sequence]
         history.append(hash((history[-1], token_id)))
