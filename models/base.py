@@ -19,7 +19,7 @@ from runtime.communicator import begins_here, ends_here
 from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec, LayerCache
-from runtime.kv.forms import PageForm
+from runtime.kv.forms import PageForm, Recurrent
 from runtime.kv.kinds import State
 from runtime.linear.linear import Linear
 from runtime.tensor.tensor import Tensor
@@ -37,6 +37,7 @@ class Model(ABC):
         quantization: "none", or the format of the linear maps' matrices: "int8", "int4" ... Tables that are
             nothing else are of `dtype` then too, and so is the KV cache.
         kv_dtype: the type that the user asks of the KV cache, or None for that of the weights.
+        pending_tokens: the most draft tokens of a step, which pages of recurrent states have room for.
         device: where weights and activations lie.
         weight_bytes: bytes of all weights as they are kept; set by the loader.
         layer_bytes: those of each layer.
@@ -70,6 +71,7 @@ class Model(ABC):
         self.quantization = maker.options.quantization
         self.kv_dtype = maker.options.kv_dtype
         self.kv_skip_layers = maker.options.kv_skip_layers
+        self.pending_tokens = maker.options.pending_tokens
         self.device = maker.options.device
         # A GPU's products scale rows by sums that the previous product left; they are added up as in one piece.
         self._hands_over_squares = maker.options.exact and maker.options.device.kind != "cpu"
@@ -165,7 +167,7 @@ class Model(ABC):
         return tuple(self.dtype if layer in skipped else dtype for layer in range(count)) if skipped else ()
 
     def state_form(self, index: int) -> PageForm | None:
-        """The form of a layer's recurrent state; None for a layer with keys and values."""
+        """The form of a layer's recurrent state, without pending tokens; None for a layer with keys and values."""
         return None
 
     def has_pages(self, index: int) -> bool:
@@ -188,6 +190,10 @@ class Model(ABC):
             own_layers=None if self.pipeline is None else self.own_layers,
         )
         states = {index: form for index in range(self.config.num_layers) if (form := self.state_form(index))}
+        states = {
+            index: replace(form, pending=self.pending_tokens) if isinstance(form, Recurrent) else form
+            for index, form in states.items()
+        }
         kept = tuple(
             (LayerCache(states[index], State()) if index in states else own) if self.has_pages(index) else None
             for index, own in enumerate(spec.layers)

@@ -599,6 +599,12 @@ class EngineConfig(SchedulingConfig):
         return 1 if proposes else self.pipeline_parallel_size
 
     @property
+    def pending_tokens(self) -> int:
+        """The most draft tokens of a step that recurrent states are to allow for, which takes memory: none unless a
+        proposer is named."""
+        return 0 if self.speculation in ("auto", "off") else self.num_speculative_tokens
+
+    @property
     def draft_model(self) -> str | None:
         """The folder of the model that proposes tokens, if one does."""
         return self.speculation[len(DRAFT_PREFIX) :] if self.speculation.startswith(DRAFT_PREFIX) else None

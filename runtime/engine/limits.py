@@ -43,7 +43,8 @@ class EngineLimits:
     swap space in blocks; ``cache_kinds`` and ``cache_pools`` are the kind and the pool of each cache group,
     ``pool_sizes`` and ``host_pool_sizes`` the blocks of each pool, ``block_bytes`` the bytes of one of them that the
     engine's own rank swaps. ``longrope_threshold`` is the model's, or None if no sequence can be longer. ``most_whole``
-    tokens of images that may not be cut fit a step and the pools; None if there are none."""
+    tokens of images that may not be cut fit a step and the pools; None if there are none. Of a sequence with recurrent
+    states a step tries at most ``pending_tokens`` draft tokens."""
 
     max_model_len: int
     max_num_seqs: int
@@ -62,6 +63,7 @@ class EngineLimits:
     block_bytes: tuple[int, ...] = (1,)
     longrope_threshold: int | None = None
     most_whole: int | None = None
+    pending_tokens: int = 0
     exact: bool = False
     overlap: Overlap = "auto"
     decode_graphs: DecodeGraphsMode = "auto"
@@ -217,6 +219,7 @@ def resolve(
         if longrope_threshold is not None and max_model_len > longrope_threshold
         else None,
         most_whole=None if whole_tokens is None else most_whole,
+        pending_tokens=config.pending_tokens,
         exact=config.exact,
         overlap=config.overlap,
         decode_graphs=config.decode_graphs,

@@ -35,7 +35,7 @@ from runtime.engine.process.wire import RemoteRank
 from runtime.engine.ranks.executor import ParallelExecutor
 from runtime.engine.ranks.group import RankGroup, Shape, device_of_rank, join, new_memory
 from runtime.engine.ranks.messages import Loaded
-from runtime.engine.speculation.draft_model import DraftModelDrafter
+from runtime.engine.speculation.draft_model import MOST_STATES, PAGES_OF_STATE, DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
@@ -140,7 +140,8 @@ def load_settings(
     each stage."""
     options = {each.name: getattr(config, each.name) for each in OPTIONS if each.name in LoadSettings.__annotations__}
     options["device"] = Device.parse(config.device)
-    return cast("LoadSettings", {**options, "communicator": communicator, "pipeline": pipeline, "stages": stages})
+    own = {"communicator": communicator, "pipeline": pipeline, "stages": stages}
+    return cast("LoadSettings", {**options, **own, "pending_tokens": config.pending_tokens})
 
 
 def layers_of_stages(folder: Path, config: EngineConfig) -> tuple[range, ...]:
@@ -252,8 +253,6 @@ Draft = Model | SteppingDrafter | BlockDrafter
 def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: bool = False) -> Draft | None:
     """The drafter that the config names, loaded or declared, or None if it has no weights. Raises as `load_model` and
     the loader of drafters, and ``RequestError`` if it does not fit the target of that folder."""
-    if config.speculation not in ("auto", "off"):
-        check_takes_back(config, target, folder)
     if config.draft_model is not None:
         return draft_model(config, target, folder, declares=declares)
     if not config.reads_hidden_states:
@@ -282,6 +281,7 @@ def _settings_of_another_model(config: EngineConfig) -> LoadSettings:
     """`load_settings` of a drafter: overrides apply to the model's own config alone, and a drafter reads text."""
     settings = load_settings(config)
     del settings["hf_overrides"]
+    settings["pending_tokens"] = 0
     settings["mmproj"] = NO_MMPROJ
     return settings
 
@@ -292,22 +292,12 @@ def draft_model(config: EngineConfig, target: Model, folder: Path, *, declares: 
     draft_folder = resolve_model(config.draft_model)
     settings = _settings_of_another_model(config)
     declared = declare(draft_folder, load_format=config.load_format, seed=config.seed or 0, **settings)
-    check_takes_back(config, declared.model, draft_folder)
     check_draft(declared.model, draft_folder, target, folder)
     if declares:
         return declared.model
     length = min(declared.model.max_positions, config.max_model_len or target.max_positions)
     logger.info("loading the draft model %s on %s", draft_folder, settings["device"])
     return declared.load(max_model_len=length)
-
-
-def check_takes_back(config: EngineConfig, model: Model, folder: Path) -> None:
-    """Raises ``RequestError`` for a model with recurrent states, which rejected draft tokens would have changed."""
-    if State() in model.kv_cache_spec(config.block_size).group_kinds:
-        raise RequestError(
-            f"speculation is {config.speculation!r:.80}: no draft token can be taken back from the states of {folder}",
-            param="speculation",
-        )
 
 
 def check_draft(draft: Model, draft_folder: Path, target: Model, folder: Path) -> None:
@@ -339,11 +329,20 @@ def _draft_bytes_per_block(draft: Draft | None, config: EngineConfig) -> int:
     return spec.bytes_per_token * spec.block_size
 
 
+def _draft_state_bytes(draft: Draft | None, config: EngineConfig) -> int:
+    """A draft model's recurrent states lie beside the blocks."""
+    if draft is None:
+        return 0
+    spec = draft.kv_cache_spec(config.block_size)
+    num_bytes = sum(spec.block_bytes[group.pool] for group in spec.groups if not group.kind.follows_tokens)
+    return num_bytes * PAGES_OF_STATE * min(MOST_STATES, config.max_num_seqs)
+
+
 def speculator_of(
     config: EngineConfig, vocab_size: int, limits: EngineLimits, draft: Draft | None
 ) -> Speculator | None:
     """The proposer of draft tokens that the config names, or None."""
-    if config.speculation == "off" or State() in limits.cache_kinds:
+    if config.speculation == "off" or (State() in limits.cache_kinds and not config.pending_tokens):
         return None
     drafter: Drafter | None = None
     if draft is not None and not isinstance(draft, Model):
@@ -485,7 +484,7 @@ def limits_of(
     """
     spec, has_own_memory = model.kv_cache_spec(config.block_size), model.device.kind == "cuda"
     of_ranks = _bytes_of_ranks(model, config)
-    free = max(0, free_memory_bytes(model.device) - num_bytes_to_load)
+    free = max(0, free_memory_bytes(model.device) - num_bytes_to_load - _draft_state_bytes(draft, config))
     bytes_per_block = [max(each) if has_own_memory else sum(each) for each in zip(*of_ranks, strict=True)]
     if has_own_memory:
         of_gpus = [free, *(free_bytes or [free] * (len(of_ranks) - 1))]

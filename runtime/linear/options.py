@@ -38,11 +38,12 @@ class LoadSettings(TypedDict, total=False):
     pipeline: Pipeline | None
     stages: tuple[range, ...]
     addends: AddendSource | None
+    pending_tokens: int
     hf_overrides: str  # of the model's config, which is no matter of `LoadOptions`; nor is
     mmproj: str  # the file of its tower
 
 
-UNCHANGED = ("gemm", "exact", "activations", "communicator", "pipeline", "stages", "addends")
+UNCHANGED = ("gemm", "exact", "activations", "communicator", "pipeline", "stages", "addends", "pending_tokens")
 """Settings that `LoadOptions` has as they are given."""
 
 
@@ -66,6 +67,7 @@ class LoadOptions:
         pipeline: this rank's stage of several, or None if one has all layers.
         stages: the layers of each stage; empty without stages.
         addends: makes the addends of the model's maps; None for none.
+        pending_tokens: the most draft tokens of a step, which pages of recurrent states have room for.
 
     Raises:
         InvalidArgumentError: for a dtype that is none of the three float types, a format, kernel or type of pages that
@@ -86,6 +88,7 @@ class LoadOptions:
     pipeline: Pipeline | None = None
     stages: tuple[range, ...] = ()
     addends: AddendSource | None = None
+    pending_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in STORED:

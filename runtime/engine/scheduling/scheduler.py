@@ -210,6 +210,8 @@ class Scheduler:
             for chunk in step.chunks:
                 drafts = self.drafts.pop(chunk.sequence, None)
                 if drafts and has_room:
+                    if self.pool.states:
+                        drafts = drafts[: self.limits.pending_tokens]
                     if switch is not None:
                         drafts = within_switch(drafts, chunk.sequence, chunk.start, switch)
                     reserve_drafts(chunk, drafts, step, self.pool, num_running)

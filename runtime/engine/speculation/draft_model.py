@@ -5,10 +5,14 @@ token by token. It samples as the target model will, with the same noise of seed
 distributions give equal tokens at any temperature. For rejection sampling it uses its own noise and keeps the
 distributions. It has its own pages; if there are too few, the sequence that was drafted for least recently loses its
 pages, which are recomputed if it is drafted for again.
+
+Of a recurrent state a sequence has three pages: of its known tokens, and two that guesses write in turn. So a guess
+changes nothing, and those that were right are computed again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +28,10 @@ from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
+MOST_STATES = 8
+"""Sequences whose recurrent states it keeps at once."""
+PAGES_OF_STATE = 3
+
 _OWN_NOISE = np.uint64(0x9E3779B97F4A7C15)
 """Makes another key of a seed, whose noise is independent of the seed's own."""
 
@@ -35,7 +43,7 @@ class _Seen:
     row      its row in the block tables
     known    tokens of the sequence whose keys and values are in the pages
     guessed  the draft tokens whose keys and values follow these
-    blocks   by cache group
+    blocks   by cache group; of a state's group that of the known tokens, then the two others
     """
 
     row: int
@@ -63,14 +71,18 @@ class DraftModelDrafter:
         self._limits = limits
         self._num_positions = num_positions
         self._longrope_threshold = longrope_threshold
-        self._num_groups = len(spec.group_kinds)
+        self._kinds = spec.group_kinds
+        self._states = [group for group, kind in enumerate(self._kinds) if not kind.follows_tokens]
         self._pools = spec.group_pools
-        sizes = [num_blocks * self._pools.count(pool) for pool in range(len(spec.block_bytes))]
+        num_states = PAGES_OF_STATE * min(MOST_STATES, limits.max_num_seqs)
+        sizes = [0] * len(spec.block_bytes)
+        for pool, kind in zip(self._pools, self._kinds, strict=True):
+            sizes[pool] += num_blocks if kind.follows_tokens else num_states
         self._pages = KVCache(spec, sizes)
         self._free_blocks = [list(range(size - 1, -1, -1)) for size in sizes]  # by pool
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
-        max_blocks = -(-limits.max_model_len // limits.block_size)
-        self._tables = BlockTables(self._num_groups, limits.max_num_seqs, max_blocks, limits.block_size)
+        max_blocks = max(2, -(-limits.max_model_len // limits.block_size))
+        self._tables = BlockTables(len(self._kinds), limits.max_num_seqs, max_blocks, limits.block_size)
         self._seen: dict[Sequence, _Seen] = {}  # most recently drafted for last
         self._proposed: dict[Sequence, list[int]] = {}
         self._rejects = rejects
@@ -106,9 +118,13 @@ class DraftModelDrafter:
         if not chunks:
             return
         ready.sort(key=lambda one: one[1].row)
+        self._turn_states(chunks)
         logits = self._forward(chunks, {seen: seen.known for seen in chunks}, [seen for _, seen, _ in ready])
         for seen, ids in chunks.items():
             seen.known += len(ids)
+            for group in self._states:
+                blocks = seen.blocks[group]
+                blocks.append(blocks.pop(0))  # the second has the state of the known tokens
         self._proposed = {sequence: [] for sequence, _, _ in ready}
         while ready and logits is not None:
             sampled = self._draw(logits, [sequence for sequence, _, _ in ready])
@@ -122,6 +138,7 @@ class DraftModelDrafter:
                 break
             newest = {seen: np.array(self._proposed[sequence][-1:], np.int32) for sequence, seen, _ in ready}
             starts = {seen: seen.known + len(seen.guessed) for _, seen, _ in ready}
+            self._turn_states(newest)
             logits = self._forward(newest, starts, list(newest))
             for seen, ids in newest.items():
                 seen.guessed.append(int(ids[0]))
@@ -153,30 +170,47 @@ class DraftModelDrafter:
             switch = self._longrope_threshold
             length = sequence.num_prompt_tokens + sequence.max_tokens
             offset = switch if switch is not None and length > switch else 0
-            seen = _Seen(self._free_rows.pop(), offset, [[] for _ in range(self._num_groups)])
+            seen = _Seen(self._free_rows.pop(), offset, [[] for _ in self._kinds])
         self._seen[sequence] = seen
-        if seen.guessed:
+        if seen.guessed and not self._states:
             came = sequence.token_ids(seen.known, min(sequence.num_tokens - 1, seen.known + len(seen.guessed)))
             for guess, token_id in zip(seen.guessed, came):
                 if guess != token_id:
                     break
                 seen.known += 1
-            seen.guessed = []
-        seen.known = min(seen.known, sequence.num_tokens - 1)  # the last token's logits are needed
+        seen.guessed = []
+        if seen.known >= sequence.num_tokens:  # the last token's logits are needed
+            seen.known = 0 if self._states else sequence.num_tokens - 1
         return seen
 
     def _allocate(self, seen: _Seen, num_tokens: int, keep: set[Sequence]) -> bool:
         """Allocate pages for so many tokens, if there are enough outside ``keep``."""
-        missing = -(-num_tokens // self._limits.block_size) - len(seen.blocks[0])
-        while any(missing * self._pools.count(pool) > len(free) for pool, free in enumerate(self._free_blocks)):
+        num_pages, missing = -(-num_tokens // self._limits.block_size), [0] * len(self._free_blocks)
+        counts = [
+            max(0, (num_pages if kind.follows_tokens else PAGES_OF_STATE) - len(blocks))
+            for kind, blocks in zip(self._kinds, seen.blocks, strict=True)
+        ]
+        for pool, count in zip(self._pools, counts, strict=True):
+            missing[pool] += count
+        while any(count > len(free) for count, free in zip(missing, self._free_blocks, strict=True)):
             if not self._forget_oldest(keep):
                 return False
-        if missing > 0:
-            for group, blocks in enumerate(seen.blocks):
-                added = [self._free_blocks[self._pools[group]].pop() for _ in range(missing)]
+        for group, (blocks, count) in enumerate(zip(seen.blocks, counts, strict=True)):
+            added = [self._free_blocks[self._pools[group]].pop() for _ in range(count)]
+            if self._kinds[group].follows_tokens and added:
                 self._tables.add(group, seen.row, len(blocks), added)
-                blocks += added
+            blocks += added
         return True
+
+    def _turn_states(self, computed: Iterable[_Seen]) -> None:
+        """Chunks of known tokens, and the first guess, read the state of the known tokens, later guesses that of the
+        guess before."""
+        for seen in computed if self._states else ():
+            place = len(seen.guessed) % 2
+            for group in self._states:
+                blocks = seen.blocks[group]
+                read = blocks[2 - place] if seen.guessed else blocks[0]
+                self._tables.add(group, seen.row, 0, [blocks[1 + place], read])
 
     def _forget_oldest(self, keep: set[Sequence]) -> bool:
         """Free the pages of the sequence that was drafted for least recently; False if there is none."""

@@ -402,6 +402,7 @@ def random_limits(rng: random.Random, *, cache_kinds: tuple[AnyKind, ...] = (FUL
         enable_prefix_caching=rng.random() < 0.8,
         num_host_blocks=rng.choice((0, 1, 4, 12)) * len(cache_kinds),
         cache_kinds=cache_kinds,
+        pending_tokens=MOST_DRAFTS - 1,
         longrope_threshold=rng.randrange(1, max_model_len) if rng.random() < 0.3 else None,
     )
 

@@ -16,12 +16,12 @@ from models.families import known_architectures
 from models.registry import load_model
 from runtime.commands.info_report import as_text, memory
 from runtime.engine.config import EngineConfig
-from runtime.engine.errors import RequestError
-from runtime.engine.make_engine import draft_model
+from runtime.engine.make_engine import loaded_model
 from runtime.engine.steps.inputs import Shape
 from runtime.kv.kinds import FULL, State
 from tests.models.driver import logits_of
 from tests.runtime.engine.test_window_groups import answers, build, make_requests
+from tools.comparing.compare_speculation import compare
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
@@ -96,15 +96,32 @@ def test_a_recording_has_both_entries_of_a_state(folder: Path) -> None:
     assert sizes["block_tables"] == (len(limits.cache_kinds), 1, 2)
 
 
-def test_nobody_proposes_tokens_to_states(folder: Path) -> None:
-    """What names a proposer, or is one, is refused; requests' own predictions are not tried."""
-    with pytest.raises(RequestError, match="speculation is 'ngram': no draft token can be taken back from the states"):
-        build(folder, speculation="ngram")
-    target: Any = None  # is not looked at
-    config = EngineConfig(device="cpu", load_format="dummy", speculation=f"draft:{folder}")
-    with pytest.raises(RequestError, match="no draft token can be taken back from the states"):
-        draft_model(config, target, folder, declares=True)
-    assert build(folder, num_blocks=100).speculator is None
+def test_states_have_room_for_draft_tokens_if_a_proposer_is_named(folder: Path) -> None:
+    """Without one, requests' own predictions are not tried."""
+    engines = [build(folder, num_blocks=100, speculation=name) for name in ("auto", "ngram", f"draft:{folder}")]
+    assert [engine.speculator is None for engine in engines] == [True, False, False]
+    assert [engine.limits.pending_tokens for engine in engines] == [0, 7, 7]
+    plain, *others = (engine.limits.block_bytes[engine.limits.cache_pools[-1]] for engine in engines)
+    num_layers = engines[0].info.cache_groups[-1].num_layers
+    heads, width = CONFIG["num_attention_heads"], CONFIG["head_dim"]
+    assert others == [plain + 7 * num_layers * 4 * (heads * width + 2 * 8 + heads)] * 2  # inputs and dt of each
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("num_requests", [40, pytest.param(3000, marks=pytest.mark.exhaustive)])
+def test_no_draft_token_changes_a_bit(folder: Path, num_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of look-ups, guesses, predictions and the model as its own draft model, in rounds that preempt, swap and find
+    prefixes."""
+    settings: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "max_model_len": 96, "speculation": "ngram"}
+    model = loaded_model(folder, EngineConfig(**settings))
+    monkeypatch.setattr(State, "most_pages", lambda *_: 8)  # more states than pages of tokens
+    found = compare(model, folder, num_requests, 5, takes_turns=True, round_size=8, **settings)
+    assert found.differences == []
+    assert found.num_preemptions > 0 or State() in model.kv_cache_spec(8).group_kinds[:1]
+    assert {name for name, (tried, kept) in found.tried.items() if 0 < kept < tried} == {
+        "ngram", "suffix", "guesses", "predictions", "draft"
+    }  # fmt: skip
 
 
 def test_the_recipe_shows_this_layer() -> None:
