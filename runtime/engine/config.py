@@ -397,7 +397,8 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="Who proposes tokens that a step tries; answers stay as they are.",
             about=(
-                'who proposes tokens for decodes to try: "auto" (a request\'s prediction, where it has one), "ngram"'
+                'who proposes tokens for decodes to try: "auto" (a request\'s prediction, where it has one and the '
+                'model no recurrent states), "ngram"'
                 ' (beside it, what prompt and output said before), "suffix" (and the answers of others of the same '
                 'tenant), "draft:FOLDER" (a small model), "eagle3:FOLDER" (a drafter that reads the model\'s hidden '
                 'states), "eagle3" (the one in the model\'s folder), "dflash:FOLDER" (one that says a block at '
@@ -412,7 +413,10 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="Most proposals for a sequence in a step; fewer where they do not pay.",
-            about="most proposals for a sequence in a step; fewer, or none, where they do not pay",
+            about=(
+                "most proposals for a sequence in a step; fewer, or none, where they do not pay. If speculation names "
+                "a proposer, pages of recurrent states have room for so many"
+            ),
             heading="Execution",
             most=MOST_SPECULATIVE_TOKENS,
         ),
