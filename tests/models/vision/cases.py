@@ -119,12 +119,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe",
         {
             **_HYBRID, "intermediate_size": None, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
-            "num_experts": 5, "num_experts_per_tok": 2,
+            "num_experts": 6, "num_experts_per_tok": 2,
         },
         _NO_DEEPSTACK, tie_word_embeddings=False,
     ),
 }  # fmt: skip
 """Whose decoders keep states: their experts are stored outputs first."""
+
+CASES |= HYBRIDS
 
 
 @dataclass(frozen=True)

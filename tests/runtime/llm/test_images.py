@@ -80,6 +80,22 @@ def test_a_model_in_gguf_and_its_tower(llm: LLM, tmp_path: Path) -> None:
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
+def test_a_picture_before_a_state(tmp_path: Path) -> None:
+    """Its tokens are found again, and computed in other steps, and nothing differs."""
+    folder = write_chat_model(tmp_path, "qwen3_5_vl")
+    asked = messages(text("Look:"), {"type": "image", "image": PIXELS}, text("What?"))
+    options = {"block_size": 8, "max_model_len": 128, "compile_ahead": False}
+    answers, cached = set(), []
+    for more in ({}, {"max_num_batched_tokens": 16, "max_num_seqs": 2}):
+        with LLM(folder, **options, **more) as llm:
+            for _ in range(2):
+                (output,) = llm.chat(asked, PARAMS, use_tqdm=False)
+                answers.add(tuple(output.outputs[0].token_ids))
+                cached.append(output.num_cached_tokens)
+    assert len(answers) == 1
+    assert min(cached[1::2]) > NUM_TOKENS > 0 == max(cached[::2])
+
+
 def test_a_part_that_is_not_read_here_is_named(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"content\[0\]\.image_url is 'http://x', but no URL is fetched here"):
         llm.chat(messages({"type": "image_url", "image_url": "http://x"}), PARAMS)
