@@ -101,14 +101,18 @@ def _recurrence(
     explain = _explain(op, batch, group, pages, pending)
     workers = _workers(tokens, 8 * channels)
     gates = pages[2].address if pending else 0
+    parts, token_blocks = key_heads + value_heads, -(-tokens // _convolution.TOKENS)
+    parts_a_work_item = max(1, min(parts, parts * token_blocks // (8 * workers)))
     _prepare.prepare_kernel(is_delta)(
-        (key_heads + value_heads) * -(-tokens // _convolution.TOKENS), workers, *chunks, x.address, conv[0].address,
+        token_blocks * -(-parts // parts_a_work_item), workers, *chunks, x.address, conv[0].address,
         0 if conv[1] is None else conv[1].address, weights.a.address, weights.dt_bias.address, gates, prepared.address,
-        factors.address, x.shape[1], x_first, gates_first, num_gates, *heads, *places, *limits, explain=explain,
+        factors.address, x.shape[1], x_first, gates_first, num_gates, *heads, *places, parts_a_work_item, *limits,
+        explain=explain,
     )  # fmt: skip
     state, blocks = pages[-1], -(-value_dim // _scan.BLOCK)
     units = value_heads * blocks  # of a sequence
-    units_a_work_item = max(1, min(_scan.MOST_UNITS, units, seqs * units // (8 * workers)))
+    shared = units if tokens > 2 * seqs else seqs * units  # one long chunk may be most of the work
+    units_a_work_item = max(1, min(_scan.MOST_UNITS, units, shared // (8 * workers)))
     _scan.scan_kernel(is_delta, STORED[state.dtype])(
         seqs * -(-units // units_a_work_item), workers, *chunks, prepared.address, factors.address,
         state.address, skip, result.address, *heads, *places, tiled, units_a_work_item, explain=explain,

@@ -31,7 +31,7 @@ from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at
 
 FIELDS = Fields(
     CHUNK_FIELDS + "*x *conv *bias *a *dt_bias *gates *prepared *factors stride x_first gates_first num_gates "
-    "key_heads value_heads key_dim value_dim q_first k_first v_first",
+    "key_heads value_heads key_dim value_dim q_first k_first v_first parts_a_work_item",
     "least most",
 )
 _SOFTPLUS_LINEAR = 20.0
@@ -66,32 +66,90 @@ def _normalise(x, width, scale):
 
 
 @njit(nogil=True)
-def _keep_inputs(rows, count, first, width, target, channels):
-    """Writes channels of the inputs that the next chunk needs."""
+def _convolved(a, rows, count, place, first, width):
+    """Channels of ``count`` tokens, into prepared rows from ``place`` on; returns the address of the first row's."""
+    out, row_bytes = a.prepared + (place * a.channels + first) * 4, a.channels * 4
+    convolve(rows, count, first, width, a.taps, True, a.conv, a.bias, out, row_bytes)
+    return out
+
+
+@njit(nogil=True)
+def _factors(a, row):
+    size = a.key_heads + 2 * a.value_heads
+    return float32_at(a.factors + row * size * 4, size)
+
+
+@njit(nogil=True)
+def _key_head(a, head, rows, count, place, is_delta):
+    """Prepares a head's keys and queries."""
+    width = a.key_dim
+    k = _convolved(a, rows, count, place, a.k_first + head * width, width)
+    q = _convolved(a, rows, count, place, a.q_first + head * width, width)
+    for i in range(count):
+        moved = i * a.channels * 4
+        if is_delta:
+            _normalise(k + moved, width, 1.0)
+            _normalise(q + moved, width, 1.0 / math.sqrt(width))
+        _factors(a, place + i)[head] = inner_product(k + moved, q + moved, width)
+
+
+@njit(nogil=True)
+def _value_head(a, head, rows, count, place, gates, stride, is_delta):
+    """Prepares a head's values, decays and steps; token i's gates stand ``i * stride`` numbers after ``gates``."""
+    heads = a.value_heads
+    _convolved(a, rows, count, place, a.v_first + head * a.value_dim, a.value_dim)
+    bias, decay = float32_at(a.dt_bias, heads)[head], float32_at(a.a, heads)[head]
+    for i in range(count):
+        given = float32_at(gates + i * stride * 4, a.num_gates)
+        if is_delta:
+            step = 1.0 / (1.0 + math.exp(-np.float64(given[head])))
+            power = decay * _softplus(np.float64(given[heads + head]) + bias)
+        else:
+            step = min(max(_softplus(np.float64(given[head]) + bias), a.least), a.most)
+            power = decay * step
+        factors = _factors(a, place + i)
+        factors[a.key_heads + head] = np.float32(math.exp(power))
+        factors[a.key_heads + heads + head] = np.float32(step)
+
+
+@njit(nogil=True)
+def _copy(rows, count, first, width, target, channels):
     for i in range(count):
         given, kept = float32_at(rows[i] + first * 4, width), float32_at(target + (i * channels + first) * 4, width)
         for c in range(width):
             kept[c] = given[c]
 
 
+@njit(nogil=True)
+def _keep(a, part, rows, target, pending, gates, page):
+    """Writes a part's inputs that the next chunk needs, to rows from ``target`` on, and gates of pending tokens."""
+    count = a.taps - 1 + pending
+    if part < a.key_heads:
+        _copy(rows, count, a.k_first + part * a.key_dim, a.key_dim, target, a.channels)
+        _copy(rows, count, a.q_first + part * a.key_dim, a.key_dim, target, a.channels)
+        return
+    head = part - a.key_heads
+    _copy(rows, count, a.v_first + head * a.value_dim, a.value_dim, target, a.channels)
+    for i in range(pending):
+        given = float32_at(gates + i * a.stride * 4, a.num_gates)
+        kept = float32_at(a.gates + (page * a.pending + i) * a.num_gates * 4, a.num_gates)
+        for place in range(head, a.num_gates, a.value_heads):
+            kept[place] = given[place]
+
+
 @functools.cache
 def prepare_kernel(is_delta: bool) -> Kernel:
-    """A work item is a head of TOKENS tokens: a key head with its query, or a value head. Those of a sequence's first
-    tokens also prepare what is pending in its page, those of its last ones keep inputs."""
+    """A work item is ``parts_a_work_item`` heads of TOKENS tokens: key heads with their queries, then value heads. The
+    one of a sequence's first tokens also prepares what is pending in its page, that of its last ones keeps inputs."""
 
     def prepare(arguments, work_item):
         a = carray(arguments, 1)[0]
-        key_heads, value_heads, pending = a.key_heads, a.value_heads, a.pending
-        parts = key_heads + value_heads
-        part, block = work_item % parts, work_item // parts
-        is_key = part < key_heads
-        head = part if is_key else part - key_heads
-        width = a.key_dim if is_key else a.value_dim
-        first = a.k_first + head * width if is_key else a.v_first + head * width
-        q_first = a.q_first + head * width
-        taps, row_bytes = a.taps, a.channels * 4
-        rows, zero = np.empty(taps - 1 + max(TOKENS, pending), np.int64), np.zeros(0, np.float32)
-        of_row = key_heads + 2 * value_heads
+        parts = a.key_heads + a.value_heads
+        shares = (parts + a.parts_a_work_item - 1) // a.parts_a_work_item
+        share, block = work_item % shares, work_item // shares
+        first_part, end_part = share * a.parts_a_work_item, min(parts, (share + 1) * a.parts_a_work_item)
+        rows = np.empty(a.taps - 1 + max(TOKENS, a.pending), np.int64)
+        zero = np.zeros(0, np.float32)
         block_first, block_end = block * TOKENS, min(a.num_tokens, (block + 1) * TOKENS)
         for seq in range(a.num_seqs):
             start, n, p, page, length, status = chunk_of(a, seq)
@@ -105,58 +163,28 @@ def prepare_kernel(is_delta: bool) -> Kernel:
             if p == 0 and zero.shape[0] == 0:
                 zero = np.zeros(a.channels, np.float32)
             zeros = address(zero)
-            replayed = p - length if p > 0 and begin == start else 0
             for run in range(2):  # pending tokens of the page, then the chunk's own
-                count = replayed if run == 0 else end - begin
-                token = length if run == 0 else p + begin - start
-                place = a.num_tokens + seq * pending if run == 0 else begin
-                if count == 0:
-                    continue
-                _addresses(a, chunk, token - taps + 1, taps - 1 + count, zeros, rows)
-                out = a.prepared + place * row_bytes
-                convolve(rows, count, first, width, taps, True, a.conv, a.bias, out + first * 4, row_bytes)
-                if is_key:
-                    convolve(rows, count, q_first, width, taps, True, a.conv, a.bias, out + q_first * 4, row_bytes)
-                for i in range(count):
-                    factors = float32_at(a.factors + (place + i) * of_row * 4, of_row)
-                    if is_key:
-                        k, q = out + i * row_bytes + first * 4, out + i * row_bytes + q_first * 4
-                        if is_delta:
-                            _normalise(k, width, 1.0)
-                            _normalise(q, width, 1.0 / math.sqrt(width))
-                        factors[head] = inner_product(k, q, width)
+                count, token, place = end - begin, p + begin - start, begin
+                gates, stride = a.x + (begin * a.stride + a.gates_first) * 4, a.stride
+                if run == 0:
+                    count, token, place = p - length, length, a.num_tokens + seq * a.pending
+                    gates, stride = a.gates + page * a.pending * a.num_gates * 4, a.num_gates
+                    if p == 0 or begin > start:
                         continue
-                    if run == 0:
-                        given = float32_at(a.gates + (page * pending + i) * a.num_gates * 4, a.num_gates)
+                _addresses(a, chunk, token - a.taps + 1, a.taps - 1 + count, zeros, rows)
+                for part in range(first_part, end_part):
+                    if part < a.key_heads:
+                        _key_head(a, part, rows, count, place, is_delta)
                     else:
-                        given = float32_at(a.x + ((begin + i) * a.stride + a.gates_first) * 4, a.num_gates)
-                    bias, decay = float32_at(a.dt_bias, value_heads)[head], float32_at(a.a, value_heads)[head]
-                    if is_delta:
-                        step = 1.0 / (1.0 + math.exp(-np.float64(given[head])))
-                        power = decay * _softplus(np.float64(given[value_heads + head]) + bias)
-                    else:
-                        step = min(max(_softplus(np.float64(given[head]) + bias), a.least), a.most)
-                        power = decay * step
-                    factors[key_heads + head] = np.float32(math.exp(power))
-                    factors[key_heads + value_heads + head] = np.float32(step)
-            if end < start + n:
-                continue
-            now, target = covered(n, p, pending), written_page(a, seq)
-            count = taps - 1 + p + n - now
-            _addresses(a, chunk, now - taps + 1, count, zeros, rows)
-            kept_at = history_row(a, target, now, now - taps + 1)
-            _keep_inputs(rows, count, first, width, kept_at, a.channels)
-            if is_key:
-                _keep_inputs(rows, count, q_first, width, kept_at, a.channels)
-            if part == 0:
-                int32_at(a.lengths, a.num_pages)[target] = now
-            if not is_key:
-                for i in range(p + n - now):
-                    kept = float32_at(a.gates + (target * pending + i) * a.num_gates * 4, a.num_gates)
-                    given = float32_at(a.x + ((start + now - p + i) * a.stride + a.gates_first) * 4, a.num_gates)
-                    kept[head] = given[head]
-                    if is_delta:
-                        kept[value_heads + head] = given[value_heads + head]
+                        _value_head(a, part - a.key_heads, rows, count, place, gates, stride, is_delta)
+            if end == start + n:
+                now, target = covered(n, p, a.pending), written_page(a, seq)
+                _addresses(a, chunk, now - a.taps + 1, a.taps - 1 + p + n - now, zeros, rows)
+                gates = a.x + ((start + now - p) * a.stride + a.gates_first) * 4
+                for part in range(first_part, end_part):
+                    _keep(a, part, rows, history_row(a, target, now, now - a.taps + 1), p + n - now, gates, target)
+                if share == 0:
+                    int32_at(a.lengths, a.num_pages)[target] = now
         rows[0] = zero.shape[0]  # they live until here: numba frees an array after its last use by name
 
     return Kernel(prepare, FIELDS)
