@@ -8,7 +8,7 @@ The router is a small map that is not quantised.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from models.checkpoints.stacked import Order
@@ -88,10 +88,15 @@ class MoeConfig(DecoderConfig):
 
 
 class MoeDecoder(Decoder):
-    """A decoder whose layers have experts, but for the dense ones."""
+    """A decoder whose layers have experts, but for the dense ones.
+
+    Attributes:
+        predicts_from_normed: a layer that predicts further tokens goes on from its result after the last norm.
+    """
 
     config: MoeConfig
     form = ExpertsForm()
+    predicts_from_normed = False
 
     @classmethod
     def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
@@ -101,6 +106,14 @@ class MoeDecoder(Decoder):
             return cls.harmless
         numbers = (str(own.num_layers + each) for each in range(own.num_prediction_layers))
         return re.compile(rf"{cls.harmless.pattern}|{re.escape(cls.root)}\.layers\.({'|'.join(numbers)})\..*")
+
+    def prediction_config(self) -> MoeConfig:
+        """The config of the layer that predicts further tokens: one layer like the last, with experts."""
+        config = self.config
+        return replace(
+            config, num_layers=1, layer_windows=config.layer_windows[-1:], layer_ropes=config.layer_ropes[-1:],
+            attention_scales=config.attention_scales[-1:], dense_layers=frozenset(),
+        )  # fmt: skip
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
         return PreNormLayer(self, index, maker, attention={"norm": self.config.qk_norm})

@@ -4,9 +4,10 @@ arXiv 2412.19437, 2.2), as a drafter.
     x = eh_proj([enorm(embed(token i + 1)) | hnorm(h)])      h: the model's at token i, after its last norm
     x = layer(x);   token i + 2 ~ head(shared_head.norm(x));   x takes the place of h one token further
 
-A checkpoint has it as layer `num_hidden_layers`; its layer is one of the family's, with experts. Table and head are
-the model's: the copies that a checkpoint stores beside it are passed over. Of several such layers, each trained for a
-token further on, only the first is used.
+A checkpoint has it as layer `num_hidden_layers`, with names as above, or apart (`mtp.`). With Qwen3.5 and Qwen3-Next
+the normed x takes the place of h. Its layer is one of the family's. Table and head are the model's: the copies that a
+checkpoint stores beside it are passed over. Of several such layers, each trained for a token further on, only the first
+is used.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
@@ -26,7 +27,7 @@ from models.checkpoints.model_files import open_model
 from models.decoder import Decoder
 from models.drafters.making import make_drafter, options_of
 from models.errors import ModelLoadError
-from models.experts import MoeConfig, MoeDecoder
+from models.experts import MoeDecoder
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
@@ -36,6 +37,27 @@ from runtime.linear.options import LoadSettings
 from runtime.tensor.tensor import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names of the parts in a checkpoint.
+
+    Attributes:
+        under: begins all of them; None for the layer after the model's.
+        embed_norm, hidden_norm, projection, norm: of its own parts.
+        layer: begins those of the family's layer.
+    """
+
+    under: str | None = None
+    embed_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    layer: str = ""
+    norm: str = "shared_head.norm"
+
+
+_APART = _Names("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm")
+
+
 class MtpDrafter:
     """See `SteppingDrafter`."""
 
@@ -43,7 +65,7 @@ class MtpDrafter:
     longrope_threshold: int | None = None
     weight_bytes: int
 
-    def __init__(self, maker: Maker, target: MoeDecoder) -> None:
+    def __init__(self, maker: Maker, target: MoeDecoder, names: _Names) -> None:
         config = target.config
         hidden = config.hidden_size
         self.target: Decoder = target
@@ -52,13 +74,14 @@ class MtpDrafter:
         self.max_positions = min(maker.max_positions, target.max_positions)
         self.token_ids: NDArray[np.int32] | None = None
         self._eps = config.norm_eps
-        self._one = _of_one_layer(target)
-        own = maker.under(f"{target.root}.layers.{config.num_layers}")
-        self._embed_norm = own.vector("enorm.weight", hidden, add=target.norm_offset)
-        self._hidden_norm = own.vector("hnorm.weight", hidden, add=target.norm_offset)
-        self._projection = own.linear("eh_proj", outputs=hidden, inputs=2 * hidden)
-        self._layer = self._one.make_layer(0, own)
-        self._norm = own.vector("shared_head.norm.weight", hidden, add=target.norm_offset)
+        self._one, self._hands_on_normed = _of_one_layer(target), target.predicts_from_normed
+        own = maker.under(names.under or f"{target.root}.layers.{config.num_layers}")
+        self._embed_norm, self._hidden_norm, self._norm = (
+            own.vector(f"{name}.weight", hidden, add=target.norm_offset)
+            for name in (names.embed_norm, names.hidden_norm, names.norm)
+        )
+        self._projection = own.linear(names.projection, outputs=hidden, inputs=2 * hidden)
+        self._layer = self._one.make_layer(0, own.under(names.layer) if names.layer else own)
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         return self._one.kv_cache_spec(block_size, self.dtype)
@@ -73,20 +96,17 @@ class MtpDrafter:
         embedded = ops.rms_norm(embedded, self._embed_norm, self._eps)
         normed = ops.rms_norm(hidden, self._hidden_norm, self._eps)
         x = self._layer(self._projection(ops.join_columns([embedded, normed])), batch, pages)
-        return ops.rms_norm(x, self._norm, self._eps), x
+        read = ops.rms_norm(x, self._norm, self._eps)
+        return read, read if self._hands_on_normed else x
 
     def logits(self, normed: Tensor) -> Tensor:
         return self.target.compute_logits(normed)
 
 
 def _of_one_layer(target: MoeDecoder) -> MoeDecoder:
-    """The model's config reduced to one layer, like its last, with experts; layers and pages are made from it."""
-    one, config = copy.copy(target), target.config
-    one.config = replace(
-        config, num_layers=1, layer_windows=config.layer_windows[-1:], attention_scales=config.attention_scales[-1:],
-        layer_ropes=config.layer_ropes[-1:], dense_layers=frozenset(),
-    )  # fmt: skip
-    one.kv_skip_layers = ()
+    """The model's config reduced to that layer; layers and pages are made from it."""
+    one = copy.copy(target)
+    one.config, one.kv_skip_layers = target.prediction_config(), ()
     return one
 
 
@@ -99,22 +119,24 @@ def load_mtp(
     Raises `ModelLoadError`, naming file, tensor or field, and value.
     """
     config = target.config
-    if not isinstance(target, MoeDecoder) or not isinstance(config, MoeConfig) or not config.num_prediction_layers:
+    checkpoint = None if load_format == "dummy" else open_model(folder).checkpoint()
+    is_apart = checkpoint is not None and any(name.startswith("mtp.") for name in checkpoint.tensors)
+    if not isinstance(target, MoeDecoder) or not (is_apart or target.config.num_prediction_layers):
         raise ModelLoadError(
             f"{folder}: {config.architecture} has no layer that predicts further tokens (num_nextn_predict_layers)"
         )
     options = options_of(target, settings)
     positions = min(target.max_positions, max_model_len or target.max_positions)
-    checkpoint = None if load_format == "dummy" else open_model(folder).checkpoint()
+    names = _APART if is_apart else _Names()
     return make_drafter(
-        lambda maker: MtpDrafter(maker, target), checkpoint, options, positions, prefix=target.prefix,
-        harmless=_all_others(target), renames=target.renames, dummy_dtype=config.dtype or float32, seed=seed,
+        lambda maker: MtpDrafter(maker, target, names), checkpoint, options, positions, prefix=target.prefix,
+        harmless=_all_others(target, names), renames=target.renames, dummy_dtype=config.dtype or float32, seed=seed,
         declares=declares,
     )  # fmt: skip
 
 
-def _all_others(target: Decoder) -> re.Pattern[str]:
+def _all_others(target: Decoder, names: _Names) -> re.Pattern[str]:
     """Names of the tensors of a checkpoint that are not the prediction layer's, or copies of the model's."""
-    own = re.escape(f"{target.root}.layers.{target.config.num_layers}.")
-    shared = r"(embed_tokens|shared_head\.head)\.weight|self_attn\.rotary_emb\.inv_freq"
+    own = re.escape(f"{names.under or f'{target.root}.layers.{target.config.num_layers}'}.")
+    shared = r"(embed_tokens|shared_head\.head)\.weight|(layers\.0\.)?self_attn\.rotary_emb\.inv_freq|layers\.[1-9].*"
     return re.compile(rf"(?!{own}).*|{own}({shared})")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from models.base import Architecture
@@ -80,6 +80,7 @@ class Qwen35PictureConfig(Qwen35Config):
 class Qwen35Model(MoeDecoder):
     config: Qwen35Config
     norm_offset = 1.0
+    predicts_from_normed = True
 
     @classmethod
     def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
@@ -100,6 +101,13 @@ class Qwen35Model(MoeDecoder):
                     f"layer_types[{index}] is {kind!r}, but the files have {name}: it must name the stored layer's kind"
                 )
         return ""
+
+    def prediction_config(self) -> MoeConfig:
+        """See `MoeDecoder`. It has gated attention, and experts if the model's last layer has."""
+        dense = {0} if self.config.num_layers - 1 in self.config.dense_layers else ()
+        one = super().prediction_config()
+        assert isinstance(one, Qwen35Config)
+        return replace(one, layer_types=(_FULL,), dense_layers=frozenset(dense))
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
         return PreNormLayer(self, index, maker)

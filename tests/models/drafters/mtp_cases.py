@@ -7,17 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.models.folders import Array, golden_tensors, load_golden, write_safetensors
+from tests.models.folders import Array, Golden, golden_tensors, load_golden, write_safetensors
 from tests.models.golden_weights import golden_tensor
 
 FOLDER = Path(__file__).parent / "mtp"
-CASES = ("deepseek_v3_odd", "glm4_moe_groups")
+CASES = ("deepseek_v3_odd", "glm4_moe_groups", "qwen3_5_odd")
 NUM_TOKENS, NUM_STEPS = 9, 3
 
 
 def prediction_tensors(case: str) -> dict[str, Array]:
     """What a checkpoint has of the layer, with copies of the table and head that differ from the model's."""
     golden = load_golden(case)
+    if case.startswith("qwen3_5"):
+        return _apart(golden)
     layers = {int(name.split(".")[2]) for name in golden.shapes if name.startswith("model.layers.")}
     last, own = f"model.layers.{max(layers)}.", f"model.layers.{max(layers) + 1}."
     shapes = {own + name.removeprefix(last): shape for name, shape in golden.shapes.items() if name.startswith(last)}
@@ -25,6 +27,21 @@ def prediction_tensors(case: str) -> dict[str, Array]:
     shapes |= {f"{own}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
     shapes[f"{own}eh_proj.weight"] = hidden, 2 * hidden
     shapes |= {f"{own}{name}.weight": (vocab, hidden) for name in ("embed_tokens", "shared_head.head")}
+    return {name: golden_tensor(name, shape, golden.seed) for name, shape in shapes.items()}
+
+
+def _apart(golden: Golden) -> dict[str, Array]:
+    """The same of a model that has full attention in some layers: one like these."""
+    (number,) = {name.split(".")[2] for name in golden.shapes if ".self_attn." in name}
+    like = f"model.layers.{number}."
+    shapes = {
+        f"mtp.layers.0.{name.removeprefix(like)}": shape
+        for name, shape in golden.shapes.items()
+        if name.startswith(like)
+    }
+    hidden = golden.shapes["model.norm.weight"][0]
+    shapes |= {f"mtp.{name}.weight": (hidden,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    shapes["mtp.fc.weight"] = hidden, 2 * hidden
     return {name: golden_tensor(name, shape, golden.seed) for name, shape in shapes.items()}
 
 
@@ -49,14 +66,16 @@ def write_bigrams(folder: Path, case: str, *, share: float = 0.0) -> Path:
     tensors, own = golden_tensors(golden), prediction_tensors(case)
     for each in (tensors, own):
         for name, array in each.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
                 array *= share
             elif name.endswith("enorm.weight"):
                 array[:] = 1.0
+            elif name.endswith("pre_fc_norm_embedding.weight"):
+                array[:] = 0.0  # stored less 1
     for name, array in own.items():
-        if name.endswith("eh_proj.weight"):
+        if name.endswith(("eh_proj.weight", "mtp.fc.weight")):
             array[:] = np.eye(*array.shape)
-        elif name.endswith("shared_head.norm.weight"):
+        elif name.endswith(("shared_head.norm.weight", "mtp.norm.weight")):
             array[:] = tensors["model.norm.weight"]
     folder.mkdir()
     (folder / "config.json").write_text((golden.folder / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
