@@ -21,7 +21,7 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
-from runtime.routing import RoutingRule
+from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
 
 
@@ -31,9 +31,10 @@ class ExpertsForm:
 
     Attributes:
         under: the name that a layer's experts stand under.
-        router, gate_up, down: the maps' names.
+        router, gate_up, down: the maps' names; without a gate the second is up's alone.
         has_bias: whether router and experts have biases.
-        activation: between an expert's maps.
+        activation: between an expert's maps, and the shared one's; "squared_relu" has no gate.
+        latent: the names of the maps before and after the experts, which see rows of `latent_size` columns alone.
         shared: the shared expert's name; shared_down: its second map's name; shared_stack: the name of its first two
             maps if stored as one; shared_is_beside: the shared expert stands in the layer, not under `under`.
         has_shared_gate: whether it is multiplied by a gate.
@@ -46,10 +47,10 @@ class ExpertsForm:
 
     under: str = "mlp"
     router: str = "gate"
-    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     has_bias: bool = False
-    activation: ops.GluActivation = "silu"
+    activation: ops.ExpertsActivation = "silu"
     shared: str = "shared_expert"
     has_shared_gate: bool = True
     correction: str = ""
@@ -59,6 +60,7 @@ class ExpertsForm:
     shared_stack: str = ""
     shared_down: str = "down_proj"
     shared_is_beside: bool = False
+    latent: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class MoeConfig(DecoderConfig):
         rule: how a token's experts are chosen.
         dense_layers: numbers of the layers that have an MLP instead.
         shared_size: columns of the shared expert; 0 if there is none.
+        latent_size: columns of the experts' rows; 0 if they are the model's.
         qk_norm: of queries and keys, as `Attention` takes it.
         num_prediction_layers: layers after the model's own that predict further tokens (`models.drafters.mtp`).
     """
@@ -78,6 +81,7 @@ class MoeConfig(DecoderConfig):
     rule: RoutingRule
     dense_layers: frozenset[int] = frozenset()
     shared_size: int = 0
+    latent_size: int = 0
     qk_norm: NormKind = "none"
     num_prediction_layers: int = 0
 
@@ -139,26 +143,34 @@ class Experts:
     ) -> None:
         """`beside` makes a shared expert that does not stand under the others."""
         hidden, inner, count = config.hidden_size, config.shard("expert_size"), config.rule.num_experts
+        width = config.latent_size or hidden
         self.communicator, self.is_exact = maker.options.communicator, maker.options.exact
         num_ranks = maker.options.num_ranks
-        if self.is_exact and hidden % num_ranks:
+        if self.is_exact and width % num_ranks:
+            name = "moe_latent_size" if config.latent_size else "hidden_size"
             raise ModelLoadError(
-                f"{config.architecture}: hidden_size = {hidden} of experts cannot be split over {num_ranks} ranks in"
+                f"{config.architecture}: {name} = {width} of experts cannot be split over {num_ranks} ranks in"
                 " exact mode"
             )
         self.rule, self.norm, self.activation = config.rule, norm, form.activation
         self.router = maker.router(form.router, outputs=count, inputs=hidden, has_bias=form.has_bias)
         self.gate_up = maker.experts(
-            form.gate_up, count=count, outputs=(inner, inner), inputs=hidden, has_bias=form.has_bias,
+            form.gate_up, count=count, outputs=(inner,) * len(form.gate_up), inputs=width, has_bias=form.has_bias,
             stack=form.stacks[0], stack_order=form.stack_order, split="outputs",
         )  # fmt: skip
         # Sums of experts have no segments: in exact mode a rank makes some columns of them whole.
         self.down = maker.experts(
-            form.down, count=count, outputs=hidden // num_ranks if self.is_exact else hidden,
+            form.down, count=count, outputs=width // num_ranks if self.is_exact else width,
             inputs=inner.whole if self.is_exact else inner, has_bias=form.has_bias,
             stack=form.stacks[1], stack_order=_plain(form.stack_order),
             split="outputs" if self.is_exact else "inputs",
         )  # fmt: skip
+        self.latent: list[Linear] = []
+        if config.latent_size:
+            self.latent = [
+                maker.linear(name, outputs=outputs, inputs=inputs, has_bias=config.mlp_bias)
+                for name, outputs, inputs in zip(form.latent, (width, hidden), (hidden, width))
+            ]
         self.shared: SharedExpert | None = None
         if config.shared_size:
             self.shared = SharedExpert(config, beside or maker, form)
@@ -172,7 +184,19 @@ class Experts:
             x, routing = ops.normed_route(x, self.norm, self.router.weight, self.rule, self.correction)
         else:
             routing = ops.route(self.router.logits(x), self.rule, self.correction)
+        if self.latent:
+            inward, outward = self.latent
+            if self.shared is not None:
+                residual = self.shared.down(self.shared.between(x, batch), batch, residual=residual)
+            return outward(self._sum(inward(x, batch), routing), batch, residual=residual)
         shared, gate = (None, None) if self.shared is None else self.shared(x, batch)
+        return self._sum(x, routing, shared, gate, residual)
+
+    def _sum(
+        self, x: Tensor, routing: Routing, shared: Tensor | None = None, gate: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The chosen experts' results of all ranks, plus the others."""
         adder = None if self.is_exact else self.communicator
         if adder is not None and adder.rank:
             residual = None  # rank 0 adds it
@@ -197,10 +221,12 @@ class SharedExpert:
         hidden, inner = config.hidden_size, config.shard("shared_size")
         under = maker.under(form.shared)
         has_bias, self.is_exact = config.mlp_bias, maker.options.exact
-        gate_up = ("gate_proj", "up_proj")
+        self.activation: ops.ExpertsActivation = form.activation if form.activation == "squared_relu" else "silu"
+        gate_up = ("up_proj",) if self.activation == "squared_relu" else ("gate_proj", "up_proj")
         if form.shared_stack:
             under.note_row_stack(form.shared_stack, gate_up, (inner.whole, inner.whole), hidden, has_bias=has_bias)
-        self.gate_up = under.linear(gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs")
+        sizes = (inner,) * len(gate_up)
+        self.gate_up = under.linear(gate_up, outputs=sizes, inputs=hidden, has_bias=has_bias, split="outputs")
         self.down = under.linear(form.shared_down, outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
         self.gate: Linear | None = None
         if form.has_shared_gate:
@@ -209,9 +235,16 @@ class SharedExpert:
     def __call__(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The result for ``x [T, H]``, whole in exact mode, else this rank's part of the sum; and its gate
         ``[T, 1]``."""
-        between = self.gate_up.glu(x, "silu", batch)
+        between = self.between(x, batch)
         made = self.down(between, batch) if self.is_exact else self.down.own_part(between, batch)
         return made, None if self.gate is None else self.gate(x)
+
+    def between(self, x: Tensor, batch: Batch) -> Tensor:
+        """The inputs of its second map, `[T, I]`."""
+        if self.activation == "squared_relu":
+            inner = self.gate_up(x, batch)
+            return ops.squared_relu(inner, out=inner)
+        return self.gate_up.glu(x, self.activation, batch)
 
 
 def dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:

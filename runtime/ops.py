@@ -39,11 +39,12 @@ __all__ = [
     "delta_rule", "distributions", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu",
     "keep_proposals", "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
     "log_softmax_topk", "logits_linear", "mamba", "normed_route", "place", "prepare_linear", "qkv_prepare",
-    "rms_norm", "route", "sample", "sample_into", "short_conv", "sigmoid_gate", "silu",
+    "rms_norm", "route", "sample", "sample_into", "short_conv", "sigmoid_gate", "silu", "squared_relu",
     "take_decode_inputs", "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
+ExpertsActivation = Literal[GluActivation, "squared_relu"]
 GLU_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
 QkNorm = Literal["before", "after", "centred"]
 QK_NORMS = ("before", "after", "centred")
@@ -308,6 +309,11 @@ def silu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return _activate("silu", "silu", x, out)
 
 
+def squared_relu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``max(x, 0)^2`` (https://arxiv.org/abs/2109.08668); ``out`` may be ``x``."""
+    return _activate("squared_relu", "squared_relu", x, out)
+
+
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """``x sigmoid(gate)`` of ``[T, H]``, rounded once."""
     op, backend = "sigmoid_gate", _backend("sigmoid_gate", "x", x)
@@ -388,13 +394,14 @@ def normed_route(
 
 
 def experts(
-    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: GluActivation, *,
+    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: ExpertsActivation, *,
     shared: Tensor | None = None, shared_gate: Tensor | None = None, residual: Tensor | None = None,
     gather: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of the outputs of each row's experts, ``x [T, H]`` -> ``[T, H]``.
 
-    An expert is ``down(f(gate(x)) * up(x))``; ``gate_up [E, 2 I, H]``, gate first, and ``down [E, H, I]``. Added to it
+    An expert is ``down(f(gate(x)) * up(x))``; ``gate_up [E, 2 I, H]``, gate first, and ``down [E, H, I]``; or, with
+    "squared_relu", ``down(max(up(x), 0)^2)``, where ``gate_up [E, I, H]`` is up alone. Added to it
     are ``shared [T, H]``, times ``sigmoid(shared_gate [T, 1])`` if there is one, and ``residual [T, H]``.
 
     With `gather` this is one of several ranks, each with an equal part of the outputs of both maps, in exact
@@ -405,14 +412,16 @@ def experts(
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, gate_up.shape[2]))
     check(op, "routing.ids", routing.ids, x.device, int32, (tokens, routing.rule.top_k))
     check(op, "routing.weights", routing.weights, x.device, float32, (tokens, routing.rule.top_k))
-    _check_glu(op, "gate_up", gate_up.shape[1], activation)
+    is_gated = activation != "squared_relu"
+    if is_gated:
+        _check_glu(op, "gate_up", gate_up.shape[1], activation)
     for name, found, wanted in (
         ("gate_up", gate_up.shape[0], routing.rule.num_experts), ("down", down.shape[0], routing.rule.num_experts),
     ):  # fmt: skip
         if found != wanted:
             raise fail(op, name, f"has {found} experts, must have num_experts = {wanted}")
-    if gather is None and 2 * down.shape[2] != gate_up.shape[1]:
-        raise fail(op, "down", f"has {down.shape[2]} inputs, must have {gate_up.shape[1] // 2}")
+    if gather is None and (1 + is_gated) * down.shape[2] != gate_up.shape[1]:
+        raise fail(op, "down", f"has {down.shape[2]} inputs, must have {gate_up.shape[1] // (1 + is_gated)}")
     for name, added, shape in (
         ("shared", shared, (tokens, hidden)), ("shared_gate", shared_gate, (tokens, 1)),
         ("residual", residual, (tokens, hidden)),

@@ -77,11 +77,11 @@ class GraniteLayer(PreNormLayer):
 
 
 def read_granite(fields: Fields) -> GraniteConfig:
-    return GraniteConfig(**_read_common(fields), mlp_bias=fields.boolean("mlp_bias", False))
+    return GraniteConfig(**read_granite_common(fields), mlp_bias=fields.boolean("mlp_bias", False))
 
 
 def read_granite_moe(fields: Fields) -> GraniteMoeConfig:
-    common, rule = _read_common(fields), read_rule(fields, count=8, top_k=2, normalises=True)
+    common, rule = read_granite_common(fields), read_rule(fields, count=8, top_k=2, normalises=True)
     return GraniteMoeConfig(**common, expert_size=common["intermediate_size"], rule=rule)
 
 
@@ -90,7 +90,8 @@ def read_granite_moe_shared(fields: Fields) -> GraniteMoeConfig:
     return replace(read_granite_moe(fields), shared_size=shared_size)
 
 
-def _read_common(fields: Fields) -> dict[str, Any]:
+def read_granite_common(fields: Fields) -> dict[str, Any]:
+    """The fields of all its classes, as keyword arguments."""
     common = read_rotated(fields, default_max_positions=2048)
     scale = fields.number("attention_multiplier", 1.0, least=1e-6, most=1e6)
     factors = ("embedding_multiplier", "residual_multiplier", "logits_scaling")

@@ -174,8 +174,8 @@ class DeclaringMaker(Maker):
         return _nothing((size.count,), float32)
 
     def _taps(self, name: str, shares: Sequence[Shard], count: int) -> Tensor:
-        self._shapes[name] = (sum(each.whole for each in shares), 1, count)
-        return _nothing((sum(each.count for each in shares), count), float32)
+        self._shapes[name] = (sum(each.whole for each in shares), *((1, count) if count else ()))
+        return _nothing((sum(each.count for each in shares), count or 1), float32)
 
     def _number(self, name: str, shape: tuple[int, ...]) -> float:
         self._shapes[name] = shape

@@ -151,7 +151,7 @@ class LoadingMaker(Maker):
         return self._keep(mine + np.float32(add) if change is None else change(mine), name)
 
     def _taps(self, name: str, shares: Sequence[Shard], count: int) -> Tensor:
-        rows, parts, first = self._rounded(name).reshape(-1, count), [], 0
+        rows, parts, first = self._rounded(name).reshape(-1, count or 1), [], 0
         for each in shares:
             parts.append(rows[first + each.first : first + each.first + each.count])
             first += each.whole

@@ -5,6 +5,7 @@
     gelu sigmoid  x sigmoid(1.702 x)
     silu          x sigmoid(x)
     sigmoid gate  sigmoid(gate) up                            gated attention, https://arxiv.org/abs/2505.06708
+    squared relu  max(x, 0)^2                                 https://arxiv.org/abs/2109.08668
     glu           f(gate) up                                  Shazeer, https://arxiv.org/abs/2002.05202
     clamped glu   g sigmoid(1.702 g) (u + 1),  g = min(gate, 7),  u = max(-7, min(up, 7))     gpt-oss
     clamp         max(-c, min(x, c))
@@ -95,6 +96,12 @@ def _at_most(builder, x, limit):
     return builder.select(builder.fcmp_ordered(">", x, bound), bound, x)
 
 
+def _squared_relu(builder, x):
+    zero = constant_like(x, 0.0)
+    above = builder.select(builder.fcmp_ordered("<", x, zero), zero, x)
+    return builder.fmul(above, above)
+
+
 def _clamped_silu(builder, x):
     return _gelu_sigmoid(builder, _at_most(builder, x, CLAMP))
 
@@ -131,6 +138,7 @@ def _xielu(builder, x, positive, negative, beta, eps):
 _PLAIN = {
     "silu": _silu, "gelu_sigmoid": _gelu_sigmoid, "gelu_tanh": _gelu_tanh, "gelu_erf": _gelu_erf,
     "clamped_silu": _clamped_silu, "sigmoid": _sigmoid,
+    "squared_relu": _squared_relu,
 }  # fmt: skip
 _SHAPED = {"clamp": _clamp, "xielu": _xielu}  # with numbers of their own
 _FUNCTIONS = _PLAIN | _SHAPED

@@ -6,6 +6,7 @@
     silu          x sigmoid(x)
     clamp         max(-c, min(x, c))
     xielu         x > 0: p x^2 + b x,  else: n (e^min(x, eps) - 1 - x) + b x        https://arxiv.org/abs/2411.13010
+    squared_relu  max(x, 0)^2                                https://arxiv.org/abs/2109.08668
     glu           f(gate) up, out of rows [gate | up]        Shazeer, https://arxiv.org/abs/2002.05202
     add_scaled    x + scale y, rounded once
     sigmoid_gate  x sigmoid(gate)                            https://arxiv.org/abs/2505.06708
@@ -33,7 +34,7 @@ from numba_kernels.cuda.intrinsics.math import absolute, divide, exp, fma, sigmo
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.specialisation import THREADS, Launch, Specialisation, access_width, flat_grid, row_grid
 
-ACTIVATIONS = ("gelu_erf", "gelu_tanh", "gelu_sigmoid", "silu")
+ACTIVATIONS = ("gelu_erf", "gelu_tanh", "gelu_sigmoid", "silu", "squared_relu")
 GLU_ACTIVATIONS = ("silu", "gelu_tanh")  # of a gate: SwiGLU and GeGLU
 
 _ERFCX = (
@@ -91,6 +92,13 @@ def _gelu_erf(x):
 
 
 @device_function
+def _squared_relu(x):
+    if x < float32(0):
+        x = float32(0)
+    return x * x
+
+
+@device_function
 def _clamp(x, limit, second, third, fourth):
     if x > limit:
         x = limit
@@ -123,7 +131,7 @@ def _xielu(x, positive, negative, beta, eps):
 SHAPED = ("clamp", "xielu")  # functions that take four numbers beside x
 FUNCTIONS = {
     "gelu_erf": _gelu_erf, "gelu_tanh": _gelu_tanh, "gelu_sigmoid": _gelu_sigmoid, "silu": _silu, "clamp": _clamp,
-    "xielu": _xielu,
+    "squared_relu": _squared_relu, "xielu": _xielu,
 }  # fmt: skip
 
 

@@ -316,7 +316,8 @@ def _some_experts(
 ) -> None:  # fmt: skip
     """`added` are addresses of the shared expert's results, its gate and the residual."""
     rows = _RowsByExpert(routing)
-    between = glu(rows.product(rows.gather(x), gate_up), activation)
+    between = rows.product(rows.gather(x), gate_up)
+    between = activate(activation, between, between) if activation == "squared_relu" else glu(between, activation)
     if gather is not None:
         between = gather(between, down.shape[2])
     y = rows.product(between, down)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from numba_kernels.cuda import gemm
+from numba_kernels.cuda.activation import plan_activation
 from numba_kernels.cuda.experts import combine, order, router, routing
 from numba_kernels.cuda.experts.gather import SQUARE_COLUMNS
 from numba_kernels.cuda.specialisation import Launch
@@ -24,6 +25,7 @@ from runtime.linear.weight import LinearWeight, RowWeight
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
 
+_plan_activation = remembered(plan_activation)
 _plan_combine = remembered(combine.plan)
 _plan_order = remembered(order.plan)
 _plan_router = remembered(router.plan)
@@ -127,7 +129,12 @@ def _grouped(
 ) -> None:  # fmt: skip
     """`places` are addresses of the shared expert's results, its gate, the residual, the result and its squares."""
     rows = _RowsByExpert(x, chosen, (gate_up, down))
-    between = rows.product(x, gate_up, gate_up.shape[1] // 2, activation, gathers=True)
+    if activation == "squared_relu":
+        between = rows.product(x, gate_up, gate_up.shape[1], "", gathers=True)
+        launch, accesses = _plan_activation(activation, between.size, x.dtype.ptx, alignment=alignment(between.address))
+        rows.gpu.launch(launch, between.address, between.address, accesses)
+    else:
+        between = rows.product(x, gate_up, gate_up.shape[1] // 2, activation, gathers=True)
     if gather is not None:
         between = gather(between, down.shape[2])
     y = rows.product(between, down, down.shape[1], "", gathers=False)

@@ -166,7 +166,7 @@ def plan_gathered(
 ) -> tuple[Launch, Launch] | None:
     """The launches of both products of few tokens, or None where there are none."""
     tokens, dtype, top_k, (hidden, inner) = x.shape[0], x.dtype.ptx, chosen.rule.top_k, down.shape[1:]
-    if tokens > _GATHERED_TOKENS or gate_up.exact or x.address % 16:
+    if tokens > _GATHERED_TOKENS or gate_up.exact or x.address % 16 or activation == "squared_relu":
         return None
     if gate_up.packing is not None and down.packing is not None:
         packings = gate_up.packing, down.packing
@@ -211,7 +211,8 @@ def _plan_experts(weight: ExpertsWeight, product: gemm.Product, rows: RowList, m
 
 def hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> Tile | None:
     """The wgmma tile of both products, or None; it unpacks quantised experts, or they are dequantised first."""
-    if x.address % 16 or gate_up.exact or gate_up.shape[1] % (2 * VECTOR_WIDTH[x.dtype.ptx]):
+    parts = 1 if gate_up.shape[1] == down.shape[2] else 2  # up alone, or gate and up
+    if x.address % 16 or gate_up.exact or gate_up.shape[1] % (parts * VECTOR_WIDTH[x.dtype.ptx]):
         return None
     gpu = Gpu.of(x.device)
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
@@ -221,8 +222,10 @@ def hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeigh
         return None
     tile = hopper.unpacking_tile(rows, down.shape[0])
     if tile is not None and all(
-        hopper.can_unpack(machine.arch, each.packing, x.dtype.ptx, columns, each.shape[2], is_gated=each is gate_up)
-        for each, columns in ((gate_up, gate_up.shape[1] // 2), (down, down.shape[1]))
+        hopper.can_unpack(
+            machine.arch, each.packing, x.dtype.ptx, columns, each.shape[2], is_gated=each is gate_up and parts == 2
+        )
+        for each, columns in ((gate_up, gate_up.shape[1] // parts), (down, down.shape[1]))
         if each.packing is not None
     ):
         return tile

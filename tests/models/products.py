@@ -90,7 +90,8 @@ def experts_by(
         rows, draws = np.nonzero(ids == number)
         if rows.size:
             both = multiply(Tensor.from_numpy(x.numpy()[rows]), gate_up.experts[number])
-            drawn[rows, draws] = multiply(ops.glu(both, activation), down.experts[number]).numpy()
+            between = ops.squared_relu(both) if activation == "squared_relu" else ops.glu(both, activation)
+            drawn[rows, draws] = multiply(between, down.experts[number]).numpy()
     result = np.zeros(drawn[:, 0].shape, np.float32)
     for draw in range(ids.shape[1]):
         result += weights[:, draw, None] * drawn[:, draw]

@@ -393,6 +393,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         rope_theta=12000000, tie_word_embeddings=False,
     ),
+    "granite-4.0-h-tiny": _config(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", attention_bias=False, attention_dropout=0.0,
+        attention_multiplier=0.0078125, embedding_multiplier=12, hidden_act="silu", init_method="mup",
+        layer_types=["mamba", "mamba", "mamba", "attention"], logits_scaling=6, mamba_chunk_size=256,
+        mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=16, mamba_d_state=128, mamba_expand=2, mamba_n_groups=1,
+        mamba_n_heads=8, mamba_proj_bias=False, normalization_function="rmsnorm", num_experts_per_tok=6,
+        num_key_value_heads=2, num_local_experts=64, output_router_logits=False, pad_token_id=0,
+        position_embedding_type="nope", residual_multiplier=0.22, rope_scaling=None, rope_theta=10000,
+        router_aux_loss_coef=0.0, shared_intermediate_size=48, tie_word_embeddings=True,
+    ),
+    "granite-4.0-350m": _config(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", attention_bias=False, attention_multiplier=0.015625,
+        embedding_multiplier=12, hidden_act="silu", layer_types=["attention"] * 4, logits_scaling=4, mamba_d_conv=4,
+        mamba_d_head=16, mamba_d_state=256, mamba_expand=2, mamba_n_groups=1, mamba_n_heads=8, num_experts_per_tok=0,
+        num_key_value_heads=2, num_local_experts=0, position_embedding_type="rope", residual_multiplier=0.263,
+        rope_scaling=None, rope_theta=10000000, shared_intermediate_size=48, tie_word_embeddings=True,
+    ),
     "LFM2-1.2B": _config(
         "Lfm2ForCausalLM", "lfm2", block_auto_adjust_ff_dim=True, block_dim=64, block_ff_dim=96,
         block_ffn_dim_multiplier=1.0, block_mlp_init_scale=1.0, block_multiple_of=256, block_norm_eps=1e-5,

@@ -23,6 +23,8 @@ FAMILIES = {
     "hunyuan": "hunyuan_alpha", "apertus": "apertus_odd", "granite_moe": "granite_moe_square",
     "granite_moe_shared": "granite_moe_shared", "phimoe": "phimoe_odd",
     "lfm2": "lfm2_odd", "lfm2_moe": "lfm2_moe_odd",
+    "granite_hybrid": "granite_hybrid_odd", "granite_hybrid_moe": "granite_hybrid_moe_odd",
+    "nemotron_h": "nemotron_h_odd", "nemotron_h_latent": "nemotron_h_moe_latent",
 }  # fmt: skip
 """Each family's golden."""
 
@@ -34,6 +36,8 @@ _SIZES: dict[str, Any] = {
     "hidden_size": 128, "num_attention_heads": NUM_HEADS, "num_key_value_heads": 4, "intermediate_size": 128,
     "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "shared_intermediate_size": 128,
     "num_hidden_layers": NUM_LAYERS, "head_dim": 16, "n_embd": 128, "n_head": NUM_HEADS, "n_layer": NUM_LAYERS,
+    "mamba_n_heads": 8, "mamba_n_groups": 4, "mamba_d_head": 32, "mamba_num_heads": 8, "mamba_head_dim": 16,
+    "n_groups": 4, "moe_shared_expert_intermediate_size": 128,
 }  # fmt: skip
 _LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "qk_head_dim": 20, "v_head_dim": 16}
 
@@ -48,6 +52,8 @@ def write_shared(folder: Path, family: str) -> Path:
         fields |= _LATENT | {"num_key_value_heads": NUM_HEADS}
     if "layer_types" in fields:
         fields["layer_types"] = (fields["layer_types"] * NUM_LAYERS)[:NUM_LAYERS]
+    if fields.get("moe_latent_size"):
+        fields["moe_latent_size"] = 64
     if "block_auto_adjust_ff_dim" in fields:
         fields["block_auto_adjust_ff_dim"] = False
     if "no_rope_layers" in fields:

@@ -104,6 +104,10 @@ def silu(x):
     return np.asarray(x, np.float64) * sigmoid(x)
 
 
+def squared_relu(x):
+    return np.square(np.maximum(np.asarray(x, np.float64), 0.0))
+
+
 def gelu(x, kind):
     x = np.asarray(x, np.float64)
     if kind == "erf":

@@ -170,7 +170,7 @@ def least_router_margin(config: Any, prompt: list[int], seed: int) -> float:
     without experts."""
     top_k = getattr(config, "num_experts_per_tok", None)
     least = float("inf")
-    if top_k is None:
+    if not top_k:
         return least
     for is_rounded in (False, True):
         model, ids = load(config, seed, is_rounded), prompt

@@ -22,7 +22,7 @@ FUNCTIONS = {
 }
 SHAPED = [  # with numbers of their own
     (ops.clamp, dense.clamp, (0.7,)), (ops.xielu, dense.xielu, (0.8, 1.3, 0.5, -1e-6)),
-    (ops.xielu, dense.xielu, (0.2, 0.6, -0.4, -0.3)),
+    (ops.xielu, dense.xielu, (0.2, 0.6, -0.4, -0.3)), (ops.squared_relu, dense.squared_relu, ()),
 ]  # fmt: skip
 
 
