@@ -119,7 +119,7 @@ def load_mtp(
     Raises `ModelLoadError`, naming file, tensor or field, and value.
     """
     config = target.config
-    checkpoint = None if load_format == "dummy" else open_model(folder).checkpoint()
+    checkpoint = None if load_format == "dummy" else open_model(folder, mmproj=settings.get("mmproj", "")).checkpoint()
     is_apart = checkpoint is not None and any(name.startswith("mtp.") for name in checkpoint.tensors)
     if not isinstance(target, MoeDecoder) or not (is_apart or target.config.num_prediction_layers):
         raise ModelLoadError(

@@ -264,7 +264,7 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
         "declares": declares, **settings,
     }  # fmt: skip
     if config.speculation == "mtp":
-        return load_mtp(folder, target, **how)
+        return load_mtp(folder, target, **{**how, "mmproj": config.mmproj})
     if config.speculation.startswith(DFLASH_PREFIX):
         return load_dflash(resolve_model(config.speculation.removeprefix(DFLASH_PREFIX)), target, **how)
     if config.speculation != "eagle3":
