@@ -39,6 +39,7 @@ class Lfm2Config(MoeConfig):
         corrects_choice: whether experts are chosen with a correction.
     """
 
+    recurrence = "short_conv"
     conv_layers: frozenset[int]
     conv_size: int
     conv_taps: int

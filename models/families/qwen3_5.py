@@ -49,6 +49,7 @@ class Qwen35Config(MoeConfig):
             "tiled", split, with the decay itself and tiled value heads.
     """
 
+    recurrence = "delta_rule"
     layer_types: tuple[str, ...]
     num_key_heads: int
     num_value_heads: int
