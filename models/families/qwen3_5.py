@@ -238,6 +238,13 @@ def _experts(fields: Fields, count: int, top_k: int) -> dict[str, Any]:
     }
 
 
+def _all_experts(fields: Fields) -> dict[str, Any]:
+    """The fields of Qwen3.5's experts, which all layers have, and whose weights are always normalised."""
+    for name, value in (("norm_topk_prob", True), ("mlp_only_layers", []), ("decoder_sparse_step", 1)):
+        fields.expect(name, value)
+    return _experts(fields, 256, 8)
+
+
 def _read_further(fields: Fields) -> dict[str, Any]:
     """The layers that predict further tokens: a drafter reads them."""
     fields.expect("mtp_use_dedicated_embeddings", False)
@@ -249,7 +256,7 @@ def read_text(fields: Fields) -> Qwen35Config:
 
 
 def read_moe_text(fields: Fields) -> Qwen35Config:
-    return Qwen35Config(**_read_decoder(fields), **_experts(fields, 256, 8), **_read_further(fields))
+    return Qwen35Config(**_read_decoder(fields), **_all_experts(fields), **_read_further(fields))
 
 
 def read_next(fields: Fields) -> Qwen35Config:
@@ -261,7 +268,7 @@ def read_pictures(fields: Fields) -> Qwen35PictureConfig:
 
 
 def read_moe_pictures(fields: Fields) -> Qwen35PictureConfig:
-    return _with_pictures(fields, "qwen3_5_moe_text", lambda text: _experts(text, 256, 8))
+    return _with_pictures(fields, "qwen3_5_moe_text", _all_experts)
 
 
 def _with_pictures(fields: Fields, text_type: str, rest: Callable[[Fields], dict[str, Any]]) -> Qwen35PictureConfig:

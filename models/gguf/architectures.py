@@ -67,6 +67,13 @@ DEEPSEEK2 = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     **SHARED_EXPERTS, **NEXT_TOKENS,
 }  # fmt: skip
+DELTA_RULE = {
+    **{name: ours for name, ours in {**LLAMA, **HEAD_NORMS, **NEXT_TOKENS}.items() if name != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.a", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+}  # fmt: skip
 STARCODER2 = {**LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 HUNYUAN = {
     **LLAMA, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"
@@ -117,7 +124,8 @@ class GgufArchitecture:
             with its ".weight" stands for the whole of the other one.
         has_permuted_heads: rows of queries and keys lie as neighbouring pairs are rotated; config.json's model rotates
             halves.
-        norm_offset: is stored added to the weights of norms.
+        norm_offset: is stored added to the weights of norms, but for those of `plain_norms`.
+        convolutions: parts of a layer that are filters of channels, `[channels, taps]`; `[channels, 1, taps]` there.
         is_latent: heads' sizes are those of latent attention, which `read` reads; `head_dim` is what is rotated.
         names: of tensors outside of layers, and of the layers ("blk"), here.
         transposed: parts of a layer whose matrices are stored inputs first here.
@@ -131,6 +139,8 @@ class GgufArchitecture:
     layer_names: Mapping[str, str]
     has_permuted_heads: bool = False
     norm_offset: float = 0.0
+    plain_norms: frozenset[str] = frozenset()
+    convolutions: frozenset[str] = frozenset(("ssm_conv1d",))
     is_latent: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     transposed: frozenset[str] = frozenset()
@@ -193,6 +203,29 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         {**LLAMA, **HEAD_NORMS, **ROUTER, **EXPERTS},
         pictures="Qwen3VLMoeForConditionalGeneration",
         read=fields.read_text_moe,
+    ),
+    "qwen35": GgufArchitecture(
+        "Qwen3_5ForCausalLM",
+        DELTA_RULE,
+        norm_offset=1.0,
+        plain_norms=frozenset(("ssm_norm",)),
+        pictures="Qwen3_5ForConditionalGeneration",
+        read=fields.read_qwen35,
+    ),
+    "qwen35moe": GgufArchitecture(
+        "Qwen3_5MoeForCausalLM",
+        {**DELTA_RULE, **ROUTER, **EXPERTS, **SHARED},
+        norm_offset=1.0,
+        plain_norms=frozenset(("ssm_norm",)),
+        pictures="Qwen3_5MoeForConditionalGeneration",
+        read=fields.read_qwen35_moe,
+    ),
+    "qwen3next": GgufArchitecture(
+        "Qwen3NextForCausalLM",
+        {**DELTA_RULE, **ROUTER, **EXPERTS, **SHARED},
+        norm_offset=1.0,
+        plain_norms=frozenset(("ssm_norm",)),
+        read=fields.read_qwen3_next,
     ),
     "mistral3": GgufArchitecture("Ministral3ForCausalLM", LLAMA, has_permuted_heads=True, read=fields.read_mistral3),
     "chatglm": GgufArchitecture(

@@ -66,6 +66,40 @@ def read_qwen3_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def read_qwen35(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Fields of layers with states; the layer count includes those that predict further tokens."""
+    keys.fields.raw(keys("rope.dimension_sections"))  # text tokens have one position on all axes
+    further = _read_further_layers(keys, common)
+    num_layers = common["num_hidden_layers"] = further["num_hidden_layers"]
+    heads, inner = keys.integer("ssm.time_step_rank", REQUIRED), keys.integer("ssm.inner_size", REQUIRED)
+    if inner % heads:
+        raise keys.fields.error(keys("ssm.inner_size"), f"= {inner} must be a multiple of ssm.time_step_rank = {heads}")
+    interval, name = keys.integer("full_attention_interval", 4), keys("attention.recurrent_layers")
+    has_state = keys.fields.raw(name)
+    if has_state is None:
+        has_state = [bool((index + 1) % interval) for index in range(num_layers)]
+    if not isinstance(has_state, list) or len(has_state) < num_layers or any(each not in (0, 1) for each in has_state):
+        raise keys.fields.error(name, f"must be a truth for each of {num_layers} layers, not {has_state!r:.80}")
+    return {
+        "mtp_num_hidden_layers": further["num_nextn_predict_layers"],
+        "layer_types": ["linear_attention" if each else "full_attention" for each in has_state[:num_layers]],
+        "linear_num_key_heads": keys.integer("ssm.group_count", REQUIRED), "linear_num_value_heads": heads,
+        "linear_key_head_dim": keys.integer("ssm.state_size", REQUIRED), "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel", REQUIRED), "linear_attn_stored_as": "tiled",
+        **read_rotated_part(keys, common),
+    }  # fmt: skip
+
+
+def read_qwen35_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    size = keys.integer("expert_shared_feed_forward_length", REQUIRED)
+    found = read_qwen35(keys, common)
+    return {**found, **read_qwen3_moe(keys, common), "shared_expert_intermediate_size": size}
+
+
+def read_qwen3_next(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {**read_qwen35_moe(keys, common), "linear_attn_stored_as": "llama.cpp"}
+
+
 def read_glm4_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     keys.fields.expect(keys("expert_gating_func"), 0, _SIGMOID)
     return {

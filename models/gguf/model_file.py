@@ -112,8 +112,10 @@ class GgufModel:
                     tensors[ours.format(expert=index)] = GgufWeight(
                         file, name, index, rows=rows,
                         pairs_of=head_dim if rules.has_permuted_heads and _part(stored) in _PERMUTED else 0,
-                        norm_offset=rules.norm_offset if ours.endswith("norm.weight") else 0.0,
+                        norm_offset=rules.norm_offset
+                        if ours.endswith("norm.weight") and _part(stored) not in rules.plain_norms else 0.0,
                         is_transposed=_part(stored) in rules.transposed and name.endswith(".weight"),
+                        is_convolution=_part(stored) in rules.convolutions and name.endswith(".weight"),
                     )  # fmt: skip
         if self._tower is not None:
             tensors = {re.sub("^model[.]", "model.language_model.", name): each for name, each in tensors.items()}
@@ -166,12 +168,13 @@ class GgufWeight(StoredTensor):
 
     `index` is its number among those that are stacked in the file's tensor, of which it has the `rows`; a matrix that
     `is_transposed` stands inputs first there. `pairs_of` elements of a head, rotated as neighbouring pairs in the file,
-    become two halves; 0 keeps the rows. `norm_offset` was added by the converter.
+    become two halves; 0 keeps the rows. `norm_offset` was added by the converter. A convolution over time `[channels,
+    taps]` becomes `[channels, 1, taps]`.
     """
 
     def __init__(
         self, file: GgufFile, name: str, index: int | None = None, *, rows: slice = slice(None), pairs_of: int = 0,
-        norm_offset: float = 0.0, is_transposed: bool = False,
+        norm_offset: float = 0.0, is_transposed: bool = False, is_convolution: bool = False,
     ) -> None:  # fmt: skip
         entry = file.tensor(name, index)
         self.file, self.name, self.type_name = file.path.name, name, entry.format.name
@@ -185,6 +188,8 @@ class GgufWeight(StoredTensor):
         self._norm_offset, self._is_transposed = norm_offset, is_transposed
         if is_transposed:
             self.shape = self.shape[::-1]
+        if is_convolution and len(self.shape) == 2:
+            self.shape = (self.shape[0], 1, self.shape[1])
 
     def array(self) -> Array:
         """The elements, made anew where they are quantised or stored otherwise."""
@@ -192,7 +197,7 @@ class GgufWeight(StoredTensor):
         if self._norm_offset:
             with np.errstate(invalid="ignore"):  # NaN stays one
                 values = values - values.dtype.type(self._norm_offset)
-        return np.ascontiguousarray(values.T) if self._is_transposed else values
+        return np.ascontiguousarray(values.T) if self._is_transposed else values.reshape(self.shape)
 
     def blocks(self) -> Array:
         return self._in_halves(self._file.blocks(self.name, self._index)[self._rows])
@@ -277,8 +282,10 @@ class GgufNumber(StoredTensor):
 
 def _part(name: str) -> str:
     """The part of a layer that a tensor is, such as "attn_q"; for other tensors the stem of the name."""
-    stem = name.rpartition(".")[0]
-    return stem.split(".", 2)[-1] if stem.startswith("blk.") else stem
+    if name.startswith("blk."):
+        rest = name.split(".", 2)[-1]
+        return rest.rpartition(".")[0] or rest
+    return name.rpartition(".")[0]
 
 
 def _name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:
@@ -289,7 +296,7 @@ def _name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:
     part = _part(name)
     if stem.startswith("blk."):
         under = f"{rules.names['blk']}.{stem.split('.')[1]}"
-        if (whole := f"{part}.{kind}") in rules.layer_names:
+        if (whole := name.split(".", 2)[-1]) in rules.layer_names:
             return f"{under}.{rules.layer_names[whole]}"
         if part in rules.layer_names:
             return f"{under}.{rules.layer_names[part]}.{kind}"

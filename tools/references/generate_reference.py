@@ -40,8 +40,8 @@ NEW_PROMPT_TOKENS = 20
 """The length of a new case's prompt."""
 LEAST_ROUTER_MARGIN = 0.03
 MOST_NOISE = 1.5e-6
-"""Of the largest logit, that float32 arithmetic may cost where layers have recurrent states: a norm divides by a head's
-result, which may be near 0."""
+"""The most error of float32 arithmetic, relative to the largest logit, where layers have recurrent states: a norm
+divides by a head's result, which may be near 0."""
 BEAM_MODEL, INTERNLM2 = "llama_default", "internlm2_grouped"
 ROPE_POSITIONS = [1, 777, 40_959, 131_071]
 

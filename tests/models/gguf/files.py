@@ -24,12 +24,14 @@ ARCHITECTURES = {
     "cohere2": "cohere2", "internlm2": "internlm2", "gpt_neox": "gptneox", "olmo": "olmo", "phimoe": "phimoe",
     "granitemoe": "granitemoe", "granitemoeshared": "granitemoe", "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense", "apertus": "apertus", "ministral3": "mistral3", "glm": "chatglm",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
     "gpt2": "gpt2", "qwen2_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe",
 }  # fmt: skip
 WITH_EXPERTS = (
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3",
-    "phimoe", "granitemoe", "granitemoeshared", "ernie4_5_moe",
+    "phimoe", "granitemoe", "granitemoeshared", "ernie4_5_moe", "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
+DELTA_RULE = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 LATENT = ("deepseek_v2", "deepseek_v3")
 PERMUTED = (
     "llama", "mistral", "granite", "smollm3", "mixtral", "internlm2", "olmo", "ministral3", "granitemoe",
@@ -64,6 +66,8 @@ def write_gguf(
     if kind in LATENT and not has_whole_maps:
         tensors = split_maps(config, tensors)
     tensors = _in_two(stacked_experts(tensors)) if kind.startswith("granitemoe") else stacked_experts(tensors)
+    if kind in DELTA_RULE:
+        tensors = delta_rule_tensors(config, tensors)
     written: dict[str, Array] = {}
     for name, array in {**tensors, **_extra_tensors(config)}.items():
         if ".act_fn." in name:  # written once, as a list over layers
@@ -71,6 +75,7 @@ def write_gguf(
                 values = [float(tensors[name.replace(".0.", f".{layer}.", 1)].item()) for layer in range(num_layers)]
                 writer.add_array(f"xielu.{name.rpartition('.')[2]}", values)
             continue
+        name = name.replace("dt_bias", "dt_proj.bias")
         known = name.replace("e_score_correction_bias", "e_score_correction.bias")
         stored = names.get_name(known, try_suffixes=(".weight", ".bias")) or name
         stored += ".weight" * stored.endswith("sinks")
@@ -178,9 +183,41 @@ def _changed(name: str, array: Array, config: dict[str, Any]) -> Array:
         num_heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         halves = array.reshape(num_heads, 2, len(array) // num_heads // 2, *array.shape[1:])
         return halves.swapaxes(1, 2).reshape(array.shape)
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    is_offset = kind.startswith("gemma") or (kind in DELTA_RULE and "linear_attn" not in name)
+    if is_offset and name.endswith("norm.weight"):
         return array + np.float32(1)
+    if name.endswith("A_log"):
+        return -np.exp(array)
+    if name.endswith("conv1d.weight"):
+        return array[:, 0]
     return array
+
+
+def delta_rule_tensors(config: dict[str, Any], tensors: dict[str, Array]) -> dict[str, Array]:
+    """Qwen3-Next's grouped rows apart, and Qwen3.5's value heads tiled: head p is the (p % Hk) Hv / Hk + p // Hk-th."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim, found = config["linear_key_head_dim"], config["linear_value_head_dim"], dict(tensors)
+    for name in [name for name in tensors if name.endswith("in_proj_qkvz.weight")]:
+        rows = found.pop(name).reshape(keys, -1, config["hidden_size"])
+        cuts = np.cumsum([key_dim, key_dim, values // keys * value_dim])
+        q, k, v, z = (part.reshape(-1, config["hidden_size"]) for part in np.split(rows, cuts, axis=1))
+        found[name.replace("qkvz", "qkv")], found[name.replace("qkvz", "z")] = np.concatenate([q, k, v]), z
+    if config["model_type"] == "qwen3_next":
+        return found
+    order = np.array([head % keys * (values // keys) + head // keys for head in range(values)])
+    of_rows = (order[:, None] * value_dim + np.arange(value_dim)).reshape(-1)
+    behind_keys = np.concatenate([np.arange(2 * keys * key_dim), 2 * keys * key_dim + of_rows])
+    for name, array in found.items():
+        part = name.partition("linear_attn.")[2]
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            found[name] = array[behind_keys]
+        elif part == "in_proj_z.weight":
+            found[name] = array[of_rows]
+        elif part in ("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias"):
+            found[name] = array[order]
+        elif part == "out_proj.weight":
+            found[name] = array[:, of_rows]
+    return found
 
 
 def _head_dim(config: dict[str, Any]) -> int:
@@ -200,7 +237,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: b
     writer.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size", 1))
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(1 if kind in LATENT and not has_whole_maps else config["num_key_value_heads"])
     if kind == "olmo":
@@ -239,13 +276,22 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: b
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if kind == "gemma3_text":
         writer.add_rope_freq_base_swa(sliding["rope_theta"])
+    if kind in DELTA_RULE:
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        has_state = [layer == "linear_attention" for layer in config["layer_types"]]
+        writer.add_array(f"{ARCHITECTURES[kind]}.attention.recurrent_layers", has_state)
     if kind in WITH_EXPERTS:
         names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         writer.add_expert_count(next(config[name] for name in names if name in config))
         writer.add_expert_used_count(config["moe_k" if kind == "ernie4_5_moe" else "num_experts_per_tok"])
-    if kind in ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "glm4_moe", "ernie4_5_moe", *LATENT):
+    if kind in ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "glm4_moe", "ernie4_5_moe", *LATENT, *DELTA_RULE[1:]):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if kind == "qwen2_moe":
+    if kind in ("qwen2_moe", *DELTA_RULE[1:]):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if kind in ("glm4_moe", *LATENT):
         writer.add_expert_shared_count(config["n_shared_experts"])
