@@ -21,7 +21,7 @@ FAMILIES = {
     "gpt_neox": "gpt_neox_odd", "olmo": "olmo_clipped", "seed_oss": "seed_oss_odd", "exaone4": "exaone4_windows",
     "internlm2": "internlm2_grouped", "internlm3": "internlm3_odd", "ernie": "ernie_odd", "ernie_moe": "ernie_moe_odd",
     "hunyuan": "hunyuan_alpha", "apertus": "apertus_odd", "granite_moe": "granite_moe_square",
-    "granite_moe_shared": "granite_moe_shared", "phimoe": "phimoe_odd",
+    "qwen3_5": "qwen3_5_odd", "granite_moe_shared": "granite_moe_shared", "phimoe": "phimoe_odd",
     "lfm2": "lfm2_odd", "lfm2_moe": "lfm2_moe_odd",
     "granite_hybrid": "granite_hybrid_odd", "granite_hybrid_moe": "granite_hybrid_moe_odd",
     "nemotron_h": "nemotron_h_odd", "nemotron_h_latent": "nemotron_h_moe_latent",
@@ -38,6 +38,8 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": NUM_LAYERS, "head_dim": 16, "n_embd": 128, "n_head": NUM_HEADS, "n_layer": NUM_LAYERS,
     "mamba_n_heads": 8, "mamba_n_groups": 4, "mamba_d_head": 32, "mamba_num_heads": 8, "mamba_head_dim": 16,
     "n_groups": 4, "moe_shared_expert_intermediate_size": 128,
+    "linear_num_key_heads": 4, "linear_num_value_heads": NUM_HEADS, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
 }  # fmt: skip
 _LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "qk_head_dim": 20, "v_head_dim": 16}
 
@@ -48,6 +50,7 @@ def write_shared(folder: Path, family: str) -> Path:
         (load_golden(FAMILIES[family]).folder / "config.json").read_text(encoding="utf-8")
     )
     fields |= {name: value for name, value in _SIZES.items() if name in fields}
+    fields["vocab_size"] = max(fields["vocab_size"], 60)
     if family.startswith("deepseek"):
         fields |= _LATENT | {"num_key_value_heads": NUM_HEADS}
     if "layer_types" in fields:

@@ -19,7 +19,7 @@ from runtime.dtype import DType
 from runtime.linear.options import LoadSettings
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import logits_of
-from tests.models.folders import load_golden, write_model
+from tests.models.folders import change_config, load_golden, write_model
 from tests.models.makers.test_maker import ThreadCommunicator
 from tests.models.shared_families import FAMILIES, WITHOUT_EXACT_RANKS, write_shared
 
@@ -112,6 +112,24 @@ def test_latent_attention_gives_transformers_logits(case: str, num_ranks: int, t
     folder, expected = write_model(tmp_path, golden), golden.logits["float32"]
     for logits in logits_of_ranks(folder, num_ranks, list(golden.prompt_ids), {"dtype": "float32"}):
         np.testing.assert_allclose(logits[: len(expected)], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("stored_as", ["grouped", pytest.param("tiled", marks=exhaustive)])
+def test_value_heads_in_other_orders(stored_as: str, tmp_path: Path) -> None:
+    """As Qwen3-Next and llama.cpp store them."""
+    folder = change_config(write_shared(tmp_path, "qwen3_5"), linear_attn_stored_as=stored_as)
+    settings: LoadSettings = {"dtype": "float32", "exact": True}
+    expected = logits_of(load_model(folder, load_format="dummy", **settings), IDS)
+    for num_ranks in (2, 4):
+        for logits in logits_of_ranks(folder, num_ranks, IDS, settings, load_format="dummy"):
+            np.testing.assert_array_equal(logits, expected)
+
+
+def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    folder = change_config(write_shared(tmp_path, "qwen3_5"), linear_num_value_heads=12, linear_attn_stored_as="tiled")
+    communicator = ThreadCommunicator(0, [None] * 2, threading.Barrier(2))
+    with pytest.raises(ModelLoadError, match="num_key_heads = 4 cannot be split over 2 ranks"):
+        declare_model(folder, load_format="dummy", communicator=communicator)
 
 
 @pytest.mark.parametrize("family", WITHOUT_EXACT_RANKS)
