@@ -60,6 +60,7 @@ class MambaConfig(MoeConfig):
         kinds: of each layer.
     """
 
+    recurrence = "mamba"
     mamba_heads: int
     mamba_groups: int
     mamba: MambaForm
