@@ -23,6 +23,13 @@ EngineState = Literal["ready", "draining", "starting", "down", "closing"]
 "down": broken, until the next start or for good; "closing": closed, or about to be."""
 
 
+MissReason = Literal["unseen", "evicted", "no_checkpoint"]
+"""Why tokens were not found in the prefix cache: no request had them; they, or the state after them, were evicted; or
+their pages are there, but no state after them was kept."""
+
+MISS_REASONS: tuple[MissReason, ...] = ("unseen", "evicted", "no_checkpoint")
+
+
 ITERATION_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of ``EngineStats.iteration_token_counts``, vLLM's."""
 
@@ -83,6 +90,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+class PrefixMiss(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Why a prompt was not found whole: the reason of most of its missed tokens; ``first_difference``, the first token
+    whose page is not cached; ``checkpoint``, the tokens that were found."""
+
+    reason: MissReason
+    first_difference: int
+    checkpoint: int
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):

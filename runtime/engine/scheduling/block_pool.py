@@ -14,6 +14,7 @@ pool keeps a content that is held in a block that is held, so a free block is ne
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -23,14 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.limits import EngineLimits
+from runtime.engine.messages import MISS_REASONS, MissReason, PrefixMiss
 from runtime.engine.scheduling.block_events import BlockEvents
-from runtime.engine.scheduling.eviction import EvictionPolicy, eviction_policy
+from runtime.engine.scheduling.eviction import ByReplay, EvictionPolicy, eviction_policy
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.prefix_cache import CachedBlock, Digest, PrefixCache, Salt, block_digest
 from runtime.kv.groups import NO_BLOCK
 from runtime.kv.kinds import FULL, CacheKind, findable_pages
 
 T = TypeVar("T")
+
+_REMEMBERED = 4
+"""Latest evicted contents that are remembered, for each block."""
 
 
 class TokenSource(Protocol):
@@ -53,6 +58,8 @@ class Hit:
     num_partial  how many of its first tokens match
     num_tokens   tokens of all pages
     num_pages    full pages of tokens
+    num_known    the first tokens whose pages lie somewhere, whether or not a state after them does
+    reasons      why no state after these was found, and why no further pages were
     """
 
     blocks: list[list[int | None]]
@@ -62,6 +69,8 @@ class Hit:
     num_partial: int = 0
     num_tokens: int = 0
     num_pages: int = 0
+    num_known: int = field(default=0, compare=False)
+    reasons: tuple[MissReason, MissReason] = field(default=("no_checkpoint", "unseen"), compare=False)
 
     @classmethod
     def none(cls, num_groups: int) -> Hit:
@@ -89,6 +98,7 @@ class CacheCounters:
     """Counters of the prefix cache.
 
     queried_tokens, hit_tokens  of admitted sequences (``count_query``)
+    missed_tokens               of these, those that were not hit, by reason
     evictions                   cached blocks that were evicted
     offloads                    evicted blocks that were copied to the host pool
     """
@@ -97,6 +107,7 @@ class CacheCounters:
     hit_tokens: int = 0
     evictions: int = 0
     offloads: int = 0
+    missed_tokens: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MISS_REASONS, 0))
 
 
 class Chain:
@@ -118,8 +129,9 @@ class Chain:
 class _Part:
     """The free blocks of one pool."""
 
-    def __init__(self, first: int, num_blocks: int, eviction: str) -> None:
-        self.idle: EvictionPolicy = eviction_policy(eviction, num_blocks)  # cached and free
+    def __init__(self, first: int, num_blocks: int, eviction: str, *, has_states: bool) -> None:
+        # cached and free
+        self.idle: EvictionPolicy = ByReplay() if has_states else eviction_policy(eviction, num_blocks)
         self.empty = list(range(first + num_blocks - 1, first - 1, -1))  # a stack: the latest is warm in the cache
 
     @property
@@ -168,7 +180,12 @@ class BlockPool:
         self.counters = CacheCounters()
         self.offloads: list[tuple[int, int]] = []
         self._cache = PrefixCache(block_size, digest)
-        self._parts = [_Part(first, size, eviction) for first, size in zip(accumulate(sizes, initial=0), sizes)]
+        self._parts = [
+            _Part(first, size, eviction, has_states=bool(kinds) and all(not kind.follows_tokens for kind in of_pool))
+            for pool, (first, size) in enumerate(zip(accumulate(sizes, initial=0), sizes))
+            for of_pool in ([kind for kind, own in zip(kinds, self.pools) if own == pool],)
+        ]
+        self._evicted: OrderedDict[int, None] = OrderedDict()  # digests of the latest victims
         self._part_of = [part for part, size in zip(self._parts, sizes) for _ in range(size)]  # by block
         self.page_counts = self.by_pool([1] * len(kinds))
         self.ref_counts = [0] * self.num_blocks
@@ -225,10 +242,16 @@ class BlockPool:
             f"{count}{'cusfw'[kind]}" for count, kind in zip(np.diff(bounds).tolist(), kinds[bounds[:-1]].tolist())
         )
 
-    def count_query(self, num_tokens: int, hit_tokens: int) -> None:
-        """Count an admitted sequence that looked up ``num_tokens`` and hit ``hit_tokens``."""
+    def count_query(self, num_tokens: int, hit: Hit) -> PrefixMiss | None:
+        """Count an admitted sequence that looked up ``num_tokens``. Returns why it missed some of its pages; None if it
+        did not."""
         self.counters.queried_tokens += num_tokens
-        self.counters.hit_tokens += hit_tokens
+        self.counters.hit_tokens += hit.num_tokens
+        known = max(hit.num_known, hit.num_tokens)
+        missed = known - hit.num_tokens, num_tokens - known
+        for reason, count in zip(hit.reasons, missed):
+            self.counters.missed_tokens[reason] += count
+        return PrefixMiss(hit.reasons[missed[1] > missed[0]], known, hit.num_tokens) if sum(missed) > 1 else None
 
     def allocate(self, count: int, pool: int = 0) -> list[int]:
         """Take ``count`` free blocks of a pool, each with reference count 1: empty ones first, then cached ones, whose
@@ -278,16 +301,37 @@ class BlockPool:
         if not self.enable_prefix_caching:
             return Hit.none(len(self.kinds))
         paths = [self._cache.walk(tokens, salt, group) for group in range(len(self.kinds))]
+        others = [group for group, kind in enumerate(self.kinds) if kind.follows_tokens]
+        stored = [[node.lies_somewhere for node in paths[group]] for group in others]
+        num_known = len(paths[0])
+        if others:
+            num_known = findable_pages(stored, [self.kinds[group] for group in others], self.block_size)
         if self.states:
-            return self._find_states(paths, tokens, salt)
-        stored = [[node.lies_somewhere for node in path] for path in paths]
-        hit = self._hit_of(paths, findable_pages(stored, self.kinds, self.block_size))
-        num_tokens, num_pages = hit.num_tokens, hit.num_pages
-        if any(hit.host_slots):
-            return hit
-        ends = [path[num_pages - 1] if num_pages else None for path in paths]
-        partial, num_partial = self._find_partial(dict(enumerate(ends)), tokens[num_tokens:], salt)
-        return replace(hit, partial=partial, num_partial=num_partial, num_tokens=num_tokens + num_partial)
+            hit = self._find_states(paths, tokens, salt)
+        else:
+            hit = self._hit_of(paths, num_known)
+            num_tokens, num_pages = hit.num_tokens, hit.num_pages
+            if not any(hit.host_slots):
+                ends = [path[num_pages - 1] if num_pages else None for path in paths]
+                partial, num_partial = self._find_partial(dict(enumerate(ends)), tokens[num_tokens:], salt)
+                hit = replace(hit, partial=partial, num_partial=num_partial, num_tokens=num_tokens + num_partial)
+        return replace(
+            hit, num_known=num_known * self.block_size, reasons=self._why(hit, paths, num_known, tokens, salt)
+        )
+
+    def _why(
+        self, hit: Hit, paths: list[list[CachedBlock]], num_known: int, tokens: NDArray[np.int32], salt: Salt
+    ) -> tuple[MissReason, MissReason]:
+        """See ``Hit.reasons``."""
+        states = [node.digest for group in self.states for node in paths[group][hit.num_pages : num_known]]
+        following = [
+            self._cache.next_digest(path[:num_known], tokens, salt, group)
+            for group, path in enumerate(paths)
+            if self.kinds[group].follows_tokens and len(path) >= num_known
+        ]
+        had_state = any(digest in self._evicted for digest in states)
+        had_page = any(digest in self._evicted for digest in following if digest is not None)
+        return "evicted" if had_state else "no_checkpoint", "evicted" if had_page else "unseen"
 
     def _hit_of(self, paths: list[list[CachedBlock]], num_pages: int) -> Hit:
         """The hit of these full pages, in groups that have pages of tokens; nothing of states."""
@@ -362,12 +406,14 @@ class BlockPool:
         tokens: TokenSource,
         *,
         is_final: bool = False,
+        is_spare: bool = False,
     ) -> None:
         """Cache the pages that became full since the last call.
 
         ``blocks`` are a sequence's, by group, held by it from ``first_pages`` on, ``num_computed`` of its ``tokens``
         lie in them, ``chain`` is the sequence's own. ``is_final`` means that it is about to release them: then the
-        partial last page is recorded, too. A state's group has the block of the state after ``num_computed``, or none.
+        partial last page is recorded, too. A state's group has the block of the state after ``num_computed``, or none;
+        ``is_spare`` is of this state, if it is new.
         Constant time except for new full pages.
         """
         last = num_computed // self.block_size
@@ -395,6 +441,9 @@ class BlockPool:
                 chain.is_broken = True
                 useless = children
                 break
+            if self.states:
+                for child in children:
+                    child.twins = children
             nodes = children
             chain.num_blocks = place + 1
         if rest and not chain.is_broken:
@@ -402,12 +451,14 @@ class BlockPool:
             for node, ids, kind in zip(nodes, blocks, self.kinds):
                 if not kind.follows_tokens:
                     if ids and (state := self._cache.add(node, partial)) is not None:
+                        state.is_spare = is_spare and not state.lies_somewhere
                         self._keep(state, ids[0])
                 elif is_final and self._cache.continued_by(node, partial) is None:
                     self._record_block(node, partial, ids[last])
         elif has_state and not chain.is_broken:
             for group in self.states:
                 if blocks[group]:
+                    nodes[group].is_spare = is_spare and not nodes[group].lies_somewhere
                     self._keep(nodes[group], blocks[group][0])
         if chain.num_blocks > first:
             if not self._are_whole:
@@ -418,6 +469,7 @@ class BlockPool:
             useless += nodes  # roots under which nothing could be recorded
         for node in useless:
             self._cache.prune(node)
+        self._drop_lone()
 
     def is_recorded(self, block_id: int) -> bool:
         """Whether a held block has a content that others may find."""
@@ -428,6 +480,7 @@ class BlockPool:
         if not self._are_whole:
             self._pin(chain.nodes, -1)
         chain.reset()
+        self._drop_lone()
 
     def drop_prefixes(self) -> tuple[int, int]:
         """Empty every cached free block, and those on the host. Returns how many were dropped on the device, and how
@@ -442,6 +495,7 @@ class BlockPool:
                 self._nodes[block_id] = None
                 self._cache.prune(node)
                 part.empty.append(block_id)
+        self._drop_lone()
         if self.host_pool is not None:
             self.host_pool.drop_prefixes()
         return num_dropped, self.num_blocks - self.num_free
@@ -546,6 +600,26 @@ class BlockPool:
             part.empty.append(old)
         return True
 
+    def _drop_lone(self) -> None:
+        """With states: drop the free contents that no longer have a use, pages after which no state is left, and states
+        whose pages are gone."""
+        lone = self._cache.lone
+        while lone:
+            node = lone.pop()
+            if all(each is node or self._cache.has(each) for each in node.twins):
+                continue
+            for each in [*(child for of_first in node.children.values() for child in of_first), node]:
+                if each.block_id is not None and not self._is_held(each):
+                    self._part_of[each.block_id].idle.discard(each)
+                    self._remember(each)
+                    self._clear(each.block_id)
+
+    def _remember(self, node: CachedBlock) -> None:
+        """That a content was evicted."""
+        self._evicted[node.digest] = None
+        if len(self._evicted) > _REMEMBERED * self.num_blocks:
+            self._evicted.popitem(last=False)
+
     def _evict(self, pool: int) -> int:
         node = self._parts[pool].idle.pop()
         block_id = node.block_id
@@ -556,9 +630,11 @@ class BlockPool:
             if slot is not None:
                 self.counters.offloads += 1
                 self.offloads.append((block_id, slot))
+        self._remember(node)
         node.block_id = None
         self._nodes[block_id] = None
         self._cache.prune(node)
+        self._drop_lone()
         return block_id
 
     def _clear(self, block_id: int) -> None:

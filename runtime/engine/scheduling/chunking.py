@@ -132,12 +132,10 @@ def chunking_of(config: SchedulingConfig, max_num_batched_tokens: int, depth: in
 
 @dataclass(frozen=True, slots=True)
 class PromptChunks:
-    """Cuts prompts into steps, if they may be cut: with ``page_tokens`` at the ends of pages where that is possible, so
-    that a state after the chunk can be found."""
+    """Cuts prompts into steps, if they may be cut."""
 
     chunking: Chunking
     cuts_prompts: bool
-    page_tokens: int = 1
 
     def size(self, step: Step, num_computed: int, remaining: int, pictures: Pictures | None) -> int:
         """How many of a prompt's ``remaining`` tokens the step may compute. A prompt that may not be cut may exceed the
@@ -147,6 +145,5 @@ class PromptChunks:
             count = min(most, self.chunking.most(num_computed))
             if pictures is not None and pictures.whole and count > 0:
                 return pictures.whole_chunk(num_computed, count, most)
-            beyond = (num_computed + count) % self.page_tokens
-            return count - beyond if beyond < count else count
+            return count
         return remaining if remaining <= step.budget or not step.chunks else 0

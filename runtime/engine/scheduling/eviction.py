@@ -5,10 +5,13 @@ next victim. A sequence's blocks come last to first, and a sequence that holds a
 a block's parent is never older than the block and was reused at least as often. Both policies rely on that: they never
 evict a block before its continuations. Blocks that leave an attention window come first to last, and go in that
 order: a prefix needs only its last ones. Every operation takes constant time.
+
+States, of which a prefix needs the last alone, have an order of their own (``ByReplay``).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from typing import Protocol
 
@@ -130,6 +133,52 @@ class ReuseGap:
     def _count(self, node: CachedBlock, last_used: int) -> None:
         node.times_reused = min(node.times_reused + 1, len(_RESPITES) - 1)
         self._gap += _GAP_RATE * (self._clock - last_used - self._gap)
+
+
+class ByReplay:
+    """Evicts the state that is cheapest to compute again, for states of one size.
+
+    A state's value is the tokens since the last one before it on its path, times how often it was used, above the value
+    of the last victim, so that what is not used grows old (GreedyDual-Size-Frequency, Cherkasova 1998). Spare states
+    have none until they are used. O(log n).
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[CachedBlock, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, CachedBlock]] = []  # of values that may have changed
+        self._floor = 0.0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, node: CachedBlock, /) -> bool:
+        return node in self._values
+
+    def add(self, node: CachedBlock) -> None:
+        self._count += 1
+        uses = node.times_reused + (not node.is_spare)
+        value = self._floor + (node.replay_tokens() * uses if uses else 0), self._count
+        self._values[node] = value
+        heapq.heappush(self._heap, (*value, node))
+        if len(self._heap) > 2 * len(self._values) + 64:
+            self._heap = [(*own, each) for each, own in self._values.items()]
+            heapq.heapify(self._heap)
+
+    def reuse(self, node: CachedBlock) -> None:
+        self.discard(node)
+        node.times_reused += 1
+
+    def discard(self, node: CachedBlock) -> None:
+        del self._values[node]
+
+    def pop(self) -> CachedBlock:
+        while True:
+            value, number, node = heapq.heappop(self._heap)
+            if self._values.get(node) == (value, number):
+                del self._values[node]
+                self._floor = value
+                return node
 
 
 POLICIES = ("lru", "reuse-gap")

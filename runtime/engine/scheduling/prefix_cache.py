@@ -58,6 +58,8 @@ class CachedBlock:
     num_pins   sequences that may record its continuation without holding it (it is outside their window)
     times_reused, last_used  for the eviction policy: how often it was held again after all holders had left, and when
                the last one left
+    is_spare   of a state: it is kept inside a prompt, where no other prompt is known to go on
+    twins      of models with states: the nodes of the same prefix in all cache groups, this one included
     """
 
     __slots__ = (
@@ -66,11 +68,13 @@ class CachedBlock:
         "copies",
         "digest",
         "host_slot",
+        "is_spare",
         "last_used",
         "num_pins",
         "parent",
         "times_reused",
         "tokens",
+        "twins",
     )
 
     def __init__(self, parent: CachedBlock | None, tokens: bytes, digest: int) -> None:
@@ -84,6 +88,8 @@ class CachedBlock:
         self.num_pins = 0
         self.times_reused = 0
         self.last_used = 0
+        self.is_spare = False
+        self.twins: list[CachedBlock] | tuple[()] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -93,6 +99,25 @@ class CachedBlock:
     def lies_somewhere(self) -> bool:
         """Whether the content is on the device or the host."""
         return self.block_id is not None or self.host_slot is not None
+
+    def replay_tokens(self) -> int:
+        """The tokens between the last content before this one that lies somewhere and its end: what it costs to compute
+        a state again."""
+        count, node = 0, self
+        while node.parent is not None:
+            count += node.num_tokens
+            siblings = node.parent.children[node.tokens[:_TOKEN_BYTES]] if node.parent.children else ()
+            known = [
+                other.num_tokens
+                for other in siblings
+                if other is not node and other.lies_somewhere and node.tokens.startswith(other.tokens)
+            ]
+            if known:
+                return count - max(known)
+            node = node.parent
+            if node.lies_somewhere:
+                break
+        return count
 
 
 class PrefixCache:
@@ -108,6 +133,7 @@ class PrefixCache:
         self._digest = digest
         self._index: dict[int, CachedBlock] = {}
         self._roots: dict[bytes, CachedBlock] = {}
+        self.lone: list[CachedBlock] = []  # with states: twins of nodes that were dropped, for the pool
 
     def __len__(self) -> int:
         return len(self._index)
@@ -168,6 +194,19 @@ class PrefixCache:
                     found[page * width // _TOKEN_BYTES + child.num_tokens] = child
         return found
 
+    def has(self, node: CachedBlock) -> bool:
+        """Whether a node is still in the tree."""
+        return self._index.get(node.digest) is node
+
+    def next_digest(self, path: list[CachedBlock], tokens: NDArray[np.int32], salt: Salt, group: int) -> int | None:
+        """The digest that the full page after ``path`` would have; None if there is no such page."""
+        width, page = self._block_bytes // _TOKEN_BYTES, len(path)
+        following = np.ascontiguousarray(tokens[page * width : (page + 1) * width], np.int32).tobytes()
+        if len(following) < self._block_bytes:
+            return None
+        name = root_name(salt, group)
+        return self._digest(path[-1].digest if path else self._digest(0, name), following)
+
     def add(self, parent: CachedBlock, tokens: bytes) -> CachedBlock | None:
         """The node of these tokens after ``parent``, made if it is new; None if another content has its digest."""
         digest = self._digest(parent.digest, tokens)
@@ -205,6 +244,9 @@ class PrefixCache:
                 self._roots.pop(node.tokens, None)
                 return
             del self._index[node.digest]
+            if node.twins:
+                self.lone += node.twins
+                node.twins = ()
             first = node.tokens[:_TOKEN_BYTES]
             siblings = parent.children[first]
             del siblings[node]

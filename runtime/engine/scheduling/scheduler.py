@@ -28,7 +28,7 @@ from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.chunked_pages import ChunkedPages, reserve_drafts, take_back
 from runtime.engine.scheduling.chunking import PromptChunks, PromptTimes, chunking_of
 from runtime.engine.scheduling.invariants import check_scheduler, check_step
-from runtime.engine.scheduling.placement import Placement
+from runtime.engine.scheduling.placement import Placement, crosses
 from runtime.engine.scheduling.policy import Order, policy_of
 from runtime.engine.scheduling.preemption import VICTIM_RULES, CostModel
 from runtime.engine.scheduling.sequence import Request, Sequence, State, choose_rotation, is_at_switch, within_switch
@@ -64,8 +64,7 @@ class Scheduler:
         self._batching = BATCHING_STYLES[config.batching]()
         self.prompt_times = PromptTimes()
         chunking = chunking_of(config, limits.max_num_batched_tokens, depth, self.prompt_times)
-        page_tokens = limits.block_size if pool.states and pool.enable_prefix_caching else 1
-        self._chunks = PromptChunks(chunking, self._batching.cuts_prompts, page_tokens)
+        self._chunks = PromptChunks(chunking, self._batching.cuts_prompts)
         self._victim_of = VICTIM_RULES[config.victim]
         self._preemption = config.preemption
         self.free_rows = list(range(limits.max_num_seqs))  # a heap: the lowest row first keeps the rows dense
@@ -140,21 +139,21 @@ class Scheduler:
         ``accepted`` has, for each sequence with a draft, how many of the sampled tokens are kept. The blocks reserved
         for the others are taken back; those that draft tokens have filled are cached once their tokens are known.
         """
-        block_size, has_states = self.limits.block_size, bool(self.pool.states)
+        has_states = bool(self.pool.states)
         for chunk in step.chunks:
             sequence = chunk.sequence
             end = chunk.start + chunk.num_tokens
             if chunk.draft_ids:
                 end = take_back(chunk, 1 if accepted is None else accepted[sequence])
             if sequence.row is not None:  # else preempted since: these blocks are no longer its own
-                is_of_prompt = chunk.num_tokens - len(chunk.draft_ids) > 1
-                keeps_state = has_states and (
-                    end == sequence.num_prompt_tokens or (is_of_prompt and end % block_size == 0)
-                )
-                self._count_committed(sequence, end, keeps_state=keeps_state)
+                is_spare = has_states and not chunk.draft_ids and crosses(chunk.start, end)
+                keeps_state = is_spare or (has_states and end in sequence.checkpoints)
+                self._count_committed(sequence, end, keeps_state=keeps_state, is_spare=is_spare)
         self._settle(step)
 
-    def _count_committed(self, sequence: Sequence, end: int, *, keeps_state: bool = False) -> None:
+    def _count_committed(
+        self, sequence: Sequence, end: int, *, keeps_state: bool = False, is_spare: bool = False
+    ) -> None:
         """These tokens of a running sequence are computed and known: cache its full pages, give up those outside
         windows."""
         pool, chain = self.pool, sequence.chain
@@ -162,7 +161,7 @@ class Scheduler:
         is_full = end >= (chain.num_blocks + 1) * self.limits.block_size
         if pool.enable_prefix_caching and (keeps_state or is_full):
             tables = self._chunked.tables_after(sequence, end, has_states=keeps_state)
-            pool.record(chain, tables, sequence.first_pages, end, sequence)
+            pool.record(chain, tables, sequence.first_pages, end, sequence, is_spare=is_spare)
         if end >= sequence.gives_up_at:
             self._chunked.give_up(sequence)
 
@@ -224,6 +223,8 @@ class Scheduler:
             remaining = sequence.num_tokens - sequence.num_computed
             if remaining > 1:
                 start = sequence.num_computed
+                if self._chunks.cuts_prompts:
+                    remaining = next((end - start for end in sequence.checkpoints if end > start), remaining)
                 count = self._chunks.size(step, start, remaining, sequence.request.pictures)
                 if self._chunked.groups:
                     count = sequence.cut(start + self._chunked.grow(sequence, count)) - start

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.grammar.matcher import GrammarMatcher
-from runtime.engine.messages import RequestTimes, TokenLogprobs
+from runtime.engine.messages import PrefixMiss, RequestTimes, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import Chain, by_page
 from runtime.engine.scheduling.host_pool import HostPool
@@ -56,12 +56,14 @@ class Request:
     awaits_pictures the same for its images' embeddings
     pictures        of the prompt, or None
     prefix_keys     [num_prompt_tokens] int32: the prompt's keys in the prefix cache
+    boundaries      where later prompts may leave this one, such as ends of messages; ascending
     """
 
     __slots__ = (
         "arrival_s",
         "awaits_grammar",
         "awaits_pictures",
+        "boundaries",
         "cache_salt",
         "eos_token_ids",
         "max_tokens",
@@ -99,7 +101,9 @@ class Request:
         speculates: bool = True,
         prediction: NDArray[np.int32] = NO_IDS,
         pictures: Pictures | None = None,
+        boundaries: tuple[int, ...] = (),
     ) -> None:
+        self.boundaries = boundaries
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.params = params
@@ -154,6 +158,7 @@ class Sequence:
     blocks         by cache group, by page; ``NO_BLOCK`` for pages given up outside a window. Of a state's group: the
                    block of the last state, as planned, then that of the one before, which the next chunk overwrites
     state_ends     by entry: after how many tokens the page gives states; several after draft tokens that were kept
+    checkpoints    where its chunks end, so that a state is kept there, ascending
     first_pages    by cache group: pages before this one were given up
     gives_up_at    the ``num_committed`` from which on the next page can be given up
     host_slots     by cache group: slots of its pages from ``first_pages`` on while it is swapped out; else empty
@@ -164,6 +169,7 @@ class Sequence:
     last_step      number of the last step that had a chunk of it, or -1
     proposals      the numbers of `ProposalCounts`, if tokens were speculated
     num_cached_tokens  tokens that were found when it first started; None before that
+    miss           why no more were; None if there were no more
     matcher        the state of its output in the request's grammar, or None
     """
 
@@ -171,6 +177,7 @@ class Sequence:
         "_output_buffer",
         "blocks",
         "chain",
+        "checkpoints",
         "first_pages",
         "first_scheduled_s",
         "first_token_s",
@@ -182,6 +189,7 @@ class Sequence:
         "last_token_s",
         "matcher",
         "max_tokens",
+        "miss",
         "num_cached_tokens",
         "num_committed",
         "num_computed",
@@ -223,6 +231,8 @@ class Sequence:
         self.matcher: GrammarMatcher | None = None
         self.state = State.HELD
         self.state_ends = (range(1), NO_STATE)
+        self.checkpoints: list[int] = []
+        self.miss: PrefixMiss | None = None
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None

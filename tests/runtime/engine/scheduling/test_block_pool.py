@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from runtime.engine.errors import RequestError
+from runtime.engine.messages import PrefixMiss
 from runtime.engine.scheduling.block_pool import BlockPool, Chain, Hit
 from runtime.engine.scheduling.eviction import POLICIES
 from runtime.engine.scheduling.host_pool import HostPool
@@ -221,9 +224,11 @@ def test_evicted_blocks_are_found_in_the_host_pool() -> None:
 
 def test_counters() -> None:
     pool = BlockPool(4, BLOCK_SIZE)
-    pool.count_query(10, 8)
-    pool.count_query(5, 0)
-    assert (pool.counters.queried_tokens, pool.counters.hit_tokens) == (15, 8)
+    assert pool.count_query(10, replace(Hit.none(1), num_tokens=9, num_known=8)) is None
+    miss = pool.count_query(15, replace(Hit.none(1), num_tokens=4, num_known=8, reasons=("evicted", "unseen")))
+    assert miss == PrefixMiss("unseen", 8, 4)
+    assert (pool.counters.queried_tokens, pool.counters.hit_tokens) == (25, 13)
+    assert pool.counters.missed_tokens == {"unseen": 8, "evicted": 4, "no_checkpoint": 0}
 
 
 def test_reused_blocks_outlive_what_came_once() -> None:
