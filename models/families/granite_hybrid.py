@@ -44,7 +44,7 @@ class GraniteHybridModel(MambaModel, GraniteMoeModel):
 
     def attention(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> Any:
         if self.config.kinds[index] == MAMBA:
-            return MambaMixer(self.config, index, maker.under("mamba"), self._input_norm(maker, input_norm))
+            return MambaMixer(self.config, index, maker.under("mamba"), self.input_norm(maker, input_norm))
         return Decoder.attention(self, index, maker, input_norm=input_norm, **choices)
 
     def feed_forward(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> FeedForward:

@@ -75,7 +75,7 @@ class NemotronHModel(MambaModel, MoeDecoder):
     config: NemotronHConfig
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
-        kind, norm, inner = self.config.kinds[index], self._input_norm(maker, "norm"), maker.under("mixer")
+        kind, norm, inner = self.config.kinds[index], self.input_norm(maker, "norm"), maker.under("mixer")
         if kind == MAMBA:
             return OnePart(MambaMixer(self.config, index, inner, norm))
         if kind == ATTENTION:
