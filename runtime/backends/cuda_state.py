@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+from numba_kernels.cuda.recurrent import chunk_form as _chunk_form
 from numba_kernels.cuda.recurrent import gated_norm as _gated_norm
 from numba_kernels.cuda.recurrent import short_conv as _short_conv
 from numba_kernels.cuda.recurrent import step as _step
+from numba_kernels.cuda.recurrent.chunk_layout import ChunkForm
 from runtime.backends.cuda_tensor import alignment, remembered
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
@@ -12,6 +16,8 @@ from runtime.dtype import float32
 from runtime.linear.recurrent import DeltaRule, Mamba, ShortConv
 from runtime.tensor.tensor import Tensor
 
+_most_steps = remembered(_chunk_form.most_steps)
+_plan_chunk_form = remembered(_chunk_form.plan)
 _plan_norm = remembered(_gated_norm.plan)
 _plan_short_conv = remembered(_short_conv.plan)
 _plan_step = remembered(_step.plan)
@@ -83,14 +89,45 @@ def _recurrence(
         batch.num_seqs, value_heads, value_dim, key_dim, taps, x.dtype.ptx, state.dtype.ptx,
         is_delta=isinstance(weights, DeltaRule), multiples=of_runs,
     )  # fmt: skip
-    Gpu.of(x.device).launch(
-        launch, x.address, conv[0].address, 0 if conv[1] is None else conv[1].address, weights.a.address,
-        weights.dt_bias.address, skip, out.address, *_chunks(batch, group), lengths.address, inputs.address,
-        gates[0].address if gates else 0, state.address, batch.block_tables[group].shape[1], stride, x_first,
-        gates_first, channels, pending, num_gates, key_heads, value_heads, value_dim, *places, int(tiled), parts,
-        *limits,
+    gpu, seqs, width = Gpu.of(x.device), batch.num_seqs, batch.block_tables[group].shape[1]
+    given = (
+        conv[0].address, 0 if conv[1] is None else conv[1].address, weights.a.address, weights.dt_bias.address, skip
     )  # fmt: skip
+    tables, of_gates = _chunks(batch, group), gates[0].address if gates else 0
+    form = ChunkForm(x.dtype.ptx, key_dim, value_dim, isinstance(weights, DeltaRule))
+    multiple = math.gcd(alignment(conv[0].address) // 4, *of_runs, places[2])
+    most_steps = _longest_recurrence(gpu, form, batch, pending, value_heads, taps, multiple)
+    gpu.launch(
+        launch, x.address, *given, out.address, *tables, lengths.address, inputs.address, of_gates, state.address,
+        width, stride, x_first, gates_first, channels, pending, most_steps, num_gates, key_heads, value_heads,
+        value_dim, *places, int(tiled), parts, *limits,
+    )  # fmt: skip
+    if batch.max_query_len > most_steps:
+        plan = _plan_chunk_form(
+            form, state.dtype.ptx, taps, tokens, seqs, batch.max_query_len, pending, key_heads, value_heads,
+            gpu.properties.num_sms, has_bias=conv[1] is not None,
+        )  # fmt: skip
+        workspace, share = gpu.allocate(plan.workspace_bytes), value_heads // key_heads
+        gpu.launch(
+            plan.factors, x.address, workspace.address, *given, *tables, lengths.address, inputs.address, of_gates,
+            width, stride, x_first, gates_first, channels, pending, most_steps, plan.slots, key_heads, value_heads,
+            plan.heads_of_block, *places, *((1, key_heads) if tiled else (share, 1)), *limits,
+        )  # fmt: skip
+        gpu.launch(
+            plan.scan, workspace.address, out.address, *tables, lengths.address, state.address, width, pending,
+            most_steps, plan.slots, key_heads, value_heads, 1 if tiled else share, key_heads,
+        )  # fmt: skip
     return out
+
+
+def _longest_recurrence(
+    gpu: Gpu, form: ChunkForm, batch: Batch, pending: int, value_heads: int, taps: int, multiple: int
+) -> int:
+    """The most tokens of a sequence that the recurrence serves; the chunk form serves longer ones."""
+    if batch.exact or _chunk_form.why_not(form, taps, multiple, gpu.properties.shared_bytes_per_block):
+        return _chunk_form.ALWAYS_STEPS
+    sizes = batch.num_seqs, batch.num_tokens, value_heads, gpu.properties.num_sms
+    return max(pending + 1, _most_steps(form, *sizes))
 
 
 def _normed(

@@ -25,6 +25,7 @@ from runtime.tensor.tensor import Tensor
 from tools.kernel_cases.experts import gathered_case, tier_cases
 from tools.kernel_cases.operation import operation_case
 from tools.kernel_cases.quantised import bytes_case, dequantised_case, exact_case, packed_case
+from tools.kernel_cases.recurrent import chunk_cases
 from tools.kernel_cases.sampling import sampling_case
 
 
@@ -38,6 +39,7 @@ def cases() -> Iterator[Case]:
     yield from _attentions()
     yield from _rows()
     yield from _tokens()
+    yield from chunk_cases()
     yield from _glue()
 
 

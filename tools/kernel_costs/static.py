@@ -37,6 +37,8 @@ from numba_kernels.cuda.gemm import (
 )  # fmt: skip
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
+from numba_kernels.cuda.recurrent import chunk_factors, chunk_scan
+from numba_kernels.cuda.recurrent.chunk_layout import ChunkForm
 from numba_kernels.cuda.registry import specialisations
 from numba_kernels.cuda.specialisation import Specialisation
 from numba_kernels.source_digests import sources_digest
@@ -256,6 +258,9 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         )
         assert planned is not None
         return planned.launch.shared_bytes
+    if "_chunk_" in name:
+        form = ChunkForm(*(constants[each] for each in ("dtype", "rows", "columns", "has_delta")))
+        return chunk_scan.shared_bytes(form) if "_chunk_scan_" in name else chunk_factors.shared_bytes(form)
     if name == "logprobs":
         return logprobs.SHARED_BYTES
     if name.startswith(("attention_flash", "attention_decode")):

@@ -15,7 +15,7 @@ from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, element_storer, quad_loader
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.intrinsics.math import exp, reciprocal
+from numba_kernels.cuda.intrinsics.math import absolute, divide, exp, fma, reciprocal
 
 
 @device_function
@@ -84,3 +84,20 @@ def copier(dtype: str) -> Any:
 def silu(x):
     """x / (1 + e^-x)."""
     return x * reciprocal(float32(1) + exp(-x))
+
+
+@device_function
+def softplus(x):
+    """log(1 + e^x), to float32's accuracy at both ends: max(x, 0) + 2 artanh(u / (2 + u)) with u = e^-|x|."""
+    u = exp(-absolute(x))
+    s = divide(u, float32(2) + u)
+    square = s * s
+    series = fma(square, float32(1 / 15), float32(1 / 13))
+    series = fma(square, series, float32(1 / 11))
+    series = fma(square, series, float32(1 / 9))
+    series = fma(square, series, float32(1 / 7))
+    series = fma(square, series, float32(1 / 5))
+    series = fma(square, series, float32(1 / 3))
+    series = fma(square, series, float32(1))
+    above = x if x > float32(0) else float32(0)
+    return above + float32(2) * s * series

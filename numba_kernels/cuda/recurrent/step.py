@@ -26,10 +26,10 @@ from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, quad_storer
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
-from numba_kernels.cuda.intrinsics.math import absolute, divide, divide_u32, exp, fma, reciprocal_sqrt, sigmoid
+from numba_kernels.cuda.intrinsics.math import divide_u32, exp, fma, reciprocal_sqrt, sigmoid
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import exchange, lane_index, shuffle_index_f32, shuffle_xor_f32, warp_sum
-from numba_kernels.cuda.recurrent.chunk import copier, covered, find_chunk, run_loader, silu
+from numba_kernels.cuda.recurrent.chunk import copier, covered, find_chunk, run_loader, silu, softplus
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 MOST_WARPS = 8  # of a block
@@ -72,23 +72,6 @@ def columns_of(size: int, *multiples: int) -> Columns:
 def rows_of(columns: Columns) -> int:
     """Rows of a warp: from the size of a head alone, so that a token's bits do not depend on the batch."""
     return max(1, min(MOST_ROWS, 1 << (ROW_REGISTERS // columns.elements).bit_length() - 1))
-
-
-@device_function
-def _softplus(x):
-    """log(1 + e^x), to float32's accuracy at both ends: max(x, 0) + 2 artanh(u / (2 + u)) with u = e^-|x|."""
-    u = exp(-absolute(x))
-    s = divide(u, float32(2) + u)
-    square = s * s
-    series = fma(square, float32(1 / 15), float32(1 / 13))
-    series = fma(square, series, float32(1 / 11))
-    series = fma(square, series, float32(1 / 9))
-    series = fma(square, series, float32(1 / 7))
-    series = fma(square, series, float32(1 / 5))
-    series = fma(square, series, float32(1 / 3))
-    series = fma(square, series, float32(1))
-    above = x if x > float32(0) else float32(0)
-    return above + float32(2) * s * series
 
 
 @device_function
@@ -219,8 +202,8 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
     @cuda.jit
     def step(
         x, conv, conv_bias, a, dt_bias, skip, out, query_start, seq_lens, table, lengths, inputs, gates, state,
-        table_width, stride, x_first, gates_first, channels, pending, num_gates, key_heads, value_heads, value_dim,
-        q_first, k_first, v_first, is_tiled, parts, least, most,
+        table_width, stride, x_first, gates_first, channels, pending, most_steps, num_gates, key_heads, value_heads,
+        value_dim, q_first, k_first, v_first, is_tiled, parts, least, most,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -245,6 +228,8 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
                 store_f32(out, float32(0))
                 out += out_bytes
                 count = int32(count - int32(1))
+            return
+        if count > int32(most_steps):
             return
         ratio = divide_u32(value_heads, key_heads)
         key_head = divide_u32(head, ratio)
@@ -322,9 +307,9 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
                 product = product * (key_scale * scale)
                 size = sigmoid(load_one(token_gates + uint64(head) * item_bytes))
                 at_decay = token_gates + uint64(uint32(value_heads + head)) * item_bytes
-                decay = _decay(rate * _softplus(load_one(at_decay) + bias))
+                decay = _decay(rate * softplus(load_one(at_decay) + bias))
             else:
-                size = _softplus(load_one(token_gates + uint64(head) * item_bytes) + bias)
+                size = softplus(load_one(token_gates + uint64(head) * item_bytes) + bias)
                 size = least if size < least else size
                 size = most if size > most else size
                 decay = _decay(rate * size)
@@ -412,7 +397,7 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
     rule = "delta_step" if is_delta else "mamba_step"
     name = f"{rule}_{dtype}_{stored}_t{taps}_k{columns.size}_x{columns.width}"
     constants = {"dtype": dtype, "state": stored, "taps": taps, "rows": columns.size, "width": columns.width}
-    argument_types = (types.uint64,) * 14 + (types.uint32,) * 15 + (types.float32,) * 2
+    argument_types = (types.uint64,) * 14 + (types.uint32,) * 16 + (types.float32,) * 2
     return Specialisation(name, step, argument_types, 32 * MOST_WARPS, constants=constants)
 
 
@@ -447,7 +432,8 @@ def plan(
     Arguments: addresses of x, the convolution's weights ``[channels, taps]`` and bias (0 without), a, dt_bias, d (0 for
     a delta rule), the results (float32 ``[T, value_heads * value_dim]``), query_start, seq_lens, the block table, and
     the pages' lengths, inputs, gates (0 without) and states; the table's width, elements of a row of x, x's first
-    column of channels and of gates, channels, pending rows, gates of a row, key_heads, value_heads, value_dim, the
+    column of channels and of gates, channels, pending rows, the most tokens of a sequence that this launch serves
+    (`chunk_form` serves the others), gates of a row, key_heads, value_heads, value_dim, the
     first channels of q, k and v, whether heads are tiled, blocks a head; the limits of mamba's dt.
     """
     columns = columns_of(key_dim, *multiples)
