@@ -53,6 +53,7 @@ def run(engine: Engine, requests: list[EngineRequest]) -> Found:
 
 @pytest.mark.parametrize("num_requests", [24, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", ["qwen3_5_odd", "granite_hybrid_odd"])
+@pytest.mark.exhaustive_cases("granite")
 def test_no_schedule_changes_a_bit(
     case: str, num_requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
