@@ -148,6 +148,8 @@ def test_experts_stored_outputs_first(tmp_path: Path, inner: int) -> None:
 @pytest.mark.exhaustive
 def test_on_emulated_gpus(tmp_path: Path, case: str, device: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding_module, "GPU_ROWS", 96)  # the large picture has two pieces
+    if case in HYBRIDS and dtype == "bfloat16":
+        pytest.skip("a random delta rule is ill-conditioned: a norm divides by heads' results near 0")
     golden, model = loaded(tmp_path, case, device=device, dtype=dtype)
     tolerance = 1e-4 if dtype == "float32" else 2e-2
     pictures = encoded(model, case)
