@@ -91,7 +91,7 @@ def wanted_of_cpu(path: Path, config: EngineConfig) -> WantedOfCpu | None:
         is_int8=config.quantization == "int8",
         block_size=config.block_size,
         pages=PAGES[KV_DTYPES.get(config.kv_cache_dtype, weights)].__name__,
-        has_experts=isinstance(model_config, MoeConfig),
+        has_experts=isinstance(model_config, MoeConfig) and len(model_config.dense_layers) < model_config.num_layers,
         formats=sorted(_block_formats(path, config) & (GGML_FORMATS.keys() | GROUP_FORMATS.keys())),
         recurrence=model_config.recurrence,
     )
