@@ -38,6 +38,7 @@ class Model(ABC):
             nothing else are of `dtype` then too, and so is the KV cache.
         kv_dtype: the type that the user asks of the KV cache, or None for that of the weights.
         pending_tokens: the most draft tokens of a step, which pages of recurrent states have room for.
+        state_dtype: of recurrent states.
         device: where weights and activations lie.
         weight_bytes: bytes of all weights as they are kept; set by the loader.
         layer_bytes: those of each layer.
@@ -71,7 +72,7 @@ class Model(ABC):
         self.quantization = maker.options.quantization
         self.kv_dtype = maker.options.kv_dtype
         self.kv_skip_layers = maker.options.kv_skip_layers
-        self.pending_tokens = maker.options.pending_tokens
+        self.pending_tokens, self.state_dtype = maker.options.pending_tokens, maker.options.state_dtype
         self.device = maker.options.device
         # A GPU's products scale rows by sums that the previous product left; they are added up as in one piece.
         self._hands_over_squares = maker.options.exact and maker.options.device.kind != "cpu"
@@ -191,9 +192,17 @@ class Model(ABC):
         )
         states = {index: form for index in range(self.config.num_layers) if (form := self.state_form(index))}
         states = {
-            index: replace(form, pending=self.pending_tokens) if isinstance(form, Recurrent) else form
+            index: replace(form, pending=self.pending_tokens, state_dtype=self.state_dtype)
+            if isinstance(form, Recurrent)
+            else form
             for index, form in states.items()
         }
+        if self.state_dtype != float32 and not any(getattr(form, "heads", 0) for form in states.values()):
+            raise InvalidArgumentError(
+                f"state_dtype is {self.state_dtype}, but no layer of this model keeps a matrix as its state: leave it "
+                "at float32",
+                param="state_dtype",
+            )
         kept = tuple(
             (LayerCache(states[index], State()) if index in states else own) if self.has_pages(index) else None
             for index, own in enumerate(spec.layers)

@@ -204,6 +204,14 @@ class EngineConfig(SchedulingConfig):
             heading="Model",
         ),
     ] = "auto"
+    state_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Option(
+            help="Type of recurrent states; bfloat16 takes half the memory and rounds after each token.",
+            about='of recurrent states: "float32", or "bfloat16", which takes half the memory',
+            heading="Model",
+        ),
+    ] = "float32"
     kv_cache_dtype_skip_layers: Annotated[
         str,
         Option(

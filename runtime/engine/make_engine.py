@@ -281,7 +281,7 @@ def _settings_of_another_model(config: EngineConfig) -> LoadSettings:
     """`load_settings` of a drafter: overrides apply to the model's own config alone, and a drafter reads text."""
     settings = load_settings(config)
     del settings["hf_overrides"]
-    settings["pending_tokens"] = 0
+    settings["pending_tokens"], settings["state_dtype"] = 0, "float32"
     settings["mmproj"] = NO_MMPROJ
     return settings
 

@@ -10,7 +10,7 @@ from runtime.communicator import Communicator, Pipeline
 from runtime.device import cublas
 from runtime.device.device import CPU, Device
 from runtime.device.gpu import Gpu
-from runtime.dtype import KV_DTYPES, STORED, DType
+from runtime.dtype import KV_DTYPES, STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.addends import AddendSource
 from runtime.linear.format import FORMATS, ROUNDED, WeightFormat, quantized_format
@@ -31,6 +31,7 @@ class LoadSettings(TypedDict, total=False):
     quantization: str
     kv_cache_dtype: str
     kv_cache_dtype_skip_layers: str
+    state_dtype: str
     gemm: str
     exact: bool
     activations: str
@@ -68,6 +69,7 @@ class LoadOptions:
         stages: the layers of each stage; empty without stages.
         addends: makes the addends of the model's maps; None for none.
         pending_tokens: the most draft tokens of a step, which pages of recurrent states have room for.
+        state_dtype: of recurrent states, float32 or bfloat16.
 
     Raises:
         InvalidArgumentError: for a dtype that is none of the three float types, a format, kernel or type of pages that
@@ -89,6 +91,7 @@ class LoadOptions:
     stages: tuple[range, ...] = ()
     addends: AddendSource | None = None
     pending_tokens: int = 0
+    state_dtype: DType = float32
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in STORED:
@@ -137,6 +140,7 @@ class LoadOptions:
             rounding=quantization if quantization in ROUNDED else "",
             kv_dtype=KV_DTYPES.get(kv_dtype),
             kv_skip_layers=_skip_layers(settings.get("kv_cache_dtype_skip_layers", ""), kv_dtype),
+            state_dtype=DType.parse(settings.get("state_dtype", "float32")),
             **unchanged,
         )
 

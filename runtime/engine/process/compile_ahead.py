@@ -94,6 +94,7 @@ def wanted_of_cpu(path: Path, config: EngineConfig) -> WantedOfCpu | None:
         has_experts=isinstance(model_config, MoeConfig) and len(model_config.dense_layers) < model_config.num_layers,
         formats=sorted(_block_formats(path, config) & (GGML_FORMATS.keys() | GROUP_FORMATS.keys())),
         recurrence=model_config.recurrence,
+        states=STORED[DType.parse(config.state_dtype)].__name__,
     )
 
 

@@ -136,6 +136,7 @@ class WantedOfCpu(msgspec.Struct, frozen=True, tag=True):
     has_experts: bool
     formats: list[str] = []
     recurrence: str = ""
+    states: str = "float32"
 
     def tasks(self) -> Iterator[Callable[[], Compiled]]:
         """First the loops, which a process can start before it imports the kernels; then these, the slowest first."""
@@ -148,6 +149,7 @@ class WantedOfCpu(msgspec.Struct, frozen=True, tag=True):
             pages=self.pages,
             has_experts=self.has_experts,
             recurrence=self.recurrence,
+            states=self.states,
         ):
             yield partial(_done, factory, *values)
 

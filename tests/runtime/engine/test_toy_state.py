@@ -15,11 +15,14 @@ import models.families
 from models.families import known_architectures
 from models.registry import load_model
 from runtime.commands.info_report import as_text, memory
+from runtime.dtype import float32
 from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import loaded_model
 from runtime.engine.steps.inputs import Shape
+from runtime.errors import InvalidArgumentError
 from runtime.kv.kinds import FULL, State
 from tests.models.driver import logits_of
+from tests.models.folders import write_tiny_qwen3
 from tests.runtime.engine.test_window_groups import answers, build, make_requests
 from tools.comparing.compare_speculation import compare
 
@@ -128,6 +131,26 @@ def test_the_recipe_shows_this_layer() -> None:
     section = ROOT.joinpath("docs/adding.md").read_text(encoding="utf-8").partition("### A layer with state")[2]
     (source,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.S)
     assert source in Path(__file__).with_name("toy_state").joinpath("toy_state.py").read_text(encoding="utf-8")
+
+
+def test_states_of_bfloat16_take_half_the_memory_and_give_the_bits_of_lone_runs(folder: Path) -> None:
+    half = build(folder, num_blocks=600, state_dtype="bfloat16", max_num_batched_tokens=13)
+    alone = build(folder, num_blocks=400, state_dtype="bfloat16", max_num_seqs=1, enable_prefix_caching=False)
+    requests = make_requests(6)
+    assert answers(half, requests) == answers(alone, requests)
+    forms = [
+        load_model(folder, load_format="dummy", state_dtype=each).kv_cache_spec(16).of_layer(0).form
+        for each in ("float32", "bfloat16")
+    ]
+    whole, less = (sum(plane.size_bytes for plane in form.planes(16, float32, is_cpu=True)) for form in forms)
+    assert whole - less == 2 * CONFIG["num_attention_heads"] * 8 * CONFIG["head_dim"]
+
+
+def test_a_type_of_states_without_states_is_refused(tmp_path: Path) -> None:
+    write_tiny_qwen3(tmp_path, vocab_size=259, eos_token_id=1, max_position_embeddings=256)
+    model = load_model(tmp_path, load_format="dummy", state_dtype="bfloat16")
+    with pytest.raises(InvalidArgumentError, match="state_dtype is bfloat16, but no layer"):
+        model.kv_cache_spec(16)
 
 
 def test_few_files_know_of_states() -> None:
