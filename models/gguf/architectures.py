@@ -22,6 +22,7 @@ LLAMA = {
     "ffn_norm": "post_attention_layernorm",
     **MLP,
 }
+_W = {"gate": "w1", "up": "w3", "down": "w2"}
 BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 GEMMA = {**LLAMA, "ffn_norm": "pre_feedforward_layernorm", **BEHIND}
 OLMO2 = {name: ours for name, ours in {**LLAMA, **HEAD_NORMS}.items() if name not in ("attn_norm", "ffn_norm")}
@@ -74,6 +75,28 @@ DELTA_RULE = {
     "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.a", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
 }  # fmt: skip
+SSM = {
+    "ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_dt.bias": "dt_bias", "ssm_a": "A_log", "ssm_d": "D",
+    "ssm_norm": "norm", "ssm_out": "out_proj",
+}  # fmt: skip
+"""A Mamba-2 mixer's."""
+NEMOTRON_H = {
+    "attn_norm": "norm", **{name: f"mixer.{ours}" for name, ours in {**ATTENTION, **SSM}.items()},
+    "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.{expert}.up_proj", "ffn_down_exps": "mixer.experts.{expert}.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj", "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj",
+}  # fmt: skip
+LFM2 = {
+    "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj",
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
+    "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")},
+    "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias",
+    **{f"ffn_{name}_exps": f"feed_forward.experts.{{expert}}.{own}" for name, own in _W.items()},
+}  # fmt: skip
 STARCODER2 = {**LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 HUNYUAN = {
     **LLAMA, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"
@@ -86,6 +109,10 @@ GRANITE_MOE = {
     **{name: ours.replace("mlp", "block_sparse_moe") for name, ours in EXPERTS.items()},
     "ffn_gate_shexp": "shared_mlp.gate_proj", "ffn_up_shexp": "shared_mlp.up_proj",
     "ffn_down_shexp": "shared_mlp.output_linear",
+}  # fmt: skip
+GRANITE_HYBRID = {
+    **GRANITE_MOE, **{name: f"mamba.{ours}" for name, ours in SSM.items()}, "ffn_gate": "shared_mlp.gate_proj",
+    "ffn_up": "shared_mlp.up_proj", "ffn_down": "shared_mlp.output_linear",
 }  # fmt: skip
 ERNIE_MOE = {
     **LLAMA, **ROUTER, **EXPERTS, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
@@ -126,6 +153,8 @@ class GgufArchitecture:
             halves.
         norm_offset: is stored added to the weights of norms, but for those of `plain_norms`.
         convolutions: parts of a layer that are filters of channels, `[channels, taps]`; `[channels, 1, taps]` there.
+        flat: parts of a layer that are vectors there, whatever their shape here; of them `decays` are stored as
+            `-exp` of what they are there.
         is_latent: heads' sizes are those of latent attention, which `read` reads; `head_dim` is what is rotated.
         names: of tensors outside of layers, and of the layers ("blk"), here.
         transposed: parts of a layer whose matrices are stored inputs first here.
@@ -141,6 +170,8 @@ class GgufArchitecture:
     norm_offset: float = 0.0
     plain_norms: frozenset[str] = frozenset()
     convolutions: frozenset[str] = frozenset(("ssm_conv1d",))
+    flat: frozenset[str] = frozenset()
+    decays: frozenset[str] = frozenset()
     is_latent: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     transposed: frozenset[str] = frozenset()
@@ -150,6 +181,7 @@ class GgufArchitecture:
     read: Callable[[Keys, dict[str, Any]], dict[str, Any]] = lambda keys, common: {}
 
 
+_MAMBA_VECTORS = frozenset(("ssm_a", "ssm_d", "ssm_norm"))
 _LAYER_NORM = "layer_norm_epsilon"
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
@@ -226,6 +258,37 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         norm_offset=1.0,
         plain_norms=frozenset(("ssm_norm",)),
         read=fields.read_qwen3_next,
+    ),
+    **dict.fromkeys(
+        ("lfm2", "lfm2moe"),
+        GgufArchitecture(
+            "Lfm2ForCausalLM",
+            LFM2,
+            convolutions=frozenset(("shortconv.conv",)),
+            epsilon=("layer_norm_rms_epsilon", "norm_eps"),
+            names={**NAMES, "token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"},
+            read=fields.read_lfm2,
+        ),
+    ),
+    "granitehybrid": GgufArchitecture(
+        "GraniteMoeHybridForCausalLM",
+        GRANITE_HYBRID,
+        has_permuted_heads=True,
+        flat=_MAMBA_VECTORS,
+        decays=frozenset(("ssm_a",)),
+        read=fields.read_granite_hybrid,
+    ),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        GgufArchitecture(
+            "NemotronHForCausalLM",
+            NEMOTRON_H,
+            flat=_MAMBA_VECTORS,
+            decays=frozenset(("ssm_a",)),
+            epsilon=("layer_norm_rms_epsilon", "layer_norm_epsilon"),
+            names={**NAMES, "token_embd": "model.embeddings", "output_norm": "model.norm_f"},
+            read=fields.read_nemotron_h,
+        ),
     ),
     "mistral3": GgufArchitecture("Ministral3ForCausalLM", LLAMA, has_permuted_heads=True, read=fields.read_mistral3),
     "chatglm": GgufArchitecture(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from models.configuration.json_fields import REQUIRED, Fields
@@ -13,7 +13,7 @@ _SOFTMAX, _SIGMOID = 1, 2  # values of `expert_gating_func`
 class Keys:
     """The metadata of one architecture, `{name}.key`; records the fields that were read. `tensors` are the file's."""
 
-    def __init__(self, fields: Fields, name: str, tensors: Container[str]) -> None:
+    def __init__(self, fields: Fields, name: str, tensors: Mapping[str, Any]) -> None:
         self.fields, self.tensors, self._name = fields, tensors, name
 
     def __call__(self, key: str) -> str:
@@ -21,11 +21,12 @@ class Keys:
         return f"{self._name}.{key}"
 
     def integer(self, key: str, default: Any = None, *, least: int = 1) -> Any:
-        """An integer, or a list with the same one for each layer."""
+        """An integer, or a list with the same one for each layer, or 0 for layers that have none."""
         name = self(key)
         values = self.fields.raw(name)
-        if isinstance(values, list) and values and all(value == values[0] for value in values):
-            return Fields({name: values[0]}, self.fields.where).integer(name, least=least)
+        if isinstance(values, list) and values and len(found := {*map(repr, values)} - {"0"}) < 2:
+            value = next((each for each in values if repr(each) in found), None)
+            return Fields({name: value}, self.fields.where).integer(name, default, least=least)
         return self.fields.integer(name, default, least=least)
 
     def number(self, key: str, default: Any = None) -> Any:
@@ -98,6 +99,98 @@ def read_qwen35_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 def read_qwen3_next(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     return {**read_qwen35_moe(keys, common), "linear_attn_stored_as": "llama.cpp"}
+
+
+def _layers_with(keys: Keys, common: dict[str, Any], part: str) -> list[bool]:
+    """Whether each layer has the tensor `part.weight`."""
+    return [f"blk.{layer}.{part}.weight" in keys.tensors for layer in range(common["num_hidden_layers"])]
+
+
+def _has_any(keys: Keys, end: str) -> bool:
+    """Whether some layer's tensor ends so."""
+    return any(name.startswith("blk.") and name.endswith(end) for name in keys.tensors)
+
+
+def read_lfm2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """LFM2's fields. Layers with a convolution, and with experts, are those that have their tensors."""
+    kinds = ["conv" if each else "full_attention" for each in _layers_with(keys, common, "shortconv.conv")]
+    found = {"layer_types": kinds, "conv_L_cache": keys.integer("shortconv.l_cache", REQUIRED)}
+    found["conv_bias"] = _has_any(keys, ".shortconv.conv.bias")
+    has_experts = _layers_with(keys, common, "ffn_gate_inp")
+    if not any(has_experts):
+        return {**found, "block_auto_adjust_ff_dim": False}
+    keys.fields.expect(keys("expert_gating_func"), 0, _SIGMOID)
+    first = has_experts.index(True)
+    return {
+        **found, **_read_experts(keys), "architectures": ["Lfm2MoeForCausalLM"],
+        "num_dense_layers": keys.integer("leading_dense_block_count", 0, least=0),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
+        "use_expert_bias": f"blk.{first}.exp_probs_b.bias" in keys.tensors,
+        "norm_topk_prob": keys.fields.boolean(keys("expert_weights_norm"), True),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+    }  # fmt: skip
+
+
+def _read_mamba(keys: Keys, common: dict[str, Any]) -> Iterator[int]:
+    """Heads, groups, a head's size, a state's, and taps of Mamba-2 layers."""
+    heads, inner = keys.integer("ssm.time_step_rank", REQUIRED), keys.integer("ssm.inner_size", REQUIRED)
+    if inner % heads:
+        raise keys.fields.error(keys("ssm.inner_size"), f"= {inner} must be a multiple of ssm.time_step_rank = {heads}")
+    yield from (heads, keys.integer("ssm.group_count", REQUIRED), inner // heads)
+    yield from (keys.integer(f"ssm.{name}", REQUIRED) for name in ("state_size", "conv_kernel"))
+
+
+def read_granite_hybrid(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Granite 4's fields. Its attention has positions if "finetuned" says so, which has no other use there."""
+    heads, groups, head_dim, state_size, taps = _read_mamba(keys, common)
+    has_states = _layers_with(keys, common, "ssm_in")
+    found = {
+        **read_granite(keys, common), "mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_head": head_dim,
+        "mamba_d_state": state_size, "mamba_d_conv": taps, "mamba_conv_bias": _has_any(keys, ".ssm_conv1d.bias"),
+        "mamba_proj_bias": _has_any(keys, ".ssm_in.bias"),
+        "layer_types": ["linear_attention" if each else "full_attention" for each in has_states],
+        "position_embedding_type": "rope" if keys.fields.raw(keys("rope.scaling.finetuned")) else None,
+    }  # fmt: skip
+    if heads * head_dim % common["hidden_size"]:
+        problem = f"= {heads * head_dim} must be a multiple of embedding_length = {common['hidden_size']}"
+        raise keys.fields.error(keys("ssm.inner_size"), problem)
+    found["mamba_expand"] = heads * head_dim // common["hidden_size"]
+    shared = keys.integer("expert_shared_feed_forward_length", 0, least=0)
+    if not keys.integer("expert_count", 0, least=0):
+        keys.integer("expert_used_count", 0, least=0)
+        up = keys.tensors.get("blk.0.ffn_up.weight", keys.tensors.get("blk.0.ffn_up_shexp.weight"))
+        shared = shared or (common["intermediate_size"] if up is None else up.shape[0])
+        return {**found, "num_local_experts": 0, "shared_intermediate_size": shared}
+    experts = _read_experts(keys)
+    return {**found, **experts, "num_local_experts": experts["num_experts"], "shared_intermediate_size": shared}
+
+
+def read_nemotron_h(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Nemotron's fields. The tensors say what each layer is."""
+    heads, groups, head_dim, state_size, taps = _read_mamba(keys, common)
+    parts = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe"}
+    have = {kind: _layers_with(keys, common, part) for part, kind in parts.items()}
+    layers = range(common["num_hidden_layers"])
+    kinds = [next((kind for kind, each in have.items() if each[layer]), "mlp") for layer in layers]
+    found = {
+        "layers_block_type": kinds, "mamba_num_heads": heads, "n_groups": groups, "mamba_head_dim": head_dim,
+        "ssm_state_size": state_size, "conv_kernel": taps, "use_conv_bias": _has_any(keys, ".ssm_conv1d.bias"),
+        "use_bias": _has_any(keys, ".ssm_in.bias"), "mlp_bias": _has_any(keys, ".ffn_up.bias"),
+    }  # fmt: skip
+    if "moe" not in kinds:
+        return found
+    keys.fields.expect(keys("expert_gating_func"), 0, _SIGMOID)
+    keys.fields.expect(keys("expert_shared_count"), 1)
+    experts = _read_experts(keys)
+    return {
+        **found, "n_routed_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"],
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
+        "moe_shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", REQUIRED),
+        "moe_latent_size": keys.integer("moe_latent_size", 0, least=0) or None,
+        "n_group": keys.integer("expert_group_count", 1), "topk_group": keys.integer("expert_group_used_count", 1),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.fields.boolean(keys("expert_weights_norm"), False),
+    }  # fmt: skip
 
 
 def read_glm4_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -116,6 +117,7 @@ class GgufModel:
                         if ours.endswith("norm.weight") and _part(stored) not in rules.plain_norms else 0.0,
                         is_transposed=_part(stored) in rules.transposed and name.endswith(".weight"),
                         is_convolution=_part(stored) in rules.convolutions and name.endswith(".weight"),
+                        is_flat=_part(stored) in rules.flat, is_decay=_part(stored) in rules.decays,
                     )  # fmt: skip
         if self._tower is not None:
             tensors = {re.sub("^model[.]", "model.language_model.", name): each for name, each in tensors.items()}
@@ -169,12 +171,13 @@ class GgufWeight(StoredTensor):
     `index` is its number among those that are stacked in the file's tensor, of which it has the `rows`; a matrix that
     `is_transposed` stands inputs first there. `pairs_of` elements of a head, rotated as neighbouring pairs in the file,
     become two halves; 0 keeps the rows. `norm_offset` was added by the converter. A convolution over time `[channels,
-    taps]` becomes `[channels, 1, taps]`.
+    taps]` becomes `[channels, 1, taps]`; what `is_flat` a vector; and -exp of a decay, if it `is_decay`, the decay.
     """
 
     def __init__(
         self, file: GgufFile, name: str, index: int | None = None, *, rows: slice = slice(None), pairs_of: int = 0,
         norm_offset: float = 0.0, is_transposed: bool = False, is_convolution: bool = False,
+        is_flat: bool = False, is_decay: bool = False,
     ) -> None:  # fmt: skip
         entry = file.tensor(name, index)
         self.file, self.name, self.type_name = file.path.name, name, entry.format.name
@@ -188,6 +191,9 @@ class GgufWeight(StoredTensor):
         self._norm_offset, self._is_transposed = norm_offset, is_transposed
         if is_transposed:
             self.shape = self.shape[::-1]
+        self._is_decay = is_decay
+        if is_flat:
+            self.shape = (math.prod(self.shape),)
         if is_convolution and len(self.shape) == 2:
             self.shape = (self.shape[0], 1, self.shape[1])
 
@@ -197,6 +203,9 @@ class GgufWeight(StoredTensor):
         if self._norm_offset:
             with np.errstate(invalid="ignore"):  # NaN stays one
                 values = values - values.dtype.type(self._norm_offset)
+        if self._is_decay:
+            with np.errstate(invalid="ignore", divide="ignore"):
+                values = np.log(-values.astype(np.float64)).astype(np.float32)
         return np.ascontiguousarray(values.T) if self._is_transposed else values.reshape(self.shape)
 
     def blocks(self) -> Array:
