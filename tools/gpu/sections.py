@@ -113,6 +113,7 @@ def sections() -> Iterator[Section]:
     yield Section("quantized", "kernels.cases:checked", 40, 20, argument="quantized")
     yield Section("attention", "kernels.cases:checked", 40, 20, argument="attention")
     yield Section("rows", "kernels.cases:checked", 30, 20, argument="rows")
+    yield Section("recurrent", "kernels.cases:checked", 40, 20, argument="recurrent")
     yield Section("sampling", "kernels.cases:checked", 35, 20, argument="sampling")
     yield Section(
         "qwen3-8b", "serving.models:batch_1", 50, 45, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True

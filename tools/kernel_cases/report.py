@@ -20,6 +20,7 @@ from numba_kernels.cuda.specialisation import Launch
 from runtime import ops
 from runtime.bench.kernels.case import TOLERANCE, Array, Case, Inputs, Prepared
 from runtime.bench.kernels.operations import attention_case, norm_case, product_case, softmax_case, swiglu_case
+from runtime.bench.kernels.recurrent import delta_rule_case, mamba_case, short_conv_case
 from runtime.dtype import bfloat16
 from runtime.tensor.tensor import Tensor
 from tools.kernel_cases.experts import gathered_case, tier_cases
@@ -40,6 +41,7 @@ def cases() -> Iterator[Case]:
     yield from _rows()
     yield from _tokens()
     yield from chunk_cases()
+    yield from _recurrent()
     yield from _glue()
 
 
@@ -255,6 +257,20 @@ def _logprobs(inputs: Inputs) -> tuple[Any, ...]:
     logits, ids = inputs.put_normal(4, _VOCAB, dtype="f32"), inputs.put(np.arange(4, dtype=np.int32))
     outputs = [inputs.empty(size) for size in (16, 16, 80, 80)]
     return logprobs.plan(4, _VOCAB, 5), logits, ids, *outputs, _VOCAB, 5
+
+
+# Layers with a recurrent state: decodes, and a chunk of a short convolution
+
+_FILTERS = "a lane's filters are 16-byte loads, each of which takes half of every sector; tokens share them"
+
+
+def _recurrent() -> Iterator[Case]:
+    for state in ("f32", "bf16"):
+        yield delta_rule_case(
+            2, 1, state=state, num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=128
+        )  # fmt: skip
+    yield mamba_case(2, 1, num_heads=4, head_dim=64, num_groups=1, state_size=128)
+    yield replace(short_conv_case(1, 64, 1024), scattered_because=_FILTERS)
 
 
 # Glue

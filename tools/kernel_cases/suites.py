@@ -15,6 +15,13 @@ from runtime.bench.kernels.operations import (
     softmax_case,
     swiglu_case,
 )
+from runtime.bench.kernels.recurrent import (
+    NEMOTRON_30B,
+    QWEN35_35B,
+    delta_rule_case,
+    mamba_case,
+    short_conv_case,
+)
 from tools.kernel_cases.experts import Mixture
 from tools.kernel_cases.quantised import served_case
 from tools.kernel_cases.sampling import KINDS, sampling_case
@@ -173,6 +180,24 @@ def experts(is_quick: bool) -> Iterator[Case]:
             yield Mixture("", weight, tokens, 8, 2, 1024, 512, has_bias=True).case()
 
 
+def recurrent(is_quick: bool) -> Iterator[Case]:
+    """Layers with a recurrent state: decodes, drafts, and chunks that continue a prompt."""
+    if is_quick:
+        yield delta_rule_case(2, 3, num_key_heads=1, num_value_heads=2, key_dim=64, value_dim=20)
+        yield mamba_case(2, 3, num_heads=4, head_dim=20, num_groups=2, state_size=64)
+        yield short_conv_case(3, 20, 40)
+        return
+    for seqs, queries in ((1, 1), (5, 1), (33, 1), (3, 4), (1, 130)):
+        for state in ("f32", "bf16"):
+            yield delta_rule_case(seqs, queries, state=state, **QWEN35_35B)
+            yield mamba_case(seqs, queries, state=state, **NEMOTRON_30B)
+        yield short_conv_case(seqs, queries, 2048)
+    for dtype in ("f16", "f32"):
+        yield delta_rule_case(3, 2, dtype=dtype, **QWEN35_35B)
+    yield delta_rule_case(3, 2, num_key_heads=2, num_value_heads=6, key_dim=96, value_dim=33)
+    yield mamba_case(3, 2, num_heads=6, head_dim=33, num_groups=3, state_size=40)
+
+
 VOCABULARY = 151_936
 
 
@@ -207,6 +232,12 @@ def kernels_speed(is_quick: bool) -> Iterator[Case]:
     for m in (1, 32, 2048):
         yield swiglu_case(m, 12288)
     yield softmax_case(32, 151936)
+    for seqs in (1, 32, 256):
+        yield delta_rule_case(seqs, 1, **QWEN35_35B)
+    for seqs in (1, 32):
+        yield delta_rule_case(seqs, 1, state="bf16", **QWEN35_35B)
+        yield mamba_case(seqs, 1, **NEMOTRON_30B)
+        yield short_conv_case(seqs, 1, 2048)
     yield norm_case("layer_norm", 4096, 768)
     yield attention_case("auto", "bf16", 8, 0, 512, 12, 12, 64)
     for m in (1, 32):
@@ -260,7 +291,7 @@ def sampling_speed(is_quick: bool) -> Iterator[Case]:
 
 SUITES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "hopper gemm": hopper_gemm, "gemm": gemm, "experts": experts, "quantized": quantized, "attention": attention,
-    "rows": rows, "sampling": sampling, "kernels": kernels_speed, "quantized speed": quantized_speed,
-    "experts speed": experts_speed, "sampling speed": sampling_speed,
+    "rows": rows, "recurrent": recurrent, "sampling": sampling, "kernels": kernels_speed,
+    "quantized speed": quantized_speed, "experts speed": experts_speed, "sampling speed": sampling_speed,
 }  # fmt: skip
 """By the section of `gpu_check`; an argument says whether sizes are small enough to emulate."""

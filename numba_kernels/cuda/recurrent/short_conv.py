@@ -14,7 +14,7 @@ from numba import cuda, float32, int32, types, uint32, uint64
 
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer
+from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer, floats_loader
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.math import fma
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
@@ -29,7 +29,8 @@ THREADS = 64
 def _short_conv(dtype: str, width: int, taps: int) -> Specialisation:
     """Arguments: see `plan`."""
     load, store, item_bytes = elements_loader(dtype, width), elements_storer(dtype, width), uint64(ITEM_BYTES[dtype])
-    load_f32, kept_taps = memory.load_f32, taps - 1
+    load_f32, kept_taps, floats = memory.load_f32, taps - 1, 4 if width * taps % 4 == 0 and width > 1 else 1
+    load_floats = floats_loader(floats)
     if dtype == "f32":
         rounded = device_function(lambda value: value)
     else:
@@ -91,9 +92,11 @@ def _short_conv(dtype: str, width: int, taps: int) -> Specialisation:
             biases[i] = float32(0)
             if bias != uint64(0):
                 biases[i] = load_f32(bias + (uint64(channel) + uint64(i)) * uint64(4))
-            for tap in range(taps):
-                place = (uint64(channel) + uint64(i)) * uint64(taps) + uint64(tap)
-                filters[tap, i] = load_f32(conv + place * uint64(4))
+        own_filters = conv + uint64(channel) * uint64(4 * taps)
+        for piece in range(width * taps // floats):
+            loaded = load_floats(own_filters + uint64(4 * floats * piece))
+            for j in range(floats):
+                filters[(piece * floats + j) % taps, (piece * floats + j) // taps] = loaded[j]
         token = int32(before + first)
         for tap in range(kept_taps):
             at = int32(token - int32(kept_taps) + int32(tap))

@@ -5,9 +5,9 @@ For each value head, with decay e, step size b, key k, query q and value v of a 
     d = b (v - e S^T k)   (mamba: d = b v)      o = e S^T q + d (k . q)      S = e S + k d^T
 
 Rows of S^T, which memory holds, are independent. A warp keeps `rows` of them in registers over all tokens of its
-sequence's chunk, lanes along the keys, so S is read once and written once, whatever the number of tokens. Each warp
-convolves and normalises the token's key and query by itself, which costs as many instructions as the recurrence of its
-rows, and no barrier. First come the tokens that are pending in the page that is read, which give no output.
+sequence's chunk, lanes along the keys, so S is read once and written once, whatever the number of tokens. The block's
+threads convolve a token's key and query together, a channel each; a barrier a token, and each warp normalises them.
+First come the tokens that are pending in the page that is read, which give no output.
 
 The sums S^T k and S^T q of all rows go through `exchange` together. Lane i has those of row i modulo `rows`, with its
 value and d; the other lanes get d by shuffles.
@@ -27,14 +27,21 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, quad_storer
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
 from numba_kernels.cuda.intrinsics.math import divide_u32, exp, fma, reciprocal_sqrt, sigmoid
-from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import exchange, lane_index, shuffle_index_f32, shuffle_xor_f32, warp_sum
 from numba_kernels.cuda.recurrent.chunk import copier, covered, find_chunk, run_loader, silu, softplus
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
-MOST_WARPS = 8  # of a block
+MOST_WARPS = 4  # of a block, four of which fit a multiprocessor of Hopper, which then reads 64 KB at a time
 MOST_ROWS = 8
 ROW_REGISTERS = 64  # of a lane, for its part of the rows
+
+
+_SHARED_LOADS = {
+    1: device_function(lambda address: (memory.shared_load_f32(address),)),
+    2: memory.shared_load_2xf32,
+    4: memory.shared_load_4xf32,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +66,9 @@ class Columns:
         return self.runs * self.width
 
 
-def columns_of(size: int, *multiples: int) -> Columns:
-    """The widest runs, if the offsets and strides that rows are read at are ``multiples`` of them."""
-    width = next(
-        width
-        for width in (4, 2, 1)
-        if width == 1 or (size % (32 * width) == 0 and all(each % width == 0 for each in multiples))
-    )
-    return Columns(size, width)
+def columns_of(size: int) -> Columns:
+    """The widest runs."""
+    return Columns(size, next((width for width in (4, 2) if size % (32 * width) == 0), 1))
 
 
 def rows_of(columns: Columns) -> int:
@@ -88,45 +90,34 @@ def _decay(x):
 
 
 @functools.cache
-def convolver(dtype: str, taps: int, columns: Columns) -> Any:
-    """A device function ``(rows, conv, bias, channel, lane, out)``: the convolution and SiLU of a lane's columns of a
-    head whose first channel is ``channel``. ``rows [taps]``: addresses of tokens' inputs, 0 for zeros."""
-    width, runs, size, is_whole = columns.width, columns.runs, columns.size, columns.is_whole
-    load, item_bytes, load_quad, load_one = (
-        run_loader(dtype, width),
-        uint64(ITEM_BYTES[dtype]),
-        memory.load_4xf32,
-        memory.load_f32,
-    )
-    has_quads = taps == 4
+def convolver(dtype: str, taps: int) -> Any:
+    """A device function ``(rows, conv, bias, channel) -> float32``: one channel's convolution and SiLU. ``rows
+    [taps]``: addresses of tokens' inputs, 0 for zeros; conv's rows of 4 taps lie on bounds of 16 bytes."""
+    load, load_f32, item_bytes = element_loader(dtype), memory.load_f32, uint64(ITEM_BYTES[dtype])
+    load_quad, has_quads = memory.load_4xf32, taps == 4
 
     @device_function
-    def convolve(rows, conv, bias, channel, lane, out):
-        filters = cuda.local.array((width, taps), float32)
-        for run in range(runs):
-            column = uint32(lane * uint32(width) + uint32(run * 32 * width))
-            for i in range(width):
-                out[run * width + i] = float32(0)
-            if is_whole or column < uint32(size):
-                first = uint64(uint32(channel + column))
-                for i in range(width):
-                    at = conv + (first + uint64(i)) * uint64(4 * taps)
-                    if has_quads:
-                        quad = load_quad(at)
-                        for tap in range(4):
-                            filters[i, tap] = quad[tap]
-                    else:
-                        for tap in range(taps):
-                            filters[i, tap] = load_one(at + uint64(4 * tap))
-                    if bias != uint64(0):
-                        out[run * width + i] = load_one(bias + (first + uint64(i)) * uint64(4))
-                for tap in range(taps):
-                    if rows[tap] != uint64(0):
-                        loaded = load(rows[tap] + first * item_bytes)
-                        for i in range(width):
-                            out[run * width + i] = fma(loaded[i], filters[i, tap], out[run * width + i])
-                for i in range(width):
-                    out[run * width + i] = silu(out[run * width + i])
+    def convolve(rows, conv, bias, channel):
+        filters = cuda.local.array(taps, float32)
+        given = cuda.local.array(taps, float32)
+        at = conv + uint64(channel) * uint64(4 * taps)
+        if has_quads:
+            quad = load_quad(at)
+            for tap in range(4):
+                filters[tap] = quad[tap]
+        else:
+            for tap in range(taps):
+                filters[tap] = load_f32(at + uint64(4 * tap))
+        for tap in range(taps):
+            given[tap] = float32(0)
+            if rows[tap] != uint64(0):
+                given[tap] = load(rows[tap] + uint64(channel) * item_bytes)
+        total = float32(0)
+        if bias != uint64(0):
+            total = load_f32(bias + uint64(channel) * uint64(4))
+        for tap in range(taps):
+            total = fma(given[tap], filters[tap], total)
+        return silu(total)
 
     return convolve
 
@@ -192,7 +183,10 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
     column_bytes = uint64(columns.size * ITEM_BYTES[stored])
     load_one, copy = element_loader(dtype), copier(dtype)
     load_f32, store_f32, store_b32 = memory.load_f32, memory.store_f32, memory.store_b32
-    convolve, convolve_value, rounded = convolver(dtype, taps, columns), _value_convolver(dtype, taps), _rounder(stored)
+    convolve, rounded = convolver(dtype, taps), _rounder(stored)
+    width, runs, padded = columns.width, columns.runs, 32 * elements
+    shared_floats = 4 * padded
+    is_whole, store_shared, load_shared = columns.is_whole, memory.shared_store_f32, _SHARED_LOADS[width]
     load_row, store_row = _row_mover(stored, columns)
     num_sums = 2 * rows if is_delta else rows
     exchanges = tuple(exchange(distance, num_sums) for distance in (16, 8, 4, 2, 1))
@@ -211,7 +205,7 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
         head = divide_u32(uint32(cuda.blockIdx.x), parts)
         part = uint32(uint32(cuda.blockIdx.x) - head * parts)
         seq = uint32(cuda.blockIdx.y)
-        block_rows = uint32(uint32(cuda.blockDim.x) >> uint32(5)) * uint32(rows)
+        block_rows = uint32(uint32(uint32(cuda.blockDim.x) >> uint32(5)) * uint32(rows))
         block_first = uint32(part * block_rows)
         first_row = uint32(block_first + warp * uint32(rows))
         out_bytes = uint64(value_heads) * uint64(value_dim) * uint64(4)
@@ -252,6 +246,15 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
         source = state + uint64(uint32(read)) * page_bytes + first_bytes
         target = state + uint64(uint32(written)) * page_bytes + first_bytes
 
+        mixed = memory.shared_address(
+            cuda.shared.array(shared_floats, float32)
+        )  # of even and odd tokens: key, then query
+        if not is_whole:  # the ends of keys and queries stay 0
+            thread = uint32(cuda.threadIdx.x)
+            while thread < uint32(4 * padded):
+                store_shared(uint32(mixed + thread * uint32(4)), float32(0))
+                thread = uint32(thread + uint32(cuda.blockDim.x))
+            sync_block()
         held = cuda.local.array((rows, elements), float32)
         key = cuda.local.array(elements, float32)
         query = cuda.local.array(elements, float32)
@@ -284,12 +287,28 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
             token_gates = x + uint64(uint32(start + token - before)) * x_bytes + uint64(gates_first) * item_bytes
             if token < before:
                 token_gates = pending_gates + uint64(uint32(token - length)) * uint64(num_gates) * item_bytes
-            convolve(tokens, conv, conv_bias, k_channel, lane, key)
-            convolve(tokens, conv, conv_bias, q_channel, lane, query)
+            keys_at = uint32(mixed + (uint32(token) & uint32(1)) * uint32(8 * padded))
+            thread = uint32(cuda.threadIdx.x)
+            while thread < uint32(key_dim):
+                place = uint32(keys_at + thread * uint32(4))
+                store_shared(place, convolve(tokens, conv, conv_bias, uint32(k_channel + thread)))
+                store_shared(
+                    uint32(place + uint32(4 * padded)), convolve(tokens, conv, conv_bias, uint32(q_channel + thread))
+                )
+                thread = uint32(thread + uint32(cuda.blockDim.x))
             value = float32(0)
             if own_row < value_dim:
-                value = convolve_value(tokens, conv, conv_bias, uint32(v_channel + own_row))
+                value = convolve(tokens, conv, conv_bias, uint32(v_channel + own_row))
 
+            sync_block()  # a warp that is a token ahead writes the other half
+            for run in range(runs):
+                place = uint32(keys_at + lane * uint32(4 * width) + uint32(128 * width * run))
+                loaded = load_shared(place)
+                for i in range(width):
+                    key[run * width + i] = loaded[i]
+                loaded = load_shared(uint32(place + uint32(4 * padded)))
+                for i in range(width):
+                    query[run * width + i] = loaded[i]
             product = float32(0)
             for e in range(elements):
                 product = fma(key[e], query[e], product)
@@ -357,42 +376,43 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
                     if uint32(first_row + uint32(i)) < value_dim:
                         store_row(target + uint64(i) * column_bytes, lane, held[i])
 
-        if warp == uint32(0):  # what the next chunk needs of this one's inputs
-            kept = inputs + uint64(uint32(written)) * uint64(page_rows) * input_bytes
-            v_count = uint32(value_dim - block_first)
-            if v_count > block_rows:
-                v_count = block_rows
-            at = int32(now - int32(taps - 1))
+        # What the next chunk needs of this one's inputs, a row a warp.
+        num_warps = uint32(uint32(cuda.blockDim.x) >> uint32(5))
+        kept = inputs + (uint64(uint32(written)) * uint64(page_rows) + uint64(warp)) * input_bytes
+        v_count = uint32(value_dim - block_first)
+        if v_count > block_rows:
+            v_count = block_rows
+        at = int32(now - int32(taps - 1) + int32(warp))
+        while at < end:
+            origin = uint64(0)
+            if at >= before:
+                origin = x + uint64(uint32(start + at - before)) * x_bytes + uint64(x_first) * item_bytes
+            elif before > int32(0):
+                origin = given + uint64(uint32(int32(taps - 1) + at - length)) * input_bytes
+            v_bytes = uint64(uint32(v_channel + block_first)) * item_bytes
+            k_bytes = uint64(k_channel) * item_bytes
+            q_bytes = uint64(q_channel) * item_bytes
+            is_given = uint64(1) if origin != uint64(0) else uint64(0)
+            copy(kept + v_bytes, origin + v_bytes * is_given, v_count, lane)
+            if is_owner and part == uint32(0):
+                copy(kept + k_bytes, origin + k_bytes * is_given, uint32(key_dim), lane)
+                copy(kept + q_bytes, origin + q_bytes * is_given, uint32(key_dim), lane)
+            kept += uint64(num_warps) * input_bytes
+            at = int32(at + int32(num_warps))
+        if part == uint32(0) and warp == uint32(0):
+            kept = gates + uint64(uint32(written)) * uint64(pending) * uint64(num_gates) * item_bytes
+            at = now
             while at < end:
-                origin = uint64(0)
-                if at >= before:
-                    origin = x + uint64(uint32(start + at - before)) * x_bytes + uint64(x_first) * item_bytes
-                elif before > int32(0):
-                    origin = given + uint64(uint32(int32(taps - 1) + at - length)) * input_bytes
-                v_bytes = uint64(uint32(v_channel + block_first)) * item_bytes
-                k_bytes = uint64(k_channel) * item_bytes
-                q_bytes = uint64(q_channel) * item_bytes
-                is_given = uint64(1) if origin != uint64(0) else uint64(0)
-                copy(kept + v_bytes, origin + v_bytes * is_given, v_count, lane)
-                if is_owner and part == uint32(0):
-                    copy(kept + k_bytes, origin + k_bytes * is_given, uint32(key_dim), lane)
-                    copy(kept + q_bytes, origin + q_bytes * is_given, uint32(key_dim), lane)
-                kept += input_bytes
-                at = int32(at + int32(1))
-            if part == uint32(0):
-                kept = gates + uint64(uint32(written)) * uint64(pending) * uint64(num_gates) * item_bytes
-                at = now
-                while at < end:
-                    origin = x + uint64(uint32(start + at - before)) * x_bytes + uint64(gates_first) * item_bytes
-                    head_at = uint64(head) * item_bytes
+                origin = x + uint64(uint32(start + at - before)) * x_bytes + uint64(gates_first) * item_bytes
+                head_at = uint64(head) * item_bytes
+                copy(kept + head_at, origin + head_at, uint32(1), lane)
+                if is_delta:
+                    head_at = uint64(uint32(value_heads + head)) * item_bytes
                     copy(kept + head_at, origin + head_at, uint32(1), lane)
-                    if is_delta:
-                        head_at = uint64(uint32(value_heads + head)) * item_bytes
-                        copy(kept + head_at, origin + head_at, uint32(1), lane)
-                    kept += uint64(num_gates) * item_bytes
-                    at = int32(at + int32(1))
-                if head == uint32(0) and lane == uint32(0):
-                    store_b32(lengths + uint64(uint32(written)) * uint64(4), uint32(now))
+                kept += uint64(num_gates) * item_bytes
+                at = int32(at + int32(1))
+            if head == uint32(0) and lane == uint32(0):
+                store_b32(lengths + uint64(uint32(written)) * uint64(4), uint32(now))
 
     rule = "delta_step" if is_delta else "mamba_step"
     name = f"{rule}_{dtype}_{stored}_t{taps}_k{columns.size}_x{columns.width}"
@@ -401,33 +421,11 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
     return Specialisation(name, step, argument_types, 32 * MOST_WARPS, constants=constants)
 
 
-@functools.cache
-def _value_convolver(dtype: str, taps: int) -> Any:
-    """A device function ``(rows, conv, bias, channel) -> float32``: one channel's convolution and SiLU."""
-    load, load_f32, item_bytes = element_loader(dtype), memory.load_f32, uint64(ITEM_BYTES[dtype])
-
-    @device_function
-    def convolve(rows, conv, bias, channel):
-        total = float32(0)
-        if bias != uint64(0):
-            total = load_f32(bias + uint64(channel) * uint64(4))
-        for tap in range(taps):
-            if rows[tap] != uint64(0):
-                weight = load_f32(conv + (uint64(channel) * uint64(taps) + uint64(tap)) * uint64(4))
-                total = fma(load(rows[tap] + uint64(channel) * item_bytes), weight, total)
-        return silu(total)
-
-    return convolve
-
-
 def plan(
     num_seqs: int, value_heads: int, value_dim: int, key_dim: int, taps: int, dtype: str, state_dtype: str, *,
-    is_delta: bool, multiples: tuple[int, ...] = (),
+    is_delta: bool,
 ) -> tuple[Launch, int]:  # fmt: skip
     """A batch of so many sequences, padding included; and the number of blocks that share a head, an argument.
-
-    ``multiples``: the stride of x's rows and the first columns and channels of keys and queries, in elements, and the
-    alignment of x; they and key_dim bound the width of a lane's accesses.
 
     Arguments: addresses of x, the convolution's weights ``[channels, taps]`` and bias (0 without), a, dt_bias, d (0 for
     a delta rule), the results (float32 ``[T, value_heads * value_dim]``), query_start, seq_lens, the block table, and
@@ -436,9 +434,8 @@ def plan(
     (`chunk_form` serves the others), gates of a row, key_heads, value_heads, value_dim, the
     first channels of q, k and v, whether heads are tiled, blocks a head; the limits of mamba's dt.
     """
-    columns = columns_of(key_dim, *multiples)
-    warps = 2 if num_seqs <= 4 else 4 if num_seqs <= 16 else MOST_WARPS
-    warps = min(warps, -(-value_dim // rows_of(columns)))
+    columns = columns_of(key_dim)
+    warps = min(2 if num_seqs <= 4 else MOST_WARPS, -(-value_dim // rows_of(columns)))
     parts = -(-value_dim // (rows_of(columns) * warps))
     kernel = _step(is_delta, dtype, state_dtype, taps, columns)
     return Launch(kernel, (value_heads * parts, num_seqs, 1), (32 * warps, 1, 1)), parts

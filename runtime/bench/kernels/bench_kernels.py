@@ -19,6 +19,7 @@ from runtime.bench.kernels.counted import Counts, counting
 from runtime.bench.kernels.goals import GOALS
 from runtime.bench.kernels.host_costs import bandwidth, graph_row, launch_row, upload_row
 from runtime.bench.kernels.operations import QWEN3_8B, attention_case, product_case
+from runtime.bench.kernels.recurrent import QWEN35_35B, delta_rule_case
 from runtime.bench.kernels.timing import Stopwatch
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.svg import COLOURS, page, text
@@ -26,7 +27,7 @@ from runtime.device.cublas import Cublas, NoCublasError
 from runtime.device.gpu import Gpu
 from runtime.emulator.driver.architectures import model_of
 
-PARTS = ("gemm", "linear", "prefill", "decode", "launch", "graph", "upload")
+PARTS = ("gemm", "linear", "prefill", "decode", "state", "launch", "graph", "upload")
 NUM_RUNS = 30
 
 
@@ -38,6 +39,7 @@ def cases(is_quick: bool) -> Iterator[tuple[str, Case]]:
             yield _linear_goal(rows), product_case("auto", rows, 128, 256, "bf16")
         yield "prefill", attention_case("auto", "bf16", 1, 0, 128, 4, 2, 128)
         yield "decode", attention_case("auto", "bf16", 2, 255, 1, 4, 2, 128)
+        yield "state", delta_rule_case(2, 1, num_key_heads=1, num_value_heads=2, key_dim=64, value_dim=16)
         return
     yield "gemm", product_case("auto", 8192, 8192, 8192, "bf16")
     for n, k in QWEN3_8B:
@@ -47,6 +49,7 @@ def cases(is_quick: bool) -> Iterator[tuple[str, Case]]:
             yield _linear_goal(rows), product_case("auto", rows, n, k, "bf16")
     yield "prefill", attention_case("auto", "bf16", 1, 0, 8192, 32, 8, 128)
     yield "decode", attention_case("auto", "bf16", 32, 4095, 1, 32, 8, 128)  # 0.54 GB of K and V
+    yield "state", delta_rule_case(256, 1, **QWEN35_35B)  # as many bytes are read, and written
 
 
 def parts_named(text: str) -> tuple[str, ...]:
@@ -162,6 +165,8 @@ def _judge(row: dict[str, Any], rates: Mapping[str, Any]) -> None:
         return
     if row["goal"] in ("linear_1", "linear_few", "decode"):
         row["value"] = round(row["gb_per_s"] / read, 3)
+    elif row["goal"] == "state":  # copies count twice, too
+        row["value"] = round(row["gb_per_s"] / rates["copy"]["gb_per_s"], 3)
     elif row["goal"] == "gemm":
         row["value"] = row.get("share_of_cublas")
     elif row["goal"] == "upload":

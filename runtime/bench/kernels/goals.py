@@ -48,6 +48,7 @@ GOALS = {
         Goal("linear_few", "linear layer, M = 16 and 64", "share of the read bandwidth", 0.70, 0.85),
         Goal("prefill", "causal prefill, head dim 128, 8k tokens", "× the best SDPA backend", 0.85, 1.1),
         Goal("decode", "paged decode attention, ≥ 0.5 GB of K/V", "share of the read bandwidth", 0.75, 0.88),
+        Goal("state", "decode of a gated delta rule, 0.5 GB of states", "share of the copy bandwidth", 0.65, 0.85),
         Goal("tpot", "Qwen3-8B bf16, batch 1, TPOT (floor 3.5)", "ms", 4.4, 4.0, is_most=True),
         Goal("batch_256", "Qwen3-8B bf16, batch 256, 1k context", "share of the bound", 0.60, 0.80),
         Goal("prefill_2k", "Qwen3-8B bf16, prefill of 2k tokens (floor 38)", "ms", 45.0, 41.0, is_most=True),

@@ -33,7 +33,7 @@ def report() -> dict[str, Any]:
 def test_every_part_is_verified_and_counted(report: dict[str, Any]) -> None:
     assert report["is_emulated"]
     assert {row["goal"] for row in report["rows"]} == {
-        "gemm", "linear_1", "linear_few", "prefill", "decode", "launch", "graph", "upload"
+        "gemm", "linear_1", "linear_few", "prefill", "decode", "state", "launch", "graph", "upload"
     }  # fmt: skip
     for row in report["rows"]:
         assert "value" not in row  # an emulated device's times are compared with nothing
@@ -115,15 +115,16 @@ def test_the_page_shows_every_goal() -> None:
 
 
 def test_rates_become_shares_of_what_was_measured() -> None:
-    rates = {"read": {"gb_per_s": 4000.0}, "host to device": {"gb_per_s": 50.0}}
+    rates = {"read": {"gb_per_s": 4000.0}, "copy": {"gb_per_s": 3000.0}, "host to device": {"gb_per_s": 50.0}}
     rows: list[dict[str, Any]] = [
         {"goal": "linear_1", "gb_per_s": 3600.0}, {"goal": "gemm", "share_of_cublas": 0.95}, {"goal": "gemm"},
         {"goal": "upload", "gb_per_s": 20.0}, {"goal": "launch", "value": 3.2},
+        {"goal": "state", "gb_per_s": 2100.0},
     ]  # fmt: skip
     for row in rows:
         kernels._judge(row, rates)
-    assert [row.get("value") for row in rows] == [0.9, 0.95, None, 0.4, 3.2]
-    assert [row.get("verdict") for row in rows] == ["met", "met", None, "missed", "met"]
+    assert [row.get("value") for row in rows] == [0.9, 0.95, None, 0.4, 3.2, 0.7]
+    assert [row.get("verdict") for row in rows] == ["met", "met", None, "missed", "met", "met"]
 
 
 def test_parts_are_named() -> None:
