@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,17 @@ from numpy.typing import NDArray
 from models.drafters.mtp import load_mtp
 from models.errors import ModelLoadError
 from models.registry import load_model
-from tests.models.drafters.mtp_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, write_with_prediction
+from tests.models.drafters.mtp_cases import (
+    CASES,
+    FOLDER,
+    NUM_STEPS,
+    NUM_TOKENS,
+    prediction_tensors,
+    write_with_prediction,
+)
 from tests.models.drafters.one_drafter import Alone
-from tests.models.folders import arrays_of, change_config, load_golden, write_model
+from tests.models.folders import arrays_of, change_config, golden_tensors, load_golden, write_model
+from tests.models.gguf.files import write_gguf
 
 DEVICES = ["cpu", pytest.param("emulated:sm_80", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
 
@@ -37,6 +46,29 @@ def test_logits_are_those_of_transformers_layers(case: str, device: str, tmp_pat
         assert len(found) == min(NUM_STEPS, NUM_TOKENS - column)
         for step, logits in enumerate(found):
             assert is_close(logits, expected["logits"][step, column]), (column, step)
+
+
+def test_files_of_llama_cpp_have_it_after_the_models_layers(tmp_path: Path) -> None:
+    case = "qwen3_5_odd"
+    golden, own = load_golden(case), dict[str, NDArray[np.float32]]()
+    config = json.loads((golden.folder / "config.json").read_text(encoding="utf-8")) | {"num_nextn_predict_layers": 1}
+    number = config["num_hidden_layers"]
+    parts = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+    parts["norm"] = "shared_head.norm"
+    for name, array in prediction_tensors(case).items():
+        part = name.removeprefix("mtp.").removesuffix(".weight")
+        own[f"model.layers.{number}.{parts.get(part, part.removeprefix('layers.0.'))}.weight"] = array
+    file = write_gguf(
+        tmp_path / "model.gguf", config, {**golden_tensors(golden), **own},
+        add_metadata=lambda writer: writer.add_nextn_predict_layers(1),
+    )  # fmt: skip
+    target = load_model(file, device="cpu", dtype="float32")
+    drafter = load_mtp(file, target, device="cpu", dtype="float32")
+    expected = arrays_of(FOLDER / f"{case}.npz")
+    found = Alone(drafter).chain(expected["token_ids"], [expected["states"]], 5, NUM_STEPS)
+    assert len(found) == NUM_STEPS
+    for step, logits in enumerate(found):
+        assert is_close(logits, expected["logits"][step, 5]), step
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

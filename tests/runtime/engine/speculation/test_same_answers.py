@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,19 +50,23 @@ def test_on_the_bundled_model(num_requests: int) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_moe_odd", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("gemma3_odd", "gpt2_gelu_new"))],
+    [
+        "qwen3_moe_odd",
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("gemma3_odd", "gpt2_gelu_new", "qwen3_5_odd")),
+    ],
 )
 def test_on_other_families(name: str, tmp_path: Path) -> None:
-    """Windows in groups of pages, experts, absolute positions."""
+    """Windows in groups of pages, experts, absolute positions, recurrent states."""
     folder = write_model(tmp_path, load_golden(name))
-    model = loaded_model(folder, EngineConfig(max_model_len=48, device="cpu", dtype="float32"))
+    named: dict[str, Any] = {"speculation": "suffix"}  # so that states have room for draft tokens
+    model = loaded_model(folder, EngineConfig(max_model_len=48, device="cpu", dtype="float32", **named))
     states: list[StateReader] = []
     if isinstance(model, Decoder):
         own = write_untrained(tmp_path / "drafter", model)
         states.append(load_eagle3(own, model, device="cpu", load_format="dummy"))
         own = write_untrained_dspark(tmp_path / "dspark", model)
         states.append(load_dflash(own, model, device="cpu", load_format="dummy"))
-    found = compare(model, folder, 25, 3, states=states, device="cpu", max_model_len=48)
+    found = compare(model, folder, 25, 3, states=states, device="cpu", max_model_len=48, **named)
     check(found, *(each.kind for each in states), is_trained=False)
 
 
