@@ -48,7 +48,8 @@ def templates(rng: random.Random, count: int, vocab_size: int, max_model_len: in
         stem = rng.choice(stems)
         tail = [rng.randrange(3, vocab_size) for _ in range(rng.randrange(1, max_model_len // 8))]
         prompt = stem[: rng.randrange(len(stem))] + tail
-        params: dict[str, object] = {"max_tokens": rng.randrange(1, max_model_len // 2), **rng.choice(kinds)}
+        most, kind = rng.randrange(1, max_model_len // 2), rng.choice(kinds)
+        params: dict[str, object] = {"max_tokens": max(most, 2 if "min_tokens" in kind else 1), **kind}
         if i % 2 or "n" in params:
             params |= {"temperature": rng.uniform(0.5, 1.2), "seed": rng.randrange(2**40)}
         made.append(request(f"template{i}", prompt, eos=(2,), **params))
