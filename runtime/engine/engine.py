@@ -285,6 +285,7 @@ class Engine:
             prefix_cache_queries=cache.queried_tokens,
             prefix_cache_hits=cache.hit_tokens,
             prefix_cache_evictions=cache.evictions,
+            prefix_cache_missed=tuple(cache.missed_tokens.values()),
             num_swaps=self.scheduler.num_swaps,
             swapped_out_blocks=counters.swapped_out_blocks,
             swapped_in_blocks=counters.swapped_in_blocks,

@@ -129,6 +129,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     prompt_logprobs   on the first output of choice 0 if requested: one entry a prompt token, the first None
     num_cached_tokens on the first output of a choice: prompt tokens that were found in the prefix cache or shared with
                       another choice
+    prefix_miss       with it: why no more of them were, if any more could have been
     finish_reason     None while the choice goes on. "stop": EOS or a stop id; "length": max_tokens or the
                       context's end; "abort": cancelled or the engine closed; "error": see ``error``
     stop_reason       the id of ``stop_token_ids`` that ended the choice, None for EOS
@@ -153,6 +154,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     error_code: ErrorCode | None = None
     engine_died: bool = False
     proposals: ProposalCounts | None = None
+    prefix_miss: PrefixMiss | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -166,7 +168,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     last_step_s                     monotonic time of the end of the last step (the loop's heartbeat)
     num_cached_blocks               free blocks whose content is in the prefix cache
     prefix_cache_queries, prefix_cache_hits  tokens of sequences that started for the first time, and how many of
-                                those were found; prefix_cache_evictions: cached blocks that were evicted
+                                those were found; prefix_cache_evictions: cached blocks that were evicted;
+                                prefix_cache_missed: the tokens not found, by ``MISS_REASONS``
     num_swaps                       preemptions that swapped
     swapped_out_blocks, swapped_in_blocks  blocks moved to the host and back, evicted prefixes included
     num_host_blocks, num_free_host_blocks  the swap space, and the part that a swapped sequence could get
@@ -202,6 +205,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     prefix_cache_evictions: int = 0
+    prefix_cache_missed: tuple[int, ...] = ()
     num_swaps: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0

@@ -204,6 +204,7 @@ class OpenRequests:
             new_token_ids=[token_id],
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_cached_tokens=sequence.num_cached_tokens if is_first else None,
+            prefix_miss=sequence.miss if is_first else None,
             logprobs=None if logprobs is None else [logprobs],
             prompt_logprobs=request.prompt_logprobs if is_first and sequence.index == 0 else None,
             finish_reason=finish_reason,

@@ -166,6 +166,8 @@ def _generation_fields(exchange: Exchange) -> dict[str, Any]:
         "completion_tokens": generation.num_completion_tokens,
         "finish_reasons": ",".join(sorted(meter.reasons)) or ("abort" if generation.has_left else ""),
     }
+    if (miss := generation.prefix_miss) is not None:
+        fields["prefix_miss"], fields["first_difference"] = miss.reason, miss.first_difference
     if generation.proposals.num_tried:
         fields["proposed_tokens"] = generation.proposals.num_tried
         fields["accepted_tokens"] = generation.proposals.num_kept

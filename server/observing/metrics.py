@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from runtime.engine.errors import EngineDeadError
-from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, EngineInfo, EngineStats, RoutingStats
+from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, MISS_REASONS, EngineInfo, EngineStats, RoutingStats
 from runtime.engine.process.client import EngineClient
 from server.observing.meter import OF_REQUESTS, GenerationMetrics, Histogram
 
@@ -127,6 +127,13 @@ class Metrics(Collector):
         yield self._family(GAUGE, "xserv:engine_up", "1 while the engine answers.", up)
         if found:
             yield from self._tabled(OWN, "xserv:", found)
+        help_text = "Tokens that were looked up in the prefix cache and not found."
+        missed = (
+            ((engine, reason), count)
+            for engine, (stats, _) in found.items()
+            for reason, count in zip(MISS_REASONS, stats.prefix_cache_missed)
+        )
+        yield self._labelled(COUNTER, "xserv:prefix_cache_missed", help_text, ("engine", "reason"), missed)
         if any(info.ranks for _, info in found.values()):
             yield from self._rank_families(found)
         if self._client is not None and (routing := self._client.routing) is not None:

@@ -16,16 +16,19 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from runtime.engine.messages import FinishReason
+from runtime.engine.messages import FinishReason, MissReason, PrefixMiss
 from runtime.text.parts import ToolCallDelta
 from runtime.text.pipeline import TextDelta
 from server.requests.generation import Generation
 
 
-class PromptTokensDetails(msgspec.Struct):
-    """cached_tokens: prompt tokens found in the prefix cache."""
+class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
+    """cached_tokens: prompt tokens found in the prefix cache. miss_reason: why no more were; first_difference: the
+    first token whose page is not cached."""
 
     cached_tokens: int
+    miss_reason: MissReason | None = None
+    first_difference: int | None = None
 
 
 class CompletionTokensDetails(msgspec.Struct, omit_defaults=True):
@@ -52,9 +55,13 @@ class Usage(msgspec.Struct):
             generation.num_prompt_tokens,
             num_tokens,
             generation.num_prompt_tokens + num_tokens,
-            PromptTokensDetails(generation.num_cached_tokens),
+            PromptTokensDetails(generation.num_cached_tokens, *_missed(generation.prefix_miss)),
             CompletionTokensDetails(generation.num_reasoning_tokens, *generation.of_prediction),
         )
+
+
+def _missed(miss: PrefixMiss | None) -> tuple[MissReason, int] | tuple[()]:
+    return () if miss is None else (miss.reason, miss.first_difference)
 
 
 class TopLogprob(msgspec.Struct):

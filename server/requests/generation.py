@@ -20,7 +20,15 @@ from operator import add
 
 import msgspec
 
-from runtime.engine.messages import EngineOutput, EngineRequest, ErrorCode, ImageItem, ProposalCounts, TokenLogprobs
+from runtime.engine.messages import (
+    EngineOutput,
+    EngineRequest,
+    ErrorCode,
+    ImageItem,
+    PrefixMiss,
+    ProposalCounts,
+    TokenLogprobs,
+)
 from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
@@ -127,8 +135,8 @@ class Generation:
     on_close        called once, by the first `close`
 
     `num_prompt_tokens`, `num_cached_tokens` (prompt tokens found in the prefix cache), `num_completion_tokens`
-    and `num_reasoning_tokens` (of the completion's) and `proposals` count over all of them; `prompt_logprobs(i)` is set
-    before the first piece of prompt i."""
+    and `num_reasoning_tokens` (of the completion's) and `proposals` count over all of them; `prefix_miss` is
+    that of the first prompt that has one; `prompt_logprobs(i)` is set before the first piece of prompt i."""
 
     client: EngineClient
     bridge: LoopBridge
@@ -149,6 +157,7 @@ class Generation:
     num_reasoning_tokens: int = 0
     proposals: ProposalCounts = _NO_PROPOSALS
     num_cached_tokens: int = 0
+    prefix_miss: PrefixMiss | None = None
     has_left: bool = False
     is_cancelled: bool = False
     on_close: list[Callable[[], object]] = field(default_factory=list)
@@ -325,6 +334,7 @@ class Generation:
             )
         if output.index == 0 and output.num_cached_tokens is not None:
             self.num_cached_tokens += output.num_cached_tokens
+            self.prefix_miss = self.prefix_miss or output.prefix_miss
         pipeline = prompt.pipelines[output.index]
         delta = pipeline.push(output)
         self.num_completion_tokens += len(delta.token_ids)

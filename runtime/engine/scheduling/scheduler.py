@@ -146,8 +146,9 @@ class Scheduler:
             if chunk.draft_ids:
                 end = take_back(chunk, 1 if accepted is None else accepted[sequence])
             if sequence.row is not None:  # else preempted since: these blocks are no longer its own
-                is_spare = has_states and not chunk.draft_ids and crosses(chunk.start, end)
-                keeps_state = is_spare or (has_states and end in sequence.checkpoints)
+                keeps_state = has_states and end in sequence.checkpoints
+                is_spare = has_states and not keeps_state and not chunk.draft_ids and crosses(chunk.start, end)
+                keeps_state = keeps_state or is_spare
                 self._count_committed(sequence, end, keeps_state=keeps_state, is_spare=is_spare)
         self._settle(step)
 
