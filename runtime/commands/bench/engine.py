@@ -27,6 +27,7 @@ _engines = later("runtime.bench.scheduling.engines")
 _prediction = later("runtime.bench.scheduling.prediction")
 _schedule = later("runtime.bench.scheduling.schedule")
 _speculation = later("runtime.bench.scheduling.speculation")
+_state_cache = later("runtime.bench.scheduling.state_cache")
 _stalls = later("runtime.bench.scheduling.stalls")
 
 
@@ -88,6 +89,25 @@ def overhead(
         lines[f"{what}, host (ms a step)"] = result["host_ms"]
         if "graph_host_ms" in result:
             lines[f"{what}, as a graph"] = result["graph_host_ms"]
+    output.deliver(report, listing(report, lines))
+
+
+def states(
+    output: ReportOptions,
+    trace: Annotated[Path, typer.Argument(help="A trace with hashes of prompts: Mooncake's JSON lines.")],
+    models: Annotated[str, typer.Option(help="Shapes, comma-separated.")] = "qwen3.5-9b,qwen3.5-27b,qwen3.5-35b-a3b",
+    budgets: Annotated[str, typer.Option(help="Shares of the prompts' bytes, comma-separated.")] = "0.05,0.2,1",
+    state_share: Annotated[float, typer.Option(help="The share of a budget that states have.")] = 0.2,
+    num_requests: Annotated[int | None, typer.Option(help="Only the first.")] = None,
+) -> None:
+    """The prefix cache of models with states beside that of attention alone, of as many bytes."""
+    requests = _traces.read_trace(trace)
+    report = _state_cache.bench_state_cache(
+        requests if num_requests is None else requests.head(num_requests), models.split(","),
+        [float(budget) for budget in budgets.split(",")], state_share=state_share,
+        report_progress=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    lines = {f"{row['budget']:.0%}, {row['model']}": row.get("hits_of_attention", 1.0) for row in report["results"]}
     output.deliver(report, listing(report, lines))
 
 
