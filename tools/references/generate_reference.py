@@ -83,7 +83,8 @@ def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
         older["rotary_pct"], older["rotary_emb_base"] = older.pop("partial_rotary_factor"), older.pop("rope_theta")
     kinds = older.get("layer_types")
     # Full layers first: equivalent to max_window_layers, except for EXAONE 4, which lacks the field.
-    if kinds is not None and kinds == sorted(kinds) and older["model_type"] != "exaone4":
+    has_states = kinds is not None and "linear_attention" in kinds
+    if kinds is not None and kinds == sorted(kinds) and older["model_type"] != "exaone4" and not has_states:
         del older["layer_types"]
     older["transformers_version"] = "4.40.0"
     return older

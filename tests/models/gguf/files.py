@@ -237,7 +237,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: b
     writer.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config.get("intermediate_size", 1))
+    writer.add_feed_forward_length(config.get("intermediate_size", 512))
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(1 if kind in LATENT and not has_whole_maps else config["num_key_value_heads"])
     if kind == "olmo":

@@ -73,6 +73,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ministral3_positions": {},
     "glm_odd": {},
     "qwen3_5_odd": {},
+    "qwen3_5_moe_odd": {},
+    "qwen3_next_odd": {},
 }
 TEXTS = {"qwen2_odd": "qwen2_vl", "qwen3_odd": "qwen3_vl", "qwen3_moe_odd": "qwen3_vl_moe"}
 """What the text of models that read pictures computes, and what they are called."""
