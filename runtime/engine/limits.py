@@ -35,6 +35,9 @@ one, with 1 M weights and with 600 M; other streams stall for a quarter of the t
 USUAL_WINDOWS, USUAL_WINDOW = 4, 1024
 """Memory is split over pools for sequences as long as this many windows (of the longest, or of this length)."""
 
+TOKENS_BESIDE_STATES = 4
+"""The least bytes of pages of tokens beside each byte of recurrent states, but for those of the longest sequence."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
@@ -99,7 +102,7 @@ def resolve(
     kinds and pools of cache groups, and ``longrope_threshold``.
 
     One budget, of bytes or of ``config.num_blocks``, is split over the pools: each has the blocks of the longest
-    sequence, and the rest has as many sequences of a usual length as fit (`USUAL_WINDOWS`).
+    sequence, and the rest has as many sequences of a usual length as fit (`USUAL_WINDOWS`, `TOKENS_BESIDE_STATES`).
 
     ``whole_tokens`` counts those of an image that one step computes, beside the decodes of all other sequences; None
     means that images may be cut. ``draft_bytes_per_block`` is the size of a draft model's block beside each block.
@@ -164,9 +167,13 @@ def resolve(
     if cost(wanted_len) > budget:
         max_model_len = bisect_right(range(wanted_len), budget, key=cost) - 1
     usual = USUAL_WINDOWS * max((window_of(kind) or 0 for kind in cache_kinds), default=0) or USUAL_WINDOW
-    pool_sizes = _split(
-        budget, costs, blocks_for(max_model_len), blocks_for(max(1, min(max_model_len, usual))), most
-    )  # fmt: skip
+    usual = max(1, min(max_model_len, usual))
+    states = {pool for pool, kind in zip(pools, cache_kinds) if not kind.follows_tokens}
+    if config.num_blocks is None and states and (token_pools := set(pools) - states):
+        of_states = sum(blocks_for(1)[pool] * full_bytes[pool] for pool in states)
+        a_page = sum(blocks_for(1)[pool] * full_bytes[pool] for pool in token_pools)
+        usual = max(usual, TOKENS_BESIDE_STATES * of_states // a_page * block_size)
+    pool_sizes = _split(budget, costs, blocks_for(max_model_len), blocks_for(usual), most)
     num_blocks, num_bytes = sum(pool_sizes), _product(pool_sizes, full_bytes)
     if num_bytes > available_bytes:
         raise RequestError(

@@ -20,7 +20,7 @@ from runtime.engine.limits import available_memory_bytes, resolve
 from runtime.engine.make_engine import build_engine, describe_engine, free_memory_bytes
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
-from runtime.kv.kinds import FULL, AnyKind, Window
+from runtime.kv.kinds import FULL, AnyKind, State, Window
 from runtime.linear.format import QUANTIZATIONS
 from tests.models.folders import write_tiny_qwen3
 from tests.runtime.engine.fakes import said_by_engine
@@ -273,3 +273,14 @@ def test_an_engine_is_described_before_anything_is_read(
         patch.setattr(SafetensorsFile, "array", lambda self, name: pytest.fail(f"{name} was read"))
         described = describe_engine(None, EngineConfig(**settings))
     assert described == build_engine(**settings).info
+
+
+def test_states_have_a_fifth_of_the_bytes() -> None:
+    """States of 154 MB beside pages of 1 MiB."""
+    sizes = 1 << 20, 154_000_000
+    for num_bytes in (20 << 30, 100 << 30):
+        limits = resolve(
+            EngineConfig(kv_cache_bytes=num_bytes, max_model_len=32_768), max_position_embeddings=262_144,
+            bytes_per_block=sizes, available_bytes=200 << 30, cache_kinds=(FULL, State()), cache_pools=(0, 1),
+        )  # fmt: skip
+        assert 0.15 < limits.pool_sizes[1] * sizes[1] / num_bytes <= 0.25
