@@ -81,7 +81,10 @@ class ChunkedPages:
         is_there = [has_states and num_tokens > 0 and num_tokens in ends for ends in sequence.state_ends]
         place = is_there.index(True) if any(is_there) else 2
         for group in self.pool.states:
-            tables[group] = tables[group][place : place + 1]
+            ids = tables[group][place : place + 1]
+            # Draft tokens were kept after a state that others may find in this page already.
+            is_of_fewer = place < 2 and len(sequence.state_ends[place]) > 1 and self.pool.is_recorded(ids[0])
+            tables[group] = [] if is_of_fewer else ids
         return tables
 
     def num_reserved(self, remaining: int) -> list[int]:
