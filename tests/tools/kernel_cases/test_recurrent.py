@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from numba_kernels.cuda.recurrent import specialisations
+from numba_kernels.cuda.recurrent.step import specialisations
 from runtime.bench.kernels.recurrent import delta_rule_case
 from runtime.device.kernel_cache import KernelCache
 from tools.kernel_costs.machine_code import nvdisasm_if_any
