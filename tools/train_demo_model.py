@@ -2,6 +2,7 @@
 
     python -m tools.train_demo_model            # the committed model: seeded, about an hour on two cores
     python -m tools.train_demo_model --experts  # models/demo_moe, a small gpt-oss (`demo_model/experts_training.py`)
+    python -m tools.train_demo_model --hybrid   # models/demo_hybrid, a small Qwen3.5 (`demo_model/hybrid.py`)
     python -m tools.train_demo_model --vision   # models/demo_vision, a small Qwen3-VL (`demo_model/vision_training.py`)
 
 Writes `models/demo`: config, weights in bf16, tokenizer, chat template. It learns fast by:
@@ -28,7 +29,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from tools.demo_model import experts_training, tasks, training, vision_training
+from tools.demo_model import experts_training, hybrid, tasks, training, vision_training
 from tools.demo_model import tokenizer as demo_tokenizer
 
 # Tokens a row: share of the steps. Every step has as many tokens, in fewer rows if they are long.
@@ -57,12 +58,16 @@ def sample_ids(tokenizer: Tokenizer, rng: random.Random, batch_tokens: int, long
 class Trial:
     """A model with its tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, is_hybrid: bool) -> None:
         ids = tokenizer.get_vocab()
         self.tokenizer, self.pad_id = tokenizer, ids[demo_tokenizer.PAD]
         self.assistant_id, self.end_id = ids[demo_tokenizer.ASSISTANT], ids[demo_tokenizer.END]
-        self.model: Any = Qwen3ForCausalLM(
-            Qwen3Config(**SIZES, eos_token_id=self.end_id, pad_token_id=self.pad_id, bos_token_id=None)
+        self.model: Any = (
+            hybrid.make_model(self.end_id, self.pad_id)
+            if is_hybrid
+            else Qwen3ForCausalLM(
+                Qwen3Config(**SIZES, eos_token_id=self.end_id, pad_token_id=self.pad_id, bos_token_id=None)
+            )
         )
         training.begin(self.model)
 
@@ -108,7 +113,7 @@ def check_template(tokenizer: Tokenizer, out: Path) -> None:
 def run(args: argparse.Namespace) -> None:
     """Trains and saves."""
     tokenizer = demo_tokenizer.build_tokenizer(SIZES["vocab_size"])
-    trial = Trial(tokenizer)
+    trial = Trial(tokenizer, is_hybrid=args.hybrid)
 
     def loss_of(step: int) -> tuple[Tensor, Tensor]:
         loss = trial.loss(random.Random(f"{args.seed}/{step}"), args.batch_tokens)
@@ -127,10 +132,11 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", action="store_true", help="the model with experts, models/demo_moe")
+    parser.add_argument("--hybrid", action="store_true", help="the model with recurrent states, models/demo_hybrid")
     parser.add_argument("--vision", action="store_true", help="the model with a tower, models/demo_vision")
     parser.add_argument("--pictures", type=int, default=32, help="of a step, with --vision")
     parser.add_argument("--tower-steps", type=int, default=1000, help="of the tower alone, with --vision")
-    parser.add_argument("--out", type=Path, help="default: models/demo, demo_moe or demo_vision")
+    parser.add_argument("--out", type=Path, help="default: models/NAME")
     parser.add_argument("--checkpoint", type=Path, help="default: scratch/NAME_checkpoint.pt")
     parser.add_argument("--bfloat16", action="store_true", help="of experts' training: products in bfloat16")
     parser.add_argument("--rounded-from", type=float, default=0.7, help="share of the run before experts are rounded")
@@ -144,6 +150,8 @@ def main() -> None:
         name, steps, runs = "demo_moe", 1600, experts_training.run
     elif args.vision:
         name, steps, runs = "demo_vision", 1000, vision_training.run
+    elif args.hybrid:
+        name, steps = "demo_hybrid", 2600
     args.out = args.out or Path(f"models/{name}")
     args.checkpoint = args.checkpoint or Path(f"scratch/{name}_checkpoint.pt")
     args.steps = args.steps or steps

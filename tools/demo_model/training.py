@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 MODELS = Path(__file__).resolve().parents[2] / "models"
 IGNORED = -100
 """No target, as in torch's cross entropy."""
-_WRITES = ("o_proj", "down_proj", "attn.proj", "linear_fc2")
+_WRITES = ("o_proj", "out_proj", "down_proj", "attn.proj", "linear_fc2")
 """Matrices whose results are added to the stream; they begin smaller."""
 
 
@@ -48,7 +48,7 @@ def matrices_of(model: nn.Module) -> dict[str, nn.Parameter]:
         name: parameter
         for name, parameter in model.named_parameters()
         if parameter.ndim >= 2 and ("layers." in name or "blocks." in name) and "router" not in name
-        if "bias" not in name
+        if "bias" not in name and "conv1d" not in name
     }
 
 
@@ -188,7 +188,8 @@ def save(
         do_sample=False, eos_token_id=eos[0] if len(eos) == 1 else eos, pad_token_id=ids[pad]
     )
     if state is None:
-        state = {name: weight.to(torch.bfloat16) for name, weight in model.state_dict().items()}
+        tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+        state = {name: weight.to(torch.bfloat16) for name, weight in model.state_dict().items() if name not in tied}
     model.config.dtype = torch.bfloat16
     model.save_pretrained(out, state_dict={name: weight.contiguous() for name, weight in state.items()})
     tokenizer_config = {
