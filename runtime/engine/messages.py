@@ -65,6 +65,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     speculates        its tokens may be speculated; False: each is sampled in a step of its own
     prediction        token ids that the answer may repeat: they are proposed as drafts while it follows them
     images            in prompt order
+    turn_start_id     the token that opens a turn of a chat: later prompts may leave this one before it, so that models
+                      with states keep theirs there
     """
 
     request_id: str
@@ -79,6 +81,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     speculates: bool = True
     prediction: list[int] = []
     images: tuple[ImageItem, ...] = ()
+    turn_start_id: int | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -358,6 +361,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     images: ImageSupport | None = None
     longrope_threshold: int | None = None
     ranks: tuple[RankInfo, ...] = ()
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers hold a state instead of keys and values."""
+        return not all(group.kind.follows_tokens for group in self.cache_groups)
 
 
 class ChunkView(msgspec.Struct, frozen=True, gc=False):

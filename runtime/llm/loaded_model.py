@@ -36,6 +36,7 @@ from runtime.text.content import PictureText, picture_text, with_picture_texts
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
 from runtime.text.stop import bad_words_token_ids
+from runtime.text.turns import turn_start_id
 from tokenizer import Tokenizer
 from tokenizer.warn import warn_once
 
@@ -228,6 +229,7 @@ class LoadedModel:
             params=params,
             eos_token_ids=end_ids(answer_format or AnswerFormat(), self.tokenizer, self.client.info.eos_token_ids),
             images=images,
+            turn_start_id=turn_start_id(self.tokenizer) if self.client.info.has_states else None,
             **scheduling_of(prompt),
         )
         return Job(request, text, self.tokenizer, answer_format or AnswerFormat())

@@ -34,6 +34,7 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
 from runtime.text.reasoning import reasoning_start
 from runtime.text.tools.table import ToolReading
+from runtime.text.turns import turn_start_id
 from server.observing.meter import RequestMeter
 from server.openai_api.schema import GenerationRequest
 from server.requests.bridge import LoopBridge, Signal
@@ -206,6 +207,7 @@ class Generation:
                 speculates=self.scheduling.speculates,
                 prediction=list(self.scheduling.prediction),
                 images=self.images,
+                turn_start_id=turn_start_id(self.tokenizer) if self.client.info.has_states else None,
             )
             try:
                 self.client.submit(request, self.bridge.sink(partial(self._receive, prompt)))

@@ -18,12 +18,16 @@ from runtime.commands.info_report import as_text, memory
 from runtime.dtype import float32
 from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import loaded_model
+from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.steps.inputs import Shape
 from runtime.errors import InvalidArgumentError
 from runtime.kv.kinds import FULL, State
+from runtime.llm.llm import LLM
+from runtime.text.turns import turn_start_id
 from tests.models.driver import logits_of
 from tests.models.folders import write_tiny_qwen3
 from tests.runtime.engine.test_window_groups import answers, build, make_requests
+from tests.runtime.text.tokenizers import byte_level_content, special, with_special, write
 from tools.comparing.compare_speculation import compare
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -158,3 +162,42 @@ def test_few_files_know_of_states() -> None:
     words = re.compile(r"follows_tokens|state_ends|turn_states|let_states_go")
     files = [path for path in ROOT.joinpath("runtime").rglob("*.py") if words.search(path.read_text(encoding="utf-8"))]
     assert 1 + len(files) <= 15, files
+
+
+def test_an_edited_last_message_finds_the_state_before_it(folder: Path) -> None:
+    """States are kept where a turn begins, in the middle of pages too. The answers are those without a cache."""
+    content = byte_level_content()
+    special_id = content["added_tokens"][0]["id"] + 1
+    content["added_tokens"].append(special(special_id, "<|im_start|>"))
+    write(folder, content)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": special_id + 1}))
+    settings: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "block_size": 16, "num_blocks": 200}
+    first = [
+        {"role": "system", "content": "You are brief in all that you say."},
+        {"role": "user", "content": "How far is the moon, on most days of the year?"},
+    ]
+    second = [*first, {"role": "assistant", "content": "Far."}, {"role": "user", "content": "And how far is the sun?"}]
+    edited = [*second[:-1], {"role": "user", "content": "What else is far, and what is near?"}]
+    params = SamplingParams(max_tokens=4, logprobs=1, temperature=0.0)
+    with LLM(folder, **settings) as llm, LLM(folder, enable_prefix_caching=False, **settings) as alone:
+        found = [llm.chat(messages, params)[0] for messages in (first, second, edited)]
+        for each, messages in zip(found, (first, second, edited), strict=True):
+            assert each.outputs[0].logprobs == alone.chat(messages, params)[0].outputs[0].logprobs
+        starts = [place for place, each in enumerate(found[2].prompt_token_ids) if each == special_id]
+        assert len(starts) == 5
+        assert all(place % 16 for place in starts[1:])
+        assert [each.num_cached_tokens for each in found] == [0, starts[2], starts[3]]
+
+
+@pytest.mark.parametrize(("ending", "is_found"), [("<|im_start|>", True), ("Answer: ", False), ("", False)])
+def test_the_token_that_opens_turns_is_special(ending: str, is_found: bool) -> None:
+    tokenizer = with_special("<|im_start|>")
+    tokenizer.chat_templates["default"] = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{ending}{{% endif %}}"
+    )
+    assert turn_start_id(tokenizer) == (tokenizer.token_to_id("<|im_start|>") if is_found else None)
