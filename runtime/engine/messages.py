@@ -13,7 +13,7 @@ import msgspec
 
 from runtime.engine.sampling_params import SamplingParams
 from runtime.images.patches import Rule
-from runtime.kv.kinds import FULL, AnyKind, window_of
+from runtime.kv.kinds import FULL, AnyKind, has_states, window_of
 
 ErrorCode = Literal["unsatisfiable_request", "invalid_grammar"]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -365,7 +365,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     @property
     def has_states(self) -> bool:
         """Whether some layers hold a state instead of keys and values."""
-        return not all(group.kind.follows_tokens for group in self.cache_groups)
+        return has_states(group.kind for group in self.cache_groups)
 
 
 class ChunkView(msgspec.Struct, frozen=True, gc=False):

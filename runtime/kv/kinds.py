@@ -7,7 +7,7 @@ router use only this interface. A new kind is a class here.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -129,6 +129,11 @@ def kind_of_window(window: int | None) -> AnyKind:
 def window_of(kind: CacheKind) -> int | None:
     """The inverse, for configurations and reports."""
     return kind.tokens if isinstance(kind, Window) else None
+
+
+def has_states(kinds: Iterable[CacheKind]) -> bool:
+    """Whether some layers hold a state instead of keys and values."""
+    return not all(kind.follows_tokens for kind in kinds)
 
 
 def blocks_of_sequence(num_tokens: int, kinds: Sequence[CacheKind], block_size: int, *, chunk: int | None = 1) -> int:
