@@ -49,7 +49,8 @@ everywhere = pytest.mark.parametrize(
 class OnGpu:
     """A layer on an emulated device with pages full of NaN but for what is written, and each sequence's page."""
 
-    def __init__(self, layer: Layer, arch: str, dtype: str) -> None:
+    def __init__(self, layer: Layer, arch: str, dtype: str, *, exact: bool = False) -> None:
+        self.exact = exact
         self.device, self.dtype, self.layer = Device(f"emulated:{arch}"), DType.parse(dtype), layer
         self.gpu = Gpu.of(self.device)
         weights: Any = layer.weights  # type: ignore[attr-defined]
@@ -87,7 +88,7 @@ class OnGpu:
         query_start, seq_lens, tables = lists
         batch = Batch(
             nothing, nothing, query_start, seq_lens, (), (tables,), nothing, max_query_len=int(longest),
-            max_seq_len=max(lens),
+            max_seq_len=max(lens), exact=self.exact,
         )  # fmt: skip
         x = self.put(given)
         for _ in range(2):  # a step that runs again gives the same
@@ -136,6 +137,17 @@ def test_values_and_cuts(arch: str, name: str, dtype: str) -> None:
         for (seq, first, _), taken, found in zip(chunks, kept, results, strict=True):
             assert np.array_equal(found[:taken], whole[seq][first : first + taken]), (seq, first)
             before[seq] += taken
+
+
+def test_a_short_conv_of_a_long_chunk_and_a_decode() -> None:
+    """The decode is the last row: blocks of the long chunk's later tokens read nothing after it."""
+    layer = OnGpu(ShortLayer(pending=1), "sm_90a", "bfloat16")
+    rows = [layer.rows(seq, 90) for seq in range(2)]
+    whole = [layer.run(2 + seq, each, [90]) for seq, each in enumerate(rows)]
+    layer.step([(1, 0, rows[1][:89])])
+    first, last = layer.step([(0, 0, rows[0]), (1, 89, rows[1][89:])])
+    assert np.array_equal(first, whole[0])
+    assert np.array_equal(last, whole[1][89:])
 
 
 @pytest.mark.parametrize("name", ["delta", "mamba"])

@@ -85,6 +85,8 @@ def _short_conv(dtype: str, width: int, taps: int) -> Specialisation:
                 out += row_bytes
                 first = int32(first + int32(1))
             return
+        if first >= count:  # another sequence is longer
+            return
         x += channel_bytes
         page_bytes = uint64(uint32(uint32(kept_taps) + pending)) * row_bytes
         given = inputs + uint64(uint32(read)) * page_bytes + channel_bytes
@@ -115,7 +117,7 @@ def _short_conv(dtype: str, width: int, taps: int) -> Specialisation:
             out += row_bytes
             first = int32(first + int32(1))
             token = int32(token + int32(1))
-        if uint32(cuda.blockIdx.y) == uint32(0) and count > int32(0):
+        if uint32(cuda.blockIdx.y) == uint32(0):
             now = covered(count, before, pending)
             target = inputs + uint64(uint32(written)) * page_bytes + channel_bytes
             at = int32(now - int32(kept_taps))
