@@ -116,12 +116,6 @@ class LoadOptions:
             )
         if self.rounding:
             _check_rounding(self.rounding, self.gemm)
-        if self.exact and self.state_dtype is not float32 and self.device.kind != "cpu":
-            raise InvalidArgumentError(
-                f"state_dtype is {self.state_dtype.name!r}, must be 'float32' with exact on {self.device}: states are "
-                "rounded at the ends of chunks, so bits would depend on these",
-                param="state_dtype",
-            )
         if self.exact and SEGMENTS % self.num_ranks:
             raise InvalidArgumentError(
                 f"exact: sums are of {SEGMENTS} segments, which {self.num_ranks} ranks cannot share", param="exact"

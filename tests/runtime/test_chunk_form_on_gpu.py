@@ -12,7 +12,7 @@ import pytest
 from numba_kernels.cuda.recurrent import chunk_form
 from numba_kernels.cuda.recurrent.chunk_layout import ChunkForm
 from runtime.backends import cuda_state
-from runtime.dtype import bfloat16
+from runtime.dtype import DType, bfloat16
 from tests.runtime.test_state_ops import DeltaLayer, MambaLayer
 from tests.runtime.test_state_ops_on_gpu import OnGpu
 
@@ -75,11 +75,17 @@ def test_prompts_after_prompts_tries_and_decodes(arch: str, name: str, dtype: st
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["delta", "mamba"])
 def test_a_state_of_bfloat16_is_rounded_after_each_launch(name: str) -> None:
-    layer = OnGpu(
-        LAYERS[name](pending=2, **({} if name == "mamba" else {"state_dtype": bfloat16})), "sm_90a", "bfloat16"
-    )
+    """The oracle rounds after each token, which costs more."""
+    layer = OnGpu(LAYERS[name](pending=2, state_dtype=bfloat16), "sm_90a", "bfloat16")
     rows = layer.rows(1, 150)
     assert error(layer.run(0, rows, [70, 80]), layer.layer.expected(rows)) < 2e-2
+
+
+@pytest.mark.parametrize("state", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
+def test_exact_batches_have_the_same_bits_for_any_cut(state: str) -> None:
+    layer = OnGpu(DeltaLayer(1, 1, 64, 16, state_dtype=DType.parse(state)), "sm_90a", "bfloat16", exact=True)
+    rows = layer.rows(1, 70)
+    assert np.array_equal(layer.run(0, rows, [66, 4]), layer.run(1, rows, [3, 67]))
 
 
 @pytest.mark.exhaustive
@@ -93,7 +99,7 @@ def test_extreme_gates_and_keys() -> None:
     assert error(layer.run(0, rows, [90, 50]), layer.layer.expected(rows)) < 1e-2
 
 
-def test_exact_batches_and_other_sizes_take_the_recurrence() -> None:
+def test_other_sizes_take_the_recurrence() -> None:
     form = ChunkForm("bf16", 128, 128, True)
     assert chunk_form.why_not(form, 4, 8, 163 << 10) == ""
     for other, taps, multiple, shared in (

@@ -6,10 +6,9 @@
     gated_norm   the norm of its outputs, with a gate
 
 `runtime.state_ops` says what a chunk reads and writes. No block changes a page that is read, so blocks need no order,
-and a step that runs again gives the same. But for the chunk form, a token's bits follow from the
-sequence alone, however it was cut: its inputs
-are rounded to the activations' type, a state of bfloat16 is rounded after each token, and the order of sums follows
-from a head's size.
+and a step that runs again gives the same. But for the chunk form, a token's bits follow from the sequence alone,
+however it was cut: its inputs are rounded to the activations' type, a state of bfloat16 is rounded after each token,
+and the order of sums follows from a head's size. The chunk form rounds such a state only where a launch writes it.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Prompts in the chunk form: whether a layer can take it, from how many tokens on, and its two launches.
 
-Bits depend on how a prompt is cut, since chunks are counted from the first token of each step; exact mode takes the
-recurrence (`step`) for all tokens.
+Bits depend on how a prompt is cut, since chunks are counted from the first token of each step, and a state of bfloat16
+is rounded once a launch, not after each token; exact mode takes the recurrence (`step`) for all tokens.
 """
 
 from __future__ import annotations
