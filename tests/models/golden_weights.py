@@ -27,7 +27,7 @@ def golden_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
         return np.array(middle + middle * np.float32(0.5) * uniform, np.float32)
     if name.endswith((".bias", "_bias")):
         return uniform * np.float32(0.25)
-    if name.endswith("A_log"):  # a state that lasts some tokens
+    if name.endswith("linear_attn.A_log"):  # a state that lasts some tokens
         return uniform - np.float32(1.0)
     if len(shape) == 1:
         return np.float32(1.0) + uniform * np.float32(0.5)
