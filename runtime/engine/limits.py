@@ -102,7 +102,8 @@ def resolve(
     kinds and pools of cache groups, and ``longrope_threshold``.
 
     One budget, of bytes or of ``config.num_blocks``, is split over the pools: each has the blocks of the longest
-    sequence, and the rest has as many sequences of a usual length as fit (`USUAL_WINDOWS`, `TOKENS_BESIDE_STATES`).
+    sequence and of a state that the prefix cache keeps, and the rest has as many sequences of a usual length as fit
+    (`USUAL_WINDOWS`, `TOKENS_BESIDE_STATES`).
 
     ``whole_tokens`` counts those of an image that one step computes, beside the decodes of all other sequences; None
     means that images may be cut. ``draft_bytes_per_block`` is the size of a draft model's block beside each block.
@@ -142,8 +143,16 @@ def resolve(
         of_pools = [[kind for kind, own in zip(cache_kinds, pools) if own == pool] for pool in range(len(block_bytes))]
         return [blocks_of_sequence(num_tokens, kinds, block_size, chunk=chunk) for kinds in of_pools]
 
+    num_kept = [0] * len(block_bytes)  # by pool: the blocks of one state that the prefix cache keeps
+    for pool, kind in zip(pools, cache_kinds):
+        num_kept[pool] += config.enable_prefix_caching and not kind.follows_tokens
+
+    def longest(num_tokens: int) -> list[int]:
+        """By pool: the blocks of such a sequence, and of a kept state."""
+        return [own + kept for own, kept in zip(blocks_for(num_tokens), num_kept)]
+
     def cost(num_tokens: int) -> int:
-        return _product(blocks_for(num_tokens), costs)
+        return _product(longest(num_tokens), costs)
 
     costs, most = full_bytes, None
     if config.num_blocks is not None:
@@ -173,7 +182,7 @@ def resolve(
         of_states = sum(blocks_for(1)[pool] * full_bytes[pool] for pool in states)
         a_page = sum(blocks_for(1)[pool] * full_bytes[pool] for pool in token_pools)
         usual = max(usual, TOKENS_BESIDE_STATES * of_states // a_page * block_size)
-    pool_sizes = _split(budget, costs, blocks_for(max_model_len), blocks_for(usual), most)
+    pool_sizes = _split(budget, costs, longest(max_model_len), blocks_for(usual), most)
     num_blocks, num_bytes = sum(pool_sizes), _product(pool_sizes, full_bytes)
     if num_bytes > available_bytes:
         raise RequestError(
@@ -186,6 +195,14 @@ def resolve(
         if config.max_model_len is not None or max_model_len < 1:
             length = -(-wanted_len // block_size) * block_size if config.max_model_len is not None else block_size
             needed = blocks_for(length)
+            if _product(needed, costs) <= budget:  # all fits but the state
+                needed = longest(length)
+                raise RequestError(
+                    f"enable_prefix_caching=True keeps a state beside a request of {length} tokens, {sum(needed)} KV "
+                    f"blocks ({_product(needed, full_bytes):,} bytes) in all, but the KV cache has {num_blocks}: lower "
+                    "max_model_len, raise kv_cache_memory_bytes or set enable_prefix_caching=False",
+                    param="enable_prefix_caching",
+                )
             raise RequestError(
                 f"a request of {length} tokens needs {sum(needed)} KV blocks of {block_size} tokens "
                 f"({_product(needed, full_bytes):,} bytes), but the KV cache has {num_blocks}: lower "

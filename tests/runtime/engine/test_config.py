@@ -284,3 +284,28 @@ def test_states_have_a_fifth_of_the_bytes() -> None:
             bytes_per_block=sizes, available_bytes=200 << 30, cache_kinds=(FULL, State()), cache_pools=(0, 1),
         )  # fmt: skip
         assert 0.15 < limits.pool_sizes[1] * sizes[1] / num_bytes <= 0.25
+
+
+def test_a_prefix_cache_has_room_for_a_state() -> None:
+    """Beside the two of the longest sequence. The context shrinks for it, unless its length was given."""
+
+    def kept(num_blocks: int, **config: Any) -> tuple[int, tuple[int, ...]]:
+        limits = resolve(
+            EngineConfig(num_blocks=num_blocks, block_size=16, **config), max_position_embeddings=4096,
+            bytes_per_block=(1000, 5000), available_bytes=GIB, cache_kinds=(FULL, State()), cache_pools=(0, 1),
+        )  # fmt: skip
+        return limits.max_model_len, limits.pool_sizes
+
+    assert kept(10) == (7 * 16, (7, 3))
+    assert kept(10, enable_prefix_caching=False) == (8 * 16, (8, 2))
+    assert kept(10, enable_prefix_caching=False, max_model_len=8 * 16) == (8 * 16, (8, 2))
+    problem = (
+        "enable_prefix_caching=True keeps a state beside a request of 128 tokens, 11 KV blocks (23,000 bytes) in all, "
+        "but the KV cache has 10: lower max_model_len, raise kv_cache_memory_bytes or set enable_prefix_caching=False"
+    )
+    with pytest.raises(RequestError, match=f"^{re.escape(problem)}$"):
+        kept(10, max_model_len=8 * 16)
+    with pytest.raises(RequestError, match="request of 16 tokens, 4 KV blocks"):
+        kept(3)
+    with pytest.raises(RequestError, match="a request of 16 tokens needs 3 KV blocks"):
+        kept(2)
