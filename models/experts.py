@@ -95,12 +95,12 @@ class MoeDecoder(Decoder):
     """A decoder whose layers have experts, but for the dense ones.
 
     Attributes:
-        predicts_from_normed: a layer that predicts further tokens goes on from its result after the last norm.
+        predicts_apart: checkpoints have the layer that predicts further tokens under "mtp.", not after the others.
     """
 
     config: MoeConfig
     form = ExpertsForm()
-    predicts_from_normed = False
+    predicts_apart = False
 
     @classmethod
     def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _BY_FIELDS = {
-    r"linear_(num|key|value|conv|attn)_.*": "hybrid state layers (gated DeltaNet, linear attention)",
-    r"mamba_(?!ssm_dtype).*|ssm_.*|hybrid_override_pattern": "state-space layers (Mamba)",
+    r"linear_attn_config": "a delta rule with a decay for each channel (KDA)",
+    r"mamba_dt_rank": "state-space layers before Mamba-2 (Mamba-1)",
     r"attention_hidden_size|rescale_every": "recurrent layers (RWKV)",
     r"index_(topk|n_heads|head_dim)": "sparse attention to keys that an indexer chooses (DSA)",
     r"sparse_attention_config": "block-sparse attention",
@@ -47,9 +47,6 @@ def missing_operations(config: Mapping[str, Any]) -> str:
 def _found(config: Mapping[str, Any]) -> Iterator[str]:
     inner = config.get("text_config")
     for fields in (config, inner if isinstance(inner, dict) else {}):
-        layers = fields.get("layer_types")
-        if isinstance(layers, list) and set(map(str, layers)) == {"attention"}:  # Granite 4: no layer has a state
-            fields = {name: value for name, value in fields.items() if not name.startswith("mamba_")}
         for pattern, operation in _BY_FIELDS.items():
             if any(value and re.fullmatch(pattern, name) for name, value in fields.items()):
                 yield operation

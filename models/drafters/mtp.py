@@ -2,12 +2,11 @@
 arXiv 2412.19437, 2.2), as a drafter.
 
     x = eh_proj([enorm(embed(token i + 1)) | hnorm(h)])      h: the model's at token i, after its last norm
-    x = layer(x);   token i + 2 ~ head(shared_head.norm(x));   x takes the place of h one token further
+    x = shared_head.norm(layer(x));   token i + 2 ~ head(x);   x takes the place of h one token further
 
-A checkpoint has it as layer `num_hidden_layers`, with names as above, or apart (`mtp.`). With Qwen3.5 and Qwen3-Next
-the normed x takes the place of h. Its layer is one of the family's. Table and head are the model's: the copies that a
-checkpoint stores beside it are passed over. Of several such layers, each trained for a token further on, only the first
-is used.
+A checkpoint has it as layer `num_hidden_layers`, with names as above, or apart (`mtp.`). Its layer is one of the
+family's. Table and head are the model's: the copies that a checkpoint stores beside it are passed over. Of several such
+layers, each trained for a token further on, only the first is used.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class MtpDrafter:
         self.max_positions = min(maker.max_positions, target.max_positions)
         self.token_ids: NDArray[np.int32] | None = None
         self._eps = config.norm_eps
-        self._one, self._hands_on_normed = _of_one_layer(target), target.predicts_from_normed
+        self._one = _of_one_layer(target)
         own = maker.under(names.under or f"{target.root}.layers.{config.num_layers}")
         self._embed_norm, self._hidden_norm, self._norm = (
             own.vector(f"{name}.weight", hidden, add=target.norm_offset)
@@ -97,7 +96,7 @@ class MtpDrafter:
         normed = ops.rms_norm(hidden, self._hidden_norm, self._eps)
         x = self._layer(self._projection(ops.join_columns([embedded, normed])), batch, pages)
         read = ops.rms_norm(x, self._norm, self._eps)
-        return read, read if self._hands_on_normed else x
+        return read, read
 
     def logits(self, normed: Tensor) -> Tensor:
         return self.target.compute_logits(normed)
@@ -106,7 +105,7 @@ class MtpDrafter:
 def _of_one_layer(target: MoeDecoder) -> MoeDecoder:
     """The model's config reduced to that layer; layers and pages are made from it."""
     one = copy.copy(target)
-    one.config, one.kv_skip_layers = target.prediction_config(), ()
+    one.config, one.kv_skip_layers, one.state_dtype = target.prediction_config(), (), float32
     return one
 
 
@@ -120,7 +119,8 @@ def load_mtp(
     """
     config = target.config
     checkpoint = None if load_format == "dummy" else open_model(folder, mmproj=settings.get("mmproj", "")).checkpoint()
-    is_apart = checkpoint is not None and any(name.startswith("mtp.") for name in checkpoint.tensors)
+    has_some = checkpoint is not None and any(name.startswith("mtp.") for name in checkpoint.tensors)
+    is_apart = has_some and isinstance(target, MoeDecoder) and target.predicts_apart
     if not isinstance(target, MoeDecoder) or not (is_apart or target.config.num_prediction_layers):
         raise ModelLoadError(
             f"{folder}: {config.architecture} has no layer that predicts further tokens (num_nextn_predict_layers)"

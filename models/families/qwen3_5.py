@@ -81,7 +81,7 @@ class Qwen35PictureConfig(Qwen35Config):
 class Qwen35Model(MoeDecoder):
     config: Qwen35Config
     norm_offset = 1.0
-    predicts_from_normed = True
+    predicts_apart = True
 
     @classmethod
     def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
@@ -260,7 +260,7 @@ def read_moe_text(fields: Fields) -> Qwen35Config:
 
 
 def read_next(fields: Fields) -> Qwen35Config:
-    return Qwen35Config(**_read_decoder(fields, "grouped"), **_experts(fields, 512, 10))
+    return Qwen35Config(**_read_decoder(fields, "grouped"), **_experts(fields, 512, 10), **_read_further(fields))
 
 
 def read_pictures(fields: Fields) -> Qwen35PictureConfig:

@@ -48,6 +48,13 @@ def test_the_kinds_follow_from_the_interval() -> None:
     assert config.layer_types == ("linear_attention", "full_attention") * 2
 
 
+def test_layers_that_predict_further_tokens_are_counted() -> None:
+    for case in (CASE, "qwen3_next_odd"):
+        fields = json.loads((load_golden(case).folder / "config.json").read_text())
+        config: Any = parse_config({**fields, "mtp_num_hidden_layers": 1})
+        assert config.num_prediction_layers == 1, case
+
+
 def test_kinds_that_contradict_the_tensors(tmp_path: Path) -> None:
     kinds = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
     folder = change_config(write_model(tmp_path, load_golden(CASE)), layer_types=kinds)

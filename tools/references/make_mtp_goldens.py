@@ -72,7 +72,7 @@ def main() -> None:
                     x = run(ids[: column + step + 1], hidden)
                     read_last = normed(x[-1:], own + names[3])
                     logits[step, column] = (read_last @ head.T)[0].numpy()
-                    hidden = torch.cat([hidden, read_last if is_apart else x[-1:]])
+                    hidden = torch.cat([hidden, read_last])
         np.savez_compressed(
             FOLDER / f"{case}.npz", states=states.numpy(), token_ids=ids.numpy().astype(np.int32), logits=logits
         )

@@ -59,12 +59,10 @@ def test_each_configuration_is_as_the_table_says(archive: dict[str, dict[str, An
 @pytest.mark.parametrize(
     ("values", "missing"),
     [
-        ({"layer_types": ["linear_attention"], "linear_num_key_heads": 16}, "gated DeltaNet"),
-        ({"text_config": {"linear_num_key_heads": 16, "mamba_ssm_dtype": "float32"}}, "gated DeltaNet"),
-        ({"hybrid_override_pattern": "M-M*-"}, "Mamba"),
-        ({"mamba_d_state": 128}, "Mamba"),
-        ({"mamba_d_state": 128, "layer_types": ["mamba", "attention"]}, "Mamba"),
-        ({"mamba_d_state": 128, "layer_types": ["attention"]}, "its family, "),
+        ({"layer_types": ["linear_attention"], "linear_num_key_heads": 16}, "its family, "),
+        ({"mamba_d_state": 128, "layer_types": ["mamba", "attention"]}, "its family, "),
+        ({"text_config": {"linear_attn_config": {"kda_layers": [1]}}}, "KDA"),
+        ({"mamba_d_state": 16, "mamba_dt_rank": 256}, "Mamba-1"),
         ({"index_topk": 2048}, "indexer"),
         ({"is_encoder_decoder": True}, "encoder"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "a head that classifies"),

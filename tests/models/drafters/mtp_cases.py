@@ -1,4 +1,4 @@
-"""Golden models with a prediction layer behind their own, and their folders
+"""Golden models with a prediction layer after their own, and their folders
 (`tools/references/make_mtp_goldens.py`)."""
 
 from __future__ import annotations
