@@ -73,10 +73,10 @@ def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.i
 
 
 def _turn_starts(request: EngineRequest, prompt_ids: NDArray[np.int32]) -> tuple[int, ...]:
-    """The places of the prompt at which its turns begin."""
+    """The places of the prompt at which its turns begin, but for its own beginning."""
     if request.turn_start_id is None:
         return ()
-    return tuple(np.flatnonzero(prompt_ids == request.turn_start_id).tolist())
+    return tuple((np.flatnonzero(prompt_ids[1:] == request.turn_start_id) + 1).tolist())
 
 
 def pictures_of(

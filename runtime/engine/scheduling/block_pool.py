@@ -89,8 +89,7 @@ class Hit:
 
     def without_partial(self) -> Hit:
         """The hit's full pages."""
-        num_tokens = self.num_tokens - self.num_partial
-        return Hit(self.blocks, self.first_pages, self.host_slots, num_tokens=num_tokens, num_pages=self.num_pages)
+        return replace(self, partial={}, num_partial=0, num_tokens=self.num_tokens - self.num_partial)
 
 
 @dataclass(slots=True)
@@ -244,14 +243,16 @@ class BlockPool:
 
     def count_query(self, num_tokens: int, hit: Hit) -> PrefixMiss | None:
         """Count an admitted sequence that looked up ``num_tokens``. Returns why it missed some of its pages; None if it
-        did not."""
+        did not, or could not have found any."""
         self.counters.queried_tokens += num_tokens
         self.counters.hit_tokens += hit.num_tokens
         known = max(hit.num_known, hit.num_tokens)
         missed = known - hit.num_tokens, num_tokens - known
         for reason, count in zip(hit.reasons, missed):
             self.counters.missed_tokens[reason] += count
-        return PrefixMiss(hit.reasons[missed[1] > missed[0]], known, hit.num_tokens) if sum(missed) > 1 else None
+        if sum(missed) <= 1 or not self.enable_prefix_caching:
+            return None
+        return PrefixMiss(hit.reasons[missed[1] > missed[0]], known, hit.num_tokens)
 
     def allocate(self, count: int, pool: int = 0) -> list[int]:
         """Take ``count`` free blocks of a pool, each with reference count 1: empty ones first, then cached ones, whose
@@ -327,7 +328,7 @@ class BlockPool:
         following = [
             self._cache.next_digest(path[:num_known], tokens, salt, group)
             for group, path in enumerate(paths)
-            if self.kinds[group].follows_tokens and len(path) >= num_known
+            if self.kinds[group].follows_tokens
         ]
         had_state = any(digest in self._evicted for digest in states)
         had_page = any(digest in self._evicted for digest in following if digest is not None)
@@ -617,6 +618,7 @@ class BlockPool:
     def _remember(self, node: CachedBlock) -> None:
         """That a content was evicted."""
         self._evicted[node.digest] = None
+        self._evicted.move_to_end(node.digest)
         if len(self._evicted) > _REMEMBERED * self.num_blocks:
             self._evicted.popitem(last=False)
 

@@ -140,7 +140,7 @@ class ByReplay:
 
     A state's value is the tokens since the last one before it on its path, times how often it was used, above the value
     of the last victim, so that what is not used grows old (GreedyDual-Size-Frequency, Cherkasova 1998). Spare states
-    have none until they are used. O(log n).
+    have none until they are used. O(log n), and the pages between the two states when one is released.
     """
 
     def __init__(self) -> None:

@@ -91,8 +91,8 @@ class Placement:
         """The tokens that the step may compute of a sequence that starts with ``hit``, and the fresh blocks of each
         pool that it needs for them."""
         remaining = sequence.num_tokens - hit.num_tokens
-        if self._pool.states and self._chunks.cuts_prompts:
-            ends = checkpoints(sequence, hit, self._pool.block_size)
+        if self._chunks.cuts_prompts:
+            ends = checkpoints(sequence, hit, self._pool)
             remaining = min([remaining, *(end - hit.num_tokens for end in ends[:1])])
         count = self._chunks.size(step, hit.num_tokens, remaining, sequence.request.pictures)
         return count, self._needed(sequence, hit, count)
@@ -149,21 +149,24 @@ class Placement:
             sequence.blocks.append(ids)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = hit.num_tokens
-            sequence.miss = pool.count_query(sequence.num_tokens, hit)
-        if pool.states:
-            sequence.checkpoints = checkpoints(sequence, hit, pool.block_size)
+            miss = pool.count_query(sequence.num_tokens, hit)
+            sequence.miss = None if sequence.needs_prompt_logprobs else miss  # then nothing was looked up
+        sequence.checkpoints = checkpoints(sequence, hit, pool)
         sequence.first_pages, sequence.gives_up_at = list(hit.first_pages), 0
         sequence.num_computed = hit.num_tokens
         sequence.state_ends = (range(hit.num_tokens, hit.num_tokens + 1), NO_STATE)
         sequence.num_committed = hit.num_shared_pages * pool.block_size
 
 
-def checkpoints(sequence: Sequence, hit: Hit, block_size: int) -> list[int]:
+def checkpoints(sequence: Sequence, hit: Hit, pool: BlockPool) -> list[int]:
     """The ends of the chunks of a sequence that starts with ``hit``, after which a state is kept, ascending: the
     prompt's end; the last boundaries that its request names, or else the last end of a page; and the end of those
-    cached pages which no kept state follows, since there another prompt left this one."""
+    cached pages which no kept state follows, since there another prompt left this one. None without states, or if
+    nobody could find them."""
+    if not (pool.states and pool.enable_prefix_caching):
+        return []
     request, end = sequence.request, sequence.num_prompt_tokens
-    named = request.boundaries[-_MOST_BOUNDARIES:] or ((end - 1) // block_size * block_size,)
+    named = request.boundaries[-_MOST_BOUNDARIES:] or ((end - 1) // pool.block_size * pool.block_size,)
     places = {sequence.cut(place) for place in (*named, hit.num_known)} | {end}
     return sorted(place for place in places if hit.num_tokens < place <= end)
 

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import PrefixMiss
 from runtime.engine.scheduling.block_pool import BlockPool, Chain, Hit
-from runtime.engine.scheduling.eviction import POLICIES
+from runtime.engine.scheduling.eviction import POLICIES, ByReplay
 from runtime.engine.scheduling.host_pool import HostPool
+from runtime.engine.scheduling.prefix_cache import CachedBlock, PrefixCache
 from tests.runtime.engine.scheduling.replayed import lru_hits, scheduler_hits
 
 BLOCK_SIZE = 4
@@ -264,6 +265,28 @@ def test_a_loop_random_prompts_and_a_shared_prompt_lose_nothing(eviction: str, n
     }
     for name, prompts in patterns.items():
         assert scheduler_hits(prompts, num_blocks, eviction) >= 0.9 * lru_hits(prompts, num_blocks), name
+
+
+def test_states_go_by_the_tokens_that_would_be_computed_again_and_their_uses() -> None:
+    cache, policy = PrefixCache(BLOCK_SIZE), ByReplay()
+
+    def after(parent: CachedBlock, token: int) -> CachedBlock:
+        node = cache.add(parent, np.full(BLOCK_SIZE, token, np.int32).tobytes())
+        assert node is not None
+        return node
+
+    root = cache.root(None, 0)
+    near, spare = after(root, 0), after(root, 1)
+    far = after(after(after(near, 2), 3), 4)  # the two pages between have no state
+    near.block_id, spare.block_id, far.block_id, spare.is_spare = 0, 1, 2, True
+    assert [each.replay_tokens() for each in (near, spare, far)] == [4, 4, 12]
+    for node in (far, near, spare):
+        policy.add(node)
+    assert [policy.pop() for _ in range(3)] == [spare, near, far]
+    near.times_reused = 3
+    for node in (near, far):
+        policy.add(node)
+    assert [policy.pop(), policy.pop(), len(policy)] == [far, near, 0]
 
 
 @pytest.mark.parametrize("eviction", POLICIES)

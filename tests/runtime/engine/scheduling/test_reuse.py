@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from runtime.engine.messages import PrefixMiss
+from runtime.kv.kinds import FULL, State
 from tests.runtime.engine.scheduler_cases import add, chunks_of, make_driver, run
 from tests.runtime.engine.scheduler_driver import Driver
 
@@ -41,6 +43,26 @@ def test_salts_share_nothing() -> None:
 def test_without_prefix_caching_nothing_is_found() -> None:
     driver = make_driver(enable_prefix_caching=False)
     assert first_chunk(driver, PROMPT) == first_chunk(driver, PROMPT) == (0, 10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "chunks", "miss"),
+    [
+        ({}, {}, [(0, 0, 8), (0, 8, 2)], PrefixMiss("unseen", 0, 0)),
+        ({"prompt_logprobs": 0}, {}, [(0, 0, 8), (0, 8, 2)], None),
+        ({}, {"enable_prefix_caching": False}, [(0, 0, 10), (0, 10, 1)], None),
+    ],
+)
+def test_states_cut_prompts_only_where_somebody_can_find_them(
+    fields: dict[str, int], settings: dict[str, bool], chunks: list[tuple[int, int, int]], miss: PrefixMiss | None
+) -> None:
+    """And a prompt that was not looked up missed nothing."""
+    driver = make_driver(cache_kinds=(FULL, State()), **settings)
+    request = driver.add(PROMPT, max_tokens=2, **fields)
+    assert request is not None
+    assert [chunk for step in run(driver, 2) for chunk in chunks_of(step)] == chunks
+    assert request.sequences[0].miss == miss
+    driver.drain()
 
 
 def test_a_chat_goes_on_from_its_answer() -> None:
