@@ -20,6 +20,7 @@ from runtime.engine.messages import (
     EngineRequest,
     EngineState,
     EngineStats,
+    PrefixMiss,
     ProposalCounts,
     StepView,
     TokenLogprobs,
@@ -86,6 +87,7 @@ class FakeEngineClient:
         self.failing: set[int] = set()
         self.step_s = 0.0
         self.proposals: ProposalCounts | None = None  # of each choice
+        self.prefix_miss: PrefixMiss | None = None
         self.step_gate = threading.Event()
         self.step_gate.set()
         self.is_dead = False
@@ -107,7 +109,7 @@ class FakeEngineClient:
         self.cancelled.clear()
         self.failing.clear()
         self.step_s = 0.0
-        self.proposals = None
+        self.proposals = self.prefix_miss = None
         self.step_gate.set()
         self.revive()
 
@@ -247,6 +249,8 @@ class FakeEngineClient:
                 finish_reason=finish_reason,
                 stop_reason=stop_reason,
                 proposals=None if finish_reason is None else self.proposals,
+                prefix_miss=self.prefix_miss if is_first else None,
+                num_cached_tokens=self.prefix_miss.checkpoint if is_first and self.prefix_miss else None,
             )
             if finish_reason is not None:
                 self._close_choice(found, index)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from runtime.engine.messages import ProposalCounts
+from runtime.engine.messages import PrefixMiss, ProposalCounts
 from runtime.progress import is_redirected, say_on_stderr
 from server.config import ServerConfig, ServerConfigError
 from server.observing import logs
@@ -111,6 +111,21 @@ def test_a_line_says_how_many_proposals_were_kept(
     without, line = (each for each in lines_of(file) if each["logger"] == "xserv.access")
     assert (line["proposed_tokens"], line["accepted_tokens"]) == (18, 14), "of both choices"
     assert "proposed_tokens" not in without
+
+
+def test_a_line_and_usage_say_why_a_prefix_missed(
+    tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path
+) -> None:
+    file = tmp_path / "log"
+    with served_with_log(tokenizer, fake_engine, file) as (served, _):
+        found = served.http.post(CHAT, json={**HELLO, "max_tokens": 1}).json()["usage"]["prompt_tokens_details"]
+        fake_engine.prefix_miss = PrefixMiss("no_checkpoint", 32, 16)
+        missed = served.http.post(CHAT, json={**HELLO, "max_tokens": 1}).json()["usage"]["prompt_tokens_details"]
+    assert found == {"cached_tokens": 0}
+    assert missed == {"cached_tokens": 16, "miss_reason": "no_checkpoint", "first_difference": 32}
+    without, line = (each for each in lines_of(file) if each["logger"] == "xserv.access")
+    assert (line["prefix_miss"], line["first_difference"]) == ("no_checkpoint", 32)
+    assert "prefix_miss" not in without
 
 
 def test_prompts_where_they_are_asked_for(tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path) -> None:

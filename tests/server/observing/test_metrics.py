@@ -129,7 +129,9 @@ def test_traffic_is_counted(real: Real) -> None:
         assert 0 < measured <= generated - 9
         assert added(f"{prefix}time_per_output_token_seconds_count") == measured
         assert added(f"{prefix}prompt_tokens_total") == 5 * 12 + 1
-        assert added(f"{prefix}prefix_cache_queries_total") >= 5 * 12
+        queries, hits = (added(f"{prefix}prefix_cache_{name}_total") for name in ("queries", "hits"))
+        assert queries >= 5 * 12
+        assert added("xserv:prefix_cache_missed_total") == queries - hits
         steps = added(f"{prefix}iteration_tokens_total_count")
         assert 60 <= steps <= added("xserv:num_steps_total") + 1
         assert added(f"{prefix}iteration_tokens_total_sum") >= generated

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from runtime.engine.config import BATCHING, POLICIES, VICTIMS
-from runtime.kv.kinds import FULL, AnyKind, Window, blocks_of_sequence
+from runtime.kv.kinds import FULL, AnyKind, State, Window, blocks_of_sequence
 from tests.runtime.engine.scheduler_driver import CACHE_KINDS, STATE_KINDS, Driver, add_random_request, random_limits
 
 NUM_SCENARIOS = 10_000
@@ -92,7 +92,12 @@ def test_groups_of_several_pools_draw_on_their_own() -> None:
     for seed in range(180):
         rng = random.Random(seed)
         kinds, pools = rng.choice(
-            [((FULL, Window(3)), (0, 1)), ((FULL, Window(2), Window(2)), (0, 1, 1)), ((FULL, FULL), (0, 1))]
+            [
+                ((FULL, Window(3)), (0, 1)),
+                ((FULL, Window(2), Window(2)), (0, 1, 1)),
+                ((FULL, FULL), (0, 1)),
+                ((FULL, State(), State(), Window(3)), (0, 1, 1, 0)),
+            ]
         )
         limits = random_limits(rng, cache_kinds=kinds)
         chunk = 1 if limits.scheduling.batching == "stall-free" else None
@@ -103,12 +108,12 @@ def test_groups_of_several_pools_draw_on_their_own() -> None:
             )
             for pool in (0, 1)
         ]  # fmt: skip
-        size = max(needed) + rng.randrange(3)
+        sizes = needed[0] + rng.randrange(3), needed[1] + rng.randrange(3)
         limits = replace(
-            limits, num_blocks=2 * size, pool_sizes=(size, size), cache_pools=pools, block_bytes=(1, 3),
+            limits, num_blocks=sum(sizes), pool_sizes=sizes, cache_pools=pools, block_bytes=(1, 3),
             num_host_blocks=2 * limits.num_host_blocks, host_pool_sizes=(limits.num_host_blocks,) * 2,
         )  # fmt: skip
-        driver = Driver(rng, limits, overlaps=seed % 2 == 0, eos=rng.choice((0.0, 0.1)))
+        driver = Driver(rng, limits, overlaps=seed % 2 == 0, eos=rng.choice((0.0, 0.1)), drafts=0.2)
         driver.arrivals = partial(sometimes_add, driver, rng, 12)  # type: ignore[method-assign]
         add_random_request(driver, rng)
         try:
