@@ -161,8 +161,8 @@ class Placement:
 def checkpoints(sequence: Sequence, hit: Hit, pool: BlockPool) -> list[int]:
     """The ends of the chunks of a sequence that starts with ``hit``, after which a state is kept, ascending: the
     prompt's end; the last boundaries that its request names, or else the last end of a page; and the end of those
-    cached pages which no kept state follows, since there another prompt left this one. None without states, or if
-    nobody could find them."""
+    cached pages which no kept state follows, since there another prompt left this one. None without states, or
+    without a prefix cache."""
     if not (pool.states and pool.enable_prefix_caching):
         return []
     request, end = sequence.request, sequence.num_prompt_tokens
