@@ -368,9 +368,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return has_states(group.kind for group in self.cache_groups)
 
 
-class ChunkView(msgspec.Struct, frozen=True, gc=False):
+class ChunkView(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Tokens ``start : start + count`` of a choice, computed in one step; those from ``num_prompt_tokens`` on were
-    sampled by it. ``arrival_s``: ``time.monotonic()`` when the request came in."""
+    sampled by it. ``arrival_s``: ``time.monotonic()`` when the request came in. ``miss``, with the first tokens: why no
+    more of the prompt was in the prefix cache."""
 
     request_id: str
     index: int
@@ -378,6 +379,7 @@ class ChunkView(msgspec.Struct, frozen=True, gc=False):
     count: int
     num_prompt_tokens: int
     arrival_s: float
+    miss: PrefixMiss | None = None
 
 
 class RankSpan(msgspec.Struct, frozen=True):

@@ -180,7 +180,7 @@ class OpenSteps:
             self._requests.mark_scheduled(request)
             assert row is not None
             self._keys[row] = ChunkKey(
-                request.request_id, sequence.index, sequence.num_prompt_tokens, request.arrival_s
+                request.request_id, sequence.index, sequence.num_prompt_tokens, request.arrival_s, sequence.miss
             )
             try:
                 loads.append(self._assembler.load_of(sequence))

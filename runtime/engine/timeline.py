@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.messages import ChunkView, RankSpan, StepView
+from runtime.engine.messages import ChunkView, PrefixMiss, RankSpan, StepView
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.step import PreemptionWay
 from runtime.engine.steps.executor import Executor
@@ -36,12 +36,14 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """A chunk's request and choice, the end of its prompt, and when its request came in."""
+    """A chunk's request and choice, the end of its prompt, when its request came in, and why it missed the prefix
+    cache when it started."""
 
     request_id: str
     index: int
     num_prompt_tokens: int
     arrival_s: float
+    miss: PrefixMiss | None = None
 
 
 class StepRecord:
@@ -125,7 +127,15 @@ class StepRecord:
     def chunk_views(self) -> list[ChunkView]:
         """The chunks in the form for observers."""
         return [
-            ChunkView(key.request_id, key.index, start, count, key.num_prompt_tokens, key.arrival_s)
+            ChunkView(
+                key.request_id,
+                key.index,
+                start,
+                count,
+                key.num_prompt_tokens,
+                key.arrival_s,
+                key.miss if key.miss is not None and start == key.miss.checkpoint else None,
+            )
             for key, start, count in zip(self._keys, self._starts.tolist(), self._counts.tolist())
         ]
 

@@ -293,11 +293,22 @@ export class Timeline {
       `${request.id}${request.index ? ` · choice ${request.index}` : ""}`,
       `${request.numPrompt} prompt tokens, ${request.generated} generated, ${request.state}`,
     ];
+    if (request.miss) lines.push(missed(...request.miss));
     const queued = request.beginS - request.arrivalS;
     if (queued > 0.001) lines.push(`waited ${seconds(queued)}`);
     if (request.firstTokenS !== null) lines.push(`first token after ${seconds(request.firstTokenS - request.arrivalS)}`);
     return lines;
   }
+}
+
+/** Why no more of a prompt was in the prefix cache. */
+function missed(reason, firstDifference, numCached) {
+  const why = {
+    unseen: `token ${firstDifference} and on are new`,
+    evicted: `what follows token ${numCached} was evicted`,
+    no_checkpoint: `no state was kept after token ${numCached}, and the prompts differ from ${firstDifference} on`,
+  }[reason];
+  return `${numCached} prompt tokens were cached: ${why}`;
 }
 
 /** 1, 2 or 5 times a power of ten, at least `value`. */

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from runtime.engine.engine import Engine
+from runtime.engine.messages import PrefixMiss
 from runtime.engine.timeline import ChunkRecord
 from tests.runtime.engine.fakes import FakeModel, each_loop, make_engine, request, run_to_end
 
@@ -35,6 +36,21 @@ def test_a_request_is_seen_from_prefill_to_its_last_decode() -> None:
     assert (records[3].num_waiting, records[3].num_running) == (0, 1)
     assert records[3].num_free_blocks == 64 - 3
     assert not any(record.has_failed or record.preempted for record in records)
+
+
+def test_the_first_view_of_a_request_tells_why_it_missed() -> None:
+    engine = make_engine(max_num_batched_tokens=16)
+    for name, last in (("x", 1), ("y", 2)):
+        engine.add(request(name, [*range(16), *[last] * 12], max_tokens=2))
+        run_to_end(engine)
+    misses = [(view.request_id, view.start, view.miss) for each in engine.timeline for view in each.chunk_views]
+    assert misses == [
+        ("x", 0, PrefixMiss("unseen", 0, 0)),
+        ("x", 16, None),
+        ("x", 28, None),
+        ("y", 16, PrefixMiss("unseen", 16, 16)),
+        ("y", 28, None),
+    ]
 
 
 def test_times_add_up_and_steps_do_not_overlap(each_loop: bool) -> None:
