@@ -7,6 +7,7 @@ prompt pages; a hybrid's is divided into pages of tokens and pages of states, th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,11 +60,18 @@ def bench_state_cache(
     report_progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """For each budget the hits of attention alone, and for each hybrid its own, why it missed, and their ratio. Raises
-    BenchmarkError for an unknown hybrid, or a budget that no sequence fits."""
+    BenchmarkError for an unknown hybrid, a share or budget that cannot be, a budget that no sequence fits, or a trace
+    without hashes."""
     if unknown := [name for name in models if name not in HYBRIDS]:
         raise BenchmarkError(f"models: {unknown[0]!r}, must be some of {', '.join(HYBRIDS)}")
+    if wrong := [budget for budget in budgets if not 0 < budget < math.inf]:
+        raise BenchmarkError(f"budgets: {wrong[0]}, must be above 0")
+    if not 0 < state_share < 1:
+        raise BenchmarkError(f"state_share is {state_share}, must be above 0 and below 1")
     size = trace.hash_block_len
     pages = {each for request in trace.requests for each in request.hash_ids[: request.input_len // size]}
+    if not pages:
+        raise BenchmarkError(f"trace {trace.name} has no hashes of prompts, such as Mooncake's have")
     rows: list[dict[str, Any]] = []
     for budget in budgets:
         num_pages = round(budget * len(pages))
@@ -90,7 +98,11 @@ def bench_state_cache(
 def _hits(trace: Trace, kinds: tuple[AnyKind, ...], sizes: tuple[int, ...], max_num_seqs: int) -> dict[str, Any]:
     size = trace.hash_block_len
     if sizes[0] < -(-(trace.longest + 1) // size) or min(sizes) < 2:
-        raise BenchmarkError(f"a budget of {sizes} pages is too small for a prompt of {trace.longest} tokens")
+        states = "".join(f" and {count} states" for count in sizes[1:])
+        raise BenchmarkError(
+            f"budgets: {sizes[0]} pages of {size} tokens{states} are too few for a request of {trace.longest} tokens "
+            "and 2 states: raise them"
+        )
     limits = EngineLimits(
         max_model_len=trace.longest + size, max_num_seqs=max_num_seqs, max_num_batched_tokens=16 * size,
         block_size=size, num_blocks=sum(sizes), max_waiting=max_num_seqs, cache_kinds=kinds,

@@ -101,10 +101,14 @@ def states(
     num_requests: Annotated[int | None, typer.Option(help="Only the first.")] = None,
 ) -> None:
     """The prefix cache of models with states beside that of attention alone, of as many bytes."""
+    try:
+        shares = [float(budget) for budget in budgets.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--budgets {budgets!r}: not numbers above 0, comma-separated") from None
     requests = _traces.read_trace(trace)
     report = _state_cache.bench_state_cache(
         requests if num_requests is None else requests.head(num_requests), models.split(","),
-        [float(budget) for budget in budgets.split(",")], state_share=state_share,
+        shares, state_share=state_share,
         report_progress=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     lines = {f"{row['budget']:.0%}, {row['model']}": row.get("hits_of_attention", 1.0) for row in report["results"]}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from runtime.bench.load.traces import shared_prefixes
+from runtime.bench.load.traces import Trace, shared_prefixes
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.state_cache import HYBRIDS, bench_state_cache
 
@@ -17,8 +21,21 @@ def test_with_room_for_all_only_first_branches_are_missed() -> None:
     assert hybrid["hit_tokens"] == 26 * 1024  # the second prompt of each prefix shows where it ends
     assert hybrid["missed_tokens"]["no_checkpoint"] == 2 * 1024
     assert hybrid["queried_tokens"] == hybrid["hit_tokens"] + sum(hybrid["missed_tokens"].values())
-    with pytest.raises(BenchmarkError, match="models: 'gpt'"):
-        bench_state_cache(trace, ["gpt"])
+
+
+def test_what_cannot_be_is_named() -> None:
+    trace = shared_prefixes(num_requests=3, num_prefixes=1, prefix_len=1024, own_len=768, output_len=1)
+    alone = replace(trace, requests=tuple(replace(each, hash_ids=()) for each in trace.requests))
+    cases: tuple[tuple[str, dict[str, Any], Trace], ...] = (
+        ("models: 'gpt'", {"models": ["gpt"]}, trace),
+        ("budgets: nan, must be above 0", {"budgets": [0.5, math.nan]}, trace),
+        ("state_share is 1, must be above 0 and below 1", {"state_share": 1}, trace),
+        ("budgets: 1 pages of 256 tokens are too few for a request of 1793 tokens", {"budgets": [0.1]}, trace),
+        ("has no hashes of prompts", {}, alone),
+    )
+    for problem, arguments, given in cases:
+        with pytest.raises(BenchmarkError, match=problem):
+            bench_state_cache(given, **arguments, report_progress=len)
 
 
 def test_states_have_the_published_bytes() -> None:
