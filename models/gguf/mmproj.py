@@ -81,11 +81,11 @@ class Mmproj:
             "out_hidden_size": self.text_size,
             "temporal_patch_size": len(PATCHES),
             "spatial_merge_size": fields.integer("clip.vision.spatial_merge_size", 2),
-            "deepstack_visual_indexes": self._deepstack(),
+            "deepstack_visual_indexes": self.deepstack(),
             **({} if table is None else {"num_position_embeddings": table.shape[0]}),
         }
 
-    def _deepstack(self) -> list[int]:
+    def deepstack(self) -> list[int]:
         """The layers that are merged, too."""
         flags = self._fields.raw("clip.vision.is_deepstack_layers")
         if flags is None:  # older files
@@ -107,7 +107,7 @@ class Mmproj:
     def names(self) -> dict[str, str]:
         """Names in safetensors of all tensors but the patches' map; an unknown name stays as it is, and fails the
         check for leftovers."""
-        deepstack = {str(layer): place for place, layer in enumerate(self._deepstack())}
+        deepstack = {str(layer): place for place, layer in enumerate(self.deepstack())}
         found = {}
         for name in self.file.tensors:
             first, *inner = name.split(".")
@@ -137,7 +137,10 @@ def towers_of(model: Path, chosen: str) -> list[Path]:
     """The files that may be the tower of a model's file."""
     if chosen:
         return [] if chosen == NONE else [Path(chosen).expanduser()]
-    return sorted(model.parent.glob("mmproj*.gguf"))
+    folders = [model.parent]
+    if model.parent.parent.parent.name == "snapshots":  # a hub's repository has towers above the folders of shards
+        folders.append(model.parent.parent)
+    return [path for folder in folders for path in sorted(folder.glob("mmproj*.gguf"))]
 
 
 def find_mmproj(model: GgufFile, chosen: str, *, reads_pictures: bool) -> Mmproj | None:
@@ -148,14 +151,10 @@ def find_mmproj(model: GgufFile, chosen: str, *, reads_pictures: bool) -> Mmproj
         return None
     if not reads_pictures:
         raise ConfigError(f"{model.path}: mmproj is {chosen!r:.200}, but {name} models read no pictures: leave it out")
-    width = model.metadata.get(f"{name}.embedding_length")
     if chosen:
         (tower,) = map(Mmproj, towers_of(model.path, chosen))
-        if tower.text_size != width:
-            raise ConfigError(
-                f"{chosen}: clip.vision.projection_dim = {tower.text_size} must be the model's embedding_length ="
-                f" {width}: give the tower of this model"
-            )
+        if problem := _misfit(tower, model):
+            raise ConfigError(f"{chosen}: {problem}: give the tower of this model")
         return tower
     fitting = []
     for path in towers_of(model.path, chosen):
@@ -163,7 +162,7 @@ def find_mmproj(model: GgufFile, chosen: str, *, reads_pictures: bool) -> Mmproj
             tower = Mmproj(path)
         except ConfigError:  # another model's
             continue
-        fitting += [tower] if tower.text_size == width else []
+        fitting += [] if _misfit(tower, model) else [tower]
     if len(fitting) > 1:
         warn_once(
             f"{model.path}: pictures are read by {fitting[0].file.path.name}; --mmproj FILE chooses another tower"
@@ -171,17 +170,23 @@ def find_mmproj(model: GgufFile, chosen: str, *, reads_pictures: bool) -> Mmproj
     return fitting[0] if fitting else None
 
 
+def _misfit(tower: Mmproj, model: GgufFile) -> str:
+    """Why a tower is another model's; "" if it is this one's. Only Qwen3-VL's merge inner layers."""
+    name = str(model.metadata["general.architecture"])
+    width = model.metadata.get(f"{name}.embedding_length")
+    if tower.text_size != width:
+        return f"clip.vision.projection_dim = {tower.text_size} must be the model's embedding_length = {width}"
+    expected = model.metadata.get(f"{name}.n_deepstack_layers", None if name.startswith("qwen3vl") else 0)
+    if expected in (None, count := len(tower.deepstack())):
+        return ""
+    return f"merges {count} of its inner layers, but {model.path} has {name}.n_deepstack_layers = {expected}"
+
+
 def with_pictures(values: Mapping[str, Any], model: GgufFile, class_name: str, tower: Mmproj) -> dict[str, Any]:
-    """The config.json of a model with its tower, made of that of its text. Raises `ConfigError` for files that do not
-    belong together."""
+    """The config.json of a model with its tower, made of that of its text. Raises `ConfigError` for values that are not
+    supported."""
     name = model.metadata["general.architecture"]
     vision = tower.vision_config()
-    count, expected = len(vision["deepstack_visual_indexes"]), model.metadata.get(f"{name}.n_deepstack_layers")
-    if expected not in (None, count):
-        raise ConfigError(
-            f"{tower.file.path}: merges {count} of its inner layers, but {model.path} has {name}.n_deepstack_layers ="
-            f" {expected}: give the tower of this model"
-        )
     tokens = model.metadata.get("tokenizer.ggml.tokens", ())
     image_token_id = next((i for i, token in enumerate(tokens) if token == _PLACEHOLDER), None)  # type: ignore[arg-type]
     if image_token_id is None:

@@ -154,6 +154,21 @@ def test_only_a_tower_that_fits_is_found(tmp_path: Path, caplog: pytest.LogCaptu
     write_tower(tmp_path / "mmproj-d.gguf", "qwen3_vl")
     assert load_config(model).architecture == "Qwen3VLForConditionalGeneration"
     assert "pictures are read by mmproj-c.gguf; --mmproj FILE chooses another tower" in caplog.text
+    other = write_text(tmp_path / "other.gguf", "qwen3_5_vl")  # as wide, but without inner layers that are merged
+    assert load_config(other).architecture == "Qwen3_5ForCausalLM"
+    with pytest.raises(
+        ConfigError, match="merges 2 of its inner layers, but .* has qwen35.n_deepstack_layers = 0: give"
+    ):
+        load_config(other, mmproj=str(tmp_path / "mmproj-d.gguf"))
+
+
+def test_a_tower_above_a_folder_of_shards(tmp_path: Path) -> None:
+    """As repositories have it."""
+    folder = tmp_path / "snapshots" / "0123"
+    (folder / "Q4_K_M").mkdir(parents=True)
+    model = write_text(folder / "Q4_K_M" / "model.gguf", "qwen3_vl")
+    write_tower(folder / "mmproj-F16.gguf", "qwen3_vl")
+    assert load_config(model).architecture == "Qwen3VLForConditionalGeneration"
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
