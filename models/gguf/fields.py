@@ -141,7 +141,7 @@ def _read_mamba(keys: Keys, common: dict[str, Any]) -> Iterator[int]:
 
 
 def read_granite_hybrid(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """Granite 4's fields. Its attention has positions if "finetuned" says so, which has no other use there."""
+    """Granite 4's fields. Its attention has positions unless "finetuned" is false, which has no other use there."""
     heads, groups, head_dim, state_size, taps = _read_mamba(keys, common)
     has_states = _layers_with(keys, common, "ssm_in")
     found = {
@@ -149,7 +149,7 @@ def read_granite_hybrid(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         "mamba_d_state": state_size, "mamba_d_conv": taps, "mamba_conv_bias": _has_any(keys, ".ssm_conv1d.bias"),
         "mamba_proj_bias": _has_any(keys, ".ssm_in.bias"),
         "layer_types": ["linear_attention" if each else "full_attention" for each in has_states],
-        "position_embedding_type": "rope" if keys.fields.raw(keys("rope.scaling.finetuned")) else None,
+        "position_embedding_type": "rope" if keys.fields.boolean(keys("rope.scaling.finetuned"), True) else None,
     }  # fmt: skip
     if heads * head_dim % common["hidden_size"]:
         problem = f"= {heads * head_dim} must be a multiple of embedding_length = {common['hidden_size']}"

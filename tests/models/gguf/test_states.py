@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from models.registry import load_model
+from models.registry import load_config, load_model
 from tests.models.driver import logits_of, relative_error
 from tests.models.folders import golden_tensors, load_golden, write_model
 from tests.models.gguf.files import stacked_experts
@@ -147,3 +147,15 @@ def test_a_file_is_its_twin(tmp_path: Path, case: str) -> None:
     ids = list(golden.prompt_ids)
     logits = logits_of(load_model(tmp_path / "model.gguf"), ids)
     assert relative_error(logits, logits_of(load_model(write_model(tmp_path / "twin", golden)), ids)) < 1e-5
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_granite_has_positions_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_said: bool
+) -> None:
+    case = "granite_hybrid_moe_odd"  # without positions
+    if not is_said:
+        monkeypatch.setattr(gguf.GGUFWriter, "add_rope_scaling_finetuned", lambda *_: None)
+    write(tmp_path / "model.gguf", case)
+    config: Any = load_config(tmp_path / "model.gguf")
+    assert [rope is None for rope in config.layer_ropes] == [is_said] * config.num_layers
