@@ -157,7 +157,7 @@ def test_only_a_tower_that_fits_is_found(tmp_path: Path, caplog: pytest.LogCaptu
     other = write_text(tmp_path / "other.gguf", "qwen3_5_vl")  # as wide, but without inner layers that are merged
     assert load_config(other).architecture == "Qwen3_5ForCausalLM"
     with pytest.raises(
-        ConfigError, match="merges 2 of its inner layers, but .* has qwen35.n_deepstack_layers = 0: give"
+        ConfigError, match=r"merges 2 of its inner layers, but .* has qwen35.n_deepstack_layers = 0: give"
     ):
         load_config(other, mmproj=str(tmp_path / "mmproj-d.gguf"))
 
