@@ -83,6 +83,10 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
                 "num_groups": len(groups),
                 "bytes_per_token": token_bytes(groups),
                 "bytes_per_sequence": bytes_of(groups),
+                "num_sequences": min(
+                    pools[pool].num_blocks // sum(blocks_of(group) for group in groups if group.pool == pool)
+                    for pool in {group.pool for group in groups}
+                ),
             }
         )
     num_layers = sum(kind["num_layers"] for kind in kinds)
@@ -184,9 +188,12 @@ def as_text(report: dict[str, Any]) -> str:
             name = "states" if kind["is_state"] else name
             groups = "1 group" if kind["num_groups"] == 1 else f"{kind['num_groups']} groups"
             padding = f", room for {kind['num_padding']} more" if kind["num_padding"] else ""
+            each = f"{size(kind['bytes_per_token'])} a token"
+            if kind["is_state"]:
+                each = f"whatever the length: {kind['num_sequences']:,} sequences at once"
             lines.append(
                 f"  {name:<16}{size(kind['bytes_per_sequence']):>12}   {kind['num_layers']} layers in "
-                f"{groups}{padding}, {size(kind['bytes_per_token'])} a token"
+                f"{groups}{padding}, {each}"
             )
         share = memory["bytes_per_sequence"] / memory["full_bytes_per_sequence"]
         lines += [

@@ -92,7 +92,12 @@ def test_info_tells_states_from_pages_of_tokens(folder: Path) -> None:
     heads, width = CONFIG["num_attention_heads"], CONFIG["head_dim"]
     numbers = 1 + 2 * (heads * width + 2 * 8) + heads * 8 * width  # a length, two tokens' inputs, and the state
     assert states[0]["bytes_per_sequence"] == 2 * states[0]["num_layers"] * 4 * numbers
-    assert "  states" in as_text({"devices": [], "model": {"max_model_len": 160}, "memory": report})
+    (pool,) = {group.pool for group in info.cache_groups if group.kind == State()}
+    num_groups = sum(group.kind == State() for group in info.cache_groups)
+    num_sequences = info.pools[pool].num_blocks // (2 * num_groups)
+    assert states[0]["num_sequences"] == num_sequences
+    text = as_text({"devices": [], "model": {"max_model_len": 160}, "memory": report})
+    assert re.search(rf"  states .* layers in .*, whatever the length: {num_sequences:,} sequences at once\n", text)
 
 
 def test_a_recording_has_both_entries_of_a_state(folder: Path) -> None:
