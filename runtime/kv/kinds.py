@@ -112,7 +112,9 @@ class State(CacheKind, frozen=True, tag="state"):
         return 2
 
     def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
-        return next((pages for pages in range(min(most, len(path)), 0, -1) if path[pages - 1]), 0)
+        """All, for a router: most states lie inside a page, and an engine keeps no page without a state after it. The
+        engine's own block pool looks for the states."""
+        return min(most, len(path))
 
 
 AnyKind = Full | Window | State

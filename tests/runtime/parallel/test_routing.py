@@ -17,8 +17,8 @@ from runtime.engine.scheduling.block_pool import BlockPool, Chain
 from runtime.engine.scheduling.pictures import Picture, PictureKeys, Pictures
 from runtime.engine.scheduling.prefix_cache import RotatedPrefixes, Salt
 from runtime.engine.scheduling.sequence import Request
-from runtime.kv.kinds import kind_of_window
-from runtime.parallel.prefix_index import PrefixIndex, PromptDigests
+from runtime.kv.kinds import FULL, State, kind_of_window
+from runtime.parallel.prefix_index import PrefixIndex, PromptDigests, found_tokens
 from runtime.parallel.routing import FIRST_OUTPUT_TOKENS, Router
 
 SECRET = b"sixteen bytes..."
@@ -114,6 +114,29 @@ def test_the_router_finds_what_the_engine_finds(windows: tuple[int | None, ...])
     assert len(each.index) > 0
     each.change(1, None)
     assert len(each.index) == 0
+
+
+def test_the_router_finds_pages_before_a_state_inside_a_page() -> None:
+    """And none that the engine dropped with their state."""
+    kinds = FULL, State()
+    pool = BlockPool((8, 2), SIZE, kinds=kinds, pools=(0, 1))
+    events, index, how = pool.publish(SharedDigest(SECRET)), PrefixIndex(), PromptDigests(SECRET, SIZE, kinds)
+
+    def found(asked: Request) -> list[int]:
+        if (changes := events.take()) is not None:
+            index.change(1, changes)
+        return found_tokens(how.of(asked), kinds, SIZE, (index,), 2).tolist()
+
+    asked = request(list(range(14)))
+    blocks, chain = [pool.allocate(4), pool.allocate(1, 1)], Chain(None)
+    pool.record(chain, blocks, [0, 0], 14, Prompt(asked.prompt_ids), is_final=True)
+    for ids in blocks:
+        pool.release(ids)
+    pool.forget(chain)
+    assert found(request([*range(14), 1, 1, 1])) == [0, 12]
+    assert pool.find(np.arange(17, dtype=np.int32)).num_tokens == 14
+    pool.release(pool.allocate(2, 1))  # the state is evicted
+    assert found(asked) == [0, 0]
 
 
 def test_digests_tell_tenants_pictures_and_rotations_apart() -> None:
