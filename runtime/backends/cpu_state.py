@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from numba_kernels.cpu.recurrent import convolution as _convolution
-from numba_kernels.cpu.recurrent import prepare as _prepare
-from numba_kernels.cpu.recurrent import scan as _scan
 from runtime.backends.checks import fail
 from runtime.backends.cpu_threads import SERIAL_ELEMENTS, new, num_workers, share_among
 from runtime.batch import Batch
 from runtime.dtype import STORED
+from runtime.later import later
 from runtime.linear.recurrent import DeltaRule, Mamba, ShortConv
 from runtime.tensor.tensor import Tensor
+
+_convolution = later("numba_kernels.cpu.recurrent.convolution")
+_prepare = later("numba_kernels.cpu.recurrent.prepare")
+_scan = later("numba_kernels.cpu.recurrent.scan")
+"""Loaded by the models that have such layers, so that the others start without them."""
 
 
 def _chunks(
