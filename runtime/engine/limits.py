@@ -117,19 +117,8 @@ def resolve(
     block_bytes = (bytes_per_block,) if isinstance(bytes_per_block, int) else tuple(bytes_per_block)
     pools = tuple(cache_pools) or (0,) * len(cache_kinds)
     full_bytes = [size + draft_bytes_per_block for size in block_bytes]
-    max_num_batched_tokens = config.max_num_batched_tokens
-    if max_num_batched_tokens is None:
-        max_num_batched_tokens = max(GPU_BATCHED_TOKENS if is_gpu else CPU_BATCHED_TOKENS, config.max_num_seqs)
-        if whole_tokens is not None:
-            max_num_batched_tokens = max(max_num_batched_tokens, whole_tokens + config.max_num_seqs - 1)
-    max_num_seqs = min(config.max_num_seqs, max_num_batched_tokens)
+    max_num_batched_tokens, max_num_seqs = _step_limits(config, whole_tokens, is_gpu=is_gpu)
     most_whole = max_num_batched_tokens - max_num_seqs + 1
-    if whole_tokens is not None and whole_tokens > most_whole:
-        raise RequestError(
-            f"max_num_batched_tokens={max_num_batched_tokens} is below {whole_tokens + max_num_seqs - 1}: one step "
-            f"computes a picture's {whole_tokens} tokens beside the decodes of max_num_seqs={max_num_seqs} less 1",
-            param="max_num_batched_tokens",
-        )
     if config.max_model_len is not None and config.max_model_len > max_position_embeddings:
         raise RequestError(
             f"max_model_len={config.max_model_len} exceeds the model's {max_position_embeddings} positions",
@@ -216,13 +205,7 @@ def resolve(
             return any(own > size for own, size in zip(needed, pool_sizes))
 
         most_whole = bisect_left(range(most_whole + 1), True, key=is_too_long) - 1
-    host_pool_sizes = [
-        config.swap_space_bytes * size // max(1, _product(pool_sizes, block_bytes)) for size in pool_sizes
-    ]
-    if not all(host_pool_sizes):
-        if any(host_pool_sizes):
-            logger.warning("swapping is off: swap_space_bytes=%d has no block of each pool", config.swap_space_bytes)
-        host_pool_sizes = [0] * len(pool_sizes)
+    host_pool_sizes = _host_pools(config.swap_space_bytes, pool_sizes, block_bytes)
     return EngineLimits(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -250,6 +233,24 @@ def resolve(
     )
 
 
+def _step_limits(config: EngineConfig, whole_tokens: int | None, *, is_gpu: bool) -> tuple[int, int]:
+    """The most tokens and sequences of a step. Raises ``RequestError`` if an image exceeds it."""
+    max_num_batched_tokens = config.max_num_batched_tokens
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max(GPU_BATCHED_TOKENS if is_gpu else CPU_BATCHED_TOKENS, config.max_num_seqs)
+        if whole_tokens is not None:
+            max_num_batched_tokens = max(max_num_batched_tokens, whole_tokens + config.max_num_seqs - 1)
+    max_num_seqs = min(config.max_num_seqs, max_num_batched_tokens)
+    most_whole = max_num_batched_tokens - max_num_seqs + 1
+    if whole_tokens is not None and whole_tokens > most_whole:
+        raise RequestError(
+            f"max_num_batched_tokens={max_num_batched_tokens} is below {whole_tokens + max_num_seqs - 1}: one step "
+            f"computes a picture's {whole_tokens} tokens beside the decodes of max_num_seqs={max_num_seqs} less 1",
+            param="max_num_batched_tokens",
+        )
+    return max_num_batched_tokens, max_num_seqs
+
+
 def _split(
     budget: int, costs: Sequence[int], longest: Sequence[int], usual: Sequence[int], most: Sequence[int] | None
 ) -> list[int]:
@@ -263,6 +264,16 @@ def _split(
         count = max(0, budget - _product(sizes, costs)) // each
         sizes[pool] += count if most is None else min(count, most[pool] - sizes[pool])
     return sizes
+
+
+def _host_pools(num_bytes: int, pool_sizes: Sequence[int], block_bytes: Sequence[int]) -> list[int]:
+    """The blocks of each pool in so many bytes of swap space; none if a pool would have none."""
+    host_pool_sizes = [num_bytes * size // max(1, _product(pool_sizes, block_bytes)) for size in pool_sizes]
+    if not all(host_pool_sizes):
+        if any(host_pool_sizes):
+            logger.warning("swapping is off: swap_space_bytes=%d has no block of each pool", num_bytes)
+        host_pool_sizes = [0] * len(pool_sizes)
+    return host_pool_sizes
 
 
 def _product(counts: Sequence[int], each: Sequence[int]) -> int:
