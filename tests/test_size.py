@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 14_872,
     "server": 17_297,
     "tokenizer": 5_543,
-    "tools": 14_975,
+    "tools": 14_991,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

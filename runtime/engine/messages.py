@@ -95,7 +95,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: list[float]
 
 
-class PrefixMiss(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PrefixMiss(msgspec.Struct, frozen=True, gc=False):
     """Why a prompt was not found whole: the reason of most of its missed tokens; ``first_difference``, the first token
     whose page is not cached; ``checkpoint``, the tokens that were found."""
 

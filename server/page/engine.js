@@ -212,7 +212,7 @@ export class EngineModel {
       generated: Math.max(0, chunk.start + chunk.count - chunk.num_prompt_tokens),
       arrivalS: chunk.arrival_s || startS,
       firstTokenS: null,
-      miss: chunk.miss ?? null, // [reason, the first token whose page is not cached, cached tokens]
+      miss: chunk.miss ?? null,
       beginS: startS,
       lastS: startS,
       lastStep: -1,

@@ -293,7 +293,7 @@ export class Timeline {
       `${request.id}${request.index ? ` · choice ${request.index}` : ""}`,
       `${request.numPrompt} prompt tokens, ${request.generated} generated, ${request.state}`,
     ];
-    if (request.miss) lines.push(missed(...request.miss));
+    if (request.miss) lines.push(missed(request.miss));
     const queued = request.beginS - request.arrivalS;
     if (queued > 0.001) lines.push(`waited ${seconds(queued)}`);
     if (request.firstTokenS !== null) lines.push(`first token after ${seconds(request.firstTokenS - request.arrivalS)}`);
@@ -302,7 +302,7 @@ export class Timeline {
 }
 
 /** Why no more of a prompt was in the prefix cache. */
-function missed(reason, firstDifference, numCached) {
+function missed({ reason, first_difference: firstDifference, checkpoint: numCached }) {
   const why = {
     unseen: `token ${firstDifference} and on are new`,
     evicted: `what follows token ${numCached} was evicted`,
