@@ -202,16 +202,16 @@ def is_steady(config: Any, seed: int) -> Callable[[list[int]], bool]:
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda _, given: (given[0].to(torch.bfloat16).to(torch.float32),))
 
-    @torch.no_grad()
+    def error(model: Any, exact: Any, ids: torch.Tensor) -> float:
+        with torch.no_grad():
+            logits, expected = model(ids).logits[0], exact(ids).logits[0]
+        return float((logits - expected).abs().max() / expected.abs().max())
+
     def judge(prompt: list[int]) -> bool:
         ids = torch.tensor([prompt])
-
-        def error(model: Any, exact: Any) -> float:
-            logits, expected = model(ids).logits[0], exact(ids).logits[0]
-            return float((logits - expected).abs().max() / expected.abs().max())
-
-        is_quiet = error(rounded, narrow) < MOST_ROUNDING and all(error(*pair) < MOST_NOISE for pair in pairs)
-        return is_quiet and run(rounded, prompt)[1] == run(narrow, prompt)[1]
+        if error(rounded, narrow, ids) >= MOST_ROUNDING or any(error(*pair, ids) >= MOST_NOISE for pair in pairs):
+            return False
+        return bool(run(rounded, prompt)[1] == run(narrow, prompt)[1])
 
     return judge
 
