@@ -225,7 +225,8 @@ def drawn(options: argparse.Namespace) -> Iterator[Case]:
     for index in range(options.first, options.first + options.num):
         rng = random.Random(f"{options.seed}:{index}")
         devices = options.device if rng.random() < options.emulated_share else []
-        yield draw_case(rng, options.family[index % len(options.family)], devices)
+        case = draw_case(rng, options.family[index % len(options.family)], devices)
+        yield {**case, "dtype": options.dtype} if options.dtype else case
 
 
 def main() -> int:
@@ -235,6 +236,7 @@ def main() -> int:
     parser.add_argument("--num", type=int, default=20, help="models")
     parser.add_argument("--first", type=int, default=0, help="number of the first model")
     parser.add_argument("--family", nargs="*", choices=families(), default=families())
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of all models")
     parser.add_argument("--device", nargs="*", default=["emulated:sm_80", "emulated:sm_90a"])
     parser.add_argument("--emulated-share", type=float, default=0.4, help="of models that run on a device, too")
     parser.add_argument("--every-save", action="store_true", help="each family in both types and layouts of experts")

@@ -65,6 +65,22 @@ def test_states_cut_prompts_only_where_somebody_can_find_them(
     driver.drain()
 
 
+def test_a_state_that_draft_tokens_continue_is_not_recorded_again() -> None:
+    """The page of the state at the prompt's end has those after kept draft tokens, too."""
+    driver = make_driver(cache_kinds=(FULL, State()), pending_tokens=3)
+    request = driver.add(PROMPT[:9], max_tokens=8)
+    assert request is not None
+    (sequence,) = request.sequences
+    run(driver)
+    driver.scheduler.drafts[sequence] = [0, 1, 2]
+    assert [chunks_of(step) for step in run(driver)] == [[(0, 8, 4)]]
+    assert sequence.state_ends[0] == range(9, 13)  # the driver kept all
+    step = driver.scheduler.schedule()  # they count as committed
+    driver.abort(sequence)
+    driver.scheduler.extend(step)
+    assert first_chunk(driver, [*PROMPT[:9], 0, 1, 2, 3, 3])[0] >= 8
+
+
 def test_a_chat_goes_on_from_its_answer() -> None:
     driver = make_driver()
     request = driver.add(PROMPT, max_tokens=7)
