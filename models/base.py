@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from models.configuration.config import ModelConfig
 from models.configuration.json_fields import Fields
@@ -19,7 +19,7 @@ from runtime.communicator import begins_here, ends_here
 from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec, LayerCache
-from runtime.kv.forms import PageForm, Recurrent
+from runtime.kv.forms import KeyValues, PageForm, Recurrent
 from runtime.kv.kinds import State
 from runtime.linear.linear import Linear
 from runtime.tensor.tensor import Tensor
@@ -171,6 +171,10 @@ class Model(ABC):
         """The form of a layer's recurrent state, without pending tokens; None for a layer with keys and values."""
         return None
 
+    def source_of(self, index: int) -> int:
+        """The layer whose pages a layer uses, mostly its own; asked of layers of all stages."""
+        return index
+
     def has_pages(self, index: int) -> bool:
         """False for a layer that keeps nothing, such as one of an MLP alone; asked of layers of all stages."""
         return True
@@ -203,10 +207,19 @@ class Model(ABC):
                 "at float32",
                 param="state_dtype",
             )
-        kept = tuple(
-            (LayerCache(states[index], State()) if index in states else own) if self.has_pages(index) else None
-            for index, own in enumerate(spec.layers)
-        )
+
+        def pages_of(index: int, own: Any) -> LayerCache | int | None:
+            config = self.config.of_layer(index)
+            if index in states:
+                return LayerCache(states[index], State())
+            if not self.has_pages(index):
+                return None
+            if (source := self.source_of(index)) != index:
+                return source
+            is_alike = config is self.config
+            return own if is_alike else own._replace(form=KeyValues(config.num_kv_heads, config.head_dim))  # type: ignore[no-any-return]
+
+        kept = tuple(pages_of(index, own) for index, own in enumerate(spec.layers))
         if kept != spec.layers:
             spec = replace(spec, layers=kept)
         if not self.kv_skip_layers:

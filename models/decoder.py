@@ -149,7 +149,8 @@ class Decoder(Model):
         """The attention of a layer, from the tensors under that name, after the norm of that name; `choices` are
         `Attention`'s."""
         norm = self.input_norm(maker, input_norm)
-        return Attention(self.config, index, maker.under(under), self.rope_of(index), input_norm=norm, **choices)
+        config = self.config.of_layer(index)
+        return Attention(config, index, maker.under(under), self.rope_of(index), input_norm=norm, **choices)
 
     def mixer(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> Mixer:
         """The part before a layer's MLP: attention, unless a family has something else there."""
@@ -194,6 +195,8 @@ class Attention:
         has_sinks: bool = False,
         clip: float | None = None,
         has_gate: bool = False,
+        values: ops.Values = "own",
+        has_pages: bool = True,
     ) -> None:
         """`qkv` names the projections, or the one of all three, of so many `inputs` (`hidden_size` by default). They
         may be stored as one, `stack`, in which each head of keys stands between its queries and its values. `norm`:
@@ -201,12 +204,14 @@ class Attention:
         when they are rotated; `norms` names the weights. `softcap` bounds scores. With `has_sinks` each head has one
         more logit, `sinks`. Queries, keys and values are kept within `clip`. With `has_gate` the projection of queries
         also has a gate of each head, rows after the head's queries: results are multiplied by its sigmoid
-        (https://arxiv.org/abs/2505.06708)."""
+        (https://arxiv.org/abs/2505.06708). `values` may be made of keys (`ops.qkv_prepare`). Without `has_pages`, `qkv`
+        and `norms` are those of queries alone, and keys and values another layer's."""
         hidden, head_dim = config.hidden_size, config.head_dim
         q_heads, kv_heads = config.shard("num_heads"), config.shard("num_kv_heads")
         q_size, kv_size = q_heads.times(head_dim), kv_heads.times(head_dim)
         self.index, self.rope, self.softcap = index, rope, softcap
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
+        self.num_heads, self.head_dim, self.values = config.num_heads, head_dim, values
+        self.num_kv_heads = config.num_kv_heads if has_pages else 0
         self.window, self.scale = config.layer_windows[index], config.attention_scales[index]
         self.norm_eps, self.clip = config.norm_eps, clip
         if stack:
@@ -226,9 +231,10 @@ class Attention:
                 split="outputs",
                 norm=input_norm,
             )
+        outputs = (q_size, kv_size, kv_size)[: 1 if not has_pages else 2 if values == "keys" else 3]
         self.qkv_proj = maker.linear(
-            qkv, outputs=(q_size, kv_size, kv_size), inputs=inputs or hidden, has_bias=config.attention_bias,
-            split="outputs", norm=input_norm,
+            qkv if isinstance(qkv, str) else qkv[: len(outputs)], outputs=outputs, inputs=inputs or hidden,
+            has_bias=config.attention_bias, split="outputs", norm=input_norm,
         )  # fmt: skip
         self.q_norm: Tensor | None = None
         self.k_norm: Tensor | None = None
@@ -241,6 +247,8 @@ class Attention:
             stored = (q_heads.whole, head_dim), (kv_heads.whole, head_dim)
             self.q_norm, self.k_norm = (
                 maker.vector(f"{name}.weight", width, add=norm_offset, stored=shape if norm == "centred" else None)
+                if has_pages or name == norms[0]
+                else None
                 for name, width, shape in zip(norms, widths, stored, strict=True)
             )
         self.norm_kind: ops.QkNorm = norm if norm in ("centred", "after") else "before"
@@ -278,6 +286,7 @@ class Attention:
             k_norm=self.k_norm,
             norm_eps=self.norm_eps,
             norm_kind=self.norm_kind,
+            values=self.values,
             k_cache=k_cache,
             v_cache=v_cache,
             slot_mapping=batch.slot_mappings[kv_cache.group_of(self.index)],
@@ -324,9 +333,10 @@ class GatedMlp:
         down: str = "down_proj",
         input_norm: RmsNorm | None = None,
         activation: ops.GluActivation = "silu",
+        width: str = "intermediate_size",
     ) -> None:
-        """`gate_up` names the maps, or the one of both, gate first."""
-        hidden, inner, has_bias = config.hidden_size, config.shard("intermediate_size"), config.mlp_bias
+        """`gate_up` names the maps, or the one of both, gate first; `width` the config's field for their outputs."""
+        hidden, inner, has_bias = config.hidden_size, config.shard(width), config.mlp_bias
         self.activation: ops.GluActivation = activation
         self.gate_up_proj = maker.linear(
             gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs", norm=input_norm

@@ -70,6 +70,7 @@ def make_rope_table(rope: RopeConfig, num_positions: int, device: Device = CPU) 
         sin=Tensor.from_numpy(sin).to(device),
         interleaved=rope.interleaved,
         q_scales=q_scales,
+        is_spread=rope.kind == "proportional",
     )
 
 
@@ -80,13 +81,14 @@ def num_table_rows(rope: RopeConfig, num_positions: int) -> int:
 
 def inverse_frequencies(rope: RopeConfig, *, is_long: bool = False) -> Float32Array:
     """Radians per token of each pair `[rotary_dim / 2]`, float32; of a longrope by its long factors, if `is_long`."""
-    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
+    whole = rope.head_dim if rope.kind == "proportional" else rope.rotary_dim
+    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(whole)
     powers = np.power(rope.theta, exponents, dtype=np.float64).astype(np.float32)  # rounded once
     if rope.kind == "longrope":
         factors = np.array(rope.long_factors if is_long else rope.short_factors, np.float32)
         powers = factors * powers
     frequencies: Float32Array = np.float32(1.0) / powers
-    if rope.kind == "linear":
+    if rope.kind in ("linear", "proportional"):
         return frequencies / np.float32(rope.factor)
     if rope.kind == "llama3":
         return _llama3(rope, frequencies)

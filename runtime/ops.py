@@ -36,7 +36,7 @@ from runtime.tensor.tensor import Tensor, operation
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "clamp",
-    "delta_rule", "distributions", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu",
+    "delta_rule", "distributions", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "gelu_gate", "glu",
     "keep_proposals", "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
     "log_softmax_topk", "logits_linear", "mamba", "normed_route", "place", "prepare_linear", "qkv_prepare",
     "rms_norm", "route", "sample", "sample_into", "short_conv", "sigmoid_gate", "silu", "squared_relu",
@@ -48,6 +48,8 @@ ExpertsActivation = Literal[GluActivation, "squared_relu"]
 GLU_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
 QkNorm = Literal["before", "after", "centred"]
 QK_NORMS = ("before", "after", "centred")
+Values = Literal["own", "normed", "keys"]
+VALUES = ("own", "normed", "keys")
 FLOATS = tuple(STORED)
 
 
@@ -276,15 +278,18 @@ def deferred_norm(x: Tensor, parts: int) -> Tensor:
     return backend.deferred_norm(x, parts)  # type: ignore[no-any-return]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight + residual`` over rows ``[T, H]``; weight ``[H]``; rounded once."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, factor: float = 1.0
+) -> Tensor:  # fmt: skip
+    """``(x / sqrt(mean(x^2) + eps) * weight + residual) * factor`` over rows ``[T, H]``; weight ``[H]``; rounded
+    once."""
     op, backend = "rms_norm", _backend("rms_norm", "x", x)
     device = x.device
     check(op, "x", x, device, backend.ACTIVATIONS, (None, None))
     check(op, "weight", weight, device, backend.NORM_WEIGHTS, (x.shape[1],))
     if residual is not None:
         check(op, "residual", residual, device, x.dtype, x.shape)
-    return backend.rms_norm(x, weight, eps, residual)  # type: ignore[no-any-return]
+    return backend.rms_norm(x, weight, eps, residual, factor)  # type: ignore[no-any-return]
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -320,6 +325,16 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
     check(op, "gate", gate, x.device, x.dtype, x.shape)
     return backend.sigmoid_gate(x, gate)  # type: ignore[no-any-return]
+
+
+def gelu_gate(x: Tensor, up: Tensor, first: int) -> Tensor:
+    """``gelu(x) * up[:, first : first + W]`` of ``x [T, W]``, by tanh's approximation, rounded once."""
+    op, backend = "gelu_gate", _backend("gelu_gate", "x", x)
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
+    check(op, "up", up, x.device, x.dtype, (x.shape[0], None))
+    if not 0 <= first <= up.shape[1] - x.shape[1]:
+        raise fail(op, "first", f"is {first}, must be from 0 to {up.shape[1] - x.shape[1]} for {x.shape[1]} columns")
+    return backend.gelu_gate(x, up, first)  # type: ignore[no-any-return]
 
 
 def clamp(x: Tensor, limit: float, *, out: Tensor | None = None) -> Tensor:
@@ -367,18 +382,21 @@ def _check_glu(op: str, argument: str, both: int, activation: str, kernels: Sequ
 # ------------------------------------------------------------------------------------------ experts
 
 
-def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
+def route(
+    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, factors: Tensor | None = None
+) -> Routing:  # fmt: skip
     """The experts and weights of each row of ``logits [T, E]``, by the rule.
 
-    ``bias [E]`` float32 is added to the scores for the choice alone.
+    ``bias [E]`` float32 is added to the scores for the choice alone; ``factors [E]`` float32 multiply weights.
     """
     op, backend = "route", _backend("route", "logits", logits)
     check(op, "logits", logits, logits.device, float32, (None, rule.num_experts))
-    if bias is not None:
-        check(op, "bias", bias, logits.device, float32, (rule.num_experts,))
-        if rule.scores == "sparsemixer":
-            raise fail(op, "bias", "is given, but scores are 'sparsemixer', which takes none")
-    return backend.route(logits, rule, bias)  # type: ignore[no-any-return]
+    for name, each in (("bias", bias), ("factors", factors)):
+        if each is not None:
+            check(op, name, each, logits.device, float32, (rule.num_experts,))
+            if rule.scores == "sparsemixer":
+                raise fail(op, name, "is given, but scores are 'sparsemixer', which takes none")
+    return backend.route(logits, rule, bias, factors)  # type: ignore[no-any-return]
 
 
 def normed_route(
@@ -461,6 +479,7 @@ def qkv_prepare(
     k_norm: Tensor | None,
     norm_eps: float,
     norm_kind: QkNorm = "before",
+    values: Values = "own",
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
@@ -469,30 +488,40 @@ def qkv_prepare(
     """Splits ``qkv [T, (Hq + 2 Hkv) D]``, normalises and rotates q and k -> q ``[T, Hq, D]``.
 
     Norm weights ``[D]`` are per head; ``[Hq D]`` and ``[Hkv D]`` of all heads together. With ``norm_kind`` "after" each
-    head is rotated first; with "centred" it has a LayerNorm with its own weights, ``[Hq D]`` and ``[Hkv D]``. K and V
+    head is rotated first; with "centred" it has a LayerNorm with its own weights, ``[Hq D]`` and ``[Hkv D]``. Each head
+    of "normed" ``values`` has an RMSNorm without weights; with "keys" that of k's numbers, before all else, is v's, and
+    qkv is ``[T, (Hq + Hkv) D]``. Without KV heads q is all there is, and nothing is written. K and V
     of token t are written to slot ``slot_mapping[t]`` (int64: block * block_size + offset; negative: not written). The
     pages' layout is the device's (`runtime.kv.cache`). Pages of int8 or fp8 have ``scales``, of keys and of values:
     each head's numbers are divided by a scale that maps the largest to 127 or 448, and rounded.
     """
     op, backend, device = "qkv_prepare", _backend("qkv_prepare", "qkv", qkv), qkv.device
-    check(op, "qkv", qkv, device, backend.ACTIVATIONS, (None, (num_q_heads + 2 * num_kv_heads) * head_dim))
+    if values not in VALUES:
+        raise fail(op, "values", f"is {values!r}, must be one of {', '.join(VALUES)}")
+    num_heads = num_q_heads + (1 if values == "keys" else 2) * num_kv_heads
+    check(op, "qkv", qkv, device, backend.ACTIVATIONS, (None, num_heads * head_dim))
     tokens = qkv.shape[0]
     check(op, "positions", positions, device, int32, (tokens,))
     check(op, "slot_mapping", slot_mapping, device, int64, (tokens,))
     _, heads, _ = shape = backend.page_shape(op, k_cache, v_cache, qkv, head_dim)
     _check_page_scales(op, k_cache, shape, scales)
-    if heads != num_kv_heads:
+    if num_kv_heads not in (0, heads):
         raise fail(op, "k_cache", f"has {heads} heads, must have num_kv_heads = {num_kv_heads}")
-    if (q_norm is None) != (k_norm is None):
+    if num_kv_heads and (q_norm is None) != (k_norm is None):
         raise fail(op, "k_norm", "must be given where q_norm is, and only there")
     if norm_kind not in QK_NORMS:
         raise fail(op, "norm_kind", f"is {norm_kind!r}, must be one of {', '.join(QK_NORMS)}")
     kind = ""
-    if q_norm is not None and k_norm is not None:
+    norms = [
+        (name, norm, count)
+        for name, norm, count in (("q_norm", q_norm, num_q_heads), ("k_norm", k_norm, num_kv_heads))
+        if norm is not None
+    ]
+    if norms:
         kind = "head" if norm_kind == "before" else norm_kind
-        if norm_kind == "before" and (q_norm.shape != (head_dim,) or k_norm.shape != (head_dim,)):
+        if norm_kind == "before" and any(norm.shape != (head_dim,) for _, norm, _ in norms):
             kind = "row"
-        for name, norm, count in (("q_norm", q_norm, num_q_heads), ("k_norm", k_norm, num_kv_heads)):
+        for name, norm, count in norms:
             size = head_dim * count if kind in ("row", "centred") else head_dim
             check(op, name, norm, device, backend.NORM_WEIGHTS, (size,))
     if rope is not None:
@@ -500,10 +529,14 @@ def qkv_prepare(
         check(op, "rope.sin", rope.sin, device, float32, rope.cos.shape)
         if (rotary := 2 * rope.cos.shape[1]) > head_dim:
             raise fail(op, "rope.cos", f"rotates {rotary} dimensions, limit head_dim {head_dim}")
+        if rope.is_spread and (rope.interleaved or head_dim % 2):
+            raise fail(
+                op, "rope.is_spread", f"is True, but pairs are neighbours, or heads of {head_dim} have no halves"
+            )
         if rope.q_scales is not None:
             check(op, "rope.q_scales", rope.q_scales, device, float32, (rope.cos.shape[0],))
     return backend.qkv_prepare(  # type: ignore[no-any-return]
-        qkv, positions, num_q_heads, num_kv_heads, head_dim, rope, q_norm, k_norm, kind, norm_eps, k_cache,
+        qkv, positions, num_q_heads, num_kv_heads, head_dim, rope, q_norm, k_norm, kind, norm_eps, values, k_cache,
         v_cache, slot_mapping, tuple(scales),
     )  # fmt: skip
 

@@ -27,6 +27,7 @@ _SIZES: dict[str, tuple[int | None, ...]] = {
     "gemma": (256_000, 3072, 24_576, 28, 16, 16, 256, 8192),
     "gemma2": (256_000, 2304, 9216, 26, 8, 4, 256, 8192),
     "gemma3_text": (262_208, 2304, 9216, 26, 8, 4, 256, 131_072),
+    "gemma4_text": (262_144, 2304, 9216, 30, 8, 4, 256, 131_072),
     "glm": (151_552, 4096, 13_696, 40, 32, 2, 128, 131_072),
     "glm4": (151_552, 4096, 13_696, 40, 32, 2, 128, 131_072),
     "glm4_moe": (151_552, 4096, 10_944, 46, 96, 8, None, 131_072),
@@ -71,6 +72,10 @@ _ROPES: dict[str, dict[str, Any]] = {
     "apertus": {
         "rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192,
         "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    },
+    "gemma4_text": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     },
     "gpt_oss": {
         "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,

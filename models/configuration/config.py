@@ -103,6 +103,10 @@ class ModelConfig:
             "num_kv_heads": shard_of_heads(self.num_kv_heads, rank, num_ranks),
         }
 
+    def of_layer(self, index: int) -> Self:
+        """The config with the heads of a layer, where layers differ in them."""
+        return self
+
     def shard(self, name: str) -> Shard:
         """This rank's part of a size: all of it where there is one rank."""
         size: int = getattr(self, name)

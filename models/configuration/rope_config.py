@@ -38,6 +38,8 @@ class RopeConfig:
     - "longrope": each pair's frequency divided by its own factor, of `short_factors` in sequences within the original
       context, of `long_factors` in longer ones; cosine and sine are multiplied by `attention_factor`, in longer ones by
       `long_attention_factor` if that is given (Ding et al. 2024).
+    - "proportional": the frequencies of all `head_dim` elements, of which `rotary_dim` are rotated, as pairs
+      (i, i + head_dim / 2); positions divided by `factor` (Gemma 4).
 
     Factors that a kind does not use are 1; `original_max_position_embeddings`, in tokens, is 0 for default and linear.
     The first `rotary_dim` elements of each head are rotated, as pairs (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if
@@ -61,6 +63,7 @@ class RopeConfig:
     long_attention_factor: float | None = None
     interleaved: bool = False
     q_scaling_beta: float = 0.0
+    head_dim: int = 0
 
     def reach(self, max_position_embeddings: int) -> int:
         """The tokens of the longest sequence that the rotation is made for, as in vLLM: YaRN and linear scaling stretch
@@ -148,7 +151,7 @@ def parse_rope(
         raise rope.error("rope_type", f"{kind!r} is not supported; supported are {', '.join(kinds)}")
     read = {
         "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
-        "dynamic": _dynamic,
+        "dynamic": _dynamic, "proportional": _proportional,
     }[kind]  # fmt: skip
     kind = "default" if kind == "dynamic" else kind
     original = partial(_original_context, rope, fields, default_original_context or max_position_embeddings)
@@ -156,6 +159,8 @@ def parse_rope(
     if not scaling.get("truncate", True) and layer_type is not None and fields.object("rope_parameters").names():
         raise rope.error("truncate", "is false: transformers does not read it in the entry of a layer type")
     rotary_dim = _rotary_dim(rope, fields, head_dim, default_partial_rotary_factor)
+    if kind == "proportional":
+        scaling["head_dim"] = head_dim
     config = RopeConfig(theta, rotary_dim, kind, interleaved=interleaved, **scaling)
     for name, factors in (("short_factor", config.short_factors), ("long_factor", config.long_factors)):
         if kind == "longrope" and len(factors) != rotary_dim // 2:
@@ -208,6 +213,10 @@ def _dynamic(rope: Fields, theta: float, positions: int, original: Callable[[], 
 def _linear(rope: Fields, theta: float, positions: int, original: Callable[[], int]) -> dict[str, Any]:
     rope.raw("original_max_position_embeddings")  # a note
     return {"factor": rope.number("factor", least=1.0, most=_MOST)}
+
+
+def _proportional(rope: Fields, theta: float, positions: int, original: Callable[[], int]) -> dict[str, Any]:
+    return {"factor": rope.number("factor", 1.0, least=_LEAST, most=_MOST)}
 
 
 def _llama3(rope: Fields, theta: float, positions: int, original: Callable[[], int]) -> dict[str, Any]:

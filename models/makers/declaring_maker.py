@@ -67,7 +67,7 @@ class DeclaringMaker(Maker):
 
     def rope(self, rope: RopeConfig) -> RopeTable:
         table = _nothing((num_table_rows(rope, self.max_positions), rope.rotary_dim // 2), float32)
-        return RopeTable(cos=table, sin=table, interleaved=rope.interleaved)
+        return RopeTable(cos=table, sin=table, interleaved=rope.interleaved, is_spread=rope.kind == "proportional")
 
     def experts(self, names: str | Sequence[str], **sizes: Any) -> ExpertsWeight:
         made = super().experts(names, **sizes)

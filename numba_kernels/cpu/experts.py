@@ -3,7 +3,7 @@ experts.
 
     scores = softmax(logits) or sigmoid(logits)                    over all experts
     ids    = the top_k largest of scores + bias, largest first; of equals the lower one
-    weights = scores[ids], over their sum if configured, times a scale
+    weights = scores[ids], over their sum if configured, times a scale, and times the expert's factor if it has one
 
 or, as SparseMixer (2310.00811) chooses: one expert after another, the largest logit l that is left, weighed by a
 softmax over those that are left and for which (l - logit) / max(|logit|, l) is not above a threshold.
@@ -102,7 +102,8 @@ def route_kernel() -> Kernel:
     """Writes ``ids [T, k]`` int32 and ``weights [T, k]`` float32 for ``logits [T, E]`` float32; a work item is some
     rows.
 
-    ``bias [E]`` float32, if any, is added for the choice alone. ``num_groups`` is 1 without groups. A row with NaN gets
+    ``bias [E]`` float32, if any, is added for the choice alone; ``factors [E]`` float32, if any, multiply weights of
+    softmaxes and sigmoids. ``num_groups`` is 1 without groups. A row with NaN gets
     valid experts, and NaN as a weight.
     """
 
@@ -148,12 +149,14 @@ def route_kernel() -> Kernel:
             factor = np.float32(a.scale)
             for j in range(top_k):
                 weights[j] = (weights[j] / (total + np.float32(a.sum_eps)) if a.normalises else weights[j]) * factor
+                if a.factors != 0:
+                    weights[j] *= float32_at(a.factors, count)[ids[j]]
 
     return Kernel(
         route,
         Fields(
-            "*logits *bias *ids *weights num_rows num_experts top_k kind num_groups top_groups adds_two normalises "
-            "rows_a_work_item",
+            "*logits *bias *factors *ids *weights num_rows num_experts top_k kind num_groups top_groups adds_two "
+            "normalises rows_a_work_item",
             "scale sum_eps",
         ),
     )

@@ -60,12 +60,12 @@ def latent_kernel(stored: type) -> Kernel:
             sin = float32_at(a.sin + positions[token] * half * 4, half)
             for head in range(a.heads):
                 query = float32_at(a.q + (token * a.heads + head) * a.width * 4, a.width)
-                rotate(query, cos, sin, a.rotary, interleaved)
+                rotate(query, cos, sin, a.rotary, a.rotary // 2, interleaved)
             if slots[token] < 0:
                 continue
             source = float32_at(a.latent + token * a.width * 4, a.width)
             _copy(source[rest:], row[: a.rotary])
-            rotate(row, cos, sin, a.rotary, interleaved)
+            rotate(row, cos, sin, a.rotary, a.rotary // 2, interleaved)
             scale = norm_scale(source[:rest], a.eps)
             for i in range(rest):
                 row[a.rotary + i] = source[i] * scale * weight[i]

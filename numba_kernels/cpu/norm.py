@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm over rows.
 
-    rms_norm    x / sqrt(mean(x^2) + eps) * weight + residual            https://arxiv.org/abs/1910.07467
+    rms_norm    (x / sqrt(mean(x^2) + eps) * weight + residual) * factor    https://arxiv.org/abs/1910.07467
     layer_norm  (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias    https://arxiv.org/abs/1607.06450
 
 LayerNorm goes over the row twice, which does not cancel as the difference of two large sums would. A row's sum has the
@@ -18,7 +18,7 @@ from numba import carray
 from numba_kernels.cpu.intrinsics.scalars import load_f32
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at
 
-FIELDS = Fields("*x *weight *added *out num_rows width rows_a_work_item", "eps")
+FIELDS = Fields("*x *weight *added *out num_rows width rows_a_work_item", "eps factor")
 _REASSOCIATE = {"reassoc", "contract", "nsz"}  # lets LLVM sum in vector lanes
 
 
@@ -29,7 +29,8 @@ def rms_norm_kernel(stored: type) -> Kernel:
 
     def rms_norm(arguments, work_item):
         a = carray(arguments, 1)[0]
-        width, weight = a.width, a.weight  # locals: LLVM must assume that a store to ``out`` changes fields
+        # Locals: LLVM must assume that a store to ``out`` changes fields.
+        width, weight, factor = a.width, a.weight, np.float32(a.factor)
         first = work_item * a.rows_a_work_item
         for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
             x = float32_at(a.x + row * width * 4, width)
@@ -41,10 +42,10 @@ def rms_norm_kernel(stored: type) -> Kernel:
             if a.added != 0:
                 residual = float32_at(a.added + row * width * 4, width)
                 for i in range(width):
-                    out[i] = residual[i] + x[i] * scale * load_f32(stored, weight, i)
+                    out[i] = (residual[i] + x[i] * scale * load_f32(stored, weight, i)) * factor
             else:
                 for i in range(width):
-                    out[i] = x[i] * scale * load_f32(stored, weight, i)
+                    out[i] = x[i] * scale * load_f32(stored, weight, i) * factor
 
     return Kernel(rms_norm, FIELDS, fastmath=_REASSOCIATE)
 

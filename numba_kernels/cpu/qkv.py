@@ -1,12 +1,13 @@
 """Prepares q, k and v between their projection and attention, in one pass over the tokens.
 
-Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads; q and k are normalised (RMSNorm, over each head as Qwen3
-does, or over all heads together as OLMo 2 does; LayerNorm over each head as Cohere does) and rotated by their position
-(RoPE, https://arxiv.org/abs/2104.09864; the first ``rotary`` dimensions, as two halves or as interleaved pairs), or
-rotated first and normalised then, as Hunyuan does; q is multiplied by its position's scale; q goes
-out as ``[T, Hq, D]``, k and v into the pages at the token's slot: K ``[block, head, dim, token]``, V
-``[block, head, token, dim padded]``, quantised where pages are of int8 or fp8
-(`quantised_rows`). A slot of -1 is not written.
+Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads (``[T, (Hq + Hkv) D]`` where values are made of keys). q
+and k are normalised (RMSNorm, over each head as Qwen3 does, or over all heads together as OLMo 2 does; LayerNorm over
+each head as Cohere does) and rotated by their position (RoPE, https://arxiv.org/abs/2104.09864; the first ``rotary``
+dimensions, as two halves or as interleaved pairs, or ``rotary / 2`` and as many at a distance), or rotated first and
+normalised then, as Hunyuan does; values may have an RMSNorm without weights, as in Gemma 4; q is multiplied by its
+position's scale. q goes out as ``[T, Hq, D]``, k and v into the pages at the token's slot: K ``[block, head, dim,
+token]``, V ``[block, head, token, dim padded]``, quantised where pages are of int8 or fp8 (`quantised_rows`). A slot of
+-1 is not written.
 
 Status 1: a position without a row in the rotation table. Status 2: a slot beyond the pages.
 """
@@ -25,13 +26,15 @@ from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_a
 
 FIELDS = Fields(
     "*qkv *positions *cos *sin *q_scales *q_norm *k_norm *k_cache *v_cache *k_scales *v_scales *slots *q "
-    "num_tokens q_heads kv_heads head_dim norm rotary interleaved num_positions num_blocks block_size "
+    "num_tokens q_heads kv_heads head_dim norm values rotary distance interleaved num_positions num_blocks block_size "
     "value_stride tokens_a_work_item",
     "eps",
 )
 BAD_POSITION, BAD_SLOT = 1, 2
 NORMS = ("", "head", "row", "centred", "after")  # the argument is the place of one
 _NO_NORM, _BY_HEAD, _BY_ROW, _CENTRED, _AFTER = range(5)
+VALUES = ("own", "normed", "keys")  # likewise; the latter are normalised, too
+_OWN, _NORMED, _KEYS = range(3)
 
 
 @njit(nogil=True)
@@ -44,7 +47,7 @@ def norm_scale(source, eps):
 
 
 @njit(nogil=True)
-def _prepare_head(source, target, weight, norm, scale, eps, cos, sin, rotary, interleaved):
+def _prepare_head(source, target, weight, norm, scale, eps, cos, sin, rotary, distance, interleaved):
     """``target [D]`` = the normalised (one of `NORMS`; by row with the row's ``scale``) and rotated ``source [D]``."""
     head_dim = target.shape[0]
     if norm in (_BY_HEAD, _BY_ROW):
@@ -62,7 +65,7 @@ def _prepare_head(source, target, weight, norm, scale, eps, cos, sin, rotary, in
             target[i] = source[i] - mean
         if norm == _CENTRED:
             _normalise(target, weight, eps)
-    rotate(target, cos, sin, rotary, interleaved)
+    rotate(target, cos, sin, rotary, distance, interleaved)
     if norm == _AFTER:
         _normalise(target, weight, eps)
 
@@ -75,8 +78,9 @@ def _normalise(target, weight, eps):
 
 
 @njit(nogil=True)
-def rotate(target, cos, sin, rotary, interleaved):
-    """Rotates the first ``rotary`` elements, neighbours or halves together, by these angles."""
+def rotate(target, cos, sin, rotary, distance, interleaved):
+    """Rotates ``rotary`` elements by these angles: the first, neighbours together, or the first half and those at a
+    distance."""
     half = rotary // 2
     if interleaved:
         for i in range(half):
@@ -85,9 +89,9 @@ def rotate(target, cos, sin, rotary, interleaved):
             target[2 * i + 1] = odd * cos[i] + even * sin[i]
     else:
         for i in range(half):
-            low, high = target[i], target[half + i]
+            low, high = target[i], target[distance + i]
             target[i] = low * cos[i] - high * sin[i]
-            target[half + i] = high * cos[i] + low * sin[i]
+            target[distance + i] = high * cos[i] + low * sin[i]
 
 
 @functools.cache
@@ -99,21 +103,22 @@ def qkv_kernel(stored: type) -> Kernel:
     def qkv(arguments, work_item):
         a = carray(arguments, 1)[0]
         d, block_size, value_stride = a.head_dim, a.block_size, a.value_stride
-        half, rotary, interleaved = a.rotary // 2, a.rotary, a.interleaved != 0
-        heads = a.q_heads + 2 * a.kv_heads
+        half, rotary, distance, interleaved = a.rotary // 2, a.rotary, a.distance, a.interleaved != 0
+        first_value = a.q_heads if a.values == _KEYS else a.q_heads + a.kv_heads
+        heads = first_value + a.kv_heads
         positions = int32_at(a.positions, a.num_tokens)
         slots = int64_at(a.slots, a.num_tokens)
         norm, eps = a.norm, a.eps
         has_own = norm in (_BY_ROW, _CENTRED)  # weights of each head
         q_scale = k_scale = np.float32(0.0)
-        key = np.empty(d, np.float32)
+        key, normed = np.empty(d, np.float32), np.empty(d, np.float32)
         first = work_item * a.tokens_a_work_item
         last = min(a.num_tokens, first + a.tokens_a_work_item)
         for token in range(first, last):
             if half > 0 and (positions[token] < 0 or positions[token] >= a.num_positions):
                 a.status = BAD_POSITION
                 return
-            if slots[token] >= a.num_blocks * block_size:
+            if a.kv_heads > 0 and slots[token] >= a.num_blocks * block_size:
                 a.status = BAD_SLOT
                 return
 
@@ -128,18 +133,18 @@ def qkv_kernel(stored: type) -> Kernel:
                 target = float32_at(a.q + (token * a.q_heads + head) * d * 4, d)
                 source = float32_at(row + head * d * 4, d)
                 weight = float32_at(a.q_norm + head * d * 4 if has_own else a.q_norm, d)
-                _prepare_head(source, target, weight, norm, q_scale, eps, cos, sin, rotary, interleaved)
+                _prepare_head(source, target, weight, norm, q_scale, eps, cos, sin, rotary, distance, interleaved)
                 if a.q_scales != 0:
                     factor = float32_at(a.q_scales, a.num_positions)[positions[token]]
                     for i in range(d):
                         target[i] *= factor
-            if slots[token] < 0:
+            if a.kv_heads == 0 or slots[token] < 0:
                 continue
             block, inside = slots[token] // block_size, slots[token] % block_size
             for head in range(a.kv_heads):
                 source = float32_at(row + (a.q_heads + head) * d * 4, d)
                 weight = float32_at(a.k_norm + head * d * 4 if has_own else a.k_norm, d)
-                _prepare_head(source, key, weight, norm, k_scale, eps, cos, sin, rotary, interleaved)
+                _prepare_head(source, key, weight, norm, k_scale, eps, cos, sin, rotary, distance, interleaved)
                 page = block * a.kv_heads + head
                 k_at = a.k_cache + (page * d * block_size + inside) * itemsize
                 scale_at = (page * block_size + inside) * 4
@@ -148,7 +153,12 @@ def qkv_kernel(stored: type) -> Kernel:
                 else:
                     for i in range(d):
                         store_f32(stored, k_at, i * block_size, key[i])
-                value = float32_at(row + (a.q_heads + a.kv_heads + head) * d * 4, d)
+                value = float32_at(row + (first_value + head) * d * 4, d)
+                if a.values != _OWN:
+                    scale = norm_scale(value, eps)
+                    for i in range(d):
+                        normed[i] = value[i] * scale
+                    value = normed
                 v_at = a.v_cache + (page * block_size + inside) * value_stride * itemsize
                 if has_scales:
                     store_row(v_at, 1, value, largest, a.v_scales + scale_at)

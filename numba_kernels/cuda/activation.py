@@ -10,6 +10,7 @@
     glu           f(gate) up, out of rows [gate | up]        Shazeer, https://arxiv.org/abs/2002.05202
     add_scaled    x + scale y, rounded once
     sigmoid_gate  x sigmoid(gate)                            https://arxiv.org/abs/2505.06708
+    gelu_gate     gelu tanh(x) up, up some columns of a wider matrix
     scale_logits  scale x, or cap tanh(scale x / cap), float32, in place            https://arxiv.org/abs/2408.00118
 
 x and out are f32, f16 or bf16; arithmetic is float32; NaN in gives NaN out. Each element is read and written once, and
@@ -22,6 +23,7 @@ erfc is (1 + 2 a) e^(a^2) erfc(a), a polynomial in (a - 3.75) / (a + 3.75) fitte
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -258,6 +260,34 @@ def _sigmoid_gate(dtype: str, width: int) -> Specialisation:
 
 
 @functools.cache
+def _gelu_gate(dtype: str, width: int) -> Specialisation:
+    """Arguments: x, up, out addresses; rows; accesses a row of x and out; accesses from one row of up to the next."""
+    access_bytes = uint64(ITEM_BYTES[dtype] * width)
+    load, store = elements_loader(dtype, width), elements_storer(dtype, width)
+
+    @cuda.jit
+    def gelu_gate(x, up, out, num_rows, accesses_a_row, step):
+        wait_for_previous_grid()
+        launch_dependents()
+        values = cuda.local.array(width, float32)
+        column = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
+        row = uint32(cuda.blockIdx.y)
+        if column < accesses_a_row:
+            while row < num_rows:
+                at = (uint64(row) * uint64(accesses_a_row) + uint64(column)) * access_bytes
+                gate = load(x + at)
+                factor = load(up + (uint64(row) * uint64(step) + uint64(column)) * access_bytes)
+                for lane in range(width):
+                    values[lane] = _gelu_tanh(gate[lane]) * factor[lane]
+                store(out + at, values)
+                row += uint32(cuda.gridDim.y)
+
+    constants = {"dtype": dtype, "width": width}
+    arguments = (types.uint64,) * 3 + (types.uint32,) * 3
+    return Specialisation(f"gelu_gate_{dtype}_x{width}", gelu_gate, arguments, THREADS, constants=constants)
+
+
+@functools.cache
 def _scale_logits(width: int, is_capped: bool) -> Specialisation:
     """Arguments: the logits' address; accesses of `width` elements; scale; cap; -2 / cap."""
 
@@ -298,6 +328,16 @@ def plan_sigmoid_gate(num_elements: int, dtype: str, *, alignment: int = 16) -> 
     return Launch(_sigmoid_gate(dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
 
 
+def plan_gelu_gate(
+    num_rows: int, size: int, step: int, dtype: str, *, alignment: int = 16
+) -> tuple[Launch, tuple[int, int]]:
+    """(launch, accesses a row and accesses from one row of up to the next, which are `step` elements apart) for x and
+    out [num_rows, size]. Arguments: x, up, out, num_rows, both."""
+    width = access_width(dtype, math.gcd(size, step), alignment)
+    accesses = size // width
+    return Launch(_gelu_gate(dtype, width), *row_grid(num_rows, accesses)), (accesses, step // width)
+
+
 def plan_scale_logits(num_elements: int, *, is_capped: bool, alignment: int = 16) -> tuple[Launch, int]:
     """(launch, number of accesses). Arguments: logits, number of accesses, scale, cap, -2 / cap."""
     width = access_width("f32", num_elements, alignment)
@@ -317,6 +357,7 @@ def specialisations() -> Iterator[Specialisation]:
                 yield _activation(name, dtype, width)
             yield _add_scaled(dtype, width)
             yield _sigmoid_gate(dtype, width)
+            yield _gelu_gate(dtype, width)
     for width in (1, VECTOR_WIDTH["f32"]):
         for is_capped in (False, True):
             yield _scale_logits(width, is_capped)

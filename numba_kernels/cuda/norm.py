@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm over the rows of x [T, H].
 
-    rms_norm    x / sqrt(mean(x^2) + eps) * weight + residual                      https://arxiv.org/abs/1910.07467
+    rms_norm    (x / sqrt(mean(x^2) + eps) * weight + residual) * factor           https://arxiv.org/abs/1910.07467
     layer_norm  (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias        https://arxiv.org/abs/1607.06450
 
 x, out and the optional residual are f32, f16 or bf16; weight and bias [H] are float32, and so is the
@@ -86,23 +86,25 @@ def squares_adder(dtype: str, width: int) -> Any:
 
 @functools.cache
 def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
-    """Arguments: x, residual (0 without), weight, out addresses; H; 1 / H; eps."""
+    """Arguments: x, residual (0 without), weight, out addresses; H; 1 / H; eps; factor."""
     item_bytes, resident = uint64(ITEM_BYTES[dtype]), RESIDENT["rms_norm"]
     load, store, load_weight = elements_loader(dtype, width), elements_storer(dtype, width), floats_loader(width)
     keep_weights, add_squares = weights_keeper(width), squares_adder(dtype, width)
 
     @device_function
-    def finish(residual, out, at, loaded, weights, scale, values):
+    def finish(residual, out, at, loaded, weights, scale, factor, values):
         for lane in range(width):
             values[lane] = loaded[lane] * scale * weights[lane]
         if has_residual:
             added = load(residual + at)
             for lane in range(width):
                 values[lane] += added[lane]
+        for lane in range(width):
+            values[lane] = values[lane] * factor
         store(out + at, values)
 
     @cuda.jit
-    def rms_norm(x, residual, weight, out, size, reciprocal_size, eps):
+    def rms_norm(x, residual, weight, out, size, reciprocal_size, eps, factor):
         partials = cuda.shared.array(32, float32)
         values = cuda.local.array(width, float32)
         row = cuda.local.array((resident, width), float32)
@@ -123,12 +125,12 @@ def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
         for i in range(resident):
             index = first + uint32(i) * step
             if index < size:
-                finish(residual, out, uint64(index) * item_bytes, row[i], weights[i], scale, values)
+                finish(residual, out, uint64(index) * item_bytes, row[i], weights[i], scale, factor, values)
         index = rest
         while index < size:
             at = uint64(index) * item_bytes
             loaded_weights = load_weight(weight + uint64(index) * uint64(4))
-            finish(residual, out, at, load(x + at), loaded_weights, scale, values)
+            finish(residual, out, at, load(x + at), loaded_weights, scale, factor, values)
             index += step
 
     variant = "_residual" if has_residual else ""
@@ -278,7 +280,7 @@ def _layer_norm(dtype: str, width: int) -> Specialisation:
 
 def _specialisation(family: str, variant: str, kernel: object, dtype: str, width: int) -> Specialisation:
     name, constants = f"{family}{variant}_{dtype}_x{width}", {"dtype": dtype, "width": width}
-    argument_types = (types.uint64,) * 4 + (types.uint32, types.float32, types.float32)
+    argument_types = (types.uint64,) * 4 + (types.uint32,) + (types.float32,) * (3 if family == "rms_norm" else 2)
     return Specialisation(name, kernel, argument_types, MAX_THREADS[family], constants=constants)
 
 
@@ -294,7 +296,8 @@ def _row_launch(family: str, specialisation: Specialisation, num_rows: int, size
 
 
 def plan_rms_norm(num_rows: int, size: int, dtype: str, *, has_residual: bool = False, alignment: int = 16) -> Launch:
-    """x [num_rows, size], both at least 1. Arguments: x, residual (0 without), weight, out, size, 1 / size, eps.
+    """x [num_rows, size], both at least 1. Arguments: x, residual (0 without), weight, out, size, 1 / size, eps,
+    factor.
 
     `alignment` in bytes divides all addresses.
     """

@@ -1,12 +1,13 @@
 """Prepares q, k and v between their projection and attention, in one pass over the tokens.
 
-Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads. q and k are normalised (RMSNorm,
-https://arxiv.org/abs/1910.07467: each head with a float32 weight of D, as Qwen3 does, or all heads together with one of
-H D, as OLMo 2 does; or LayerNorm, each head with weights of its own, as Cohere does) and rotated by the token's
-position (`rope`), or rotated first and normalised then, as Hunyuan does, and q is multiplied by its position's scale; q
-goes out as ``[T, Hq, D]``, k and v go into the pages at the token's slot (`kv_cache` has the layout). A slot of -1 is
-not written. f32, f16 or bf16, rounded once; arithmetic and tables float32. Into pages of a byte a number each head's
-row goes with its scale (`quantised_pages`). The same operation as the CPU's ``cpu/qkv.py``.
+Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads (``[T, (Hq + Hkv) D]`` where values are made of keys). q
+and k are normalised (RMSNorm, https://arxiv.org/abs/1910.07467: each head with a float32 weight of D, as Qwen3 does, or
+all heads together with one of H D, as OLMo 2 does; or LayerNorm, each head with weights of its own, as Cohere does) and
+rotated by the token's position (`rope`), or rotated first and normalised then, as Hunyuan does; values may have an
+RMSNorm without weights, as in Gemma 4; q is multiplied by its position's scale. q goes out as ``[T, Hq, D]``, k and v
+go into the pages at the token's slot (`kv_cache` has the layout). A slot of -1 is not written. f32, f16 or bf16,
+rounded once; arithmetic and tables float32. Into pages of a byte a number each head's row goes with its scale
+(`quantised_pages`). The same operation as the CPU's ``cpu/qkv.py``.
 
 A head is a group of 1 to 32 lanes, which holds it in registers, so that qkv is read and everything else written once:
 bound by bandwidth, or by the launch at decode. Norms over all heads take a second launch, for their scales. A head's
@@ -41,10 +42,10 @@ _VARIANTS = {"": "", "head": "_norm", "row": "_rownorm", "centred": "_layernorm"
 @functools.cache
 def _qkv_prepare(
     dtype: str, head_dim: int, block_size: int, rotary: int, interleaved: bool, norm: str, has_q_scales: bool,
-    is_vector: bool, pages: str,
+    is_vector: bool, pages: str, is_spread: bool, values: str,
 ) -> Specialisation:  # fmt: skip
     """Arguments: see `plan_qkv_prepare`."""
-    cut = head_cut(dtype, head_dim, rotary, interleaved, is_vector)
+    cut = head_cut(dtype, head_dim, rotary, interleaved, is_vector, is_spread)
     width, num_units, lanes, rounds = cut.width, cut.num_units, cut.lanes, cut.rounds
     load, rotate, store, places = cut.load, cut.rotate, cut.store, cut.places
     load_weight, store_one = floats_loader(width), elements_storer(dtype, 1)
@@ -58,6 +59,7 @@ def _qkv_prepare(
     padding = page_row(head_dim, pages or dtype) - head_dim
     reciprocal_dim = float32(1.0 / head_dim)
     is_odd = head_dim % 2 == 1
+    norms_values, are_keys = values != "own", values == "keys"
     has_norm, norms_rows, is_centred, comes_after = norm != "", norm == "row", norm == "centred", norm == "after"
 
     @device_function
@@ -130,6 +132,11 @@ def _qkv_prepare(
         head = uint32(index - token * num_heads)
         is_value = head >= uint32(num_q_heads + num_kv_heads)
         source = qkv + uint64(index) * head_bytes
+        if are_keys:
+            place = uint32(index - token * num_kv_heads)
+            if is_value:
+                place = uint32(place - num_kv_heads)
+            source = qkv + uint64(place) * head_bytes
         for part in range(rounds):
             unit = uint32(lane + uint32(part * lanes))
             if unit < uint32(num_units):
@@ -171,6 +178,12 @@ def _qkv_prepare(
                 weight += uint64(of_its_kind) * uint64(4 * head_dim)
             if weight != uint64(0) and not is_value:
                 normalise(lows, highs, lane, weight, reciprocal_sqrt(squares * reciprocal_dim + eps))
+            if norms_values and is_value:
+                scale = reciprocal_sqrt(squares * reciprocal_dim + eps)
+                for part in range(rounds):
+                    for i in range(width):
+                        lows[part, i] = lows[part, i] * scale
+                        highs[part, i] = highs[part, i] * scale
 
         if not comes_after and is_rotated:
             rotate_head(lows, highs, lane, cos + row, sin + row)
@@ -234,13 +247,14 @@ def _qkv_prepare(
                         store_one(target + uint64(uint32(column + uint32(head_dim))) * item_bytes, zero)
                         column = uint32(column + uint32(lanes))
 
-    rope = f"_r{rotary}{'_interleaved' if interleaved else ''}" if rotary else ""
+    rope = f"_r{rotary}{'_interleaved' if interleaved else ''}{'_spread' if is_spread else ''}" if rotary else ""
     variant = f"{_VARIANTS[norm]}{'_qscales' if has_q_scales else ''}"
-    variant += f"_{pages}" if pages else ""
+    variant += f"{'' if values == 'own' else f'_values_{values}'}{f'_{pages}' if pages else ''}"
     name = f"qkv_prepare_{dtype}_d{head_dim}_b{block_size}{rope}{variant}_x{width}"
     constants = {
         "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "rotary": rotary, "interleaved": interleaved,
         "norm": norm, "has_q_scales": has_q_scales, "width": width, "pages": pages,
+        "is_spread": is_spread, "values": values,
     }  # fmt: skip
     argument_types = (
         types.uint64, types.CPointer(types.int32), *(types.uint64,) * 6, types.CPointer(types.int64),
@@ -263,8 +277,12 @@ def plan_qkv_prepare(
     has_q_scales: bool = False,
     alignment: int = 16,
     pages: str = "",
+    is_spread: bool = False,
+    values: str = "own",
 ) -> Launch:
-    """qkv [num_tokens, (num_q_heads + 2 num_kv_heads) head_dim], C-contiguous; all counts at least 1.
+    """qkv [num_tokens, (num_q_heads + 2 num_kv_heads) head_dim], C-contiguous (once num_kv_heads if `values` are
+    "keys"); num_tokens and num_q_heads at least 1. Values are normalised unless they are their "own"; then `norm` is
+    "head".
 
     Arguments: qkv, positions (int32 [T]), cos, sin (float32 [P, rotary / 2]; 0 where rotary is 0), q_scales (float32
     [P]; 0 without), norm_scales (float32 [T, 2], of q and of k; 0 but for norm "row"), q_norm, k_norm, slot_mapping
@@ -277,8 +295,12 @@ def plan_qkv_prepare(
     check_pages(head_dim, block_size, dtype)
     check_rotary(dtype, head_dim, rotary, alignment)
     is_vector = alignment % 16 == 0
-    kernel = _qkv_prepare(dtype, head_dim, block_size, rotary, interleaved, norm, has_q_scales, is_vector, pages)
-    heads_a_block = THREADS // head_cut(dtype, head_dim, rotary, interleaved, is_vector).lanes
+    if values != "own" and norm != "head":
+        raise ValueError(f"values are {values!r} with norm {norm!r}, must be 'own' unless that is 'head'")
+    kernel = _qkv_prepare(
+        dtype, head_dim, block_size, rotary, interleaved, norm, has_q_scales, is_vector, pages, is_spread, values
+    )
+    heads_a_block = THREADS // head_cut(dtype, head_dim, rotary, interleaved, is_vector, is_spread).lanes
     num_heads = num_tokens * (num_q_heads + 2 * num_kv_heads)
     return Launch(kernel, (-(-num_heads // heads_a_block), 1, 1), (THREADS, 1, 1))
 
@@ -331,14 +353,16 @@ def plan_row_scales(num_tokens: int, q_size: int, k_size: int, dtype: str, *, al
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """GPT-2 (no rotation), Llama, Qwen3 (with head norms) and OLMo 2 (with row norms), pages of 16 tokens."""
+    """GPT-2 (no rotation), Llama, Qwen3 (with head norms), OLMo 2 (with row norms), Gemma 4, pages of 16 tokens."""
     for dtype in DTYPES:
-        yield _qkv_prepare(dtype, 64, 16, 0, False, "", False, True, "")
+        yield _qkv_prepare(dtype, 64, 16, 0, False, "", False, True, "", False, "own")
         for head_dim in (32, 64, 128):
             for norm in ("", "head"):
-                yield _qkv_prepare(dtype, head_dim, 16, head_dim, False, norm, False, True, "")
-        yield _qkv_prepare(dtype, 128, 16, 128, False, "row", False, True, "")
+                yield _qkv_prepare(dtype, head_dim, 16, head_dim, False, norm, False, True, "", False, "own")
+        yield _qkv_prepare(dtype, 128, 16, 128, False, "row", False, True, "", False, "own")
         for width in (1, VECTOR_WIDTH[dtype]):
             yield _row_scales(dtype, width)
     for pages in PAGES:
-        yield _qkv_prepare("bf16", 128, 16, 128, False, "head", False, True, pages)
+        yield _qkv_prepare("bf16", 128, 16, 128, False, "head", False, True, pages, False, "own")
+    yield _qkv_prepare("bf16", 256, 16, 256, False, "head", False, True, "", False, "normed")
+    yield _qkv_prepare("bf16", 256, 16, 64, False, "head", False, True, "", True, "keys")

@@ -4,7 +4,8 @@
     interleaved:  out[2i], out[2i + 1]      = x[2i] c - x[2i + 1] s,  x[2i + 1] c + x[2i] s
 
 with c = cos[position, i], s = sin[position, i] out of float32 tables [P, R/2], which the host makes (linear, llama3,
-YaRN scaling live there); R <= D is even, and dimensions from R on stay. sin and cos are never computed on the device.
+YaRN scaling live there); R <= D is even, and other dimensions stay. Halves may be spread: R/2 elements from D/2 on take
+the second half's place (Gemma 4). sin and cos are never computed on the device.
 
 A head is cut into units of two runs of `width` elements each, so that a lane holds both partners of every pair that
 it rotates: runs u and R/2 + u for half-split tables, neighbouring runs for interleaved ones. `head_cut` has the cut,
@@ -66,9 +67,11 @@ def check_rotary(dtype: str, head_dim: int, rotary: int, alignment: int) -> None
 
 
 @functools.cache
-def head_cut(dtype: str, head_dim: int, rotary: int, interleaved: bool, is_vector: bool) -> HeadCut:
-    """For heads of `head_dim`, the first `rotary` of which are rotated. With `is_vector` runs have 16 bytes where
-    possible."""
+def head_cut(
+    dtype: str, head_dim: int, rotary: int, interleaved: bool, is_vector: bool, is_spread: bool = False
+) -> HeadCut:
+    """For heads of `head_dim`, the first `rotary` of which are rotated, or as many spread over both halves. With
+    `is_vector` runs have 16 bytes where possible."""
     width = VECTOR_WIDTH[dtype]
     if not is_vector or rotary % (2 * width) or (head_dim - rotary) % (2 * width):
         width = 1
@@ -92,7 +95,9 @@ def head_cut(dtype: str, head_dim: int, rotary: int, interleaved: bool, is_vecto
         else:
             first = uint32(unit * uint32(width))
             second = uint32(first + uint32(rotary // 2))
-        if unit >= uint32(rotated_units):
+        if is_spread:
+            second = uint32(first + uint32(head_dim // 2))
+        elif unit >= uint32(rotated_units):
             first = uint32(uint32(rotary) + (unit - uint32(rotated_units)) * uint32(width))
             second = uint32(first + uint32(rest_runs * width))
         return first, second

@@ -205,14 +205,14 @@ def join_columns(parts: Sequence[Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------ norms, activations
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, factor: float) -> Tensor:
     """See `ops.rms_norm`."""
     rows, width = x.shape
     result = new(x.shape)
     work_items, workers, rows_a_work_item = share_among(rows, width)
     _norm.rms_norm_kernel(STORED[weight.dtype])(
         work_items, workers, x.address, weight.address, 0 if residual is None else residual.address, result.address,
-        rows, width, rows_a_work_item, eps,
+        rows, width, rows_a_work_item, eps, factor,
     )  # fmt: skip
     return result
 
@@ -224,7 +224,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     work_items, workers, rows_a_work_item = share_among(rows, width)
     _norm.layer_norm_kernel(STORED[weight.dtype])(
         work_items, workers, x.address, weight.address, 0 if bias is None else bias.address, result.address, rows,
-        width, rows_a_work_item, eps,
+        width, rows_a_work_item, eps, 1.0,
     )  # fmt: skip
     return result
 
@@ -268,6 +268,17 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     return result
 
 
+def gelu_gate(x: Tensor, up: Tensor, first: int) -> Tensor:
+    """See `ops.gelu_gate`."""
+    (rows, width), result = x.shape, new(x.shape)
+    work_items, workers, rows_a_work_item = share_among(rows, width * 8)
+    _activation.activation_kernel("gelu_tanh")(
+        work_items, workers, x.address, up.address + first * 4, result.address, rows, width, width, up.shape[1],
+        rows_a_work_item, 0.0, 0.0, 0.0, 0.0,
+    )  # fmt: skip
+    return result
+
+
 def linear_glu(x: Tensor, weight: PanelWeight | JoinedWeight, activation: str) -> Tensor:
     """``glu(linear(x, weight), activation)``."""
     return glu(linear(x, weight, None, None, float32), activation)
@@ -276,16 +287,16 @@ def linear_glu(x: Tensor, weight: PanelWeight | JoinedWeight, activation: str) -
 # ------------------------------------------------------------------------------------------ experts
 
 
-def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
+def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None, factors: Tensor | None) -> Routing:
     """See `ops.route`."""
     rows, num_experts = logits.shape
     ids, weights = new_int32((rows, rule.top_k)), new((rows, rule.top_k))
     work_items, workers, rows_a_work_item = share_among(rows, num_experts * 8)
     kind = _experts.KINDS.index(rule.scores)
     _experts.route_kernel()(
-        work_items, workers, logits.address, 0 if bias is None else bias.address, ids.address, weights.address, rows,
-        num_experts, rule.top_k, kind, rule.num_groups, rule.top_groups, int(rule.group_score == "two"),
-        int(rule.normalises), rows_a_work_item, rule.scale, rule.epsilon,
+        work_items, workers, logits.address, *(0 if each is None else each.address for each in (bias, factors)),
+        ids.address, weights.address, rows, num_experts, rule.top_k, kind, rule.num_groups, rule.top_groups,
+        int(rule.group_score == "two"), int(rule.normalises), rows_a_work_item, rule.scale, rule.epsilon,
     )  # fmt: skip
     return Routing(ids, weights, rule)
 

@@ -53,17 +53,18 @@ def _as_float32(weight: Tensor | None) -> NDArray | None:
 
 def qkv_prepare(
     qkv: Tensor, positions: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, rope: RopeTable | None,
-    q_norm: Tensor | None, k_norm: Tensor | None, norm: str, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
-    slot_mapping: Tensor, scales: tuple[Tensor, ...],
+    q_norm: Tensor | None, k_norm: Tensor | None, norm: str, norm_eps: float, values: str, k_cache: Tensor,
+    v_cache: Tensor, slot_mapping: Tensor, scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
     """See `ops.qkv_prepare`."""
     tokens, heads = qkv.shape[0], num_q_heads + 2 * num_kv_heads
     norms = [_as_float32(weight) for weight in (q_norm, k_norm)]
-    cos = sin = q_scales = rotary = num_positions = interleaved = 0
+    cos = sin = q_scales = rotary = num_positions = interleaved = distance = 0
     if rope is not None:
         num_positions, rotary = rope.cos.shape[0], 2 * rope.cos.shape[1]
         cos, sin, interleaved = rope.cos.address, rope.sin.address, int(rope.interleaved)
         q_scales = 0 if rope.q_scales is None else rope.q_scales.address
+        distance = (head_dim if rope.is_spread else rotary) // 2
     blocks, _, _, block_size = k_cache.shape
     result = new((tokens, num_q_heads, head_dim))
     work_items, workers, tokens_a_work_item = share_among(tokens, heads * head_dim * 2)
@@ -72,8 +73,8 @@ def qkv_prepare(
         work_items, workers, qkv.address, positions.address, cos, sin, q_scales,
         *(0 if weight is None else address_of(weight) for weight in norms),
         k_cache.address, v_cache.address, *_scale_addresses(scales), slot_mapping.address, result.address,
-        tokens, num_q_heads, num_kv_heads, head_dim, _qkv.NORMS.index(norm), rotary, interleaved, num_positions,
-        blocks, block_size, v_cache.shape[3], tokens_a_work_item, norm_eps,
+        tokens, num_q_heads, num_kv_heads, head_dim, _qkv.NORMS.index(norm), _qkv.VALUES.index(values), rotary,
+        distance, interleaved, num_positions, blocks, block_size, v_cache.shape[3], tokens_a_work_item, norm_eps,
         explain=_explain_places("qkv_prepare", positions, num_positions, slot_mapping, blocks * block_size),
     )  # fmt: skip
     return result

@@ -47,7 +47,7 @@ from runtime.tensor.tensor import Tensor
 __all__ = [
     "ACTIVATIONS", "GLU_ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
     "add_embedding", "add_partials", "add_scaled", "attention", "deferred_norm", "delta_rule", "elementwise",
-    "embedding", "expert_linear", "experts", "gather_rows", "glu", "join_columns", "latent_attention",
+    "embedding", "expert_linear", "experts", "gather_rows", "gelu_gate", "glu", "join_columns", "latent_attention",
     "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "mamba",
     "matmul", "normed_route", "page_shape", "qkv_prepare", "reduce", "rms_norm", "route", "sample", "sample_into",
     "scale_logits", "short_conv", "sigmoid_gate", "take_decode_inputs", "write_elementwise",
@@ -66,6 +66,7 @@ _plan_qkv_prepare = remembered(_qkv.plan_qkv_prepare)
 _plan_row_scales = remembered(_qkv.plan_row_scales)
 _plan_scale_logits = remembered(_activation.plan_scale_logits)
 _plan_sigmoid_gate = remembered(_activation.plan_sigmoid_gate)
+_plan_gelu_gate = remembered(_activation.plan_gelu_gate)
 
 # ------------------------------------------------------------------------------------------ linear, embedding
 
@@ -96,6 +97,19 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
         addresses = x.address, gate.address, result.address
         launch, accesses = _plan_sigmoid_gate(x.size, x.dtype.ptx, alignment=alignment(*addresses))
         Gpu.of(x.device).launch(launch, *addresses, accesses)
+    return result
+
+
+def gelu_gate(x: Tensor, up: Tensor, first: int) -> Tensor:
+    """See `ops.gelu_gate`."""
+    (rows, width), result = x.shape, Tensor.new(x.shape, x.dtype, x.device)
+    if x.size:
+        addresses = x.address, up.address + first * x.dtype.itemsize, result.address
+        row_bytes = up.shape[1] * x.dtype.itemsize
+        launch, (accesses, step) = _plan_gelu_gate(
+            rows, width, up.shape[1], x.dtype.ptx, alignment=alignment(*addresses, row_bytes)
+        )
+        Gpu.of(x.device).launch(launch, *addresses, rows, accesses, step)
     return result
 
 
@@ -190,8 +204,8 @@ def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: i
 
 def qkv_prepare(
     qkv: Tensor, positions: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, rope: RopeTable | None,
-    q_norm: Tensor | None, k_norm: Tensor | None, norm: str, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
-    slot_mapping: Tensor, page_scales: tuple[Tensor, ...],
+    q_norm: Tensor | None, k_norm: Tensor | None, norm: str, norm_eps: float, values: str, k_cache: Tensor,
+    v_cache: Tensor, slot_mapping: Tensor, page_scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
     """See `ops.qkv_prepare`."""
     gpu, tokens = Gpu.of(qkv.device), qkv.shape[0]
@@ -215,6 +229,7 @@ def qkv_prepare(
         interleaved=rope is not None and rope.interleaved, has_q_scales=q_scales != 0,
         norm=norm,
         alignment=alignment(qkv.address, result.address, *norms), pages=k_cache.dtype.ptx if page_scales else "",
+        is_spread=rope is not None and rope.is_spread, values=values,
     )  # fmt: skip
     k_scales, v_scales = (scales.address for scales in page_scales) if page_scales else (0, 0)
     gpu.launch(

@@ -34,7 +34,7 @@ _plan_routing = remembered(routing.plan)
 _MOST_ROWS = 65536  # of experts at a time, each token with all of its experts
 
 
-def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
+def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None, factors: Tensor | None) -> Routing:
     """See `ops.route`."""
     rows, num_experts = logits.shape
     if why_not := routing.why_not(num_experts, rule.num_groups):
@@ -44,9 +44,9 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
     if rows:
         Gpu.of(logits.device).launch(
             _plan_routing(rows, num_experts, rule.scores, rule.num_groups), logits.address,
-            0 if bias is None else bias.address, ids.address, weights.address, rows, num_experts, rule.top_k,
-            rule.num_groups, rule.top_groups, int(rule.group_score == "two"), int(rule.normalises), rule.scale,
-            rule.epsilon,
+            0 if bias is None else bias.address, 0 if factors is None else factors.address, ids.address,
+            weights.address, rows, num_experts, rule.top_k, rule.num_groups, rule.top_groups,
+            int(rule.group_score == "two"), int(rule.normalises), rule.scale, rule.epsilon,
         )  # fmt: skip
     return Routing(ids, weights, rule)
 

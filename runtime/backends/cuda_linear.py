@@ -151,7 +151,7 @@ def _rows(
     return x.address, _normalising(x, weight, norm), x
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, factor: float = 1.0) -> Tensor:
     """See `ops.rms_norm`."""
     rows, width = x.shape
     result = Tensor.new(x.shape, x.dtype, x.device)
@@ -160,7 +160,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
         launch = _plan_rms_norm(
             rows, width, x.dtype.ptx, has_residual=residual is not None, alignment=alignment(*addresses)
         )
-        Gpu.of(x.device).launch(launch, *addresses, width, 1.0 / width, eps)
+        Gpu.of(x.device).launch(launch, *addresses, width, 1.0 / width, eps, factor)
     return result
 
 

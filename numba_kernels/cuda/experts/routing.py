@@ -2,7 +2,7 @@
 
     scores  = softmax(logits) or sigmoid(logits)                    over all experts
     ids     = the top_k largest of scores + bias, largest first; of equals the lower one
-    weights = scores[ids], over their sum if configured, times a scale
+    weights = scores[ids], over their sum if configured, times a scale, and times the expert's factor if it has one
 
 or one after another by their logits, as SparseMixer does, as described in `numba_kernels.cpu.experts`. With groups only
 the experts of the best ones are candidates, as there. Comparisons are of integers that rise with the float32 numbers,
@@ -56,9 +56,9 @@ def _lowest(number, is_candidate):
 
 @functools.cache
 def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
-    """A device function ``(logits, bias, ids, weights, lane, num_experts, top_k, num_groups, top_groups, adds_two,
-    normalises, scale, sum_eps)`` for a whole warp and a row: addresses of its logits, of the scores' bias (or 0), and
-    of its results. SparseMixer's threshold takes the place of `sum_eps`."""
+    """A device function ``(logits, bias, factors, ids, weights, lane, num_experts, top_k, num_groups, top_groups,
+    adds_two, normalises, scale, sum_eps)`` for a whole warp and a row: addresses of its logits, of the scores' bias and
+    the weights' factors (or 0), and of its results. SparseMixer's threshold takes the place of `sum_eps`."""
     is_softmax, is_sparse = scores == "softmax", scores == "sparsemixer"
 
     @device_function
@@ -102,8 +102,8 @@ def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
 
     @device_function
     def choose(
-        logits, bias, ids, weights, lane, num_experts, top_k, num_groups, top_groups, adds_two, normalises, scale,
-        sum_eps,
+        logits, bias, factors, ids, weights, lane, num_experts, top_k, num_groups, top_groups, adds_two, normalises,
+        scale, sum_eps,
     ):  # fmt: skip
         found = cuda.local.array(per_lane, float32)  # the experts' scores
         choice = cuda.local.array(per_lane, float32)
@@ -190,6 +190,8 @@ def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
                 if normalises != uint32(0):
                     value = divide(value, total + sum_eps)
                 value = value * scale
+                if factors != uint64(0):
+                    value = value * load_f32(factors + uint64(uint32(lane + uint32(32 * i))) * uint64(4))
                 if is_nan:
                     value = found[i] - found[i] + float32(float("nan"))
                 place = uint64(ranks[i]) * uint64(4)
@@ -201,14 +203,14 @@ def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
 
 @functools.cache
 def _kernel(per_lane: int, scores: str, has_groups: bool) -> Specialisation:
-    """Arguments: logits [T, E] float32, bias [E] float32 or 0, ids [T, k] int32, weights [T, k] float32 addresses; T,
-    E, k; groups, groups kept, whether a group's two best are added; whether weights are normalised; scale, the addend
-    of the sum."""
+    """Arguments: logits [T, E] float32, bias and factors [E] float32 or 0, ids [T, k] int32, weights [T, k] float32
+    addresses; T, E, k; groups, groups kept, whether a group's two best are added; whether weights are normalised;
+    scale, the addend of the sum."""
     choose = chooser(per_lane, scores, has_groups)
 
     def route(
-        logits, bias, ids, weights, num_rows, num_experts, top_k, num_groups, top_groups, adds_two, normalises, scale,
-        sum_eps,
+        logits, bias, factors, ids, weights, num_rows, num_experts, top_k, num_groups, top_groups, adds_two,
+        normalises, scale, sum_eps,
     ):  # fmt: skip
         row = uint32(uint32(cuda.blockIdx.x) * uint32(WARPS) + (uint32(cuda.threadIdx.x) >> uint32(5)))
         wait_for_previous_grid()
@@ -216,14 +218,14 @@ def _kernel(per_lane: int, scores: str, has_groups: bool) -> Specialisation:
         if row < num_rows:
             at = uint64(row) * uint64(top_k) * uint64(4)
             choose(
-                logits + uint64(row) * uint64(num_experts) * uint64(4), bias, ids + at, weights + at, lane_index(),
-                num_experts, top_k, num_groups, top_groups, adds_two, normalises, scale, sum_eps,
+                logits + uint64(row) * uint64(num_experts) * uint64(4), bias, factors, ids + at, weights + at,
+                lane_index(), num_experts, top_k, num_groups, top_groups, adds_two, normalises, scale, sum_eps,
             )  # fmt: skip
 
     return Specialisation(
         name=f"route_{scores}_x{per_lane}{'_groups' if has_groups else ''}",
         kernel=cuda.jit(route),
-        argument_types=(types.uint64,) * 4 + (types.uint32,) * 7 + (types.float32,) * 2,
+        argument_types=(types.uint64,) * 5 + (types.uint32,) * 7 + (types.float32,) * 2,
         max_threads=WARPS * 32,
         constants={"per_lane": per_lane, "scores": scores, "has_groups": has_groups},
     )

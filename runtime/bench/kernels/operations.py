@@ -216,7 +216,8 @@ def norm_case(name: str, rows: int, size: int, *, has_residual: bool = False) ->
             addresses.insert(0, 0 if residual is None else inputs.put(residual))
         else:
             launch = norm.plan_layer_norm(rows, size, "bf16")
-        run = inputs.bind((launch, (inputs.put(x), *addresses, out, size, 1 / size, EPS)))
+        factor = (1.0,) if is_rms else ()
+        run = inputs.bind((launch, (inputs.put(x), *addresses, out, size, 1 / size, EPS, *factor)))
         wide = x.astype(np.float32)
         centred = wide if is_rms else wide - wide.mean(1, keepdims=True)
         expected = centred / np.sqrt((centred * centred).mean(1, keepdims=True) + np.float32(EPS))

@@ -35,7 +35,8 @@ def run(
         inputs = x_at, 0 if residual_block is None else residual_block.address, weight_at
     else:
         launch, inputs = norm.plan_layer_norm(num_rows, size, dtype), (x_at, weight_at, bias_at)
-    gpu.launch(launch, *inputs, out.address, size, 1.0 / size, eps)
+    factor = (1.0,) if name == "rms_norm" else ()
+    gpu.launch(launch, *inputs, out.address, size, 1.0 / size, eps, *factor)
     return get(gpu, out, x.shape, dtype)
 
 

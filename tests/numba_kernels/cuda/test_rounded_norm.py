@@ -50,7 +50,7 @@ def test_the_same_bits_as_two_launches(gpu: Gpu, element: str, kind: str, dtype:
         apart, at_once = empty(gpu, (both,), "u8"), empty(gpu, (both,), "u8")
         x_at, weight_at = (block.address for block in blocks)
         launch = norm.plan_rms_norm(m, size, dtype)
-        gpu.launch(launch, x_at, 0, weight_at, between.address, size, 1.0 / size, EPS)
+        gpu.launch(launch, x_at, 0, weight_at, between.address, size, 1.0 / size, EPS, 1.0)
         launch = dynamic_quantisation.plan(m, size, dtype, element, is_grouped=is_grouped, is_static=is_static)
         gpu.launch(launch, between.address, apart.address, apart.address + codes, m, size, *given)
         launch = rounded_norm.plan(m, size, dtype, element, is_grouped=is_grouped, is_static=is_static)

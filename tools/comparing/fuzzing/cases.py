@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tools.comparing.fuzzing.draw import Draw, Fields
+from tools.comparing.fuzzing.gemma4_families import GEMMA4
 from tools.comparing.fuzzing.later_families import LATER
 from tools.comparing.fuzzing.picture_families import PICTURES
 from tools.comparing.fuzzing.state_families import STATES
@@ -416,6 +417,7 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     **LATER,
     **PICTURES,
     **STATES,
+    **GEMMA4,
     "llava": ("LlavaConfig", "LlavaForConditionalGeneration", _llava),
     "gemma3_vision": ("Gemma3Config", "Gemma3ForConditionalGeneration", _gemma3_vision),
 }
