@@ -15,12 +15,15 @@ By `strategy` there is a scale for all (`tensor`), one a row (`channel`), a grou
 a block. Integers without `symmetric` have `X.weight_zero_point`, packed along N where the weight is packed. With
 `X.weight_g_idx` columns are in any order of groups.
 
+Granite's experts, which stand in one tensor, may have a scale a row: X.weight [E, N, K], X.weight_scale [E, N, 1].
+
 A group's `targets` are modules' names, patterns (`re:`) or the class `Linear`, which is every matrix; names take
 precedence over patterns, and patterns over classes. Modules in `ignore` are stored in floats.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -210,9 +213,12 @@ _FORMATS = (*_FORMS, "naive-quantized")
 
 
 def _matrix(module: ModuleTensors, group: Group, form: _Form) -> MatrixParts:
-    """A matrix whose codes are stored one by one, or in pairs."""
-    weight, is_nvfp4 = module.take(form.part, (form.stored,), (None, None)), group.format == "nvfp4-pack-quantized"
-    shape = weight.shape[0], weight.shape[1] * (2 if form.number == "fp4" else 1)
+    """A matrix whose codes are stored one by one, or in pairs; or those of all experts, one under another."""
+    weight, is_nvfp4 = module.take(form.part, (form.stored,)), group.format == "nvfp4-pack-quantized"
+    stack_shape = weight.shape if len(weight.shape) == 3 and group.weights.strategy == "channel" else None
+    if stack_shape is None:
+        module.take(form.part, (form.stored,), (None, None))
+    shape = math.prod(weight.shape[:-1]), weight.shape[-1] * (2 if form.number == "fp4" else 1)
     layout, scales = _layout(module, group, form.number, shape, form.scales, has_divisor=is_nvfp4)
     zeros = input_scale = None
     if layout.has_zeros:
@@ -222,8 +228,9 @@ def _matrix(module: ModuleTensors, group: Group, form: _Form) -> MatrixParts:
     if is_static or (is_nvfp4 and module.has(name)):
         input_scale = module.take_scalar(name)
     return MatrixParts(
-        layout, Part(weight, form.convert), scales, zeros, input_scale=input_scale,
-        divisor=module.take_scalar("weight_global_scale") if is_nvfp4 else None,
+        layout, Part(weight, lambda array: form.convert(array).reshape(layout.code_shape)), scales, zeros,
+        input_scale=input_scale, divisor=module.take_scalar("weight_global_scale") if is_nvfp4 else None,
+        stack_shape=stack_shape,
     )  # fmt: skip
 
 
@@ -239,7 +246,8 @@ def _layout(
         has_order=has_order, has_divisor=has_divisor, activation=group.activation,
     )  # fmt: skip
     wanted = layout.scale_shape
-    if scale.shape != wanted and not (block[1] == 0 and scale.shape in ((), wanted[:1])):
+    of_experts = len(scale.shape) == 3 and (math.prod(scale.shape[:2]), scale.shape[2]) == wanted
+    if not (scale.shape == wanted or of_experts or (block[1] == 0 and scale.shape in ((), wanted[:1]))):
         raise refusal(scale, f"is {list(scale.shape)}, must be {list(wanted)} for a matrix {list(shape)} by"
                       f" {group.name}'s strategy {group.weights.strategy}")  # fmt: skip
     return layout, scale_part(scale, wanted)

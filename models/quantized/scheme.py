@@ -117,7 +117,8 @@ def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkp
     dtype = _main_dtype(left)
     for quantized, parts in made:
         taken = [modules[quantized.name][part] for part in sorted(quantized.taken)]
-        name = quantized.name if parts.stack_shape else f"{quantized.name}.weight"
+        is_whole_name = "blocks" in quantized.taken  # else experts in one tensor have a module's name
+        name = quantized.name if is_whole_name else f"{quantized.name}.weight"
         left[name] = QuantizedTensor(name, parts, taken, dtype)
     return Checkpoint(checkpoint.place, checkpoint.label, left)
 

@@ -17,6 +17,7 @@ def _kinds(draw: Draw, num_layers: int, *names: str) -> list[str]:
 def _lfm2(draw: Draw) -> Fields:
     fields = draw.decoder(has_head_dim=False)
     eps = fields.pop("rms_norm_eps")
+    fields["intermediate_size"] = max(2, fields["intermediate_size"])  # of which two thirds may be taken
     return {
         **fields, "norm_eps": eps, "conv_bias": draw.flip(0.3), "conv_L_cache": draw.integer(2, 5),
         "layer_types": _kinds(draw, fields["num_hidden_layers"], "conv", "full_attention"),
