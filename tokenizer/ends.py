@@ -12,7 +12,7 @@ from tokenizer.loading import TokenizerFiles
 _TURN_ENDS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
     "<|end_of_text|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<EOT>", "[EOT]", "[EOS]", "<eos>", "</s>",
-    "<|eot|>", "<|eom|>", "<|end_of_turn|>", "<|endofturn|>", "[|endofturn|]", "<|END_OF_TURN_TOKEN|>",
+    "<|eot|>", "<|eom|>", "<|end_of_turn|>", "<|endofturn|>", "[|endofturn|]", "<|END_OF_TURN_TOKEN|>", "<turn|>",
 }  # fmt: skip
 
 

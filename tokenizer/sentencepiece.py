@@ -73,6 +73,21 @@ def content_of(
     tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], *, unknown: int | None, has_prefix: bool
 ) -> dict[str, Any]:
     """The normalizer, model and decoder of a `tokenizer.json`, without its added tokens."""
+    return {
+        **spaces_as_marks(has_prefix=has_prefix),
+        "model": {
+            "type": "BPE",
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": _merges_by_score(tokens, scores, types),
+            "unk_token": None if unknown is None else tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": BYTE in types,
+        },
+    }
+
+
+def spaces_as_marks(*, has_prefix: bool = False) -> dict[str, Any]:
+    """The normalizer that writes blanks as "▁", with one in front of a text if it `has_prefix`, and its decoder."""
     prefix, strip = [], []
     if has_prefix:
         prefix = [{"type": "Prepend", "prepend": _SPACE}]
@@ -82,14 +97,6 @@ def content_of(
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
         "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": _merges_by_score(tokens, scores, types),
-            "unk_token": None if unknown is None else tokens[unknown],
-            "fuse_unk": True,
-            "byte_fallback": BYTE in types,
-        },
     }
 
 

@@ -35,6 +35,16 @@ def sentencepiece_metadata(folder: Path, **more: Any) -> dict[str, Any]:
     return _metadata("llama", tokens, types, {"scores": scores, "pre": "default", **more})
 
 
+def gemma4_metadata(folder: Path, **more: Any) -> dict[str, Any]:
+    """Of a `tokenizer.json` in the form of Gemma 4's."""
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens, types = _tokens(content)
+    types = [BYTE if token.startswith("<0x") else kind for token, kind in zip(tokens, types, strict=True)]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    return _metadata("gemma4", tokens, types, {"merges": merges, **ids, **more})
+
+
 def _tokens(content: dict[str, Any]) -> tuple[list[str], list[int]]:
     known = {i: (token, NORMAL) for token, i in content["model"]["vocab"].items()}
     for token in content.get("added_tokens", []):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from tests.tokenizer.gguf_metadata import (
     UNUSED,
     USER_DEFINED,
     byte_level_metadata,
+    gemma4_metadata,
     sentencepiece_metadata,
     tiny_metadata,
 )
-from tests.tokenizer.support import library, random_text, shared
+from tests.tokenizer.support import FIXTURES, added_token, build, content_of, library, random_text, shared
 from tokenizer import Tokenizer
 from tokenizer.components.added_tokens import AddedToken
 from tokenizer.errors import ChatTemplateError, TokenizerFileError
@@ -210,3 +212,59 @@ def test_merges_of_tokens_that_are_not_there_are_passed_over(caplog: pytest.LogC
     assert some.encode("ab ba abab") == tokenizer_of(metadata).encode("ab ba abab")
     count = len(merges) + len(odd)
     assert f"{len(odd)} of {count} merges name a token that is not in the vocabulary, such as 'b a'" in caplog.text
+
+
+def gemma4_content() -> dict[str, Any]:
+    """A tokenizer.json in the form of Gemma 4's."""
+    content = json.loads((FIXTURES / "sentencepiece" / "tokenizer.json").read_text(encoding="utf-8"))
+    merges = [*content["model"]["merges"], "\n \n", "\n\n \n", "\n \n\n", "\n\n \n\n"]
+    vocab = dict(content["model"]["vocab"])
+    for token in ("\n", "\n\n", "\n\n\n", "\n\n\n\n", "▁▁", "<turn|>", "<|tool_call>", '<|"|>'):
+        vocab[token] = len(vocab)
+    special = [added_token(token, vocab[token], special=True) for token in ("<unk>", "<s>", "</s>", "<turn|>")]
+    return content_of(
+        content["model"] | {"vocab": vocab, "merges": ["▁ ▁", *merges]},
+        added_tokens=[*special, *(added_token(token, vocab[token]) for token in ("<|tool_call>", '<|"|>'))],
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        pre_tokenizer={"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
+        decoder=content["decoder"] | {"decoders": content["decoder"]["decoders"][:-1]},
+    )
+
+
+def test_gemma4_beside_the_tokenizers_library(tmp_path: Path) -> None:
+    content = gemma4_content()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    gguf = gemma4_metadata(tmp_path)
+    ours, theirs, of_gguf = build(content), library(content), tokenizer_of(gguf)
+    rng = random.Random(4)
+    for i in range(300):
+        parts = [
+            "hello world",
+            " the",
+            "\n",
+            "\n\n",
+            "  ",
+            "é",
+            "🦙",
+            "<turn|>",
+            '<|tool_call>call:x{a:<|"|>',
+            "\t",
+            "▁",
+        ]
+        text = "".join(rng.choices(parts, k=rng.randrange(12))) if i % 2 else random_text(rng)
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False) == ids, text
+        assert of_gguf.encode(text) == [1, *ids], text
+        assert of_gguf.decode(ids) == ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
+    vocab = content["model"]["vocab"]
+    assert GgufVocabulary(gguf, "m.gguf").end_ids() == (2, vocab["<turn|>"])
+    shown = [vocab[token] for token in ("<|tool_call>", '<|"|>')]
+    assert of_gguf.decode(shown, skip_special_tokens=True) == '<|tool_call><|"|>'
+
+
+def test_gemma4_with_a_token_twice(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(gemma4_content()))
+    gguf = gemma4_metadata(tmp_path)
+    tokens = gguf["tokenizer.ggml.tokens"]
+    tokens[-1] = "z"
+    assert tokenizer_of(gguf).encode("z", add_special_tokens=False) == [len(tokens) - 1]

@@ -1,7 +1,7 @@
 """Converts GGUF's metadata to the files of a tokenizer's folder: tokens, merges, special tokens, templates.
 
-Two kinds of vocabulary become one: byte-level BPE has its merges in the file; SentencePiece's has scores
-(`tokenizer.sentencepiece`).
+Three kinds of vocabulary become one: byte-level BPE has its merges in the file, as has Gemma 4's BPE of characters;
+SentencePiece's has scores (`tokenizer.sentencepiece`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.pre_tokenizers import PRE_TOKENIZERS, byte_level
 from tokenizer.json_fields import Fields, shown
 from tokenizer.loading import TokenizerFiles, refusing_template
-from tokenizer.sentencepiece import CONTROL, NORMAL, added_tokens, content_of
+from tokenizer.sentencepiece import CONTROL, NORMAL, added_tokens, content_of, spaces_as_marks
 from tokenizer.warn import warn_once
 
 _PREFIX = "tokenizer.ggml."
@@ -37,13 +37,13 @@ class GgufVocabulary:
     def __init__(self, metadata: Mapping[str, Any], file: str) -> None:
         self._metadata, self._file = metadata, file
         kind = self._get("model", str, "")
-        if kind not in ("gpt2", "llama"):
-            known = "gpt2 (byte-level BPE) and llama (SentencePiece)"
+        if kind not in ("gpt2", "llama", "gemma4"):
+            known = "gpt2 (byte-level BPE), llama (SentencePiece) and gemma4 (BPE of characters)"
             self._fail("model", f"{kind!r} is not supported; supported are {known}")
-        self._is_sentencepiece = kind == "llama"
+        self._is_sentencepiece, self._is_gemma4 = kind == "llama", kind == "gemma4"
         self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self._list("tokens"))]
         self._vocab = {token: i for i, token in enumerate(self.tokens)}
-        if len(self._vocab) != len(self.tokens):
+        if len(self._vocab) != len(self.tokens) and not self._is_gemma4:  # it has three tokens twice: the later counts
             i = next(i for i, token in enumerate(self.tokens) if self._vocab[token] != i)
             self._fail("tokens", f"{shown(self.tokens[i])} has the ids {i} and {self._vocab[self.tokens[i]]}")
         self.types: list[int] = [NORMAL] * len(self.tokens)
@@ -66,7 +66,8 @@ class GgufVocabulary:
 
     def files(self) -> TokenizerFiles:
         """The equivalent of a folder with a `tokenizer.json`."""
-        content = self._sentencepiece() if self._is_sentencepiece else self._byte_level()
+        content = self._characters() if self._is_gemma4 else None
+        content = content or (self._sentencepiece() if self._is_sentencepiece else self._byte_level())
         content["version"] = "1.0"
         content["added_tokens"] = list(self._added_tokens())
         files = TokenizerFiles(Fields(content, self._file), passes_over_merges=True)
@@ -75,7 +76,7 @@ class GgufVocabulary:
             token_id = self._id(f"{key}_token_id", default)
             if token_id is not None:
                 files.named_tokens[f"{name}_token"] = AddedToken(self.tokens[token_id], is_special=True)
-        has_bos = self._is_sentencepiece or self._get("pre", str, "") in _BEGINS_WITH_BOS
+        has_bos = self._is_sentencepiece or self._is_gemma4 or self._get("pre", str, "") in _BEGINS_WITH_BOS
         files.add_bos_token = self._get("add_bos_token", bool, has_bos)
         files.add_eos_token = self._get("add_eos_token", bool, False)
         self._add_templates(files)
@@ -108,6 +109,20 @@ class GgufVocabulary:
         has_prefix = self._get("add_space_prefix", bool, True)
         unknown = self._id("unknown_token_id", 0)
         return content_of(self.tokens, scores, self.types, unknown=unknown, has_prefix=has_prefix)
+
+    def _characters(self) -> dict[str, Any]:
+        """Gemma 4's: merges of characters, in lines whose blanks are "▁"; bytes encode what has no token."""
+        unknown = self._id("unknown_token_id")
+        return {
+            **spaces_as_marks(),
+            "pre_tokenizer": {
+                "type": "Split", "pattern": {"Regex": r"\n+|[^\n]+"}, "behavior": "Isolated", "invert": False,
+            },
+            "model": {
+                "type": "BPE", "vocab": self._vocab, "merges": self._list("merges"), "fuse_unk": True,
+                "byte_fallback": True, "unk_token": None if unknown is None else self.tokens[unknown],
+            },
+        }  # fmt: skip
 
     def _add_templates(self, files: TokenizerFiles) -> None:
         metadata, key = self._metadata, "tokenizer.chat_template"
