@@ -22,7 +22,7 @@ _ZERO = (
 )
 _EMPTY = (
     "bad_words_ids force_words_ids constraints forced_bos_token_id forced_eos_token_id forced_decoder_ids"
-    " suppress_tokens begin_suppress_tokens sequence_bias exponential_decay_length_penalty stop_strings"
+    " begin_suppress_tokens sequence_bias exponential_decay_length_penalty stop_strings"
     " watermarking_config dola_layers"
 )
 _ONLY_TRANSFORMERS: dict[str, tuple[Any, ...]] = {
@@ -113,6 +113,12 @@ def load_end_ids(model: str | Path, overrides: str = "") -> tuple[int, ...]:
             )
         others = tuple(i for i in others if i not in plain)
     return tuple(dict.fromkeys((*named, *others, *(() if tokens is None else tokens.ids))))
+
+
+def load_suppressed_ids(model: str | Path, overrides: str = "") -> tuple[int, ...]:
+    """The ids that are never sampled, by the generation config's `suppress_tokens`; ascending."""
+    fields = _generation_fields(open_model(model, overrides))
+    return tuple(sorted(set(_sensible(lambda: fields.token_ids("suppress_tokens")) or ())))
 
 
 def _generation_fields(files: ModelFiles) -> Fields:

@@ -72,6 +72,8 @@ class GgufModel:
             except TokenizerFileError as error:
                 raise ConfigError(str(error)) from None
             values = {f"{name}_token_id": value for name, value in ids.items()}
+        if (suppressed := self._first.metadata.get("tokenizer.ggml.suppress_tokens")) is not None:
+            values["suppress_tokens"] = plain(suppressed)
         for name, ours in _SAMPLING.items():
             if (value := self._first.metadata.get(f"general.sampling.{name}")) is not None:
                 values[ours] = plain(value)

@@ -29,7 +29,7 @@ from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.emitted import LITERAL, emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I64, constant_like, fma
 from numba_kernels.cpu.rows import for_each_vector
-from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at
+from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at
 
 FIELDS = Fields("*x *up *out num_rows width x_stride up_stride rows_a_work_item", "first second third fourth")
 
@@ -230,6 +230,22 @@ def logits_kernel() -> Kernel:
                     logits[i] *= scale
 
     return Kernel(scale_logits, Fields("*logits num_rows width rows_a_work_item", "scale softcap"))
+
+
+@functools.cache
+def forbid_kernel() -> Kernel:
+    """Writes minus infinity at some columns of ``logits [R, V]``; a work item is some rows."""
+
+    def forbid(arguments, work_item):
+        a = carray(arguments, 1)[0]
+        ids = int32_at(a.ids, a.num_ids)
+        first = work_item * a.rows_a_work_item
+        for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
+            logits = float32_at(a.logits + row * a.width * 4, a.width)
+            for i in range(a.num_ids):
+                logits[ids[i]] = -np.inf
+
+    return Kernel(forbid, Fields("*logits *ids num_ids num_rows width rows_a_work_item"))
 
 
 @functools.cache

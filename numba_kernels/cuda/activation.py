@@ -12,6 +12,7 @@
     sigmoid_gate  x sigmoid(gate)                            https://arxiv.org/abs/2505.06708
     gelu_gate     gelu tanh(x) up, up some columns of a wider matrix
     scale_logits  scale x, or cap tanh(scale x / cap), float32, in place            https://arxiv.org/abs/2408.00118
+    forbid        minus infinity at some columns of logits, in place
 
 x and out are f32, f16 or bf16; arithmetic is float32; NaN in gives NaN out. Each element is read and written once, and
 bandwidth bounds the time. `out` may be x. Where sizes and addresses allow it, accesses are 16 bytes wide.
@@ -33,6 +34,7 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.math import absolute, divide, exp, fma, sigmoid
+from numba_kernels.cuda.intrinsics.memory import load_b32, store_b32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.specialisation import THREADS, Launch, Specialisation, access_width, flat_grid, row_grid
 
@@ -314,6 +316,28 @@ def _scale_logits(width: int, is_capped: bool) -> Specialisation:
     return Specialisation(name, scale_logits, arguments, THREADS, constants={"width": width, "is_capped": is_capped})
 
 
+@functools.cache
+def _forbid() -> Specialisation:
+    """Arguments: addresses of the logits and the ids; rows' width; number of ids; of elements to write."""
+
+    @cuda.jit
+    def forbid(logits, ids, width, num_ids, count):
+        wait_for_previous_grid()
+        launch_dependents()
+        index = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
+        if index < count:
+            row = uint32(index // num_ids)
+            column = load_b32(ids + uint64(uint32(index - row * num_ids)) * uint64(4))
+            store_b32(logits + (uint64(row) * uint64(width) + uint64(column)) * uint64(4), uint32(0xFF800000))
+
+    return Specialisation("forbid", forbid, (types.uint64,) * 2 + (types.uint32,) * 3, THREADS)
+
+
+def plan_forbid(num_rows: int, num_ids: int) -> Launch:
+    """Arguments: logits float32 [rows, width], ids int32 [n], width, n, rows x n."""
+    return Launch(_forbid(), flat_grid(num_rows * num_ids), (THREADS, 1, 1))
+
+
 def plan_add_scaled(num_elements: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
     """(launch, number of accesses). Arguments: x, y, out, number of accesses, scale; out may be x or y."""
     width = access_width(dtype, num_elements, alignment)
@@ -361,3 +385,4 @@ def specialisations() -> Iterator[Specialisation]:
     for width in (1, VECTOR_WIDTH["f32"]):
         for is_capped in (False, True):
             yield _scale_logits(width, is_capped)
+    yield _forbid()

@@ -137,6 +137,14 @@ def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
     )
 
 
+def forbid(logits: Tensor, token_ids: Tensor) -> None:
+    """See `ops.forbid`."""
+    rows, width = logits.shape
+    work_items, workers, rows_a_work_item = share_among(rows, token_ids.size)
+    addresses = logits.address, token_ids.address
+    _activation.forbid_kernel()(work_items, workers, *addresses, token_ids.size, rows, width, rows_a_work_item)
+
+
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """See `ops.add_scaled`."""
     rows, width = x.shape

@@ -47,7 +47,7 @@ from runtime.tensor.tensor import Tensor
 __all__ = [
     "ACTIVATIONS", "GLU_ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
     "add_embedding", "add_partials", "add_scaled", "attention", "deferred_norm", "delta_rule", "elementwise",
-    "embedding", "expert_linear", "experts", "gather_rows", "gelu_gate", "glu", "join_columns", "latent_attention",
+    "embedding", "expert_linear", "experts", "forbid", "gather_rows", "gelu_gate", "glu", "join_columns", "latent_attention",
     "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "mamba",
     "matmul", "normed_route", "page_shape", "qkv_prepare", "reduce", "rms_norm", "route", "sample", "sample_into",
     "scale_logits", "short_conv", "sigmoid_gate", "take_decode_inputs", "write_elementwise",
@@ -61,6 +61,7 @@ NORM_WEIGHTS = float32
 _plan_activation = remembered(_activation.plan_activation)
 _plan_add_scaled = remembered(_activation.plan_add_scaled)
 _plan_embedding = remembered(_embedding.plan_embedding)
+_plan_forbid = remembered(_activation.plan_forbid)
 _plan_layer_norm = remembered(_norm.plan_layer_norm)
 _plan_qkv_prepare = remembered(_qkv.plan_qkv_prepare)
 _plan_row_scales = remembered(_qkv.plan_row_scales)
@@ -78,6 +79,13 @@ def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
     )
     cap = softcap or 1.0
     Gpu.of(logits.device).launch(launch, logits.address, accesses, scale, cap, -2.0 / cap)
+
+
+def forbid(logits: Tensor, token_ids: Tensor) -> None:
+    """See `ops.forbid`."""
+    rows, count = logits.shape[0], token_ids.size
+    launch = _plan_forbid(rows, count)
+    Gpu.of(logits.device).launch(launch, logits.address, token_ids.address, logits.shape[1], count, rows * count)
 
 
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:

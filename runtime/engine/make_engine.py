@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from models.base import Model
 from models.checkpoints.hub import model_name, resolve_model
-from models.configuration.generation_config import load_end_ids
+from models.configuration.generation_config import load_end_ids, load_suppressed_ids
 from models.configuration.preprocessing import read_line_ends, read_patch_rule
 from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
@@ -47,6 +49,7 @@ from runtime.kv.cache import KVCache
 from runtime.kv.kinds import State
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
+from runtime.tensor.tensor import Tensor
 from runtime.text.load import load_tokenizer
 
 logger = logging.getLogger("xserv.engine")
@@ -238,6 +241,9 @@ def executor_over(
 ) -> LocalExecutor:  # fmt: skip
     """An executor of a model from ``folder``, or of a rank's part of it, over its own pages. Raises
     ``OutOfMemoryError``."""
+    suppressed = [i for i in load_suppressed_ids(folder, config.hf_overrides) if i < vocab_size]
+    if suppressed:
+        loaded.suppressed_ids = Tensor.from_numpy(np.array(suppressed, np.int32)).to(loaded.device)
     spec = loaded.kv_cache_spec(config.block_size)
     for size, num_bytes in zip(limits.pool_sizes, spec.block_bytes, strict=True):
         logger.info("allocating %d KV blocks of %d bytes", size, num_bytes)

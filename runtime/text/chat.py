@@ -13,6 +13,7 @@ answer, the conversation is refused, since the model would never see it. Other o
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from runtime.text.tools.past_calls import (
     with_arguments,
     with_calls_alone,
     with_names,
+    with_responses,
     with_short_ids,
     with_single_calls,
 )
@@ -88,6 +90,7 @@ def _marked(call: Mapping[str, Any], mark: str) -> Mapping[str, Any]:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
+_READS_TOOL_ROLE = re.compile(r"""role['"]?\]? *[!=]= *['"]tool['"]""")
 _SYSTEM = ("system", "developer")
 """The role of instructions, by its older and its newer name."""
 
@@ -164,8 +167,11 @@ def chat_prompt(
     if special_tokens_in_content == "text":
         apply = partial(apply, special_tokens_in_content="text")
 
+    takes_responses = "tool_responses" in forms.template and not _READS_TOOL_ROLE.search(forms.template)
+
     def render(given: Messages, **options: Any) -> Any:
-        return apply(shaped(given, forms, place), **options)
+        made = shaped(given, forms, place)
+        return apply(with_responses(made) if takes_responses else made, **options)
 
     refused: ChatTemplateError | None = None
     for attempt in _attempts(messages):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from runtime.errors import InvalidArgumentError
 from runtime.text.harmony.message import HARMONY, SPECIAL_TOKENS, special_ids
 from runtime.text.harmony.prompt import answer_end_ids, has_plain_template, speaks_harmony
-from runtime.text.reasoning import TAGS
+from runtime.text.reasoning import tags_of
 from runtime.text.tools.table import BY_NAME, HERMES, JSON, Notation, notation_in
 from runtime.text.tools.tool_prompt import ignores_tools
 from tokenizer import ChatTemplateError, Tokenizer
@@ -68,9 +68,13 @@ def end_ids(
     answer_format: AnswerFormat, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The ids that end an answer: the model's, and those of its format that its configuration leaves out."""
-    if tokenizer is None or not answer_format.harmony:
+    if tokenizer is None:
         return eos_token_ids
-    return tuple(dict.fromkeys((*eos_token_ids, *answer_end_ids(tokenizer))))
+    ends = answer_end_ids(tokenizer) if answer_format.harmony else ()
+    if answer_format.tools is not None:
+        ids = map(tokenizer.token_to_id, answer_format.tools.ends)
+        ends += tuple(token_id for token_id in ids if token_id is not None)
+    return tuple(dict.fromkeys((*eos_token_ids, *ends)))
 
 
 def _warn_of_broken_templates(tokenizer: Tokenizer) -> None:
@@ -83,5 +87,5 @@ def _warn_of_broken_templates(tokenizer: Tokenizer) -> None:
 
 
 def _has_reasoning(tokenizer: Tokenizer) -> bool:
-    templates = tokenizer.chat_templates.values()
-    return any(tokenizer.token_to_id(tag) is not None or any(tag in text for text in templates) for tag in TAGS)
+    tags, templates = tags_of(tokenizer).tokens, tokenizer.chat_templates.values()
+    return any(tokenizer.token_to_id(tag) is not None or any(tag in text for text in templates) for tag in tags)

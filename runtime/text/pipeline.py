@@ -21,8 +21,7 @@ from runtime.text.harmony.message import special_ids
 from runtime.text.harmony.prompt import answer_start
 from runtime.text.harmony.reader import HarmonyParser
 from runtime.text.parts import ContentParser, Part, PartKind, PartParser, ToolCallDelta
-from runtime.text.reasoning import TAGS as REASONING_TAGS
-from runtime.text.reasoning import ReasoningParser, ReasoningStart
+from runtime.text.reasoning import ReasoningParser, ReasoningStart, tags_of
 from runtime.text.stop import ContentStops
 from runtime.text.tools.table import ToolCallParser, ToolReading
 from tokenizer import IncrementalDecoder, Tokenizer
@@ -113,8 +112,9 @@ class TextPipeline:
                 self._markers = {token_id: marker for token_id, marker in special.items() if token_id is not None}
                 tags += special.values()
             if reasoning is not None:
-                parser = ReasoningParser(reasoning, parser)
-                tags += REASONING_TAGS
+                reasoning_tags = tags_of(tokenizer)
+                parser = ReasoningParser(reasoning, parser, reasoning_tags)
+                tags += reasoning_tags.tokens
             tag_ids = [tag_id for tag in tags if (tag_id := tokenizer.token_to_id(tag)) is not None]
             self._decoder = IncrementalDecoder(
                 tokenizer, params.skip_special_tokens, prompt_token_ids[-_PROMPT_TAIL:], tag_ids

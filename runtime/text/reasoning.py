@@ -1,5 +1,5 @@
-"""Parses reasoning: text between `<think>` and `</think>` before the answer. Also extends an answer's grammar
-by reasoning before it, or by calls as an alternative.
+"""Parses reasoning: text between two tags before the answer. Also extends an answer's grammar by reasoning before it,
+or by calls as an alternative.
 
 The opening tag counts only at the beginning of the answer, since a text about tags may have it anywhere else; many
 templates write it themselves, at the end of the prompt (`reasoning_start`). Unclosed reasoning extends to the end.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from runtime.engine.grammar.grammar import Grammar, parse_json
@@ -19,7 +20,29 @@ from tokenizer import Tokenizer
 
 _llguidance = later("llguidance")
 
-TAGS = OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
+
+@dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    """The texts around reasoning. `label`: the end of the opening one that is no part of its token."""
+
+    opening: str
+    closing: str
+    label: str = ""
+
+    @property
+    def tokens(self) -> tuple[str, str]:
+        """The tags as a vocabulary may have them."""
+        return self.opening.removesuffix(self.label), self.closing
+
+
+THINK = ReasoningTags("<think>", "</think>")
+GEMMA4 = ReasoningTags("<|channel>thought", "<channel|>", "thought")
+
+
+def tags_of(tokenizer: Tokenizer) -> ReasoningTags:
+    """The tags that the model was taught, by its vocabulary."""
+    return GEMMA4 if all(tokenizer.token_to_id(token) is not None for token in GEMMA4.tokens) else THINK
+
 
 _TAIL = 32
 """Tokens that hold a tag and the white space after it."""
@@ -34,16 +57,17 @@ def reasoning_start(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Re
     If no special token marks the turns, only the prompt's last characters count, since earlier ones may belong to other
     speakers.
     """
-    special = tokenizer.all_special_ids.difference(tokenizer.token_to_id(tag) for tag in TAGS)
+    tags = tags_of(tokenizer)
+    special = tokenizer.all_special_ids.difference(tokenizer.token_to_id(tag) for tag in tags.tokens)
     begin = len(prompt_token_ids)
     while begin and prompt_token_ids[begin - 1] not in special:
         begin -= 1
     turn = tokenizer.decode(prompt_token_ids[begin or -_TAIL :]).rstrip()
     if not begin:
-        turn = turn[-len(CLOSE_TAG) :]
-        if not turn.endswith((OPEN_TAG, CLOSE_TAG)):
+        turn = turn[-max(len(tags.opening), len(tags.closing)) :]
+        if not turn.endswith((tags.opening, tags.closing)):
             return "may_open"
-    opened, closed = turn.rfind(OPEN_TAG), turn.rfind(CLOSE_TAG)
+    opened, closed = turn.rfind(tags.opening), turn.rfind(tags.closing)
     if opened == closed:  # neither
         return "may_open"
     return "open" if opened > closed else "closed"
@@ -53,7 +77,8 @@ class ReasoningParser:
     """Parts of an answer: "reasoning", its tags as "layout", and the remaining text as classified by `rest`, by default
     "content"."""
 
-    def __init__(self, start: ReasoningStart, rest: PartParser | None = None) -> None:
+    def __init__(self, start: ReasoningStart, rest: PartParser | None = None, tags: ReasoningTags = THINK) -> None:
+        self._tags = tags
         self._rest = rest or ContentParser()
         self._state: Literal["start", "before", "inside", "after", "outside"]
         self._state = "outside" if start == "closed" else "start"
@@ -91,19 +116,21 @@ class ReasoningParser:
     def _read_start(self, parts: list[Part]) -> None:
         """White space and the tag, or something else. (A model may repeat the tag that ends the prompt.)"""
         rest = self._held.lstrip()
-        if rest.startswith(OPEN_TAG):
-            self._take(parts, "layout", len(self._held) - len(rest) + len(OPEN_TAG))
+        opening = self._tags.opening
+        if rest.startswith(opening):
+            self._take(parts, "layout", len(self._held) - len(rest) + len(opening))
             self._is_open = True
-        elif OPEN_TAG.startswith(rest):
+        elif opening.startswith(rest):
             return
         self._state = "before" if self._is_open else "outside"
 
     def _read_inside(self, parts: list[Part]) -> None:
-        close = self._held.find(CLOSE_TAG)
-        end = close if close >= 0 else len(self._held) - held_back(self._held, CLOSE_TAG)
+        closing = self._tags.closing
+        close = self._held.find(closing)
+        end = close if close >= 0 else len(self._held) - held_back(self._held, closing)
         self._take(parts, "reasoning", len(self._held[:end].rstrip("\n")))
         if close >= 0:
-            self._take(parts, "layout", self._held.find(CLOSE_TAG) + len(CLOSE_TAG))
+            self._take(parts, "layout", self._held.find(closing) + len(closing))
             self._state = "after"
 
     def _take_line_ends(self, parts: list[Part]) -> bool:
@@ -123,7 +150,7 @@ class ReasoningParser:
             self._places = [place - length for place in self._places if place >= length]
 
 
-def after_reasoning(grammar: Grammar, start: ReasoningStart) -> Grammar:
+def after_reasoning(grammar: Grammar, start: ReasoningStart, tokenizer: Tokenizer | None = None) -> Grammar:
     """The grammar with optional reasoning before it, if the prompt's end permits it.
 
     In Lark's notation the first line of the grammar is the rule `start`, which no other rule may use. Raises
@@ -131,11 +158,16 @@ def after_reasoning(grammar: Grammar, start: ReasoningStart) -> Grammar:
     """
     if start == "closed":
         return grammar
-    opening = "" if start == "open" else f"{json.dumps(OPEN_TAG)} "
+    tags = THINK if tokenizer is None else tags_of(tokenizer)
+    ids = [None if tokenizer is None else tokenizer.token_to_id(token) for token in tags.tokens]
+    special = frozenset[int | None]() if tokenizer is None else tokenizer.all_special_ids
+    first, last = (f"<[{i}]>" if i in special else json.dumps(tag) for i, tag in zip(ids, tags.tokens, strict=True))
+    opening = "" if start == "open" else f"{first} {json.dumps(tags.label)} " if tags.label else f"{first} "
+    is_special = ids[1] in special
     lines = [
         f"start: thinking{'?' if start == 'may_open' else ''} answer",
         f"thinking: {opening}thought line_ends",
-        f"thought[suffix={json.dumps(CLOSE_TAG)}]: /(?s:.*)/",
+        f"thought: /(?s:.*)/ {last}" if is_special else f"thought[suffix={last}]: /(?s:.*)/",
         r"line_ends: /\n{0,2}/",
         f"answer: {rule_body(grammar)}",
     ]

@@ -183,5 +183,5 @@ def _with_reasoning(
     assert tokenizer is not None
     assert params.grammar is not None
     with grammar_errors(forced_by):
-        grammar = after_reasoning(params.grammar, reasoning_start(tokenizer, prompt_token_ids))
+        grammar = after_reasoning(params.grammar, reasoning_start(tokenizer, prompt_token_ids), tokenizer)
     return msgspec.structs.replace(params, grammar=grammar)

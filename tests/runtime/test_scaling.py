@@ -51,6 +51,19 @@ def test_sigmoid_gate(device: str, shape: tuple[int, int]) -> None:
 
 
 @on_each_device
+@pytest.mark.parametrize("rows", [0, 1, 70])
+def test_columns_are_forbidden(device: str, rows: int) -> None:
+    x = np.random.default_rng(6).standard_normal((rows, 101)).astype(np.float32)
+    logits = tensor(x, device)
+    for ids in ([], [0, 17, 50, 99, 100]):
+        ops.forbid(logits, tensor(np.array(ids, np.int32), device))
+        x[:, ids] = -np.inf
+        np.testing.assert_array_equal(of_cpu(logits), x)
+    with pytest.raises(InvalidArgumentError, match="forbid: token_ids"):
+        ops.forbid(logits, tensor(np.zeros(3, np.float32), device))
+
+
+@on_each_device
 @pytest.mark.parametrize("vocab", [401, 512])
 def test_logits_are_scaled_and_capped(device: str, vocab: int) -> None:
     rng = np.random.default_rng(1)

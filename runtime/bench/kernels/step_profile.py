@@ -30,7 +30,7 @@ from runtime.engine.timeline import StepRecord
 
 HOST_PARTS = ("schedule", "prepare", "run", "commit")
 CPU_OPERATIONS = (
-    "activate", "add_embedding", "add_scaled", "attention", "delta_rule", "embedding", "gather_rows", "glu",
+    "activate", "add_embedding", "add_scaled", "attention", "delta_rule", "embedding", "forbid", "gather_rows", "glu",
     "layer_norm", "linear", "log_softmax_topk", "mamba", "qkv_prepare", "rms_norm", "sample", "scale_logits",
     "short_conv", "sigmoid_gate",
 )  # fmt: skip

@@ -51,6 +51,8 @@ class HollowModel:
     """Computes next to nothing: a zero for each token, from which a product of depth 1 makes logits of zero, except for
     token 1. On a GPU it launches nothing."""
 
+    suppressed_ids = None
+
     def __init__(self, device: Device) -> None:
         self.device = device
         if device.kind == "cpu":

@@ -24,7 +24,7 @@ from runtime.device.errors import CaptureError
 from runtime.dtype import DType, float32
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
-from runtime.engine.steps.executor import Model
+from runtime.engine.steps.executor import Model, logits_to_sample
 from runtime.engine.steps.forwards import ForwardRecordings
 from runtime.engine.steps.layout import StepLayout, largest
 from runtime.engine.steps.persistent_batch import PersistentBatch
@@ -347,7 +347,7 @@ class DecodeGraphs:
         if not self.samples:
             recorder.outlive(hidden)
             return Computed(None, None)
-        logits = self._model.compute_logits(hidden)
+        logits = logits_to_sample(self._model, hidden)
         arrays.sample(logits, has_penalties=key.has_penalties)
         kept = tuple(recorder.outlive(batch.kept[layer], at) for layer, at in zip(self._auxiliary_layers, self._rooms))
         found = recorder.outlive(logits, room)  # raises an error for an array that no kernel has made

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import DType
@@ -33,6 +34,11 @@ class Model(Protocol):
     @property
     def device(self) -> Device: ...
 
+    @property
+    def suppressed_ids(self) -> Tensor | None:
+        """Ids that are never sampled, int32 ``[n]``."""
+        ...
+
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec: ...
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -43,6 +49,15 @@ class Model(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[n, hidden_size]`` → ``[n, vocab_size]`` float32."""
         ...
+
+
+def logits_to_sample(model: Model, hidden: Tensor) -> Tensor:
+    """`Model.compute_logits`, with minus infinity for the ids that are never sampled: log probabilities of sampled
+    tokens are those among the others."""
+    logits = model.compute_logits(hidden)
+    if model.suppressed_ids is not None and logits is not None:
+        ops.forbid(logits, model.suppressed_ids)
+    return logits
 
 
 class SidePass(Protocol):

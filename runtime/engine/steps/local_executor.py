@@ -31,6 +31,7 @@ from runtime.engine.steps.executor import (
     Model,
     SidePass,
     UnsupportedStepError,
+    logits_to_sample,
 )
 from runtime.engine.steps.layout import StepLayout
 from runtime.engine.steps.persistent_batch import LaidOut, PersistentBatch
@@ -363,7 +364,7 @@ class LocalExecutor:
         batch.auxiliary_layers = self._auxiliary_layers
         hidden, logits = self.model.forward(batch, self.kv_cache), None
         if self.samples and batch.logits_indices.shape[0]:
-            logits = self.model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
+            logits = logits_to_sample(self.model, ops.gather_rows(hidden, batch.logits_indices))
         kept = tuple(batch.kept[layer] for layer in self._auxiliary_layers)
         return Computed(hidden if self.samples else None, logits, kept=kept)
 

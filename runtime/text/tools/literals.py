@@ -1,4 +1,4 @@
-"""Readers of calls with keyword arguments, as in Python and Gemma: "f(a=1, b=['x'])", "call:f{a:1,b:[<|"|>x<|"|>]}"."""
+"""Readers of calls with keyword arguments, as in Python: "f(a=1, b=['x'])"."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from runtime.text.tools.reader import WHITE_SPACE, AnswerReader, Reader, Reading
 MAX_DEPTH = 64
 """Deepest nesting of lists and objects in an argument."""
 
+_QUOTES = ('"', "'")
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?")
 _BARE = re.compile(r"[^\W\d][\w.$-]*")
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
@@ -24,21 +25,18 @@ class NoLiteralError(ValueError):
 
 
 class Literals:
-    """Parses arguments out of a complete text. `quotes` delimit strings; `separator` is between a key and its value.
-    Raises `NoLiteralError`."""
+    """Parses arguments out of a complete text. Raises `NoLiteralError`."""
 
-    def __init__(self, text: str, quotes: tuple[str, ...], separator: str) -> None:
+    def __init__(self, text: str) -> None:
         self._text = text
         self._at = 0
-        self._quotes = quotes
-        self._separator = separator
 
     def arguments(self) -> dict[str, Any]:
         """The whole text: "key=value" after "key=value"."""
         found: dict[str, Any] = {}
         while self._skip() < len(self._text):
             key = self._key()
-            self._expect(self._separator)
+            self._expect("=")
             found[key] = self._value(0)
             if self._skip() < len(self._text):
                 self._expect(",")
@@ -56,7 +54,7 @@ class Literals:
         self._at += len(wanted)
 
     def _quote(self) -> str | None:
-        return next((quote for quote in self._quotes if self._text.startswith(quote, self._at)), None)
+        return next((quote for quote in _QUOTES if self._text.startswith(quote, self._at)), None)
 
     def _key(self) -> str:
         self._skip()
@@ -92,14 +90,13 @@ class Literals:
         quote = self._quote()
         assert quote is not None
         start = self._at = self._at + len(quote)
-        has_escapes = quote in ('"', "'")
         while not self._text.startswith(quote, self._at):
             if self._at >= len(self._text):
                 raise NoLiteralError
-            self._at += 2 if has_escapes and self._text[self._at] == "\\" else 1
+            self._at += 2 if self._text[self._at] == "\\" else 1
         raw = self._text[start : self._at]
         self._at += len(quote)
-        return _ESCAPE.sub(_unescaped, raw) if has_escapes else raw
+        return _ESCAPE.sub(_unescaped, raw)
 
     def _items(self, closer: str, depth: int) -> list[Any]:
         self._at += 1
@@ -143,10 +140,10 @@ def _unescaped(found: re.Match[str]) -> str:
     return _ESCAPES.get(body, found[0])
 
 
-def arguments_of(text: str, quotes: tuple[str, ...] = ('"', "'"), separator: str = "=") -> str | None:
+def arguments_of(text: str) -> str | None:
     """The arguments as a JSON object; None if they cannot be parsed."""
     try:
-        return json.dumps(Literals(text, quotes, separator).arguments(), ensure_ascii=False)
+        return json.dumps(Literals(text).arguments(), ensure_ascii=False)
     except NoLiteralError:
         return None
 
@@ -226,42 +223,3 @@ def python_list(answer: AnswerReader) -> Reading[None]:
         if first in (",", "]"):
             answer.at += 1
             answer.layout()
-
-
-def gemma_calls(opening: str, closing: str, quote: str) -> Reader:
-    """Notation "call:name{key:value,…}" between tags, with special quotes for strings (FunctionGemma, Gemma 4)."""
-
-    def read(answer: AnswerReader) -> Reading[None]:
-        while (yield from answer.content_until((opening,))) is not None:
-            start = answer.at
-            yield from answer.next_character()
-            name = None
-            if (yield from answer.accept("call:")) is not None:
-                name = yield from answer.name(("{",))
-            end = None if name is None else (yield from _gemma_end(answer, closing, quote))
-            if name is None or end is None:
-                answer.at = start
-                continue
-            body = answer.held[answer.at : end].rstrip(WHITE_SPACE)
-            arguments = arguments_of(body[1:-1], (quote, '"'), ":") if body.endswith("}") else None
-            if arguments is None:
-                answer.at = start
-                continue
-            answer.at = end
-            if answer.begin(name, arguments):
-                yield from answer.close(closing)
-
-    return read
-
-
-def _gemma_end(answer: AnswerReader, closing: str, quote: str) -> Reading[int | None]:
-    """The index of the closing tag, outside of strings; the answer's end if its last brace closes the call."""
-    at, is_inside = answer.at, False
-    while (found := (yield from answer.find((closing, quote), at))) is not None:
-        at = found[0]
-        if found[1] == quote:
-            is_inside = not is_inside
-        elif not is_inside:
-            return at
-        at += len(found[1])
-    return None if is_inside else len(answer.held)

@@ -61,6 +61,22 @@ def with_names(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, A
     ]
 
 
+def with_responses(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Tools' answers as `tool_responses` of the message with their calls, which Gemma 4's first templates read."""
+    changed: list[dict[str, Any]] = []
+    for message in with_names(messages):
+        last = changed[-1] if changed else {}
+        if message.get("role") == "tool" and has_calls(last):
+            content = message.get("content")
+            if isinstance(content, list):
+                content = "".join(part.get("text", "") for part in content)
+            response = {"name": message.get("name") or "unknown", "response": content}
+            last["tool_responses"] = [*last.get("tool_responses", ()), response]
+        else:
+            changed.append(dict(message))
+    return changed
+
+
 def _short_id(given: str) -> str:
     if re.fullmatch("[a-zA-Z0-9]{9}", given):
         return given

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from runtime.text.parts import Part
+from runtime.text.tools.gemma_calls import gemma_calls
 from runtime.text.tools.json_calls import (
     DEEPSEEK_MARKERS,
     bare_json_objects,
@@ -22,7 +23,7 @@ from runtime.text.tools.json_calls import (
     lines_of_names,
     named_objects,
 )
-from runtime.text.tools.literals import gemma_calls, python_calls
+from runtime.text.tools.literals import python_calls
 from runtime.text.tools.reader import WHITE_SPACE, AnswerReader, Reader
 from runtime.text.tools.tagged_calls import glm_calls, qwen3_coder_calls
 
@@ -55,6 +56,7 @@ class Notation:
     markers    texts that count only if sampled as special tokens, in models that have them as such
     is_in      detects it in a chat template's text
     short_ids  calls have ids of nine letters and digits
+    ends       tokens that end an answer, since what follows them is not the model's
     """
 
     name: str
@@ -64,6 +66,7 @@ class Notation:
     names: tuple[str, ...] = ()
     is_in: Callable[[str], bool] = field(default=lambda template: False, repr=False)
     short_ids: bool = False
+    ends: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +297,7 @@ GEMMA4 = Notation(
     CallForm("<|tool_call>call:NAME{", "}<tool_call|>", arguments="gemma"),
     markers=("<|tool_call>", "<tool_call|>", '<|"|>'),
     is_in=_has("<|tool_call>"),
+    ends=("<|tool_response>",),
 )
 
 JSON = Notation(

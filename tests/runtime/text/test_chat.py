@@ -136,3 +136,23 @@ def test_calls_become_what_the_template_takes(rendered: Any) -> None:
     assert rendered(SINGLE, *history) == f"Hi;{f};F;{g};G;"
     with pytest.raises(RequestError, match="one call"):  # what it says of the conversation as it was sent
         rendered(SINGLE.replace("> 1", "> 0"), *history)
+
+
+RESPONSES = (  # as Gemma 4's first templates
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{{ c.function.arguments }}{% endfor %}{% for r in m['tool_responses'] or [] %}[{{ r.name }}:{{ r.response }}]"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def test_answers_of_tools_as_the_message_of_their_calls_has_them(rendered: Any) -> None:
+    call = {"type": "function", "id": "c1", "function": {"name": "look", "arguments": {"at": "it"}}}
+    text = rendered(
+        RESPONSES,
+        said("assistant", "Well.", tool_calls=[call, call | {"id": "c2"}]),
+        said("tool", "A", tool_call_id="c1"),
+        said("tool", [{"type": "text", "text": "B"}], tool_call_id="c2"),
+        said("user", "So?"),
+    )
+    assert text.endswith("[look:A][look:B]<user>So?")
+    assert "<tool>" not in text

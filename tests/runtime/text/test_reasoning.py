@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.text.reasoning import ReasoningParser, ReasoningStart, reasoning_start
-from tests.runtime.text.answers import Message, cut, parse, texts
-from tests.runtime.text.tokenizers import SPECIAL, byte_level_tokenizer, with_special
+from runtime.engine.grammar.compiler import compile_grammar
+from runtime.engine.grammar.grammar import Grammar
+from runtime.engine.grammar.matcher import Vocabulary
+from runtime.engine.sampling_params import SamplingParams
+from runtime.text.pipeline import TextPipeline
+from runtime.text.reasoning import GEMMA4, ReasoningParser, ReasoningStart, after_reasoning, reasoning_start
+from tests.runtime.text.answers import Message, cut, message_of, parse, texts
+from tests.runtime.text.test_pipeline import outputs_of, run
+from tests.runtime.text.tokenizers import SPECIAL, byte_level_tokenizer, with_plain, with_special
 
 
 @pytest.mark.parametrize(
@@ -72,3 +78,56 @@ def test_the_prompt_tells_how_the_answer_begins(prompt: str, start: ReasoningSta
     if SPECIAL in prompt:  # tags may be special tokens, too, as Nemotron 3's
         tokenizer = with_special(SPECIAL, "<think>", "</think>")
         assert reasoning_start(tokenizer, tokenizer.encode(prompt, add_special_tokens=False)) == start
+
+
+CHANNEL = ("<|channel>", "<channel|>")
+
+
+@pytest.mark.parametrize(
+    ("start", "text", "reasoning", "content"),
+    [
+        ("may_open", "<|channel>thought\nWell <b>.\n<channel|>Yes.", "Well <b>.", "Yes."),
+        ("may_open", "<|channel>thought\n<channel|>Yes.", "", "Yes."),
+        ("may_open", "<|channel>other", "", "<|channel>other"),
+        ("open", "Well <chan", "Well <chan", ""),
+        ("closed", "Yes.<channel|>", "", "Yes.<channel|>"),
+    ],
+)
+def test_reasoning_in_a_channel(start: ReasoningStart, text: str, reasoning: str, content: str) -> None:
+    for size in range(1, len(text) + 1):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert parse(ReasoningParser(start, tags=GEMMA4), pieces) == Message(content, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "start"),
+    [
+        ("<|turn>model\n", "may_open"),
+        ("<|channel>thought\nx<channel|><|turn>model\n", "may_open"),
+        ("<|turn>model\n<|channel>thought\n<channel|>", "closed"),
+        ("<|turn>model\n<|channel>thought\nSo", "open"),
+    ],
+)
+def test_the_prompt_tells_how_an_answer_with_channels_begins(prompt: str, start: ReasoningStart) -> None:
+    tokenizer = with_special("<|turn>", *CHANNEL)
+    assert reasoning_start(tokenizer, tokenizer.encode(prompt, add_special_tokens=False)) == start
+
+
+def test_an_answer_with_channels_is_told_from_its_tokens() -> None:
+    tokenizer = with_special("<|turn>", *CHANNEL)
+    ids = tokenizer.encode("<|channel>thought\nWell.<channel|>Yes.", add_special_tokens=False)
+    for edges in ([], list(range(len(ids)))):
+        pipeline = TextPipeline(tokenizer, SamplingParams(), [], reasoning="may_open")
+        message = message_of(run(pipeline, outputs_of(ids, edges, "length"))[1])
+        assert (message.reasoning, message.content) == ("Well.", "Yes.")
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_grammar_after_a_channel(is_special: bool) -> None:
+    tokenizer = with_special("<|turn>", *CHANNEL) if is_special else with_plain(*CHANNEL)
+    vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size, ())
+    grammar = after_reasoning(Grammar(kind="choice", text='["yes"]'), "may_open", tokenizer)
+    for text, is_right in (("<|channel>thought\nWell <.\n<channel|>yes", True), ("yes", True), ("Well", False)):
+        (matcher,) = compile_grammar(grammar, vocabulary, 1)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert all(map(matcher.consume, ids)) is is_right, text

@@ -85,6 +85,14 @@ def with_special(*tokens: str) -> Tokenizer:
     return build(content)
 
 
+def with_plain(*tokens: str) -> Tokenizer:
+    """The same with tokens that are found in a text, but are not special."""
+    content = byte_level_content()
+    first = content["added_tokens"][0]["id"]
+    content["added_tokens"] += [special(first + i, token) | {"special": False} for i, token in enumerate(tokens, 1)]
+    return build(content)
+
+
 def special(token_id: int, token: str = SPECIAL) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token_id, "content": token, "special": True, **flags}

@@ -242,7 +242,14 @@ READ: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
         "",
         [("f", {"a": ["}<tool_call|>", None], "b": {"c": True}}), ("now.utc-0", {})],
     ),
-    (GEMMA4, "<|tool_call>call:f{a:b}<tool_call|>", "<|tool_call>call:f{a:b}<tool_call|>", []),
+    (
+        GEMMA4,
+        '<|tool_call>call:f{a: b c ,\n"d\\n":[True, -1.5e3,[],{}, ],<|"|>e"<|"|>:'
+        '{f:<|"|>"\\\n🦙<|"|>,g:0x1}}<tool_call|> So.',
+        " So.",
+        [("f", {"a": "b c", "d\n": [True, -1500.0, [], {}], 'e"': {"f": '"\\\n🦙', "g": "0x1"}})],
+    ),
+    (GEMMA4, "<|tool_call>call: f{a:1}<tool_call|>", "<|tool_call>call: f{a:1}<tool_call|>", []),
     (JSON, '{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}', "", ROME),
     # Arguments that are none
     *((HERMES, f'<tool_call>\n{{"name": "now.utc-0"{none}}}\n</tool_call>', "", NOW) for none in NONE),
