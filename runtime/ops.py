@@ -36,11 +36,11 @@ from runtime.tensor.tensor import Tensor, operation
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "clamp",
-    "delta_rule", "distributions", "embedding", "expert_linear", "experts", "forbid", "gather_rows", "gelu", "gelu_gate", "glu",
-    "keep_proposals", "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
-    "log_softmax_topk", "logits_linear", "mamba", "normed_route", "place", "prepare_linear", "qkv_prepare",
-    "rms_norm", "route", "sample", "sample_into", "short_conv", "sigmoid_gate", "silu", "squared_relu",
-    "take_decode_inputs", "xielu",
+    "delta_rule", "distributions", "embedding", "expert_linear", "experts", "forbid", "gather_rows", "gelu",
+    "gelu_gate", "glu", "keep_proposals", "latent_attention", "latent_prepare", "layer_norm", "linear",
+    "linear_glu", "linear_partial", "log_softmax_topk", "logits_linear", "mamba", "normed_route", "place",
+    "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample", "sample_into", "short_conv", "sigmoid_gate",
+    "silu", "squared_relu", "take_decode_inputs", "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -248,7 +248,8 @@ def forbid(logits: Tensor, token_ids: Tensor) -> None:
     """Writes minus infinity over the columns ``token_ids [n]`` int32 of ``logits [T, V]`` float32. The ids are in the
     vocabulary."""
     op, backend = "forbid", _backend("forbid", "logits", logits)
-    _check_written(op, "logits", logits, logits.device, float32, (None, None))
+    check(op, "logits", logits, logits.device, float32, (None, None))
+    _check_written(op, "logits", logits, logits.device, float32, logits.shape)
     check(op, "token_ids", token_ids, logits.device, int32, (None,))
     if logits.size and token_ids.size:
         backend.forbid(logits, token_ids)

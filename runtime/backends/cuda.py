@@ -47,10 +47,11 @@ from runtime.tensor.tensor import Tensor
 __all__ = [
     "ACTIVATIONS", "GLU_ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
     "add_embedding", "add_partials", "add_scaled", "attention", "deferred_norm", "delta_rule", "elementwise",
-    "embedding", "expert_linear", "experts", "forbid", "gather_rows", "gelu_gate", "glu", "join_columns", "latent_attention",
-    "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "mamba",
-    "matmul", "normed_route", "page_shape", "qkv_prepare", "reduce", "rms_norm", "route", "sample", "sample_into",
-    "scale_logits", "short_conv", "sigmoid_gate", "take_decode_inputs", "write_elementwise",
+    "embedding", "expert_linear", "experts", "forbid", "gather_rows", "gelu_gate", "glu", "join_columns",
+    "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
+    "log_softmax_topk", "mamba", "matmul", "normed_route", "page_shape", "qkv_prepare", "reduce", "rms_norm",
+    "route", "sample", "sample_into", "scale_logits", "short_conv", "sigmoid_gate", "take_decode_inputs",
+    "write_elementwise",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)
