@@ -23,7 +23,7 @@ class StoredTensor(ABC):
         dtype: of the elements as `array` gives them; None if it cannot.
         type_name: the type's name in the file.
         size_bytes: in the file.
-        block_format: ggml's name of the blocks that `blocks` gives; None if elements are stored one by one.
+        block_format: the name of the blocks that `blocks` gives, ggml's or ours; None if there are none.
         quantized: how `matrix`'s result is quantised; None if it is not.
     """
 

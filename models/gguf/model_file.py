@@ -93,7 +93,7 @@ class GgufModel:
         heads = [config.integer(f"num_{name}_heads", 0) for name in ("attention", "key_value", "key_value")]
         tensors: dict[str, StoredTensor] = dict(self._layer_numbers(rules, config.integer("num_hidden_layers", 0)))
         for name, file in self._file_of.items():
-            if name in _FACTORS:
+            if name in _FACTORS or self._is_scale(name):
                 continue
             part = _part(name)
             if part not in FUSED or part in rules.layer_names:
@@ -113,7 +113,7 @@ class GgufModel:
                     indices = list(range(num_experts))
                 for index in indices:
                     tensors[ours.format(expert=index)] = GgufWeight(
-                        file, name, index, rows=rows,
+                        file, name, index, rows=rows, factor=self._factor(name, index),
                         pairs_of=head_dim if rules.has_permuted_heads and _part(stored) in _PERMUTED else 0,
                         norm_offset=rules.norm_offset
                         if ours.endswith("norm.weight") and _part(stored) not in rules.plain_norms else 0.0,
@@ -126,6 +126,22 @@ class GgufModel:
             tensors |= {ours: GgufWeight(self._tower.file, name) for name, ours in self._tower.names().items()}
             tensors[PATCHES_NAME] = GgufFrames([GgufWeight(self._tower.file, name) for name in PATCHES])
         return Checkpoint(self.path, self.path.name, tensors)
+
+    def _is_scale(self, name: str) -> bool:
+        """Whether the tensor is the scale of an NVFP4 one, or of the x that its product was calibrated for."""
+        stem, _, kind = name.rpartition(".")
+        weight = self._tensors.get(f"{stem}.weight")
+        return kind in ("scale", "input_scale") and weight is not None and weight.format.name == "NVFP4"
+
+    def _factor(self, name: str, index: int | None) -> float:
+        """The factor of an NVFP4 tensor, or of one that is stacked in it."""
+        scale = f"{name.removesuffix('.weight')}.scale"
+        if scale not in self._file_of or not self._is_scale(scale):
+            return 1.0
+        values = self._file_of[scale].array(scale).reshape(-1)
+        if len(values) != (1 if index is None else self._tensors[name].shape[0]) or not np.isfinite(values).all():
+            raise WeightsError(f"{self.path}: tensor {scale!r} must have one finite number for each matrix of {name!r}")
+        return float(values[index or 0])
 
     def _layer_numbers(self, rules: GgufArchitecture, num_layers: int) -> Iterator[tuple[str, StoredTensor]]:
         """The tensors that are numbers of the metadata, by name."""
@@ -174,12 +190,13 @@ class GgufWeight(StoredTensor):
     `is_transposed` stands inputs first there. `pairs_of` elements of a head, rotated as neighbouring pairs in the file,
     become two halves; 0 keeps the rows. `norm_offset` was added by the converter. A convolution over time `[channels,
     taps]` becomes `[channels, 1, taps]`; what `is_flat` a vector; and -exp of a decay, if it `is_decay`, the decay.
+    `factor` multiplies elements of a type whose kept blocks have float32 scales.
     """
 
     def __init__(
         self, file: GgufFile, name: str, index: int | None = None, *, rows: slice = slice(None), pairs_of: int = 0,
         norm_offset: float = 0.0, is_transposed: bool = False, is_convolution: bool = False,
-        is_flat: bool = False, is_decay: bool = False,
+        is_flat: bool = False, is_decay: bool = False, factor: float = 1.0,
     ) -> None:  # fmt: skip
         entry = file.tensor(name, index)
         self.file, self.name, self.type_name = file.path.name, name, entry.format.name
@@ -188,12 +205,12 @@ class GgufWeight(StoredTensor):
         self.dtype: DType | None = entry.format.dtype
         self.size_bytes = entry.size_bytes // entry.shape[0] * count
         is_in_blocks = entry.format.decode and len(entry.shape) == 2 and not is_transposed
-        self.block_format = entry.format.name if is_in_blocks else None
+        self.block_format = entry.format.kept if is_in_blocks else None
         self._file, self._index, self._rows, self._pairs_of = file, index, rows, pairs_of
         self._norm_offset, self._is_transposed = norm_offset, is_transposed
         if is_transposed:
             self.shape = self.shape[::-1]
-        self._is_decay = is_decay
+        self._is_decay, self._factor, self._format = is_decay, np.float32(factor), entry.format
         if is_flat:
             self.shape = (math.prod(self.shape),)
         if is_convolution and len(self.shape) == 2:
@@ -202,6 +219,8 @@ class GgufWeight(StoredTensor):
     def array(self) -> Array:
         """The elements, made anew where they are quantised or stored otherwise."""
         values = self._in_halves(self._file.array(self.name, self._index)[self._rows])
+        if self._factor != 1:
+            values = values * self._factor
         if self._norm_offset:
             with np.errstate(invalid="ignore"):  # NaN stays one
                 values = values - values.dtype.type(self._norm_offset)
@@ -211,7 +230,11 @@ class GgufWeight(StoredTensor):
         return np.ascontiguousarray(values.T) if self._is_transposed else values.reshape(self.shape)
 
     def blocks(self) -> Array:
-        return self._in_halves(self._file.blocks(self.name, self._index)[self._rows])
+        blocks = self._in_halves(self._file.blocks(self.name, self._index)[self._rows])
+        if self._factor != 1:
+            blocks = blocks.copy()
+            blocks.view(self._format.kept_layout)["d"] *= self._factor
+        return blocks
 
     def _in_halves(self, rows: Array) -> Array:
         if not self._pairs_of:

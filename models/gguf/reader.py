@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from models.errors import WeightsError, one_line
-from models.gguf.formats import FORMATS, OTHER_NAMES, Array, GgmlFormat
+from models.gguf.formats import FORMATS, OTHER_TYPES, Array, GgmlFormat
 from tokenizer.errors import pointer_problem
 
 _VERSIONS = (2, 3)
@@ -130,13 +130,14 @@ class GgufFile:
         return array.reshape(*tensor.shape[:-1], -1)
 
     def blocks(self, name: str, index: int | None = None) -> Array:
-        """`raw`, whose scales are finite. Raises `WeightsError` where one is not."""
-        tensor, raw = self.tensor(name, index), self.raw(name, index)
-        blocks = raw.view(tensor.format.layout)
-        for field in (field for field in ("d", "dmin") if field in (tensor.format.layout.names or ())):
+        """`raw`, or the blocks in which it is kept, whose scales are finite. Raises `WeightsError` where one is not."""
+        format = self.tensor(name, index).format
+        kept = format.kept_blocks(self.raw(name, index))
+        blocks = kept.view(format.kept_layout)
+        for field in (field for field in ("d", "dmin") if field in (blocks.dtype.names or ())):
             if not (is_finite := np.isfinite(blocks[field])).all():
-                raise self._damaged(name, index, int(np.flatnonzero(~is_finite)[0]))
-        return raw
+                raise self._damaged(name, index, int(np.flatnonzero(~is_finite)[0]) // math.prod(is_finite.shape[2:]))
+        return kept
 
     def array(self, name: str, index: int | None = None) -> Array:
         """A tensor's elements: a read-only view of floats that are stored as such, else made anew in float32.
@@ -248,8 +249,8 @@ class _Header:
         number, begin = self._number("<I", name), self._number("<Q", name)
         if number not in FORMATS:
             known = ", ".join(each.name for each in FORMATS.values())
-            kind = OTHER_NAMES.get(number, f"of the unknown type {number}")
-            self._fail(f"tensor {name!r} is {kind}, which is not read", f"take the model in one of {known}")
+            kind, reason = OTHER_TYPES.get(number, (f"of the unknown type {number}", "which is not read"))
+            self._fail(f"tensor {name!r} is {kind}, {reason}", f"take the model in one of {known}")
         format = FORMATS[number]
         if 0 in shape or math.prod(shape) >= 1 << 63:
             self._fail(f"tensor {name!r} has the sizes {list(shape)}, each must be at least 1, and all be below 2^63")

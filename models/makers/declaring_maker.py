@@ -119,7 +119,7 @@ class DeclaringMaker(Maker):
 
     def _note_rounding(self, source: Checkpoint, name: str, format: WeightFormat | None) -> None:
         layout: QuantizedLayout | None = source[name].quantized
-        stored = layout.name if layout else source[name].block_format
+        stored = layout.name if layout else source[name].type_name if source[name].block_format else None
         if format is not None and self.options.rounds_x(format) and format.activation is not None:
             how = f"{format.activation.name}, {format.activation_block} of a row by one scale"
             self.rounded_activations[stored or format.name] = how

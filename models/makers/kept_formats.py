@@ -14,7 +14,7 @@ from models.makers.shards import Shard
 from numba_kernels.cuda.packing import Packing, packing_of
 from runtime.dtype import DType
 from runtime.linear.experts import can_stay_packed
-from runtime.linear.format import GGML_FORMATS, WeightFormat
+from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS, WeightFormat
 from runtime.linear.kept import kept_format
 from runtime.linear.options import LoadOptions
 
@@ -56,7 +56,7 @@ class KeptFormats:
         elif self.source is None or options.dtype or options.format:
             return None
         else:
-            format = GGML_FORMATS.get(self.source[name].block_format or "")
+            format = (GGML_FORMATS | GROUP_FORMATS).get(self.source[name].block_format or "")
             if format is not None and (columns.whole % format.split or options.has_float_activations):
                 return None
         if format is None:

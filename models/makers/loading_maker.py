@@ -185,8 +185,8 @@ class LoadingMaker(Maker):
 
     def _array(self, name: str, places: tuple[slice, ...] = ()) -> Array:
         dtype = self._dtype_of(self._source.dtype(name))
-        if (kind := self._source[name].block_format) is not None:
-            self.dequantised_bytes[kind] += self._source[name].blocks().nbytes
+        if self._source[name].block_format is not None:
+            self.dequantised_bytes[self._source[name].type_name] += self._source[name].size_bytes
         if self._source[name].quantized is not None:
             rows, columns = (*places, slice(None), slice(None))[:2]
             matrix = self._source[name].matrix()

@@ -6,6 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cuda.intrinsics.element_types import BITS
 from numba_kernels.cuda.packing import Packing
 from numba_kernels.split_k import STEP
@@ -102,10 +103,10 @@ def _blocks(name: str, elements: int, size_bytes: int, *, rounds: bool = True) -
 
 
 GGML_FORMATS = {
-    name: _blocks(name, elements, size_bytes)
-    for name, elements, size_bytes in (
-        ("Q8_0", 64, 68), ("Q4_0", 64, 36), ("Q4_1", 64, 40), ("Q5_0", 64, 44), ("Q5_1", 64, 48), ("IQ4_NL", 64, 36),
-        ("MXFP4", 64, 36), ("Q4_K", 256, 144), ("Q5_K", 256, 176), ("Q6_K", 256, 212),
+    name: _blocks(name, BLOCKS[name].elements, 4 * BLOCKS[name].words)
+    for name in (
+        "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS",
+        "IQ1", "IQ2", "IQ3_XXS", "IQ3_S",
     )
 }  # fmt: skip
 """Blocks of a GGUF file by their names; integers and scales stay as they are (`numba_kernels.cpu.gemm.blocks`). A

@@ -30,6 +30,10 @@ def row_reader(stored: str) -> Any:
     first_plane, second_plane = planes[0], planes[-1]
     has_second, table = len(planes) > 1, np.array(block.table or (0,), np.int32)
     is_e4m3 = block.is_e4m3
+    scale_step, scale_start = block.scale_planes.step, block.scale_planes.start
+    scale_planes = tuple((block.places[each.field], each.bits, each.run) for each in block.scale_planes.planes)
+    has_upper_scales, scale_planes = len(scale_planes) > 1, scale_planes or ((0, 1, 1),)
+    is_float, num_groups = "d" in block.places and block.fields["d"].base == np.float32, block.num_groups
     has_table, table_values = block.table is not None, tuple(int(value) for value in table)
 
     @njit(nogil=True)
@@ -52,7 +56,26 @@ def row_reader(stored: str) -> Any:
 
     @njit(nogil=True)
     @name_by_content
+    def bits_of(at, plane, i):
+        first, bits, run = plane
+        period = run * 8 // bits
+        within = i % period
+        return (byte(at, first + i // period * run + within % run) >> (within // run * bits)) & ((1 << bits) - 1)
+
+    @njit(nogil=True)
+    @name_by_content
+    def scale_integer(at, index):
+        found = bits_of(at, scale_planes[0], index)
+        if has_upper_scales:
+            found |= bits_of(at, scale_planes[1], index) << scale_planes[0][1]
+        return np.float32(found * scale_step + scale_start)
+
+    @njit(nogil=True)
+    @name_by_content
     def scale_of_group(at, group):
+        if scale_kind == "planes":
+            factor = float_of_bits(int32_at(at + scale_at // 4 * _WORD_BYTES, 1)[0]) if is_float else half(at, scale_at)
+            return factor * scale_integer(at, group)
         if scale_kind == "six_bits":
             return half(at, scale_at) * np.float32(six_bits(at, 0, 4, group))
         if scale_kind == "byte":
@@ -72,17 +95,11 @@ def row_reader(stored: str) -> Any:
     def minimum_of_group(at, group):
         if scale_kind == "six_bits":
             return half(at, minimum_at) * np.float32(six_bits(at, 4, 0, group))
+        if scale_kind == "planes":
+            return half(at, minimum_at) * scale_integer(at, num_groups + group)
         if minimum_field == "z":
             return scale_of_group(at, group) * np.float32(byte(at, minimum_at + group) - (zero if is_bytes else 0))
         return -half(at, minimum_at + 2 * group)
-
-    @njit(nogil=True)
-    @name_by_content
-    def bits_of(at, plane, i):
-        first, bits, run = plane
-        period = run * 8 // bits
-        within = i % period
-        return (byte(at, first + i // period * run + within % run) >> (within // run * bits)) & ((1 << bits) - 1)
 
     @njit(nogil=True)
     @name_by_content

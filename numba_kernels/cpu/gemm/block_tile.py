@@ -18,6 +18,7 @@ signs. There, more rows than a tile's meet blocks that were unpacked for them (`
 from __future__ import annotations
 
 import llvmlite.ir as ir
+import numpy as np
 from numba.core import cgutils, types
 
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP, Block
@@ -59,6 +60,11 @@ def is_one_stream(block: Block) -> bool:
 def start_of(block: Block) -> int:
     """The initial value of integer sums, to be multiplied by the sum of x."""
     return 0 if is_signed(block) else -block.zero
+
+
+def start_in_rows(block: Block) -> int:
+    """The factor of the sums beside rows of x: `start_of`, or -1 where each half has a minimum."""
+    return -1 if block.minimum and block.group < X_GROUP else start_of(block)
 
 
 def short_words_of(block: Block) -> int:
@@ -213,10 +219,14 @@ class BlockSums:
                     sums[r, part] = simd.fma(builder, number, scales[part], sums[r, part])
                 else:
                     sums[r, part] = builder.fmul(number, scales[part])
-        if self.block.minimum:
-            minima = entry(1, 0)
+        for half in range(halves if self.block.minimum else 0):
+            minima = entry(1, half)
             for r, part in keys:
-                below = simd.splat(builder, row(X_WORDS + 2, r, F32), PART)
+                if halves > 1:
+                    below = builder.sitofp(row(X_WORDS + 1 + half, r, I32), F32)
+                else:
+                    below = row(X_WORDS + 2, r, F32)
+                below = simd.splat(builder, below, PART)
                 sums[r, part] = simd.fma(builder, below, minima[part], sums[r, part])
         for r, part in keys:
             scale_of_x, total = simd.splat(builder, row(X_WORDS, r, F32), PART), self.totals[r, part]
@@ -320,7 +330,7 @@ def scales_of(builder, block, load):
         """The scale of a group that has a float of its own."""
         if block.scale == "half":
             return half("d", group)
-        if block.scale == "float":
+        if block.fields["d"].base == np.float32:
             return builder.bitcast(load(block.places["d"] // 4 + group), _FLOATS)
         words = load((block.places["d"] + 2 * group) // 4)
         upper = builder.and_(words, _number(0xFFFF0000)) if group % 2 else builder.shl(words, _number(16))
@@ -351,8 +361,25 @@ def scales_of(builder, block, load):
             up = builder.shl(load(place // 4), _number(24 - place % 4 * 8))
             signed.append(builder.ashr(up, _number(24)))
         yield [builder.fmul(factor, builder.sitofp(value, _FLOATS)) for value in signed]
+    elif block.scale == "planes":
+        for number, field in enumerate(("d", "dmin") if block.minimum else ("d",)):
+            factor = half(field, 0) if block.fields[field].itemsize == 2 else whole(0)
+            numbers = [_scale_integer(builder, block, byte, number * len(groups) + group) for group in groups]
+            yield [builder.fmul(factor, builder.sitofp(value, _FLOATS)) for value in numbers]
     else:
         yield [half_power_of_two(builder, byte("exponent", group)) for group in groups]
+
+
+def _scale_integer(builder, block, byte, index):
+    """The integer of a group's scale, or minimum, that lies in planes."""
+    found, above, kind = None, 0, block.scale_planes
+    for plane in kind.planes:
+        place, shift = plane.place(index)
+        part = byte(plane.field, place, (1 << plane.bits) - 1, shift)
+        part = builder.shl(part, _number(above)) if above else part
+        found = part if found is None else builder.or_(found, part)
+        above += plane.bits
+    return builder.add(builder.mul(found, _number(kind.step)), _number(kind.start))
 
 
 def half_power_of_two(builder, exponent):

@@ -20,7 +20,7 @@ import numpy as np
 
 X_GROUP = 32  # elements of x that share a scale
 
-ScaleKind = Literal["half", "bfloat", "float", "six_bits", "byte", "e8m0"]
+ScaleKind = Literal["half", "bfloat", "float", "six_bits", "byte", "e8m0", "planes"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,18 @@ class Plane:
 
 
 @dataclass(frozen=True)
+class ScalePlanes:
+    """Groups' scales as integers in planes of bits: ``d`` times ``step * integer + start``.
+
+    Minima, where there are any, are ``dmin`` times the integers after those of the scales.
+    """
+
+    planes: tuple[Plane, ...]
+    step: int = 1
+    start: int = 0
+
+
+@dataclass(frozen=True)
 class Block:
     """One format.
 
@@ -59,13 +71,15 @@ class Block:
         planes: where the integers' bits lie.
         zero: the integer that stands for 0 (of a table: the offset of its stored values).
         scale: how groups' scales are kept: "half", "bfloat" and "float", `d` for each; "six_bits", `d` times six bits,
-            and `dmin` times six bits the minima; "byte", `d` times int8; "e8m0", a power of two, halved.
+            and `dmin` times six bits the minima; "byte", `d` times int8; "e8m0", a power of two, halved; "planes", as
+            `scale_planes` say.
         minimum: the field of the minima, or None. `m` is a float16 that is added; `z` a byte, the
             integer that stands for 0 in the group.
         table: the integers' values, as unsigned bytes, plus `zero`; None without a table.
         is_e4m3: whether the bytes are such numbers and no integers.
         fields: ggml's block, of which `pairs` make one here.
         pairs: 2 where two of ggml's blocks are joined, else 1.
+        scale_planes: of scales that are kept so.
     """
 
     name: str
@@ -79,6 +93,7 @@ class Block:
     minimum: str | None = None
     table: tuple[int, ...] | None = None
     is_e4m3: bool = False
+    scale_planes: ScalePlanes = ScalePlanes(())
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -144,7 +159,7 @@ class Block:
         return -(-depth // self.elements) * self.words
 
 
-_ORDER = ("d", "dmin", "m", "z", "exponent", "scales", "high", "q")
+_ORDER = ("d", "dmin", "m", "z", "exponent", "upper_scales", "scales", "signs", "high", "q")
 _D, _M, _DMIN, _NIBBLES = ("d", "<f2"), ("m", "<f2"), ("dmin", "<f2"), ("q", "u1", 16)
 _K_SCALES = ("scales", "u1", 12)
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -157,6 +172,21 @@ def _of_32(name: str, planes: tuple[Plane, ...], zero: int, *fields: Any, **more
 
 def _of_256(name: str, group: int, planes: tuple[Plane, ...], zero: int, *fields: Any, **more: Any) -> Block:
     return Block(name, 256, group, planes, zero, more.pop("scale"), np.dtype(list(fields)), 1, **more)
+
+
+def _of_codebook(name: str, group: int, numbers: tuple[int, ...], others: tuple[int, ...] = ()) -> Block:
+    """``numbers`` in planes of the least bits for them, and a sign plane, or a sign as the fourth bit; a set sign gives
+    ``others``, by default the negative ones. Scales are ``d`` times odd integers of 4 bits."""
+    others = others or tuple(-number for number in numbers)
+    largest, bits = max(*numbers, *others), (len(numbers) - 1).bit_length()
+    halves = [(*each, *[0] * ((1 << bits) - len(each))) for each in (numbers, others)]
+    table = _above((*halves[0], *halves[1]), largest)
+    planes: tuple[Plane, ...] = (Plane("q", 4, 4),)
+    if bits == 2:
+        planes = Plane("q", 2, 4), Plane("signs", 1, 4)
+    fields = [("d", "<f4"), ("scales", "u1", 128 // group), *((each.field, "u1", 32 * each.bits) for each in planes)]
+    scales = ScalePlanes((Plane("scales", 4, 1),), step=2, start=1)
+    return _of_256(name, group, planes, largest, *fields, scale="planes", scale_planes=scales, table=(table * 2)[:16])
 
 
 def _groups(number: str, scale: ScaleKind, has_zeros: bool) -> Block:
@@ -197,6 +227,24 @@ BLOCKS: dict[str, Block] = {
             "Q6_K", 16, (Plane("q", 4, 64), Plane("high", 2, 32)), 32, ("q", "u1", 128), ("high", "u1", 64),
             ("scales", "i1", 16), _D, scale="byte",
         ),
+        _of_256(
+            "Q2_K", 16, (Plane("q", 2, 32),), 0, ("scales", "u1", 16), ("q", "u1", 64), _D, _DMIN, scale="planes",
+            scale_planes=ScalePlanes((Plane("scales", 4, 16),)), minimum="dmin",
+        ),
+        _of_256(
+            "Q3_K", 16, (Plane("q", 2, 32), Plane("high", 1, 32)), 4, ("high", "u1", 32), ("q", "u1", 64),
+            ("scales", "u1", 8), ("upper_scales", "u1", 4), _D, scale="planes",
+            scale_planes=ScalePlanes((Plane("scales", 4, 8), Plane("upper_scales", 2, 4)), start=-32),
+        ),
+        _of_256(
+            "IQ4_XS", 32, (_LOW,), 128, _D, ("upper_scales", "u1", 2), ("scales", "u1", 4), ("q", "u1", 128),
+            scale="planes", scale_planes=ScalePlanes((Plane("scales", 4, 1), Plane("upper_scales", 2, 1)), start=-32),
+            table=_above(_IQ4_VALUES, 128),
+        ),
+        _of_codebook("IQ1", 16, (-7, 1, 9), (-9, -1, 7)),
+        _of_codebook("IQ2", 16, (8, 25, 43)),
+        _of_codebook("IQ3_XXS", 32, (4, 12, 20, 28, 36, 44, 52, 62)),
+        _of_codebook("IQ3_S", 32, (1, 3, 5, 7, 9, 11, 13, 15)),
         *(
             _groups(number, scale, has_zeros)
             for number in ("int4", "int8") for scale in ("half", "bfloat", "float") for has_zeros in (False, True)
@@ -213,6 +261,6 @@ BLOCKS: dict[str, Block] = {
     )
 }  # fmt: skip
 """By name. Integers of 8 bits are signed in rows of blocks and in panels; 5-bit integers' highest bits lie in panels as
-in `_FIFTH`, in files one after another. int4 and int8 with float16 scales and no zeros are Q4_0 and Q8_0. NVFP4's
-scales are already divided by twice the matrix's divisor. fp8's codes are no NaN: a group that had one has such a
-scale."""
+in `_FIFTH`, in files one after another. IQ1 to IQ3_S have numbers instead of a codebook's lines
+(`models.gguf.codebooks`). int4 and int8 with float16 scales and no zeros are Q4_0 and Q8_0. NVFP4's scales are already
+divided by twice the matrix's divisor. fp8's codes are no NaN: a group that had one has such a scale."""

@@ -32,7 +32,7 @@ from numba_kernels.cpu.gemm.arranged_rows import (
     is_own_operand,
     operand_words,
 )
-from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, is_signed, start_of, x_words
+from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, is_signed, start_in_rows, x_words
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED_WORDS
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
@@ -132,7 +132,7 @@ def product_parts(stored: Any) -> ProductParts:
     else:
         elements, unit_words = ELEMENTS_A_WORD[np.dtype(stored).name], 1
         span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
-    start, is_halved = (start_of(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_integers else (0, False)
+    start, is_halved = (start_in_rows(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_integers else (0, False)
     gemm_tile = gemm_tile_of(stored)
     is_e4m3 = is_block and BLOCKS[stored].is_e4m3
     unpacks = is_e4m3 or (is_integers and DOT == "pairs")  # blocks of a panel, for many rows

@@ -152,10 +152,14 @@ class UnpackedSums:
                     sums[r, part] = simd.fma(builder, number, scales[part], sums[r, part])
                 else:
                     sums[r, part] = builder.fmul(number, scales[part])
-        if block.minimum:
-            minima = table(1, 0)
+        for half in range(halves if block.minimum else 0):
+            minima = table(1, half)
             for (r, part), value in sums.items():
-                sums[r, part] = simd.fma(builder, row(behind + 2, r, F32), minima[part], value)
+                if halves > 1:
+                    below = builder.sitofp(row(behind + 1 + half, r, I32), _FLOATS)
+                else:
+                    below = row(behind + 2, r, F32)
+                sums[r, part] = simd.fma(builder, below, minima[part], value)
         for (r, part), value in sums.items():
             at = simd.offset(builder, self.memory, (v * self.height + r) * _VECTOR_BYTES + part * PART * 4)
             total = simd.load(builder, at, _FLOATS, 4)

@@ -107,6 +107,7 @@ def _block_formats(path: Path, config: EngineConfig) -> set[str]:
     options = LoadOptions(activations=config.activations)
     checkpoint = open_model(path, config.hf_overrides, config.mmproj).checkpoint()
     if path.is_file():
-        return set() if options.has_float_activations else set(checkpoint.bytes_by_format())
+        kept = {checkpoint[name].block_format or "" for name in checkpoint.tensors}
+        return set() if options.has_float_activations else kept
     layouts = [layout for name in checkpoint.tensors if (layout := checkpoint[name].quantized)]
     return {format.name for layout in layouts if (format := kept_format(layout, options))}

@@ -382,11 +382,18 @@ def random_blocks(rng: np.random.Generator, ggml: Ggml, shape: tuple[int, ...], 
     raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
     fields = {
         Ggml.Q2_K: (80, 82), Ggml.Q3_K: (108,), Ggml.Q4_K: (0, 2), Ggml.Q5_K: (0, 2), Ggml.Q6_K: (208,),
-        Ggml.Q4_1: (0, 2), Ggml.Q5_1: (0, 2), Ggml.MXFP4: (),
+        Ggml.Q4_1: (0, 2), Ggml.Q5_1: (0, 2), Ggml.MXFP4: (), Ggml.NVFP4: (), Ggml.IQ1_M: (), Ggml.TQ1_0: (52,),
+        Ggml.TQ2_0: (64,),
     }.get(ggml, (0,))  # fmt: skip
     for field in fields:
         halves = (rng.uniform(-1, 1, raw.shape[:-1]) * scale).astype(np.float16)
         raw[..., field : field + 2] = halves[..., None].view(np.uint8)
+    if ggml == Ggml.NVFP4:
+        raw[..., :4] = rng.integers(1, 0x38, (*raw.shape[:-1], 4), np.uint8)
+    if ggml == Ggml.IQ1_M:  # the scale's four nibbles lie above other bits
+        bits = (rng.uniform(-1, 1, raw.shape[:-1]) * scale).astype(np.float16).view(np.uint16)
+        nibbles = (bits[..., None] >> np.arange(0, 16, 4, dtype=np.uint16) & np.uint16(15)).astype(np.uint8)
+        raw[..., 49:56:2] = raw[..., 49:56:2] & 15 | nibbles << 4
     if ggml == Ggml.MXFP4:
         raw[..., 0] = rng.integers(120, 126, raw.shape[:-1], np.uint8)
     return raw.reshape(*shape[:-1], -1)

@@ -130,8 +130,9 @@ def mixed(name: str) -> Ggml:
     return Ggml.Q6_K if "experts" in name and "down_proj" in name else Ggml.Q4_K
 
 
-QUANTISED = [("gpt_oss", as_published), ("olmoe", all_of(Ggml.Q2_K))]
+QUANTISED = [("gpt_oss", as_published)]
 RARELY = [
+    ("olmoe", all_of(Ggml.Q2_K)),
     ("qwen3_moe", all_of(Ggml.Q4_0)), ("qwen2_moe", mixed),
     ("mixtral", all_of(Ggml.Q8_0)), ("mixtral", all_of(Ggml.Q4_1)), ("qwen3_moe", all_of(Ggml.Q5_K)),
     ("olmoe", all_of(Ggml.Q5_1)), ("qwen3_moe", all_of(Ggml.Q5_0)), ("olmoe", all_of(Ggml.IQ4_NL)),

@@ -15,8 +15,10 @@ from gguf import GGMLQuantizationType as Ggml
 
 from models.checkpoints.model_files import open_model
 from models.errors import ConfigError, ModelLoadError, WeightsError
+from models.gguf.formats import block_values
 from models.gguf.reader import GgufFile
 from models.registry import declare_model, load_config, load_model
+from numba_kernels.cpu.gemm.blocks import BLOCKS
 from runtime.dtype import bfloat16, float16, float32
 from runtime.linear.format import GGML_FORMATS
 from tests.models.driver import logits_of, relative_error
@@ -176,7 +178,7 @@ def test_numbers_of_layers(tmp_path: Path) -> None:
 
 QUANTISED = [Ggml.Q8_0, Ggml.Q4_0, Ggml.Q4_1, Ggml.Q5_0, Ggml.Q5_1, Ggml.Q2_K, Ggml.Q3_K, Ggml.Q4_K, Ggml.Q5_K]
 QUANTISED += [Ggml.Q6_K, Ggml.IQ4_NL, Ggml.IQ4_XS, Ggml.MXFP4]
-RARELY = [Ggml.Q4_1, Ggml.Q5_0, Ggml.Q5_1, Ggml.Q5_K, Ggml.IQ4_NL]
+RARELY = [Ggml.Q4_1, Ggml.Q5_0, Ggml.Q5_1, Ggml.Q5_K, Ggml.IQ4_NL, Ggml.IQ4_XS]
 """Their kernels take seconds to compile."""
 
 CONFIG: dict[str, Any] = {
@@ -258,6 +260,75 @@ def test_mixed_types(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits_of(load_model(path, activations="float"), ids), expected)
     assert relative_error(logits_of(load_model(path), ids), expected) < 0.15
     assert list(open_model(path).checkpoint().bytes_by_format()) == ["Q4_K", "Q6_K", "F32"]
+
+
+MIX = {
+    "embd": Ggml.IQ2_S, "attn_q": Ggml.IQ2_XXS, "attn_k": Ggml.TQ2_0, "attn_v": Ggml.NVFP4, "attn_output": Ggml.IQ3_S,
+    "ffn_gate": Ggml.IQ1_M, "ffn_up": Ggml.IQ3_XXS, "ffn_down": Ggml.Q2_K, "blk.1.ffn_down": Ggml.IQ4_XS,
+}  # fmt: skip
+OURS = {
+    "embed": "embd", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "1.mlp.down_proj": "blk.1.ffn_down",
+}  # fmt: skip
+
+
+def write_mix(folder: Path) -> Path:
+    """A model of nine types, and its dequantised twin in the folder."""
+
+    def type_of(name: str) -> Ggml:
+        return [MIX[each] for each in MIX if each in name][-1]
+
+    def type_by_name(name: str) -> Ggml:
+        return [MIX[part] for each, part in OURS.items() if each in name][-1]
+
+    blocks, floats = quantised_tensors(type_by_name, seed=4)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_safetensors(folder / "model.safetensors", floats)
+    return write_gguf(folder / "model.gguf", CONFIG, blocks, type_of=type_of)
+
+
+def test_nine_types_in_one_file(tmp_path: Path) -> None:
+    path, ids = write_mix(tmp_path), list(range(40, 70))
+    assert set(open_model(path).checkpoint().bytes_by_format()) == {*(each.name for each in MIX.values()), "F32"}
+    expected = logits_of(load_model(tmp_path), ids)
+    np.testing.assert_array_equal(logits_of(load_model(path, dtype="float32"), ids), expected)
+    np.testing.assert_array_equal(logits_of(load_model(path, activations="float"), ids), expected)
+
+
+def test_matrices_of_nvfp4_have_a_factor_each(tmp_path: Path) -> None:
+    blocks, floats = quantised_tensors(lambda name: Ggml.NVFP4, seed=6)
+    names = {name: f"blk.{name.split('.')[2]}.{OURS[name.split('.')[4]]}" for name in blocks if "_proj" in name}
+    for number, (name, stored) in enumerate(names.items(), 1):
+        blocks[f"{stored}.scale"] = np.array([number / 7], np.float32)
+        blocks[f"{stored}.input_scale"] = np.array([0.1], np.float32)
+        floats[name] = floats[name] * np.float32(number / 7)
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, blocks, type_of=lambda name: Ggml.NVFP4)
+    checkpoint = open_model(path).checkpoint()
+    assert set(checkpoint.tensors) == set(floats)
+    for name in names:
+        if "q_proj" not in name and "k_proj" not in name:  # whose rows are permuted
+            np.testing.assert_array_equal(checkpoint[name].array(), floats[name])
+            kept = block_values(BLOCKS["nvfp4"], checkpoint[name].blocks().view(BLOCKS["nvfp4"].fields).reshape(-1))
+            np.testing.assert_allclose(kept.reshape(floats[name].shape), floats[name], rtol=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_nine_types_multiplied_as_stored(tmp_path: Path) -> None:
+    path, ids = write_mix(tmp_path), list(range(40, 70))
+    kept, twin = load_model(path), load_model(tmp_path)
+    assert kept.weight_bytes < twin.weight_bytes / 6
+    assert declare_model(path).weight_bytes == kept.weight_bytes
+    whole = logits_of(kept, ids)
+    np.testing.assert_array_equal(whole, logits_of(kept, ids, [1] * len(ids)))
+    assert relative_error(whole, logits_of(twin, ids)) < 0.15
+
+
+@pytest.mark.emulator
+@pytest.mark.exhaustive
+def test_nine_types_on_a_gpu(tmp_path: Path) -> None:
+    path, ids = write_mix(tmp_path), list(range(40, 49))
+    found = logits_of(load_model(path, device="emulated:sm_90a", dtype="float32"), ids)
+    assert relative_error(found, logits_of(load_model(tmp_path), ids)) < 1e-4
 
 
 @pytest.mark.parametrize(

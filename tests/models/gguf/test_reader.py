@@ -142,7 +142,14 @@ MALFORMED: list[tuple[bytes, str]] = [
     (raw_file([], [tensor_info(sizes=(0, 4))], DATA), r"tensor 't' has the sizes \[4, 0\], each must be at least 1"),
     (raw_file([], [tensor_info(sizes=(2**40, 2**40))], DATA), r"tensor 't' has the sizes .* all be below 2\^63"),
     (raw_file([], [tensor_info(sizes=(2**64 - 1,))], DATA), "tensor 't' has the sizes"),
-    (raw_file([], [tensor_info(kind=16)], DATA), "tensor 't' is IQ2_XXS, which is not read; take the model in one of"),
+    (
+        raw_file([], [tensor_info(kind=15)], DATA),
+        "'t' is Q8_K, which holds activations within a product, no weights; take",
+    ),
+    (
+        raw_file([], [tensor_info(kind=26)], DATA),
+        "'t' is I32, which holds integers, no weights; take the model in one of",
+    ),
     (raw_file([], [tensor_info(kind=999)], DATA), "tensor 't' is of the unknown type 999, which is not read"),
     (raw_file([], [tensor_info(kind=12)], DATA), "tensor 't' has rows of 32, but blocks of Q4_K are of 256"),
     (raw_file([], [tensor_info(offset=32)], DATA), "tensor 't' is at byte 32 of the data, but should be at 0"),

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Ggml
 
+from models.gguf.formats import FORMATS as TYPES
+from models.gguf.formats import block_values
 from numba_kernels.cpu.gemm.blocks import BLOCKS
 from runtime import ops
 from runtime.errors import InvalidArgumentError
@@ -20,16 +22,24 @@ from tests.models.gguf.files import random_blocks
 from tests.numba_kernels.cpu.cases import normal, tensor
 from tests.oracles import int8
 
-RARELY = {"Q4_1", "Q5_0", "Q5_1", "IQ4_NL"}  # their kernels take seconds to compile; others have their planes
-NAMES = [pytest.param(each, marks=[pytest.mark.exhaustive] * (each in RARELY)) for each in GGML_FORMATS]
+KEPT = {each.name: each for each in TYPES.values() if each.kept in GGML_FORMATS}
+RARELY = {"Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ3_S", "TQ1_0", "TQ2_0"}
+RARELY |= {"Q3_K", "IQ4_XS", "IQ3_XXS"}
+"""Their kernels take seconds to compile; others have their planes."""
+NAMES = [pytest.param(each, marks=[pytest.mark.exhaustive] * (each in RARELY)) for each in KEPT]
 SHAPES = [(1, 50, 256), (2, 17, 512), (3, 48, 256), (4, 5, 1024), (5, 100, 768), (6, 16, 256), (7, 200, 256)]
 SHAPES += [(13, 70, 768), (33, 49, 512), (130, 33, 512), (0, 10, 256)]
 
 
 def blocks(rng: np.random.Generator, name: str, width: int, depth: int) -> tuple[BlockRows, np.ndarray]:
     """A weight, and the floats that it stands for."""
-    raw = random_blocks(rng, Ggml[name], (width, depth), scale=0.05)
-    return BlockRows(raw, GGML_FORMATS[name], depth), gguf.dequantize(raw, Ggml[name])
+    return kept(name, random_blocks(rng, Ggml[name], (width, depth), scale=0.05), depth)
+
+
+def kept(name: str, raw: np.ndarray, depth: int) -> tuple[BlockRows, np.ndarray]:
+    """The same of a file's rows of bytes."""
+    rows = BlockRows(KEPT[name].kept_blocks(raw), GGML_FORMATS[KEPT[name].kept], depth)
+    return rows, gguf.dequantize(raw, Ggml[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,7 +54,7 @@ def test_products_rows_and_tables(name: str) -> None:
         x[rows // 2 :] *= np.float32(1e4)
         x[: rows // 4] *= np.float32(1e-12)
         packed = ops.prepare_linear([weight], [tensor(bias)])
-        assert (packed.shape, packed.format) == ((width, depth), GGML_FORMATS[name])
+        assert (packed.shape, packed.format) == ((width, depth), weight.format)
         out = ops.linear(tensor(x), packed, residual=tensor(residual)).numpy()
         expected = int8.linear_of_blocks(x, floats, bias, residual)
         size = np.abs(expected).max(1, keepdims=True, initial=1.0)
@@ -61,15 +71,13 @@ def test_products_rows_and_tables(name: str) -> None:
 def test_the_largest_integers_do_not_overflow(name: str) -> None:
     for byte in (0xFF, 0x80, 0x7F):
         weight, _ = blocks(np.random.default_rng(0), name, 16, 512)
-        raw = weight.raw.reshape(16, -1, BLOCKS[name].fields.itemsize).copy()
-        fields = raw.view(BLOCKS[name].fields)
-        for field in {plane.field for plane in BLOCKS[name].planes}:
+        fields = weight.raw.copy().view(BLOCKS[weight.format.name].fields)
+        for field in {plane.field for plane in BLOCKS[weight.format.name].planes}:
             fields[field] = np.array(byte, np.uint8).view(fields[field].dtype.base)
-        raw = raw.reshape(16, -1)
-        floats = gguf.dequantize(raw, Ggml[name])
+        floats = block_values(BLOCKS[weight.format.name], fields.reshape(-1)).reshape(16, 512)
         x = np.ones((6, 512), np.float32)
         x[3:] = -1
-        out = ops.linear(tensor(x), ops.prepare_linear([BlockRows(raw, GGML_FORMATS[name], 512)])).numpy()
+        out = ops.linear(tensor(x), ops.prepare_linear([BlockRows(fields.view(np.uint8), weight.format, 512)])).numpy()
         expected = int8.linear_of_blocks(x, floats)
         assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max()
 
