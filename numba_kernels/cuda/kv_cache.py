@@ -30,6 +30,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 THREADS = 128
 BLOCK_SIZES = (8, 16, 32)
+MAX_HEAD_DIM = 512
 
 
 PAGE_BYTES = {**ITEM_BYTES, "s8": 1, "e4m3": 1}
@@ -51,8 +52,8 @@ def check_pages(head_dim: int, block_size: int, dtype: str) -> None:
     """ValueError for unsupported pages."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, must be one of {DTYPES}")
-    if not 1 <= head_dim <= 256:
-        raise ValueError(f"head_dim is {head_dim}, must be 1 to 256")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}, must be 1 to {MAX_HEAD_DIM}")
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size is {block_size}, must be one of {BLOCK_SIZES}")
 

@@ -25,6 +25,8 @@ from typing import Any
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
 from numba_kernels.cuda import experts, logprobs, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
+from numba_kernels.cuda.attention.tiles import WIDE
+from numba_kernels.cuda.attention.wide_tiles import wide_tiles
 from numba_kernels.cuda.gemm import (
     hopper,
     hopper_bytes,
@@ -265,6 +267,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         return logprobs.SHARED_BYTES
     if name.startswith(("attention_flash", "attention_decode")):
         dtype, head_dim, is_split = constants["dtype"], constants["head_dim"], name.startswith("attention_decode")
+        if head_dim > WIDE and dtype != "f32":
+            return wide_tiles(dtype, constants["pages"], head_dim, arch, is_split).shared_bytes
         if dtype == "f32":
             return flash_float32.shared_bytes(head_dim, is_split)
         family = decode_tensor_core if is_split else flash_tensor_core

@@ -3,7 +3,7 @@
     out[i] = sum_j softmax_j(scale q[i] . k[j]) v[j]      over positions  p_i - window < j <= p_i
 
 q and out are [T, Hq, D] and [T, Hq * D] in f32, f16 or bf16, K and V pages of the same dtype (`kv_cache`), head dims
-1 to 256, any number of query heads a KV head. A window, sinks (a logit of each query head that joins the softmax and
+1 to 512, any number of query heads a KV head. A window, sinks (a logit of each query head that joins the softmax and
 has no value) and a soft cap c (scores become c tanh(score / c)) are compiled in or left out. Pages outside the window
 are not read. The batch is ragged: query_start [S + 1], seq_lens [S], block_tables [S, table_width], int32. A row
 without visible keys gives zeros. NaN stays in the rows that see it, but a NaN in V may also reach rows whose last
@@ -15,6 +15,7 @@ The tiers, each one a step:
     flash_float32         tiles, online softmax, nothing materialised; products of float32 in registers
     flash_tensor_core     the same walk with mma.sync, f16 and bf16, and asynchronous copies
     flash_hopper          tiles brought by the TMA and multiplied by wgmma, softmax beside the products
+    flash_wide            heads wider than 256: warps divide their columns; prompts, and decode
     decode_tensor_core    few queries: bound by bandwidth, a sequence split over many blocks (`parts`, and float32's
                           `flash_float32` with is_split), one read of K and V for all query heads that share them
 

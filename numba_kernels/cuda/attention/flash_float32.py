@@ -33,6 +33,7 @@ from numba_kernels.cuda.attention.online_softmax import (
 from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, record_place, scratch_bytes
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
+    WIDE,
     Variant,
     end_finder,
     head_row,
@@ -75,7 +76,7 @@ def num_keys(head_dim: int) -> int:
 
 def num_rows(head_dim: int, is_split: bool) -> int:
     """Rows of a tile."""
-    if is_split:
+    if is_split or head_dim > WIDE:  # 99 KB of tiles
         return 16
     return 64 if head_dim <= 128 else 32
 
@@ -179,8 +180,9 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
         if is_split:
             begin = uint32(first_key + part * part_keys)
             stop = minimum_u32(uint32(begin + part_keys), stop)
-            if begin > key:
-                key = begin
+            key = begin  # tiles of a part begin at its first key, or the last would reach beyond it
+            if seen > begin:
+                key = uint32(begin + uint32(seen - begin) // uint32(keys) * uint32(keys))
         table = uint64(seq) * uint64(table_width)
 
         q_tile = uint32(scratch + uint32(q_offset))

@@ -11,11 +11,13 @@ from numba_kernels.cuda.attention import (
     flash_float32,
     flash_hopper,
     flash_tensor_core,
+    flash_wide,
     naive,
     parts,
 )
 from numba_kernels.cuda.attention.hopper_tiles import NUM_ROWS
-from numba_kernels.cuda.attention.tiles import NO_WINDOW, Variant
+from numba_kernels.cuda.attention.tiles import NO_WINDOW, WIDE, Variant
+from numba_kernels.cuda.attention.wide_tiles import wide_tiles
 from numba_kernels.cuda.intrinsics.element_types import DTYPES
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.quantised_pages import PAGES
@@ -137,7 +139,7 @@ def plan(
     if tier is None:
         is_short = max_query_len == 1 or rows <= _DECODE_ROWS
         if not is_short and max_query_len <= _MOST_VERIFIED:  # tiles read keys again, from the cache, but share them
-            tile_rows = _flash_rows(dtype, head_dim, rows)
+            tile_rows = _flash_rows(dtype, head_dim, rows, arch)
             is_short = _SPARSE * -(-rows // tile_rows) * num_kv_heads * num_seqs <= num_sms
         is_for_hopper = arch == flash_hopper.ARCH and not pages and flash_hopper.has_kernel(dtype, head_dim, share)
         if has_spans:
@@ -171,10 +173,13 @@ def plan(
         )  # fmt: skip
         return AttentionPlan(tier, attend, 0, 1, shape)
     if tier == "flash":
-        tile_rows = _flash_rows(dtype, head_dim, rows)
+        tile_rows = _flash_rows(dtype, head_dim, rows, arch)
         if dtype == "f32":
             kernel = flash_float32.flash_float32(head_dim, block_size, False, variant)
             shared_bytes = flash_float32.shared_bytes(head_dim, False)
+        elif head_dim > WIDE:
+            wide = wide_tiles(dtype, pages, head_dim, arch, False)
+            kernel, shared_bytes = flash_wide.flash_wide(wide, block_size, False, variant), wide.shared_bytes
         else:
             kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, block_size, tile_rows, variant)
             shared_bytes = flash_tensor_core.shared_bytes(dtype, head_dim, tile_rows, pages)
@@ -185,13 +190,18 @@ def plan(
         num_rows = flash_float32.num_rows(head_dim, True)
         kernel = flash_float32.flash_float32(head_dim, block_size, True, variant)
         shared_bytes = flash_float32.shared_bytes(head_dim, True)
+    elif head_dim > WIDE:
+        wide = wide_tiles(dtype, pages, head_dim, arch, True)
+        num_rows, shared_bytes = wide.num_rows, wide.shared_bytes
+        kernel = flash_wide.flash_wide(wide, block_size, True, variant)
     else:
         num_rows = 8 if rows <= 8 else _DECODE_ROWS
         kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, num_rows, variant)
         shared_bytes = decode_tensor_core.shared_bytes(dtype, head_dim, num_rows, pages)
     tiles = min(num_seqs * -(-rows // num_rows), num_seqs + num_tokens * share // num_rows)  # of a KV head, at most
     most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
-    wanted = _wanted(tiles, num_kv_heads, num_sms) if most_keys > parts.MIN_PART_KEYS else 0
+    blocks_per_sm = _DECODE_BLOCKS_PER_SM if head_dim <= WIDE else 1
+    wanted = _wanted(tiles, num_kv_heads, num_sms * blocks_per_sm) if most_keys > parts.MIN_PART_KEYS else 0
     blocks = tiles + wanted
     attend = Launch(kernel, (blocks, num_kv_heads, 1), (kernel.max_threads, 1, 1), shared_bytes)
     if not wanted:
@@ -200,14 +210,18 @@ def plan(
     return AttentionPlan(tier, attend, workspace_bytes, wanted, shape, blocks * num_kv_heads)
 
 
-def _flash_rows(dtype: str, head_dim: int, rows: int) -> int:
-    return flash_float32.num_rows(head_dim, False) if dtype == "f32" else flash_tensor_core.num_rows(head_dim, rows)
+def _flash_rows(dtype: str, head_dim: int, rows: int, arch: str) -> int:
+    if dtype == "f32":
+        return flash_float32.num_rows(head_dim, False)
+    if head_dim > WIDE:
+        return wide_tiles(dtype, "", head_dim, arch, False).num_rows
+    return flash_tensor_core.num_rows(head_dim, rows)
 
 
-def _wanted(num_tiles: int, num_kv_heads: int, num_sms: int) -> int:
+def _wanted(num_tiles: int, num_kv_heads: int, num_blocks: int) -> int:
     """Blocks that a KV head's keys are to be cut into: with those of rounding up, at most one for each tile, they fill
-    the device once, or several times where the tiles alone nearly fill it."""
-    resident = max(1, num_sms * _DECODE_BLOCKS_PER_SM // num_kv_heads)
+    the device's `num_blocks` once, or several times where the tiles alone nearly fill it."""
+    resident = max(1, num_blocks // num_kv_heads)
     return resident - num_tiles if resident >= 2 * num_tiles else _WAVES * resident
 
 

@@ -53,6 +53,7 @@ from numba_kernels.cuda.kv_cache import PAGE_BYTES, page_row
 from numba_kernels.cuda.quantised_pages import byte_widener
 
 NO_WINDOW = 0x7FFFFFFF
+WIDE = 256  # heads beyond it have kernels that divide their columns
 
 _shared_load_b16 = instruction("ld.shared.b16 $0, [$1];", "h", "r")
 
@@ -169,7 +170,7 @@ class TileShape:
     """Tiles of heads of one dtype, or of pages of one type, and head dim in shared memory.
 
     Attributes:
-        columns: elements of a row that kernels compute over: the head dim rounded up to 16.
+        columns: elements of a row that kernels compute over: the head dim rounded up to 16, of wide heads to 64.
         pitch: bytes from one row to the next.
     """
 
@@ -186,7 +187,8 @@ class TileShape:
 
 def tile_shape(dtype: str, head_dim: int) -> TileShape:
     """The shape of tiles for heads of this dtype and dimension."""
-    columns = -(-head_dim // 16) * 16
+    multiple = 16 if head_dim <= WIDE else 64
+    columns = -(-head_dim // multiple) * multiple
     pieces = columns * PAGE_BYTES[dtype] // 16
     return TileShape(dtype, head_dim, columns, (pieces | 1) * 16)
 

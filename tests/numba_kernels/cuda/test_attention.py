@@ -62,6 +62,7 @@ DECODES = [
     ([(97, 1)], 16, 2, 1000),
     ([(192, 1), (191, 1), (193, 1)], 3, 3, 64),
     ([(701, 1)], 8, 1, None),
+    ([(405, 9)], 8, 1, 120),  # parts begin within a tile of 32 keys, and later rows' windows in the next one
 ]
 
 
@@ -277,7 +278,7 @@ def test_plan_chooses_by_chunk_and_exactness() -> None:
     assert tier(1, exact=True) == "flash"
     assert tier(1, tier="naive") == "naive"
     for field, value in {
-        "head_dim": 257, "dtype": "f64", "block_size": 12, "num_seqs": 65536, "num_kv_heads": 3, "window": 0,
+        "head_dim": 513, "dtype": "f64", "block_size": 12, "num_seqs": 65536, "num_kv_heads": 3, "window": 0,
         "max_query_len": 0, "tier": "fast", "max_seq_len": 2**31, "num_sms": 0, "num_tokens": 0,
     }.items():  # fmt: skip
         named = "num_q_heads" if field == "num_kv_heads" else field

@@ -71,5 +71,5 @@ def test_write_from_rows_of_a_wider_matrix(gpu: Gpu, dtype: str) -> None:
 
 
 def test_refuses_what_no_kernel_is_for() -> None:
-    with pytest.raises(ValueError, match="head_dim is 257, must be 1 to 256"):
-        kv_cache.plan_write_kv(1, 1, 257, 16, "f32")
+    with pytest.raises(ValueError, match="head_dim is 513, must be 1 to 512"):
+        kv_cache.plan_write_kv(1, 1, 513, 16, "f32")

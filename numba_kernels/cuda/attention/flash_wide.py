@@ -1,0 +1,341 @@
+"""Flash attention for heads wider than 256, f16 and bf16, with mma.sync: prefill, and decode of parts of a sequence.
+
+The mathematics of `flash_tensor_core`. 16 rows of 512 columns are more accumulators than a warp has registers, so that
+warps divide a strip's columns (`wide_tiles`). Keys and values come by cp.async a stage ahead: with one stage (prompts),
+values while scores are formed and the next keys while values are multiplied; with two (decode), three of the four tiles
+are always in flight. There are two barriers of the block a tile, two of a strip.
+
+Where not split, a row's bits depend on its query and its keys alone: tiles of keys begin at multiples of their size,
+and a strip's sums are added in the order of its warps.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict
+from typing import Any
+
+from numba import cuda, float32, uint32, uint64
+
+from numba_kernels.cuda.attention.online_softmax import (
+    MINUS_INFINITY,
+    group_sum,
+    load_sink,
+    reciprocal_of,
+    score_scaler,
+    share_of_keys,
+)
+from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, record_place
+from numba_kernels.cuda.attention.tiles import (
+    ARGUMENT_TYPES,
+    Variant,
+    end_finder,
+    is_outside,
+    output_tile_copier,
+    query_tile_copier,
+    sink_head,
+    visible_end,
+    visible_first,
+)
+from numba_kernels.cuda.attention.wide_tiles import (
+    WideTiles,
+    key_scaler,
+    weight_storer,
+    wide_scorer,
+    wide_summer,
+    wide_tile_copier,
+    wide_weigher,
+)
+from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.memory import (
+    copy_async_commit,
+    copy_async_wait,
+    shared_address,
+    shared_load_2xf32,
+    shared_load_f32,
+    shared_store_2xb32,
+    shared_store_b32,
+    shared_store_f32,
+    store_2xf32,
+    store_4xf32,
+)
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import lane_index
+from numba_kernels.cuda.kv_cache import check_pages
+from numba_kernels.cuda.quantised_pages import column_exchanger, page_factor
+from numba_kernels.cuda.specialisation import Specialisation
+
+_wait_for_copies = copy_async_wait(0)
+
+
+@functools.cache
+def _result_keeper(tiles: WideTiles) -> tuple[Any, Any]:
+    """``store(place, sums, part, half)``: a lane's sums of its upper (0) or lower row, times `part`, as 16 bits at its
+    shared address; ``record(target, sums, half)``: the same in float32 at an address of device memory."""
+    value_tiles, has_scales = tiles.own_columns // 8, tiles.pages != ""
+    pack = pack_bf16 if tiles.dtype == "bf16" else pack_f16
+    fours, singles = (value_tiles // 2, 0) if has_scales else (0, value_tiles)
+
+    @device_function
+    def store(place, sums, part, half, quarter):
+        for i in range(fours):  # even columns of 16, then the odd ones
+            a, b = sums[2 * i, 2 * half] * part, sums[2 * i + 1, 2 * half] * part
+            c, d = sums[2 * i, 2 * half + 1] * part, sums[2 * i + 1, 2 * half + 1] * part
+            shared_store_2xb32(uint32(place + quarter * uint32(8) + uint32(32 * i)), (pack(a, b), pack(c, d)))
+        for i in range(singles):
+            pair = pack(sums[i, 2 * half] * part, sums[i, 2 * half + 1] * part)
+            shared_store_b32(uint32(place + quarter * uint32(4) + uint32(16 * i)), pair)
+
+    @device_function
+    def record(target, sums, half, quarter):
+        for i in range(fours):
+            a, b = sums[2 * i, 2 * half], sums[2 * i + 1, 2 * half]
+            c, d = sums[2 * i, 2 * half + 1], sums[2 * i + 1, 2 * half + 1]
+            store_4xf32(target + uint64(quarter) * uint64(16) + uint64(64 * i), (a, b, c, d))
+        for i in range(singles):
+            two = sums[i, 2 * half], sums[i, 2 * half + 1]
+            store_2xf32(target + uint64(quarter) * uint64(8) + uint64(32 * i), two)
+
+    return store, record
+
+
+@functools.cache
+def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Variant) -> Specialisation:
+    """Grid: (tiles of the longest chunk's rows, KV heads, sequences), or where split (parts of all sequences, as
+    `parts` bounds them; KV heads)."""
+    dtype, head_dim, keys, ahead = tiles.dtype, tiles.head_dim, tiles.num_keys, tiles.stages - 1
+    check_pages(head_dim, block_size, dtype)
+    tile_rows, threads, groups, pitch = tiles.num_rows, tiles.threads, tiles.groups, tiles.pitch
+    key_tiles, value_tiles, team = tiles.own_keys // 8, tiles.own_columns // 8, 32 * tiles.groups
+    has_window, has_sinks, has_spans, has_scales = (
+        variant.has_window, variant.has_sinks, variant.has_spans, variant.pages != ""
+    )  # fmt: skip
+    runs, column_of, scales_of, locate, copy_keys = wide_tile_copier(tiles, block_size, has_window)
+    copy_queries = query_tile_copier(dtype, head_dim, tile_rows, threads)
+    copy_out = output_tile_copier(dtype, head_dim, 16, team)
+    exchange = column_exchanger(tile_rows, tiles.columns, pitch, threads)
+    key_place_of, score = wide_scorer(tiles)
+    weigh, store_weights, add_values = wide_weigher(tiles), weight_storer(tiles), wide_summer(tiles)
+    scale_keys = key_scaler(tiles, score_scaler(variant.softcap))
+    factor = float32(page_factor(variant.pages, dtype) if has_scales else 1)
+    store_result, record_result = _result_keeper(tiles)
+    find = part_finder(tile_rows, keys, threads, has_window)
+    place_of = record_place(head_dim, tile_rows)
+    combine = parts_combiner(dtype, head_dim, tile_rows, threads, has_sinks)
+    end_of, outside, wait_for_tile = end_finder(has_spans), is_outside(has_window), copy_async_wait(2 * ahead)
+    tile_bytes, key_pitch, weights_pitch = tiles.tile_bytes, tiles.key_pitch, tiles.weights_pitch
+    scales_at, columns, own_keys, own_columns = keys * key_pitch, tiles.columns, tiles.own_keys, tiles.own_columns
+    queries_at, weights_at, maxima_at = tiles.queries_at, tiles.weights_at, tiles.maxima_at
+    keys_at, values_at = tiles.keys_at, tiles.values_at
+    page_bytes = 1 if has_scales else 2
+
+    @cuda.jit
+    def kernel(
+        q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
+        bidirectional_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
+    ):  # fmt: skip
+        wait_for_previous_grid()
+        launch_dependents()
+        storage = cuda.shared.array(0, float32)
+        scratch = shared_address(storage)
+        thread = uint32(cuda.threadIdx.x)
+        block = uint32(cuda.blockIdx.x)
+        kv_head = uint32(cuda.blockIdx.y)
+        part = uint32(0)
+        num_parts = uint32(1)
+        if is_split:
+            seq, tile, part, num_parts, first_key, part_keys, first_token, query_len, seq_len = find(
+                scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread
+            )
+            if seq >= num_seqs:
+                return
+            rows = uint32(query_len * share)
+            first_row = uint32(tile * uint32(tile_rows))
+        else:
+            seq = uint32(cuda.blockIdx.z)
+            first_token = uint32(query_start[seq])
+            query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
+            seq_len = uint32(seq_lens[seq])
+            rows = uint32(query_len * share)
+            num_tiles = uint32(uint32(rows + uint32(tile_rows - 1)) // uint32(tile_rows))
+            if block >= num_tiles:
+                return
+            # The longest rows first, so that the last blocks to run are short.
+            first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - block) * uint32(tile_rows))
+        last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
+        shortest_end = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(first_row, share))
+        longest_end = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share))
+        key = uint32(0)
+        seen = uint32(0)
+        stop = longest_end
+        if has_window:
+            seen = visible_first(visible_end(seq_len, query_len, divide_u32(first_row, share)), window)
+            key = uint32(seen // uint32(keys) * uint32(keys))
+        if is_split:
+            begin = uint32(first_key + part * part_keys)
+            stop = minimum_u32(uint32(begin + part_keys), stop)
+            key = begin  # tiles of a part begin at its first key, or the last would reach beyond it
+            if seen > begin:
+                key = uint32(begin + uint32(seen - begin) // uint32(keys) * uint32(keys))
+        table = uint64(seq) * uint64(table_width)
+
+        q_tile = uint32(scratch + uint32(queries_at))
+        k_tile = uint32(scratch + uint32(keys_at))
+        v_tile = uint32(scratch + uint32(values_at))
+        lane = lane_index()
+        warp = uint32(thread >> uint32(5))
+        strip = uint32(warp // uint32(groups))
+        group = uint32(warp % uint32(groups))
+        barrier = uint32(strip + uint32(1))
+        upper = uint32(lane >> uint32(2))
+        quarter = lane & uint32(3)
+        own_row = uint32(first_row + strip * uint32(16))
+        strip_queries = uint32(q_tile + strip * uint32(16 * pitch))
+        # A lane's ldmatrix addresses: queries, weights and values by rows of 16.
+        row, half = lane & uint32(15), uint32((lane >> uint32(4)) * uint32(16))
+        q_place = uint32(strip_queries + row * uint32(pitch) + half)
+        strip_weights = uint32(scratch + uint32(weights_at) + strip * uint32(16 * weights_pitch))
+        weights_place = uint32(strip_weights + row * uint32(weights_pitch) + half)
+        k_place = uint32(k_tile + group * uint32(own_keys * key_pitch) + key_place_of(lane))
+        v_place = uint32(v_tile + row * uint32(key_pitch) + half + group * uint32(own_columns * page_bytes))
+        own_key = uint32(group * uint32(own_keys) + quarter * uint32(2))  # the lane's first in a tile
+        own_weights = uint32(strip_weights + upper * uint32(weights_pitch) + own_key * uint32(2))
+        maxima_place = uint32(scratch + uint32(maxima_at) + (strip * uint32(16) + upper) * uint32(4))
+
+        scores = cuda.local.array((key_tiles, 4), float32)
+        sums = cuda.local.array((value_tiles, 4), float32)
+        ends = cuda.local.array(2, uint32)
+        own_ends = cuda.local.array(2, uint32)  # after each row's own position, where it sees further
+        maxima = cuda.local.array(2, float32)
+        totals = cuda.local.array(2, float32)
+        factors = cuda.local.array(2, float32)
+        value_page = cuda.local.array(runs, uint64)
+        key_page = cuda.local.array(runs, uint64)
+        for h in range(2):
+            token = divide_u32(uint32(own_row + upper + uint32(8 * h)), share)
+            ends[h] = end_of(bidirectional_until, first_token, seq_len, query_len, token)
+            own_ends[h] = visible_end(seq_len, query_len, token)
+            maxima[h] = MINUS_INFINITY
+            totals[h] = float32(0)
+        for i in range(value_tiles):
+            for j in range(4):
+                sums[i, j] = float32(0)
+
+        k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
+        v_column = column_of(v_cache, kv_head, num_kv_heads, thread)
+        k_scale = scales_of(k_scales, kv_head)
+        v_scale = scales_of(v_scales, kv_head)
+        locate(value_page, block_tables, table, key, seen, stop, num_kv_heads, thread)
+        copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
+        copy_keys(k_tile, k_column, k_scale, value_page, key, seen, stop, thread)
+        copy_async_commit()
+        following = uint32(key + uint32(keys))
+        locate(key_page, block_tables, table, following, seen, stop, num_kv_heads, thread)
+        if ahead == 1:
+            copy_keys(v_tile, v_column, v_scale, value_page, key, seen, stop, thread)
+            copy_async_commit()
+            copy_keys(uint32(k_tile + uint32(tile_bytes)), k_column, k_scale, key_page, following, seen, stop, thread)
+            copy_async_commit()
+            for i in range(runs):
+                value_page[i] = key_page[i]
+            later = uint32(following + uint32(keys))
+            locate(key_page, block_tables, table, later, seen, stop, num_kv_heads, thread)
+        if has_scales:
+            _wait_for_copies()
+            sync_block()
+            exchange(q_tile, thread)
+
+        odd = uint32(0)  # where the tiles of this turn lie
+        while key < stop:
+            following = uint32(key + uint32(keys))
+            values_of = uint32(key + uint32(ahead * keys))  # the tile whose values are requested now
+            keys_of = uint32(following + uint32(ahead * keys))
+            wait_for_tile()
+            sync_block()  # the keys are there, and all warps have done with the values before
+            if values_of < stop:
+                other = uint32(v_tile + uint32(ahead * tile_bytes) - odd) if ahead == 1 else v_tile
+                copy_keys(other, v_column, v_scale, value_page, values_of, seen, stop, thread)
+            copy_async_commit()
+            score(scores, q_place, uint32(k_place + odd))
+            scale_keys(scores, uint32(k_tile + odd + uint32(scales_at) + own_key * uint32(4)), scale)
+            if following > shortest_end or (has_window and uint32(key + window) < longest_end):
+                for i in range(key_tiles):
+                    for j in range(4):
+                        own_end = ends[j // 2]
+                        if has_spans:
+                            own_end = own_ends[j // 2]
+                        if outside(uint32(key + own_key + uint32(8 * i + j % 2)), ends[j // 2], own_end, window):
+                            scores[i, j] = MINUS_INFINITY
+            is_larger = weigh(scores, maxima, totals, factors, maxima_place, barrier, group, quarter == uint32(0))
+            if is_larger != uint32(0):
+                for i in range(value_tiles):
+                    for j in range(4):
+                        sums[i, j] = sums[i, j] * factors[j // 2]
+            if not has_scales:
+                store_weights(own_weights, scores)
+            wait_for_tile()
+            sync_block()  # the values are there and the weights, and all warps have done with the keys
+            if keys_of < stop:
+                copy_keys(uint32(k_tile + odd), k_column, k_scale, key_page, keys_of, seen, stop, thread)
+            copy_async_commit()
+            for i in range(runs):
+                value_page[i] = key_page[i]
+            locate(key_page, block_tables, table, uint32(keys_of + uint32(keys)), seen, stop, num_kv_heads, thread)
+            if has_scales:
+                for i in range(key_tiles):
+                    place = uint32(v_tile + odd + uint32(scales_at + 32 * i) + own_key * uint32(4))
+                    a, b = shared_load_2xf32(place)
+                    for h in range(2):
+                        scores[i, 2 * h] = scores[i, 2 * h] * (a * factor)
+                        scores[i, 2 * h + 1] = scores[i, 2 * h + 1] * (b * factor)
+                store_weights(own_weights, scores)
+                sync_named(barrier, uint32(team))
+            add_values(sums, weights_place, uint32(v_place + odd))
+            if ahead == 1:
+                odd = uint32(uint32(tile_bytes) - odd)
+            key = following
+
+        _wait_for_copies()
+        for h in range(2):
+            totals[h] = group_sum(totals[h], 4)
+        if quarter == uint32(0):
+            for h in range(2):
+                at = uint32(maxima_place + group * uint32(4 * tile_rows) + uint32(32 * h))
+                shared_store_f32(at, totals[h])
+        sync_block()  # all have done with the queries, whose place takes the results, to be stored in whole rows
+        for h in range(2):
+            total = float32(0)
+            for other in range(groups):
+                total = total + shared_load_f32(uint32(maxima_place + uint32(other * 4 * tile_rows + 32 * h)))
+            row = uint32(own_row + upper + uint32(8 * h))
+            if is_split and num_parts > uint32(1):
+                if row < rows:
+                    target = place_of(workspace, block, kv_head, num_kv_heads, uint32(row - first_row))
+                    if group == uint32(0) and quarter == uint32(0):
+                        store_2xf32(target + uint64(columns * 4), (maxima[h], total))
+                    record_result(target + uint64(group) * uint64(own_columns * 4), sums, h, quarter)
+            else:
+                reciprocal = reciprocal_of(total)
+                if has_sinks:
+                    reciprocal = share_of_keys(maxima[h], total, load_sink(sinks, sink_head(row, share, kv_head)))
+                place = uint32(strip_queries + (upper + uint32(8 * h)) * uint32(pitch))
+                place = uint32(place + group * uint32(own_columns * 2))
+                store_result(place, sums, reciprocal, h, quarter)
+        if is_split and num_parts > uint32(1):
+            combine(
+                scratch, workspace, arrivals, out, sinks, block, part, num_parts, kv_head, num_kv_heads, num_q_heads,
+                share, first_token, first_row, rows, thread,
+            )  # fmt: skip
+        else:
+            sync_named(barrier, uint32(team))
+            own = uint32(group * uint32(32) + lane)
+            copy_out(strip_queries, out, own_row, rows, share, kv_head, num_q_heads, first_token, own)
+
+    tier = "decode" if is_split else "flash"
+    name = f"attention_{tier}_{dtype}_d{head_dim}_b{block_size}_r{tile_rows}_k{keys}{variant.suffix}"
+    constants = {
+        "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
+    } | asdict(variant)  # fmt: skip
+    return Specialisation(name, kernel, ARGUMENT_TYPES, threads, 1, constants)

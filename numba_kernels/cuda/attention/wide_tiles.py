@@ -1,0 +1,328 @@
+"""Tiles of heads wider than `WIDE`, and their products with mma.sync: a strip's columns are divided among warps.
+
+A strip of 16 rows has `groups` warps. Each scores its share of a tile's keys over the whole head dim, and sums its
+share of the columns over all of the tile's keys: a strip's largest scores and weights go through shared memory, and no
+product is formed twice. A lane's accumulators belong to two rows of its strip, eight apart, and to two neighbouring
+keys or columns; from bytes, of 16 columns the even ones are one tile of results, the odd ones the next
+(`quantised_pages`).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda, float32, uint32
+
+from numba_kernels.cuda.attention.online_softmax import origin_of, subtract
+from numba_kernels.cuda.attention.parts import scratch_bytes
+from numba_kernels.cuda.attention.tiles import key_tile_copier, scale_copier, tile_shape
+from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.math import exp2
+from numba_kernels.cuda.intrinsics.memory import shared_load_2xf32, shared_load_f32, shared_store_b32, shared_store_f32
+from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, product_adder, put_4
+from numba_kernels.cuda.intrinsics.sync import sync_named
+from numba_kernels.cuda.intrinsics.warp import maximum_f32, or_b32, shuffle_xor_f32
+from numba_kernels.cuda.quantised_pages import fragment_unpacker, page_factor
+
+SMALL = ("sm_86", "sm_89", "sm_120", "sm_120a")
+"""Architectures whose blocks have 99 KB of shared memory at most; others have 163 KB and more."""
+
+
+@dataclass(frozen=True)
+class WideTiles:
+    """A block's tiles, in shared memory: scratch, queries, weights, largest scores, then keys and values.
+
+    Attributes:
+        dtype, pages: of the queries, and of pages of bytes, or "".
+        strips: of 16 rows of queries.
+        groups: warps of a strip.
+        num_keys: of a tile of keys or values; a multiple of 8 a group.
+        stages: tiles of keys, and of values.
+    """
+
+    dtype: str
+    pages: str
+    head_dim: int
+    strips: int
+    groups: int
+    num_keys: int
+    stages: int
+
+    @property
+    def num_rows(self) -> int:
+        return 16 * self.strips
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.strips * self.groups
+
+    @property
+    def columns(self) -> int:
+        return tile_shape(self.dtype, self.head_dim).columns
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one row of queries to the next."""
+        return tile_shape(self.dtype, self.head_dim).pitch
+
+    @property
+    def key_pitch(self) -> int:
+        return tile_shape(self.pages or self.dtype, self.head_dim).pitch
+
+    @property
+    def weights_pitch(self) -> int:
+        """An odd number of 16-byte pieces."""
+        return 2 * self.num_keys + 16
+
+    @property
+    def own_keys(self) -> int:
+        """Keys that a warp scores."""
+        return self.num_keys // self.groups
+
+    @property
+    def own_columns(self) -> int:
+        """Columns that a warp sums."""
+        return self.columns // self.groups
+
+    @property
+    def queries_at(self) -> int:
+        return scratch_bytes(self.threads)
+
+    @property
+    def weights_at(self) -> int:
+        return self.queries_at + self.num_rows * self.pitch
+
+    @property
+    def maxima_at(self) -> int:
+        return self.weights_at + self.num_rows * self.weights_pitch
+
+    @property
+    def keys_at(self) -> int:
+        return self.maxima_at + self.groups * self.num_rows * 4
+
+    @property
+    def tile_bytes(self) -> int:
+        """A tile of keys or values, with their scales."""
+        return self.num_keys * (self.key_pitch + (4 if self.pages else 0))
+
+    @property
+    def values_at(self) -> int:
+        return self.keys_at + self.stages * self.tile_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory."""
+        return self.values_at + self.stages * self.tile_bytes
+
+
+def wide_tiles(dtype: str, pages: str, head_dim: int, arch: str, is_split: bool) -> WideTiles:
+    """The tiles of an architecture, for decode where split: two stages then, or larger tiles of rows."""
+    if arch in SMALL:
+        return WideTiles(dtype, pages, head_dim, 1 if is_split else 2, 2, 16, 2 if is_split else 1)
+    return WideTiles(dtype, pages, head_dim, 1 if is_split else 4, 4 if is_split else 2, 32, 2 if is_split else 1)
+
+
+@functools.cache
+def wide_tile_copier(tiles: WideTiles, block_size: int, has_window: bool) -> tuple[int, Any, Any, Any, Any]:
+    """How many runs of rows a thread has, then `key_tile_copier`'s and `scale_copier`'s functions for all of them:
+    ``column``, ``scales_of``, ``locate(offsets, …)``, ``copy(tile, column, scales, offsets, …)``."""
+    pieces = tile_shape(tiles.pages or tiles.dtype, tiles.head_dim).pieces
+    runs = -(-tiles.num_keys * pieces // (8 * tiles.threads))
+    keys, scales_at = tiles.num_keys // runs, tiles.num_keys * tiles.key_pitch
+    tiling = tiles.pages or tiles.dtype, tiles.head_dim, block_size, keys, tiles.threads, has_window
+    column, locate_run, copy_run = key_tile_copier(*tiling)
+    scales_of, copy_scales = scale_copier(*tiling)
+    has_scales, key_pitch = tiles.pages != "", tiles.key_pitch
+
+    @device_function
+    def locate(offsets, block_tables, table, first_key, seen, end_key, num_kv_heads, thread):
+        for i in range(runs):
+            at = uint32(first_key + uint32(i * keys))
+            offsets[i] = locate_run(block_tables, table, at, seen, end_key, num_kv_heads, thread)
+
+    @device_function
+    def copy(tile, column, scales, offsets, first_key, seen, end_key, thread):
+        for i in range(runs):
+            at = uint32(first_key + uint32(i * keys))
+            copy_run(uint32(tile + uint32(i * keys * key_pitch)), column, offsets[i], at, seen, end_key, thread)
+            if has_scales:
+                place = uint32(tile + uint32(scales_at + 4 * i * keys))
+                copy_scales(place, scales, offsets[i], at, seen, end_key, thread)
+
+    return runs, column, scales_of, locate, copy
+
+
+@functools.cache
+def wide_scorer(tiles: WideTiles) -> tuple[Any, Any]:
+    """``place(lane)``: where a lane's rows of keys lie in its group's part of a tile, and ``score(scores, queries,
+    keys)``: the products of the strip's rows at the shared address `queries`, of the lane, with those at `keys`.
+
+    `scores` is an array [tiles of 8 keys, 4]. One such tile has two sums, of even and odd steps, so that no product
+    waits for the one before."""
+    key_tiles, steps, has_scales = tiles.own_keys // 8, tiles.columns // 16, tiles.pages != ""
+    step_bytes = 16 if has_scales else 32
+    steps_a_load = (4 if has_scales else 2) // key_tiles
+    chains = 2 if key_tiles == 1 else 1
+    add_product, unpack = product_adder(tiles.dtype), fragment_unpacker(tiles.pages or "s8", tiles.dtype, 4)
+    pitch, num_sums = tiles.key_pitch, chains * key_tiles
+
+    @device_function
+    def place(lane):
+        row = lane & uint32(7)
+        part = uint32(lane >> uint32(3))
+        if key_tiles == 2 and has_scales:
+            row = lane & uint32(15)
+            part = uint32(lane >> uint32(4))
+        elif key_tiles == 2:
+            row = uint32(row + (lane >> uint32(4)) * uint32(8))
+            part = part & uint32(1)
+        return uint32(row * uint32(pitch) + part * uint32(16))
+
+    @device_function
+    def score(scores, queries, keys):
+        words = cuda.local.array(4, uint32)
+        pairs = cuda.local.array(8, uint32)
+        room = cuda.local.array(1, uint32)
+        query = cuda.local.array(4, uint32)
+        sums = cuda.local.array((num_sums, 4), float32)
+        for i in range(num_sums):
+            for j in range(4):
+                sums[i, j] = float32(0)
+        for load in range(steps // steps_a_load):
+            put_4(words, load_matrix_x4(uint32(keys + uint32(load * steps_a_load * step_bytes))))
+            if has_scales:
+                unpack(pairs, words, room)
+            else:
+                for i in range(4):
+                    pairs[i] = words[i]
+            for s in range(steps_a_load):
+                step = load * steps_a_load + s
+                put_4(query, load_matrix_x4(uint32(queries + uint32(step * 32))))
+                for i in range(key_tiles):
+                    which = 2 * (s * key_tiles + i)
+                    rows = query[0], query[1], query[2], query[3]
+                    add_product(sums[i + key_tiles * (s % chains)], rows, (pairs[which], pairs[which + 1]))
+        for i in range(key_tiles):
+            for j in range(4):
+                scores[i, j] = sums[i, j]
+                if chains == 2:
+                    scores[i, j] = sums[i, j] + sums[i + 1, j]
+
+    return place, score
+
+
+@functools.cache
+def wide_weigher(tiles: WideTiles) -> Any:
+    """A device function: scores of a warp's own keys become weights, measured from the strip's largest so far.
+
+    ``(scores, maxima, totals, factors, place, barrier, group, is_first)`` gives whether a row has a larger score than
+    before. `place` is the shared address of the lane's upper row in the block's largest scores, `is_first` whether the
+    lane stores its quad's. `totals` are of own keys.
+    """
+    key_tiles, groups, row_bytes, team = tiles.own_keys // 8, tiles.groups, 4 * tiles.num_rows, 32 * tiles.groups
+
+    @device_function
+    def weigh(scores, maxima, totals, factors, place, barrier, group, is_first):
+        is_larger = uint32(0)
+        own = cuda.local.array(2, float32)
+        for h in range(2):
+            largest = maxima[h]
+            for i in range(key_tiles):
+                largest = maximum_f32(largest, maximum_f32(scores[i, 2 * h], scores[i, 2 * h + 1]))
+            largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(1)))
+            largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(2)))
+            own[h] = largest
+        if is_first:  # one branch, after all shuffles, or LLVM makes two of them
+            for h in range(2):
+                shared_store_f32(uint32(place + group * uint32(row_bytes) + uint32(32 * h)), own[h])
+        sync_named(barrier, uint32(team))
+        for h in range(2):
+            largest = maxima[h]
+            for other in range(groups):
+                largest = maximum_f32(largest, shared_load_f32(uint32(place + uint32(other * row_bytes + 32 * h))))
+            origin = origin_of(largest)
+            factors[h] = exp2(subtract(maxima[h], origin))
+            if largest > maxima[h]:
+                is_larger = uint32(1)
+            maxima[h] = largest
+            total = totals[h] * factors[h]
+            for i in range(key_tiles):
+                for j in range(2):
+                    scores[i, 2 * h + j] = exp2(subtract(scores[i, 2 * h + j], origin))
+                    total = total + scores[i, 2 * h + j]
+            totals[h] = total
+        return or_b32(is_larger)
+
+    return weigh
+
+
+@functools.cache
+def weight_storer(tiles: WideTiles) -> Any:
+    """A device function ``(place, scores)``: a warp's weights, rounded, go to the lane's place among the strip's."""
+    key_tiles, below = tiles.own_keys // 8, 8 * tiles.weights_pitch
+    pack = pack_bf16 if tiles.dtype == "bf16" else pack_f16
+
+    @device_function
+    def store(place, scores):
+        for i in range(key_tiles):
+            for h in range(2):
+                pair = pack(scores[i, 2 * h], scores[i, 2 * h + 1])
+                shared_store_b32(uint32(place + uint32(16 * i + h * below)), pair)
+
+    return store
+
+
+@functools.cache
+def wide_summer(tiles: WideTiles) -> Any:
+    """A device function ``(sums, weights, values)``: adds the products of the strip's weights, at the lane's shared
+    address, with the group's columns of values, at the lane's; `sums` is an array [tiles of 8 columns, 4]."""
+    value_tiles, has_scales, pitch = tiles.own_columns // 8, tiles.pages != "", tiles.key_pitch
+    fours, pairs_of_tiles = (-(-value_tiles // 4), 0) if has_scales else (0, value_tiles // 2)
+    add_product, unpack = product_adder(tiles.dtype), fragment_unpacker(tiles.pages or "s8", tiles.dtype, 4)
+    key_steps = tiles.num_keys // 16
+
+    @device_function
+    def add(sums, weights, values):
+        words = cuda.local.array(4, uint32)
+        pairs = cuda.local.array(8, uint32)
+        room = cuda.local.array(1, uint32)
+        for step in range(key_steps):
+            weight = load_matrix_x4(uint32(weights + uint32(32 * step)))
+            at = uint32(values + uint32(step * 16 * pitch))
+            for four in range(fours):
+                put_4(words, load_matrix_x4_transposed(uint32(at + uint32(32 * four))))
+                unpack(pairs, words, room)
+                for each in range(4):
+                    if 4 * four + each < value_tiles:
+                        first = each // 2 * 4 + each % 2
+                        add_product(sums[4 * four + each], weight, (pairs[first], pairs[first + 2]))
+            for pair in range(pairs_of_tiles):
+                v0, v1, v2, v3 = load_matrix_x4_transposed(uint32(at + uint32(32 * pair)))
+                add_product(sums[2 * pair], weight, (v0, v1))
+                add_product(sums[2 * pair + 1], weight, (v2, v3))
+
+    return add
+
+
+@functools.cache
+def key_scaler(tiles: WideTiles, scaled: Any) -> Any:
+    """A device function ``(scores, scales, scale)``: scores times the keys' scales, at the lane's shared address, and
+    `scale`, then through `scaled`."""
+    key_tiles, has_scales = tiles.own_keys // 8, tiles.pages != ""
+    factor = float32(page_factor(tiles.pages, tiles.dtype) if has_scales else 1)
+
+    @device_function
+    def apply(scores, scales, scale):
+        for i in range(key_tiles):
+            even_scale, odd_scale = scale, scale
+            if has_scales:
+                a, b = shared_load_2xf32(uint32(scales + uint32(32 * i)))
+                even_scale, odd_scale = a * factor * scale, b * factor * scale
+            for h in range(2):
+                scores[i, 2 * h] = scaled(scores[i, 2 * h], even_scale)
+                scores[i, 2 * h + 1] = scaled(scores[i, 2 * h + 1], odd_scale)
+
+    return apply
