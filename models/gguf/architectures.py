@@ -161,6 +161,7 @@ class GgufArchitecture:
         layer_numbers: metadata with a number for each layer: the tensor and its shape that a layer has here.
         pictures: its name if a second file has its tower (`models.gguf.mmproj`); "" if it reads no pictures.
         epsilon: the key of the norms' epsilon, under `attention`, and its field in config.json.
+        has_other_epsilon: the epsilon may be under `layer_norm_epsilon` instead.
         read: makes further fields of config.json from the keys and the fields read so far.
     """
 
@@ -178,6 +179,7 @@ class GgufArchitecture:
     layer_numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     pictures: str = ""
     epsilon: tuple[str, str] = ("layer_norm_rms_epsilon", "rms_norm_eps")
+    has_other_epsilon: bool = False
     read: Callable[[Keys, dict[str, Any]], dict[str, Any]] = lambda keys, common: {}
 
 
@@ -286,6 +288,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
             flat=_MAMBA_VECTORS,
             decays=frozenset(("ssm_a",)),
             epsilon=("layer_norm_rms_epsilon", "layer_norm_epsilon"),
+            has_other_epsilon=True,
             names={**NAMES, "token_embd": "model.embeddings", "output_norm": "model.norm_f"},
             read=fields.read_nemotron_h,
         ),

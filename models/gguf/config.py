@@ -68,7 +68,7 @@ def config_values(
         "intermediate_size": _inner_size(keys),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": keys.integer("context_length", REQUIRED),
-        rules.epsilon[1]: keys.number(f"attention.{rules.epsilon[0]}", REQUIRED),
+        rules.epsilon[1]: _epsilon(keys, rules),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": any(f"blk.0.attn_{each}.bias" in tensors for each in ("q", "qkv", "kv_a_mqa")),
         "dtype": _main_dtype(tensors).name,
@@ -78,6 +78,13 @@ def config_values(
     values |= rules.read(keys, values)
     fields.refuse_unread(lambda key, value: _is_harmless(key.removeprefix(f"{name}."), value))
     return values
+
+
+def _epsilon(keys: Keys, rules: GgufArchitecture) -> float:
+    """The norms' epsilon; Nemotron's files may have it under the other norm's key, alone or beside its own."""
+    name, other = (f"attention.{each}" for each in (rules.epsilon[0], "layer_norm_epsilon"))
+    found = keys.number(other) if rules.has_other_epsilon else None
+    return float(keys.number(name, REQUIRED if found is None else found))
 
 
 def _inner_size(keys: Keys) -> int:

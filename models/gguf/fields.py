@@ -145,7 +145,7 @@ def read_granite_hybrid(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     heads, groups, head_dim, state_size, taps = _read_mamba(keys, common)
     has_states = _layers_with(keys, common, "ssm_in")
     found = {
-        **read_granite(keys, common), "mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_head": head_dim,
+        **_read_multipliers(keys, common), "mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_head": head_dim,
         "mamba_d_state": state_size, "mamba_d_conv": taps, "mamba_conv_bias": _has_any(keys, ".ssm_conv1d.bias"),
         "mamba_proj_bias": _has_any(keys, ".ssm_in.bias"),
         "layer_types": ["linear_attention" if each else "full_attention" for each in has_states],
@@ -340,11 +340,19 @@ def read_olmo2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_granite(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Granite's fields. "finetuned" is false in files of layers without positions, which only hybrids have."""
+    keys.fields.expect(keys("rope.scaling.finetuned"), True)
+    return _read_multipliers(keys, common)
+
+
+def _read_multipliers(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Granite's four multipliers. One that is absent or 0 changes nothing: scores are divided by a head's root."""
     names = {
         "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
         "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
     }  # fmt: skip
-    return {ours: keys.number(name, 1.0) for name, ours in names.items()}
+    usual = {"attention_multiplier": float(common["head_dim"]) ** -0.5}
+    return {ours: keys.number(name) or usual.get(ours, 1.0) for name, ours in names.items()}
 
 
 def read_seed_oss(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -378,7 +386,7 @@ def read_cohere2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 def read_granite_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     """With an expert of all tokens or without; or that alone, which is Granite's MLP."""
-    found = read_granite(keys, common)
+    found = _read_multipliers(keys, common)
     shared = keys.integer("expert_shared_feed_forward_length", 0, least=0)
     if not keys.integer("expert_count", 0, least=0):
         keys.integer("expert_used_count", 0, least=0)

@@ -414,6 +414,16 @@ def test_what_does_not_fit_is_refused_by_key_or_tensor(
         load_model(path)
 
 
+def test_granite_without_positions_is_refused(tmp_path: Path) -> None:
+    """Only hybrids of it have none: the key is a switch there."""
+    config, tensors, _ = twin_of(tmp_path / "twin", "granite_multipliers")
+    path = write_gguf(
+        tmp_path / "model.gguf", config, tensors, add_metadata=lambda writer: writer.add_rope_scaling_finetuned(False)
+    )
+    with pytest.raises(ConfigError, match=r"granite.rope.scaling.finetuned = False is not supported"):
+        load_model(path)
+
+
 def test_a_tensor_that_no_family_has(tmp_path: Path) -> None:
     config, tensors, _ = twin_of(tmp_path / "twin", "llama_default")
     tensors["blk.0.attn_sinks.weight"] = np.zeros(4, np.float32)

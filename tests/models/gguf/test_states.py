@@ -81,7 +81,10 @@ def write(path: Path, case: str) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv([kv_heads if kind == "full_attention" else 0 for kind in kinds])
-    writer.add_layer_norm_rms_eps(1e-5)
+    if arch.startswith("nemotron"):
+        writer.add_layer_norm_eps(1e-5)
+    else:
+        writer.add_layer_norm_rms_eps(1e-5)
     has_experts = bool(config.get("num_experts", config.get("num_local_experts", config.get("n_routed_experts", 0))))
     if "rope_parameters" in config:
         writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
@@ -161,3 +164,15 @@ def test_granite_has_positions_unless_told_otherwise(
     write(tmp_path / "model.gguf", case)
     config: Any = load_config(tmp_path / "model.gguf")
     assert [rope is None for rope in config.layer_ropes] == [is_said] * config.num_layers
+
+
+def test_a_multiplier_that_is_absent_or_nought_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As llama.cpp reads files of Granite: scores are divided by the root of a head's size."""
+    monkeypatch.setattr(gguf.GGUFWriter, "add_attention_scale", lambda *_: None)
+    for name in ("embedding", "residual"):
+        monkeypatch.setattr(gguf.GGUFWriter, f"add_{name}_scale", lambda self, _, name=name: self.add_float32(
+            f"granitehybrid.{name}_scale", 0.0))  # fmt: skip
+    write(tmp_path / "model.gguf", "granite_hybrid_odd")
+    config: Any = load_config(tmp_path / "model.gguf")
+    assert config.embedding_multiplier == config.residual_multiplier == 1.0
+    assert set(config.attention_scales) == {config.head_dim**-0.5}
