@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import GatedModelError, HubError, HubOfflineError, ModelNotFoundError
-from models.gguf.mmproj import reads_pictures
+from models.gguf.mmproj import reads_pictures, towers_of
 from runtime.later import later
 from runtime.progress import ON_STDERR, Reporter, Show
 from tokenizer.warn import warn_once
@@ -55,6 +55,8 @@ def resolve_model(name_or_path: str | Path | None, reporter: Reporter = ON_STDER
     if reads_pictures(path):
         try:
             _download(repository, reporter, _WANTED_TOWERS)
+            if not towers_of(path, ""):  # some have a bfloat16 one alone
+                _download(repository, reporter, _TOWERS)
         except HubOfflineError as error:
             warn_once(f"{name}: the model reads text alone, since its tower is not here: {error}")
     return path

@@ -137,6 +137,9 @@ FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_g
 """Tensors that hold the rows of others, one's after another's, where an architecture has them not as such: of some
 families, and of any if the converter is asked to."""
 
+ROWS = frozenset(("ffn_gate_inp_shexp",))
+"""Matrices of one row, of which llama.cpp's quantiser makes vectors."""
+
 _XIELU: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 
 

@@ -16,7 +16,7 @@ from models.checkpoints.stored_tensor import StoredTensor
 from models.configuration.json_fields import Fields
 from models.configuration.overrides import overridden
 from models.errors import ConfigError, WeightsError
-from models.gguf.architectures import FUSED, GgufArchitecture
+from models.gguf.architectures import FUSED, ROWS, GgufArchitecture
 from models.gguf.config import config_values, find_architecture, plain
 from models.gguf.formats import Array
 from models.gguf.mmproj import PATCHES, PATCHES_NAME, find_mmproj, with_pictures
@@ -120,6 +120,7 @@ class GgufModel:
                         is_transposed=_part(stored) in rules.transposed and name.endswith(".weight"),
                         is_convolution=_part(stored) in rules.convolutions and name.endswith(".weight"),
                         is_flat=_part(stored) in rules.flat, is_decay=_part(stored) in rules.decays,
+                        is_row=_part(stored) in ROWS,
                     )  # fmt: skip
         if self._tower is not None:
             tensors = {re.sub("^model[.]", "model.language_model.", name): each for name, each in tensors.items()}
@@ -189,14 +190,15 @@ class GgufWeight(StoredTensor):
     `index` is its number among those that are stacked in the file's tensor, of which it has the `rows`; a matrix that
     `is_transposed` stands inputs first there. `pairs_of` elements of a head, rotated as neighbouring pairs in the file,
     become two halves; 0 keeps the rows. `norm_offset` was added by the converter. A convolution over time `[channels,
-    taps]` becomes `[channels, 1, taps]`; what `is_flat` a vector; and -exp of a decay, if it `is_decay`, the decay.
+    taps]` becomes `[channels, 1, taps]`; what `is_flat` a vector; what `is_row` a matrix of one row; and -exp of a
+    decay, if it `is_decay`, the decay.
     `factor` multiplies elements of a type whose kept blocks have float32 scales.
     """
 
     def __init__(
         self, file: GgufFile, name: str, index: int | None = None, *, rows: slice = slice(None), pairs_of: int = 0,
         norm_offset: float = 0.0, is_transposed: bool = False, is_convolution: bool = False,
-        is_flat: bool = False, is_decay: bool = False, factor: float = 1.0,
+        is_flat: bool = False, is_decay: bool = False, is_row: bool = False, factor: float = 1.0,
     ) -> None:  # fmt: skip
         entry = file.tensor(name, index)
         self.file, self.name, self.type_name = file.path.name, name, entry.format.name
@@ -213,6 +215,8 @@ class GgufWeight(StoredTensor):
         self._is_decay, self._factor, self._format = is_decay, np.float32(factor), entry.format
         if is_flat:
             self.shape = (math.prod(self.shape),)
+        if is_row and len(self.shape) == 1:
+            self.shape = (1, *self.shape)
         if is_convolution and len(self.shape) == 2:
             self.shape = (self.shape[0], 1, self.shape[1])
 

@@ -117,6 +117,7 @@ class Hub:
 
     url: str = ""
     downloaded: list[str] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
 
     def resolve(self, names: list[str], home: Path) -> tuple[list[list[Any]], str]:
         """`resolve_model` of each name, in a process of its own -> ([kind or error, text, files], stderr)."""
@@ -161,8 +162,8 @@ print(json.dumps(results))
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    state = Hub()
-    files = {**WANTED, **UNWANTED, **TOWERS}
+    state = Hub(files={**WANTED, **UNWANTED, **TOWERS})
+    files = state.files
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -258,6 +259,13 @@ def test_a_gguf_file_that_reads_pictures_brings_its_tower(hub: Hub, tmp_path: Pa
     assert names == ["mmproj-F16.gguf", "pictures-Q3_K.gguf"] == sorted(hub.downloaded)
     hub.url = "http://127.0.0.1:9"  # nobody listens there
     assert hub.resolve(["owner/model:q3_k"], tmp_path)[0] == [[kind, found, names]]
+
+
+def test_a_tower_of_bfloat16_comes_where_there_is_no_other(hub: Hub, tmp_path: Path) -> None:
+    for name in ("mmproj-F16.gguf", "mmproj-F32.gguf"):
+        del hub.files[name]
+    ((_, _, names),), _ = hub.resolve(["owner/model:q3_k"], tmp_path)
+    assert names == ["mmproj-BF16.gguf", "pictures-Q3_K.gguf"]
 
 
 def test_two_files_of_one_quantisation(tmp_path: Path) -> None:

@@ -190,6 +190,8 @@ def _changed(name: str, array: Array, config: dict[str, Any]) -> Array:
         return -np.exp(array)
     if name.endswith("conv1d.weight"):
         return array[:, 0]
+    if kind == "qwen2_moe" and name.endswith("shared_expert_gate.weight"):
+        return array[0]  # as llama.cpp's quantiser leaves it; others as the converter
     return array
 
 
