@@ -91,16 +91,34 @@ class MoeConfig(DecoderConfig):
         return ("expert_size", "shared_size", *(("intermediate_size",) if self.dense_layers else ()))
 
 
+@dataclass(frozen=True, slots=True)
+class PredictionNames:
+    """The names, in a checkpoint, of the parts that predict further tokens (`models.drafters.mtp`).
+
+    Attributes:
+        under: begins all of them; "" for those of the layer after the model's.
+        embed_norm, hidden_norm, projection, norm: of its own parts.
+        layers: begin those of the family's layers.
+    """
+
+    under: str = ""
+    embed_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    layers: tuple[str, ...] = ("",)
+    norm: str = "shared_head.norm"
+
+
 class MoeDecoder(Decoder):
     """A decoder whose layers have experts, but for the dense ones.
 
     Attributes:
-        predicts_apart: checkpoints have the layer that predicts further tokens under "mtp.", not after the others.
+        predicts_apart: the names of what predicts further tokens, where checkpoints do not have it after the layers.
     """
 
     config: MoeConfig
     form = ExpertsForm()
-    predicts_apart = False
+    predicts_apart: PredictionNames | None = None
 
     @classmethod
     def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:

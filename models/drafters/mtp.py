@@ -5,8 +5,8 @@ arXiv 2412.19437, 2.2), as a drafter.
     x = shared_head.norm(layer(x));   token i + 2 ~ head(x);   x takes the place of h one token further
 
 A checkpoint has it as layer `num_hidden_layers`, with names as above, or apart (`mtp.`). Its layer is one of the
-family's. Table and head are the model's: the copies that a checkpoint stores beside it are passed over. Of several such
-layers, each trained for a token further on, only the first is used.
+family's, or two where each has one part (Nemotron-H). Table and head are the model's: the copies that a checkpoint
+stores beside it are passed over. Of several such layers, each trained for a token further on, only the first is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
@@ -26,7 +25,7 @@ from models.checkpoints.model_files import open_model
 from models.decoder import Decoder
 from models.drafters.making import make_drafter, options_of
 from models.errors import ModelLoadError
-from models.experts import MoeDecoder
+from models.experts import MoeDecoder, PredictionNames
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
@@ -36,27 +35,6 @@ from runtime.linear.options import LoadSettings
 from runtime.tensor.tensor import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """The names of the parts in a checkpoint.
-
-    Attributes:
-        under: begins all of them; None for the layer after the model's.
-        embed_norm, hidden_norm, projection, norm: of its own parts.
-        layer: begins those of the family's layer.
-    """
-
-    under: str | None = None
-    embed_norm: str = "enorm"
-    hidden_norm: str = "hnorm"
-    projection: str = "eh_proj"
-    layer: str = ""
-    norm: str = "shared_head.norm"
-
-
-_APART = _Names("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm")
-
-
 class MtpDrafter:
     """See `SteppingDrafter`."""
 
@@ -64,7 +42,7 @@ class MtpDrafter:
     longrope_threshold: int | None = None
     weight_bytes: int
 
-    def __init__(self, maker: Maker, target: MoeDecoder, names: _Names) -> None:
+    def __init__(self, maker: Maker, target: MoeDecoder, names: PredictionNames) -> None:
         config = target.config
         hidden = config.hidden_size
         self.target: Decoder = target
@@ -80,7 +58,9 @@ class MtpDrafter:
             for name in (names.embed_norm, names.hidden_norm, names.norm)
         )
         self._projection = own.linear(names.projection, outputs=hidden, inputs=2 * hidden)
-        self._layer = self._one.make_layer(0, own.under(names.layer) if names.layer else own)
+        self._layers = [
+            self._one.make_layer(index, own.under(name) if name else own) for index, name in enumerate(names.layers)
+        ]
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         return self._one.kv_cache_spec(block_size, self.dtype)
@@ -94,7 +74,9 @@ class MtpDrafter:
         embedded = ops.embedding(batch.token_ids, self.target.embed_tokens, scale=self.target.embedding_scale)
         embedded = ops.rms_norm(embedded, self._embed_norm, self._eps)
         normed = ops.rms_norm(hidden, self._hidden_norm, self._eps)
-        x = self._layer(self._projection(ops.join_columns([embedded, normed])), batch, pages)
+        x = self._projection(ops.join_columns([embedded, normed]))
+        for layer in self._layers:
+            x = layer(x, batch, pages)
         read = ops.rms_norm(x, self._norm, self._eps)
         return read, read
 
@@ -103,7 +85,7 @@ class MtpDrafter:
 
 
 def _of_one_layer(target: MoeDecoder) -> MoeDecoder:
-    """The model's config reduced to that layer; layers and pages are made from it."""
+    """The model, its config reduced to that layer; layers and pages are made from it."""
     one = copy.copy(target)
     one.config, one.kv_skip_layers, one.state_dtype = target.prediction_config(), (), float32
     return one
@@ -120,14 +102,14 @@ def load_mtp(
     config = target.config
     checkpoint = None if load_format == "dummy" else open_model(folder, mmproj=settings.get("mmproj", "")).checkpoint()
     has_some = checkpoint is not None and any(name.startswith("mtp.") for name in checkpoint.tensors)
-    is_apart = has_some and isinstance(target, MoeDecoder) and target.predicts_apart
-    if not isinstance(target, MoeDecoder) or not (is_apart or target.config.num_prediction_layers):
+    apart = target.predicts_apart if has_some and isinstance(target, MoeDecoder) else None
+    if not isinstance(target, MoeDecoder) or not (apart or target.config.num_prediction_layers):
         raise ModelLoadError(
             f"{folder}: {config.architecture} has no layer that predicts further tokens (num_nextn_predict_layers)"
         )
     options = options_of(target, settings)
     positions = min(target.max_positions, max_model_len or target.max_positions)
-    names = _APART if is_apart else _Names()
+    names = apart or PredictionNames()
     return make_drafter(
         lambda maker: MtpDrafter(maker, target, names), checkpoint, options, positions, prefix=target.prefix,
         harmless=_all_others(target, names), renames=target.renames, dummy_dtype=config.dtype or float32, seed=seed,
@@ -135,8 +117,9 @@ def load_mtp(
     )  # fmt: skip
 
 
-def _all_others(target: Decoder, names: _Names) -> re.Pattern[str]:
+def _all_others(target: Decoder, names: PredictionNames) -> re.Pattern[str]:
     """Names of the tensors of a checkpoint that are not the prediction layer's, or copies of the model's."""
+    further = rf"layers\.(?![0-{len(names.layers) - 1}]\.).*"
     own = re.escape(f"{names.under or f'{target.root}.layers.{target.config.num_layers}'}.")
-    shared = r"(embed_tokens|shared_head\.head)\.weight|(layers\.0\.)?self_attn\.rotary_emb\.inv_freq|layers\.[1-9].*"
-    return re.compile(rf"(?!{own}).*|{own}({shared})")
+    shared = r"(embed_tokens|shared_head\.head)\.weight|(layers\.0\.)?self_attn\.rotary_emb\.inv_freq"
+    return re.compile(rf"(?!{own}).*|{own}({shared}|{further})")

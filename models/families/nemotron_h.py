@@ -2,6 +2,8 @@
 
     x = x + part(norm(x)),   part: a Mamba-2 mixer, attention without positions, an MLP, or experts
 
+Nemotron 3 Super predicts further tokens by two more layers, of attention and of experts (`models.drafters.mtp`).
+
 MLP and experts are `down(max(up(x), 0)^2)`, without a gate. Experts are chosen as in DeepSeek-V3, one more takes all
 tokens; in the larger models the chosen ones see a shorter row (`moe_latent_size`).
 """
@@ -9,14 +11,14 @@ tokens; in the larger models the chosen ones see a shorter row (`moe_latent_size
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from models.base import Architecture
 from models.configuration.config import read_common
 from models.configuration.json_fields import Fields
 from models.decoder import Attention, DecoderConfig, FeedForward, Layer
-from models.experts import Experts, ExpertsForm, MoeDecoder
+from models.experts import Experts, ExpertsForm, MoeConfig, MoeDecoder, PredictionNames
 from models.families.glm import read_sigmoid_rule
 from models.makers.maker import Maker
 from models.mamba import (
@@ -46,12 +48,13 @@ _SIZES = {
 }  # fmt: skip
 _DEFAULTS = {"mamba_heads": 128, "mamba_groups": 8, "head_dim": 64, "state_size": 128, "taps": 4}
 _UNREAD = (
-    "chunk_size", "expand", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type",
-    "num_logits_to_keep", "num_nextn_predict_layers", "partial_rotary_factor", "rescale_prenorm_residual",
-    "rope_parameters", "rope_theta", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank",
-    "use_mamba_kernels",
+    "chunk_size", "expand", "moe_shared_expert_overlap", "num_logits_to_keep", "partial_rotary_factor",
+    "rescale_prenorm_residual", "rope_parameters", "rope_theta", "time_step_floor", "time_step_max", "time_step_min",
+    "time_step_rank", "use_mamba_kernels",
 )  # fmt: skip
-"""Fields about training, its own kernels, rotations, which it has not, and layers that predict further tokens."""
+"""Fields about training, its own kernels, and rotations, which it has not."""
+_PREDICTS = (ATTENTION, EXPERTS)
+"""The kinds of the layers that predict further tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +70,23 @@ class NemotronHModel(MambaModel, MoeDecoder):
     table_name, norm_name = "embeddings", "norm_f"
     renames = MappingProxyType({"backbone.": "model."})
     harmless = re.compile(r"mtp\..*")  # layers that predict further tokens
+    predicts_apart = PredictionNames(
+        "mtp", "layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", ("layers.0", "layers.1"),
+        "layers.1.final_layernorm",
+    )  # fmt: skip
     form = ExpertsForm(
         gate_up=("up_proj",), activation="squared_relu", shared="shared_experts", has_shared_gate=False,
         correction="gate.e_score_correction_bias", latent=("fc1_latent_proj", "fc2_latent_proj"),
         stacks=("experts.up_proj", "experts.down_proj"),
     )  # fmt: skip
     config: NemotronHConfig
+
+    def prediction_config(self) -> MoeConfig:
+        """See `MoeDecoder`. Two layers, of which the first has attention."""
+        return replace(
+            self.config, num_layers=2, kinds=_PREDICTS, dense_layers=frozenset({0}), layer_windows=(None,) * 2,
+            layer_ropes=(None,) * 2, attention_scales=self.config.attention_scales[-1:] * 2,
+        )  # fmt: skip
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
         kind, norm, inner = self.config.kinds[index], self.input_norm(maker, "norm"), maker.under("mixer")
@@ -149,6 +163,7 @@ def read_nemotron_h(fields: Fields) -> NemotronHConfig:
         **common, kinds=kinds, layer_ropes=(None,) * len(kinds), mlp_bias=fields.boolean("mlp_bias", False),
         dense_layers=frozenset(index for index, kind in enumerate(kinds) if kind != EXPERTS),
         expert_size=expert_size, shared_size=shared_size, latent_size=latent_size, rule=rule,
+        num_prediction_layers=_read_prediction(fields),
         mamba_heads=sizes.pop("mamba_heads"), mamba_groups=sizes.pop("mamba_groups"),
         mamba=MambaForm(
             **sizes, has_conv_bias=fields.boolean("use_conv_bias", True), has_bias=fields.boolean("use_bias", False),
@@ -157,18 +172,30 @@ def read_nemotron_h(fields: Fields) -> NemotronHConfig:
     )  # fmt: skip
 
 
+def _read_prediction(fields: Fields) -> int:
+    """How many times further tokens are predicted; 0 by other layers than are known."""
+    kinds = _kinds_of(fields, "mtp_hybrid_override_pattern", ("mtp_layers_block_type",))
+    count = fields.integer("num_nextn_predict_layers", 0, least=0, most=1 << 8)
+    return count if kinds in ((), _PREDICTS) else 0
+
+
+def _kinds_of(fields: Fields, pattern_name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The kinds of layers that a field has as letters, or others by their names; () if none is given."""
+    pattern, kinds = fields.string(pattern_name, None), read_kinds(fields, names, tuple(_LETTERS.values()))
+    if pattern is None:
+        return kinds
+    if unknown := {*pattern} - {*_LETTERS}:
+        known = ", ".join(_LETTERS)
+        raise fields.error(pattern_name, f"has {min(unknown)!r:.80}, which must be one of {known}")
+    by_letter = tuple(_LETTERS[letter] for letter in pattern)
+    if kinds and kinds != by_letter:
+        raise fields.error(pattern_name, f"contradicts {names[0]}")
+    return by_letter
+
+
 def _read_kinds(fields: Fields) -> tuple[str, ...]:
     """The kind of each layer, whose number is also `num_hidden_layers`."""
-    names, pattern = tuple(_LETTERS.values()), fields.string("hybrid_override_pattern", None)
-    kinds = read_kinds(fields, ("layers_block_type", "layer_types"), names)
-    if pattern is not None:
-        if unknown := {*pattern} - {*_LETTERS}:
-            known = ", ".join(_LETTERS)
-            raise fields.error("hybrid_override_pattern", f"has {min(unknown)!r:.80}, which must be one of {known}")
-        by_letter = tuple(_LETTERS[letter] for letter in pattern)
-        if kinds and kinds != by_letter:
-            raise fields.error("hybrid_override_pattern", "contradicts layers_block_type")
-        kinds = by_letter
+    kinds = _kinds_of(fields, "hybrid_override_pattern", ("layers_block_type", "layer_types"))
     kinds = kinds or (MAMBA, EXPERTS, ATTENTION, MLP)
     if not {MAMBA, ATTENTION} & {*kinds}:
         raise fields.error("layers_block_type", "has no linear_attention and no full_attention: one layer must be that")

@@ -20,7 +20,7 @@ from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import ModelConfig, outer_fields, read_attention_bias, read_choice
 from models.configuration.json_fields import Fields
 from models.decoder import Layer, Mixer, PreNormLayer, read_rotated
-from models.experts import MoeConfig, MoeDecoder, dense_layers, read_rule
+from models.experts import MoeConfig, MoeDecoder, PredictionNames, dense_layers, read_rule
 from models.families.qwen3_vl import Qwen3VLDecoder, VisionConfig, read_vision
 from models.makers.maker import Maker
 from models.makers.shards import Shard
@@ -81,7 +81,7 @@ class Qwen35PictureConfig(Qwen35Config):
 class Qwen35Model(MoeDecoder):
     config: Qwen35Config
     norm_offset = 1.0
-    predicts_apart = True
+    predicts_apart = PredictionNames("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", ("layers.0",), "norm")
 
     @classmethod
     def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:

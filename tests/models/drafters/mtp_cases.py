@@ -11,7 +11,7 @@ from tests.models.folders import Array, Golden, golden_tensors, load_golden, wri
 from tests.models.golden_weights import golden_tensor
 
 FOLDER = Path(__file__).parent / "mtp"
-CASES = ("deepseek_v3_odd", "glm4_moe_groups", "qwen3_5_odd")
+CASES = ("deepseek_v3_odd", "glm4_moe_groups", "nemotron_h_moe_latent", "qwen3_5_odd")
 NUM_TOKENS, NUM_STEPS = 9, 3
 
 
@@ -20,6 +20,8 @@ def prediction_tensors(case: str) -> dict[str, Array]:
     golden = load_golden(case)
     if case.startswith("qwen3_5"):
         return _apart(golden)
+    if case.startswith("nemotron_h"):
+        return _of_two_layers(golden)
     layers = {int(name.split(".")[2]) for name in golden.shapes if name.startswith("model.layers.")}
     last, own = f"model.layers.{max(layers)}.", f"model.layers.{max(layers) + 1}."
     shapes = {own + name.removeprefix(last): shape for name, shape in golden.shapes.items() if name.startswith(last)}
@@ -42,6 +44,24 @@ def _apart(golden: Golden) -> dict[str, Array]:
     hidden = golden.shapes["model.norm.weight"][0]
     shapes |= {f"mtp.{name}.weight": (hidden,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
     shapes["mtp.fc.weight"] = hidden, 2 * hidden
+    return {name: golden_tensor(name, shape, golden.seed) for name, shape in shapes.items()}
+
+
+def _of_two_layers(golden: Golden) -> dict[str, Array]:
+    """The same of a model whose layers have one part each: one like its attention, one like its experts."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for own, part in enumerate((".mixer.q_proj.", ".mixer.gate.weight")):
+        (number,) = {name.split(".")[2] for name in golden.shapes if part in name}
+        like = f"backbone.layers.{number}."
+        shapes |= {
+            f"mtp.layers.{own}.{name.removeprefix(like)}": shape
+            for name, shape in golden.shapes.items()
+            if name.startswith(like)
+        }
+    hidden = golden.shapes["backbone.norm_f.weight"][0]
+    norms = ("0.enorm", "0.hnorm", "1.final_layernorm")
+    shapes |= {f"mtp.layers.{name}.weight": (hidden,) for name in norms}
+    shapes["mtp.layers.0.eh_proj.weight"] = hidden, 2 * hidden
     return {name: golden_tensor(name, shape, golden.seed) for name, shape in shapes.items()}
 
 
@@ -75,8 +95,10 @@ def write_bigrams(folder: Path, case: str, *, share: float = 0.0) -> Path:
     for name, array in own.items():
         if name.endswith(("eh_proj.weight", "mtp.fc.weight")):
             array[:] = np.eye(*array.shape)
-        elif name.endswith(("shared_head.norm.weight", "mtp.norm.weight")):
-            array[:] = tensors["model.norm.weight"]
+        elif name.endswith(("shared_head.norm.weight", "mtp.norm.weight", "final_layernorm.weight")):
+            array[:] = next(
+                tensors[norm] for norm in ("model.norm.weight", "backbone.norm_f.weight") if norm in tensors
+            )
     folder.mkdir()
     (folder / "config.json").write_text((golden.folder / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
     write_safetensors(folder / "model.safetensors", {**tensors, **own})

@@ -154,7 +154,7 @@ def fp8_whole(weight: Array) -> Stored:
 
 
 def compressed(ignored: list[str], weights: dict[str, Any], activations: Any, form: str) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
     group |= {"input_activations": activations, "output_activations": None}
     return {
         "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed", "ignore": ignored,
@@ -174,7 +174,7 @@ def rows_config(ignored: list[str]) -> dict[str, Any]:
 
 
 def gptq_config(ignored: list[str]) -> dict[str, Any]:
-    dynamic = {f"-:.*{name.replace('.', chr(92) + '.')}.*": {} for name in ignored}
+    dynamic: dict[str, Any] = {f"-:.*{name.replace('.', chr(92) + '.')}.*": {} for name in ignored}
     return {
         "quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "lm_head": False,
         "checkpoint_format": "gptq", "pack_dtype": "int32", "dynamic": dynamic, "meta": {"quantizer": ["gptqmodel:7"]},
