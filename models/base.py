@@ -42,6 +42,8 @@ class Model(ABC):
         device: where weights and activations lie.
         weight_bytes: bytes of all weights as they are kept; set by the loader.
         layer_bytes: those of each layer.
+        mapped_bytes: of tables that are read a row a token and not loaded: they stay in their files, or in the host's
+            memory beside a GPU.
         rounded_activations: of a declared model, how products round rows of x to bytes, by how weights are stored.
         least_first_layers: layers that the first of several stages has to have.
         logits_scale, logits_softcap: factor of `compute_logits`' logits, and the bound of its tanh.
@@ -60,6 +62,7 @@ class Model(ABC):
     renames: ClassVar[Mapping[str, str]] = MappingProxyType({})
     lm_head: Linear  # [vocab_size, hidden_size]
     weight_bytes: int
+    mapped_bytes = 0
     layer_bytes: list[int]
     rounded_activations: Mapping[str, str] = MappingProxyType({})
     least_first_layers = 1

@@ -229,7 +229,7 @@ def declare(
             maker, model = _declared(config, options, positions, source.main_dtype())
     rounded = _rounded(source, config, maker)
     maker.settle(rounded)
-    model.weight_bytes, model.layer_bytes = maker.size_bytes, maker.layer_bytes
+    model.weight_bytes, model.layer_bytes, model.mapped_bytes = maker.size_bytes, maker.layer_bytes, maker.mapped_bytes
     model.rounded_activations = maker.rounded_activations
     warnings = () if options.rank else _warnings(folder, overrides, mmproj, said, config)
     return Declaration(Path(folder), config, model, options, rounded, warnings)
@@ -342,7 +342,7 @@ def _built(config: ModelConfig, maker: Maker) -> Model:
     options = maker.options
     config = config.of_a_rank(options.rank, options.num_ranks, exact=options.exact)
     model = architecture_named(config.architecture).model_class(config, maker)
-    model.weight_bytes, model.layer_bytes = maker.size_bytes, maker.layer_bytes
+    model.weight_bytes, model.layer_bytes, model.mapped_bytes = maker.size_bytes, maker.layer_bytes, maker.mapped_bytes
     return model
 
 

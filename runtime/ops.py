@@ -26,6 +26,7 @@ from runtime.dtype import STORED, DType, NDArray, float32, int32, int64
 from runtime.linear.experts import ExpertsWeight
 from runtime.linear.norm import RmsNorm
 from runtime.linear.shared_table import SharedTable
+from runtime.linear.stored_table import StoredTable
 from runtime.linear.weight import LinearWeight, prepare_linear
 from runtime.rope_table import RopeTable
 from runtime.routing import Routing, RoutingRule
@@ -207,11 +208,13 @@ def _check_softcap(op: str, softcap: float | None) -> None:
         raise fail(op, "softcap", f"is {softcap}, must be above 0 and finite")
 
 
-def embedding(token_ids: Tensor, table: Tensor | LinearWeight | SharedTable, *, scale: float = 1.0) -> Tensor:
+def embedding(
+    token_ids: Tensor, table: Tensor | LinearWeight | SharedTable | StoredTable, *, scale: float = 1.0
+) -> Tensor:  # fmt: skip
     """``scale`` times rows of ``table [V, H]`` for ``token_ids [T]`` int32 -> ``[T, H]`` in the activations' type.
 
     A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once. With a SharedTable
-    each rank looks up its columns, which are then gathered.
+    each rank looks up its columns, which are then gathered. Rows of a StoredTable, on the cpu, are read as stored.
     """
     if isinstance(table, SharedTable):
         rows = embedding(token_ids, table.part, scale=scale)
@@ -219,7 +222,10 @@ def embedding(token_ids: Tensor, table: Tensor | LinearWeight | SharedTable, *, 
         return gathered
     op, backend = "embedding", _backend("embedding", "token_ids", token_ids)
     check(op, "token_ids", token_ids, token_ids.device, int32, (None,))
-    if not isinstance(table, LinearWeight):
+    if isinstance(table, StoredTable):
+        if token_ids.device.kind != "cpu":
+            raise fail(op, "table", f"is in stored blocks, must be of floats on {token_ids.device}")
+    elif not isinstance(table, LinearWeight):
         check(op, "table", table, token_ids.device, FLOATS, (None, None))
     elif not isinstance(table, backend.TABLE):
         raise fail(op, "table", f"is on {table.device}, the other arguments are on {token_ids.device}")

@@ -40,6 +40,14 @@ class StoredTensor(ABC):
     def array(self) -> Array:
         """The elements, as a view of the mapped file where they are stored so."""
 
+    def some_rows(self, rows: slice) -> Array:
+        """`array()[rows]`, which reads no others."""
+        return self.array()[rows]
+
+    def stored_rows(self) -> Array:
+        """`blocks` without a look at them, which would read the whole tensor."""
+        raise AssertionError(f"{self.name} is not stored in blocks")
+
     def blocks(self) -> Array:
         """The bytes of the rows, `[rows, row bytes]`, of a matrix in a `block_format`."""
         raise AssertionError(f"{self.name} is not stored in blocks")

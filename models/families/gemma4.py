@@ -152,7 +152,7 @@ class LayerInputs:
         size, total = config.input_size, config.num_layers * config.input_size
         self.size, self.eps = size, config.norm_eps * config.hidden_size  # the map's outputs are not scaled
         self.scale = float(np.array(math.sqrt(size), maker.dtype.numpy))
-        self.table = maker.table("embed_tokens_per_layer.weight", config.input_rows, total)
+        self.table = maker.mapped_table("embed_tokens_per_layer.weight", config.input_rows, total)
         self.projection = maker.unrounded().linear(
             "per_layer_model_projection", outputs=total, inputs=config.hidden_size
         )
@@ -252,6 +252,7 @@ def read_gemma4(fields: Fields) -> Gemma4Config:
     _check_sharing(fields, kinds, num_sharing)
     wide = fields.boolean("use_double_wide_mlp", False)
     input_size = fields.integer("hidden_size_per_layer_input", 256, least=0, most=1 << 16)
+    input_rows = fields.integer("vocab_size_per_layer_input", 262_144, most=1 << 24)
     return Gemma4Config(
         **common | read_attention_bias(fields) | {
             "layer_windows": windows, "attention_scales": (1.0,) * count,
@@ -261,7 +262,7 @@ def read_gemma4(fields: Fields) -> Gemma4Config:
         full_head_dim=full_head_dim, full_kv_heads=full_kv_heads, keys_are_values=is_equal,
         num_sharing_layers=num_sharing, sharing_size=common["intermediate_size"] * (2 if wide else 1),
         input_size=input_size,
-        input_rows=fields.integer("vocab_size_per_layer_input", 262_144, most=1 << 24),
+        input_rows=input_rows if input_size else 0,
         logits_softcap=fields.number("final_logit_softcapping", None, least=1e-3, most=1e6),
     )  # fmt: skip
 

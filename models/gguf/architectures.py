@@ -9,6 +9,7 @@ from typing import Any
 
 from models.gguf import fields
 from models.gguf.fields import Keys
+from models.gguf.gemma4 import read_gemma4
 
 # A layer's tensor names in GGUF, and in safetensors. Names with "{expert}" are stacks of all experts in GGUF, "{keys}"
 # and "{values}" the two parts of one map of each head.
@@ -25,6 +26,14 @@ LLAMA = {
 _W = {"gate": "w1", "up": "w3", "down": "w2"}
 BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 GEMMA = {**LLAMA, "ffn_norm": "pre_feedforward_layernorm", **BEHIND}
+GEMMA4 = {
+    **GEMMA, **HEAD_NORMS, "layer_output_scale.weight": "layer_scalar", "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1", "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    **{f"ffn_{name}_exps": f"experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
 OLMO2 = {name: ours for name, ours in {**LLAMA, **HEAD_NORMS}.items() if name not in ("attn_norm", "ffn_norm")}
 GLM4 = {
     **LLAMA, "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
@@ -159,6 +168,7 @@ class GgufArchitecture:
         flat: parts of a layer that are vectors there, whatever their shape here; of them `decays` are stored as
             `-exp` of what they are there.
         is_latent: heads' sizes are those of latent attention, which `read` reads; `head_dim` is what is rotated.
+        differs_by_layer: numbers of heads and columns are lists, which `read` reads; the common fields take the first.
         names: of tensors outside of layers, and of the layers ("blk"), here.
         transposed: parts of a layer whose matrices are stored inputs first here.
         layer_numbers: metadata with a number for each layer: the tensor and its shape that a layer has here.
@@ -177,6 +187,7 @@ class GgufArchitecture:
     flat: frozenset[str] = frozenset()
     decays: frozenset[str] = frozenset()
     is_latent: bool = False
+    differs_by_layer: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     transposed: frozenset[str] = frozenset()
     layer_numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -206,6 +217,18 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma": GgufArchitecture("GemmaForCausalLM", LLAMA, norm_offset=1.0),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", GEMMA, norm_offset=1.0, read=fields.read_gemma2),
     "gemma3": GgufArchitecture("Gemma3ForCausalLM", {**GEMMA, **HEAD_NORMS}, norm_offset=1.0, read=fields.read_gemma3),
+    "gemma4": GgufArchitecture(
+        "Gemma4ForCausalLM",
+        GEMMA4,
+        differs_by_layer=True,
+        names={
+            **NAMES,
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        read=read_gemma4,
+    ),
     "phi3": GgufArchitecture("Phi3ForCausalLM", PHI3, read=fields.read_phi3),
     "granite": GgufArchitecture("GraniteForCausalLM", LLAMA, has_permuted_heads=True, read=fields.read_granite),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", LLAMA, has_permuted_heads=True),

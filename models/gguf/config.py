@@ -50,6 +50,7 @@ def config_values(
     fields = Fields(own, str(file.path))
     fields.owner = name
     keys = Keys(fields, name, tensors)
+    one_of = keys.first if rules.differs_by_layer else keys.integer
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing: the file holds no whole model")
     hidden, num_heads = keys.integer("embedding_length", REQUIRED), keys.integer("attention.head_count", REQUIRED)
@@ -63,9 +64,9 @@ def config_values(
         "hidden_size": hidden,
         "num_hidden_layers": keys.integer("block_count", REQUIRED),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv", num_heads),
+        "num_key_value_heads": one_of("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "intermediate_size": _inner_size(keys),
+        "intermediate_size": one_of("feed_forward_length", REQUIRED) if rules.differs_by_layer else _inner_size(keys),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": keys.integer("context_length", REQUIRED),
         rules.epsilon[1]: _epsilon(keys, rules),

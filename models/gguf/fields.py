@@ -29,6 +29,12 @@ class Keys:
             return Fields({name: value}, self.fields.where).integer(name, default, least=least)
         return self.fields.integer(name, default, least=least)
 
+    def first(self, key: str, default: Any = None) -> Any:
+        """An integer, or the first of a list, one for each layer."""
+        value = self.fields.raw(self(key))
+        value = value[0] if isinstance(value, list) and value else value
+        return Fields({self(key): value}, self.fields.where).integer(self(key), default)
+
     def number(self, key: str, default: Any = None) -> Any:
         """A finite number."""
         return self.fields.number(self(key), default)
@@ -282,7 +288,7 @@ def read_gpt_oss(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": size,
         "rope_scaling": rope,
         "sliding_window": keys.integer("attention.sliding_window", 128),
-        **_read_pattern(keys, common),
+        **read_pattern(keys, common),
     }
 
 
@@ -292,7 +298,7 @@ def read_gemma2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
         "sliding_window": keys.integer("attention.sliding_window", 4096),
         "query_pre_attn_scalar": _score_divisor(common, num_layers_of_largest=46),
-        **_read_pattern(keys, common),
+        **read_pattern(keys, common),
     }
 
 
@@ -304,7 +310,7 @@ def read_gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
         "query_pre_attn_scalar": _score_divisor(common, num_layers_of_largest=62),
         **({"layer_types": ["full_attention"] * common["num_hidden_layers"]} if not window else {}),
-        **_read_pattern(keys, common),
+        **read_pattern(keys, common),
     }
 
 
@@ -315,7 +321,7 @@ def _score_divisor(common: dict[str, Any], *, num_layers_of_largest: int) -> int
     return int(common["head_dim"])
 
 
-def _read_pattern(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+def read_pattern(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     """`layer_types` from one flag a layer: whether it has a window."""
     name, num_layers = keys("attention.sliding_window_pattern"), common["num_hidden_layers"]
     pattern = keys.fields.raw(name)
@@ -336,7 +342,7 @@ def read_olmo2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     window = keys.integer("attention.sliding_window")
     if not window:
         return {}
-    return {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window, **_read_pattern(keys, common)}
+    return {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window, **read_pattern(keys, common)}
 
 
 def read_granite(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -360,7 +366,7 @@ def read_seed_oss(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_exaone4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": keys.integer("attention.sliding_window", least=0) or None, **_read_pattern(keys, common)}
+    return {"sliding_window": keys.integer("attention.sliding_window", least=0) or None, **read_pattern(keys, common)}
 
 
 def read_use_bias(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -381,7 +387,7 @@ def read_command_r(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 def read_cohere2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     window = keys.integer("attention.sliding_window", REQUIRED)
     logit_scale = keys.number("logit_scale", 0.0625)
-    return {"logit_scale": logit_scale, "sliding_window": window, **_read_pattern(keys, common)}
+    return {"logit_scale": logit_scale, "sliding_window": window, **read_pattern(keys, common)}
 
 
 def read_granite_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:

@@ -233,6 +233,16 @@ class GgufWeight(StoredTensor):
                 values = np.log(-values.astype(np.float64)).astype(np.float32)
         return np.ascontiguousarray(values.T) if self._is_transposed else values.reshape(self.shape)
 
+    def some_rows(self, rows: slice) -> Array:
+        if self.block_format is None or self._pairs_of:
+            return self.array()[rows]
+        return self._file.tensor(self.name).format.dequantise(self.stored_rows()[rows])
+
+    def stored_rows(self) -> Array:
+        assert not self._pairs_of, "rows of heads are looked up in no table"
+        rows: Array = self._file.raw(self.name, self._index)[self._rows]
+        return rows
+
     def blocks(self) -> Array:
         blocks = self._in_halves(self._file.blocks(self.name, self._index)[self._rows])
         if self._factor != 1:

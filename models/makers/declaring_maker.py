@@ -48,6 +48,7 @@ class DeclaringMaker(Maker):
         super().__init__(options, max_positions, main_dtype)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._experts: list[ExpertsWeight] = []
+        self._unsettled_tables: list[str] = []
         self._unsettled: list[tuple[int, Callable[[Checkpoint], int]]] = []  # a place among sizes, and its bytes
         self.matrices: set[str] = set()
         self.transposed: set[str] = set()
@@ -62,6 +63,7 @@ class DeclaringMaker(Maker):
         if ranks cannot share a matrix, `InvalidArgumentError` if a layer's experts differ."""
         for place, settled_bytes in self._unsettled:
             self._sizes[place] = settled_bytes(source)
+        self._mapped[:] = [source[name].size_bytes for name in self._unsettled_tables]
         for experts in self._experts:
             experts.check_alike()
 
@@ -191,6 +193,11 @@ class DeclaringMaker(Maker):
         self._shapes[name] = (rows, columns.whole)
         self._settles(lambda source: rows * columns.count * self._dtype_of(source.dtype(name)).itemsize)
         return _nothing((rows, columns.count), self._dtype_of(self.dtype))
+
+    def _mapped_table(self, name: str, rows: int, columns: int) -> Tensor:
+        self._shapes[name] = (rows, columns)
+        self._unsettled_tables.append(name)
+        return _nothing((rows, columns), self._dtype_of(self.dtype))
 
 
 def _nothing(shape: tuple[int, ...], dtype: DType) -> Tensor:

@@ -15,10 +15,12 @@ from models.makers.kept_formats import check_cut
 from models.makers.maker import Maker
 from models.makers.shards import Shard
 from models.rope import make_rope_table
+from numba_kernels.cpu.ggml_rows import BLOCKS
 from runtime import ops
 from runtime.dtype import float16, float32
 from runtime.linear.options import LoadOptions
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
+from runtime.linear.stored_table import StoredTable, pinned_table
 from runtime.linear.weight import (
     BlockRows,
     LinearWeight,
@@ -29,6 +31,7 @@ from runtime.routing import HeadRouting
 from runtime.tensor.cast import cast_array
 from runtime.tensor.tensor import Tensor
 
+_MAPPED_ELEMENTS = 1 << 24  # of a table that are converted at once
 _FLOAT16_INFINITY = 0x7C00  # its bits; NaN's are greater
 
 
@@ -173,6 +176,24 @@ class LoadingMaker(Maker):
         array = self._array(name, places)
         is_own = array.flags.owndata or self.options.device.kind != "cpu"  # what goes to a GPU is copied there
         return self._keep(array if is_own else array.copy(), name)
+
+    def _mapped_table(self, name: str, rows: int, columns: int) -> Tensor | StoredTable:
+        stored, device, dtype = self._source[name], self.options.device, self.dtype
+        self._mapped.append(stored.size_bytes)
+        if device.kind == "cpu":
+            if stored.block_format in BLOCKS:
+                return StoredTable.of(stored.stored_rows(), stored.block_format, columns)
+            array = stored.array() if stored.quantized is None else stored.matrix().dequantise(dtype)
+            tensor = Tensor.from_numpy(array)
+            tensor.storage.freeze()
+            return tensor
+        tensor, numbers = pinned_table((rows, columns), dtype, device)
+        step = max(1, _MAPPED_ELEMENTS // columns)
+        for first in range(0, rows, step):
+            some = slice(first, min(rows, first + step))
+            numbers[some] = cast_array(stored.some_rows(some), dtype)
+        stored.release()
+        return tensor
 
     def _keep(self, array: Array, name: str) -> Tensor:
         tensor = Tensor.from_numpy(array).to(self.options.device)

@@ -32,6 +32,7 @@ from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.shared_table import SharedTable
+from runtime.linear.stored_table import StoredTable
 from runtime.linear.weight import (
     LinearWeight,
     PanelWeight,
@@ -65,6 +66,7 @@ class Maker(ABC):
         self._source: Checkpoint | None = None
         self._sizes: list[int] = []  # shared with the makers below, as are the next ones
         self._layer_spans: list[slice] = []  # of the sizes
+        self._mapped: list[int] = []  # sizes of tables that stay in their files
         self.tables: set[str] = set()  # names of the token table and the output head
         self.heads: set[str] = set()  # of the head alone, or of a tied table
         self._is_quantisable = True
@@ -88,6 +90,11 @@ class Maker(ABC):
     def size_bytes(self) -> int:
         """Bytes of all pieces, as they are kept."""
         return sum(self._sizes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of tables that are not among the weights, as they are stored."""
+        return sum(self._mapped)
 
     @property
     def layer_bytes(self) -> list[int]:
@@ -422,6 +429,11 @@ class Maker(ABC):
         self._count(made.size * made.dtype.itemsize)
         return made
 
+    def mapped_table(self, name: str, rows: int, columns: int) -> Tensor | StoredTable:
+        """`name [rows, columns]`, as large as a model, for looking a row a token up. On the cpu it stays in its file,
+        whose pages are read as rows are; a GPU reads rows in pinned memory of the host."""
+        return self._mapped_table(self._prefix + name, rows, columns)
+
     @abstractmethod
     def rope(self, rope: RopeConfig) -> RopeTable:
         """The table of rotary positions, up to `max_positions`."""
@@ -469,3 +481,6 @@ class Maker(ABC):
 
     @abstractmethod
     def _table(self, name: str, rows: int, columns: Shard) -> Tensor: ...
+
+    @abstractmethod
+    def _mapped_table(self, name: str, rows: int, columns: int) -> Tensor | StoredTable: ...

@@ -31,7 +31,7 @@ BAD_INDEX = 1
 
 
 @njit(nogil=True)
-def _rows_of(a, work_item):
+def rows_of(a, work_item):
     """All indices, and the range of the work item's rows, which is empty where one lies outside the table, with status
     1."""
     indices = int32_at(a.indices, a.num_rows)
@@ -66,7 +66,7 @@ def embedding_kernel(stored: Any) -> Kernel:
 
     def embedding(arguments, work_item):
         a = carray(arguments, 1)[0]
-        indices, start, end = _rows_of(a, work_item)
+        indices, start, end = rows_of(a, work_item)
         width, whole_words = a.width, a.width // elements
         words = -(-width // elements)
         for row in range(start, end):
@@ -95,7 +95,7 @@ def _block_kernel(stored: str) -> Kernel:
 
     def embedding(arguments, work_item):
         a = carray(arguments, 1)[0]
-        indices, start, end = _rows_of(a, work_item)
+        indices, start, end = rows_of(a, work_item)
         words = -(-a.width // elements) * block_words
         for row in range(start, end):
             index = np.int64(indices[row])

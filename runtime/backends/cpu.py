@@ -17,6 +17,7 @@ from numba_kernels.cpu import experts as _experts
 from numba_kernels.cpu import norm as _norm
 from numba_kernels.cpu.gemm import experts as _grouped
 from numba_kernels.cpu.gemm import linear as _linear
+from numba_kernels.cpu.ggml_rows import stored_rows_kernel as _stored_rows
 from numba_kernels.cpu.running.launch import address_of, hold, new_array
 from runtime.backends.checks import fail
 from runtime.backends.cpu_attention import LATENT_ROW_MULTIPLE as LATENT_ROW_MULTIPLE
@@ -37,6 +38,7 @@ from runtime.backends.cpu_threads import set_num_workers as set_num_workers
 from runtime.dtype import STORED, DType, NDArray, float32
 from runtime.linear.experts import ExpertsWeight
 from runtime.linear.norm import RmsNorm
+from runtime.linear.stored_table import StoredTable
 from runtime.linear.weight import JoinedWeight, LinearWeight, PanelWeight
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
@@ -157,7 +159,12 @@ def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
 
 
 def _add_rows(
-    op: str, name: str, indices: Tensor, table: Tensor | PanelWeight, out: Tensor | None, multiplier: float = 1.0
+    op: str,
+    name: str,
+    indices: Tensor,
+    table: Tensor | PanelWeight | StoredTable,
+    out: Tensor | None,
+    multiplier: float = 1.0,
 ) -> Tensor:
     """Rows of the table times the multiplier, added to ``out`` or in a new tensor."""
     rows, (table_rows, width) = indices.shape[0], table.shape
@@ -165,6 +172,8 @@ def _add_rows(
         assert table.order is None, "rows of a table are read as they are"
         address, scales, stored = table.panels_address, table.scales_address, table.stored
         hold(table.panels, table.scales)
+    elif isinstance(table, StoredTable):
+        address, scales, stored = table.rows.address, 0, table.blocks
     else:
         address, scales, stored = table.address, 0, STORED[table.dtype]
     result = new((rows, width)) if out is None else out
@@ -174,14 +183,15 @@ def _add_rows(
         return fail(op, name, f"holds {low} to {high}, must lie in 0 to {table_rows - 1}")
 
     work_items, workers, rows_a_work_item = share_among(rows, width * 8)
-    _embedding.embedding_kernel(stored)(
+    kernel = _stored_rows(stored) if isinstance(table, StoredTable) else _embedding.embedding_kernel(stored)
+    kernel(
         work_items, workers, indices.address, address, scales, result.address, rows, table_rows, width,
         int(isinstance(table, PanelWeight)), int(out is not None), rows_a_work_item, multiplier, explain=explain,
     )  # fmt: skip
     return result
 
 
-def embedding(token_ids: Tensor, table: Tensor | PanelWeight, scale: float) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor | PanelWeight | StoredTable, scale: float) -> Tensor:
     """See `ops.embedding`."""
     return _add_rows("embedding", "token_ids", token_ids, table, None, scale)
 

@@ -242,7 +242,7 @@ class Tensor:
             ) from error
         if held.is_read_only:
             raise InvalidArgumentError("from_dlpack: the memory is read-only", param="source")
-        return cls._over_device(device, held.address, held.dtype, held.shape, held.strides, held)
+        return cls.over_device(device, held.address, held.dtype, held.shape, held.strides, held)
 
     @classmethod
     def from_cuda(cls, source: Any) -> Tensor:
@@ -261,10 +261,10 @@ class Tensor:
         device = Device("cuda:0")
         if source.__cuda_array_interface__.get("stream") is not None:
             Gpu.of(device).synchronize()
-        return cls._over_device(device, address, dtype, shape, strides, source)
+        return cls.over_device(device, address, dtype, shape, strides, source)
 
     @classmethod
-    def _over_device(
+    def over_device(
         cls, device: Device, address: int, dtype: DType, shape: Shape, strides: Shape | None, owner: object
     ) -> Tensor:
         """A tensor over another library's memory on a GPU, which `owner` keeps valid."""

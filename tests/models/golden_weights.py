@@ -69,7 +69,7 @@ def stored_tensors(name: str, parameter: Any, model_type: str) -> list[tuple[str
         names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
     if model_type == "ernie4_5_moe":
         under = under.replace(".gate.moe_statics", ".moe_statics")
-    if not under.endswith(".experts") or model_type == "gpt_oss":  # which stores them so, too
+    if not under.endswith(".experts") or model_type in ("gpt_oss", "gemma4_text"):  # which store them so, too
         return [(f"{under}.{kind}" if under else kind, parameter)]
     parts, size = names[kind], parameter.shape[1] // len(names[kind])
     return [

@@ -85,6 +85,11 @@ def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
         older["rope_scaling"] = scaling if scaling.get("rope_type") != "default" else None
     if older["model_type"] == "gpt_neox":
         older["rotary_pct"], older["rotary_emb_base"] = older.pop("partial_rotary_factor"), older.pop("rope_theta")
+    if older["model_type"] == "gemma4_text":  # sizes of the full layers' heads instead of an object for each layer
+        (own, *_), older["rope_parameters"] = older.pop("per_layer_config").values(), fields["rope_parameters"]
+        older.pop("rope_scaling"), older.pop("rope_theta")
+        older["global_head_dim"] = own["head_dim"]
+        older["num_global_key_value_heads"] = own.get("num_key_value_heads")
     kinds = older.get("layer_types")
     # Full layers first: equivalent to max_window_layers, except for EXAONE 4, which lacks the field.
     has_states = kinds is not None and "linear_attention" in kinds
@@ -132,8 +137,16 @@ def random_prompt(config: Any, num_tokens: int, seed: int) -> list[int]:
 
 def layers_with_experts(model: Any) -> list[Any]:
     names = ("block_sparse_moe", "mlp", "feed_forward", "mixer")
-    parts = [next(part for name in names if (part := getattr(layer, name, None))) for layer in model.model.layers]
+    parts = [
+        layer if hasattr(layer, "experts") else next(part for name in names if (part := getattr(layer, name, None)))
+        for layer in model.model.layers
+    ]
     return [part for part in parts if hasattr(part, "experts")]
+
+
+def chosen_experts(config: Any) -> int:
+    """How many experts a token goes to; 0 without experts."""
+    return getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
 
 
 def choice_margin(config: Any, experts: Any, logits: torch.Tensor) -> float:
@@ -141,12 +154,14 @@ def choice_margin(config: Any, experts: Any, logits: torch.Tensor) -> float:
     experts and of experts within the best groups."""
     if config.model_type == "phimoe":
         return sparsemixer_margin(config, logits)
+    if config.model_type == "gemma4_text":  # which gives probabilities, of logits that are divided by this root
+        logits = logits.log() * config.hidden_size**0.5
     if config.model_type == "ernie4_5_moe":
         logits = 4 * (logits.softmax(-1) + experts.gate.moe_statics.e_score_correction_bias)
     correction = getattr(getattr(experts, "gate", None), "e_score_correction_bias", None)
     correction = getattr(experts, "expert_bias", correction)
     groups, best_groups = getattr(config, "n_group", 1), getattr(config, "topk_group", 1)
-    numbers, least, kept = logits, float("inf"), config.num_experts_per_tok
+    numbers, least, kept = logits, float("inf"), chosen_experts(config)
     if correction is not None:
         numbers = 4 * (logits.sigmoid() + correction)
         by_group = numbers.view(len(logits), groups, -1)
@@ -173,9 +188,8 @@ def least_router_margin(config: Any, prompt: list[int], seed: int) -> float:
     """The smallest margin between the logits of the last chosen and the first rejected expert, with either kind of
     weights, over the prompt and its continuation: rounding to bfloat16 must not change the choice. Infinite for a model
     without experts."""
-    top_k = getattr(config, "num_experts_per_tok", None)
     least = float("inf")
-    if not top_k:
+    if not chosen_experts(config):
         return least
     for is_rounded in (False, True):
         model, ids = load(config, seed, is_rounded), prompt

@@ -12,13 +12,15 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Ggml
 
+from tests.models.gguf.gemma4_files import add_gemma4_keys, gemma4_tensors
+
 Array = np.ndarray[Any, Any]
 
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
-    "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2",
-    "olmo3": "olmo2", "glm4": "glm4", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
-    "olmoe": "olmoe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",
+    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3",
+    "olmo2": "olmo2", "olmo3": "olmo2", "glm4": "glm4", "mixtral": "llama", "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma": "gemma", "seed_oss": "seed_oss",
     "exaone4": "exaone4", "ernie4_5": "ernie4_5", "starcoder2": "starcoder2", "cohere": "command-r",
     "cohere2": "cohere2", "internlm2": "internlm2", "gpt_neox": "gptneox", "olmo": "olmo", "phimoe": "phimoe",
@@ -61,11 +63,15 @@ def write_gguf(
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
     names = gguf.get_tensor_name_map(arch, num_layers)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[kind], split_max_tensors=num_tensors_per_shard)
-    _add_keys(writer, config, has_whole_maps)
+    if kind == "gemma4_text":
+        add_gemma4_keys(writer, config)
+    else:
+        _add_keys(writer, config, has_whole_maps)
     add_metadata(writer)
     if kind in LATENT and not has_whole_maps:
         tensors = split_maps(config, tensors)
-    tensors = _in_two(stacked_experts(tensors)) if kind.startswith("granitemoe") else stacked_experts(tensors)
+    tensors = gemma4_tensors(config, tensors) if kind == "gemma4_text" else stacked_experts(tensors)
+    tensors = _in_two(tensors) if kind.startswith("granitemoe") else tensors
     if kind in DELTA_RULE:
         tensors = delta_rule_tensors(config, tensors)
     written: dict[str, Array] = {}
@@ -183,7 +189,9 @@ def _changed(name: str, array: Array, config: dict[str, Any]) -> Array:
         num_heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         halves = array.reshape(num_heads, 2, len(array) // num_heads // 2, *array.shape[1:])
         return halves.swapaxes(1, 2).reshape(array.shape)
-    is_offset = kind.startswith("gemma") or (kind in DELTA_RULE and "linear_attn" not in name)
+    is_offset = (kind.startswith("gemma") and kind != "gemma4_text") or (
+        kind in DELTA_RULE and "linear_attn" not in name
+    )
     if is_offset and name.endswith("norm.weight"):
         return array + np.float32(1)
     if name.endswith("A_log"):

@@ -40,6 +40,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_tied_gqa4": {},
     "gemma2_odd": {"query_pre_attn_scalar": 16},
     "gemma3_odd": {"query_pre_attn_scalar": 16},
+    "gemma4_inputs_odd": {},
+    "gemma4_keys_odd": {},
+    "gemma4_moe_odd": {},
     "phi3_longrope": {},
     "phi3_longrope_crossing": {},
     "phi3_window_odd": {},
@@ -130,6 +133,22 @@ def comparable(config: Any, has_factors: bool) -> Any:
             for rope in ropes
         )
     return dataclasses.replace(config, **told)
+
+
+def test_rows_of_each_layers_inputs_stay_in_the_file(tmp_path: Path) -> None:
+    """They are read as they are stored; the twin has their numbers as floats."""
+    config, tensors, ids = twin_of(tmp_path / "twin", "gemma4_inputs_odd")
+    table = "per_layer_token_embd.weight"
+    path = write_gguf(
+        tmp_path / "model.gguf", config, tensors, type_of=lambda name: Ggml.Q8_0 if name == table else Ggml.F32
+    )
+    own = "model.embed_tokens_per_layer.weight"
+    tensors[own] = gguf.dequantize(gguf.quantize(tensors[own], Ggml.Q8_0), Ggml.Q8_0)
+    write_safetensors(tmp_path / "twin" / "model.safetensors", tensors)
+    model, twin = load_model(path), load_model(tmp_path / "twin")
+    np.testing.assert_array_equal(logits_of(model, ids), logits_of(twin, ids))
+    assert model.weight_bytes == twin.weight_bytes
+    assert (model.mapped_bytes, twin.mapped_bytes) == (tensors[own].size * 34 // 32, tensors[own].nbytes)
 
 
 def test_internlm2_is_llama_there(tmp_path: Path) -> None:

@@ -109,6 +109,6 @@ def test_the_cuda_array_interface() -> None:
 
 
 def test_memory_that_runs_backwards_starts_at_its_lowest_address() -> None:
-    tensor = Tensor._over_device(Device("cuda:0"), ADDRESS + 44, float32, (3, 4), (-4, -1), Owner())
+    tensor = Tensor.over_device(Device("cuda:0"), ADDRESS + 44, float32, (3, 4), (-4, -1), Owner())
     assert (tensor.storage.address, tensor.storage.size_bytes, tensor.offset) == (ADDRESS, 48, 11)
     assert tensor.address == ADDRESS + 44

@@ -85,8 +85,8 @@ def classes_of(family: str) -> tuple[str, str]:
 def has_choice(fields: Fields) -> bool:
     """Whether a model's config has a choice of experts: in 16 bits rounding may change it."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    chosen = fields.get("num_experts_per_tok", fields.get("moe_k", 0))
-    return any(chosen < fields[name] for name in names if name in fields)
+    chosen = next((fields[name] for name in ("num_experts_per_tok", "top_k_experts", "moe_k") if fields.get(name)), 0)
+    return any(chosen < (fields.get(name) or 0) for name in names)
 
 
 def families() -> list[str]:
