@@ -166,9 +166,11 @@ def plan_gathered(
 ) -> tuple[Launch, Launch] | None:
     """The launches of both products of few tokens, or None where there are none."""
     tokens, dtype, top_k, (hidden, inner) = x.shape[0], x.dtype.ptx, chosen.rule.top_k, down.shape[1:]
-    if tokens > _GATHERED_TOKENS or gate_up.exact or x.address % 16 or activation == "squared_relu":
+    if tokens > _GATHERED_TOKENS or gate_up.exact or x.address % 16:
         return None
     if gate_up.packing is not None and down.packing is not None:
+        if activation in gather.UNGATED:
+            return None
         packings = gate_up.packing, down.packing
         if not all(packed_gather.can_plan(packing, dtype, inner, hidden, top_k) for packing in packings):
             return None

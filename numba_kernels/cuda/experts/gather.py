@@ -4,7 +4,8 @@ Two launches, both without shared tiles, as `gemm.gemv`; lanes lie along K, 16 b
 of each of 4 rows of a weight in flight.
 
     gate and up   a warp takes two columns of one choice of a token: two rows of the gate's part of the chosen expert's
-                  weight and the two of up's that belong to them. A choice's columns lie in neighbouring blocks.
+                  weight and the two of up's that belong to them; of experts without a gate four columns. A choice's
+                  columns lie in neighbouring blocks.
     down          a block takes 4 columns of a token, each of its warps one of the token's choices. They meet in shared
                   memory, where they are added up in the order of choices, then the shared expert's part and the
                   residual: the row is complete, and no later launch adds to it.
@@ -21,6 +22,7 @@ from typing import Any
 
 from numba import cuda, types
 
+from numba_kernels.cuda.activation import FUNCTIONS
 from numba_kernels.cuda.experts.combine import adder
 from numba_kernels.cuda.gemm.epilogue import GATES, scale_element
 from numba_kernels.cuda.gemm.gemv import weight_loader
@@ -40,6 +42,8 @@ TURNS = 2
 WARPS = 4  # of a block that multiplies gate and up
 MAX_CHOICES = 32  # of a token: warps of a block that multiplies down
 SQUARE_COLUMNS = ROWS
+UNGATED = ("squared_relu",)
+"""Functions of experts that have no gate."""
 
 
 @functools.cache
@@ -97,8 +101,9 @@ def multiplier(dtype: str) -> Any:
 @functools.cache
 def _gate_up(dtype: str, activation: str) -> Specialisation:
     """Arguments: x [T, K], table [2, E], ids [T, k], out [T k, I] addresses; I, K, E, k."""
-    multiply, gated, store = multiplier(dtype), GATES[activation], element_storer(dtype)
-    item_bytes, columns = ITEM_BYTES[dtype], ROWS // 2
+    is_gated = activation in GATES
+    multiply, store, item_bytes = multiplier(dtype), element_storer(dtype), ITEM_BYTES[dtype]
+    columns, activate = (ROWS // 2, GATES[activation]) if is_gated else (ROWS, FUNCTIONS[activation])
 
     def experts(x, table, ids, out, n, k, num_experts, top_k):
         weight_rows = cuda.local.array(ROWS, uint64)
@@ -125,7 +130,10 @@ def _gate_up(dtype: str, activation: str) -> Specialisation:
                 if lane >= uint32(columns):
                     place = uint32(place + n)
                 total += load_f32(bias + uint64(place) * uint64(4))
-            value = gated(total, shuffle_xor_f32(total, uint32(columns)))
+            if is_gated:
+                value = activate(total, shuffle_xor_f32(total, uint32(columns)))
+            else:
+                value = activate(total)
             if lane < uint32(columns) and column < n:
                 store(out + (uint64(draw) * uint64(n) + uint64(column)) * uint64(item_bytes), value)
 
@@ -197,7 +205,8 @@ def _down(dtype: str) -> Specialisation:
 
 def plan_gate_up(num_choices: int, columns: int, dtype: str, activation: str) -> Launch:
     """The launch for at least one choice, and rows on 16-byte bounds."""
-    blocks = -(-columns // (ROWS // 2 * WARPS))
+    rows = 2 * columns if activation in GATES else columns
+    blocks = -(-rows // (ROWS * WARPS))
     return Launch(_gate_up(dtype, activation), (blocks, num_choices, 1), (WARPS * 32, 1, 1))
 
 
@@ -209,6 +218,6 @@ def plan_down(num_tokens: int, top_k: int, columns: int, dtype: str) -> Launch:
 def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that the plans can return."""
     for dtype in DTYPES:
-        for activation in GATES:
+        for activation in (*GATES, *UNGATED):
             yield _gate_up(dtype, activation)
         yield _down(dtype)

@@ -28,6 +28,7 @@ from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
 from tests.numba_kernels.cpu.test_experts import RULES, SPARSE, routed, routing_of
 from tests.numba_kernels.cuda.harness import DEFAULT_DEVICE, both_archs, numpy_dtype
+from tests.oracles import dense
 
 Array = np.ndarray[Any, Any]
 
@@ -154,14 +155,14 @@ class Layer:
 
     def __init__(
         self, device: Device, count: int, hidden: int, inner: int, dtype: str, *, exact: bool = False,
-        has_bias: bool = True,
+        has_bias: bool = True, has_gate: bool = True,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng([count, hidden, inner])
         options = LoadOptions.parse(device=str(device), exact=exact)
         self.dtype, self.device, self.hidden = numpy_dtype(dtype), device, hidden
         self.weights: list[list[Array]] = []
         made = []
-        for width, depth in ((2 * inner, hidden), (hidden, inner)):
+        for width, depth in ((2 * inner if has_gate else inner, hidden), (hidden, inner)):
             matrices = [(rng.standard_normal((width, depth)) / depth**0.5).astype(self.dtype) for _ in range(count)]
             biases = [rng.standard_normal(width).astype(np.float32) * has_bias for _ in range(count)]
             made.append(
@@ -193,8 +194,10 @@ class Layer:
         for row, (ids, weights) in enumerate(zip(routing.ids.numpy(), routing.weights.numpy())):
             for expert, weight in zip(ids, weights):
                 both = self.weights[0][expert] @ np.append(x[row], 1)
-                gate, up = np.split(both, 2)
-                result[row] += weight * (self.weights[1][expert] @ np.append(gated(gate, up, activation), 1))
+                between = dense.squared_relu(both)
+                if activation != "squared_relu":
+                    between = gated(*np.split(both, 2), activation)
+                result[row] += weight * (self.weights[1][expert] @ np.append(between, 1))
         if "shared" in added:
             gate = 1 / (1 + np.exp(-added["shared_gate"])) if "shared_gate" in added else 1
             result += added["shared"] * gate
@@ -230,6 +233,21 @@ def test_experts_against_float64(gpu: Gpu, dtype: str) -> None:
         for added in ({}, {"shared": shared, "residual": residual}, {"shared": shared, "shared_gate": gate}):
             found = layer(x, routing, **added)
             assert relative_error(found, layer.wanted(x, routing, **added)) <= TOLERANCE[dtype]
+
+
+def test_experts_without_a_gate(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens go straight over their experts, more are grouped."""
+    names = launched_names(monkeypatch)
+    for tokens in (3, 5):
+        rng = np.random.default_rng(tokens)
+        layer = Layer(gpu.device, 6, 48, 40, "f32", has_gate=False, has_bias=tokens == 3)
+        routing = routing_of(rng, "random", tokens, RoutingRule(num_experts=6, top_k=2))
+        x, residual = rng.standard_normal((2, tokens, 48))
+        names.clear()
+        found = layer(x, routing, "squared_relu", residual=residual)
+        wanted = layer.wanted(x, routing, "squared_relu", residual=residual)
+        assert relative_error(found, wanted) <= TOLERANCE["f32"]
+        assert any(name.startswith("experts_gather") for name in names) == (tokens == 3)
 
 
 def test_no_tokens(gpu: Gpu) -> None:
