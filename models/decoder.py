@@ -231,6 +231,11 @@ class Attention:
                 split="outputs",
                 norm=input_norm,
             )
+        elif not isinstance(qkv, str) and has_pages and values == "own":
+            rows = (q_size.whole, kv_size.whole, kv_size.whole)
+            maker.note_row_stack(
+                "qkv_proj", qkv, rows, inputs or hidden, has_bias=config.attention_bias, is_usual=False
+            )
         outputs = (q_size, kv_size, kv_size)[: 1 if not has_pages else 2 if values == "keys" else 3]
         self.qkv_proj = maker.linear(
             qkv if isinstance(qkv, str) else qkv[: len(outputs)], outputs=outputs, inputs=inputs or hidden,

@@ -6,7 +6,10 @@ those of up. transformers 5 writes the latter outputs first, `[E, 2 N, K]`, and 
 shape shows which it is. A square stack has the order of its layer's other stack: at most one of them is square.
 
 GPT-NeoX and InternLM 2 store queries, keys and values together, the rows of each head of keys between those of its
-queries and its values.
+queries and its values. Any family's may stand one after another in `qkv_proj`, and an expert's in `gate_up_proj`, as
+llama.cpp's converter writes them if asked to. A stack's name may have `.weight` at its end, or lack it.
+
+The maker notes what may be stored together, for both kinds of files; `take_apart` alone undoes it.
 """
 
 from __future__ import annotations
@@ -36,12 +39,14 @@ class Stack:
         under: the tensors' names up to the expert's number.
         parts: the rest of the names, in order.
         order: how the tensors lie in the stack.
+        is_usual: as for `RowStack`.
     """
 
     shape: tuple[int, ...]
     under: str
     parts: tuple[str, ...]
     order: Order
+    is_usual: bool = True
 
     @property
     def turned_shape(self) -> tuple[int, ...]:
@@ -88,11 +93,13 @@ class RowStack:
         shape: of the tensor.
         part_names: whole names of the tensors that it holds.
         sizes: how many rows of a group each has.
+        is_usual: whether it is named where both it and its parts are missing.
     """
 
     shape: tuple[int, ...]
     part_names: tuple[str, ...]
     sizes: tuple[int, ...]
+    is_usual: bool = True
     under: str = ""
 
     @property
@@ -134,15 +141,17 @@ def take_apart(
     Tensors of a stack that is wrong, or missing whole from the file `label`, leave `shapes`: they are not missing, too.
     """
     problems = []
+    for name in stacks:
+        other = name.removesuffix(".weight") if name.endswith(".weight") else f"{name}.weight"
+        if other in found and other not in shapes and other not in stacks and name not in found:
+            found[name] = found.pop(other)
     shapes_of = [(stack, found[name].shape) for name, stack in stacks.items() if name in found]
     turned = {stack.under for stack, shape in shapes_of if shape == stack.turned_shape != stack.shape}
+    missing = []
     for name, stack in stacks.items():
         stored = found.pop(name, None)
         if stored is None:
-            if not any(part in found for part in stack.part_names):
-                problems.append(f"{label}: tensor {name!r} {list(stack.shape)} is missing, and each part of it, too")
-                for part in stack.part_names:
-                    del shapes[part]
+            missing.append((name, stack))
             continue
         where = f"{stored.file}: tensor {stored.name!r}"
         said = []
@@ -161,6 +170,11 @@ def take_apart(
         if not said:
             found.update(stack.take(stored, is_turned))
         problems += said
+    for name, stack in missing:
+        if stack.is_usual and not any(part in found or part not in shapes for part in stack.part_names):
+            problems.append(f"{label}: tensor {name!r} {list(stack.shape)} is missing, and each part of it, too")
+            for part in stack.part_names:
+                del shapes[part]
     return problems
 
 

@@ -142,9 +142,9 @@ SEED_OSS = {
     "post_attention_norm": "post_attention_layernorm",
 }  # fmt: skip
 
-FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
-"""Tensors that hold the rows of others, one's after another's, where an architecture has them not as such: of some
-families, and of any if the converter is asked to."""
+FUSED = {"attn_qkv": ("attn_q", "qkv_proj"), "ffn_gate_up_exps": ("ffn_gate_exps", "gate_up_proj")}
+"""Tensors that hold the rows of others, one's after another's, where an architecture has them not as such: the first of
+those, beside which they are in safetensors, and their name there."""
 
 ROWS = frozenset(("ffn_gate_inp_shexp",))
 """Matrices of one row, of which llama.cpp's quantiser makes vectors."""

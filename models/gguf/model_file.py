@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tokenizer.loading import TokenizerFiles
 
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read with the config
-_PERMUTED = ("attn_q", "attn_k")
+_PERMUTED = ("attn_q", "attn_k", "attn_qkv")
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
@@ -90,38 +90,30 @@ class GgufModel:
         head_dim = config.integer("head_dim", 0)
         num_experts = config.integer("num_experts", 0) or config.integer("n_routed_experts", 0)
         num_experts = num_experts or config.integer("moe_num_experts", 0)
-        heads = [config.integer(f"num_{name}_heads", 0) for name in ("attention", "key_value", "key_value")]
+        heads = sum(config.integer(f"num_{name}_heads", 0) for name in ("attention", "key_value"))
         tensors: dict[str, StoredTensor] = dict(self._layer_numbers(rules, config.integer("num_hidden_layers", 0)))
         for name, file in self._file_of.items():
             if name in _FACTORS or self._is_scale(name):
                 continue
-            part = _part(name)
-            if part not in FUSED or part in rules.layer_names:
-                cut = [(name, slice(None))]
-            else:
-                shape = file.tensors[name].shape
-                sizes = [each * head_dim for each in heads] if part == "attn_qkv" else [shape[1] // 2] * 2
-                cut = list(_cut(name, FUSED[part], sizes))
-            for stored, rows in cut:
-                ours = _name_in_checkpoint(stored, rules)
-                if "{keys}" in ours or "{values}" in ours:
-                    tensors[ours.replace(".{keys}", "").replace(".{values}", "")] = self._head_maps(name)
-                    continue
-                indices: list[int | None] = [None]
-                if "{expert}" in ours:
-                    _check_stack(file, name, num_experts)
-                    indices = list(range(num_experts))
-                for index in indices:
-                    tensors[ours.format(expert=index)] = GgufWeight(
-                        file, name, index, rows=rows, factor=self._factor(name, index),
-                        pairs_of=head_dim if rules.has_permuted_heads and _part(stored) in _PERMUTED else 0,
-                        norm_offset=rules.norm_offset
-                        if ours.endswith("norm.weight") and _part(stored) not in rules.plain_norms else 0.0,
-                        is_transposed=_part(stored) in rules.transposed and name.endswith(".weight"),
-                        is_convolution=_part(stored) in rules.convolutions and name.endswith(".weight"),
-                        is_flat=_part(stored) in rules.flat, is_decay=_part(stored) in rules.decays,
-                        is_row=_part(stored) in ROWS,
-                    )  # fmt: skip
+            part, ours = _part(name), _name_in_checkpoint(name, rules)
+            if "{keys}" in ours or "{values}" in ours:
+                tensors[ours.replace(".{keys}", "").replace(".{values}", "")] = self._head_maps(name)
+                continue
+            indices: list[int | None] = [None]
+            if "{expert}" in ours:
+                _check_stack(file, name, num_experts)
+                indices = list(range(num_experts))
+            for index in indices:
+                tensors[ours.format(expert=index)] = GgufWeight(
+                    file, name, index, factor=self._factor(name, index),
+                    pairs_of=head_dim if rules.has_permuted_heads and part in _PERMUTED else 0,
+                    rotated_rows=heads * head_dim if part == "attn_qkv" else None,
+                    norm_offset=rules.norm_offset
+                    if ours.endswith("norm.weight") and part not in rules.plain_norms else 0.0,
+                    is_transposed=part in rules.transposed and name.endswith(".weight"),
+                    is_convolution=part in rules.convolutions and name.endswith(".weight"),
+                    is_flat=part in rules.flat, is_decay=part in rules.decays, is_row=part in ROWS,
+                )  # fmt: skip
         if self._tower is not None:
             tensors = {re.sub("^model[.]", "model.language_model.", name): each for name, each in tensors.items()}
             tensors |= {ours: GgufWeight(self._tower.file, name) for name, ours in self._tower.names().items()}
@@ -187,28 +179,28 @@ class GgufModel:
 class GgufWeight(StoredTensor):
     """One tensor of a file, in the rows of the model's safetensors; see `models.checkpoints.checkpoint.StoredTensor`.
 
-    `index` is its number among those that are stacked in the file's tensor, of which it has the `rows`; a matrix that
-    `is_transposed` stands inputs first there. `pairs_of` elements of a head, rotated as neighbouring pairs in the file,
-    become two halves; 0 keeps the rows. `norm_offset` was added by the converter. A convolution over time `[channels,
-    taps]` becomes `[channels, 1, taps]`; what `is_flat` a vector; what `is_row` a matrix of one row; and -exp of a
-    decay, if it `is_decay`, the decay.
-    `factor` multiplies elements of a type whose kept blocks have float32 scales.
+    `index` is its number among those that are stacked in the file's tensor; a matrix that `is_transposed` stands inputs
+    first there. `pairs_of` elements of a head, rotated as neighbouring pairs in the file, become two halves in the
+    first `rotated_rows`, by default all; 0 keeps the rows. `norm_offset` was added by the converter. A convolution over
+    time `[channels, taps]` becomes `[channels, 1, taps]`; what `is_flat` a vector; what `is_row` a matrix of one row;
+    and -exp of a decay, if it `is_decay`, the decay. `factor` multiplies elements of a type whose kept blocks have
+    float32 scales.
     """
 
     def __init__(
-        self, file: GgufFile, name: str, index: int | None = None, *, rows: slice = slice(None), pairs_of: int = 0,
-        norm_offset: float = 0.0, is_transposed: bool = False, is_convolution: bool = False,
-        is_flat: bool = False, is_decay: bool = False, is_row: bool = False, factor: float = 1.0,
+        self, file: GgufFile, name: str, index: int | None = None, *, pairs_of: int = 0,
+        rotated_rows: int | None = None, norm_offset: float = 0.0, is_transposed: bool = False,
+        is_convolution: bool = False, is_flat: bool = False, is_decay: bool = False, is_row: bool = False,
+        factor: float = 1.0,
     ) -> None:  # fmt: skip
         entry = file.tensor(name, index)
         self.file, self.name, self.type_name = file.path.name, name, entry.format.name
-        count = len(range(*rows.indices(entry.shape[0])))
-        self.shape: tuple[int, ...] = (count, *entry.shape[1:])
+        self.shape: tuple[int, ...] = entry.shape
         self.dtype: DType | None = entry.format.dtype
-        self.size_bytes = entry.size_bytes // entry.shape[0] * count
+        self.size_bytes = entry.size_bytes
         is_in_blocks = entry.format.decode and len(entry.shape) == 2 and not is_transposed
         self.block_format = entry.format.kept if is_in_blocks else None
-        self._file, self._index, self._rows, self._pairs_of = file, index, rows, pairs_of
+        self._file, self._index, self._pairs_of, self._rotated_rows = file, index, pairs_of, rotated_rows
         self._norm_offset, self._is_transposed = norm_offset, is_transposed
         if is_transposed:
             self.shape = self.shape[::-1]
@@ -222,7 +214,7 @@ class GgufWeight(StoredTensor):
 
     def array(self) -> Array:
         """The elements, made anew where they are quantised or stored otherwise."""
-        values = self._in_halves(self._file.array(self.name, self._index)[self._rows])
+        values = self._in_halves(self._file.array(self.name, self._index))
         if self._factor != 1:
             values = values * self._factor
         if self._norm_offset:
@@ -244,7 +236,7 @@ class GgufWeight(StoredTensor):
         return rows
 
     def blocks(self) -> Array:
-        blocks = self._in_halves(self._file.blocks(self.name, self._index)[self._rows])
+        blocks = self._in_halves(self._file.blocks(self.name, self._index))
         if self._factor != 1:
             blocks = blocks.copy()
             blocks.view(self._format.kept_layout)["d"] *= self._factor
@@ -253,8 +245,10 @@ class GgufWeight(StoredTensor):
     def _in_halves(self, rows: Array) -> Array:
         if not self._pairs_of:
             return rows
-        pairs = rows.reshape(-1, self._pairs_of // 2, 2, *rows.shape[1:])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+        rotated, others = rows[: self._rotated_rows], rows[len(rows[: self._rotated_rows]) :]
+        pairs = rotated.reshape(-1, self._pairs_of // 2, 2, *rows.shape[1:])
+        halves = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rotated.shape)
+        return np.concatenate([halves, others]) if len(others) else halves
 
     def release(self) -> None:
         self._file.release(self.name, self._index)
@@ -348,15 +342,10 @@ def _name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:
             return f"{under}.{rules.layer_names[whole]}"
         if part in rules.layer_names:
             return f"{under}.{rules.layer_names[part]}.{kind}"
+        beside, fused = FUSED.get(part, ("", ""))
+        if beside in rules.layer_names:
+            return f"{under}.{rules.layer_names[beside].rpartition('.')[0]}.{fused}.{kind}"
     return name
-
-
-def _cut(name: str, parts: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, slice]]:
-    """The tensors joined in one, each with its rows; the last takes the remaining ones."""
-    first = 0
-    for number, (part, size) in enumerate(zip(parts, sizes, strict=True), 1):
-        yield name.replace(_part(name), part), slice(first, first + size if number < len(parts) else None)
-        first += size
 
 
 def _check_stack(file: GgufFile, name: str, num_experts: int) -> None:

@@ -211,6 +211,12 @@ class Maker(ABC):
         rows = [self._share(each, is_cut=split == "outputs").count for each in several(outputs)]
         columns = self._share(inputs, is_cut=split == "inputs").count
         inner = self._with(_is_expert=True, _keeps_order=False)
+        if not isinstance(names, str) and len(names) > 1:
+            sizes = tuple(whole_width(each) for each in several(outputs))
+            for number in range(count):
+                inner.under(f"experts.{number}").note_row_stack(
+                    "gate_up_proj", names, sizes, whole_width(inputs), has_bias=has_bias, is_usual=False
+                )
         if not inner._formats.keeps_asked(rows, columns):
             inner.options = replace(self.options, format=None)
         made = ExpertsWeight([
@@ -243,12 +249,15 @@ class Maker(ABC):
 
     def note_row_stack(
         self, stack: str, parts: Sequence[str], sizes: tuple[int, ...], inputs: int, *, groups: int = 1,
-        has_bias: bool = False,
+        has_bias: bool = False, is_usual: bool = True,
     ) -> None:  # fmt: skip
-        """Records that the maps `parts` may be stored in one, `stack`, with `sizes` rows of each per group."""
+        """Records that the maps `parts` may be stored in one, `stack`, with `sizes` rows of each per group; `is_usual`
+        if most files of the family have it so."""
         for part, rest in (("weight", (inputs,)), ("bias", ())) if has_bias else (("weight", (inputs,)),):
             names = tuple(f"{self._prefix}{name}.{part}" for name in parts)
-            self._stacks[f"{self._prefix}{stack}.{part}"] = RowStack((groups * sum(sizes), *rest), names, sizes)
+            self._stacks[f"{self._prefix}{stack}.{part}"] = RowStack(
+                (groups * sum(sizes), *rest), names, sizes, is_usual
+            )
 
     def latent_maps(
         self, name: str, *, heads: Shard, key_dim: int, value_dim: int, rotary_dim: int, latent_dim: int

@@ -168,8 +168,9 @@ def test_experts_missing_from_a_shard_are_named_before_memory_is_filled(
     )
 
 
+@pytest.mark.parametrize("suffix", ["", ".weight"])
 @pytest.mark.parametrize("case", APART)
-def test_experts_as_transformers_saves_them_in_its_own_format(tmp_path: Path, case: str) -> None:
+def test_experts_as_transformers_saves_them_in_its_own_format(tmp_path: Path, case: str, suffix: str) -> None:
     """`save_pretrained(save_original_format=False)` writes a layer's `mlp.experts.gate_up_proj [E, 2 I, H]` and
     `mlp.experts.down_proj [E, H, I]`; of Mixtral, the router is `mlp.gate`, too."""
     apart = golden_tensors(load_golden(case))
@@ -186,9 +187,28 @@ def test_experts_as_transformers_saves_them_in_its_own_format(tmp_path: Path, ca
     assert found
     for under, numbered in found.items():
         ordered = [numbered[number] for number in range(len(numbered))]
-        fused[f"{under}.gate_up_proj"] = np.stack([np.concatenate(parts[:2]) for parts in ordered])
-        fused[f"{under}.down_proj"] = np.stack([parts[2] for parts in ordered])
+        fused[f"{under}.gate_up_proj{suffix}"] = np.stack([np.concatenate(parts[:2]) for parts in ordered])
+        fused[f"{under}.down_proj{suffix}"] = np.stack([parts[2] for parts in ordered])
     folder = written(tmp_path, fields_of(case), fused)
+    checkpoint = open_checkpoint(folder)
+    fit_model(checkpoint, load_config(folder))
+    assert set(checkpoint.tensors) == set(apart)
+    for name, array in apart.items():
+        np.testing.assert_array_equal(checkpoint[name].array(), array)
+
+
+def test_maps_that_stand_one_after_another(tmp_path: Path) -> None:
+    """Queries, keys and values of a layer, and an expert's gate and up."""
+    apart, fused = golden_tensors(load_golden("qwen3_moe_odd")), {}
+    for name, array in apart.items():
+        under, _, part = name.removesuffix(".weight").rpartition(".")
+        if part in ("q_proj", "gate_proj"):
+            whole, others = ("qkv", ("k_proj", "v_proj")) if part == "q_proj" else ("gate_up", ("up_proj",))
+            rows = [array, *(apart[f"{under}.{each}.weight"] for each in others)]
+            fused[f"{under}.{whole}_proj.weight"] = np.concatenate(rows)
+        elif part not in ("k_proj", "v_proj", "up_proj"):
+            fused[name] = array
+    folder = written(tmp_path, fields_of("qwen3_moe_odd"), fused)
     checkpoint = open_checkpoint(folder)
     fit_model(checkpoint, load_config(folder))
     assert set(checkpoint.tensors) == set(apart)
