@@ -226,14 +226,14 @@ class GgufWeight(StoredTensor):
         return np.ascontiguousarray(values.T) if self._is_transposed else values.reshape(self.shape)
 
     def some_rows(self, rows: slice) -> Array:
-        if self.block_format is None or self._pairs_of:
+        if self.block_format is None or self._pairs_of or self._factor != 1:
             return self.array()[rows]
-        return self._file.tensor(self.name).format.dequantise(self.stored_rows()[rows])
+        return self._format.dequantise(self._file.raw(self.name, self._index)[rows])
 
     def stored_rows(self) -> Array:
         assert not self._pairs_of, "rows of heads are looked up in no table"
-        rows: Array = self._file.raw(self.name, self._index)[self._rows]
-        return rows
+        assert self._format.keep is None, "rows become other blocks"
+        return self._file.raw(self.name, self._index)
 
     def blocks(self) -> Array:
         blocks = self._in_halves(self._file.blocks(self.name, self._index))
