@@ -160,7 +160,7 @@ def loadable() -> dict[str, Any]:
             return str(error)
 
     folders = sorted(path.parent for path in (ROOT / "tests" / "models").rglob("goldens/*/config.json"))
-    folders += [ROOT / "models" / name for name in ("demo", "demo_moe", "demo_vision")]
+    folders += [ROOT / "models" / name for name in ("demo", "demo_hybrid", "demo_moe", "demo_vision")]
     return {
         "architectures": sorted(known_architectures()), "gguf": sorted(ARCHITECTURES), "schemes": sorted(_READERS),
         "formats": {name: each.has_gpu_kernels for name, each in (FORMATS | GGML_FORMATS | GROUP_FORMATS).items()},

@@ -111,7 +111,8 @@ def test_a_wheel_works(tmp_path: Path) -> None:
         names = archive.namelist()
         archive.extractall(unpacked)
     expected = {"xserv/__init__.py", "xserv/py.typed", "runtime/py.typed", "models/demo/config.json"}
-    assert expected | {f"models/{name}/model.safetensors" for name in ("demo", "demo_moe", "demo_vision")} <= set(names)
+    demos = ("demo", "demo_hybrid", "demo_moe", "demo_vision")
+    assert expected | {f"models/{name}/model.safetensors" for name in demos} <= set(names)
     assert not [name for name in names if name.startswith(("runtime/facade", "tests", "tools"))]
     script = "from xserv import SamplingParams; import runtime; print(runtime.__file__)"
     done = run(tmp_path, sys.executable, "-P", "-c", script, places=str(unpacked))

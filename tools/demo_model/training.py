@@ -190,8 +190,9 @@ def save(
     if state is None:
         tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
         state = {name: weight.to(torch.bfloat16) for name, weight in model.state_dict().items() if name not in tied}
-    model.config.dtype = torch.bfloat16
     model.save_pretrained(out, state_dict={name: weight.contiguous() for name, weight in state.items()})
+    model.config.dtype = torch.bfloat16  # of the file, not of training
+    model.config.save_pretrained(out)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.config.get_text_config().max_position_embeddings,
