@@ -8,6 +8,8 @@ They are of every family, and of odd sizes; engines are tight.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from tests.models.folders import write_safetensors
 from tests.models.golden_weights import golden_tensor
 from tools.comparing.fuzzing.cases import classes_of, families
 from tools.comparing.fuzzing.check import check
+from tools.comparing.fuzzing.state_families import STATES
 
 FOLDER = Path(__file__).parent / "fuzzed"
+ROOT = Path(__file__).resolve().parents[2]
 KEPT = json.loads((FOLDER / "cases.json").read_text())
 NAMES = [f"{index}_{kept['case']['family']}" for index, kept in enumerate(KEPT)]
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -62,6 +66,19 @@ def test_cpu(tmp_path: Path, index: int) -> None:
 @pytest.mark.parametrize("index", range(len(KEPT)), ids=NAMES)
 def test_emulated(tmp_path: Path, index: int) -> None:
     assert failures_of(tmp_path, index, "emulated") == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", STATES)
+def test_sixty_of_each_family_with_states(family: str) -> None:
+    """In float32, with transformers beside them; some on emulated devices, too."""
+    python = ROOT / ".venv-reference" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("transformers is not installed in .venv-reference (docs/measurements)")
+    options = ["--family", family, "--num", "60", "--dtype", "float32", "--emulated-share", "0.1", "--no-shrink"]
+    command = [sys.executable, str(ROOT / "tools/comparing/fuzz_models.py"), "--peer-python", str(python), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_every_architecture_is_compared_with_transformers() -> None:
