@@ -45,7 +45,7 @@ class Specialisation:
         min_capability: the lowest compute capability that has its instructions, as 80 or 90.
         replaced_from: the compute capability from which on plans take another kernel instead, or 0.
         needs_arch_features: whether it holds instructions of one architecture only (wgmma, setmaxnreg: ``sm_90a``).
-        spills_on: architectures on which it has too few registers: plans leave it out there.
+        spills_on: architectures that have too few registers or too little shared memory: plans leave it out there.
         fastmath: whether ptx may use approximate division and square root, and flush subnormals.
     """
 

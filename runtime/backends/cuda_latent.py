@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba_kernels.cuda import latent as _latent
 from runtime.backends.checks import fail
-from runtime.backends.cuda_tensor import remembered
+from runtime.backends.cuda_tensor import remembered, zeros
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
 from runtime.linear.norm import RmsNorm
@@ -13,7 +13,6 @@ from runtime.tensor.tensor import Tensor
 
 LATENT_ROW_MULTIPLE = _latent.ROW_MULTIPLE
 
-_plan_attention = remembered(_latent.plan_attention)
 _plan_prepare = remembered(_latent.plan_prepare)
 
 
@@ -41,12 +40,28 @@ def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, scale: 
         limit = f"must be at most {table_width * block_size}, the tokens of a block table's row"
         raise fail(op, "batch.max_seq_len", f"is {batch.max_seq_len}, {limit}")
     result = Tensor.new((tokens, heads * value_dim), q.dtype, q.device)
-    if tokens and heads:
-        launch = _plan_attention(batch.max_query_len, heads, batch.num_seqs, width, value_dim, block_size, q.dtype.ptx)
-        Gpu.of(q.device).launch(
-            launch, q.address, pages.address, result.address, batch.query_start.address, batch.seq_lens.address,
-            table.address, heads, table_width, scale * _latent.LOG2_E,
+    if tokens == 0 or heads == 0:
+        return result
+    gpu = Gpu.of(q.device)
+    key = "latent_attention", group, tokens, heads, width, value_dim, block_size, q.dtype
+    plan = batch.plans.get(key)
+    if plan is None:
+        plan = batch.plans[key] = _latent.plan_attention(
+            num_tokens=tokens, num_seqs=batch.num_seqs, max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len, num_heads=heads, width=width, value_dim=value_dim, table_width=table_width,
+            dtype=q.dtype.ptx, block_size=block_size, num_sms=gpu.properties.num_sms,
+            most_shared=gpu.properties.shared_bytes_per_block, arch=gpu.arch, num_blocks=pages.shape[0],
+            exact=batch.exact,
         )  # fmt: skip
+    workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
+    gpu.launch(
+        plan.launch,
+        *plan.arguments(
+            q.address, pages.address, result.address, 0 if workspace is None else workspace.address,
+            zeros(gpu, plan.num_arrivals) if plan.num_arrivals else 0, batch.query_start.address,
+            batch.seq_lens.address, table.address, scale,
+        ),
+    )  # fmt: skip
     return result
 
 

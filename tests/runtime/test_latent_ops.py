@@ -19,7 +19,7 @@ from runtime.tensor.tensor import Tensor
 from tests.oracles.attention import attention as plain_attention
 
 EPS, SCALE = 1e-6, 0.17
-DEVICES = ["cpu", pytest.param("emulated:sm_80", marks=pytest.mark.emulator)]
+DEVICES = ["cpu", *(pytest.param(f"emulated:{arch}", marks=pytest.mark.emulator) for arch in ("sm_80", "sm_90a"))]
 CHUNKS = [(0, 9), (30, 1), (17, 4), (0, 1)]  # context and queries of each sequence
 
 
@@ -130,11 +130,12 @@ def error_of(case: Case) -> float:
     ("dtype", "heads", "rotary", "rest", "interleaved", "block_size", "tolerance"),
     [
         (float32, 3, 6, 22, True, 8, 2e-6), (float32, 9, 4, 17, False, 16, 2e-6), (bfloat16, 1, 2, 1, True, 8, 2e-2),
+        (bfloat16, 5, 8, 32, True, 8, 2e-2),
         pytest.param(bfloat16, 16, 64, 512, True, 16, 2e-2, marks=pytest.mark.exhaustive),
         pytest.param(float16, 5, 10, 130, False, 32, 3e-3, marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
-@pytest.mark.exhaustive_cases("dtype0.*emulated", "dtype1.*emulated")
+@pytest.mark.exhaustive_cases("dtype0.*emulated", "dtype1.*emulated", "sm_80")
 def test_beside_numpy(
     device: str, dtype: DType, heads: int, rotary: int, rest: int, interleaved: bool, block_size: int, tolerance: float
 ) -> None:

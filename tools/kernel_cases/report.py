@@ -19,6 +19,7 @@ from numba_kernels.cuda.quantised_pages import PAGES
 from numba_kernels.cuda.specialisation import Launch
 from runtime import ops
 from runtime.bench.kernels.case import TOLERANCE, Array, Case, Inputs, Prepared
+from runtime.bench.kernels.latent import latent_case
 from runtime.bench.kernels.operations import attention_case, norm_case, product_case, softmax_case, swiglu_case
 from runtime.bench.kernels.recurrent import delta_rule_case, mamba_case, short_conv_case
 from runtime.dtype import bfloat16
@@ -38,6 +39,7 @@ def cases() -> Iterator[Case]:
         for is_gated in (True, False):
             yield gathered_case(format, is_gated)
     yield from _attentions()
+    yield from _latents()
     yield from _rows()
     yield from _tokens()
     yield from chunk_cases()
@@ -120,6 +122,16 @@ def _attention(
     case = attention_case(tier, dtype, *chunks, *sizes, num_sms=num_sms, pages=pages)
     suffix = (" unsplit" if num_sms == 1 else "") + (f" d{sizes[2]}" if sizes != _SIZES else "")
     return replace(case, name=case.name + suffix, scattered_because=_KEY_A_LANE if tier == "naive" else "")
+
+
+def _latents() -> Iterator[Case]:
+    reason = "the tier's point: a lane has a key of its own, a whole row away from its neighbour's"
+    yield replace(latent_case("plain", "bf16", 1, 127, 1, 16), scattered_because=reason)
+    for heads, queries in ((16, 1), (16, 4), (128, 1)):
+        yield latent_case("tensor_core", "bf16", 1, 512 - queries, queries, heads, exact=True)
+    yield latent_case("tensor_core", "bf16", 2, 1023, 1, 16)
+    yield latent_case("hopper", "bf16", 1, 511, 1, 128, exact=True)
+    yield latent_case("tensor_core", "bf16", 1, 511, 1, 32, 320, 256, exact=True)
 
 
 # Row-wise kernels

@@ -7,6 +7,7 @@ from typing import Any
 
 from numba_kernels.cuda.gemm import hopper
 from runtime.bench.kernels.case import Case
+from runtime.bench.kernels.latent import latent_case
 from runtime.bench.kernels.operations import (
     QWEN3_8B,
     attention_case,
@@ -124,6 +125,22 @@ def attention(is_quick: bool) -> Iterator[Case]:
     )  # fmt: skip
     yield from (attention_case("flash", "f16", 1, 0, 300, 8, 2, 128), attention_case("flash", "f32", 1, 0, 300, *gpt2))
     yield from [attention_case("naive", "bf16", 1, 0, 128, *qwen3_small)]
+
+
+def latent(is_quick: bool) -> Iterator[Case]:
+    """Latent attention: sequences, context, queries, heads; tried tokens, a chunk, and rows of Mistral 4."""
+    if is_quick:
+        yield from (latent_case("auto", "bf16", *shape) for shape in ((1, 70, 1, 5), (2, 300, 1, 16)))
+        return
+    yield from (
+        latent_case("auto", "bf16", seqs, context, queries, heads)
+        for heads in (16, 128) for seqs, context, queries in ((1, 4095, 1), (32, 999, 1), (256, 333, 1), (3, 777, 4))
+    )  # fmt: skip
+    yield from (latent_case("auto", "bf16", 1, context, 1, 20) for context in (0, 15, 63, 127, 128, 5_000))
+    yield from (latent_case("auto", dtype, 2, 500, 60, 32, 320, 256) for dtype in ("bf16", "f16"))
+    yield latent_case("auto", "bf16", 2, 1000, 3, 16, exact=True)
+    yield latent_case("plain", "bf16", 2, 200, 1, 16)
+    yield latent_case("auto", "f32", 2, 200, 2, 16)
 
 
 def rows(is_quick: bool) -> Iterator[Case]:
@@ -282,6 +299,20 @@ def experts_speed(is_quick: bool) -> Iterator[Case]:
                 yield Mixture(model, name, tokens, *sizes).case(has_peer=True)
 
 
+def latent_speed(is_quick: bool) -> Iterator[Case]:
+    """A decode step's, a tried step's and a chunk's."""
+    if is_quick:
+        yield latent_case("auto", "bf16", 1, 200, 1, 16)
+        return
+    for heads in (16, 128):
+        for seqs in (1, 32, 256):
+            yield latent_case("auto", "bf16", seqs, 4095 if seqs < 256 else 1023, 1, heads)
+        yield latent_case("auto", "bf16", 32, 4092, 4, heads)
+    yield latent_case("auto", "bf16", 32, 4095, 1, 32, 320, 256)
+    yield latent_case("auto", "bf16", 1, 4096, 128, 16)
+    yield latent_case("plain", "bf16", 1, 4095, 1, 16)
+
+
 def sampling_speed(is_quick: bool) -> Iterator[Case]:
     """A decode step's sampling."""
     for m in (2,) if is_quick else (1, 32, 256):
@@ -291,7 +322,8 @@ def sampling_speed(is_quick: bool) -> Iterator[Case]:
 
 SUITES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "hopper gemm": hopper_gemm, "gemm": gemm, "experts": experts, "quantized": quantized, "attention": attention,
-    "rows": rows, "recurrent": recurrent, "sampling": sampling, "kernels": kernels_speed,
-    "quantized speed": quantized_speed, "experts speed": experts_speed, "sampling speed": sampling_speed,
+    "latent": latent, "rows": rows, "recurrent": recurrent, "sampling": sampling, "kernels": kernels_speed,
+    "quantized speed": quantized_speed, "experts speed": experts_speed, "latent speed": latent_speed,
+    "sampling speed": sampling_speed,
 }  # fmt: skip
 """By the section of `gpu_check`; an argument says whether sizes are small enough to emulate."""

@@ -43,7 +43,7 @@ from numba_kernels.cuda.intrinsics.memory import (
     shared_load_b32,
     shared_store_b32,
 )
-from numba_kernels.cuda.intrinsics.sync import sync_block
+from numba_kernels.cuda.intrinsics.sync import sync_block, sync_named
 from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, sum_to_lane_u32
 
 UNIT_KEYS = 16
@@ -52,8 +52,8 @@ _FOUND_WORDS = 8
 
 
 def record(head_dim: int) -> int:
-    """Floats of one part's record of one row: whole tile columns, then largest score and sum, in 16-byte units."""
-    return tile_shape("f32", head_dim).columns + 4
+    """Floats of one part's record of one row: whole tile columns, then largest score and sum, in 32-byte sectors."""
+    return tile_shape("f32", head_dim).columns + 8
 
 
 def scratch_bytes(threads: int) -> int:
@@ -231,9 +231,11 @@ _arrive = instruction("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", "l r
 
 
 @functools.cache
-def parts_combiner(dtype: str, head_dim: int, num_rows: int, threads: int, has_sinks: bool) -> Any:
+def parts_combiner(
+    dtype: str, head_dim: int, num_rows: int, threads: int, has_sinks: bool, barrier: int = 0
+) -> Any:  # fmt: skip
     """A device function that all threads of a block call once they have written its records: if the block is the last
-    of its tile, it writes the tile's rows out.
+    of its tile, it writes the tile's rows out. With a named `barrier` only so many threads of the block call it.
 
     The arguments are addresses (`scratch`: of 4 shared bytes), then numbers as the tiers' kernels have them. `arrivals`
     counts a tile's blocks, in uint32 [blocks, KV heads] at that of its first part: zero before and after a launch.
@@ -244,6 +246,7 @@ def parts_combiner(dtype: str, head_dim: int, num_rows: int, threads: int, has_s
     record_bytes, item_bytes = uint64(record(head_dim) * 4), uint64(ITEM_BYTES[dtype])
     place_of, store, store_four = record_place(head_dim, num_rows), elements_storer(dtype, 1), quad_storer(dtype)
     is_whole, has_fours = columns % 128 == 0, head_dim % 4 == 0
+    meet = device_function(lambda: sync_named(uint32(barrier), uint32(threads))) if barrier else sync_block
 
     @device_function
     def combine(
@@ -251,11 +254,11 @@ def parts_combiner(dtype: str, head_dim: int, num_rows: int, threads: int, has_s
         first_token, first_row, rows, thread,
     ):  # fmt: skip
         first = uint32(block - part)
-        sync_block()
+        meet()
         if thread == uint32(0):
             tile = arrivals + (uint64(first) * uint64(num_kv_heads) + uint64(kv_head)) * uint64(4)
             shared_store_b32(scratch, _arrive(tile, uint32(num_parts - uint32(1))))
-        sync_block()
+        meet()
         is_last = uint32(shared_load_b32(scratch) + uint32(1)) == num_parts
         lane = lane_index()
         sums = cuda.local.array((per_lane, 4), float32)

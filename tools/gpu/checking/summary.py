@@ -161,6 +161,7 @@ _PARTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "Experts": _timed("experts speed"),
     "Steps that try proposals": _steps,
     "A vision tower": _tower,
+    "Latent attention": _timed("latent speed"),
     "Sampling": _timed("sampling speed"),
 }
 

@@ -1,0 +1,87 @@
+"""Cases of latent attention: each sequence's last tokens over shuffled pages of one row a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from numba_kernels.cuda import latent
+from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
+from runtime.bench.kernels.case import TOLERANCE, Array, Case, Inputs, Prepared, numpy_dtype, sampled
+from runtime.bench.kernels.operations import BLOCK_SIZE
+
+SCALE = 0.07
+
+
+def latent_case(
+    tier: str, dtype: str, seqs: int, context: int, queries: int, heads: int, width: int = 576, value_dim: int = 512, *,
+    exact: bool = False,
+) -> Case:  # fmt: skip
+    """`tier`: of `latent.planning.TIERS`, or "auto"; `exact`: no sequence is split. Torch's call has the rows as one
+    key head, and their last numbers as its values."""
+    length, size = context + queries, numpy_dtype(dtype).itemsize
+    tokens, blocks = seqs * queries, -(-length // BLOCK_SIZE)
+
+    def prepare(inputs: Inputs) -> Prepared:
+        q = inputs.normal((seqs, queries, heads, width), dtype)
+        rows = inputs.normal((seqs, length, width), dtype)
+        table = inputs.rng.permutation(seqs * blocks).astype(np.int32)
+        pages = np.zeros((seqs * blocks, BLOCK_SIZE, width), rows.dtype)
+        padded = np.zeros((seqs, blocks * BLOCK_SIZE, width), rows.dtype)
+        padded[:, :length] = rows
+        pages[table] = padded.reshape(pages.shape)
+        properties = inputs.gpu.properties
+        plan = latent.plan_attention(
+            num_tokens=tokens, num_seqs=seqs, max_query_len=queries, max_seq_len=length, num_heads=heads, width=width,
+            value_dim=value_dim, table_width=blocks, dtype=dtype, block_size=BLOCK_SIZE, num_sms=properties.num_sms,
+            most_shared=properties.shared_bytes_per_block, arch=inputs.gpu.arch, num_blocks=len(pages), exact=exact,
+            tier=None if tier == "auto" else tier,
+        )  # fmt: skip
+        out = inputs.result(tokens * heads * value_dim * size)
+        arguments = plan.arguments(
+            inputs.put(q), inputs.put(pages), out, inputs.empty(plan.workspace_bytes) if plan.workspace_bytes else 0,
+            inputs.put(np.zeros(max(1, plan.num_arrivals), np.uint32)),
+            inputs.put(np.arange(seqs + 1, dtype=np.int32) * np.int32(queries)),
+            inputs.put(np.full(seqs, length, np.int32)), inputs.put(table), SCALE,
+        )  # fmt: skip
+
+        def torch(module: Any, tensor: Callable[[Array], Any]) -> Callable[[], Any]:
+            a, b = tensor(np.ascontiguousarray(q.transpose(0, 2, 1, 3))), tensor(rows[:, None])
+            c = b[..., width - value_dim :]
+            attend = module.nn.functional.scaled_dot_product_attention
+            return lambda: attend(a, b, c, is_causal=queries > 1, scale=SCALE, enable_gqa=True).transpose(1, 2)
+
+        chosen = sampled(tokens)
+        expected = _expected(q.reshape(tokens, heads, width), rows, queries, value_dim, chosen)
+        run, shape = inputs.bind((plan.launch, arguments)), (tokens, heads, value_dim)
+        return Prepared(run, out, shape, dtype, chosen, expected, torch, notes={"tier": plan.tier})
+
+    seen = seqs * sum(context + 1 + query for query in range(queries))
+    inputs_bytes, out_bytes = (tokens * heads * each * size for each in (width, value_dim))
+    least_bytes = inputs_bytes + out_bytes + seqs * length * width * size
+    tile_rows = 64 if tier == "hopper" else 16
+    tiles, last = -(-queries * heads // tile_rows), queries * heads - 1
+    keys = sum(context + 1 + min(tile_rows * (tile + 1) - 1, last) // heads for tile in range(tiles))
+    parts = 1 if exact else max(1, length // MIN_PART_KEYS)  # each of which reads its queries
+    records = tokens * heads * parts * (parts > 1)
+    tiled_bytes = parts * inputs_bytes + out_bytes + seqs * keys * width * size + 2 * records * 4 * record(value_dim)
+    return Case(
+        f"latent {tier} {dtype}{' unsplit' if exact else ''}",
+        f"{seqs} x {queries} queries, {length} keys, {heads} heads, rows of {width}", least_bytes,
+        2 * seen * heads * (width + value_dim), TOLERANCE[dtype], prepare, "latent",
+        0 if tier == "plain" else tiled_bytes, dtype != "f32", tier in ("tensor_core", "hopper"),
+    )  # fmt: skip
+
+
+def _expected(q: Array, rows: Array, queries: int, value_dim: int, chosen: Array) -> Array:
+    """float32 [len(chosen), heads, value_dim] of those tokens."""
+    out = np.empty((len(chosen), q.shape[1], value_dim), np.float32)
+    for place, token in enumerate(chosen):
+        seq, query = divmod(int(token), queries)
+        seen = rows[seq, : rows.shape[1] - queries + query + 1].astype(np.float32)
+        scores = q[token].astype(np.float32) @ seen.T * np.float32(SCALE)
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        out[place] = weights @ seen[:, rows.shape[2] - value_dim :] / weights.sum(1, keepdims=True)
+    return out
