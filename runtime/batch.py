@@ -7,7 +7,7 @@ of length one; there is no padding and no separate prefill path.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from runtime.rope_table import RopeTable
@@ -70,6 +70,13 @@ class Batch:
     """``[num_logits]`` rows of the token row that need logits."""
     max_query_len: int  # longest chunk of this batch, in tokens: for launch plans
     max_seq_len: int  # longest sequence of this batch, in tokens: for launch plans
+    last_tokens: Annotated[Tensor | None, StepField("int32", "chunk")] = None  # rows of the token row, a chunk's last
+    last_positions: Annotated[Tensor | None, StepField("int32", "chunk")] = None  # of these in `positions`
+    last_start: Annotated[Tensor | None, StepField("int32", "start")] = None  # 0, 1, 2 ...: `query_start` of them alone
+    logits_chunks: Annotated[Tensor | None, StepField("int32", "logit")] = None  # the chunk of each logit
+    is_last_wanted: bool = False
+    """Whether nothing but the hidden state of each chunk's last token is wanted: `Model.forward` may return these rows
+    alone, ``[num_seqs, hidden_size]``, since layers that write no pages need not compute the others."""
     exact: bool = False  # a row's result must not depend on the rest of the batch; on the cpu it never does
     rope: RopeTable | None = None  # rotations of this step, a row a position; None for the model's own
     encoded: tuple[EncodedTokens, ...] = ()  # embeddings of some tokens that come from an encoder
@@ -87,6 +94,17 @@ class Batch:
         """Keep ``x [num_tokens, hidden_size]``, the hidden states after a layer, which is not written to any more."""
         if layer in self.auxiliary_layers:
             self.kept[layer] = x
+
+    def of_last_tokens(self) -> Batch:
+        """The chunks' last tokens as a batch of decodes, whose keys and values are written."""
+        assert self.last_tokens is not None, "a step has them"
+        assert self.last_positions is not None, "a step has them"
+        assert self.last_start is not None, "a step has them"
+        return replace(
+            self, token_ids=self.last_tokens, positions=self.last_positions, query_start=self.last_start,
+            slot_mappings=tuple(each[: self.num_seqs] for each in self.slot_mappings), max_query_len=1,
+            is_last_wanted=False, plans={},
+        )  # fmt: skip
 
     @property
     def num_tokens(self) -> int:

@@ -139,9 +139,14 @@ class Gemma4Model(Decoder):
 
     def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         inputs = None if self.inputs is None else self.inputs(x, batch.token_ids)
-        for number, layer in enumerate(self.layers, self.own_layers.start + 1):
+        for number, layer in enumerate(self.layers, self.own_layers.start):
+            if number == self.config.first_sharing and batch.is_last_wanted:  # nothing reads what others would get
+                assert batch.last_tokens is not None, "a step has them"
+                last = batch.last_tokens
+                x, batch = ops.gather_rows(x, last), batch.of_last_tokens()
+                inputs = None if inputs is None else ops.gather_rows(inputs, last)
             x = cast(Gemma4Layer, layer)(x, batch, kv_cache, inputs)
-            batch.keep(number, x)
+            batch.keep(number + 1, x)
         return x
 
 

@@ -15,7 +15,7 @@ from models.makers.kept_formats import check_cut
 from models.makers.maker import Maker
 from models.makers.shards import Shard
 from models.rope import make_rope_table
-from numba_kernels.cpu.ggml_rows import BLOCKS
+from numba_kernels.ggml_blocks import ROW_BLOCKS
 from runtime import ops
 from runtime.dtype import float16, float32
 from runtime.linear.options import LoadOptions
@@ -181,7 +181,7 @@ class LoadingMaker(Maker):
         stored, device, dtype = self._source[name], self.options.device, self.dtype
         self._mapped.append(stored.size_bytes)
         if device.kind == "cpu":
-            if stored.block_format in BLOCKS:
+            if stored.block_format in ROW_BLOCKS:
                 return StoredTable.of(stored.stored_rows(), stored.block_format, columns)
             array = stored.array() if stored.quantized is None else stored.matrix().dequantise(dtype)
             tensor = Tensor.from_numpy(array)

@@ -16,11 +16,7 @@ from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.embedding import FIELDS, rows_of
 from numba_kernels.cpu.intrinsics.scalars import load_f32
 from numba_kernels.cpu.running.launch import Kernel, float32_at, int8_at
-
-BLOCKS = {
-    "Q4_0": (32, 18), "Q5_0": (32, 22), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)
-}  # fmt: skip
-"""By ggml's name: elements and bytes of a block."""
+from numba_kernels.ggml_blocks import ROW_BLOCKS
 
 
 @njit(nogil=True)
@@ -101,7 +97,7 @@ _DECODERS = {"Q4_0": _q4_0, "Q5_0": _q5_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K":
 @functools.cache
 def stored_rows_kernel(name: str) -> Kernel:
     """``out [R, W]`` = rows ``indices [R]`` of a table of these blocks times ``multiplier``; `embedding.FIELDS`."""
-    (elements, block_bytes), decode = BLOCKS[name], _DECODERS[name]
+    (elements, block_bytes), decode = ROW_BLOCKS[name], _DECODERS[name]
 
     @njit(nogil=True)
     @name_by_content

@@ -17,7 +17,7 @@ class StoredTable:
 
     Attributes:
         rows: uint8 ``[V, row bytes]``, the mapped file's.
-        blocks: ggml's name of their blocks, one of `numba_kernels.cpu.ggml_rows.BLOCKS`.
+        blocks: ggml's name of their blocks, one of `numba_kernels.ggml_blocks.ROW_BLOCKS`.
         width: elements of a row.
     """
 

@@ -87,7 +87,8 @@ def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
         older["rotary_pct"], older["rotary_emb_base"] = older.pop("partial_rotary_factor"), older.pop("rope_theta")
     if older["model_type"] == "gemma4_text":  # sizes of the full layers' heads instead of an object for each layer
         (own, *_), older["rope_parameters"] = older.pop("per_layer_config").values(), fields["rope_parameters"]
-        older.pop("rope_scaling"), older.pop("rope_theta")
+        for name in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
+            older.pop(name)
         older["global_head_dim"] = own["head_dim"]
         older["num_global_key_value_heads"] = own.get("num_key_value_heads")
     kinds = older.get("layer_types")

@@ -143,7 +143,7 @@ class ForwardRecordings:
         if self._is_cpu:  # its kernels see for themselves how long a chunk is, and whether there are penalties
             longest = num_tokens - num_seqs + 1
             room = None if samples is None else SamplingShape(num_logits, MOST_LISTED, True)
-            return Shape(num_tokens, num_seqs, num_logits, longest, length, room)
+            return Shape(num_tokens, num_seqs, num_logits, longest, length, room, layout.is_last_wanted)
         longest = layout.max_query_len
         if samples is not None and 1 < longest <= _WIDTHS[-1] and num_logits == num_tokens:
             batch_slots = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
@@ -151,7 +151,7 @@ class ForwardRecordings:
             num_tokens = num_logits = batch_slots * longest
             num_seqs = 2 * batch_slots
         room = None if samples is None else shape_of(samples, num_logits)
-        return Shape(num_tokens, num_seqs, num_logits, longest, length, room)
+        return Shape(num_tokens, num_seqs, num_logits, longest, length, room, layout.is_last_wanted)
 
     def _run_timed(self, shape: Shape, batch: Batch, forward: Forward) -> Computed:
         """Run eagerly. The time of a new shape that could be recorded is remembered."""

@@ -71,6 +71,7 @@ class Shape(NamedTuple):
     max_query_len: int
     max_seq_len: int
     samples: SamplingShape | None
+    is_last_wanted: bool = False
 
     def arrays(self, num_groups: int, limits: EngineLimits) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]:
         """Name, type and sizes of each array, in their order in memory."""
@@ -141,7 +142,7 @@ class StepMemory:
             kind = DType.parse(dtype)
             tensors[name] = Tensor(self._storage, kind, sizes, contiguous_strides(sizes), at // dtype.itemsize)
             at += _aligned(size_bytes)
-        layout = StepLayout(arrays, shape.max_query_len, shape.max_seq_len)
+        layout = StepLayout(arrays, shape.max_query_len, shape.max_seq_len, shape.is_last_wanted)
         parts: list[Tensor] = []
         for name, each in STEP_FIELDS.items():
             parts += [tensors[name][group] for group in range(self._num_groups)] if each.by_group else [tensors[name]]
@@ -174,7 +175,7 @@ class StepMemory:
             if name == "query_start":
                 ends = np.minimum(np.arange(1, len(target) - count + 1) * inputs.batch.max_query_len, lacking)
                 target[count:] = int(given[-1]) + ends
-            elif name == "logits_indices":
+            elif name in ("logits_indices", "last_start"):
                 target[count:] = np.arange(count, len(target))
             else:
                 target[..., count:] = PADDING.get(name, 0)

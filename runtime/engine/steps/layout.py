@@ -71,13 +71,19 @@ class BlockTables:
 @dataclass(slots=True)
 class StepLayout:
     """The arrays of a step's batch on the host, by the names of `STEP_FIELDS`. Those by group have a first axis for
-    it; block tables may have any width."""
+    it; block tables may have any width. `is_last_wanted`: see `Batch`."""
 
     arrays: dict[str, NDArray[Any]]
     max_query_len: int
     max_seq_len: int
+    is_last_wanted: bool = False
 
     def __post_init__(self) -> None:
+        if "last_tokens" not in self.arrays:
+            last = self.arrays["query_start"][1:] - np.int32(1)
+            self.arrays["last_tokens"], self.arrays["last_start"] = last, np.arange(len(last) + 1, dtype=np.int32)
+            self.arrays["last_positions"] = self.arrays["positions"].take(last, mode="clip")
+            self.arrays["logits_chunks"] = np.searchsorted(last, self.arrays["logits_indices"]).astype(np.int32)
         for name in NUMBERS.keys() - self.arrays.keys():
             count = self.num_tokens if NUMBERS[name].per == "token" else self.num_seqs
             self.arrays[name] = np.full(count, NUMBERS[name].padding, NUMBERS[name].dtype)
@@ -108,7 +114,10 @@ class StepLayout:
             name: tuple(next(tensors) for _ in self.arrays[name]) if field.by_group else next(tensors)
             for name, field in STEP_FIELDS.items()
         }
-        return Batch(**fields, max_query_len=self.max_query_len, max_seq_len=self.max_seq_len, exact=exact)
+        return Batch(
+            **fields, max_query_len=self.max_query_len, max_seq_len=self.max_seq_len, exact=exact,
+            is_last_wanted=self.is_last_wanted,
+        )  # fmt: skip
 
 
 class Chunks(NamedTuple):

@@ -315,6 +315,9 @@ class LocalExecutor:
             if key is not None and step.mode == "record":
                 graphs.want(key)
         laid_out = rows.lay_out(step)
+        # Without other tokens than the last there is nothing to leave out.
+        is_one_each = step.num_tokens > step.num_seqs and step.num_samples.max() <= 1
+        laid_out.layout.is_last_wanted = bool(is_one_each and not step.prompt_logprobs and not self._auxiliary_layers)
         if not self.samples and len(laid_out.samples.rows):
             self._versions[step.number] = laid_out.samples.version
         compute = partial(self._draw, step, laid_out, masks, proposed)
@@ -364,7 +367,10 @@ class LocalExecutor:
         batch.auxiliary_layers = self._auxiliary_layers
         hidden, logits = self.model.forward(batch, self.kv_cache), None
         if self.samples and batch.logits_indices.shape[0]:
-            logits = logits_to_sample(self.model, ops.gather_rows(hidden, batch.logits_indices))
+            is_short = hidden.shape[0] != batch.num_tokens  # the rows of chunks, not of tokens
+            rows = batch.logits_chunks if is_short else batch.logits_indices
+            assert rows is not None, "a step has them"
+            logits = logits_to_sample(self.model, ops.gather_rows(hidden, rows))
         kept = tuple(batch.kept[layer] for layer in self._auxiliary_layers)
         return Computed(hidden if self.samples else None, logits, kept=kept)
 

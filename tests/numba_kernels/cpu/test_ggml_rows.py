@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Ggml
 
-from numba_kernels.cpu.ggml_rows import BLOCKS
+from numba_kernels.ggml_blocks import ROW_BLOCKS
 from runtime import ops
 from runtime.errors import InvalidArgumentError
 from runtime.linear.stored_table import StoredTable
@@ -15,9 +15,9 @@ from runtime.tensor.tensor import Tensor
 from tests.models.gguf.files import random_blocks
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("blocks", ROW_BLOCKS)
 def test_rows_are_those_of_the_package(blocks: str) -> None:
-    elements, block_bytes = BLOCKS[blocks]
+    elements, block_bytes = ROW_BLOCKS[blocks]
     ids = np.array([2, 0, 6, 2], np.int32)
     stored = random_blocks(np.random.default_rng(elements), Ggml[blocks], (7, 3 * elements))
     assert stored.shape == (7, 3 * block_bytes)

@@ -1,5 +1,6 @@
-"""Models with recurrent states get the bits of lone runs without a cache, whatever becomes of their requests: chunks of
-odd lengths, prefixes found, draft tokens kept and dropped, victims swapped and computed again."""
+"""Models with recurrent states, or layers that share pages, get the bits of lone runs without a cache, whatever becomes
+of their requests: chunks of odd lengths, prefixes found, draft tokens kept and dropped, victims swapped and computed
+again."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def run(engine: Engine, requests: list[EngineRequest]) -> Found:
     ("first", "num_requests"),
     [(0, 24), *(pytest.param(first, 1_000, marks=pytest.mark.exhaustive) for first in range(0, 10_000, 1_000))],
 )
-@pytest.mark.parametrize("case", ["qwen3_5_odd", "granite_hybrid_odd"])
+@pytest.mark.parametrize("case", ["qwen3_5_odd", "granite_hybrid_odd", "gemma4_inputs_odd"])
 @pytest.mark.exhaustive_cases("granite")
 def test_no_schedule_changes_a_bit(
     case: str, first: int, num_requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -52,7 +52,10 @@ def test_on_the_bundled_model(num_requests: int) -> None:
     "name",
     [
         "qwen3_moe_odd",
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("gemma3_odd", "gpt2_gelu_new", "qwen3_5_odd")),
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in ("gemma3_odd", "gemma4_inputs_odd", "gpt2_gelu_new", "qwen3_5_odd")
+        ),
     ],
 )
 def test_on_other_families(name: str, tmp_path: Path) -> None:
