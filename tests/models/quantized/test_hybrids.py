@@ -59,6 +59,11 @@ FLOATS = (
     "feed_forward.gate.", "conv1d", "conv.conv",
 )  # fmt: skip
 """Parts of names of the matrices that no maker quantises."""
+JOINED = (
+    "in_proj_qkv.weight", "in_proj_qkvz.weight", "in_proj_ba.weight", "self_attn.q_proj.weight", "input_linear.weight",
+    "output_linear.weight",
+)  # fmt: skip
+"""Ends of names of tensors that are several maps."""
 EACH_TIME = {
     ("qwen3_5_moe_odd", "gptq"), ("qwen3_5_odd", "packed"), ("nemotron_h_moe_latent", "modelopt"),
     ("nemotron_h_moe_latent", "blocks"), ("granite_hybrid_moe_odd", "rows"), ("lfm2_moe_odd", "awq"),
@@ -70,7 +75,7 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     layout = tensor_layout(parse_config(config))
     shapes = dict(layout.shapes)
     for name, stack in layout.stacks.items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj", "experts.up_proj")):
+        if not name.endswith(JOINED):
             continue
         for part in stack.part_names:
             del shapes[part]
