@@ -93,6 +93,7 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
     num_places = num_layers + sum(kind["num_padding"] for kind in kinds)
     return {
         "weight_bytes": facts.weight_bytes,
+        "mapped_bytes": facts.mapped_bytes,
         "kv_cache_bytes": facts.kv_cache_bytes,
         "kv_bytes_per_token": token_bytes(every),
         "block_size": size,
@@ -176,6 +177,7 @@ def as_text(report: dict[str, Any]) -> str:
         "",
         "memory",
         f"  weights         {size(memory['weight_bytes']):>12}",
+        *([f"  read by row     {size(memory['mapped_bytes']):>12}   not loaded"] if memory["mapped_bytes"] else []),
         f"  KV cache        {size(memory['kv_cache_bytes']):>12}   {memory['num_blocks']} blocks of "
         f"{memory['block_size']} tokens, {size(memory['kv_bytes_per_token'])} a token",
         f"  together        {size(memory['weight_bytes'] + memory['kv_cache_bytes']):>12}",

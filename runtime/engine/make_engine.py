@@ -415,6 +415,7 @@ def _info(
         num_blocks=limits.num_blocks,
         kv_cache_bytes=sum(pool.num_blocks * pool.block_bytes for pool in pools),
         weight_bytes=sum(of_ranks) + (0 if draft is None else draft.weight_bytes),
+        mapped_bytes=model.mapped_bytes,
         scheduling_policy=config.scheduling_policy,
         cache_groups=tuple(
             CacheGroupInfo(group.kind, len(group.layers), group.num_padding, group.pool)

@@ -335,6 +335,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     images          None if the model reads none
     longrope_threshold   longer prompts are rotated otherwise, and share no prefixes with shorter ones
     ranks           of a split model; empty for one in one piece
+    mapped_bytes    of tables that are not among the weights: read a row a token, in their files or the host's memory
     """
 
     model_name: str
@@ -361,6 +362,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     images: ImageSupport | None = None
     longrope_threshold: int | None = None
     ranks: tuple[RankInfo, ...] = ()
+    mapped_bytes: int = 0
 
     @property
     def has_states(self) -> bool:
