@@ -6,8 +6,8 @@ group of elements has one scale (and minimum). e4m3 has no integers: its element
 
 Panels hold words of 32 bits. The words of one of our blocks, which is one or two of ggml's, follow each other: scales
 first, then the planes (`Block.places`). They come vector by vector, so that each register of columns is one stream:
-`[panel, block, vector, word, lane]`. `block_panels` arranges them, `block_tile` and `e4m3_tile` multiply, `block_rows`
-reads rows.
+`[panel, block, vector, word, lane]`. `block_panels` arranges them, `block_tile` and `e4m3_tile` multiply what
+`block_numbers` reads, `block_rows` reads rows.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ from numba_kernels.cpu.gemm.arranged_rows import (
     is_own_operand,
     operand_words,
 )
-from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, is_signed, start_in_rows, x_words
+from numba_kernels.cpu.gemm.block_numbers import is_signed
+from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, start_in_rows, x_words
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED_WORDS
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
