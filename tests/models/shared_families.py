@@ -25,12 +25,16 @@ FAMILIES = {
     "qwen3_5": "qwen3_5_odd", "qwen3_5_moe": "qwen3_5_moe_odd", "qwen3_next": "qwen3_next_odd",
     "lfm2": "lfm2_odd", "lfm2_moe": "lfm2_moe_odd",
     "granite_hybrid": "granite_hybrid_odd", "granite_hybrid_moe": "granite_hybrid_moe_odd",
+    "gemma4": "gemma4_keys_odd", "gemma4_moe": "gemma4_moe_odd", "gemma4_inputs": "gemma4_inputs_odd",
     "nemotron_h": "nemotron_h_odd", "nemotron_h_latent": "nemotron_h_moe_latent",
 }  # fmt: skip
 """Each family's golden."""
 
 WITHOUT_EXACT_RANKS = ["olmo2", "olmo3", "olmoe"]
 """Which have norms over all heads."""
+
+WITHOUT_STAGES = ["gemma4_inputs"]
+"""Whose layers all need the embeddings."""
 
 NUM_LAYERS, NUM_HEADS = 4, 8
 _SIZES: dict[str, Any] = {
@@ -56,6 +60,11 @@ def write_shared(folder: Path, family: str) -> Path:
         fields |= _LATENT | {"num_key_value_heads": NUM_HEADS}
     if "layer_types" in fields:
         fields["layer_types"] = (fields["layer_types"] * NUM_LAYERS)[:NUM_LAYERS]
+    if "per_layer_config" in fields:
+        fields["layer_types"][-1], kv_heads = "full_attention", 1 if family == "gemma4" else 2
+        fields["num_kv_shared_layers"] = min(2, fields["num_kv_shared_layers"])
+        full = [str(layer) for layer, kind in enumerate(fields["layer_types"]) if kind == "full_attention"]
+        fields["per_layer_config"] = {key: {"head_dim": 32, "num_key_value_heads": kv_heads} for key in full}
     if fields.get("moe_latent_size"):
         fields["moe_latent_size"] = 64
     if "block_auto_adjust_ff_dim" in fields:

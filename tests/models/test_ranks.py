@@ -21,7 +21,7 @@ from runtime.tensor.tensor import Tensor
 from tests.models.driver import logits_of
 from tests.models.folders import change_config, load_golden, write_model
 from tests.models.makers.test_maker import ThreadCommunicator
-from tests.models.shared_families import FAMILIES, WITHOUT_EXACT_RANKS, write_shared
+from tests.models.shared_families import FAMILIES, WITHOUT_EXACT_RANKS, WITHOUT_STAGES, write_shared
 
 exhaustive = pytest.mark.exhaustive
 Array = np.ndarray[Any, Any]
@@ -81,7 +81,11 @@ class ThreadStage:
 
 @pytest.mark.parametrize(
     "family",
-    [each if each in ("apertus", "exaone4", "phimoe") else pytest.param(each, marks=exhaustive) for each in FAMILIES],
+    [
+        each if each in ("apertus", "exaone4", "phimoe") else pytest.param(each, marks=exhaustive)
+        for each in FAMILIES
+        if each not in WITHOUT_STAGES
+    ],
 )
 def test_every_family_in_stages(family: str, tmp_path: Path) -> None:
     """Whose layers are the model's, so that every bit is."""
@@ -101,6 +105,18 @@ def test_every_family_in_stages(family: str, tmp_path: Path) -> None:
         *_, logits = pool.map(run, range(len(stages)))
     whole = load_model(folder, load_format="dummy", dtype="float32")
     np.testing.assert_array_equal(logits, logits_of(whole, IDS))
+
+
+def test_layers_that_stages_cannot_share_are_refused(tmp_path: Path) -> None:
+    folder, inboxes = write_shared(tmp_path, "gemma4_inputs"), [queue.Queue[Array]() for _ in range(2)]
+    for stage, changes, message in (
+        (1, {}, "layer 2 uses the keys and values of layer 0, which another stage has"),
+        (0, {"num_kv_shared_layers": 0}, r"hidden_size_per_layer_input = 16: .*use pipeline_parallel_size 1"),
+    ):
+        change_config(folder, **changes)
+        stages = stages_of(folder, 2, (2, 2), load_format="dummy")
+        with pytest.raises(ModelLoadError, match=message):
+            declare_model(folder, load_format="dummy", pipeline=ThreadStage(stage, inboxes), stages=stages)
 
 
 @pytest.mark.parametrize(
