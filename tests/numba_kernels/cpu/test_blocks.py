@@ -79,7 +79,8 @@ def test_the_largest_integers_do_not_overflow(name: str) -> None:
         x[3:] = -1
         out = ops.linear(tensor(x), ops.prepare_linear([BlockRows(fields.view(np.uint8), weight.format, 512)])).numpy()
         expected = int8.linear_of_blocks(x, floats)
-        assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max()
+        terms = np.abs(x) @ np.abs(floats).T  # may cancel each other
+        assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max() + 1e-8 * terms.max()
 
 
 def test_parts_of_different_formats_beside_floats() -> None:
