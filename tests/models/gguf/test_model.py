@@ -252,8 +252,12 @@ def test_quantised_is_its_dequantised_twin(tmp_path: Path, ggml: Ggml) -> None:
         assert kept.lm_head.format is GGML_FORMATS[ggml.name]
         assert kept.weight_bytes < twin.weight_bytes / 2
         assert declare_model(path).weight_bytes == kept.weight_bytes
-        # Activations are rounded, and scores of such random weights are large.
-        assert 0 < relative_error(logits_of(kept, ids), logits_of(twin, ids)) < 0.15
+        # Activations are rounded; scores of such random weights are large: a position may attend to another one.
+        errors = [
+            relative_error(row, other) for row, other in zip(logits_of(kept, ids), logits_of(twin, ids), strict=True)
+        ]
+        assert 0 < np.median(errors) < 0.06
+        assert max(errors) < 0.3
     else:
         np.testing.assert_array_equal(logits_of(kept, ids), logits_of(twin, ids))
     stored = open_model(path).checkpoint().bytes_by_format()
