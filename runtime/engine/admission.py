@@ -68,15 +68,15 @@ def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.i
         speculates=bool(request.speculates),
         prediction=np.array(request.prediction, np.int32) if request.prediction else NO_IDS,
         pictures=pictures,
-        boundaries=_turn_starts(request, prompt_ids) if info.has_states else (),
+        boundaries=turn_starts(prompt_ids, request.turn_start_id) if info.has_states else (),
     )
 
 
-def _turn_starts(request: EngineRequest, prompt_ids: NDArray[np.int32]) -> tuple[int, ...]:
+def turn_starts(prompt_ids: NDArray[np.int32], turn_start_id: int | None) -> tuple[int, ...]:
     """The places of the prompt at which its turns begin, but for its own beginning."""
-    if request.turn_start_id is None:
+    if turn_start_id is None:
         return ()
-    return tuple((np.flatnonzero(prompt_ids[1:] == request.turn_start_id) + 1).tolist())
+    return tuple((np.flatnonzero(prompt_ids[1:] == turn_start_id) + 1).tolist())
 
 
 def pictures_of(

@@ -35,7 +35,7 @@ one, with 1 M weights and with 600 M; other streams stall for a quarter of the t
 USUAL_WINDOWS, USUAL_WINDOW = 4, 1024
 """Memory is split over pools for sequences as long as this many windows (of the longest, or of this length)."""
 
-TOKENS_BESIDE_STATES = 4
+TOKENS_BESIDE_STATES = 5
 """The least bytes of pages of tokens beside each byte of recurrent states, but for those of the longest sequence."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -247,6 +248,11 @@ def executor_over(
     spec = loaded.kv_cache_spec(config.block_size)
     for size, num_bytes in zip(limits.pool_sizes, spec.block_bytes, strict=True):
         logger.info("allocating %d KV blocks of %d bytes", size, num_bytes)
+    pages = Counter[int]()  # by pool: those of a sequence's states
+    for pool, kind in zip(spec.group_pools, spec.group_kinds):
+        pages[pool] += 0 if kind.follows_tokens else kind.table_pages(1, spec.block_size)
+    if fit := [limits.pool_sizes[pool] // count for pool, count in pages.items() if count]:
+        logger.info("the recurrent states of %d sequences fit, those of cached prefixes included", min(fit))
     if isinstance(loaded, PictureModel):
         read_picture_files(loaded, folder, config.mmproj)
     return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator)

@@ -96,7 +96,8 @@ class State(CacheKind, frozen=True, tag="state"):
     A sequence has two, since a step that is planned ahead may count for nothing: each chunk reads entry 1 of the block
     table, the state before its first token (unused for a sequence's first chunk), and writes the state after its last
     one to entry 0. A stored prefix can be continued only where a state was kept: at the scheduler's
-    checkpoints, at least once in 8,192 tokens, and after the last token of a sequence that ended or was preempted.
+    checkpoints, where a chunk of a prompt crosses a multiple of 8,192
+    tokens, and after the last token of a sequence that ended or was preempted.
     """
 
     is_whole: ClassVar[bool] = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
+from runtime.engine.messages import EngineOutput, EngineRequest, PrefixMiss, TokenLogprobs
 from runtime.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from runtime.text.formats import AnswerFormat
 from runtime.text.pipeline import TextDelta, TextPipeline
@@ -39,6 +39,7 @@ class Job:
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._num_cached_tokens: int | None = None
+        self._prefix_miss: PrefixMiss | None = None
         has_logprobs = params.logprobs is not None
         self._choices = [
             CompletionOutput(
@@ -56,7 +57,7 @@ class Job:
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = [None if entry is None else self._by_id(entry) for entry in output.prompt_logprobs]
         if output.index == 0 and output.num_cached_tokens is not None:
-            self._num_cached_tokens = output.num_cached_tokens
+            self._num_cached_tokens, self._prefix_miss = output.num_cached_tokens, output.prefix_miss
         choice = self._choices[output.index]
         if output.times is not None:
             choice.times = output.times
@@ -110,6 +111,7 @@ class Job:
             self._prompt_logprobs,
             self._num_cached_tokens,
             self.is_finished,
+            self._prefix_miss,
         )
 
     def _by_id(self, entry: TokenLogprobs) -> dict[int, Logprob]:

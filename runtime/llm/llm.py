@@ -68,11 +68,17 @@ class LLM(LoadedModel):
         Every prompt and its parameters are checked before the first is computed. Raises ``RequestError``,
         ``ContextLengthExceededError``, ``EngineDeadError``.
         """
-        listed = as_list(prompts)
+        return self._run(self._jobs(as_list(prompts), sampling_params), use_tqdm)
+
+    def _jobs(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        template: str | None = None,
+    ) -> list[Job]:
         chosen = self.default_sampling_params() if sampling_params is None else sampling_params
-        each = one_each("sampling_params", listed, chosen, SamplingParams)
-        jobs = [self._job(prompt, params) for prompt, params in zip(listed, each)]
-        return self._run(jobs, use_tqdm)
+        each = one_each("sampling_params", prompts, chosen, SamplingParams)
+        return [self._job(prompt, params, template=template) for prompt, params in zip(prompts, each)]
 
     @known_options()
     def chat(
@@ -109,8 +115,10 @@ class LLM(LoadedModel):
             for conversation, _ in taken
         ]
         scheduling = {"cache_salt": cache_salt, "priority": priority}
-        asked = [{"prompt_token_ids": ids, "images": images, **scheduling} for ids, (_, images) in zip(prompts, taken)]
-        return self.generate(asked, sampling_params, use_tqdm=use_tqdm)
+        asked: list[Prompt] = [
+            {"prompt_token_ids": ids, "images": images, **scheduling} for ids, (_, images) in zip(prompts, taken)
+        ]
+        return self._run(self._jobs(asked, sampling_params, chat_template), use_tqdm)
 
     @known_options()
     def stream(

@@ -207,6 +207,7 @@ class LoadedModel:
         params: SamplingParams,
         answer_format: AnswerFormat | None = None,
         request_id: str | None = None,
+        template: str | None = None,
     ) -> Job:
         text, token_ids = self._encode(prompt, takes_images=True)
         if not isinstance(params, SamplingParams):
@@ -229,7 +230,7 @@ class LoadedModel:
             params=params,
             eos_token_ids=end_ids(answer_format or AnswerFormat(), self.tokenizer, self.client.info.eos_token_ids),
             images=images,
-            turn_start_id=turn_start_id(self.tokenizer) if self.client.info.has_states else None,
+            turn_start_id=turn_start_id(self.tokenizer, template) if self.client.info.has_states else None,
             **scheduling_of(prompt),
         )
         return Job(request, text, self.tokenizer, answer_format or AnswerFormat())

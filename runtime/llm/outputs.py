@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from runtime.engine.messages import FinishReason, RequestTimes
+from runtime.engine.messages import FinishReason, PrefixMiss, RequestTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class CompletionOutput:
 @dataclass(slots=True)
 class RequestOutput:
     """A prompt and its choices. ``prompt`` is None if ids were given; ``prompt_logprobs[0]`` is None;
-    ``num_cached_tokens`` of the prompt were in the prefix cache (None if nothing was computed); ``finished`` is True
-    once all of its choices are."""
+    ``num_cached_tokens`` of the prompt were in the prefix cache (None if nothing was computed), ``prefix_miss`` says
+    why no more were; ``finished`` is True once all of its choices are."""
 
     request_id: str
     prompt: str | None
@@ -56,6 +56,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int | None = None
     finished: bool = True
+    prefix_miss: PrefixMiss | None = None
 
 
 @dataclass(slots=True)

@@ -72,9 +72,13 @@ class Tracing:
             "gen_ai.usage.num_sequences": sum(meter.reasons.values()),
             "gen_ai.usage.prompt_tokens": generation.num_prompt_tokens,
             "gen_ai.usage.completion_tokens": generation.num_completion_tokens,
+            "xserv.prefix_cache.cached_tokens": generation.num_cached_tokens,
             "gen_ai.response.finish_reasons": sorted(meter.reasons),
             "gen_ai.latency.e2e": duration_s,
         }
+        if (miss := generation.prefix_miss) is not None:
+            attributes["xserv.prefix_cache.miss_reason"] = miss.reason
+            attributes["xserv.prefix_cache.first_difference"] = miss.first_difference
         if meter.first_token_s is not None:
             attributes["gen_ai.latency.time_to_first_token"] = meter.first_token_s - meter.arrival_s
         if times is not None and times.first_scheduled_s is not None:

@@ -21,6 +21,7 @@ _overhead = later("runtime.bench.scheduling.overhead")
 _llm = later("runtime.llm")
 _bench_kernels = later("runtime.bench.kernels.bench_kernels")
 _step_profile = later("runtime.bench.kernels.step_profile")
+_load = later("runtime.text.load")
 _make_engine = later("runtime.engine.make_engine")
 _traces = later("runtime.bench.load.traces")
 _engines = later("runtime.bench.scheduling.engines")
@@ -94,23 +95,35 @@ def overhead(
 
 def states(
     output: ReportOptions,
-    trace: Annotated[Path, typer.Argument(help="A trace with hashes of prompts: Mooncake's JSON lines.")],
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            help="A trace with hashes of prompts (Mooncake's .jsonl), or a conversation's messages (.json)."
+        ),
+    ],
     models: Annotated[str, typer.Option(help="Shapes, comma-separated.")] = "qwen3.5-9b,qwen3.5-27b,qwen3.5-35b-a3b",
     budgets: Annotated[str, typer.Option(help="Shares of the prompts' bytes, comma-separated.")] = "0.05,0.2,1",
-    state_share: Annotated[float, typer.Option(help="The share of a budget that states have.")] = 0.2,
-    num_requests: Annotated[int | None, typer.Option(help="Only the first.")] = None,
+    state_share: Annotated[float | None, typer.Option(help="States' share of a budget; default: an engine's.")] = None,
+    num_requests: Annotated[int | None, typer.Option(help="Only the first of a trace.")] = None,
+    tokenizer: Annotated[str, typer.Option(help="A folder with the tokenizer and template of a conversation.")] = "",
 ) -> None:
     """The prefix cache of models with states beside that of attention alone, of as many bytes."""
     try:
         shares = [float(budget) for budget in budgets.split(",")]
     except ValueError:
         raise typer.BadParameter(f"--budgets {budgets!r}: not numbers above 0, comma-separated") from None
-    requests = _traces.read_trace(trace)
-    report = _state_cache.bench_state_cache(
-        requests if num_requests is None else requests.head(num_requests), models.split(","),
-        shares, state_share=state_share,
-        report_progress=lambda line: print(line, file=sys.stderr),
-    )  # fmt: skip
+    settings: dict[str, Any] = {"report_progress": lambda line: print(line, file=sys.stderr)}
+    if state_share is not None:
+        settings["state_share"] = state_share
+    if trace.suffix == ".json":
+        messages = json.loads(trace.read_text(encoding="utf-8"))
+        report = _state_cache.bench_conversation(
+            messages, _load.read_tokenizer(tokenizer), models.split(","), shares, **settings
+        )
+    else:
+        requests = _traces.read_trace(trace)
+        requests = requests if num_requests is None else requests.head(num_requests)
+        report = _state_cache.bench_state_cache(requests, models.split(","), shares, **settings)
     lines = {f"{row['budget']:.0%}, {row['model']}": row.get("hits_of_attention", 1.0) for row in report["results"]}
     output.deliver(report, listing(report, lines))
 

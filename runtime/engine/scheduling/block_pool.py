@@ -54,7 +54,7 @@ class Hit:
     first_pages  by group: the computation does not need pages before this one
     host_slots   by group: the host slots of the pages that are None in ``blocks``
     partial      by group that has pages of tokens: a block on the device that continues them; empty if there is none
-                 or the host has any
+                 or the host has any. Of models with states, what the host alone has is one more page in ``blocks``
     num_partial  how many of its first tokens match
     num_tokens   tokens of all pages
     num_pages    full pages of tokens
@@ -184,7 +184,8 @@ class BlockPool:
             for pool, (first, size) in enumerate(zip(accumulate(sizes, initial=0), sizes))
             for of_pool in ([kind for kind, own in zip(kinds, self.pools) if own == pool],)
         ]
-        self._evicted: OrderedDict[int, None] = OrderedDict()  # digests of the latest victims
+        # Digests of the latest victims; the tokens of a state inside a page stand under its parent's digest, inverted.
+        self._evicted: OrderedDict[int, bytes] = OrderedDict()
         self._part_of = [part for part, size in zip(self._parts, sizes) for _ in range(size)]  # by block
         self.page_counts = self.by_pool([1] * len(kinds))
         self.ref_counts = [0] * self.num_blocks
@@ -254,6 +255,14 @@ class BlockPool:
             return None
         return PrefixMiss(hit.reasons[missed[1] > missed[0]], known, hit.num_tokens)
 
+    def count_uses(self, hit: Hit) -> None:
+        """A sequence starts with the states of a hit. A pool that also has pages of tokens counts them itself."""
+        for block_id in (each for group in self.states for each in hit.blocks[group] if each is not None):
+            node = self._nodes[block_id]
+            if node is not None and isinstance(self._part_of[block_id].idle, ByReplay):
+                node.times_reused += 1
+                node.is_spare = False
+
     def allocate(self, count: int, pool: int = 0) -> list[int]:
         """Take ``count`` free blocks of a pool, each with reference count 1: empty ones first, then cached ones, whose
         content goes to the host pool if there is room. The caller has checked ``has_room``."""
@@ -292,8 +301,9 @@ class BlockPool:
                 else:
                     self._clear(block_id)
 
-    def find(self, tokens: NDArray[np.int32], salt: Salt = None) -> Hit:
-        """The longest prefix of ``tokens [num_tokens]`` int32 that all groups have; holders do not change.
+    def find(self, tokens: NDArray[np.int32], salt: Salt = None, *, has_partial: bool = True) -> Hit:
+        """The longest prefix of ``tokens [num_tokens]`` int32 that all groups have, of full pages unless
+        ``has_partial``; holders do not change.
 
         To use it: ``share`` the blocks at once; ``hold`` the host slots until the step that reads them has run, and
         copy them into fresh blocks; ``share`` the partial blocks until the step that copies them has run. Pass all
@@ -308,11 +318,11 @@ class BlockPool:
         if others:
             num_known = findable_pages(stored, [self.kinds[group] for group in others], self.block_size)
         if self.states:
-            hit = self._find_states(paths, tokens, salt)
+            hit = self._find_states(paths, tokens, salt, has_partial=has_partial)
         else:
             hit = self._hit_of(paths, num_known)
             num_tokens, num_pages = hit.num_tokens, hit.num_pages
-            if not any(hit.host_slots):
+            if has_partial and not any(hit.host_slots):
                 ends = [path[num_pages - 1] if num_pages else None for path in paths]
                 partial, num_partial = self._find_partial(dict(enumerate(ends)), tokens[num_tokens:], salt)
                 hit = replace(hit, partial=partial, num_partial=num_partial, num_tokens=num_tokens + num_partial)
@@ -324,15 +334,29 @@ class BlockPool:
         self, hit: Hit, paths: list[list[CachedBlock]], num_known: int, tokens: NDArray[np.int32], salt: Salt
     ) -> tuple[MissReason, MissReason]:
         """See ``Hit.reasons``."""
-        states = [node.digest for group in self.states for node in paths[group][hit.num_pages : num_known]]
+        had_state = any(
+            node.digest in self._evicted for group in self.states for node in paths[group][hit.num_pages : num_known]
+        ) or any(self._had_state_inside(paths[group], hit, num_known, tokens, salt, group) for group in self.states)
         following = [
             self._cache.next_digest(path[:num_known], tokens, salt, group)
             for group, path in enumerate(paths)
             if self.kinds[group].follows_tokens
         ]
-        had_state = any(digest in self._evicted for digest in states)
         had_page = any(digest in self._evicted for digest in following if digest is not None)
         return "evicted" if had_state else "no_checkpoint", "evicted" if had_page else "unseen"
+
+    def _had_state_inside(
+        self, path: list[CachedBlock], hit: Hit, num_known: int, tokens: NDArray[np.int32], salt: Salt, group: int
+    ) -> bool:
+        """Whether a state inside a page after the hit was evicted."""
+        size = self.block_size
+        for page in range(hit.num_pages, min(num_known, len(path)) + 1):
+            before = path[page - 1].digest if page else self._cache.root_digest(salt, group)
+            inside = self._evicted.get(~before)
+            following = tokens[page * size : (page + 1) * size].tobytes()
+            if inside and following.startswith(inside) and page * size + len(inside) // 4 > hit.num_tokens:
+                return True
+        return False
 
     def _hit_of(self, paths: list[list[CachedBlock]], num_pages: int) -> Hit:
         """The hit of these full pages, in groups that have pages of tokens; nothing of states."""
@@ -347,13 +371,16 @@ class BlockPool:
             host_slots.append([slot for slot in only_there if slot is not None])
         return Hit(blocks, first_pages, host_slots, num_tokens=num_tokens, num_pages=num_pages)
 
-    def _find_states(self, paths: list[list[CachedBlock]], tokens: NDArray[np.int32], salt: Salt) -> Hit:
+    def _find_states(
+        self, paths: list[list[CachedBlock]], tokens: NDArray[np.int32], salt: Salt, *, has_partial: bool
+    ) -> Hit:
         """The longest prefix whose state all groups of states have, and the others its pages."""
         size = self.block_size
+        tokens = np.ascontiguousarray(tokens, np.int32)
         kept = [
             {
                 **{page * size: node for page, node in enumerate(paths[group], 1) if node.lies_somewhere},
-                **self._cache.partials(paths[group], tokens, salt, group),
+                **(self._cache.partials(paths[group], tokens, salt, group) if has_partial else {}),
             }
             for group in self.states
         ]
@@ -368,12 +395,11 @@ class BlockPool:
             hit = self._hit_of(paths, num_pages)
             partial: dict[int, int] = {}
             if rest and others:
-                if any(hit.host_slots):
-                    continue
                 ends = {group: paths[group][num_pages - 1] if num_pages else None for group in others}
-                partial, found = self._find_partial(ends, tokens[num_pages * size : num_tokens], salt)
-                if found < rest:
+                found = self._find_rest(hit, ends, tokens[num_pages * size : num_tokens], salt)
+                if found is None:
                     continue
+                partial = found
             for group, each in zip(self.states, kept):
                 node = each[num_tokens]
                 hit.blocks[group] = [node.block_id]
@@ -450,12 +476,15 @@ class BlockPool:
         if rest and not chain.is_broken:
             partial = data[(last - first) * width :]
             for node, ids, kind in zip(nodes, blocks, self.kinds):
-                if not kind.follows_tokens:
-                    if ids and (state := self._cache.add(node, partial)) is not None:
-                        state.is_spare = is_spare and not state.lies_somewhere
-                        self._keep(state, ids[0])
-                elif is_final and self._cache.continued_by(node, partial) is None:
-                    self._record_block(node, partial, ids[last])
+                if kind.follows_tokens or not ids:
+                    continue
+                if (state := self._cache.add(node, partial)) is not None:
+                    state.is_spare = is_spare and not state.lies_somewhere
+                    self._keep(state, ids[0])
+            if is_final and (not self.states or self._has_state_inside(nodes, partial)):
+                for node, ids, kind in zip(nodes, blocks, self.kinds):
+                    if kind.follows_tokens and self._cache.continued_by(node, partial) is None:
+                        self._record_block(node, partial, ids[last])
         elif has_state and not chain.is_broken:
             for group in self.states:
                 if blocks[group]:
@@ -564,6 +593,27 @@ class BlockPool:
             num_partial = min(num_partial, found[1])
         return partial, num_partial
 
+    def _find_rest(
+        self, hit: Hit, nodes: dict[int, CachedBlock | None], tokens: NDArray[np.int32], salt: Salt
+    ) -> dict[int, int] | None:
+        """By group: a block that begins with ``tokens`` after ``nodes``. Those on the host alone become pages of
+        ``hit``. None if a group has none."""
+        partial: dict[int, int] = {}
+        on_host: dict[int, int] = {}
+        for group, node in nodes.items():
+            found = self._cache.longest_partial(node, tokens, salt, group, on_host=True)
+            if found is None or found[1] < len(tokens):
+                return None
+            if found[0].block_id is not None:
+                partial[group] = found[0].block_id
+            else:
+                assert found[0].host_slot is not None
+                on_host[group] = found[0].host_slot
+        for group, slot in on_host.items():
+            hit.blocks[group].append(None)
+            hit.host_slots[group].append(slot)
+        return partial
+
     def _pin(self, nodes: list[CachedBlock], count: int) -> None:
         """Pin nodes of groups that give pages up, which their sequence need not hold, or unpin them."""
         for node, kind in zip(nodes, self.kinds):
@@ -615,10 +665,30 @@ class BlockPool:
                     self._remember(each)
                     self._clear(each.block_id)
 
+    def _has_state_inside(self, nodes: Sequence[CachedBlock], tokens: bytes) -> bool:
+        """With states: whether one lies inside the page of ``tokens`` that continues these nodes, one a group."""
+        return any(self._cache.ends_inside(nodes[group], tokens) for group in self.states)
+
+    def _drop_partial(self, before: CachedBlock) -> None:
+        """A state inside a page is gone, after the node ``before``: drop the free beginnings of pages there in which no
+        other state lies."""
+        for group, node in enumerate(before.twins):
+            if self.kinds[group].follows_tokens:
+                for each in self._cache.partials_after(node):
+                    is_idle = each.block_id is not None and not self._is_held(each)
+                    if is_idle and not self._has_state_inside(before.twins, each.tokens):
+                        assert each.block_id is not None
+                        self._part_of[each.block_id].idle.discard(each)
+                        self._remember(each)
+                        self._clear(each.block_id)
+
     def _remember(self, node: CachedBlock) -> None:
         """That a content was evicted."""
-        self._evicted[node.digest] = None
-        self._evicted.move_to_end(node.digest)
+        key, tokens = node.digest, b""
+        if node.num_tokens < self.block_size and node.parent is not None:
+            key, tokens = ~node.parent.digest, node.tokens
+        self._evicted[key] = tokens
+        self._evicted.move_to_end(key)
         if len(self._evicted) > _REMEMBERED * self.num_blocks:
             self._evicted.popitem(last=False)
 
@@ -627,7 +697,7 @@ class BlockPool:
         block_id = node.block_id
         assert block_id is not None
         self.counters.evictions += 1
-        if self.host_pool is not None and node.num_tokens == self.block_size:
+        if self.host_pool is not None and (self.states or node.num_tokens == self.block_size):
             slot = self.host_pool.store(node, pool)
             if slot is not None:
                 self.counters.offloads += 1
@@ -635,7 +705,10 @@ class BlockPool:
         self._remember(node)
         node.block_id = None
         self._nodes[block_id] = None
+        before, is_partial = node.parent, node.num_tokens < self.block_size
         self._cache.prune(node)
+        if is_partial and before is not None and not node.lies_somewhere:
+            self._drop_partial(before)
         self._drop_lone()
         return block_id
 

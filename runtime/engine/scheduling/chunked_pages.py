@@ -25,6 +25,9 @@ class ChunkedPages:
         self.pool = pool
         self.groups = [group for group, kind in enumerate(pool.kinds) if not kind.is_whole and kind.follows_tokens]
         self.shortest = self.groups[0] if self.groups else 0
+        assert pool.kinds[self.shortest].follows_tokens or len(pool.states) == len(pool.kinds), (
+            "a group of states is the first, before one of whole pages (``groups.cut_layers`` has the order)"
+        )
         self.page_tokens = pool.block_size if pool.kinds[self.shortest].follows_tokens else sys.maxsize
         self.page_counts = pool.by_pool([int(group in self.groups) for group in range(len(pool.kinds))])
 

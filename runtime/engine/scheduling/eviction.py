@@ -140,11 +140,14 @@ class ByReplay:
 
     A state's value is the tokens since the last one before it on its path, times how often it was used, above the value
     of the last victim, so that what is not used grows old (GreedyDual-Size-Frequency, Cherkasova 1998). Spare states
-    have none until they are used. O(log n), and the pages between the two states when one is released.
+    have none until they are used. A value grows while states before it on the path go: it is read again when its state
+    would be the next victim. The pool counts uses, since a sequence that cannot start has used nothing. O(log n), and
+    the pages between the two states when one is released or chosen.
     """
 
     def __init__(self) -> None:
         self._values: dict[CachedBlock, tuple[float, int]] = {}
+        self._floors: dict[CachedBlock, float] = {}  # when each was added
         self._heap: list[tuple[float, int, CachedBlock]] = []  # of values that may have changed
         self._floor = 0.0
         self._count = 0
@@ -157,28 +160,37 @@ class ByReplay:
 
     def add(self, node: CachedBlock) -> None:
         self._count += 1
-        uses = node.times_reused + (not node.is_spare)
-        value = self._floor + (node.replay_tokens() * uses if uses else 0), self._count
-        self._values[node] = value
-        heapq.heappush(self._heap, (*value, node))
+        self._floors[node] = self._floor
+        self._push(node, self._value(node), self._count)
         if len(self._heap) > 2 * len(self._values) + 64:
             self._heap = [(*own, each) for each, own in self._values.items()]
             heapq.heapify(self._heap)
 
     def reuse(self, node: CachedBlock) -> None:
         self.discard(node)
-        node.times_reused += 1
 
     def discard(self, node: CachedBlock) -> None:
-        del self._values[node]
+        del self._values[node], self._floors[node]
 
     def pop(self) -> CachedBlock:
         while True:
             value, number, node = heapq.heappop(self._heap)
-            if self._values.get(node) == (value, number):
-                del self._values[node]
-                self._floor = value
-                return node
+            if self._values.get(node) != (value, number):
+                continue
+            if (now := self._value(node)) > value:
+                self._push(node, now, number)
+                continue
+            self.discard(node)
+            self._floor = max(self._floor, value)
+            return node
+
+    def _value(self, node: CachedBlock) -> float:
+        uses = node.times_reused + (not node.is_spare)
+        return self._floors[node] + (node.replay_tokens() * uses if uses else 0)
+
+    def _push(self, node: CachedBlock, value: float, number: int) -> None:
+        self._values[node] = value, number
+        heapq.heappush(self._heap, (value, number, node))
 
 
 POLICIES = ("lru", "reuse-gap")

@@ -19,7 +19,8 @@ _MOST_BOUNDARIES = 2
 """Boundaries of a prompt after which a state is kept: each costs a further chunk."""
 
 _MOST_REPLAYED = 8192
-"""At least one state is kept in so many tokens. Such states are the first to be evicted."""
+"""A state is kept after each chunk of a prompt that crosses a multiple of so many tokens. A chunk may be longer, and a
+chunk with draft tokens keeps none. Such states are the first to be evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,15 @@ class Placement:
             pool.share(hit.partial.values())
             if not pool.has_room(needed, num_running):  # keeping their sources may be too much
                 pool.release(hit.partial.values())
-                hit = hit.without_partial()
-                if pool.states or sequence.cut(hit.num_tokens) < hit.num_tokens:
+                if pool.states:
                     pool.release(hit.shared)
-                    hit = Hit.none(len(pool.kinds))
+                    hit = reusable(sequence, pool, has_partial=False)
+                    pool.share(hit.shared)
+                else:
+                    hit = hit.without_partial()
+                    if sequence.cut(hit.num_tokens) < hit.num_tokens:
+                        pool.release(hit.shared)
+                        hit = Hit.none(len(pool.kinds))
                 count, needed = self._first_chunk(sequence, hit, step)
         wanted = needed
         if self._chunked.groups and count:
@@ -147,6 +153,7 @@ class Placement:
                 ids.append(target)
             ids += islice(fresh, num_pages - len(ids))
             sequence.blocks.append(ids)
+        pool.count_uses(hit)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = hit.num_tokens
             miss = pool.count_query(sequence.num_tokens, hit)
@@ -176,21 +183,22 @@ def crosses(start: int, end: int) -> bool:
     return start // _MOST_REPLAYED < end // _MOST_REPLAYED
 
 
-def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
+def reusable(sequence: Sequence, pool: BlockPool, *, has_partial: bool = True) -> Hit:
     """The location of the first tokens of a waiting sequence: its own swapped blocks (some of which may still be on the
     device), a running choice of the same request, or the prefix cache.
 
     At most all tokens but the last, whose logits are needed, and no part of an image that may not be cut. Only its own
-    if log probabilities of the prompt were requested, since computing it gives them.
+    if log probabilities of the prompt were requested, since computing it gives them. From the prefix cache only full
+    pages unless ``has_partial``.
     """
     if sequence.needs_prompt_logprobs and not sequence.host_slots:
         return Hit.none(len(pool.kinds))
     tokens = sequence.prefix_keys(0, sequence.num_tokens - 1)
     if sequence.host_slots:
         return _own(sequence, tokens, pool)
-    hit = pool.find(tokens, sequence.chain.salt)
+    hit = pool.find(tokens, sequence.chain.salt, has_partial=has_partial)
     while (end := sequence.cut(hit.num_tokens)) < hit.num_tokens:
-        hit = pool.find(tokens[:end], sequence.chain.salt)
+        hit = pool.find(tokens[:end], sequence.chain.salt, has_partial=has_partial)
     most = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
     for sibling in sequence.request.sequences:
         is_alike = sibling.rotary_offset == sequence.rotary_offset

@@ -58,7 +58,7 @@ class CachedBlock:
     num_pins   sequences that may record its continuation without holding it (it is outside their window)
     times_reused, last_used  for the eviction policy: how often it was held again after all holders had left, and when
                the last one left
-    is_spare   of a state: it is kept inside a prompt, where no other prompt is known to go on
+    is_spare   of a state: it is kept inside a prompt, where no other prompt is known to go on, and was not used yet
     twins      of models with states: the nodes of the same prefix in all cache groups, this one included
     """
 
@@ -100,9 +100,14 @@ class CachedBlock:
         """Whether the content is on the device or the host."""
         return self.block_id is not None or self.host_slot is not None
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the content lies somewhere and is not spare."""
+        return self.lies_somewhere and not self.is_spare
+
     def replay_tokens(self) -> int:
         """The tokens between the last content before this one that lies somewhere and its end: what it costs to compute
-        a state again."""
+        a state again. Spare ones do not count, since they go first."""
         count, node = 0, self
         while node.parent is not None:
             count += node.num_tokens
@@ -110,12 +115,12 @@ class CachedBlock:
             known = [
                 other.num_tokens
                 for other in siblings
-                if other is not node and other.lies_somewhere and node.tokens.startswith(other.tokens)
+                if other is not node and other.is_lasting and node.tokens.startswith(other.tokens)
             ]
             if known:
                 return count - max(known)
             node = node.parent
-            if node.lies_somewhere:
+            if node.is_lasting:
                 break
         return count
 
@@ -163,25 +168,26 @@ class PrefixCache:
         return nodes
 
     def longest_partial(
-        self, node: CachedBlock | None, tokens: NDArray[np.int32], salt: Salt, group: int
+        self, node: CachedBlock | None, tokens: NDArray[np.int32], salt: Salt, group: int, *, on_host: bool = False
     ) -> tuple[CachedBlock, int] | None:
-        """The device block that continues ``node`` (None for the salt's root) and shares most leading tokens with
-        ``tokens``, and how many."""
+        """The block that continues ``node`` (None for the salt's root) and shares most leading tokens with ``tokens``,
+        and how many; of those on the device, and with ``on_host`` those on the host alone, too."""
         node = node or self._roots.get(root_name(salt, group))
         if node is None or not len(tokens):
             return None
         data = np.ascontiguousarray(tokens[: self._block_bytes // _TOKEN_BYTES], np.int32).tobytes()
         best, most = None, 0
         for child in _latest(node, data):
-            if child.block_id is not None and (count := _common_tokens(child.tokens, data)) > most:
+            is_there = child.block_id is not None or (on_host and child.host_slot is not None)
+            if is_there and (count := _common_tokens(child.tokens, data)) > most:
                 best, most = child, count
         return None if best is None else (best, most)
 
     def partials(
         self, path: list[CachedBlock], tokens: NDArray[np.int32], salt: Salt, group: int
     ) -> dict[int, CachedBlock]:
-        """The partial blocks on the device that continue a node of ``path`` (or the salt's root) and have no other
-        tokens than ``tokens``, by the length of the prefix that each ends."""
+        """The partial blocks on the device or the host that continue a node of ``path`` (or the salt's root) and have
+        no other tokens than ``tokens``, by the length of the prefix that each ends."""
         root = self._roots.get(root_name(salt, group))
         if root is None:
             return {}
@@ -190,7 +196,7 @@ class PrefixCache:
         for page, node in enumerate([root, *path]):
             following = data[page * width : (page + 1) * width]
             for child in _latest(node, following):
-                if child.block_id is not None and len(child.tokens) < width and following.startswith(child.tokens):
+                if child.lies_somewhere and len(child.tokens) < width and following.startswith(child.tokens):
                     found[page * width // _TOKEN_BYTES + child.num_tokens] = child
         return found
 
@@ -204,8 +210,11 @@ class PrefixCache:
         following = np.ascontiguousarray(tokens[page * width : (page + 1) * width], np.int32).tobytes()
         if len(following) < self._block_bytes:
             return None
-        name = root_name(salt, group)
-        return self._digest(path[-1].digest if path else self._digest(0, name), following)
+        return self._digest(path[-1].digest if path else self.root_digest(salt, group), following)
+
+    def root_digest(self, salt: Salt, group: int) -> int:
+        """The digest of ``root``."""
+        return self._digest(0, root_name(salt, group))
 
     def add(self, parent: CachedBlock, tokens: bytes) -> CachedBlock | None:
         """The node of these tokens after ``parent``, made if it is new; None if another content has its digest."""
@@ -223,6 +232,17 @@ class PrefixCache:
             if child.block_id is not None and child.tokens.startswith(tokens):
                 return child
         return None
+
+    def ends_inside(self, node: CachedBlock, tokens: bytes) -> bool:
+        """Whether a content after ``node`` lies somewhere that has only the first of ``tokens``."""
+        siblings = node.children.get(tokens[:_TOKEN_BYTES], ())
+        return any(child.lies_somewhere and tokens.startswith(child.tokens) for child in siblings)
+
+    def partials_after(self, node: CachedBlock) -> list[CachedBlock]:
+        """The partial blocks that continue ``node``."""
+        return [
+            child for siblings in node.children.values() for child in siblings if len(child.tokens) < self._block_bytes
+        ]
 
     def beginnings_of(self, node: CachedBlock) -> list[CachedBlock]:
         """Partial blocks beside ``node`` that hold only its first tokens."""

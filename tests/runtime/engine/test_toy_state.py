@@ -4,6 +4,7 @@ of lone runs, and prefixes are found."""
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,8 +84,9 @@ def test_a_prompt_in_chunks_has_the_logits_of_one_in_one_piece(folder: Path) -> 
     assert (logits_of(model, ids, [16, 1, 25, 17]) == logits_of(model, ids)).all()
 
 
-def test_info_tells_states_from_pages_of_tokens(folder: Path) -> None:
-    info = build(folder, num_blocks=100).info
+def test_info_tells_states_from_pages_of_tokens(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        info = build(folder, num_blocks=100).info
     report = memory(info)
     states = [group for group in report["cache_groups"] if group["is_state"]]
     assert State() in [group.kind for group in info.cache_groups]
@@ -96,6 +98,7 @@ def test_info_tells_states_from_pages_of_tokens(folder: Path) -> None:
     num_groups = sum(group.kind == State() for group in info.cache_groups)
     num_sequences = info.pools[pool].num_blocks // (2 * num_groups)
     assert states[0]["num_sequences"] == num_sequences
+    assert f"the recurrent states of {num_sequences} sequences fit" in caplog.text
     text = as_text({"devices": [], "model": {"max_model_len": 160}, "memory": report})
     assert re.search(rf"  states .* layers in .*, whatever the length: {num_sequences:,} sequences at once\n", text)
 
@@ -198,11 +201,18 @@ def test_an_edited_last_message_finds_the_state_before_it(folder: Path) -> None:
         assert [each.num_cached_tokens for each in found] == [0, starts[2], starts[3]]
 
 
-@pytest.mark.parametrize(("ending", "is_found"), [("<|im_start|>", True), ("Answer: ", False), ("", False)])
-def test_the_token_that_opens_turns_is_special(ending: str, is_found: bool) -> None:
+@pytest.mark.parametrize(
+    ("opening", "ending", "is_found"),
+    [("<|im_start|>", "<|im_start|>", True), ("<|im_start|>", "Answer: ", True), ("Said: ", "Answer: ", False)],
+)
+def test_the_token_that_opens_turns_is_special(opening: str, ending: str, is_found: bool) -> None:
+    """Also that of a template which a request brings."""
     tokenizer = with_special("<|im_start|>")
-    tokenizer.chat_templates["default"] = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    template = (
+        f"{{% for m in messages %}}{opening}{{{{ m.role }}}}\n{{{{ m.content }}}}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{ending}{{% endif %}}"
     )
-    assert turn_start_id(tokenizer) == (tokenizer.token_to_id("<|im_start|>") if is_found else None)
+    expected = tokenizer.token_to_id("<|im_start|>") if is_found else None
+    assert turn_start_id(tokenizer, template) == expected
+    tokenizer.chat_templates["default"] = template
+    assert turn_start_id(tokenizer) == expected

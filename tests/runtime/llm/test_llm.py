@@ -17,6 +17,7 @@ import pytest
 
 from runtime import LLM, SamplingParams
 from runtime.engine.errors import ContextLengthExceededError, EngineDeadError, RequestError
+from runtime.engine.messages import PrefixMiss
 from runtime.llm import Logprob, RequestOutput, progress
 from runtime.progress import Reporter
 from tests.models.folders import write_tiny_qwen3
@@ -123,6 +124,7 @@ def test_a_prompt_may_name_its_turn_and_its_salt(llm: LLM) -> None:
     prompt = {"prompt_token_ids": ids, "priority": -3}
     (first,) = llm.generate(prompt, GREEDY)
     assert first.num_cached_tokens == 0
+    assert first.prefix_miss == PrefixMiss("unseen", 0, 0)
     again, other = llm.generate([prompt, {**prompt, "cache_salt": "tenant"}], GREEDY)
     assert (again.num_cached_tokens, other.num_cached_tokens) == (39, 0)
     assert first.outputs[0].token_ids == again.outputs[0].token_ids == other.outputs[0].token_ids

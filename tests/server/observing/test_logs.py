@@ -249,7 +249,9 @@ def test_spans(tokenizer: Tokenizer, fake_engine: FakeEngineClient) -> None:
         usage = served.http.post(CHAT, json={**WARM, "n": 2, "max_tokens": 7}, headers={"traceparent": parent}).json()[
             "usage"
         ]
+        fake_engine.prefix_miss = PrefixMiss("no_checkpoint", 32, 16)
         served.http.post(CHAT, json={**WARM, "stream": True}, headers={"X-Request-Id": "mine"})
+        fake_engine.prefix_miss = None
         served.http.post(CHAT, json={**WARM, "n": 0})
         served.http.get("/v1/models")
         fake_engine.failing = {2}
@@ -264,7 +266,12 @@ def test_spans(tokenizer: Tokenizer, fake_engine: FakeEngineClient) -> None:
     assert f"{whole.context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
     assert f"{whole.parent.span_id:016x}" == "b7ad6b7169203331"
     assert whole.resource.attributes["service.name"] == "xserv"
+    found = dict(streamed.attributes or {})
+    assert [found[f"xserv.prefix_cache.{name}"] for name in ("cached_tokens", "miss_reason", "first_difference")] == [
+        16, "no_checkpoint", 32,
+    ]  # fmt: skip
     found = dict(whole.attributes or {})
+    assert "xserv.prefix_cache.miss_reason" not in found
     assert found["gen_ai.usage.prompt_tokens"] == usage["prompt_tokens"]
     assert found["gen_ai.usage.completion_tokens"] == usage["completion_tokens"] == 14
     assert found["gen_ai.usage.num_sequences"] == 2

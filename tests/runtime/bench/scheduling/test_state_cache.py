@@ -10,7 +10,8 @@ import pytest
 
 from runtime.bench.load.traces import Trace, shared_prefixes
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.state_cache import HYBRIDS, bench_state_cache
+from runtime.bench.scheduling.state_cache import HYBRIDS, bench_conversation, bench_state_cache
+from tests.runtime.text.tokenizers import with_special
 
 
 def test_with_room_for_all_only_first_branches_are_missed() -> None:
@@ -21,6 +22,21 @@ def test_with_room_for_all_only_first_branches_are_missed() -> None:
     assert hybrid["hit_tokens"] == 26 * 1024  # the second prompt of each prefix shows where it ends
     assert hybrid["missed_tokens"]["no_checkpoint"] == 2 * 1024
     assert hybrid["queried_tokens"] == hybrid["hit_tokens"] + sum(hybrid["missed_tokens"].values())
+
+
+def test_a_conversation_goes_on_from_its_last_state() -> None:
+    tokenizer = with_special("<|im_start|>")
+    tokenizer.chat_templates["default"] = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [{"role": ("user", "assistant")[place % 2], "content": f"{place} is a number. "} for place in range(12)]
+    report = bench_conversation(messages, tokenizer, ["qwen3.5-9b"], [200.0], report_progress=len)
+    attention, hybrid = report["results"]
+    assert (report["num_turns"], hybrid["missed_tokens"]["no_checkpoint"]) == (6, 0)
+    assert hybrid["hits_of_attention"] > 0.95 < attention["hit_tokens"]
+    with pytest.raises(BenchmarkError, match="no message of the assistant"):
+        bench_conversation(messages[:1], tokenizer, report_progress=len)
 
 
 def test_what_cannot_be_is_named() -> None:

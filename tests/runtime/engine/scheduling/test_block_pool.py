@@ -14,6 +14,7 @@ from runtime.engine.scheduling.block_pool import BlockPool, Chain, Hit
 from runtime.engine.scheduling.eviction import POLICIES, ByReplay
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.prefix_cache import CachedBlock, PrefixCache
+from runtime.kv.kinds import FULL, State
 from tests.runtime.engine.scheduling.replayed import lru_hits, scheduler_hits
 
 BLOCK_SIZE = 4
@@ -287,6 +288,63 @@ def test_states_go_by_the_tokens_that_would_be_computed_again_and_their_uses() -
     for node in (near, far):
         policy.add(node)
     assert [policy.pop(), policy.pop(), len(policy)] == [far, near, 0]
+
+
+def pool_with_states(num_tokens: int, ends: tuple[int, ...], *, num_slots: int = 0) -> BlockPool:
+    """Three pages of tokens, and a state a number of ``ends``, after so many tokens of one sequence 0, 1, ..."""
+    host = HostPool((num_slots, num_slots)) if num_slots else None
+    pool = BlockPool((3, len(ends)), BLOCK_SIZE, kinds=(FULL, State()), pools=(0, 1), host_pool=host)
+    pages, chain, tokens = pool.allocate(-(-num_tokens // BLOCK_SIZE)), Chain(), Tokens(*range(num_tokens))
+    for end in ends:
+        state = pool.allocate(1, 1)
+        pool.record(chain, [pages, state], [0, 0], end, tokens, is_final=end == ends[-1])
+        pool.release(state)
+    pool.release(pages)
+    pool.forget(chain)
+    pool.check_invariants([])
+    return pool
+
+
+def test_a_state_inside_a_page_and_the_page_come_back_from_the_host() -> None:
+    pool = pool_with_states(6, (6,), num_slots=4)
+    pool.release(pool.allocate(3))
+    pool.release(pool.allocate(1, 1))
+    assert len(pool.offloads) == 3
+    hit = find(pool, *range(7))
+    assert (hit.num_tokens, hit.blocks, hit.partial) == (6, [[None, None], [None]], {})
+    assert sorted(slot for slots in hit.host_slots for slot in slots) == sorted(slot for _, slot in pool.offloads)
+
+
+def test_an_evicted_state_inside_a_page_is_no_missing_checkpoint() -> None:
+    pool = pool_with_states(12, (6, 12))
+    assert find(pool, *range(11)).num_tokens == 6
+    pool.allocate(1, 1)
+    hit = find(pool, *range(11))
+    assert (hit.num_tokens, hit.num_known, hit.reasons[0]) == (0, 8, "evicted")
+    assert find(pool, *range(13)).num_tokens == 12
+
+
+def test_the_beginning_of_a_page_goes_with_its_last_state() -> None:
+    pool = pool_with_states(10, (8, 10))
+    pool.allocate(2)  # of three, the partial one is the last in use
+    assert [find(pool, *range(11)).num_tokens, pool.num_cached] == [0, 0]
+    pool = pool_with_states(10, (8, 10))
+    assert pool.num_cached == 5
+    pool.allocate(1, 1)  # the state after 10, which costs two tokens
+    assert (find(pool, *range(11)).num_tokens, pool.num_cached) == (8, 3)
+
+
+def test_a_state_is_used_by_those_who_start_with_it() -> None:
+    pool = pool_with_states(8, (8,))
+    hit = find(pool, *range(9))
+    for has_started in (False, True):
+        pool.share(hit.shared)
+        if has_started:
+            pool.count_uses(hit)
+        pool.release(hit.shared)
+        node = pool._nodes[hit.blocks[1][0] or 0]
+        assert node is not None
+        assert node.times_reused == has_started
 
 
 @pytest.mark.parametrize("eviction", POLICIES)

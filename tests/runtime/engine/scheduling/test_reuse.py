@@ -129,6 +129,19 @@ def test_a_full_pool_does_not_wait_for_the_copy_it_would_make() -> None:
     assert first_chunk(driver, PROMPT[:5] + [0, 0, 0, 0, 0])[0] in (4, 5)
 
 
+def test_a_full_pool_starts_from_the_state_before_the_copy_it_would_make() -> None:
+    driver = make_driver(num_blocks=6, max_model_len=16, cache_kinds=(FULL, State()))
+    driver.add(PROMPT, max_tokens=2)
+    driver.drain()
+    driver.add([*PROMPT, 2, 2, 2, 2], max_tokens=1)
+    assert chunks_of(run(driver)[0]) == [(1, 8, 4)]
+
+
+def test_states_are_the_last_groups() -> None:
+    with pytest.raises(AssertionError, match="a group of states is the first"):
+        make_driver(cache_kinds=(State(), FULL))
+
+
 def test_cached_tokens_are_counted_once() -> None:
     driver = make_driver()
     assert first_chunk(driver, PROMPT) == (0, 10)
