@@ -16,6 +16,7 @@ ROW_MULTIPLE = 8
 TIERS = ("plain", "tensor_core", "hopper")
 _FEW_ROWS = 48  # of a sequence, up to which tiles of 16 are bound by memory
 _WAVES = 2  # of blocks, where one cannot hold them
+_MOST_WAVES = 4  # of tiles of rows, beyond which sequences stay whole: their records would take gigabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def plan_attention(
         )
     num_tiles = min(num_seqs * -(-rows // tile_rows), num_seqs + num_tokens * num_heads // tile_rows)
     wanted = 1
-    if max_seq_len > parts.MIN_PART_KEYS and not exact:
+    if max_seq_len > parts.MIN_PART_KEYS and not exact and num_tiles <= _MOST_WAVES * num_sms:
         wanted = num_sms - num_tiles if num_sms >= 2 * num_tiles else _WAVES * num_sms
     blocks = num_tiles + wanted
     launch = Launch(kernel, (blocks, 1, 1), (kernel.max_threads, 1, 1), shared_bytes, maps=maps)

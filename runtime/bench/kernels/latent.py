@@ -56,7 +56,8 @@ def latent_case(
         chosen = sampled(tokens)
         expected = _expected(q.reshape(tokens, heads, width), rows, queries, value_dim, chosen)
         run, shape = inputs.bind((plan.launch, arguments)), (tokens, heads, value_dim)
-        return Prepared(run, out, shape, dtype, chosen, expected, torch, notes={"tier": plan.tier})
+        peer = torch if queries == 1 or context == 0 else None  # torch hides keys as if there were no context
+        return Prepared(run, out, shape, dtype, chosen, expected, peer, notes={"tier": plan.tier})
 
     seen = seqs * sum(context + 1 + query for query in range(queries))
     inputs_bytes, out_bytes = (tokens * heads * each * size for each in (width, value_dim))

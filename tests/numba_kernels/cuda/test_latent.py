@@ -112,6 +112,10 @@ def test_many_rows_take_wgmma() -> None:
         (128, {"width": 584}, "tensor_core"), (128, {"dtype": "f32"}, "plain"), (16, {"max_query_len": 4}, "hopper"),
     ):  # fmt: skip
         assert latent.plan_attention(num_heads=heads, **(sizes | changed)).tier == tier
+    decode = latent.plan_attention(num_heads=16, **sizes)
+    chunk = latent.plan_attention(num_heads=128, **(sizes | {"num_tokens": 8192, "max_query_len": 8191}))
+    assert decode.workspace_bytes > 0
+    assert chunk.workspace_bytes == 0  # a prompt's tiles fill the device without parts
 
 
 def test_exact_bits_depend_on_the_row_alone(gpu: Gpu) -> None:
