@@ -22,6 +22,7 @@ from tests.models.folders import write_safetensors
 from tests.models.golden_weights import golden_tensor
 from tools.comparing.fuzzing.cases import classes_of, families
 from tools.comparing.fuzzing.check import check
+from tools.comparing.fuzzing.gemma4_families import GEMMA4
 from tools.comparing.fuzzing.state_families import STATES
 
 FOLDER = Path(__file__).parent / "fuzzed"
@@ -69,8 +70,8 @@ def test_emulated(tmp_path: Path, index: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", STATES)
-def test_sixty_of_each_family_with_states(family: str) -> None:
+@pytest.mark.parametrize("family", [*STATES, *GEMMA4])
+def test_sixty_of_each_newer_family(family: str) -> None:
     """In float32, with transformers beside them; some on emulated devices, too."""
     python = ROOT / ".venv-reference" / "bin" / "python"
     if not python.exists():

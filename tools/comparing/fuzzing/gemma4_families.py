@@ -9,7 +9,7 @@ from tools.comparing.fuzzing.draw import Draw, Fields
 
 def gemma4(draw: Draw) -> Fields:
     """The last layer sees all tokens whatever the file says, so that files say it; layers that use others' pages have
-    one of each kind before them."""
+    one of each kind before them, and inputs of their own, without which transformers fails."""
     fields = draw.decoder(has_head_dim=True)
     fields["num_hidden_layers"] = count = draw.integer(1, 3 if draw.is_emulated else 6)
     kinds = [*draw.layer_types(count)[:-1], "full_attention"]
@@ -18,13 +18,13 @@ def gemma4(draw: Draw) -> Fields:
     has_experts = draw.flip(0.4)
     kv_heads = draw.choice([n for n in range(1, 8) if fields["num_attention_heads"] % n == 0])
     head_dim = draw.choice((32, 64) if draw.is_emulated else (16, 32, 40, 64, 96, 128))
-    factor = draw.choice((0.25, 0.5, 1.0))
+    factor, input_size = draw.choice((0.25, 0.5, 1.0)), draw.choice((0, 8, draw.integer(1, 20)))
     return {
         **fields, "layer_types": kinds, "sliding_window": draw.window(), "global_head_dim": head_dim,
         "num_global_key_value_heads": kv_heads if is_equal else None, "attention_k_eq_v": is_equal,
-        "num_kv_shared_layers": draw.choice(shared or [0]), "use_double_wide_mlp": draw.flip(),
+        "num_kv_shared_layers": draw.choice(shared or [0]) if input_size else 0, "use_double_wide_mlp": draw.flip(),
         "final_logit_softcapping": draw.choice((30.0, 10.0, None)), "attention_bias": draw.flip(0.2),
-        "hidden_size_per_layer_input": draw.choice((0, 8, draw.integer(1, 20))),
+        "hidden_size_per_layer_input": input_size,
         "vocab_size_per_layer_input": fields["vocab_size"], "enable_moe_block": has_experts,
         "num_experts": num_experts if has_experts else None,
         "top_k_experts": draw.integer(1, num_experts) if has_experts else None,
