@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Literal
 
 from models.decoder import Decoder
 from models.rope import Array, rotations
@@ -32,7 +33,8 @@ class PictureDecoder(Decoder):
     Attributes:
         image_token_id: the token that stands for a picture's tokens.
         num_deep_rows: layers after which rows of the tower are added.
-        frame: tokens before and after a picture's, of which templates write only the first; None if there are none.
+        frame: tokens before and after a picture's, which templates leave out; None if there are none.
+        frame_sign: what templates write instead of a framed picture: its first token, or the picture's.
         line_ends: the last token of each line of a picture's tokens, and of its last line; None if lines have no ends.
         whole_picture_tokens: a picture's number of tokens if they see each other; None if attention is causal.
     """
@@ -40,6 +42,7 @@ class PictureDecoder(Decoder):
     image_token_id: int
     num_deep_rows = 0
     frame: tuple[int, int] | None = None
+    frame_sign: Literal["begin", "picture"] = "begin"
     line_ends: tuple[int, int] | None = None
     whole_picture_tokens: int | None = None
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from models.checkpoints.model_files import open_model
 from models.configuration.json_fields import Fields, read_json_object
-from runtime.images.patches import FixedRule, PatchRule, Resample, Rule, SideRule
+from runtime.images.patches import TOKEN_COUNTS, FixedRule, PatchRule, Resample, Rule, SideRule, TokenRule
 from tokenizer.warn import warn_once
 
 PROCESSOR_FILE = "processor_config.json"
@@ -45,7 +45,7 @@ def read_patch_rule(folder: str | Path, default: Rule, mmproj: str = "") -> Rule
     for name in _NOTES:
         fields.raw(name)
     for name in _STEPS:
-        fields.expect(name, True)
+        fields.expect(name, not (isinstance(default, TokenRule) and name == "do_normalize"))
     factor = fields.number("rescale_factor", 1 / 255)
     if abs(factor * 255 - 1) > 1e-9:
         raise fields.error("rescale_factor", f"= {factor} is not supported")
@@ -53,6 +53,10 @@ def read_patch_rule(folder: str | Path, default: Rule, mmproj: str = "") -> Rule
         rule: Rule = _read_fixed(fields, default)
     elif isinstance(default, SideRule):
         rule = _read_sides(fields, default)
+    elif isinstance(default, TokenRule):
+        rule = _read_tokens(fields, default)
+        fields.refuse_unread(lambda name, value: False)
+        return rule
     else:
         rule = _read_pixels(fields, default)
     mean, std = (_channels(fields, f"image_{name}", getattr(default, name)) for name in ("mean", "std"))
@@ -121,6 +125,20 @@ def _read_sides(fields: Fields, default: SideRule) -> SideRule:
         names = ("longest_edge",) * 2 if size.has("longest_edge") else ("height", "width")
         sides = size.integer(names[0], most=1 << 15), size.integer(names[1], most=1 << 15)
     return replace(default, most_height=sides[0], most_width=sides[1])
+
+
+def _read_tokens(fields: Fields, default: TokenRule) -> TokenRule:
+    """The rule of pictures of so many tokens at most."""
+    for name in ("size", "image_mean", "image_std"):  # pixels are scaled in the tower
+        fields.raw(name)
+    fields.expect("resample", 3)
+    side = fields.integer("patch_size", 16) * fields.integer("pooling_kernel_size", 3)
+    if side != default.factor:
+        raise fields.error("patch_size", f"times pooling_kernel_size is {side}, and a token's side {default.factor}")
+    count = fields.integer("max_soft_tokens", default.max_tokens)
+    if count not in TOKEN_COUNTS:
+        raise fields.error("max_soft_tokens", f"= {count} must be one of {', '.join(map(str, TOKEN_COUNTS))}")
+    return replace(default, max_tokens=count)
 
 
 def _read_fixed(fields: Fields, default: FixedRule) -> FixedRule:

@@ -137,16 +137,25 @@ class Gemma4Model(Decoder):
     def source_of(self, index: int) -> int:
         return self.config.source_of(index)
 
+    def layer_inputs(self, x: Tensor, batch: Batch) -> Tensor | None:
+        """The inputs of all layers, if they have any, given the embeddings."""
+        return None if self.inputs is None else self.inputs(x, batch.token_ids)
+
+    def full_batch(self, batch: Batch) -> Batch:
+        """The batch as layers without a window see it."""
+        return batch
+
     def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        inputs = None if self.inputs is None else self.inputs(x, batch.token_ids)
-        for number, layer in enumerate(self.layers, self.own_layers.start):
-            if number == self.config.first_sharing and batch.is_last_wanted:  # nothing reads what others would get
+        inputs, full, windows = self.layer_inputs(x, batch), self.full_batch(batch), self.config.layer_windows
+        for index, layer in zip(self.own_layers, self.layers, strict=True):
+            if index == self.config.first_sharing and batch.is_last_wanted:  # nothing reads what others would get
                 assert batch.last_tokens is not None, "a step has them"
                 last = batch.last_tokens
                 x, batch = ops.gather_rows(x, last), batch.of_last_tokens()
+                full = self.full_batch(batch)
                 inputs = None if inputs is None else ops.gather_rows(inputs, last)
-            x = cast(Gemma4Layer, layer)(x, batch, kv_cache, inputs)
-            batch.keep(number + 1, x)
+            x = cast(Gemma4Layer, layer)(x, full if windows[index] is None else batch, kv_cache, inputs)
+            batch.keep(index + 1, x)
         return x
 
 

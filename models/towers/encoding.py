@@ -150,9 +150,11 @@ class FullAttention:
 
     def __init__(
         self, lengths: Sequence[int], num_heads: int, head_dim: int, rope: RopeTable | None, dtype: DType,
-        device: Device,
+        device: Device, *, scale: float | None = None, norm_eps: float = 0.0,
     ) -> None:  # fmt: skip
+        """`scale` of scores, by default `head_dim**-0.5`; `norm_eps` of heads' norms."""
         self._num_heads, self._head_dim, self._rope = num_heads, head_dim, rope
+        self._scale, self._norm_eps = head_dim**-0.5 if scale is None else scale, norm_eps
         spec = KVCacheSpec.uniform(
             num_layers=1, num_kv_heads=num_heads, head_dim=head_dim, block_size=_PAGE_TOKENS, dtype=dtype, device=device
         )
@@ -190,13 +192,15 @@ class FullAttention:
         self._queries = Tensor.zeros((num_rows, num_heads * head_dim), dtype, device)
         self._batches: dict[tuple[int, int], tuple[Batch, Tensor | None]] = {}
 
-    def add(self, rows: slice, qkv: Tensor) -> None:
-        """Adds some rows' `[n, 3 * num_heads * head_dim]`."""
+    def add(self, rows: slice, qkv: Tensor, norms: tuple[Tensor, Tensor] | None = None) -> None:
+        """Adds some rows' `[n, 3 * num_heads * head_dim]`. With the weights of queries' and keys' `norms` each head of
+        them is normalised, and those of values without weights."""
         heads, head_dim = self._num_heads, self._head_dim
         k_cache, v_cache = self._pages.layer(0)
         q = ops.qkv_prepare(
             qkv, self._positions[rows], num_q_heads=heads, num_kv_heads=heads, head_dim=head_dim, rope=self._rope,
-            q_norm=None, k_norm=None, norm_eps=0.0, k_cache=k_cache, v_cache=v_cache, slot_mapping=self._slots[rows],
+            q_norm=norms and norms[0], k_norm=norms and norms[1], norm_eps=self._norm_eps,
+            values="normed" if norms else "own", k_cache=k_cache, v_cache=v_cache, slot_mapping=self._slots[rows],
         )  # fmt: skip
         self._queries[rows] = q.view(q.shape[0], heads * head_dim)
 
@@ -218,7 +222,7 @@ class FullAttention:
         by_head = padded.view(count, queries, heads, head_dim).transpose(1, 2).contiguous()
         k_cache, v_cache = self._pages.layer(0)
         attended = ops.attention(
-            by_head.view(count, heads * queries, head_dim), k_cache, v_cache, batch, 0, scale=head_dim**-0.5
+            by_head.view(count, heads * queries, head_dim), k_cache, v_cache, batch, 0, scale=self._scale
         )
         by_patch = attended.view(count, heads, queries, head_dim).transpose(1, 2).contiguous()
         rows = by_patch.view(count * queries, heads * head_dim)
@@ -254,7 +258,10 @@ def _queries(device: Device, longest: int) -> int:
 
 
 class AttentionLayer(Protocol):
-    """A layer of a tower."""
+    """A layer of a tower. `head_norms`: see `FullAttention.add`."""
+
+    @property
+    def head_norms(self) -> tuple[Tensor, Tensor] | None: ...
 
     def qkv_of(self, x: Tensor) -> Tensor:
         """Rows `[n, width]` -> queries, keys and values side by side, `[n, 3 * width]`."""
@@ -266,7 +273,7 @@ class AttentionLayer(Protocol):
 def through(pace: Pace, layer: AttentionLayer, x: Tensor, attention: FullAttention) -> Iterator[int]:
     """Applies the layer to rows `x [num_patches, width]` in place; yields the rows of each piece."""
     for rows in pace.slices(x.shape[0]):
-        attention.add(rows, layer.qkv_of(x[rows]))
+        attention.add(rows, layer.qkv_of(x[rows]), layer.head_norms)
         yield rows.stop - rows.start
     for blocks in pace.slices(attention.num_blocks, attention.queries_of_block):
         rows = attention.rows_of(blocks)

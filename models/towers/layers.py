@@ -109,6 +109,8 @@ class TowerMlp:
 class TowerLayer:
     """See `models.towers.encoding.AttentionLayer`."""
 
+    head_norms = None
+
     def __init__(self, sizes: TowerSizes, form: LayerForm, eps: float, maker: Maker) -> None:
         width, has_bias = sizes.hidden_size, form.attention_bias
         heads = share_of_tower(sizes.num_heads, maker.options, head_dim=sizes.head_dim)

@@ -481,6 +481,7 @@ def _image_support(model: Model, folder: Path, mmproj: str, limits: EngineLimits
         max_tokens=max(1, KEPT_PICTURE_BYTES // model.bytes_per_picture_token),
         has_axes=isinstance(model, RotatingModel),
         frame=model.frame,
+        frame_sign=model.frame_sign,
         line_ends=model.line_ends,
         most_whole=limits.most_whole,
     )

@@ -292,7 +292,8 @@ class ImageSupport(msgspec.Struct, frozen=True):
     rule        how they are resized and cut into patches
     max_tokens  most image tokens of a request
     has_axes    tokens have positions on three axes; False: their index alone
-    frame       tokens before and after an image's, of which templates write only the first; None if there are none
+    frame       tokens before and after an image's, which templates leave out; None if there are none
+    frame_sign  what templates write for them and the image's: the first token, or the image's
     line_ends   the last token of each line of an image's tokens, and of the last line; None if lines have no ends
     most_whole  most tokens of adjacent images whose tokens attend to each other, so that one step computes
                 them; None if images may be cut
@@ -303,6 +304,7 @@ class ImageSupport(msgspec.Struct, frozen=True):
     max_tokens: int
     has_axes: bool
     frame: tuple[int, int] | None = None
+    frame_sign: Literal["begin", "picture"] = "begin"
     line_ends: tuple[int, int] | None = None
     most_whole: int | None = None
 

@@ -1,9 +1,10 @@
 """Cuts a picture into a grid of square patches, by the rule of the model's training.
 
-``PatchRule`` (Qwen2-VL, 2.5-VL, 3-VL) and ``SideRule`` (Pixtral) keep its shape; ``FixedRule`` (CLIP, SigLIP, Gemma 3)
-gives all pictures one size. Equal to transformers' ``Qwen2VLImageProcessorPil``, ``PixtralImageProcessorPil``,
-``CLIPImageProcessorPil``, ``SiglipImageProcessorPil`` and ``Gemma3ImageProcessorPil`` to the byte, before their
-normalisation. Patches are uint8 and stored once: the two frames of a still picture in Qwen's tower are equal.
+``PatchRule`` (Qwen2-VL, 2.5-VL, 3-VL), ``SideRule`` (Pixtral) and ``TokenRule`` (Gemma 4) keep its shape;
+``FixedRule`` (CLIP, SigLIP, Gemma 3) gives all pictures one size. Equal to transformers' ``Qwen2VLImageProcessorPil``,
+``PixtralImageProcessorPil``, ``Gemma4ImageProcessorPil``, ``CLIPImageProcessorPil``, ``SiglipImageProcessorPil`` and
+``Gemma3ImageProcessorPil`` to the byte, before their normalisation. Patches are uint8 and stored once: the two frames
+of a still picture in Qwen's tower are equal.
 """
 
 from __future__ import annotations
@@ -155,6 +156,66 @@ class SideRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return replace(self, most_height=min(self.most_height, side), most_width=min(self.most_width, side))
 
 
+TOKEN_COUNTS = (70, 140, 280, 560, 1120)
+"""The most tokens of a picture that models with a ``TokenRule`` were trained with."""
+
+
+class TokenRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Pictures keep their shape, and become as many tokens as fit, small ones too.
+
+    max_tokens   of a picture
+    patch_size   pixels of a patch's side
+    merge_size   patches of a token's side
+    mean, std    of each channel, for normalising pixels in 0 … 1
+    """
+
+    max_tokens: int
+    patch_size: int
+    merge_size: int
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    @property
+    def num_frames(self) -> int:
+        """1: frames of films are pictures."""
+        return 1
+
+    @property
+    def factor(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def most_pixels(self) -> int:
+        """Pixels of a resized picture, at most."""
+        return self.max_tokens * self.factor**2
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The height and width that a picture is resized to: multiples of the factor. Raises ImageError for one that is
+        too narrow."""
+        check_aspect(height, width)
+        grow = math.sqrt(self.most_pixels / (height * width))
+        tall, wide = (math.floor(grow * side / self.factor) for side in (height, width))
+        if tall == 0:
+            tall, wide = 1, min(width // height, self.max_tokens)
+        elif wide == 0:
+            tall, wide = min(height // width, self.max_tokens), 1
+        return tall * self.factor, wide * self.factor
+
+    def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:
+        """An RGB picture, and the height and width to resize it to, bicubically. Raises ImageError."""
+        return image, self.resized(image.height, image.width)
+
+    def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """Lines and columns of tokens of a picture of so many patches. Raises ImageError for an impossible grid."""
+        return _merged(rows, columns, self.merge_size)
+
+    def at_most(self, side: int) -> TokenRule:
+        """The rule for pictures of at most ``side * side`` pixels, or of the fewest tokens that the model knows."""
+        fitting = [count for count in TOKEN_COUNTS if count * self.factor**2 <= side * side]
+        return replace(self, max_tokens=min(self.max_tokens, max(fitting, default=TOKEN_COUNTS[0])))
+
+
 class FixedRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """All pictures get one size.
 
@@ -219,7 +280,7 @@ class FixedRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return self
 
 
-Rule = PatchRule | SideRule | FixedRule
+Rule = PatchRule | SideRule | TokenRule | FixedRule
 """How a model cuts pictures."""
 
 

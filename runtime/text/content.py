@@ -298,8 +298,9 @@ class PictureText(NamedTuple):
     """The text of an image in a prompt.
 
     token     the template's token for it, or None if the model reads no images
-    replaced  texts that templates write, and their replacements: for Gemma 3, the image token between those that
-              frame it, and empty lines around them. Most models' templates write the image token, and need nothing
+    replaced  texts that templates write, and their replacements: for Gemma 3 and 4, the image token between those that
+              frame it, for 3 with empty lines around them. Most models' templates write the image token, and need
+              nothing
     """
 
     token: str | None = None
@@ -319,6 +320,8 @@ def picture_text(tokenizer: Tokenizer | None, support: ImageSupport | None) -> P
     begin, end = (tokenizer.id_to_token(each) for each in support.frame)
     if begin is None or token is None or end is None:
         return PictureText(token)
+    if support.frame_sign == "picture":
+        return PictureText(token, {token: f"{begin}{token}{end}"})
     return PictureText(begin, {begin: f"\n\n{begin}{token}{end}\n\n"})
 
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from runtime.engine.messages import ImageSupport
 from runtime.engine.prompt_images import PreparedImage
 from runtime.images.decoding import DecodingLimits, ImageError
-from runtime.images.patches import FixedRule, PatchRule, Rule, SideRule
+from runtime.images.patches import TOKEN_COUNTS, FixedRule, PatchRule, Rule, SideRule, TokenRule
 from runtime.later import later
 from runtime.text.content import ImagePart
 from server.config import Place, ServerConfig, ServerConfigError
@@ -157,6 +157,8 @@ class PictureReader:
             if len(size) > 1 or type(edge) is not int or not own.factor <= edge <= longest:
                 raise invalid(path, f'{path} must be {{"longest_edge": {own.factor} … {longest}}}, got {size!r:.80}.')
             asked, own = {name: value for name, value in asked.items() if name != "size"}, own.at_most(edge)
+        if isinstance(own, TokenRule):
+            return _with_tokens(own, asked, self.support.most_whole)
         if not isinstance(own, PatchRule):
             sides = (own.height, own.width) if isinstance(own, FixedRule) else (own.most_height, own.most_width)
             for name in asked:
@@ -223,6 +225,19 @@ class PictureReader:
             return base64.b64decode(source.url[head.end() :], validate=True)
         except (binascii.Error, ValueError):
             raise ImageError("the data: URI is no base64") from None
+
+
+def _with_tokens(own: TokenRule, asked: Mapping[str, Any], most_whole: int | None) -> TokenRule:
+    """The rule for pictures of as many tokens as the request's `mm_processor_kwargs` say. Raises `ApiError` 400."""
+    for name in asked:
+        if name != "max_soft_tokens":
+            path = f"mm_processor_kwargs.{name}"
+            raise invalid(path, f"Unknown parameter: {path}.", "unknown_parameter")
+    count, path = asked.get("max_soft_tokens", own.max_tokens), "mm_processor_kwargs.max_soft_tokens"
+    known = [each for each in TOKEN_COUNTS if most_whole is None or each <= most_whole]
+    if type(count) is not int or (asked and count not in known):
+        raise invalid(path, f"{path} must be one of {', '.join(map(str, known))}, got {count!r:.80}.")
+    return replace(own, max_tokens=count)
 
 
 def _refused(source: PictureSource, message: str) -> ApiError:

@@ -24,6 +24,7 @@ def golden_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
     uniform = uniform.reshape(shape)
     if not shape:  # xIELU's beta, and its eps, which is small and negative
         middle = np.float32(-0.01 if name.endswith(".eps") else 0.5)
+        middle *= np.float32({"_min": -3.0, "_max": 3.0}.get(name[-4:], 1.0))  # bounds, on both sides of zero
         return np.array(middle + middle * np.float32(0.5) * uniform, np.float32)
     if name.endswith((".bias", "_bias")):
         return uniform * np.float32(0.25)

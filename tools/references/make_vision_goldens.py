@@ -20,8 +20,8 @@ import transformers
 from safetensors.numpy import save_file
 
 from tests.models.driver import mean_relative_error, relative_error
-from tests.models.golden_weights import golden_tensor
-from tests.models.vision import pixtral_cases, square_cases
+from tests.models.golden_weights import golden_tensor, named_tensors
+from tests.models.vision import gemma4_cases, pixtral_cases, square_cases
 from tests.models.vision.cases import CASES, FOLDER, GRIDS, HYBRIDS, IMAGE, PROMPT, SEED, patches_of, stored_tensors
 
 NUM_NEW = 6
@@ -33,9 +33,11 @@ OTHERS = {case: module for module in (square_cases, pixtral_cases) for case in m
 
 
 def main() -> None:
-    for case in sys.argv[1:] or (*CASES, *OTHERS, "configs"):
+    for case in sys.argv[1:] or (*CASES, *OTHERS, *gemma4_cases.CASES, "configs"):
         if case == "configs":
             make_configs()
+        elif case in gemma4_cases.CASES:
+            make_gemma4(case)
         elif case in OTHERS:
             make_other_case(OTHERS[case], case)
         else:
@@ -65,7 +67,7 @@ def make_configs() -> None:
     """`resaved_configs.json`: the configs of all families' cases, written by `save_pretrained` of a model loaded by
     `from_pretrained(dtype=...)`."""
     found = {}
-    for case, config in (CASES | square_cases.CASES | pixtral_cases.CASES).items():
+    for case, config in (CASES | square_cases.CASES | pixtral_cases.CASES | gemma4_cases.CASES).items():
         made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
         with TemporaryDirectory() as folder:
             model: Any = transformers.AutoModelForImageTextToText.from_config(made)
@@ -108,6 +110,57 @@ def make_case(case: str) -> None:
         found["logits"] = logits
         found["greedy"] = ids[0, len(PROMPT) :].numpy().astype(np.int32)
     check_stored(model, shapes, inputs_first=case not in HYBRIDS)
+    write(case, shapes, found)
+
+
+def make_gemma4(case: str) -> None:
+    """Patches stand line by line for transformers, with padding after them; the channels of a pixel together."""
+    config = gemma4_cases.CASES[case]
+    made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    made._attn_implementation = "eager"
+    model: Any = transformers.AutoModelForImageTextToText.from_config(made).eval()
+    shapes = {}
+    with torch.no_grad():
+        for name, tensor in named_tensors(model):
+            shapes[name] = tuple(tensor.shape)
+            tensor.copy_(torch.from_numpy(golden_tensor(name, shapes[name], SEED)))
+        vision = config["vision_config"]
+        is_map = "mm_embed_dim" in vision
+        side = vision["patch_size"] * (vision["pooling_kernel_size"] if is_map else 1)
+        pictures = gemma4_cases.pictures_of(case)
+        merge = 1 if is_map else vision["pooling_kernel_size"]
+        most = merge**2 * (2 + max(map(gemma4_cases.num_tokens, range(len(pictures)))))
+        pixels = np.zeros((len(pictures), most, 3 * side * side), np.float32)
+        places = np.full((len(pictures), most, 2), -1)
+        for index, picture in enumerate(pictures):
+            rows, columns = picture.shape[1] // side, picture.shape[2] // side
+            cut = picture.reshape(3, rows, side, columns, side).transpose(1, 3, 2, 4, 0)
+            pixels[index, : rows * columns] = cut.reshape(rows * columns, -1)
+            places[index, : rows * columns] = [(x, y) for y in range(rows) for x in range(columns)]
+        own = {"pixel_values": torch.from_numpy(pixels), "image_position_ids": torch.from_numpy(places)}
+        embeddings = torch.cat(list(model.model.get_image_features(**own).pooler_output)).numpy()
+        ids = gemma4_cases.prompt_of(case)[0]
+
+        def logits_of(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
+            kinds = torch.tensor([[int(token == IMAGE) for token in ids]])
+            words, count = model.get_input_embeddings()(torch.tensor([ids])), len(ids)
+            masks = model.create_masks_for_generate(  # 12B's own `forward` makes others than its `generate`
+                config=model.config, inputs_embeds=words, attention_mask=torch.ones(1, count), cache=None,
+                position_ids=torch.arange(count)[None], mm_token_type_ids=kinds,
+            )  # fmt: skip
+            made = model(input_ids=torch.tensor([ids]), mm_token_type_ids=kinds, attention_mask=masks, **own)
+            logits: np.ndarray[Any, Any] = made.logits[0].float().numpy()
+            return logits
+
+        greedy: list[int] = []
+        for _ in range(NUM_NEW):
+            logits = logits_of(model, [*ids, *greedy])
+            greedy.append(int(logits[-1].argmax()))
+        rough = logits_of(model.bfloat16(), [*ids, *greedy[:-1]])
+    found = {
+        "embeddings": embeddings, "logits": logits, "greedy": np.array(greedy, np.int32),
+        "bfloat16_error": np.float64(relative_error(rough, logits)),
+    }  # fmt: skip
     write(case, shapes, found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,8 @@ class Tower(Protocol):
 class PictureModel(Protocol):
     """A model that reads images; ``models.picture_decoder.PictureDecoder`` is one.
 
-    ``frame``: tokens before and after an image's. ``line_ends``: those after each line of an image's and after the
+    ``frame``: tokens before and after an image's; ``frame_sign``: whether templates write the first of them for all, or
+    the image's. ``line_ends``: those after each line of an image's and after the
     last. ``whole_picture_tokens``: an image's, if they attend to each other, so that one step computes them; None if it
     may be cut.
     """
@@ -54,6 +55,9 @@ class PictureModel(Protocol):
 
     @property
     def frame(self) -> tuple[int, int] | None: ...
+
+    @property
+    def frame_sign(self) -> Literal["begin", "picture"]: ...
 
     @property
     def whole_picture_tokens(self) -> int | None: ...

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from tests.models.vision.cases import IMAGE, load_golden, write_golden, write_model
+from tests.models.vision.gemma4_cases import CASES as GEMMA4
 from tests.models.vision.pixtral_cases import CASES as PIXTRAL_CASES
 from tests.models.vision.pixtral_cases import PATCH, merge_size_of
 from tests.models.vision.square_cases import GEMMA3
@@ -14,6 +15,9 @@ PAD = "<|image_pad|>"
 
 BEGIN, SOFT, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 """Gemma's: a picture's tokens, and what stands around them."""
+
+SIGN = "<|image|>"
+"""Gemma 4's template writes the token of pictures, without those around it."""
 
 TEMPLATE = (
     "{%- for message in messages %}[{{ message.role }}]"
@@ -34,6 +38,11 @@ def write_chat_model(folder: Path, case: str = "qwen3_vl") -> Path:
     if case in GEMMA3:
         write_golden(folder, case, GEMMA3[case])
         added, template = {SOFT: IMAGE, "<unused>": 91, BEGIN: 92, END: 93}, TEMPLATE.replace(PAD, BEGIN)
+    elif case in GEMMA4:
+        write_golden(folder, case, GEMMA4[case])
+        added, template = {SIGN: IMAGE, "<unused>": 91, "<|image>": 92, "<image|>": 93}, TEMPLATE.replace(PAD, SIGN)
+        size = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70, "do_normalize": False}
+        (folder / "preprocessor_config.json").write_text(json.dumps(size), encoding="utf-8")
     elif case in PIXTRAL_CASES:
         write_golden(folder, case, PIXTRAL_CASES[case])
         added, template = {"[IMG]": IMAGE, "[IMG_END]": 91, "[IMG_BREAK]": 92}, TEMPLATE.replace(PAD, "[IMG]")

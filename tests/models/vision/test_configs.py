@@ -12,9 +12,9 @@ import pytest
 from models.configuration.config import ModelConfig
 from models.errors import ConfigError
 from models.registry import parse_config
-from tests.models.vision import cases, pixtral_cases, square_cases
+from tests.models.vision import cases, gemma4_cases, pixtral_cases, square_cases
 
-CASES: dict[str, dict[str, Any]] = {**cases.CASES, **square_cases.CASES, **pixtral_cases.CASES}
+CASES: dict[str, dict[str, Any]] = {**cases.CASES, **square_cases.CASES, **pixtral_cases.CASES, **gemma4_cases.CASES}
 RESAVED: dict[str, dict[str, Any]] = json.loads((cases.FOLDER / "resaved_configs.json").read_text(encoding="utf-8"))
 _TEXT, _VISION = "text_config", "vision_config"
 
@@ -49,6 +49,11 @@ _TEXT, _VISION = "text_config", "vision_config"
         ("gemma3_window", "", {"image_token_index": 96}, "image_token_index = 96 is not in the vocabulary of 96"),
         ("gemma3_window", "", {"eoi_token_index": 96}, "eoi_token_index = 96 is not in the vocabulary of 96"),
         ("gemma3_window", _VISION, {"model_type": "clip_vision_model"}, "= 'clip_vision_model' is not supported"),
+        ("gemma4_whole", "", {"boi_token_id": 96}, "boi_token_id = 96 is not in the vocabulary of 96"),
+        ("gemma4_whole", _VISION, {"num_attention_heads": 5}, "_heads = 5 must divide hidden_size = 36"),
+        ("gemma4_whole", _VISION, {"model_type": "siglip_vision_model"}, "'siglip_vision_model' is not supported"),
+        ("gemma4_whole", _TEXT, {"use_bidirectional_attention": "all"}, "attention = 'all' is not supported"),
+        ("gemma4_unified", _VISION, {"output_proj_dims": 40}, "output_proj_dims = 40 is not supported"),
         ("gemma3_window", _TEXT, {"model_type": "gemma2"}, "model_type = 'gemma2' is not supported"),
         ("gemma3_window", _TEXT, {"final_logit_softcapping": 30.0}, "softcapping = 30.0 is not supported"),
         ("gemma3_window", _TEXT, {"use_bidirectional_attention": True}, "attention = True is not supported"),

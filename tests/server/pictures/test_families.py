@@ -32,6 +32,8 @@ EXPECTED = {
     "qwen3_vl_moe": ["[user]Look:\n", *[IMAGE] * 35, "What?[a]"],
     "qwen2_5_vl": ["[user]Look:\n", *[IMAGE] * 35, "What?[a]"],
     "mistral3": ["[user]Look:\n", *([*[IMAGE] * 5, 92] * 4)[:-1], 91, "What?[a]"],
+    "gemma4_whole": ["[user]Look:\n", 92, *[IMAGE] * 63, 93, "What?[a]"],
+    "gemma4_unified": ["[user]Look:\n", 92, *[IMAGE] * 63, 93, "What?[a]"],
     "gemma3_window": ["[user]Look:\n\n\n", 92, *[IMAGE] * 9, 93, "\n\nWhat?[a]"],
 }
 """The prompt: texts, and ids that are none. Gemma's line end and its frame's two are one token."""
@@ -50,7 +52,7 @@ def test_a_chat_over_http_is_that_of_the_library(tmp_path: Path, case: str) -> N
             token for part in EXPECTED[case] for token in (encode(part, False) if isinstance(part, str) else [part])
         ]
         assert output.prompt_token_ids == expected
-        if case.startswith("gemma"):
+        if case.startswith("gemma3"):
             assert encode("\n\n\n", False) == [4]
             written = {"prompt": f"[user]Look:\n{BEGIN}What?[a]", "images": [PIXELS]}
             (again,) = llm.generate(written, params, use_tqdm=False)
