@@ -103,7 +103,7 @@ class Batch:
         return replace(
             self, token_ids=self.last_tokens, positions=self.last_positions, query_start=self.last_start,
             slot_mappings=tuple(each[: self.num_seqs] for each in self.slot_mappings), max_query_len=1,
-            is_last_wanted=False, plans={},
+            is_last_wanted=False, bidirectional_until=None, plans={},
         )  # fmt: skip
 
     @property

@@ -32,7 +32,7 @@ from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
 _PICTURE_TOKENS = 280
-"""Of a picture, at most, unless the processor's file says otherwise."""
+"""The most of a picture, unless the processor's file says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from models.towers.layers import TowerNorm, TowerShard, TowerSizes, axial_rope, 
 from runtime import ops
 from runtime.dtype import float32
 from runtime.images.patches import TOKEN_COUNTS
+from runtime.linear.options import Split
 from runtime.tensor.tensor import Tensor
 
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -48,7 +49,7 @@ class Gemma4TowerConfig(TowerSizes):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelMapConfig:
-    """Of a model whose tokens are maps of pixels."""
+    """The sizes of a model whose tokens are maps of pixels."""
 
     width: int
     patch_size: int
@@ -119,8 +120,11 @@ class ClippedMaps:
     ) -> None:  # fmt: skip
         width = outputs if isinstance(outputs, int) else outputs.shard
         depth = inputs if isinstance(inputs, int) else inputs.shard
-        split = inputs.inputs if isinstance(outputs, int) and not isinstance(inputs, int) else None
-        split = split if isinstance(outputs, int) else outputs.outputs
+        split: Split | None = None
+        if isinstance(outputs, TowerShard):
+            split = outputs.outputs
+        elif isinstance(inputs, TowerShard):
+            split = inputs.inputs
         sides = ("input_min", "input_max", "output_min", "output_max")
         self.bounds = [[maker.number(f"{name}.{side}") for side in sides] for name in names] if is_clipped else []
         groups = [[name] for name in names] if is_clipped else [list(names)]
@@ -146,7 +150,8 @@ def _clipped(x: Tensor, low: float, high: float) -> Tensor:
         return x
     if low == -high and high > 0:
         return ops.clamp(x, high)
-    return ops.minimum(ops.maximum(x, low), high)
+    within: Tensor = ops.minimum(ops.maximum(x, low), high)
+    return within
 
 
 class Gemma4TowerLayer:
@@ -248,7 +253,7 @@ class Gemma4Tower(_SquareTower):
         return (made,)
 
     def embeddings(self, x: Tensor) -> Tensor:
-        """Of some tokens, whose patches' rows stand together."""
+        """Embeddings of some tokens, whose patches' rows stand together."""
         width = self.config.hidden_size
         squares = x.to(float32).view(-1, self.config.merge_size**2, width)
         pooled = squares.mean(axis=1).to(x.dtype).to(float32) * width**0.5
