@@ -107,7 +107,13 @@ def attention(is_quick: bool) -> Iterator[Case]:
         shapes = ((1, 0, 33, 4, 2, 64), (2, 40, 1, 4, 2, 64), (1, 0, 130, 4, 2, 128))
         yield from (attention_case("auto", "bf16", *shape) for shape in shapes)
         return
-    qwen3_8b, qwen3_small, gpt2 = (32, 8, 128), (16, 8, 128), (12, 12, 64)
+    qwen3_8b, qwen3_small, gpt2, gemma_4, gemma_e2b = (
+        (32, 8, 128),
+        (16, 8, 128),
+        (12, 12, 64),
+        (16, 1, 512),
+        (8, 1, 512),
+    )
     yield from (
         attention_case("auto", "bf16", seqs, context, queries, *heads)
         for seqs, context, queries, heads in (
@@ -115,6 +121,7 @@ def attention(is_quick: bool) -> Iterator[Case]:
             (1, 3000, 1024, qwen3_8b), (3, 777, 333, qwen3_small), (2, 0, 700, gpt2), (8, 100, 5, qwen3_8b),
             (1, 0, 1, qwen3_8b), (1, 127, 1, qwen3_8b), (1, 1023, 1, qwen3_8b), (1, 4095, 1, qwen3_8b),
             (1, 16383, 1, qwen3_small), (32, 2047, 1, qwen3_8b), (256, 1023, 1, qwen3_8b), (5, 999, 1, gpt2),
+            (1, 0, 1999, gemma_4), (3, 777, 333, gemma_e2b), (1, 4095, 1, gemma_e2b), (32, 4095, 1, gemma_4),
         )
     )  # fmt: skip
     yield from (attention_case("flash", "bf16", 1, 0, 777, *heads) for heads in (qwen3_8b, gpt2))

@@ -26,7 +26,7 @@ from numba_kernels.cache_files import cache_root, locked, read_entry, write_entr
 from numba_kernels.cuda import experts, logprobs, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
 from numba_kernels.cuda.attention.tiles import WIDE
-from numba_kernels.cuda.attention.wide_tiles import wide_tiles
+from numba_kernels.cuda.attention.wide_tiles import SMALL, wide_tiles
 from numba_kernels.cuda.gemm import (
     hopper,
     hopper_bytes,
@@ -274,7 +274,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     if name.startswith(("attention_flash", "attention_decode")):
         dtype, head_dim, is_split = constants["dtype"], constants["head_dim"], name.startswith("attention_decode")
         if head_dim > WIDE and dtype != "f32":
-            return wide_tiles(dtype, constants["pages"], head_dim, arch, is_split).shared_bytes
+            sizes = (wide_tiles(dtype, constants["pages"], head_dim, each, is_split) for each in ("sm_80", SMALL[0]))
+            return next(each.shared_bytes for each in sizes if each.num_keys == constants["num_keys"])
         if dtype == "f32":
             return flash_float32.shared_bytes(head_dim, is_split)
         family = decode_tensor_core if is_split else flash_tensor_core

@@ -1,10 +1,10 @@
 """Flash attention on Hopper's tensor cores (sm_90a), f16 and bf16: `wgmma` fed by the TMA, softmax beside products.
 
 The mathematics of `flash_tensor_core`, arranged as in FlashAttention-3 (https://arxiv.org/abs/2407.08608). A block has
-128 rows of queries and three groups of four warps. The first brings tiles by TMA, its warp 0 queries and keys, its
-warp 1 values, as far ahead as the rings have room (`hopper_tiles`), and leaves its registers to the other two, which
-compute 64 rows each (`hopper_walk`). A block goes on to other tiles of queries and heads: their queries, keys and
-values come while results of the one before are still on their way out.
+128 rows of queries, of wide heads 64, and three groups of four warps. The first brings tiles by TMA, its warp 0 queries
+and keys, its warp 1 values, as far ahead as the rings have room (`hopper_tiles`), and leaves its registers to the other
+two, which compute 64 rows each, or half of the columns of the same 64 (`hopper_walk`). A block goes on to other tiles
+of queries and heads: their queries, keys and values come while results of the one before are still on their way out.
 
 Scores stay unscaled: exp2(scale s - scale max) is one fused multiply-add and one exponential. Where the scale is
 negative the queries change their sign once. Sums of a row come in another order than in `flash_tensor_core`, and
@@ -18,13 +18,10 @@ from dataclasses import asdict
 
 from numba import cuda, float32, uint32, uint64
 
-from numba_kernels.cuda.attention.hopper_softmax import (
-    score_weigher,
-    weight_packer,
-)
+from numba_kernels.cuda.attention.hopper_softmax import GROUP_THREADS, exchanger, score_weigher, weight_keeper
 from numba_kernels.cuda.attention.hopper_tiles import (
     ALIGNMENT,
-    NUM_ROWS,
+    GROUP_ROWS,
     PANEL_COLUMNS,
     ROW_BYTES,
     find_tile,
@@ -38,7 +35,6 @@ from numba_kernels.cuda.attention.hopper_tiles import (
     sign_flipper,
 )
 from numba_kernels.cuda.attention.hopper_walk import (
-    GROUP_THREADS,
     key_walker,
     release,
     score_multiplier,
@@ -72,11 +68,10 @@ from numba_kernels.cuda.intrinsics.sync import (
     wait_for_previous_grid,
 )
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_index_b32, sync_warp
-from numba_kernels.cuda.kv_cache import check_pages
+from numba_kernels.cuda.kv_cache import MAX_HEAD_DIM, check_pages
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation
 
 ARCH = "sm_90a"
-GROUP_ROWS = 64  # of queries, of one of the two computing groups
 THREADS = 3 * GROUP_THREADS
 _CONSUMER_WARPS = 8
 _SMALLEST_SCALE = float32(2.0**-126)  # below it -inf times the scale is no infinity; and all weights are equal
@@ -85,9 +80,14 @@ _give_registers = set_registers(56, is_more=False)
 _take_registers = set_registers(224, is_more=True)
 
 
-def has_kernel(dtype: str, head_dim: int, share: int) -> bool:
-    """Whether the TMA can walk over heads of this type and size, and `share` of them fit into a tile."""
-    return dtype != "f32" and head_dim % 8 == 0 and 8 <= head_dim <= 256 and share <= NUM_ROWS
+def has_kernel(dtype: str, head_dim: int, share: int, block_size: int) -> bool:
+    """Whether the TMA can walk over heads of this type and size, `share` of them fit into a tile, and a warp's lanes
+    request all of a tile's pages."""
+    tiles = hopper_tiles(head_dim)
+    return (
+        dtype != "f32" and head_dim % 8 == 0 and 8 <= head_dim <= MAX_HEAD_DIM and share <= tiles.num_rows
+        and tiles.num_keys // block_size * tiles.panels <= 32
+    )  # fmt: skip
 
 
 def shared_bytes(head_dim: int) -> int:
@@ -113,7 +113,7 @@ def plan(
     share = num_q_heads // num_kv_heads
     pages = page_layout(dtype, head_dim, block_size, num_kv_heads, num_blocks)
     maps = (0, query_layout(dtype, head_dim, num_q_heads, share, num_tokens)), (1, pages), (2, pages)
-    tile_tokens = NUM_ROWS // share
+    tile_tokens = hopper_tiles(head_dim).num_rows // share
     most_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_seqs + num_tokens // tile_tokens)
     grid = min(num_sms, num_kv_heads * most_tiles), 1, 1
     kernel = flash_hopper(dtype, head_dim, block_size, variant)
@@ -125,9 +125,10 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
     """The kernel for pages of `block_size` tokens. Grid: as many blocks as the device has multiprocessors, or fewer."""
     check_pages(head_dim, block_size, dtype)
     tiles = hopper_tiles(head_dim)
-    keys, panels, stages = tiles.num_keys, tiles.panels, tiles.stages
+    keys, stages = tiles.num_keys, tiles.stages
     phase_shift = stages.bit_length() - 1
-    score_count, sum_count, weight_count = keys // 2, panels * PANEL_COLUMNS // 2, keys // 4
+    own_panels, own_keys, shares_rows, tile_rows = tiles.own_panels, tiles.own_keys, tiles.shares_rows, tiles.num_rows
+    score_count, sum_count, weight_count = own_keys // 2, own_panels * PANEL_COLUMNS // 2, own_keys // 4
     multiply_queries, multiply_values = score_multiplier(dtype, tiles), value_multiplier(dtype, tiles)
     wait_for_first = wgmma.group_wait(0, score_count)
     wait_for_sums = wgmma.group_wait(0, sum_count)
@@ -136,12 +137,13 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
     bring_queries, bring_pages = query_bringer(tiles), page_bringer(tiles, block_size)
     zero_rows, flip_signs, store_rows = row_zeroer(tiles, THREADS), sign_flipper(tiles, GROUP_ROWS), row_storer(tiles)
     has_window, has_sinks, is_capped = variant.has_window, variant.has_sinks, variant.softcap > 0
-    weigh, pack_weights = score_weigher(keys, "edges", variant), weight_packer(dtype, keys)
+    weigh, keep_weights, exchange = score_weigher(tiles, "edges", variant), weight_keeper(dtype, tiles), exchanger(5)
     walk_whole = key_walker(dtype, tiles, "none", variant)
     walk_edges = key_walker(dtype, tiles, "edges" if has_window else "all", variant)
     pack = pack_bf16 if dtype == "bf16" else pack_f16
     keys_at, values_at, barriers_at, tile_bytes = tiles.keys_at, tiles.values_at, tiles.barriers_at, tiles.tile_bytes
-    out_at, has_own_out = tiles.out_at, tiles.has_own_out
+    out_at, has_own_out, weights_at, panel_bytes = tiles.out_at, tiles.has_own_out, tiles.weights_at, tiles.panel_bytes
+    own_pieces = 8 * own_panels if shares_rows else head_dim // 8
     ring_bytes, query_panel_bytes = 8 * stages, tiles.query_panel_bytes
 
     @device_function
@@ -197,7 +199,7 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                 mbarrier.init(uint32(values_full + uint32(8 * stage)), uint32(1))
                 mbarrier.init(uint32(values_empty + uint32(8 * stage)), uint32(_CONSUMER_WARPS))
             mbarrier.fence_init()
-        tile_tokens = divide_u32(uint32(NUM_ROWS), share)
+        tile_tokens = divide_u32(uint32(tile_rows), share)
         zero_rows(shared, uint32(tile_tokens * share), thread)
         tma.fence_shared()
         sync_block()
@@ -266,13 +268,22 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
             _take_registers()
             own = shuffle_index_b32(uint32(group - uint32(1)), uint32(0))  # so that ptxas knows it is uniform
             own_barrier = uint32(own + uint32(3))
-            own_queries = uint32(shared + own * uint32(GROUP_ROWS * ROW_BYTES))
-            place = uint32(uint32(own * uint32(GROUP_ROWS)) + uint32((thread >> uint32(5)) & uint32(3)) * uint32(16))
+            own_queries = shared
+            place = uint32(uint32((thread >> uint32(5)) & uint32(3)) * uint32(16))
+            own_keys_at = uint32(shared + uint32(keys_at))
+            own_values_at = uint32(shared + uint32(values_at))
+            column = uint32((lane & uint32(3)) * uint32(2))
+            if shares_rows:
+                own_keys_at = uint32(own_keys_at + own * uint32(own_keys * ROW_BYTES))
+                own_values_at = uint32(own_values_at + own * uint32(own_panels * panel_bytes))
+                column = uint32(column + own * uint32(own_keys))
+            else:
+                own_queries = uint32(shared + own * uint32(GROUP_ROWS * ROW_BYTES))
+                place = uint32(uint32(own * uint32(GROUP_ROWS)) + place)
             # A lane's accumulators belong to two rows, `upper` and eight below it, and to two neighbouring columns.
             upper = uint32(place + (lane >> uint32(2)))
             upper_token = divide_u32(upper, share)
             lower_token = divide_u32(uint32(upper + uint32(8)), share)
-            column = uint32((lane & uint32(3)) * uint32(2))
             magnitude = absolute(scale)
             if magnitude < _SMALLEST_SCALE:
                 magnitude = _SMALLEST_SCALE
@@ -280,16 +291,24 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
             if is_capped:
                 unit = float32(1)
             queries = describe(own_queries)
-            key_tiles = describe(uint32(shared + uint32(keys_at)))
-            value_tiles = describe_values(uint32(shared + uint32(values_at)))
+            key_tiles = describe(own_keys_at)
+            value_tiles = describe_values(own_values_at)
 
             scores = cuda.local.array(score_count, float32)
-            weights = cuda.local.array(weight_count, uint32)
+            room = cuda.local.array(4, uint32)
+            room[0] = uint32(shared + uint32(weights_at))
+            room[1] = upper
+            room[2] = own
+            room[3] = lane
+            if shares_rows:
+                weights = describe(room[0])
+            else:
+                weights = cuda.local.array(weight_count, uint32)
             sums = cuda.local.array(sum_count, float32)
             largest = cuda.local.array(2, float32)
             totals = cuda.local.array(2, float32)
             factors = cuda.local.array(2, float32)
-            if own == uint32(1):
+            if not shares_rows and own == uint32(1):
                 arrive_named(uint32(1), uint32(2 * GROUP_THREADS))
 
             while seq < num_seqs:
@@ -326,9 +345,9 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                     release(uint32(keys_empty + stage * uint32(8)), lane)
                     weigh(
                         scores, largest, totals, factors, upper_end, lower_end, first_key, column, window, magnitude,
-                        shortest_end, longest_end,
+                        shortest_end, longest_end, room,
                     )  # fmt: skip
-                    pack_weights(weights, scores)
+                    keep_weights(weights, scores, room, turn)
                     turn = uint32(turn + uint32(1))
                     if turn < last:
                         stage = uint32(turn & uint32(stages - 1))
@@ -341,13 +360,13 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                         walk_whole(
                             turn, stop, last, origin, queries, key_tiles, value_tiles, keys_full, own, lane, column,
                             upper_end, lower_end, shortest_end, longest_end, window, magnitude, scores, weights, sums,
-                            largest, totals, factors,
+                            largest, totals, factors, room,
                         )  # fmt: skip
                         turn = stop
                     walk_edges(
                         turn, last, last, origin, queries, key_tiles, value_tiles, keys_full, own, lane, column,
                         upper_end, lower_end, shortest_end, longest_end, window, magnitude, scores, weights, sums,
-                        largest, totals, factors,
+                        largest, totals, factors, room,
                     )  # fmt: skip
                     if has_own_out:
                         release(queries_empty, lane)
@@ -357,9 +376,9 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                     mbarrier.wait(
                         uint32(values_full + stage * uint32(8)), uint32((before >> uint32(phase_shift)) & uint32(1))
                     )
-                    multiply_values(
-                        sums, weights, wgmma.advance(value_tiles, stage * uint32(tile_bytes >> 4)), uint32(1)
-                    )
+                    if shares_rows:
+                        sync_named(uint32(1), uint32(2 * GROUP_THREADS))  # the other's weights are there
+                    multiply_values(sums, weights, wgmma.advance(value_tiles, stage * uint32(tile_bytes >> 4)), before)
                     following = item_of(round_)
                     following_tile = divide_u32(following, num_kv_heads)
                     # The next tile is looked up beside the last product.
@@ -382,31 +401,40 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                 flip = uint32((lane >> uint32(2)) * uint32(16))
                 below = uint32(out_tile + upper * uint32(ROW_BYTES) + (lane & uint32(3)) * uint32(4))
                 for row in range(2):
-                    total = group_sum(totals[row], 4)
+                    totals[row] = group_sum(totals[row], 4)
+                if shares_rows:
+                    below = uint32(below + own * uint32(own_panels * query_panel_bytes))
+                    upper_total, lower_total = exchange(room, totals[0], totals[1])
+                    totals[0] = totals[0] + upper_total
+                    totals[1] = totals[1] + lower_total
+                for row in range(2):
+                    total = totals[row]
                     part = reciprocal_of(total)
                     if has_sinks:
                         sink = load_sink(sinks, sink_head(uint32(upper + uint32(8 * row)), share, kv_head))
                         part = share_of_keys(largest[row] * unit, total, sink)
-                    for i in range(head_dim // 8):
+                    for i in range(own_pieces):
                         at = uint32(below + uint32(row * 8 * ROW_BYTES + i // 8 * query_panel_bytes))
                         swizzled = uint32(uint32(i % 8 * 16) ^ flip)
                         shared_store_b32(
                             uint32(at + swizzled), pack(sums[4 * i + 2 * row] * part, sums[4 * i + 2 * row + 1] * part)
                         )
                 sync_warp()
-                store_rows(out_tile, out, place, num_rows, first_row, share, kv_head, num_q_heads, chunk_first, lane)
+                store_rows(
+                    out_tile, out, place, num_rows, first_row, share, kv_head, num_q_heads, chunk_first, lane, own
+                )  # fmt: skip
                 sync_warp()
                 if num_tiles > uint32(0):
                     if not has_own_out:
                         tma.fence_shared()
                         release(queries_empty, lane)
                     num_done = uint32(num_done + uint32(1))
-            if own == uint32(0):
+            if not shares_rows and own == uint32(0):
                 sync_named(uint32(1), uint32(2 * GROUP_THREADS))  # the other group's last leave
 
     name = f"attention_flash_hopper_{dtype}_d{head_dim}_b{block_size}{variant.suffix}"
     constants = {
-        "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": NUM_ROWS, "num_keys": keys,
+        "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
     } | asdict(variant)  # fmt: skip
     arguments = (TENSOR_MAP, TENSOR_MAP, TENSOR_MAP, *ARGUMENT_TYPES[3:])
     return Specialisation(

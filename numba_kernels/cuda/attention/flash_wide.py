@@ -38,6 +38,7 @@ from numba_kernels.cuda.attention.tiles import (
     visible_first,
 )
 from numba_kernels.cuda.attention.wide_tiles import (
+    SMALL,
     WideTiles,
     key_scaler,
     weight_storer,
@@ -338,4 +339,5 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
     constants = {
         "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
     } | asdict(variant)  # fmt: skip
-    return Specialisation(name, kernel, ARGUMENT_TYPES, threads, 1, constants)
+    has_no_room = SMALL if tiles.shared_bytes > 99 * 1024 else ()
+    return Specialisation(name, kernel, ARGUMENT_TYPES, threads, 1, constants, spills_on=has_no_room)

@@ -1,8 +1,10 @@
 """Hopper's attention tiles: their layout in shared memory, loads and stores.
 
 A tile of queries, and rings of tiles of keys and of values, each of panels of 64 columns: rows of 128 bytes, swizzled
-as the TMA writes and `wgmma` reads them. Columns past the head dim are zeros from the TMA, since they lie outside of
-the tensor; so are pages that no row of the block sees, which are requested by an invalid page number.
+as the TMA writes and `wgmma` reads them. The two computing groups have rows of their own, or for wide heads share 64
+rows: each then scores half of a tile's keys and sums half of the columns, and their weights lie in two more panels.
+Columns past the head dim are zeros from the TMA, since they lie outside of the tensor; so are pages that no row of the
+block sees, which are requested by an invalid page number.
 
 **Rows** of a tile of queries are the query heads of one KV head (`share` many) of as many whole tokens as fit.
 
@@ -19,7 +21,7 @@ from typing import Any
 
 from numba import uint32, uint64
 
-from numba_kernels.cuda.attention.tiles import head_row
+from numba_kernels.cuda.attention.tiles import WIDE, head_row
 from numba_kernels.cuda.intrinsics import mbarrier, tma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32
@@ -28,7 +30,7 @@ from numba_kernels.cuda.intrinsics.warp import ballot, count_b32, shuffle_index_
 from numba_kernels.cuda.kv_cache import page_row
 from numba_kernels.cuda.specialisation import TensorMapLayout
 
-NUM_ROWS = 128
+GROUP_ROWS = 64  # of queries, of one of the two computing groups
 ROW_BYTES = 128  # of a panel
 PANEL_COLUMNS = 64
 ALIGNMENT = 1024  # of swizzled tiles
@@ -42,19 +44,35 @@ class HopperTiles:
     """Shared memory of a block, in bytes from an aligned beginning: queries, keys, values, results, barriers.
 
     Attributes:
-        panels: of 64 columns.
+        panels: of 64 columns; an even number where rows are shared.
         num_keys: of a tile of keys or values.
         stages: tiles of a ring, a power of two.
+        shares_rows: whether both computing groups have the same rows.
     """
 
     head_dim: int
     panels: int
     num_keys: int
     stages: int
+    shares_rows: bool
+
+    @property
+    def num_rows(self) -> int:
+        return GROUP_ROWS if self.shares_rows else 2 * GROUP_ROWS
+
+    @property
+    def own_keys(self) -> int:
+        """Keys of a tile that a group scores."""
+        return self.num_keys // 2 if self.shares_rows else self.num_keys
+
+    @property
+    def own_panels(self) -> int:
+        """Panels of columns that a group sums."""
+        return self.panels // 2 if self.shares_rows else self.panels
 
     @property
     def query_panel_bytes(self) -> int:
-        return NUM_ROWS * ROW_BYTES
+        return self.num_rows * ROW_BYTES
 
     @property
     def panel_bytes(self) -> int:
@@ -83,9 +101,15 @@ class HopperTiles:
         return self.panels <= 3
 
     @property
+    def weights_at(self) -> int:
+        """Two panels of weights, of this tile of keys and the one before, then the rows' maxima in each group, where
+        groups share rows."""
+        return self.values_at + self.stages * self.tile_bytes + self.has_own_out * self.panels * self.query_panel_bytes
+
+    @property
     def barriers_at(self) -> int:
         """Queries full, empty; values that are zeroed in part; and four rings: keys full, empty; values full, empty."""
-        return self.values_at + self.stages * self.tile_bytes + self.has_own_out * self.panels * self.query_panel_bytes
+        return self.weights_at + self.shares_rows * GROUP_ROWS * (2 * ROW_BYTES + 2 * 4)
 
     @property
     def shared_bytes(self) -> int:
@@ -96,14 +120,18 @@ class HopperTiles:
 def hopper_tiles(head_dim: int) -> HopperTiles:
     """The layout for a head dim: it fits shared memory and, beside the accumulators, registers."""
     panels = -(-head_dim // PANEL_COLUMNS)
-    return HopperTiles(head_dim, panels, 128 if panels <= 2 else 64, 4 if panels == 1 else 2)
+    if head_dim > WIDE:
+        return HopperTiles(head_dim, panels + panels % 2, 64, 1, True)
+    return HopperTiles(head_dim, panels, 128 if panels <= 2 else 64, 4 if panels == 1 else 2, False)
 
 
 def query_layout(dtype: str, head_dim: int, num_q_heads: int, share: int, num_tokens: int) -> TensorMapLayout:
     """The map of q [num_tokens, num_q_heads, head_dim]: a box is a panel of one tile's rows."""
     row = head_dim * 2
     shape, strides = (head_dim, num_q_heads, num_tokens), (row, num_q_heads * row)
-    return TensorMapLayout(dtype, shape, strides, (PANEL_COLUMNS, share, NUM_ROWS // share), ROW_BYTES)
+    return TensorMapLayout(
+        dtype, shape, strides, (PANEL_COLUMNS, share, hopper_tiles(head_dim).num_rows // share), ROW_BYTES
+    )
 
 
 def page_layout(dtype: str, head_dim: int, block_size: int, num_kv_heads: int, num_blocks: int) -> TensorMapLayout:
@@ -274,20 +302,24 @@ def sign_flipper(tiles: HopperTiles, num_rows: int) -> Any:
 def row_storer(tiles: HopperTiles) -> Any:
     """A device function for a warp: its 16 rows of results go from their place to out, in 16-byte pieces.
 
-    ``(tile, out, place, rows, first_row, share, kv_head, num_q_heads, first_token, lane)``: the warp's first row in the
-    tile, the tile's rows that exist, and the chunk's row at which the tile begins.
+    ``(tile, out, place, rows, first_row, share, kv_head, num_q_heads, first_token, lane, own)``: the warp's first row
+    in the tile, the tile's rows that exist, the chunk's row at which the tile begins, and the group's number.
     """
-    pieces, panel_bytes = tiles.head_dim // 8, tiles.query_panel_bytes
+    pieces, panel_bytes, shares_rows = tiles.head_dim // 8, tiles.query_panel_bytes, tiles.shares_rows
+    own_pieces = 8 * tiles.own_panels if shares_rows else pieces
     row_bytes = uint64(tiles.head_dim * 2)
 
     @device_function
-    def store(tile, out, place, rows, first_row, share, kv_head, num_q_heads, first_token, lane):
+    def store(tile, out, place, rows, first_row, share, kv_head, num_q_heads, first_token, lane, own):
+        first_piece = uint32(0)
+        if shares_rows:
+            first_piece = uint32(own * uint32(own_pieces))
         index = lane
-        while index < uint32(16 * pieces):
-            below = uint32(index // uint32(pieces))
-            piece = uint32(index - below * uint32(pieces))
+        while index < uint32(16 * own_pieces):
+            below = uint32(index // uint32(own_pieces))
+            piece = uint32(first_piece + index - below * uint32(own_pieces))
             row = uint32(place + below)
-            if row < rows:
+            if row < rows and (not shares_rows or piece < uint32(pieces)):
                 swizzled = uint32(((piece ^ row) & uint32(7)) * uint32(16))
                 panel = uint32((piece >> uint32(3)) * uint32(panel_bytes))
                 values = shared_load_4xb32(uint32(tile + panel + row * uint32(ROW_BYTES) + swizzled))

@@ -5,7 +5,8 @@
     P(j) = exp2(S(j))   while O's products run; then O is scaled to the new maximum
 
 The two groups take turns at beginning products (a named barrier each), so that one's softmax also runs beside the
-other's products. A walk is compiled once for tiles that all rows see whole, without any masking, and once for those at
+other's products. Groups that share rows go side by side: each waits for the other's weights before it multiplies
+values. A walk is compiled once for tiles that all rows see whole, without any masking, and once for those at
 an edge.
 """
 
@@ -16,14 +17,12 @@ from typing import Any
 
 from numba import uint32
 
-from numba_kernels.cuda.attention.hopper_softmax import score_weigher, weight_packer
-from numba_kernels.cuda.attention.hopper_tiles import PANEL_COLUMNS, ROW_BYTES, HopperTiles
+from numba_kernels.cuda.attention.hopper_softmax import GROUP_THREADS, score_weigher, weight_keeper
+from numba_kernels.cuda.attention.hopper_tiles import GROUP_ROWS, PANEL_COLUMNS, ROW_BYTES, HopperTiles
 from numba_kernels.cuda.attention.tiles import Variant
 from numba_kernels.cuda.intrinsics import mbarrier, wgmma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.sync import arrive_named, sync_named
-
-GROUP_THREADS = 128
 
 
 def _column_steps(tiles: HopperTiles, panel_bytes: int) -> tuple[int, ...]:
@@ -37,17 +36,30 @@ def score_multiplier(dtype: str, tiles: HopperTiles) -> Any:
     """A device function ``(scores, queries, keys)`` of descriptors: begins a tile's scores."""
     query_steps, key_steps = (_column_steps(tiles, each) for each in (tiles.query_panel_bytes, tiles.panel_bytes))
     return wgmma.group_multiply(
-        dtype, tiles.num_keys, len(query_steps) + 1, query_steps, key_steps, is_fresh=True
+        dtype, tiles.own_keys, len(query_steps) + 1, query_steps, key_steps, is_fresh=True
     )  # fmt: skip
 
 
 @functools.cache
 def value_multiplier(dtype: str, tiles: HopperTiles) -> Any:
-    """A device function ``(sums, weights, values, 1)``: begins the product of a tile's weights with its values."""
-    return wgmma.group_multiply(
-        dtype, tiles.panels * PANEL_COLUMNS, tiles.num_keys // 16, 0, 16 * ROW_BYTES, a_in_registers=True,
+    """A device function ``(sums, weights, values, turn)``: begins the product of the turn's weights with its values.
+
+    Where groups share rows, `weights` is the descriptor of the first of their two panels, and both have been written.
+    """
+    columns, in_registers = tiles.own_panels * PANEL_COLUMNS, not tiles.shares_rows
+    multiply = wgmma.group_multiply(
+        dtype, columns, tiles.num_keys // 16, 0 if in_registers else 32, 16 * ROW_BYTES, a_in_registers=in_registers,
         b_is_transposed=True,
     )  # fmt: skip
+    if in_registers:
+        return device_function(lambda sums, weights, values, turn: multiply(sums, weights, values, uint32(1)))
+
+    @device_function
+    def multiply_shared(sums, weights, values, turn):
+        panel = wgmma.advance(weights, (turn & uint32(1)) * uint32(GROUP_ROWS * ROW_BYTES >> 4))
+        multiply(sums, panel, values, uint32(1))
+
+    return multiply_shared
 
 
 @device_function
@@ -68,32 +80,36 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -
     stages, keys = tiles.stages, tiles.num_keys
     tile_units, ring_bytes, phase_shift = tiles.tile_bytes >> 4, 8 * stages, stages.bit_length() - 1
     multiply_queries, multiply_values = score_multiplier(dtype, tiles), value_multiplier(dtype, tiles)
-    sum_count = tiles.panels * PANEL_COLUMNS // 2
-    wait_for_scores, wait_for_sums = wgmma.group_wait(1, keys // 2), wgmma.group_wait(0, sum_count)
-    weigh, pack_weights = score_weigher(keys, masking, variant), weight_packer(dtype, keys)
+    sum_count, shares_rows = tiles.own_panels * PANEL_COLUMNS // 2, tiles.shares_rows
+    wait_for_scores, wait_for_sums = wgmma.group_wait(1, tiles.own_keys // 2), wgmma.group_wait(0, sum_count)
+    weigh, keep_weights = score_weigher(tiles, masking, variant), weight_keeper(dtype, tiles)
 
     @device_function
     def walk(
         turn, stop, last, origin, queries, key_tiles, value_tiles, keys_full, own, lane, column, upper_end,
-        lower_end, shortest_end, longest_end, window, scale, scores, weights, sums, largest, totals, factors,
+        lower_end, shortest_end, longest_end, window, scale, scores, weights, sums, largest, totals, factors, room,
     ):  # fmt: skip
         while turn < stop:
             stage = uint32(turn & uint32(stages - 1))
             before = uint32(turn - uint32(1))
             value_stage = uint32(before & uint32(stages - 1))
             values_full = uint32(keys_full + uint32(2 * ring_bytes) + value_stage * uint32(8))
-            sync_named(uint32(own + uint32(1)), uint32(2 * GROUP_THREADS))
+            if not shares_rows:
+                sync_named(uint32(own + uint32(1)), uint32(2 * GROUP_THREADS))
             multiply_queries(scores, queries, wgmma.advance(key_tiles, stage * uint32(tile_units)))
+            if shares_rows:
+                sync_named(uint32(1), uint32(2 * GROUP_THREADS))  # the other's weights are there
             mbarrier.wait(values_full, uint32((before >> uint32(phase_shift)) & uint32(1)))
-            multiply_values(sums, weights, wgmma.advance(value_tiles, value_stage * uint32(tile_units)), uint32(1))
+            multiply_values(sums, weights, wgmma.advance(value_tiles, value_stage * uint32(tile_units)), before)
             key = uint32(origin + turn * uint32(keys))
             turn = uint32(turn + uint32(1))
-            arrive_named(uint32(uint32(2) - own), uint32(2 * GROUP_THREADS))
+            if not shares_rows:
+                arrive_named(uint32(uint32(2) - own), uint32(2 * GROUP_THREADS))
             wait_for_scores(scores)
             release(uint32(keys_full + uint32(ring_bytes) + stage * uint32(8)), lane)
             weigh(
                 scores, largest, totals, factors, upper_end, lower_end, key, column, window, scale, shortest_end,
-                longest_end,
+                longest_end, room,
             )  # fmt: skip
             # Here, and not in the next turn: ptxas moves the wait for the sums to the head of its basic block.
             if turn < last:
@@ -105,6 +121,6 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -
                 for j in range(2):
                     sums[4 * i + j] = sums[4 * i + j] * factors[0]
                     sums[4 * i + 2 + j] = sums[4 * i + 2 + j] * factors[1]
-            pack_weights(weights, scores)
+            keep_weights(weights, scores, room, uint32(turn - uint32(1)))
 
     return walk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from numba_kernels.cuda.attention import (
     naive,
     parts,
 )
-from numba_kernels.cuda.attention.hopper_tiles import NUM_ROWS
+from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.tiles import NO_WINDOW, WIDE, Variant
-from numba_kernels.cuda.attention.wide_tiles import wide_tiles
+from numba_kernels.cuda.attention.wide_tiles import SMALL, wide_tiles
 from numba_kernels.cuda.intrinsics.element_types import DTYPES
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.quantised_pages import PAGES
@@ -136,12 +137,13 @@ def plan(
         raise ValueError(f"pages is {pages!r}, must be '' or one of {PAGES}")
     share = num_q_heads // num_kv_heads
     rows = max_query_len * share  # of a sequence and KV head
+    has_hopper = flash_hopper.has_kernel(dtype, head_dim, share, block_size)
     if tier is None:
         is_short = max_query_len == 1 or rows <= _DECODE_ROWS
         if not is_short and max_query_len <= _MOST_VERIFIED:  # tiles read keys again, from the cache, but share them
             tile_rows = _flash_rows(dtype, head_dim, rows, arch)
             is_short = _SPARSE * -(-rows // tile_rows) * num_kv_heads * num_seqs <= num_sms
-        is_for_hopper = arch == flash_hopper.ARCH and not pages and flash_hopper.has_kernel(dtype, head_dim, share)
+        is_for_hopper = arch == flash_hopper.ARCH and not pages and has_hopper
         if has_spans:
             tier = "flash"
         elif is_short and not exact:
@@ -160,11 +162,11 @@ def plan(
     if tier == "flash_hopper":
         if pages:
             raise ValueError(f"tier flash_hopper brings pages by the TMA as they are: got pages of {pages}")
-        if arch != flash_hopper.ARCH or num_blocks is None or not flash_hopper.has_kernel(dtype, head_dim, share):
+        if arch != flash_hopper.ARCH or num_blocks is None or not has_hopper:
             raise ValueError(
                 f"tier flash_hopper needs {flash_hopper.ARCH}, num_blocks, f16 or bf16, a head_dim that is a multiple "
-                f"of 8 and at most {NUM_ROWS} query heads a KV head; got {arch}, {num_blocks}, {dtype}, "
-                f"{head_dim} and {share}"
+                f"of 8 (beyond {WIDE} with pages of 16 tokens or more) and at most {hopper_tiles(head_dim).num_rows} "
+                f"query heads a KV head; got {arch}, {num_blocks}, {dtype}, {head_dim} and {share}"
             )
         attend = flash_hopper.plan(
             dtype, block_size, variant, num_tokens=num_tokens, num_seqs=num_seqs, max_query_len=max_query_len,
@@ -227,7 +229,7 @@ def _wanted(num_tiles: int, num_kv_heads: int, num_blocks: int) -> int:
 
 def specialisations() -> Iterator[Specialisation]:
     """Every tier for the usual head dims, pages of 16 tokens; with windows, sinks and caps, those of gpt-oss and Gemma
-    2; those of vision towers, and of Gemma 3 for images whose tokens see each other."""
+    2; those of vision towers, of Gemma 3 for images whose tokens see each other, and of Gemma 4's wide heads."""
     for dtype in DTYPES:
         for head_dim in (32, 64, 128):
             yield from _kernels(dtype, head_dim, Variant())
@@ -246,6 +248,11 @@ def specialisations() -> Iterator[Specialisation]:
     for head_dim in (128, 256):
         for has_window in (False, True):
             yield from _flash("bf16", head_dim, Variant(has_window, has_spans=True), (64, 128))
+    for pages, arch in itertools.product(("", "e4m3"), ("sm_80", SMALL[0])):
+        for is_split in (False, True):
+            tiles = wide_tiles("bf16", pages, 512, arch, is_split)
+            yield flash_wide.flash_wide(tiles, 16, is_split, Variant(pages=pages))
+    yield flash_hopper.flash_hopper("bf16", 512, 16, Variant())
 
 
 def _flash(dtype: str, head_dim: int, variant: Variant, num_rows: tuple[int, ...]) -> Iterator[Specialisation]:

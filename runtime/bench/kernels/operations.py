@@ -14,6 +14,7 @@ import numpy as np
 from numba_kernels.cuda import activation, attention, gemm, norm
 from numba_kernels.cuda.arithmetic import softmax
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
+from numba_kernels.cuda.attention.tiles import WIDE
 from numba_kernels.cuda.gemm import hopper
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.specialisation import Launch
@@ -161,8 +162,8 @@ def attention_case(
     elif tier in (
         "flash",
         "flash_hopper",
-    ):  # a tile of 128 rows (64 of float32) reads the keys that its last query sees
-        queries_each = (128 if dtype != "f32" else 64) // (heads // kv_heads)
+    ):  # a tile of 128 rows (64 of float32 and of wide heads) reads the keys that its last query sees
+        queries_each = (128 if dtype != "f32" and head_dim <= WIDE else 64) // (heads // kv_heads)
         keys = sum(context + min(queries, first + queries_each) for first in range(0, queries, queries_each))
         tiled_bytes = 2 * tokens * heads * head_dim * size + 2 * seqs * keys * kv_heads * key_bytes
     return Case(

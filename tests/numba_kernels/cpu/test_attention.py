@@ -33,6 +33,7 @@ CASES = [  # (context, queries) of each sequence, q heads, kv heads, head_dim, b
     ([(10, 3)], 2, 2, 16, 128, 1000),
     ([(0, 0), (5, 2), (9, 0)], 2, 2, 16, 16, None),
     ([(700, 1), (0, 3)], 4, 2, 256, 16, None),
+    ([(700, 1), (0, 40)], 8, 1, 512, 16, None),
     ([(0, 300)], 2, 2, 64, 16, None),
 ]  # fmt: skip
 

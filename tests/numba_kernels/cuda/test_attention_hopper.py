@@ -53,7 +53,7 @@ def test_equals_float64(gpu: Gpu, dtype: str) -> None:
         assert error < TOLERANCE[dtype], f"{chunks}, {heads} heads, {kv_heads} KV heads, window {window}: {error}"
 
 
-HEAD_DIMS = [  # one panel and its parts, two, four; every page size
+HEAD_DIMS = [  # one panel and its parts, two, four, six and eight; every page size
     ("bf16", 128, 16, None),
     pytest.param("f16", 256, 8, 101, marks=pytest.mark.exhaustive),
     pytest.param("bf16", 80, 32, None, marks=pytest.mark.exhaustive),
@@ -61,6 +61,10 @@ HEAD_DIMS = [  # one panel and its parts, two, four; every page size
     pytest.param("bf16", 96, 8, 101, marks=pytest.mark.exhaustive),
     pytest.param("f16", 128, 32, 101, marks=pytest.mark.exhaustive),
     pytest.param("bf16", 192, 16, None, marks=pytest.mark.exhaustive),
+    pytest.param("bf16", 512, 16, None, marks=pytest.mark.exhaustive),  # both groups have the same rows
+    pytest.param("f16", 512, 32, 101, marks=pytest.mark.exhaustive),
+    pytest.param("bf16", 320, 16, 101, marks=pytest.mark.exhaustive),
+    pytest.param("f16", 264, 32, None, marks=pytest.mark.exhaustive),
 ]
 
 
@@ -162,8 +166,9 @@ def test_plan(gpu: Gpu) -> None:
     assert [tier(length) for length in (1, 4, 16, 17, 400)] == ["decode", "decode", "flash", *["flash_hopper"] * 2]
     for choice in ({"exact": True}, {"arch": "sm_120a"}, {"dtype": "f32"}, {"num_blocks": None}, {"head_dim": 20}):
         assert tier(400, **choice) == "flash"
-    assert not has_kernel("f16", 264, 1)
-    assert not has_kernel("f16", 64, 129)
+    assert has_kernel("f16", 264, 64, 16)
+    for choice in (("f16", 520, 1, 16), ("f16", 64, 129, 16), ("f16", 264, 65, 16), ("f16", 512, 1, 8)):
+        assert not has_kernel(*choice)
     for choice, got in (
         ({"arch": "sm_80"}, "got sm_80"),
         ({"head_dim": 20}, "20 and 4"),
