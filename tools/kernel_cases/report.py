@@ -112,7 +112,7 @@ def _attentions() -> Iterator[Case]:
     for pages in PAGES:
         yield _attention("decode", "bf16", (2, 1023, 1), (8, 2, 128), pages=pages)
     yield _attention("flash", "bf16", (1, 0, 256), (8, 2, 128), pages="e4m3")
-    for chunks, tier in (((2, 1023, 1), "decode"), ((1, 0, 64), "flash"), ((1, 0, 64), "flash_hopper")):
+    for chunks, tier in (((2, 1023, 1), "decode"), ((1, 128, 32), "flash"), ((1, 128, 32), "flash_hopper")):
         yield _attention(tier, "bf16", chunks, (16, 1, 512))
     yield _attention("decode", "bf16", (2, 1023, 1), (16, 1, 512), pages="e4m3")
 

@@ -156,9 +156,12 @@ def attention_case(
     shape = f"{seqs} x {queries} queries, {length} keys, {heads}/{kv_heads} heads of {head_dim}"
     name = f"attention {tier} {dtype}{f' {pages} pages' if pages else ''}"
     tiled_bytes = 0
-    if tier == "decode":  # parts of at least MIN_PART_KEYS write a record per row, which is read again
+    if (
+        tier == "decode"
+    ):  # parts of at least MIN_PART_KEYS read their rows, and write a record of each, which is read again
         records = 0 if num_sms == 1 else seqs * heads * (length // MIN_PART_KEYS)
-        tiled_bytes = least + 2 * records * 4 * record(head_dim)
+        rows_again = max(0, records - tokens * heads) * head_dim * size
+        tiled_bytes = least + rows_again + 2 * records * 4 * record(head_dim)
     elif tier in (
         "flash",
         "flash_hopper",
