@@ -132,12 +132,12 @@ def weight_keeper(dtype: str, tiles: HopperTiles) -> Any:
 
     if tiles.shares_rows:
         return share_weights
-    pack_weights = _weight_packer(dtype, num_keys)
+    pack_weights = weight_packer(dtype, num_keys)
     return device_function(lambda weights, scores, room, turn: pack_weights(weights, scores))
 
 
 @functools.cache
-def _weight_packer(dtype: str, num_keys: int) -> Any:
+def weight_packer(dtype: str, num_keys: int) -> Any:
     """A device function ``(weights, scores)``, in registers."""
     pack = pack_bf16 if dtype == "bf16" else pack_f16
 
