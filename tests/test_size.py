@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 33_689,
+    "numba_kernels": 33_837,
     "runtime/emulator": 17_011,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
@@ -27,12 +27,12 @@ MOST_LINES = {
     "runtime/parallel": 1_104,
     "runtime/images": 965,
     "runtime/commands": 2_640,
-    "runtime/bench": 8_839,
+    "runtime/bench": 8_843,
     "runtime": 3_018,
-    "models": 16_251,
+    "models": 16_254,
     "server": 17_316,
     "tokenizer": 5_565,
-    "tools": 15_184,
+    "tools": 15_195,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

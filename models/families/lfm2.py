@@ -147,7 +147,10 @@ def _inner_size(fields: Fields, size: int) -> int:
     if not fields.boolean("block_auto_adjust_ff_dim", True):
         return size
     size = int(2 * size / 3)
-    return size if factor is None else -(-int(factor * size) // multiple) * multiple
+    size = size if factor is None else -(-int(factor * size) // multiple) * multiple
+    if size < 1:
+        raise fields.error("intermediate_size", f"gives an MLP of {size} columns, must give 1 or more: use 2 or more")
+    return size
 
 
 def read_lfm2_moe(fields: Fields) -> Lfm2Config:

@@ -1,7 +1,7 @@
 """GGUF's types with codebooks, IQ1_S to IQ3_S, as blocks of numbers that products multiply.
 
 A file has the number of a codebook's line for each 4 or 8 elements, and signs. A line's elements are some of 3 or 8
-magnitudes; in `numba_kernels.cpu.gemm.blocks` each element has its magnitude's number and its sign, in 3 or 4 bits.
+magnitudes; in `numba_kernels.blocks` each element has its magnitude's number and its sign, in 3 or 4 bits.
 Neighbours stand in the four bytes of a word: a line is a word, and so are the signs of 8 elements. Nothing is rounded.
 
 The lines are those of llama.cpp's `ggml-common.h` (https://github.com/ggml-org/llama.cpp, MIT). As numbers whose first
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_kernels.cpu.gemm.blocks import BLOCKS
+from numba_kernels.blocks import BLOCKS
 
 Array = np.ndarray[Any, Any]
 

@@ -1,7 +1,7 @@
 """GGUF's number formats: blocks of neighbours in a row that share scales, their dequantisation, and how they are kept.
 
 The layouts are those of llama.cpp's `ggml-common.h`. A block is read as products read it, by its declaration in
-`numba_kernels.cpu.gemm.blocks`; a type without one there becomes such a block first. The products are taken in
+`numba_kernels.blocks`; a type without one there becomes such a block first. The products are taken in
 float32 without fused multiply-adds: each block gives the same bits as the `gguf` package.
 """
 
@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from models.gguf.codebooks import CODEBOOK_TYPES
-from numba_kernels.cpu.gemm.blocks import BLOCKS, Block, Plane
+from numba_kernels.blocks import BLOCKS, Block, Plane
 from runtime.dtype import DType, bfloat16, float16, float32
 
 Array = np.ndarray[Any, Any]

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
+from numba_kernels.blocks import BLOCKS
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.gemm.arranged_rows import ELEMENTS_A_WORD
 from numba_kernels.cpu.gemm.block_rows import row_reader
-from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.gemm.packed_words import ZERO_POINT
 from numba_kernels.cpu.intrinsics.scalars import load_f32
 from numba_kernels.cpu.layout import PANEL_COLUMNS

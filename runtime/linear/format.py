@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from numba_kernels.cpu.gemm.blocks import BLOCKS
+from numba_kernels.blocks import BLOCKS
 from numba_kernels.cuda.intrinsics.element_types import BITS
 from numba_kernels.cuda.packing import Packing
 from numba_kernels.split_k import STEP
@@ -109,7 +109,7 @@ GGML_FORMATS = {
         "IQ1", "IQ2", "IQ3_XXS", "IQ3_S",
     )
 }  # fmt: skip
-"""Blocks of a GGUF file by their names; integers and scales stay as they are (`numba_kernels.cpu.gemm.blocks`). A
+"""Blocks of a GGUF file by their names; integers and scales stay as they are (`numba_kernels.blocks`). A
 product rounds x by 32 elements of K: ``out = sum over groups of scale[x] * (scale[group] * float32(sum of integers) -
 sum of x * minimum[group]) + bias``, in float32 and in the order of K."""
 

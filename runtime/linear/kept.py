@@ -19,7 +19,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from numba_kernels.cpu.gemm.blocks import BLOCKS
+from numba_kernels.blocks import BLOCKS
 from numba_kernels.cuda.packing import GROUPS, Packing
 from runtime.dtype import NDArray
 from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS, INT8, WeightFormat, packed_format

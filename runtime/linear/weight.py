@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
+from numba_kernels.blocks import BLOCKS
 from numba_kernels.cpu.gemm.block_panels import pack_blocks
-from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.gemm.panels import empty_panels, largest_of_rows, pack, panel_bytes
 from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import address_of

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from numba_kernels.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.gemm.block_numbers import is_signed
 from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, X_WORDS, x_words
-from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.gemm.packed_words import (
     GROUP,
     GROUP_WORDS,

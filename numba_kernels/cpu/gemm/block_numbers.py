@@ -6,7 +6,7 @@ import llvmlite.ir as ir
 import numpy as np
 from numba.core import types
 
-from numba_kernels.cpu.gemm.blocks import Block
+from numba_kernels.blocks import Block
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, I64
 from numba_kernels.cpu.layout import DOT

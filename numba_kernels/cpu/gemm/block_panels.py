@@ -12,8 +12,8 @@ import llvmlite.ir as ir
 import numpy as np
 from numba import carray, njit, types
 
+from numba_kernels.blocks import BLOCKS, Block
 from numba_kernels.closure_cache import name_by_content
-from numba_kernels.cpu.gemm.blocks import BLOCKS, Block
 from numba_kernels.cpu.gemm.packed_words import words_of_rows
 from numba_kernels.cpu.intrinsics import atomic, simd
 from numba_kernels.cpu.intrinsics.emitted import emitted

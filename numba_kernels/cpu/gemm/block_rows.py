@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from numba_kernels.blocks import BLOCKS
 from numba_kernels.closure_cache import name_by_content
-from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.intrinsics.scalars import float_of_bits, load_f32
 from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import int32_at

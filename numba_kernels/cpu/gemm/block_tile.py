@@ -20,8 +20,8 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba.core import cgutils
 
+from numba_kernels.blocks import BLOCKS, X_GROUP, Block
 from numba_kernels.cpu.gemm.block_numbers import PART, is_signed, places_of_unit, scales_of, weights_of
-from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP, Block
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, I64
 from numba_kernels.cpu.layout import DOT, PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numba.core import cgutils, types
 
-from numba_kernels.cpu.gemm.blocks import BLOCKS
+from numba_kernels.blocks import BLOCKS
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I32, I64

@@ -26,8 +26,8 @@ from numba import from_dtype
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from numba_kernels.blocks import BLOCKS
 from numba_kernels.cpu.gemm.block_tile import BlockSums
-from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.gemm.e4m3_tile import UNPACKED, E4m3Sums
 from numba_kernels.cpu.gemm.int8_tile import Int8Sums
 from numba_kernels.cpu.gemm.unpacked_blocks import PREFIX, UnpackedSums

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit
 
+from numba_kernels.blocks import BLOCKS, X_GROUP
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.gemm.arranged_rows import (
     ELEMENTS_A_WORD,
@@ -34,7 +35,6 @@ from numba_kernels.cpu.gemm.arranged_rows import (
 )
 from numba_kernels.cpu.gemm.block_numbers import is_signed
 from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, start_in_rows, x_words
-from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED_WORDS
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS

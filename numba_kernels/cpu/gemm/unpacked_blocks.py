@@ -16,10 +16,10 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba.core import cgutils, types
 
+from numba_kernels.blocks import BLOCKS, X_GROUP, Block
 from numba_kernels.cpu.gemm import e4m3_tile
 from numba_kernels.cpu.gemm.block_numbers import PART, is_signed, places_of_unit, scales_of, weights_of
 from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, X_WORDS, add_bytes, joined, short_words_of, start_of
-from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP, Block
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64

@@ -221,7 +221,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         variant(LLAMA, architectures=["LlamaForSequenceClassification"]),
         "LlamaForSequenceClassification.*not supp",
     ),
-    (variant(LLAMA, architectures=..., model_type="gemma4"), "model_type 'gemma4' is not supported"),
+    (variant(LLAMA, architectures=..., model_type="gemma3n"), "model_type 'gemma3n' is not supported"),
     (variant(LLAMA, architectures=..., model_type=...), "architectures is missing, and model_type too"),
     (variant(LLAMA, architectures="LlamaForCausalLM"), "architectures must be a list of names"),
     (variant(LLAMA, model_type="qwen2"), "model_type 'qwen2' contradicts the architecture LlamaForCausalLM"),

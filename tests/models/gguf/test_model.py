@@ -18,7 +18,7 @@ from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.gguf.formats import block_values
 from models.gguf.reader import GgufFile
 from models.registry import declare_model, load_config, load_model
-from numba_kernels.cpu.gemm.blocks import BLOCKS
+from numba_kernels.blocks import BLOCKS
 from runtime.dtype import bfloat16, float16, float32
 from runtime.linear.format import GGML_FORMATS
 from tests.models.driver import logits_of, relative_error

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Ggml
 
 from models.gguf.formats import FORMATS as TYPES
 from models.gguf.formats import block_values
-from numba_kernels.cpu.gemm.blocks import BLOCKS
+from numba_kernels.blocks import BLOCKS
 from runtime import ops
 from runtime.errors import InvalidArgumentError
 from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS
