@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from numba_kernels.blocks import BLOCKS
 from numba_kernels.cpu import activation, decode_inputs, embedding, logprobs, ngram_lookup, norm, qkv, sampling
 from numba_kernels.cpu import experts as _experts
 from numba_kernels.cpu.attention import kernel as attention
-from numba_kernels.cpu.gemm import block_panels, blocks, linear, panels
+from numba_kernels.cpu.gemm import block_panels, linear, panels
 from numba_kernels.cpu.gemm.experts import experts_kernel
 from numba_kernels.cpu.recurrent import convolution, prepare, scan
 
@@ -43,7 +44,7 @@ def kernels_of(
     yield attention.attention_kernel, (paged, attention.span_of(block_size))
     yield linear.linear_kernel, (matrices,)
     yield panels.pack_kernel, (kind, matrices)
-    in_blocks = [each for each in blocks.BLOCKS if each in formats]
+    in_blocks = [each for each in BLOCKS if each in formats]
     for each in in_blocks:
         yield linear.linear_kernel, (each,)
         yield block_panels.pack_blocks_kernel, (each,)
