@@ -38,7 +38,7 @@ from numba_kernels.cuda.gemm import (
     w8a8,
 )  # fmt: skip
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.latent.hopper import LatentPanels
+from numba_kernels.cuda.latent.hopper_steps import LatentPanels
 from numba_kernels.cuda.latent.tensor_core import LatentTiles
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.recurrent import chunk_factors, chunk_scan

@@ -16,7 +16,7 @@ as its last product has read it. https://github.com/deepseek-ai/FlashMLA describ
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
@@ -24,30 +24,23 @@ from numba_kernels.cuda.attention.hopper_softmax import weight_packer
 from numba_kernels.cuda.attention.hopper_tiles import ALIGNMENT, PANEL_COLUMNS, ROW_BYTES, page_layout
 from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
-    group_max,
     group_sum,
-    origin_of,
     reciprocal_of,
-    subtract,
 )
-from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, record_place, scratch_bytes
+from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, record_place
 from numba_kernels.cuda.attention.tiles import tile_shape, visible_end
 from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
-from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.math import divide_u32, exp2, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     shared_address,
     shared_load_4xb32,
     shared_load_b32,
-    shared_load_f32,
     shared_store_4xb32,
     shared_store_b32,
     shared_store_f32,
     store_2xf32,
-    store_4xb32,
 )
-from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, put_4
 from numba_kernels.cuda.intrinsics.sync import (
     arrive_named,
     launch_dependents,
@@ -56,73 +49,39 @@ from numba_kernels.cuda.intrinsics.sync import (
     sync_named,
     wait_for_previous_grid,
 )
-from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, shuffle_index_b32, sync_warp
+from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_index_b32, sync_warp
+from numba_kernels.cuda.latent.hopper_steps import (
+    GROUP_THREADS,
+    NUM_KEYS,
+    NUM_ROWS,
+    PANEL_BYTES,
+    PARTS,
+    THREADS,
+    LatentPanels,
+    empty_of,
+    find_highest,
+    init_barriers,
+    keep_rotated,
+    publish,
+    raise_largest,
+    read_statistics,
+    release,
+    result_copier,
+    scale_and_hide,
+    sum_rescaler,
+    tile_bringer,
+    tile_multiplier,
+    weigh,
+)
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation, TensorMapLayout
 
 ARCH = "sm_90a"
-NUM_ROWS, NUM_KEYS = 64, 64
-GROUP_THREADS = 128
-THREADS = 3 * GROUP_THREADS
 ROTATED = PANEL_COLUMNS  # numbers of a row before its value
-_PANEL_BYTES = NUM_KEYS * ROW_BYTES
-_PARTS = 3  # of a tile: its rotated panel, and each group's columns
 _NO_PAGE = 0xFFFFFFFF
 _WEIGHTS_READY, _WEIGHTS_FREE, _BOTH = 1, 3, 5  # named barriers, the first ones for each group's weights
 _give_registers = set_registers(40, is_more=False)
 _take_registers = set_registers(232, is_more=True)
-_load_queries, _load_page = tma.load(2), tma.load(4)
-
-
-@dataclass(frozen=True, slots=True)
-class LatentPanels:
-    """Shared memory of a block, in bytes from an aligned beginning: queries, group 0's weights, two tiles, barriers,
-    largest scores and sums, for `part_finder`."""
-
-    value_dim: int
-
-    @property
-    def half(self) -> int:
-        """Panels of a group's columns."""
-        return self.value_dim // (2 * PANEL_COLUMNS)
-
-    @property
-    def panels(self) -> int:
-        return 1 + 2 * self.half
-
-    @property
-    def weights_at(self) -> int:
-        return self.panels * _PANEL_BYTES
-
-    @property
-    def tiles_at(self) -> int:
-        return self.weights_at + _PANEL_BYTES
-
-    @property
-    def tile_bytes(self) -> int:
-        return self.panels * _PANEL_BYTES
-
-    @property
-    def barriers_at(self) -> int:
-        """Queries full, a zeroed tile landed; then full and empty of each part of each tile."""
-        return self.tiles_at + 2 * self.tile_bytes
-
-    @property
-    def statistics_at(self) -> int:
-        return self.barriers_at + 8 * (2 + 4 * _PARTS)
-
-    @property
-    def found_at(self) -> int:
-        """Numbers that are wanted again at the end, and take no registers until then."""
-        return self.statistics_at + 2 * NUM_ROWS * 4
-
-    @property
-    def scratch_at(self) -> int:
-        return self.found_at + 32
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory, with what aligning it may take."""
-        return self.scratch_at + scratch_bytes(THREADS) + ALIGNMENT
+_load_queries = tma.load(2)
 
 
 def has_kernel(dtype: str, width: int, value_dim: int) -> bool:
@@ -139,6 +98,19 @@ def map_layouts(
     return (0, queries), (1, page_layout(dtype, width, block_size, 1, num_blocks))
 
 
+def _specialisation(kernel: Any, dtype: str, value_dim: int, block_size: int) -> Specialisation:
+    name = f"latent_hopper_{dtype}_v{value_dim}_b{block_size}"
+    constants = {"dtype": dtype, "width": ROTATED + value_dim, "value_dim": value_dim, "block_size": block_size}
+    pointer = types.CPointer(types.int32)
+    arguments = (
+        TENSOR_MAP, TENSOR_MAP, *(types.uint64,) * 3, pointer, pointer, pointer, *(types.uint32,) * 4, types.float32,
+    )  # fmt: skip
+    return Specialisation(
+        name, kernel, arguments, THREADS, min_blocks=1, constants=constants, min_capability=90,
+        needs_arch_features=True,
+    )  # fmt: skip
+
+
 @functools.cache
 def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation:
     """Grid: the parts of all sequences, as `parts` bounds them. Arguments: see `planning.LatentPlan.arguments`."""
@@ -146,18 +118,13 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
     half, count, tile_bytes = panels.half, panels.panels, panels.tile_bytes
     own_columns = half * PANEL_COLUMNS
     score_count, sum_count, weight_count = NUM_KEYS // 2, own_columns // 2, NUM_KEYS // 4
-    steps = tuple(
-        32 if (i + 1) % 4 else _PANEL_BYTES - 96 for i in range(4 * half - 1)
-    )  # bytes from 16 columns to the next, over panels
-    multiply_rotated = wgmma.group_multiply(dtype, NUM_KEYS, 4, 0, 32, a_in_registers=True, is_fresh=True)
-    multiply_half = wgmma.group_multiply(dtype, NUM_KEYS, 4 * half, steps, steps)
     add_own = wgmma.group_multiply(
         dtype, own_columns, 4, 0, 16 * ROW_BYTES, a_in_registers=True, b_is_transposed=True
     )  # fmt: skip
     add_other = wgmma.group_multiply(dtype, own_columns, 4, 32, 16 * ROW_BYTES, b_is_transposed=True)
-    wait_for_scores, wait_for_sums = wgmma.group_wait(0, score_count), wgmma.group_wait(0, sum_count)
+    wait_for_sums = wgmma.group_wait(0, sum_count)
     describe = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES)
-    describe_values = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES, _PANEL_BYTES)
+    describe_values = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES, PANEL_BYTES)
     find = part_finder(NUM_ROWS, NUM_KEYS, THREADS, False)
     place_of = record_place(value_dim, NUM_ROWS)
     combine = parts_combiner(dtype, value_dim, NUM_ROWS, 2 * GROUP_THREADS, False, _BOTH)
@@ -167,134 +134,11 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
     weights_at, tiles_at, barriers_at, statistics_at, found_at, scratch_at = (
         panels.weights_at, panels.tiles_at, panels.barriers_at, panels.statistics_at, panels.found_at, panels.scratch_at
     )  # fmt: skip
-    first_of = (_PANEL_BYTES, (1 + half) * _PANEL_BYTES)  # a group's columns in a tile
+    first_of = (PANEL_BYTES, (1 + half) * PANEL_BYTES)  # a group's columns in a tile
     weights_of, statistics_of = (weights_at, 0), (statistics_at, statistics_at + 4 * NUM_ROWS)
-    part_panels = (1, half, half)
-    first_panels = (0, 1, 1 + half)
 
-    @device_function
-    def empty_of(full):
-        return uint32(full + uint32(8 * 2 * _PARTS))
-
-    @device_function
-    def bring_tile(source, tile, full, landed, phase, landed_phase, page, lane, first_unwritten, num_unwritten):
-        """All parts of a tile; of the last one, rows that were never written become zeros."""
-        for part in range(_PARTS):
-            lanes = part_panels[part] * pages_a_tile
-            is_full = uint32(full + uint32(8 * part))
-            mbarrier.wait(empty_of(is_full), uint32(phase ^ uint32(1)))
-            barrier = is_full
-            if num_unwritten > uint32(0):
-                barrier = landed
-            if lane == uint32(0):
-                if num_unwritten == uint32(0):
-                    mbarrier.arrive_expecting(barrier, uint32(part_panels[part] * _PANEL_BYTES))
-                elif part == 0:
-                    mbarrier.arrive_expecting(barrier, uint32(tile_bytes))
-            sync_warp()
-            if lane < uint32(lanes):
-                panel = uint32(uint32(first_panels[part]) + lane // uint32(pages_a_tile))
-                inside = uint32(lane % uint32(pages_a_tile))
-                target = uint32(tile + panel * uint32(_PANEL_BYTES) + inside * uint32(block_size * ROW_BYTES))
-                _load_page(target, source, barrier, uint32(panel * uint32(PANEL_COLUMNS)), uint32(0), uint32(0), page)
-        if num_unwritten > uint32(0):
-            mbarrier.wait(landed, landed_phase)
-            zero = uint32(0)
-            for panel in range(count):
-                done = lane
-                while done < uint32(num_unwritten * uint32(ROW_BYTES // 16)):
-                    at = uint32(tile + first_unwritten * uint32(ROW_BYTES) + done * uint32(16))
-                    shared_store_4xb32(uint32(at + uint32(panel * _PANEL_BYTES)), (zero, zero, zero, zero))
-                    done = uint32(done + uint32(32))
-            tma.fence_shared()
-            sync_warp()
-            if lane == uint32(0):
-                for part in range(_PARTS):
-                    mbarrier.arrive(uint32(full + uint32(8 * part)))
-
-    @device_function
-    def multiply_tile(scores, rotated, queries, tile, full, phase):
-        """The scores of a tile, part after part as they come."""
-        mbarrier.wait(full, phase)
-        multiply_rotated(scores, rotated, describe(tile))
-        for part in range(2):
-            mbarrier.wait(uint32(full + uint32(8 * (1 + part))), phase)
-            first = (1 + part * half) * _PANEL_BYTES
-            columns = describe(uint32(tile + uint32(first)))
-            multiply_half(scores, describe(uint32(queries + uint32(first))), columns, uint32(1))
-        wait_for_scores(scores)
-
-    @device_function
-    def scale_and_hide(scores, scale, key, shortest_end, ends, column):
-        for i in range(score_count):
-            scores[i] = scores[i] * scale
-        if uint32(key + uint32(NUM_KEYS)) > shortest_end:
-            for i in range(NUM_KEYS // 8):
-                for j in range(2):
-                    at = uint32(key + column + uint32(8 * i + j))
-                    for row in range(2):
-                        if at >= ends[row]:
-                            scores[4 * i + 2 * row + j] = MINUS_INFINITY
-
-    @device_function
-    def raise_largest(largest, totals, factors, highest):
-        """`highest`: each row's new largest score."""
-        for row in range(2):
-            factors[row] = exp2(subtract(largest[row], origin_of(highest[row])))
-            largest[row] = highest[row]
-            totals[row] = totals[row] * factors[row]
-
-    @device_function
-    def find_highest(scores, largest, highest):
-        for row in range(2):
-            most = MINUS_INFINITY
-            for i in range(NUM_KEYS // 8):
-                most = maximum_f32(most, maximum_f32(scores[4 * i + 2 * row], scores[4 * i + 2 * row + 1]))
-            highest[row] = maximum_f32(largest[row], group_max(most, 4))
-
-    @device_function
-    def weigh(scores, largest, totals):
-        for row in range(2):
-            origin = origin_of(largest[row])
-            for i in range(NUM_KEYS // 8):
-                for j in range(2):
-                    weight = exp2(subtract(scores[4 * i + 2 * row + j], origin))
-                    scores[4 * i + 2 * row + j] = weight
-                    totals[row] = totals[row] + weight
-
-    @device_function
-    def publish(weights, largest, shared, target, statistics, upper, lane):
-        """The group's weights and largest scores, for the other group."""
-        target = uint32(shared + target)
-        statistics = uint32(shared + statistics)
-        flip = uint32(upper & uint32(7))
-        for row in range(2):
-            place = uint32(
-                target + uint32(upper + uint32(8 * row)) * uint32(ROW_BYTES) + (lane & uint32(3)) * uint32(4)
-            )
-            for i in range(NUM_KEYS // 8):
-                swizzled = uint32((uint32(i) ^ flip) * uint32(16))
-                shared_store_b32(uint32(place + swizzled), weights[2 * i + row])
-            if lane & uint32(3) == uint32(0):
-                shared_store_f32(uint32(statistics + uint32(upper + uint32(8 * row)) * uint32(4)), largest[row])
-        tma.fence_shared()
-
-    @device_function
-    def read_statistics(statistics, upper, found):
-        for row in range(2):
-            found[row] = shared_load_f32(uint32(statistics + uint32(upper + uint32(8 * row)) * uint32(4)))
-
-    @device_function
-    def rescale(sums, factors):
-        for i in range(sum_count // 4):
-            for row in range(2):
-                for j in range(2):
-                    sums[4 * i + 2 * row + j] = sums[4 * i + 2 * row + j] * factors[row]
-
-    @device_function
-    def release(barrier, lane):
-        if lane == uint32(0):
-            mbarrier.arrive(barrier)
+    bring_tile, multiply_tile = tile_bringer(value_dim, block_size), tile_multiplier(dtype, value_dim)
+    rescale, copy_results = sum_rescaler(sum_count), result_copier(value_dim)
 
     @cuda.jit
     def kernel(
@@ -313,12 +157,7 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
         if thread == uint32(0):
             tma.prefetch_map(q)
             tma.prefetch_map(pages)
-            mbarrier.init(queries_full, uint32(1))
-            mbarrier.init(landed, uint32(1))
-            for i in range(2 * _PARTS):
-                mbarrier.init(uint32(full + uint32(8 * i)), uint32(1))
-                mbarrier.init(uint32(empty_of(full) + uint32(8 * i)), uint32(4))
-            mbarrier.fence_init()
+            init_barriers(queries_full, landed, full)
         sync_block()
         wait_for_previous_grid()
         launch_dependents()
@@ -344,11 +183,11 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
             _give_registers()
             if thread < uint32(32) and num_tiles > uint32(0):
                 if lane == uint32(0):
-                    mbarrier.arrive_expecting(queries_full, uint32(count * _PANEL_BYTES))
+                    mbarrier.arrive_expecting(queries_full, uint32(count * PANEL_BYTES))
                 sync_warp()
                 if lane < uint32(count):
                     _load_queries(
-                        uint32(shared + lane * uint32(_PANEL_BYTES)), q, queries_full,
+                        uint32(shared + lane * uint32(PANEL_BYTES)), q, queries_full,
                         uint32(lane * uint32(PANEL_COLUMNS)), uint32(first_token * num_heads + first_row),
                     )  # fmt: skip
                 table = uint64(seq) * uint64(table_width)
@@ -367,7 +206,7 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
                         num_unwritten = uint32(uint32(block_size) - written)
                     odd = uint32(index & uint32(1))
                     bring_tile(
-                        pages, uint32(tiles + odd * uint32(tile_bytes)), uint32(full + odd * uint32(8 * _PARTS)),
+                        pages, uint32(tiles + odd * uint32(tile_bytes)), uint32(full + odd * uint32(8 * PARTS)),
                         landed, uint32((index >> uint32(1)) & uint32(1)), uint32(0), page, lane,
                         uint32(seq_len - tile_key), num_unwritten,
                     )  # fmt: skip
@@ -403,20 +242,14 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
             both = uint32(2 * GROUP_THREADS)
             if num_tiles > uint32(0):
                 mbarrier.wait(queries_full, uint32(0))
-                row = uint32(warp * uint32(16) + (lane & uint32(15)))
-                for step in range(4):
-                    chunk = uint32(uint32(2 * step) + (lane >> uint32(4)))
-                    at = uint32(shared + row * uint32(ROW_BYTES) + (chunk ^ (row & uint32(7))) * uint32(16))
-                    put_4(four, load_matrix_x4(at))
-                    for j in range(4):
-                        rotated[4 * step + j] = four[j]
+                keep_rotated(rotated, four, shared, warp, lane)
                 sync_named(uint32(_BOTH), both)  # from here on the rotated panel's place has group 1's weights
             arrive_named(uint32(uint32(_WEIGHTS_FREE + 1) - own), both)
 
             index = uint32(0)
             while index < num_tiles:
                 phase = uint32((index >> uint32(1)) & uint32(1))
-                even_full, odd_full = full, uint32(full + uint32(8 * _PARTS))
+                even_full, odd_full = full, uint32(full + uint32(8 * PARTS))
                 even_tile, odd_tile = tiles, uint32(tiles + uint32(tile_bytes))
                 key = uint32(first_key + index * uint32(NUM_KEYS))
                 has_odd = uint32(index + uint32(1)) < num_tiles
@@ -481,7 +314,7 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
             # Each group has its own part of a row's sum.
             own_statistics = uint32(shared + uint32(statistics_at) + own * uint32(4 * NUM_ROWS))
             other_statistics = uint32(shared + uint32(statistics_at) + (own ^ uint32(1)) * uint32(4 * NUM_ROWS))
-            own_first = uint32((uint32(1) + own * uint32(half)) * uint32(_PANEL_BYTES))
+            own_first = uint32((uint32(1) + own * uint32(half)) * uint32(PANEL_BYTES))
             for row in range(2):
                 total = group_sum(totals[row], 4)
                 totals[row] = total
@@ -509,7 +342,7 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
                     share = reciprocal_of(total)
                     below = uint32(own_queries + own_row * uint32(ROW_BYTES) + column * uint32(2))
                     for i in range(own_columns // 8):
-                        at = uint32(below + uint32(i // 8 * _PANEL_BYTES))
+                        at = uint32(below + uint32(i // 8 * PANEL_BYTES))
                         swizzled = uint32((uint32(i % 8) ^ (own_row & uint32(7))) * uint32(16))
                         two = pack(sums[4 * i + 2 * row] * share, sums[4 * i + 2 * row + 1] * share)
                         shared_store_b32(uint32(at + swizzled), two)
@@ -520,27 +353,6 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
                 )  # fmt: skip
             else:
                 sync_warp()
-                place = lane
-                while place < uint32(16 * own_columns // 8):
-                    below = uint32(place // uint32(own_columns // 8))
-                    piece = uint32(place - below * uint32(own_columns // 8))
-                    own_row = uint32(warp * uint32(16) + below)
-                    if uint32(first_row + own_row) < rows:
-                        panel = uint32(own_queries + (piece >> uint32(3)) * uint32(_PANEL_BYTES))
-                        swizzled = uint32(((piece ^ own_row) & uint32(7)) * uint32(16))
-                        values = shared_load_4xb32(uint32(panel + own_row * uint32(ROW_BYTES) + swizzled))
-                        at_row = uint64(uint32(first_token * num_heads + first_row + own_row)) * uint64(2 * value_dim)
-                        first = uint32(own * uint32(2 * own_columns) + piece * uint32(16))
-                        store_4xb32(out + at_row + uint64(first), values)
-                    place = uint32(place + uint32(32))
+                copy_results(own_queries, out, uint32(first_token * num_heads), first_row, rows, own, warp, lane)
 
-    name = f"latent_hopper_{dtype}_v{value_dim}_b{block_size}"
-    constants = {"dtype": dtype, "width": ROTATED + value_dim, "value_dim": value_dim, "block_size": block_size}
-    pointer = types.CPointer(types.int32)
-    arguments = (
-        TENSOR_MAP, TENSOR_MAP, *(types.uint64,) * 3, pointer, pointer, pointer, *(types.uint32,) * 4, types.float32,
-    )  # fmt: skip
-    return Specialisation(
-        name, kernel, arguments, THREADS, min_blocks=1, constants=constants, min_capability=90,
-        needs_arch_features=True,
-    )  # fmt: skip
+    return _specialisation(kernel, dtype, value_dim, block_size)

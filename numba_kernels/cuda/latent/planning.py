@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from numba_kernels.cuda.attention import parts
 from numba_kernels.cuda.intrinsics.element_types import DTYPES
-from numba_kernels.cuda.latent import hopper, plain, tensor_core
+from numba_kernels.cuda.latent import hopper, hopper_steps, plain, tensor_core
 from numba_kernels.cuda.latent.prepare import THREADS, latent_prepare
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -105,8 +105,8 @@ def plan_attention(
         grid = max_query_len, -(-num_heads // plain.HEADS), num_seqs
         return LatentPlan(tier, Launch(plain_kernel, grid, (plain.THREADS, 1, 1)), *sizes)
     if tier == "hopper" and is_for_hopper and num_blocks is not None:
-        kernel, tile_rows = hopper.latent_hopper(dtype, value_dim, block_size), hopper.NUM_ROWS
-        shared_bytes = hopper.LatentPanels(value_dim).shared_bytes
+        kernel, tile_rows = hopper.latent_hopper(dtype, value_dim, block_size), hopper_steps.NUM_ROWS
+        shared_bytes = hopper_steps.LatentPanels(value_dim).shared_bytes
         maps = hopper.map_layouts(dtype, width, num_tokens * num_heads, block_size, num_blocks)
     elif tier == "tensor_core" and tiles is not None:
         kernel, tile_rows = tensor_core.latent_tensor_core(tiles, block_size), tensor_core.NUM_ROWS

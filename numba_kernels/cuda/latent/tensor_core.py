@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
@@ -122,31 +123,10 @@ def choose_tiles(dtype: str, width: int, value_dim: int, most_shared: int) -> La
     return next((tiles for tiles in found if tiles.shared_bytes <= most_shared), None)
 
 
-@functools.cache
-def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
-    """Grid: the parts of all sequences, as `parts` bounds them. Arguments: see `planning.LatentPlan.arguments`."""
-    dtype, width, value_dim, num_keys = tiles.dtype, tiles.width, tiles.value_dim, tiles.num_keys
-    pieces, pitch, weight_pitch, tile_bytes = tiles.pieces, tiles.pitch, tiles.weight_pitch, tiles.tile_bytes
-    first_value = tiles.first_value
-    q_pitch, stored_pieces = tile_shape(dtype, width).pitch, -(-width // 8)
-    steps, key_steps = -(-width // 16), num_keys // 16
-    score_warps = num_keys // 16
-    pairs = tiles.value_columns // 16  # of the tensor core's 8 columns
-    own_pairs = -(-pairs // WARPS)
-    is_even = pairs % WARPS == 0
-    groups, turns = num_keys // _COPIED_ROWS, -(-pieces // 8)
-    row_bytes = stored_pieces * 16
-    add_product, pack = product_adder(dtype), pack_bf16 if dtype == "bf16" else pack_f16
-    find = part_finder(NUM_ROWS, num_keys, THREADS, False)
-    copy_queries = query_tile_copier(dtype, width, NUM_ROWS, THREADS)
-    copy_results = output_tile_copier(dtype, value_dim, NUM_ROWS, THREADS)
-    out_pitch = tile_shape(dtype, value_dim).pitch
-    place_of = record_place(value_dim, NUM_ROWS)
-    combine = parts_combiner(dtype, value_dim, NUM_ROWS, THREADS, False)
-    record_columns = tile_shape("f32", value_dim).columns
-    q_at, weights_at, maxima_at, tiles_at = (
-        scratch_bytes(THREADS), tiles.weights_at, tiles.maxima_at, tiles.tiles_at
-    )  # fmt: skip
+def _tile_copiers(tiles: LatentTiles, block_size: int) -> tuple[Any, Any]:
+    """Device functions that find the pages of a tile's rows, and that copy the tile."""
+    num_keys, pieces, pitch, stored_pieces = tiles.num_keys, tiles.pieces, tiles.pitch, -(-tiles.width // 8)
+    groups, turns, row_bytes = num_keys // _COPIED_ROWS, -(-pieces // 8), stored_pieces * 16
 
     @device_function
     def locate(block_tables, table, key, stop, thread, blocks):
@@ -177,6 +157,35 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
                     if own < stop and uint32(lane + uint32(8 * j)) < uint32(stored_pieces):
                         size = uint32(16)
                     copy_async_16(place, at, size)
+
+    return locate, copy_tile
+
+
+@functools.cache
+def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
+    """Grid: the parts of all sequences, as `parts` bounds them. Arguments: see `planning.LatentPlan.arguments`."""
+    dtype, width, value_dim, num_keys = tiles.dtype, tiles.width, tiles.value_dim, tiles.num_keys
+    pitch, weight_pitch, tile_bytes = tiles.pitch, tiles.weight_pitch, tiles.tile_bytes
+    first_value = tiles.first_value
+    q_pitch = tile_shape(dtype, width).pitch
+    steps, key_steps = -(-width // 16), num_keys // 16
+    score_warps = num_keys // 16
+    pairs = tiles.value_columns // 16  # of the tensor core's 8 columns
+    own_pairs = -(-pairs // WARPS)
+    is_even = pairs % WARPS == 0
+    groups = num_keys // _COPIED_ROWS
+    locate, copy_tile = _tile_copiers(tiles, block_size)
+    add_product, pack = product_adder(dtype), pack_bf16 if dtype == "bf16" else pack_f16
+    find = part_finder(NUM_ROWS, num_keys, THREADS, False)
+    copy_queries = query_tile_copier(dtype, width, NUM_ROWS, THREADS)
+    copy_results = output_tile_copier(dtype, value_dim, NUM_ROWS, THREADS)
+    out_pitch = tile_shape(dtype, value_dim).pitch
+    place_of = record_place(value_dim, NUM_ROWS)
+    combine = parts_combiner(dtype, value_dim, NUM_ROWS, THREADS, False)
+    record_columns = tile_shape("f32", value_dim).columns
+    q_at, weights_at, maxima_at, tiles_at = (
+        scratch_bytes(THREADS), tiles.weights_at, tiles.maxima_at, tiles.tiles_at
+    )  # fmt: skip
 
     @cuda.jit
     def kernel(
