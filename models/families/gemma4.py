@@ -266,7 +266,8 @@ def read_gemma4(fields: Fields) -> Gemma4Config:
     _check_sharing(fields, kinds, num_sharing)
     wide = fields.boolean("use_double_wide_mlp", False)
     input_size = fields.integer("hidden_size_per_layer_input", 256, least=0, most=1 << 16)
-    input_rows = fields.integer("vocab_size_per_layer_input", 262_144, most=1 << 24)
+    least = common["vocab_size"] if input_size else 1
+    input_rows = fields.integer("vocab_size_per_layer_input", 262_144, least=least, most=1 << 24)
     return Gemma4Config(
         **common | read_attention_bias(fields) | {
             "layer_windows": windows, "attention_scales": (1.0,) * count,

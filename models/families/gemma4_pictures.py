@@ -113,8 +113,8 @@ def read_gemma4_unified(fields: Fields) -> Gemma4PictureConfig:
 def _read(fields: Fields, text: Fields, tower: Gemma4TowerConfig | PixelMapConfig) -> Gemma4PictureConfig:
     add_class_defaults(text, "gemma4_text")
     are_whole = text.raw("use_bidirectional_attention") == "vision"
-    padding = text.integer("pad_token_id", 0, least=0)
     decoder = read_gemma4(text)
+    padding = text.integer("pad_token_id", 0, least=0, most=decoder.vocab_size - 1)
     for name in ("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "video_token_id"):
         fields.raw(name)
     fields.raw("vision_soft_tokens_per_image")
