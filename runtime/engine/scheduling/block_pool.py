@@ -455,6 +455,9 @@ class BlockPool:
         new_tokens = tokens.prefix_keys(first * size, last * size + rest)
         data, width = new_tokens.tobytes(), size * new_tokens.itemsize
         nodes = chain.nodes or [self._cache.root(chain.salt, group) for group in range(len(self.kinds))]
+        if self.states and not chain.nodes:
+            for root in nodes:
+                root.twins = nodes
         useless: list[CachedBlock] = []
         for place in range(first, last):
             page = data[(place - first) * width : (place - first + 1) * width]
@@ -659,7 +662,8 @@ class BlockPool:
             node = lone.pop()
             if all(each is node or self._cache.has(each) for each in node.twins):
                 continue
-            for each in [*(child for of_first in node.children.values() for child in of_first), node]:
+            gone = [child for of_first in node.children.values() for child in of_first]
+            for each in gone if self._has_use(node) else [*gone, node]:
                 if each.block_id is not None and not self._is_held(each):
                     self._part_of[each.block_id].idle.discard(each)
                     self._remember(each)
@@ -669,14 +673,23 @@ class BlockPool:
         """With states: whether one lies inside the page of ``tokens`` that continues these nodes, one a group."""
         return any(self._cache.ends_inside(nodes[group], tokens) for group in self.states)
 
+    def _has_use(self, node: CachedBlock) -> bool:
+        """Whether a page after which no state is left has one inside, and no group lacks the page."""
+        before, group = node.parent, node.twins.index(node)
+        if before is None or not before.twins or not self.kinds[group].follows_tokens:
+            return False
+        pages = [each for each, kind in zip(node.twins, self.kinds) if kind.follows_tokens]
+        return all(map(self._cache.has, pages)) and self._has_state_inside(before.twins, node.tokens)
+
     def _drop_partial(self, before: CachedBlock) -> None:
-        """A state inside a page is gone, after the node ``before``: drop the free beginnings of pages there in which no
-        other state lies."""
+        """A state inside a page is gone, after the node ``before``: drop the free pages there, and beginnings of pages,
+        that no other state needs."""
         for group, node in enumerate(before.twins):
             if self.kinds[group].follows_tokens:
-                for each in self._cache.partials_after(node):
+                for each in [child for of_first in node.children.values() for child in of_first]:
                     is_idle = each.block_id is not None and not self._is_held(each)
-                    if is_idle and not self._has_state_inside(before.twins, each.tokens):
+                    is_lone = not each.twins or not all(map(self._cache.has, each.twins))
+                    if is_idle and is_lone and not self._has_state_inside(before.twins, each.tokens):
                         assert each.block_id is not None
                         self._part_of[each.block_id].idle.discard(each)
                         self._remember(each)

@@ -238,12 +238,6 @@ class PrefixCache:
         siblings = node.children.get(tokens[:_TOKEN_BYTES], ())
         return any(child.lies_somewhere and tokens.startswith(child.tokens) for child in siblings)
 
-    def partials_after(self, node: CachedBlock) -> list[CachedBlock]:
-        """The partial blocks that continue ``node``."""
-        return [
-            child for siblings in node.children.values() for child in siblings if len(child.tokens) < self._block_bytes
-        ]
-
     def beginnings_of(self, node: CachedBlock) -> list[CachedBlock]:
         """Partial blocks beside ``node`` that hold only its first tokens."""
         assert node.parent is not None

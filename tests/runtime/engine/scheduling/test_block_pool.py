@@ -334,6 +334,14 @@ def test_the_beginning_of_a_page_goes_with_its_last_state() -> None:
     assert (find(pool, *range(11)).num_tokens, pool.num_cached) == (8, 3)
 
 
+@pytest.mark.parametrize(("inside", "end"), [(6, 9), (3, 5)])
+def test_a_page_stays_for_the_state_inside_it(inside: int, end: int) -> None:
+    pool = pool_with_states(end, (inside, end))
+    for num_tokens, num_cached in ((inside, inside // BLOCK_SIZE + 2), (0, 0)):
+        pool.allocate(1, 1)
+        assert (find(pool, *range(end + 1)).num_tokens, pool.num_cached) == (num_tokens, num_cached)
+
+
 def test_a_state_is_used_by_those_who_start_with_it() -> None:
     pool = pool_with_states(8, (8,))
     hit = find(pool, *range(9))
