@@ -156,16 +156,13 @@ def attention_case(
     shape = f"{seqs} x {queries} queries, {length} keys, {heads}/{kv_heads} heads of {head_dim}"
     name = f"attention {tier} {dtype}{f' {pages} pages' if pages else ''}"
     tiled_bytes = 0
-    if (
-        tier == "decode"
-    ):  # parts of at least MIN_PART_KEYS read their rows, and write a record of each, which is read again
+    # Parts of at least MIN_PART_KEYS keys read their rows, and write a record of each, which is read again. Tiles of
+    # 128 rows (64 of float32 and of wide heads) read the keys that their last query sees.
+    if tier == "decode":
         records = 0 if num_sms == 1 else seqs * heads * (length // MIN_PART_KEYS)
         rows_again = max(0, records - tokens * heads) * head_dim * size
         tiled_bytes = least + rows_again + 2 * records * 4 * record(head_dim)
-    elif tier in (
-        "flash",
-        "flash_hopper",
-    ):  # a tile of 128 rows (64 of float32 and of wide heads) reads the keys that its last query sees
+    elif tier in ("flash", "flash_hopper"):
         queries_each = (128 if dtype != "f32" and head_dim <= WIDE else 64) // (heads // kv_heads)
         keys = sum(context + min(queries, first + queries_each) for first in range(0, queries, queries_each))
         tiled_bytes = 2 * tokens * heads * head_dim * size + 2 * seqs * keys * kv_heads * key_bytes
