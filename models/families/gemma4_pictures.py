@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
+from types import MappingProxyType
 
 from models.base import Architecture
 from models.configuration.class_defaults import add_class_defaults
@@ -53,6 +54,10 @@ class Gemma4PictureModel(PictureDecoder, Gemma4Model):
     harmless = re.compile(
         r"model\.(language_model\.rotary_emb\..*|vision_tower\.encoder\.rotary_emb\..*|(audio_tower|embed_audio)\..*)"
     )
+    renames = MappingProxyType({  # of 12B as transformers 5 has it, and may save it
+        ".embed_vision.patch_": ".vision_embedder.patch_", ".embed_vision.pos_": ".vision_embedder.pos_",
+        ".embed_vision.multimodal_embedder.": ".embed_vision.",
+    })  # fmt: skip
     frame_sign = "picture"
 
     def __init__(self, config: Gemma4PictureConfig, maker: Maker) -> None:

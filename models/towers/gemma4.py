@@ -266,7 +266,7 @@ class PixelMap(_SquareTower):
     """See `PictureTower`: no layers, and a token is one patch. The embeddings are `[num_tokens, out_size]`."""
 
     def __init__(self, config: PixelMapConfig, out_size: int, maker: Maker) -> None:
-        own, width, places = maker.under("model.embed_vision"), config.width, config.num_positions
+        own, width, places = maker.under("model.vision_embedder"), config.width, config.num_positions
         self.config, self.dtype, self.device = config, maker.dtype, maker.options.device
         inputs = 3 * (config.patch_size * config.merge_size) ** 2
         self.norms = [
@@ -276,8 +276,8 @@ class PixelMap(_SquareTower):
         self.patch_dense = own.unrounded().linear("patch_dense", outputs=width, inputs=inputs, has_bias=True)
         self.positions = own.vector("pos_embedding", places * 2 * width, stored=(places, 2, width))
         self.unit = maker.ones(width)
-        self.projection = own.unrounded().linear(
-            "multimodal_embedder.embedding_projection", outputs=out_size, inputs=width
+        self.projection = maker.unrounded().linear(
+            "model.embed_vision.embedding_projection", outputs=out_size, inputs=width
         )
 
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:

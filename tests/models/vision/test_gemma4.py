@@ -75,6 +75,17 @@ def test_float32_on_the_cpu(tmp_path: Path, case: str) -> None:
         assert run(model, case, ids, [*sizes, *drawn], pictures).tobytes() == whole.tobytes()
 
 
+def test_published_names_of_the_model_without_a_tower(tmp_path: Path) -> None:
+    """Goldens have those of transformers' classes."""
+    case, own, embedder = "gemma4_unified", "model.embed_vision.", "model.vision_embedder."
+    names = {f"{own}{part}": f"{embedder}{part}" for part in ("patch_", "pos_")}
+    names[f"{own}multimodal_embedder."] = own
+    model = load_model(write_golden(tmp_path, case, CASES[case], names))
+    assert isinstance(model, Gemma4PictureModel)
+    made = np.concatenate([model.tower(*each)[0].numpy() for each in patches_of(case)])
+    assert relative_error(made, load_golden(case).arrays["embeddings"]) < 1e-5
+
+
 @pytest.mark.emulator
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
