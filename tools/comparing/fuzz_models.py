@@ -126,7 +126,7 @@ class Checker:
 def add_notes(path: Path, notes: dict[str, Any]) -> None:
     """Adds harmless fields to a config.json and its nested configs."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    for inner in (config, *(value for name, value in config.items() if name.endswith("_config"))):
+    for inner in (config, *(value for name, value in config.items() if name.endswith("_config") and value)):
         inner.update({name: value for name, value in notes.items() if name not in inner})
     path.write_text(json.dumps(config), encoding="utf-8")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tools.comparing.fuzzing.draw import Draw, Fields
-from tools.comparing.fuzzing.gemma4_families import GEMMA4
+from tools.comparing.fuzzing.gemma4_families import GEMMA4, PICTURE_TOKENS
 from tools.comparing.fuzzing.later_families import LATER
 from tools.comparing.fuzzing.picture_families import PICTURES
 from tools.comparing.fuzzing.state_families import STATES
@@ -32,8 +32,8 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
     text = fields.get("text_config", fields)
     if is_small:
         text["vocab_size"] = rng.randint(23, 71)
-        names = ("image_token_index", "image_token_id", "boi_token_index", "eoi_token_index")
-        fields |= {name: text["vocab_size"] - 1 - place for place, name in enumerate(names) if name in fields}
+        names = [f"{kind}_token_{end}" for kind in ("image", "boi", "eoi") for end in ("index", "id")]
+        fields |= {name: text["vocab_size"] - 1 - place for place, name in enumerate(names) if fields.get(name)}
     if rng.random() < 0.2:  # the class's default, which may lie outside of the vocabulary
         fields = {name: value for name, value in fields.items() if name not in ("bos_token_id", "eos_token_id")}
     vocab = text["vocab_size"]
@@ -49,10 +49,10 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
     runs = [_draw_run(rng, "cpu", max_model_len, groups, is_tight, has_states) for is_tight in (False, True)]
     if device is not None:
         runs.append(_draw_run(rng, device, max_model_len, groups, rng.random() < 0.6, has_states))
-    if "mm_tokens_per_image" in fields:  # a step fits a whole picture beside all decodes
-        for run in runs:
+    if whole := fields.get("mm_tokens_per_image") or PICTURE_TOKENS * bool(text.get("use_bidirectional_attention")):
+        for run in runs:  # a step fits a whole picture beside all decodes
             if "max_num_batched_tokens" in run:
-                run["max_num_batched_tokens"] = max(run["max_num_batched_tokens"], 17)
+                run["max_num_batched_tokens"] = max(run["max_num_batched_tokens"], whole + run["max_num_seqs"])
     return {
         "family": family, "fields": fields, "dtype": dtype, "weights": rng.randrange(1 << 16), "prompts": prompts,
         "num_new": num_new, "max_model_len": max_model_len, "runs": runs, "fuses_experts": rng.random() < 0.5,

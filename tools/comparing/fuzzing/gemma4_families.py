@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tools.comparing.fuzzing.draw import Draw, Fields
+from tools.comparing.fuzzing.picture_families import wrapped
+
+PICTURE_TOKENS = 280
+"""A picture's, at most."""
+_NOT_UNIFIED = (
+    "hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block", "num_experts", "top_k_experts",
+    "moe_intermediate_size",
+)  # fmt: skip
+"""Fields that the class of the model without a tower lacks."""
 
 
 def gemma4(draw: Draw) -> Fields:
@@ -36,6 +45,33 @@ def gemma4(draw: Draw) -> Fields:
     }  # fmt: skip
 
 
+def _pictures(draw: Draw, model_type: str, text: Fields, tower: Fields) -> Fields:
+    """A picture's tokens see each other in some, in which a step has to fit a whole one. A token of a picture that is
+    not there is the padding, as transformers has it embedded."""
+    text = {**text, "use_bidirectional_attention": draw.choice((None, "vision"))}
+    tokens = {"image_token_id": 0, "boi_token_id": text["vocab_size"] - 1, "eoi_token_id": text["vocab_size"] - 2}
+    return {**wrapped(draw, model_type, text, {"patch_size": 4, **tower}, "image_token_id"), **tokens}
+
+
+def _with_tower(draw: Draw) -> Fields:
+    heads, head_dim, side = draw.integer(1, 3), draw.choice((4, 8, 12)), draw.integer(1, 3)
+    tower = {
+        "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": head_dim,
+        "hidden_size": heads * head_dim, "intermediate_size": draw.integer(8, 40), "pooling_kernel_size": side,
+        "position_embedding_size": 1120 * side, "use_clipped_linears": draw.flip(), "standardize": draw.flip(),
+    }  # fmt: skip
+    return _pictures(draw, "gemma4_text", gemma4(draw), tower)
+
+
+def _unified(draw: Draw) -> Fields:
+    text = {name: value for name, value in gemma4(draw).items() if name not in _NOT_UNIFIED}
+    width = draw.integer(8, 40)
+    tower = {"mm_embed_dim": width, "output_proj_dims": width, "pooling_kernel_size": draw.integer(1, 3)}
+    return _pictures(draw, "gemma4_unified_text", {**text, "num_kv_shared_layers": 0}, tower)
+
+
 GEMMA4: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM", gemma4),
+    "gemma4_vision": ("Gemma4Config", "Gemma4ForConditionalGeneration", _with_tower),
+    "gemma4_unified": ("Gemma4UnifiedConfig", "Gemma4UnifiedForConditionalGeneration", _unified),
 }
