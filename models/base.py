@@ -52,9 +52,8 @@ class Model(ABC):
         stages: the numbers of the layers that each stage has; empty if it is whole.
         own_layers: of those that it has.
         max_positions: tokens that a sequence may have, at most `config.max_position_embeddings`.
-        longrope_threshold: sequences of more tokens than this have all of them rotated otherwise: as if at positions
-        that
-            are greater by this number. None if positions are places in the sequence.
+        longrope_threshold: sequences of more tokens than this have all of them rotated as if at positions greater by
+            this number. None if positions are places in the sequence.
     """
 
     prefix: ClassVar[str]
@@ -104,8 +103,9 @@ class Model(ABC):
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """One step over all tokens of a ragged batch, to just before the output head.
 
-        Returns `[num_tokens, hidden_size]` in the activations' type, after the final norm. Writes the keys
-        and values of the batch's tokens into `kv_cache`, each layer by the batch's entry for its group.
+        Returns `[num_tokens, hidden_size]` in the activations' type, after the final norm; if `batch.is_last_wanted`,
+        perhaps the rows of chunks' last tokens alone. Writes the keys and values of the batch's tokens into `kv_cache`,
+        each layer by the batch's entry for its group.
 
         A stage starts from the previous stage's residual stream; it returns its own and sends it on.
         """

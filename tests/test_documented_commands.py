@@ -102,7 +102,7 @@ ELSEWHERE = {
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
         "python -m tools.references.make_eagle3_goldens",
-        "python -m tools.references.make_dflash_goldens",
+        "python -m tools.references.make_dflash_goldens", "python -m tools.references.make_mtp_goldens",
     ),
     "a hub, or a file that the reader has": (
         "xserv chat --model Qwen/Qwen3-VL-4B-Instruct --image chart.png", "make chat MODEL=Qwen/Qwen3-0.6B",
