@@ -55,15 +55,15 @@ def read_patch_rule(folder: str | Path, default: Rule, mmproj: str = "") -> Rule
         rule = _read_sides(fields, default)
     elif isinstance(default, TokenRule):
         rule = _read_tokens(fields, default)
-        fields.refuse_unread(lambda name, value: False)
-        return rule
     else:
         rule = _read_pixels(fields, default)
-    mean, std = (_channels(fields, f"image_{name}", getattr(default, name)) for name in ("mean", "std"))
-    if min(std) <= 0:
-        raise fields.error("image_std", f"{std} must be above 0")
+    if not isinstance(default, TokenRule):
+        mean, std = (_channels(fields, f"image_{name}", getattr(default, name)) for name in ("mean", "std"))
+        if min(std) <= 0:
+            raise fields.error("image_std", f"{std} must be above 0")
+        rule = replace(rule, mean=mean, std=std)
     fields.refuse_unread(lambda name, value: False)
-    return replace(rule, mean=mean, std=std)
+    return rule
 
 
 def _read_pixels(fields: Fields, default: PatchRule) -> PatchRule:

@@ -32,7 +32,40 @@ MOST_ASPECT = 200
 _WHITE = 255.0
 
 
-class PatchRule(msgspec.Struct, frozen=True, tag=True):
+class _ShapedRule(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule that keeps a picture's shape. `patch_size`: pixels of a patch's side; `merge_size`: patches of a token's
+    side."""
+
+    patch_size: int
+    merge_size: int
+
+    @property
+    def num_frames(self) -> int:
+        """1: the towers do not support videos."""
+        return 1
+
+    @property
+    def factor(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch_size * self.merge_size
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The height and width that a picture is resized to: multiples of the factor. Raises ImageError for one that is
+        too narrow."""
+        raise NotImplementedError
+
+    def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:
+        """An RGB picture, and the height and width to resize it to, bicubically. Raises ImageError."""
+        return image, self.resized(image.height, image.width)
+
+    def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """Lines and columns of tokens of a picture of so many patches. Raises ImageError for an impossible grid."""
+        if min(rows, columns) < self.merge_size or rows % self.merge_size or columns % self.merge_size:
+            raise ImageError(f"{rows} x {columns} patches are no multiples of {self.merge_size}")
+        return rows // self.merge_size, columns // self.merge_size
+
+
+class PatchRule(_ShapedRule, frozen=True, tag=True):
     """Pictures keep their shape, within limits of pixels.
 
     patch_size   pixels of a patch's side
@@ -50,17 +83,7 @@ class PatchRule(msgspec.Struct, frozen=True, tag=True):
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
 
-    @property
-    def factor(self) -> int:
-        """Pixels of a token's side."""
-        return self.patch_size * self.merge_size
-
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """The height and width that a picture is resized to: multiples of the factor, near its shape, within the
-        limits of pixels.
-
-        Raises ImageError for one that is too narrow.
-        """
         check_aspect(height, width)
         factor = self.factor
         tall, wide = round(height / factor) * factor, round(width / factor) * factor
@@ -84,21 +107,13 @@ class PatchRule(msgspec.Struct, frozen=True, tag=True):
         """Pixels of a resized picture, at most."""
         return max(self.min_pixels, self.max_pixels)
 
-    def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:
-        """An RGB picture, and the height and width to resize it to, bicubically. Raises ImageError."""
-        return image, self.resized(image.height, image.width)
-
-    def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """Lines and columns of tokens of a picture of so many patches. Raises ImageError for an impossible grid."""
-        return _merged(rows, columns, self.merge_size)
-
     def at_most(self, side: int) -> PatchRule:
         """The rule for pictures of at most ``side * side`` pixels, or of one token."""
         most = max(min(self.max_pixels, side * side), self.factor**2)
         return replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most)
 
 
-class SideRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SideRule(_ShapedRule, frozen=True, tag=True, kw_only=True):
     """Pictures keep their shape, and are shrunk if a side is too long; enlarged only to fill a token.
 
     most_height, most_width  pixels of a picture's sides, before filling a token
@@ -115,23 +130,11 @@ class SideRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
 
     @property
-    def num_frames(self) -> int:
-        """1: the towers do not support videos."""
-        return 1
-
-    @property
-    def factor(self) -> int:
-        """Pixels of a token's side."""
-        return self.patch_size * self.merge_size
-
-    @property
     def most_pixels(self) -> int:
         """Pixels of a resized picture, at most."""
         return -(-self.most_height // self.factor) * -(-self.most_width // self.factor) * self.factor**2
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """The height and width that a picture is resized to: multiples of the factor. Raises ImageError for one that is
-        too narrow."""
         check_aspect(height, width)
         tall, wide = height, width
         ratio = max(height / self.most_height, width / self.most_width)
@@ -141,14 +144,10 @@ class SideRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             raise ImageError(f"the image is {width} x {height}: nothing is left of its shorter side when it is resized")
         return -(-tall // self.factor) * self.factor, -(-wide // self.factor) * self.factor
 
-    def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:
-        """An RGB picture, and the height and width to resize it to, bicubically. Raises ImageError."""
-        return image, self.resized(image.height, image.width)
-
     def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
         """Lines and columns of tokens of a picture of so many patches, with an additional column for the token that
         ends a line. Raises ImageError for an impossible grid."""
-        lines, across = _merged(rows, columns, self.merge_size)
+        lines, across = _ShapedRule.token_grid(self, rows, columns)
         return lines, across + 1
 
     def at_most(self, side: int) -> SideRule:
@@ -160,7 +159,7 @@ TOKEN_COUNTS = (70, 140, 280, 560, 1120)
 """The most tokens of a picture that models with a ``TokenRule`` were trained with."""
 
 
-class TokenRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class TokenRule(_ShapedRule, frozen=True, tag=True, kw_only=True):
     """Pictures keep their shape, and become as many tokens as fit, small ones too.
 
     max_tokens   of a picture
@@ -176,23 +175,11 @@ class TokenRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
     @property
-    def num_frames(self) -> int:
-        """1: frames of films are pictures."""
-        return 1
-
-    @property
-    def factor(self) -> int:
-        """Pixels of a token's side."""
-        return self.patch_size * self.merge_size
-
-    @property
     def most_pixels(self) -> int:
         """Pixels of a resized picture, at most."""
         return self.max_tokens * self.factor**2
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """The height and width that a picture is resized to: multiples of the factor. Raises ImageError for one that is
-        too narrow."""
         check_aspect(height, width)
         grow = math.sqrt(self.most_pixels / (height * width))
         tall, wide = (math.floor(grow * side / self.factor) for side in (height, width))
@@ -201,14 +188,6 @@ class TokenRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         elif wide == 0:
             tall, wide = min(height // width, self.max_tokens), 1
         return tall * self.factor, wide * self.factor
-
-    def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:
-        """An RGB picture, and the height and width to resize it to, bicubically. Raises ImageError."""
-        return image, self.resized(image.height, image.width)
-
-    def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """Lines and columns of tokens of a picture of so many patches. Raises ImageError for an impossible grid."""
-        return _merged(rows, columns, self.merge_size)
 
     def at_most(self, side: int) -> TokenRule:
         """The rule for pictures of at most ``side * side`` pixels, or of the fewest tokens that the model knows."""
@@ -282,13 +261,6 @@ class FixedRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 Rule = PatchRule | SideRule | TokenRule | FixedRule
 """How a model cuts pictures."""
-
-
-def _merged(rows: int, columns: int, merge: int) -> tuple[int, int]:
-    """Lines and columns of tokens of so many patches, `merge` patches a side. Raises ImageError."""
-    if min(rows, columns) < merge or rows % merge or columns % merge:
-        raise ImageError(f"{rows} x {columns} patches are no multiples of {merge}")
-    return rows // merge, columns // merge
 
 
 def check_aspect(height: int, width: int) -> None:

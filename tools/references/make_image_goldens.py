@@ -1,6 +1,6 @@
 """Writes the results of transformers' image processors (``backend="pil"``):
 ``tests/runtime/images/golden_patches.json`` of ``Qwen2VLImageProcessorPil``, ``golden_fixed.json`` of those of CLIP,
-SigLIP and Gemma 3, ``golden_sides.json`` of Pixtral's.
+SigLIP and Gemma 3, ``golden_sides.json`` of Pixtral's, ``golden_tokens.json`` of Gemma 4's.
 
     python -m tools.references.make_image_goldens          # needs transformers, torch and Pillow
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,16 @@ import transformers
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as oracle
 
-from tests.runtime.images.pictures import FIXED, PICTURES, SIDES, SIZES, SMALL_SIZES, picture_bytes, small_picture
+from tests.runtime.images.pictures import (
+    FIXED,
+    PICTURES,
+    SIDES,
+    SIZES,
+    SMALL_SIZES,
+    TOKENS,
+    picture_bytes,
+    small_picture,
+)
 
 TARGET = Path(__file__).resolve().parents[2] / "tests/runtime/images/golden_patches.json"
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -57,7 +67,8 @@ def main() -> None:
     found = {"transformers": transformers.__version__, "grids": grids, "pictures": pictures}
     TARGET.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
     make_others("golden_fixed.json", FIXED, digest)
-    make_others("golden_sides.json", SIDES, lambda pixels: [*pixels.shape[1:], digest(pixels)])
+    for name, cases in (("golden_sides.json", SIDES), ("golden_tokens.json", TOKENS)):
+        make_others(name, cases, lambda pixels: [*pixels.shape[1:], digest(pixels)])
 
 
 def opened(name: str) -> Any:
@@ -78,18 +89,29 @@ def make_others(name: str, cases: dict[str, dict[str, Any]], summary: Callable[[
 
         def made(image: Any, raw: Any = raw) -> Any:
             try:
-                return summary(np.asarray(raw([image], return_tensors="np")["pixel_values"][0]).astype(np.uint8))
+                return summary(pixels_of(raw([image], return_tensors="np")).astype(np.uint8))
             except ValueError:
                 return None
 
         files = {one: opened(one) for one in PICTURES}
-        values = np.asarray(whole([files["rgb"]], return_tensors="np")["pixel_values"][0]).ravel()
+        values = pixels_of(whole([files["rgb"]], return_tensors="np")).ravel()
         found[case] = {
             "files": {one: made(image) for one, image in files.items()},
             "sizes": [made(small_picture(*size)) for size in SMALL_SIZES],
             "normalised": [float(each) for each in values[:: max(1, values.size // 7)][:7]],
         }
     TARGET.with_name(name).write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+
+
+def pixels_of(made: Any) -> np.ndarray[Any, Any]:
+    """`[3, height, width]` of the first picture; Gemma 4's is put together from its patches, after which is padding."""
+    pixels = np.asarray(made["pixel_values"][0])
+    if "image_position_ids" not in made:
+        return pixels
+    columns, rows = 1 + np.asarray(made["image_position_ids"][0]).max(axis=0)
+    side = math.isqrt(pixels.shape[1] // 3)
+    cut = pixels[: rows * columns].reshape(rows, columns, side, side, 3).transpose(4, 0, 2, 1, 3)
+    return np.ascontiguousarray(cut).reshape(3, rows * side, columns * side)
 
 
 def digest(pixels: np.ndarray[Any, Any]) -> str:

@@ -62,6 +62,12 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 """Settings of Pixtral's processor; the patch size is a token's side."""
 
+TOKENS: dict[str, dict[str, Any]] = {
+    "squares": {"processor": "Gemma4", "patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70},
+    "pixels": {"processor": "Gemma4", "patch_size": 7, "pooling_kernel_size": 1, "max_soft_tokens": 140},
+}
+"""Settings of Gemma 4's processor."""
+
 
 def _small_sizes() -> list[tuple[int, int]]:
     draw = random.Random(6)

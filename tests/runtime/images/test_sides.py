@@ -1,5 +1,5 @@
-"""Pictures whose sides have limits against transformers' processor of Pixtral: sizes, and the resized bytes of 126
-sizes and of files in all modes. Made by `tools/references/make_image_goldens.py`."""
+"""Pictures whose sides or tokens have limits against transformers' processors of Pixtral and Gemma 4: sizes, and the
+resized bytes of 126 sizes and of files in all modes. Made by `tools/references/make_image_goldens.py`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,34 @@ pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 from models.configuration.preprocessing import read_line_ends, read_patch_rule
 from models.errors import ConfigError
 from runtime.images.decoding import ImageError, decode
-from runtime.images.patches import FixedRule, Patches, PatchRule, Rule, SideRule, make_patches, normalised
-from tests.runtime.images.pictures import PICTURES, SIDES, SMALL_SIZES, picture_bytes, small_picture
+from runtime.images.patches import FixedRule, Patches, PatchRule, Rule, SideRule, TokenRule, make_patches, normalised
+from tests.runtime.images.pictures import PICTURES, SIDES, SMALL_SIZES, TOKENS, picture_bytes, small_picture
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden_sides.json").read_text(encoding="utf-8"))
+GOLDEN: dict[str, Any] = {
+    case: golden
+    for kind in ("sides", "tokens")
+    for case, golden in json.loads(Path(__file__).with_name(f"golden_{kind}.json").read_text(encoding="utf-8")).items()
+}
 PATCHES = {"large": (7, 2), "small": (4, 2), "oblong": (7, 1), "square": (4, 3)}
-"""Pixels of a patch's side, patches of a token's."""
+"""Pixels of a patch's side, patches of a token's, of Pixtral's."""
 
 
-def rule_of(folder: Path, name: str, **changes: Any) -> SideRule:
-    (folder / "preprocessor_config.json").write_text(json.dumps({**SIDES[name], **changes}))
-    patch, merge = PATCHES[name]
-    rule = read_patch_rule(folder, SideRule(most_height=1540, most_width=1540, patch_size=patch, merge_size=merge))
-    assert isinstance(rule, SideRule)
+def rule_of(folder: Path, name: str, **changes: Any) -> SideRule | TokenRule:
+    file = {key: value for key, value in {**SIDES, **TOKENS}[name].items() if key != "processor"}
+    own = {"do_normalize": False} if name in TOKENS else {}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**file, **own, **changes}))
+    if name in TOKENS:
+        sizes = {"patch_size": file["patch_size"], "merge_size": file["pooling_kernel_size"]}
+        default: Rule = TokenRule(max_tokens=280, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), **sizes)
+    else:
+        patch, merge = PATCHES[name]
+        default = SideRule(most_height=1540, most_width=1540, patch_size=patch, merge_size=merge)
+    rule = read_patch_rule(folder, default)
+    assert isinstance(rule, SideRule | TokenRule)
     return rule
 
 
-def made(image: Any, rule: SideRule) -> list[Any] | None:
+def made(image: Any, rule: SideRule | TokenRule) -> list[Any] | None:
     """A picture's height and width, and the digest of its pixels, put together again."""
     try:
         patches = make_patches(image, rule)
@@ -43,7 +54,9 @@ def made(image: Any, rule: SideRule) -> list[Any] | None:
     return [*pixels.shape[1:], hashlib.sha256(pixels.tobytes()).hexdigest()[:16]]
 
 
-def picture_of(patches: Patches, rule: SideRule, values: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
+def picture_of(
+    patches: Patches, rule: SideRule | TokenRule, values: np.ndarray[Any, Any] | None = None
+) -> np.ndarray[Any, Any]:
     """`[3, height, width]` of patches that stand token by token."""
     merge, size = rule.merge_size, rule.patch_size
     lines, across = patches.rows // merge, patches.columns // merge
@@ -51,7 +64,7 @@ def picture_of(patches: Patches, rule: SideRule, values: np.ndarray[Any, Any] | 
     return np.ascontiguousarray(cut.transpose(4, 0, 2, 5, 1, 3, 6)).reshape(3, patches.rows * size, -1)
 
 
-@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("name", [*SIDES, *TOKENS])
 def test_pixels_are_transformers(tmp_path: Path, name: str) -> None:
     rule, golden = rule_of(tmp_path, name), GOLDEN[name]
     assert len(golden["sizes"]) == len(SMALL_SIZES)
@@ -114,11 +127,17 @@ def test_tokens_that_end_lines_are_found_by_name(tmp_path: Path, caplog: pytest.
         ({"size": {"longest_edge": 0}}, "longest_edge must be from 1 to 32768, not 0"),
         ({"size": {"width": 4}}, "height is missing"),
         ({"size": {"longest_edge": 60, "tile": 3}}, "tile"),
+        ({"max_soft_tokens": 100}, "max_soft_tokens = 100 must be one of 70, 140, 280, 560, 1120"),
+        ({"pooling_kernel_size": 2}, "patch_size times pooling_kernel_size is 8, and a token's side 12"),
+        ({"do_normalize": True}, "do_normalize = True is not supported"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    name = "large"
+    if changes.keys() & {"max_soft_tokens", "pooling_kernel_size", "do_normalize"}:
+        name = "squares"
     with pytest.raises(ConfigError, match=message):
-        rule_of(tmp_path, "large", **changes)
+        rule_of(tmp_path, name, **changes)
 
 
 def test_a_processor_whose_tokens_are_of_another_size(tmp_path: Path) -> None:
