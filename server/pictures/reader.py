@@ -137,8 +137,9 @@ class PictureReader:
         self.most = config.limit_images
         self.threads = ThreadPoolExecutor(config.num_image_threads, thread_name_prefix="xserv-pictures")
         self._limits = DecodingLimits(config.max_image_bytes, config.max_image_pixels)
-        most_pixels = support.rule.most_pixels
-        self._decoder = PictureDecoder(config.num_image_processes, config.image_timeout_s, most_pixels)
+        own = support.rule
+        widest = replace(own, max_tokens=max(_token_counts(support))) if isinstance(own, TokenRule) else own
+        self._decoder = PictureDecoder(config.num_image_processes, config.image_timeout_s, widest.most_pixels)
         self._kept = KeptPictures(config.max_kept_image_bytes)
         self._fetch: Callable[[str], bytes] | None = None
         if config.allow_image_urls:
@@ -158,7 +159,7 @@ class PictureReader:
                 raise invalid(path, f'{path} must be {{"longest_edge": {own.factor} … {longest}}}, got {size!r:.80}.')
             asked, own = {name: value for name, value in asked.items() if name != "size"}, own.at_most(edge)
         if isinstance(own, TokenRule):
-            return _with_tokens(own, asked, self.support.most_whole)
+            return _with_tokens(own, asked, _token_counts(self.support))
         if not isinstance(own, PatchRule):
             sides = (own.height, own.width) if isinstance(own, FixedRule) else (own.most_height, own.most_width)
             for name in asked:
@@ -227,17 +228,21 @@ class PictureReader:
             raise ImageError("the data: URI is no base64") from None
 
 
-def _with_tokens(own: TokenRule, asked: Mapping[str, Any], most_whole: int | None) -> TokenRule:
+def _token_counts(support: ImageSupport) -> list[int]:
+    """The numbers of tokens that a request may ask for, of a model with a `TokenRule`; its own is one of them."""
+    return [count for count in TOKEN_COUNTS if support.most_whole is None or count <= support.most_whole]
+
+
+def _with_tokens(own: TokenRule, asked: Mapping[str, Any], counts: list[int]) -> TokenRule:
     """The rule for pictures of as many tokens as the request's `mm_processor_kwargs` say. Raises `ApiError` 400."""
-    for name in asked:
+    for name, count in asked.items():
+        path = f"mm_processor_kwargs.{name}"
         if name != "max_soft_tokens":
-            path = f"mm_processor_kwargs.{name}"
             raise invalid(path, f"Unknown parameter: {path}.", "unknown_parameter")
-    count, path = asked.get("max_soft_tokens", own.max_tokens), "mm_processor_kwargs.max_soft_tokens"
-    known = [each for each in TOKEN_COUNTS if most_whole is None or each <= most_whole]
-    if type(count) is not int or (asked and count not in known):
-        raise invalid(path, f"{path} must be one of {', '.join(map(str, known))}, got {count!r:.80}.")
-    return replace(own, max_tokens=count)
+        if type(count) is not int or count not in counts:
+            raise invalid(path, f"{path} must be one of {', '.join(map(str, counts))}, got {count!r:.80}.")
+        own = replace(own, max_tokens=count)
+    return own
 
 
 def _refused(source: PictureSource, message: str) -> ApiError:

@@ -17,10 +17,11 @@ from PIL import Image
 
 from runtime.engine.messages import ImageSupport
 from runtime.engine.sampling_params import SamplingParams
-from runtime.images.patches import FixedRule, Rule, SideRule
+from runtime.images.patches import FixedRule, Rule, SideRule, TokenRule
 from runtime.llm import LLM
+from server.config import ServerConfig
 from server.errors import ApiError
-from server.pictures.reader import PictureReader
+from server.pictures.reader import PictureReader, PictureSource
 from tests.models.vision.cases import IMAGE
 from tests.models.vision.chat_model import BEGIN, write_chat_model
 from tests.server.real_server import serving_real
@@ -70,6 +71,12 @@ def test_a_chat_over_http_is_that_of_the_library(tmp_path: Path, case: str) -> N
     }  # fmt: skip
     with serving_real(folder, **OPTIONS) as real:
         answer = real.http.post("/v1/chat/completions", json=body).json()
+        for other, words in {"input_audio": "audio", "video_url": "videos"}.items():
+            asked = [{"role": "user", "content": [look, {"type": other, other: {"url": uri}}]}]
+            refused = real.http.post("/v1/chat/completions", json={**body, "messages": asked})
+            assert refused.status_code == 400
+            why = f"messages[0].content[1].type ('{other}': {words}; the model reads text and images only)."
+            assert refused.json()["error"]["message"] == f"Unsupported parameter: {why}"
     assert answer["prompt_token_ids"] == output.prompt_token_ids
     assert answer["choices"][0]["token_ids"] == output.outputs[0].token_ids
     assert answer["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
@@ -89,6 +96,28 @@ def test_limits_of_pixels_are_refused_with_the_sides(rule: Rule, sides: str) -> 
     why = f"mm_processor_kwargs.max_pixels (the model's images have {sides} pixels)"
     with pytest.raises(ApiError, match=re.escape(why)):
         reader.rule({"max_pixels": 50_000})
+
+
+def test_a_request_for_more_tokens_than_the_models_own() -> None:
+    """Gemma 4's `max_soft_tokens`: at most what one step computes; the shared memory has room for it."""
+    own = TokenRule(max_tokens=70, patch_size=16, merge_size=3)
+    support = ImageSupport(token_id=IMAGE, rule=own, max_tokens=2000, has_axes=False, most_whole=600)
+    reader = PictureReader(support, ServerConfig(num_image_processes=1))
+    try:
+        file = io.BytesIO()
+        Image.fromarray(PIXELS).save(file, "PNG")
+        source = PictureSource("x", f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}", is_low=False)
+        assert reader.rule(None) == own
+        for asked, grid in ((None, (21, 27)), ({"max_soft_tokens": 560}, (60, 84))):
+            made = reader.read(source, reader.rule(asked), (None, None))
+            assert (made.rows, made.columns) == grid
+        for wrong in (1120, 71, "70", True):
+            with pytest.raises(ApiError, match="max_soft_tokens must be one of 70, 140, 280, 560, got"):
+                reader.rule({"max_soft_tokens": wrong})
+        with pytest.raises(ApiError, match=r"Unknown parameter: mm_processor_kwargs\.max_pixels"):
+            reader.rule({"max_soft_tokens": 70, "max_pixels": 9})
+    finally:
+        reader.close()
 
 
 def test_the_longest_side_of_pixtrals_pictures() -> None:
