@@ -34,9 +34,8 @@ class PictureDecoder(Decoder):
         image_token_id: the token that stands for a picture's tokens.
         num_deep_rows: layers after which rows of the tower are added.
         frame: tokens before and after a picture's, which templates leave out; None if there are none.
-        frame_sign: what templates write instead of a framed picture: its first token, or the picture's.
+        frame_sign: the token that templates write for a framed picture: the frame's first one, or the picture's.
         line_ends: the last token of each line of a picture's tokens, and of its last line; None if lines have no ends.
-        whole_picture_tokens: a picture's number of tokens if they see each other; None if attention is causal.
     """
 
     image_token_id: int
@@ -44,7 +43,11 @@ class PictureDecoder(Decoder):
     frame: tuple[int, int] | None = None
     frame_sign: Literal["begin", "picture"] = "begin"
     line_ends: tuple[int, int] | None = None
-    whole_picture_tokens: int | None = None
+
+    @property
+    def whole_picture_tokens(self) -> int | None:
+        """The most tokens of a picture if they see each other; None if attention is causal."""
+        return None
 
     @property
     def bytes_per_picture_token(self) -> int:

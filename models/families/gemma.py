@@ -193,11 +193,14 @@ class Gemma3VisionModel(PictureDecoder, GemmaModel):
         tower = config.tower
         self.tower = maker.in_first(lambda: Gemma3Tower(config, maker))
         self.image_token_id, self.frame = config.image_token_id, config.frame
-        self.whole_picture_tokens = config.tokens_side**2
         self.patch_rule = FixedRule(
             height=tower.image_size, width=tower.image_size, patch_size=tower.patch_size,
             num_tokens=config.tokens_side**2, resample="bilinear",
         )  # fmt: skip
+
+    @property
+    def whole_picture_tokens(self) -> int | None:
+        return self.patch_rule.num_tokens
 
 
 class Gemma3Tower(PictureTower):

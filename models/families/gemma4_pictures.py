@@ -33,7 +33,7 @@ from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
 _PICTURE_TOKENS = 280
-"""The most of a picture, unless the processor's file says otherwise."""
+"""The most of a picture, unless the processor's file gives another number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,10 @@ class Gemma4PictureModel(PictureDecoder, Gemma4Model):
                 max_tokens=_PICTURE_TOKENS, patch_size=tower.patch_size * tower.merge_size, merge_size=1,
                 mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0),
             )  # fmt: skip
-        if config.are_whole:
-            self.whole_picture_tokens = _PICTURE_TOKENS
+
+    @property
+    def whole_picture_tokens(self) -> int | None:
+        return self.patch_rule.max_tokens if self.config.are_whole else None
 
     def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         return Gemma4Model.run_layers(self, x, batch, kv_cache)

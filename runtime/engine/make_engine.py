@@ -201,11 +201,14 @@ def load_declared(
     """Loads a declared model, or a rank's part of it, which joins the others by this communicator. Tables of positions
     are as long as the longest sequence that could ever be served."""
     logger.info("loading %s on %s", declared.folder, declared.options.device)
-    return declared.load(
+    read_rule(declared.model, declared.folder, config.mmproj)
+    loaded = declared.load(
         max_model_len=limits_of(declared.model, config).max_model_len, reporter=reporter,
         communicator=communicator if communicator is not None and communicator.num_ranks > 1 else None,
         pipeline=communicator if communicator is not None and communicator.num_stages > 1 else None,
     )  # fmt: skip
+    read_rule(loaded, declared.folder, config.mmproj)
+    return loaded
 
 
 def engine_over(
@@ -254,7 +257,7 @@ def executor_over(
     if fit := [limits.pool_sizes[pool] // count for pool, count in pages.items() if count]:
         logger.info("the recurrent states of %d sequences fit, those of cached prefixes included", min(fit))
     if isinstance(loaded, PictureModel):
-        read_picture_files(loaded, folder, config.mmproj)
+        reads_pictures(loaded, folder)
     return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator)
 
 
@@ -383,6 +386,7 @@ def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInf
         for stage in range(config.pipeline_parallel_size)
     ]  # fmt: skip
     declared = stages[0]
+    read_rule(declared, folder, config.mmproj)
     weight_bytes = [stage.weight_bytes for stage in stages]
     num_bytes = sum(weight_bytes) * config.tensor_parallel_size
     to_load = max(weight_bytes) if declared.device.kind == "cuda" else num_bytes  # on the fullest device
@@ -428,7 +432,7 @@ def _info(
             for group in replace(spec, own_layers=None).groups
         ),
         pools=pools,
-        images=_image_support(model, folder, config.mmproj, limits),
+        images=_image_support(model, folder, limits),
         longrope_threshold=limits.longrope_threshold,
         ranks=_ranks(model, config, limits, of_ranks),
     )
@@ -462,18 +466,23 @@ def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[tuple[int, ...]]
     return [sizes for sizes in of_stages for _ in range(config.tensor_parallel_size)]
 
 
-def read_picture_files(model: PictureModel, folder: Path, mmproj: str = "") -> bool:
-    """Reads a model's image settings; returns whether it accepts images. Raises `ConfigError`."""
-    model.patch_rule = read_patch_rule(folder, model.patch_rule, mmproj)
+def read_rule(model: Model, folder: Path, mmproj: str) -> None:
+    """Reads how a model cuts images, if it does: its limits follow from it. Raises `ConfigError`."""
+    if isinstance(model, PictureModel):
+        model.patch_rule = read_patch_rule(folder, model.patch_rule, mmproj)
+
+
+def reads_pictures(model: PictureModel, folder: Path) -> bool:
+    """Reads the tokens that end lines of a model's images; returns whether it accepts images. Raises `ConfigError`."""
     if model.line_ends is None:
         return True
     model.line_ends = read_line_ends(folder, model.line_ends)
     return model.line_ends is not None
 
 
-def _image_support(model: Model, folder: Path, mmproj: str, limits: EngineLimits) -> ImageSupport | None:
+def _image_support(model: Model, folder: Path, limits: EngineLimits) -> ImageSupport | None:
     """How the model reads images, or None if it does not."""
-    if not isinstance(model, PictureModel) or not read_picture_files(model, folder, mmproj):
+    if not isinstance(model, PictureModel) or not reads_pictures(model, folder):
         return None
     return ImageSupport(
         token_id=model.image_token_id,

@@ -140,6 +140,7 @@ class LocalExecutor:
         return not self._is_staged and self.graphs is not None and self.graphs.may_be_led
 
     def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
+        assert layers, "a drafter gets hidden states of the layers that it names, and no others"
         if self.graphs is not None:
             self.graphs.keep(layers, width, dtype)
         self._auxiliary_layers = layers
@@ -315,7 +316,7 @@ class LocalExecutor:
             if key is not None and step.mode == "record":
                 graphs.want(key)
         laid_out = rows.lay_out(step)
-        # Without other tokens than the last there is nothing to leave out.
+        # Prompts' log probabilities and kept layers take all rows; without other tokens than the last none is left out.
         is_one_each = step.num_tokens > step.num_seqs and step.num_samples.max() <= 1
         laid_out.layout.is_last_wanted = bool(is_one_each and not step.prompt_logprobs and not self._auxiliary_layers)
         if not self.samples and len(laid_out.samples.rows):

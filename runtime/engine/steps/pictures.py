@@ -36,9 +36,8 @@ class PictureModel(Protocol):
     """A model that reads images; ``models.picture_decoder.PictureDecoder`` is one.
 
     ``frame``: tokens before and after an image's; ``frame_sign``: whether templates write the first of them for all, or
-    the image's. ``line_ends``: those after each line of an image's and after the
-    last. ``whole_picture_tokens``: an image's, if they attend to each other, so that one step computes them; None if it
-    may be cut.
+    the image's. ``line_ends``: those after each line of an image's and after the last. ``whole_picture_tokens``: the
+    most of an image, if they attend to each other, so that one step computes them; None if it may be cut.
     """
 
     patch_rule: Rule

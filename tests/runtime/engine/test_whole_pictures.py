@@ -1,11 +1,12 @@
-"""Requests with pictures whose tokens see each other (Gemma 3): no step and no cached prefix ends within one, and all
-schedules draw what the model alone draws.
+"""Requests with pictures whose tokens see each other (Gemma 3 and 4): no step and no cached prefix ends within one, and
+all schedules draw what the model alone draws.
 
-What the model draws is held against transformers by `tests/models/vision/test_gemma3.py`.
+What the models draw is held against transformers by `tests/models/vision`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 
-from models.families.gemma import Gemma3VisionModel
+from models.configuration.preprocessing import read_patch_rule
 from models.registry import load_model
 from runtime import ops
 from runtime.batch import Batch, EncodedTokens
@@ -26,6 +27,7 @@ from runtime.images.patches import make_patches, normalised
 from runtime.llm import LLM
 from tests.models.driver import ModelDriver
 from tests.models.vision.cases import IMAGE, write_golden
+from tests.models.vision.chat_model import write_chat_model
 from tests.models.vision.square_cases import GEMMA3
 from tests.runtime.engine.test_pictures import Sampled, asked, continued, greedy, opened, picture, sampled_of
 
@@ -43,10 +45,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
+    return model_alone(folder)
+
+
+def model_alone(folder: Path) -> Any:
     """Draws greedily with the model alone: the whole prompt at once, then token by token."""
-    model = load_model(folder)
-    assert isinstance(model, Gemma3VisionModel)
-    rule = model.patch_rule
+    model: Any = load_model(folder)
+    rule = read_patch_rule(folder, model.patch_rule)
 
     def sample(prompt: Sequence[int], pictures: Sequence[Any], num_new: int) -> Sampled:
         ids: list[int] = []
@@ -57,9 +62,9 @@ def alone(folder: Path) -> Any:
                 continue
             patches = make_patches(left.pop(0), rule)
             rows = model.tower(normalised(patches.pixels, rule), patches.grid)
-            items.append(Picture(b"", len(ids), 1, rule.num_tokens))
+            items.append(Picture(b"", len(ids), *rule.token_grid(*patches.grid)))
             made.append(EncodedTokens(len(ids), rows))
-            ids += [IMAGE] * rule.num_tokens
+            ids += [IMAGE] * items[-1].num_tokens
 
         def complete(batch: Batch, start: int) -> None:
             if start == 0 and items:
@@ -69,7 +74,7 @@ def alone(folder: Path) -> Any:
                     until[first:end] = end
                 (batch.bidirectional_until,) = ops.place([until], model.device)
 
-        return continued(ModelDriver(model, complete=complete), ids, num_new)
+        return continued(ModelDriver(model, max_tokens=256, complete=complete), ids, num_new)
 
     return sample
 
@@ -116,6 +121,38 @@ def test_any_schedule_draws_what_the_model_draws(
         assert [(each.token_ids, each.logprobs) for each in again] == [
             (each.token_ids, each.logprobs) for each in first
         ]
+
+
+@pytest.mark.parametrize("case", ["gemma4_whole", "gemma4_unified"])
+def test_pictures_that_see_each_other_in_some_layers(tmp_path: Path, case: str) -> None:
+    """Gemma 4's pictures of 63 tokens in layers with windows of 7: chunks of 5, drafts, preemption, cached prefixes."""
+    folder = write_chat_model(tmp_path, case)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 256
+    (folder / "config.json").write_text(json.dumps(config))
+    begun = [3, 17, IMAGE, 5, 81, 44, 5, 81, 44]
+    both = [*begun, IMAGE, 9]  # pictures from 2 to 65, and from 71 to 134
+    requests = [(both, PICTURES[::3]), (begun, PICTURES[:1]), (TEXT, []), ([IMAGE], PICTURES[3:])]
+    alone = model_alone(folder)
+    expected = [alone(*request, 24) for request in requests]
+    small = {"prefill_chunk": 5, "max_num_batched_tokens": 80, "max_model_len": 176}
+    for options in (
+        {"speculation": "ngram", "preemption": "recompute"},
+        {"preemption": "swap", "swap_space_bytes": 1 << 20},
+    ):
+        with opened(folder, num_blocks=52, **small, **options) as llm:
+            assert answers(llm, requests, 24) == expected
+            assert llm.client.stats().num_preemptions > 0
+    with opened(folder, **small, overlap="on") as llm:
+        assert answers(llm, requests, 24) == expected
+        for prompt, pictures, num_cached in ((both, PICTURES[::3], 134), (both, [PICTURES[0], picture(9)], 71)):
+            (output,) = llm.generate([asked(pictures, prompt)], greedy(24), use_tqdm=False)
+            assert sampled_of(output.outputs[0]) == alone(prompt, pictures, 24)
+            assert output.num_cached_tokens == num_cached
+    file = folder / "preprocessor_config.json"
+    file.write_text(file.read_text().replace("70", "1120"))
+    with pytest.raises(RequestError, match="is below 1123: one step computes a picture's 1120 tokens beside"):
+        opened(folder, **small)
 
 
 @pytest.mark.exhaustive
