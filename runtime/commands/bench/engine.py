@@ -116,7 +116,9 @@ def states(
     if state_share is not None:
         settings["state_share"] = state_share
     if trace.suffix == ".json":
-        messages = json.loads(trace.read_text(encoding="utf-8"))
+        if not tokenizer:
+            raise typer.BadParameter("a conversation needs one: give a model's folder", param_hint="--tokenizer")
+        messages = _messages_of(trace)
         report = _state_cache.bench_conversation(
             messages, _load.read_tokenizer(tokenizer), models.split(","), shares, **settings
         )
@@ -126,6 +128,17 @@ def states(
         report = _state_cache.bench_state_cache(requests, models.split(","), shares, **settings)
     lines = {f"{row['budget']:.0%}, {row['model']}": row.get("hits_of_attention", 1.0) for row in report["results"]}
     output.deliver(report, listing(report, lines))
+
+
+def _messages_of(path: Path) -> list[dict[str, Any]]:
+    """A conversation's messages. Raises BadParameter for what is no list of objects with a role."""
+    try:
+        messages = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {getattr(error, 'strerror', None) or error}", param_hint="TRACE") from None
+    if not isinstance(messages, list) or not all(isinstance(each, dict) and "role" in each for each in messages):
+        raise typer.BadParameter(f"{path}: must be a list of messages with a role each", param_hint="TRACE")
+    return messages
 
 
 def products(

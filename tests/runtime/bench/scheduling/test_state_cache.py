@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from runtime.bench.load.traces import Trace, shared_prefixes
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.state_cache import HYBRIDS, bench_conversation, bench_state_cache
+from tests.runtime.commands.running import invoke
 from tests.runtime.text.tokenizers import with_special
 
 
@@ -52,6 +54,23 @@ def test_what_cannot_be_is_named() -> None:
     for problem, arguments, given in cases:
         with pytest.raises(BenchmarkError, match=problem):
             bench_state_cache(given, **arguments, report_progress=len)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "problem"),
+    [
+        ("[]", (), "a conversation needs one: give a model's folder"),
+        ("[", ("--tokenizer", "models/demo"), "Expecting value"),
+        ('{"role": "user"}', ("--tokenizer", "models/demo"), "must be a list of messages with a role each"),
+    ],
+)
+def test_a_file_that_is_no_conversation_is_named(
+    tmp_path: Path, text: str, options: tuple[str, ...], problem: str
+) -> None:
+    (tmp_path / "conversation.json").write_text(text)
+    status, _, errors = invoke("bench", "states", str(tmp_path / "conversation.json"), *options)
+    assert status == 2
+    assert problem in " ".join(errors.replace("│", " ").split())
 
 
 def test_states_have_the_published_bytes() -> None:
