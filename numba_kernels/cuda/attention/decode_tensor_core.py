@@ -30,7 +30,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     share_of_keys,
     subtract,
 )
-from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, record_place, scratch_bytes
+from numba_kernels.cuda.attention.parts import key_bounds, parts_combiner, record_place, row_finder, scratch_bytes
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
@@ -42,7 +42,6 @@ from numba_kernels.cuda.attention.tiles import (
     sink_head,
     tile_shape,
     visible_end,
-    visible_first,
 )
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -139,7 +138,8 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     keys_a_turn = warps * NUM_KEYS
     q_offset = scratch_bytes(threads)
     stages_offset = q_offset + num_rows * pitch
-    find = part_finder(num_rows, keys_a_turn, threads, has_window)
+    find = row_finder(num_rows, keys_a_turn, threads, True, has_window)
+    bound = key_bounds(keys_a_turn, True, has_window)
     place_of, combine = record_place(head_dim, num_rows), parts_combiner(dtype, head_dim, num_rows, threads, has_sinks)
     result_pitch = (columns + 4) * 4
     statistics_offset = num_rows * result_pitch
@@ -179,24 +179,15 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         warp = uint32(thread >> uint32(5))
         kv_head = uint32(cuda.blockIdx.y)
         block = uint32(cuda.blockIdx.x)
-        seq, tile, part, num_parts, first_key, part_keys, first_token, query_len, seq_len = find(
-            scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread
+        has_tile, seq, first_token, query_len, seq_len, rows, first_row, part, num_parts, first_key, part_keys = find(
+            scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread
         )
-        if seq >= num_seqs:
+        if not has_tile:
             return
-        rows = uint32(query_len * share)
-        first_row = uint32(tile * uint32(num_rows))
         last_row = uint32(minimum_u32(uint32(first_row + uint32(num_rows)), rows) - uint32(1))
         shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
         longest_end = visible_end(seq_len, query_len, divide_u32(last_row, share))
-        turn = uint32(first_key + part * part_keys)
-        stop = minimum_u32(uint32(turn + part_keys), longest_end)
-        seen = uint32(0)
-        if has_window:
-            seen = visible_first(shortest_end, window)
-            first_tile = uint32(seen // uint32(NUM_KEYS) * uint32(NUM_KEYS))
-            if first_tile > turn:
-                turn = first_tile
+        seen, turn, stop = bound(seq_len, query_len, share, window, first_row, longest_end, first_key, part, part_keys)
         table = uint64(seq) * uint64(table_width)
 
         own_barrier = uint32(warp + uint32(1))  # bar.warp.sync costs 60 registers and more on sm_80

@@ -25,7 +25,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     score_scaler,
     share_of_keys,
 )
-from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, record_place
+from numba_kernels.cuda.attention.parts import key_bounds, parts_combiner, record_place, row_finder
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
@@ -35,7 +35,6 @@ from numba_kernels.cuda.attention.tiles import (
     query_tile_copier,
     sink_head,
     visible_end,
-    visible_first,
 )
 from numba_kernels.cuda.attention.wide_tiles import (
     SMALL,
@@ -122,7 +121,8 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
     scale_keys = key_scaler(tiles, score_scaler(variant.softcap))
     factor = float32(page_factor(variant.pages, dtype) if has_scales else 1)
     store_result, record_result = _result_keeper(tiles)
-    find = part_finder(tile_rows, keys, threads, has_window)
+    find = row_finder(tile_rows, keys, threads, is_split, has_window)
+    bound = key_bounds(keys, is_split, has_window)
     place_of = record_place(head_dim, tile_rows)
     combine = parts_combiner(dtype, head_dim, tile_rows, threads, has_sinks)
     end_of, outside, wait_for_tile = end_finder(has_spans), is_outside(has_window), copy_async_wait(2 * ahead)
@@ -144,42 +144,15 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
         thread = uint32(cuda.threadIdx.x)
         block = uint32(cuda.blockIdx.x)
         kv_head = uint32(cuda.blockIdx.y)
-        part = uint32(0)
-        num_parts = uint32(1)
-        if is_split:
-            seq, tile, part, num_parts, first_key, part_keys, first_token, query_len, seq_len = find(
-                scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread
-            )
-            if seq >= num_seqs:
-                return
-            rows = uint32(query_len * share)
-            first_row = uint32(tile * uint32(tile_rows))
-        else:
-            seq = uint32(cuda.blockIdx.z)
-            first_token = uint32(query_start[seq])
-            query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
-            seq_len = uint32(seq_lens[seq])
-            rows = uint32(query_len * share)
-            num_tiles = uint32(uint32(rows + uint32(tile_rows - 1)) // uint32(tile_rows))
-            if block >= num_tiles:
-                return
-            # The longest rows first, so that the last blocks to run are short.
-            first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - block) * uint32(tile_rows))
+        has_tile, seq, first_token, query_len, seq_len, rows, first_row, part, num_parts, first_key, part_keys = find(
+            scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread
+        )
+        if not has_tile:
+            return
         last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
         shortest_end = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(first_row, share))
         longest_end = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share))
-        key = uint32(0)
-        seen = uint32(0)
-        stop = longest_end
-        if has_window:
-            seen = visible_first(visible_end(seq_len, query_len, divide_u32(first_row, share)), window)
-            key = uint32(seen // uint32(keys) * uint32(keys))
-        if is_split:
-            begin = uint32(first_key + part * part_keys)
-            stop = minimum_u32(uint32(begin + part_keys), stop)
-            key = begin  # tiles of a part begin at its first key, or the last would reach beyond it
-            if seen > begin:
-                key = uint32(begin + uint32(seen - begin) // uint32(keys) * uint32(keys))
+        seen, key, stop = bound(seq_len, query_len, share, window, first_row, longest_end, first_key, part, part_keys)
         table = uint64(seq) * uint64(table_width)
 
         q_tile = uint32(scratch + uint32(queries_at))

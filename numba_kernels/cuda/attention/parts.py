@@ -36,7 +36,7 @@ from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_storer, quad_storer
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.intrinsics.math import divide_u32, exp2
+from numba_kernels.cuda.intrinsics.math import divide_u32, exp2, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     load_2xf32,
     load_4xf32,
@@ -206,6 +206,67 @@ def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -
         return seq, tile, part, num_parts, first, part_keys, first_token, query_len, seq_len
 
     return find
+
+
+@functools.cache
+def row_finder(num_rows: int, turn_keys: int, threads: int, is_split: bool, has_window: bool) -> Any:
+    """A device function that all threads of a block call, for its tile of `num_rows` rows: `part_finder`'s where split;
+    else blocks lie over (tiles of the longest chunk, KV heads, sequences), and the longest rows come first, so that the
+    last blocks to run are short.
+
+    ``find(scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread)`` gives (whether there is a tile,
+    sequence, first token, query length, sequence length, the sequence's rows, the tile's first, part, number of parts,
+    first key, keys of a part).
+    """
+    find_part = part_finder(num_rows, turn_keys, threads, has_window)
+
+    @device_function
+    def find_split(scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread):
+        seq, tile, part, num_parts, first_key, part_keys, first_token, query_len, seq_len = find_part(
+            scratch, query_start, seq_lens, num_seqs, share, window, wanted, uint32(cuda.blockIdx.x), thread
+        )
+        rows, first_row = uint32(query_len * share), uint32(tile * uint32(num_rows))
+        has_tile = seq < num_seqs
+        return has_tile, seq, first_token, query_len, seq_len, rows, first_row, part, num_parts, first_key, part_keys
+
+    @device_function
+    def find_whole(scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread):
+        block, seq = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.z)
+        first_token = uint32(query_start[seq])
+        query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
+        seq_len = uint32(seq_lens[seq])
+        rows = uint32(query_len * share)
+        num_tiles = uint32(uint32(rows + uint32(num_rows - 1)) // uint32(num_rows))
+        first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - block) * uint32(num_rows))
+        zero, one, has_tile = uint32(0), uint32(1), block < num_tiles
+        return has_tile, seq, first_token, query_len, seq_len, rows, first_row, zero, one, zero, zero
+
+    return find_split if is_split else find_whole
+
+
+@functools.cache
+def key_bounds(turn_keys: int, is_split: bool, has_window: bool) -> Any:
+    """A device function ``(seq_len, query_len, share, window, first_row, end, first_key, part, part_keys)``: (the first
+    key that a tile's rows see, the first of the block's first turn, one past its last). `end` is one past the last key
+    that the rows see.
+
+    Turns of a part begin at its first key or at multiples of `turn_keys` after it: one that reached beyond the part
+    would take keys of the next for zeros.
+    """
+
+    @device_function
+    def bound(seq_len, query_len, share, window, first_row, end, first_key, part, part_keys):
+        key, seen, stop = uint32(0), uint32(0), end
+        if is_split:
+            key = uint32(first_key + part * part_keys)
+            stop = minimum_u32(uint32(key + part_keys), end)
+        if has_window:
+            seen = visible_first(visible_end(seq_len, query_len, divide_u32(first_row, share)), window)
+            if seen > key:
+                key = uint32(key + uint32(seen - key) // uint32(turn_keys) * uint32(turn_keys))
+        return seen, key, stop
+
+    return bound
 
 
 @functools.cache
