@@ -22,7 +22,13 @@ from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import shared_load_2xf32, shared_load_f32, shared_store_b32, shared_store_f32
-from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, product_adder, put_4
+from numba_kernels.cuda.intrinsics.mma import (
+    load_matrix_x2_transposed,
+    load_matrix_x4,
+    load_matrix_x4_transposed,
+    product_adder,
+    put_4,
+)
 from numba_kernels.cuda.intrinsics.sync import sync_named
 from numba_kernels.cuda.intrinsics.warp import maximum_f32, or_b32, shuffle_xor_f32
 from numba_kernels.cuda.quantised_pages import fragment_unpacker, page_factor
@@ -293,7 +299,10 @@ def wide_summer(tiles: WideTiles) -> Any:
             weight = load_matrix_x4(uint32(weights + uint32(32 * step)))
             at = uint32(values + uint32(step * 16 * pitch))
             for four in range(fours):
-                put_4(words, load_matrix_x4_transposed(uint32(at + uint32(32 * four))))
+                if 4 * four + 4 <= value_tiles:
+                    put_4(words, load_matrix_x4_transposed(uint32(at + uint32(32 * four))))
+                else:  # the other 16 columns are another warp's, or padding
+                    words[0], words[1] = load_matrix_x2_transposed(uint32(at + uint32(32 * four)))
                 unpack(pairs, words, room)
                 for each in range(4):
                     if 4 * four + each < value_tiles:

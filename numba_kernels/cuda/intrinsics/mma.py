@@ -49,6 +49,7 @@ load_matrix_x4_transposed = instruction(
 
 store_matrix_x4 = instruction("stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};", "", "r rrrr")
 load_matrix_x2 = instruction("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0,$1}, [$2];", "rr", "r")  # of lanes 0 to 15
+load_matrix_x2_transposed = instruction("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {$0,$1}, [$2];", "rr", "r")
 transpose_matrix = instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r")  # an 8x8 matrix in registers
 
 
