@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from inspect import isfunction
 from types import ModuleType
 from typing import Any
 
+from runtime import ops
 from runtime.backends import cpu
 from runtime.bench.environment import finished
 from runtime.bench.kernels.counted import Counts, counting
@@ -29,11 +31,12 @@ from runtime.engine.engine import Engine
 from runtime.engine.timeline import StepRecord
 
 HOST_PARTS = ("schedule", "prepare", "run", "commit")
-CPU_OPERATIONS = (
-    "activate", "add_embedding", "add_scaled", "attention", "delta_rule", "embedding", "forbid", "gather_rows", "glu",
-    "layer_norm", "linear", "log_softmax_topk", "mamba", "qkv_prepare", "rms_norm", "sample", "scale_logits",
-    "short_conv", "sigmoid_gate",
-)  # fmt: skip
+_OF_OTHERS = "linear_glu", "normed_route"  # made of operations that are clocked
+CPU_OPERATIONS = tuple(
+    name
+    for name in (*ops.__all__, "activate", "join_columns", "scale_logits")
+    if isfunction(getattr(cpu, name, None)) and name not in _OF_OTHERS
+)
 ISSUES_PER_CLOCK = 4
 """Warp instructions that a multiprocessor issues in a clock at most: one for each of its four schedulers."""
 
@@ -52,7 +55,7 @@ Ledger = dict[str, Spent]
 
 @contextmanager
 def _clocked(ledger: Ledger) -> Iterator[None]:
-    """Clocks the cpu's operations. Nested operations count for both."""
+    """Clocks the cpu's operations. A nested one counts for the outermost."""
     depth = [0]
 
     def clock(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from runtime.cli import app
 from runtime.device.gpu import Gpu
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
+from tests.models.folders import load_golden, write_model
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
@@ -54,6 +55,12 @@ def check(report: dict[str, Any]) -> None:
         assert all(phase["host"][f"{part}_ms"] >= 0 for part in HOST_PARTS)
         assert all(line["runs"] > 0 for line in phase["work"])
     assert report["phases"]["decode"]["steps"] == 3
+
+
+def test_experts_are_clocked(tmp_path: Path) -> None:
+    report = profile(write_model(tmp_path / "experts", load_golden("gemma4_moe_odd")), "cpu")
+    work = {line["name"]: line for line in report["phases"]["decode"]["work"]}
+    assert work["experts"]["runs"] == work["route"]["runs"] == 3 * 3  # layers x steps
 
 
 def test_the_cpus_operations_are_clocked(folder: Path) -> None:
