@@ -85,7 +85,7 @@ class MtpDrafter:
 
 
 def _of_one_layer(target: MoeDecoder) -> MoeDecoder:
-    """The model, its config reduced to that layer; layers and pages are made from it."""
+    """The model with a config of the prediction layers alone, from which layers and pages are made."""
     one = copy.copy(target)
     one.config, one.kv_skip_layers, one.state_dtype = target.prediction_config(), (), float32
     return one
@@ -95,15 +95,16 @@ def load_mtp(
     folder: str | Path, target: Model, *, max_model_len: int | None = None, load_format: str = "auto", seed: int = 0,
     declares: bool = False, **settings: Unpack[LoadSettings],
 ) -> MtpDrafter:  # fmt: skip
-    """The prediction layer that the model's folder has. With `declares` it is only declared, and cannot run.
+    """The prediction layers that the model's folder has. With `declares` they are only declared, and cannot run.
 
     Raises `ModelLoadError`, naming file, tensor or field, and value.
     """
     config = target.config
     checkpoint = None if load_format == "dummy" else open_model(folder, mmproj=settings.get("mmproj", "")).checkpoint()
-    has_some = checkpoint is not None and any(name.startswith("mtp.") for name in checkpoint.tensors)
-    apart = target.predicts_apart if has_some and isinstance(target, MoeDecoder) else None
-    if not isinstance(target, MoeDecoder) or not (apart or target.config.num_prediction_layers):
+    is_apart = checkpoint is None or any(name.startswith("mtp.") for name in checkpoint.tensors)
+    apart = target.predicts_apart if is_apart and isinstance(target, MoeDecoder) else None
+    is_stored = checkpoint is not None and apart
+    if not isinstance(target, MoeDecoder) or not (is_stored or target.config.num_prediction_layers):
         raise ModelLoadError(
             f"{folder}: {config.architecture} has no layer that predicts further tokens (num_nextn_predict_layers)"
         )

@@ -24,7 +24,7 @@ from tests.models.routes import recorded_routes, rows_routed_alike
 
 DEVICE, OTHER_DEVICE = "emulated:sm_80", "emulated:sm_90a"
 
-BFLOAT16_LOSS = {"gemma2_odd": 0.0303}
+BFLOAT16_LOSS = {"gemma2_odd": 0.0303, "lfm2_odd": 0.0276, "qwen3_5_moe_odd": 0.0267, "qwen3_next_odd": 0.0451}
 """Error of transformers' own bfloat16 logits beside its float32 logits where it is above 2e-2; ours may be as large."""
 
 

@@ -98,12 +98,14 @@ def test_models_without_a_prediction_layer(tmp_path: Path) -> None:
         load_mtp(other, load_model(other, device="cpu"), device="cpu")
 
 
-def test_dummy_weights(tmp_path: Path) -> None:
-    folder = tmp_path / "dummy"
-    folder.mkdir()
-    (folder / "config.json").write_text((load_golden(CASES[0]).folder / "config.json").read_text())
+@pytest.mark.parametrize("case", ["deepseek_v3_odd", "nemotron_h_moe_latent"])
+def test_dummy_weights(case: str, tmp_path: Path) -> None:
+    folder = write_with_prediction(tmp_path / "dummy", case)
+    stored = load_mtp(folder, load_model(folder, device="cpu"), device="cpu")
+    change_config(folder, num_nextn_predict_layers=1)
     target = load_model(folder, device="cpu", load_format="dummy")
     drafter = load_mtp(folder, target, device="cpu", load_format="dummy", max_model_len=50)
     assert drafter.max_positions == 50
-    states = np.ones((3, 46), np.float32)
+    assert drafter.weight_bytes == stored.weight_bytes
+    states = np.ones((3, target.config.hidden_size), np.float32)
     assert np.isfinite(Alone(drafter).chain(np.arange(3, dtype=np.int32), [states], 2, 1)[0]).all()
