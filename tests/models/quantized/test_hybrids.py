@@ -54,8 +54,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "lfm2_odd": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "block_multiple_of": 32},
     "lfm2_moe_odd": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
 }  # fmt: skip
+VISION = {
+    "depth": 1, "num_heads": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 96, "patch_size": 4,
+    "num_position_embeddings": 16,
+}  # fmt: skip
 FLOATS = (
-    "embed", "lm_head", "in_proj_a", "in_proj_b", "mlp.gate.", "shared_expert_gate", "router", "mixer.gate.",
+    "embed", "visual", "lm_head", "in_proj_a", "in_proj_b", "mlp.gate.", "shared_expert_gate", "router", "mixer.gate.",
     "feed_forward.gate.", "conv1d", "conv.conv",
 )  # fmt: skip
 """Parts of names of the matrices that no maker quantises."""
@@ -65,9 +69,23 @@ JOINED = (
 )  # fmt: skip
 """Ends of names of tensors that are several maps."""
 EACH_TIME = {
-    ("qwen3_5_moe_odd", "gptq"), ("qwen3_5_odd", "packed"), ("nemotron_h_moe_latent", "modelopt"),
-    ("nemotron_h_moe_latent", "blocks"), ("granite_hybrid_moe_odd", "rows"), ("lfm2_moe_odd", "awq"),
+    ("qwen3_5_moe_odd", "gptq"), ("qwen3_5_odd", "packed"), ("qwen3_5_pictures", "rows"),
+    ("nemotron_h_moe_latent", "modelopt"), ("nemotron_h_moe_latent", "blocks"), ("granite_hybrid_moe_odd", "rows"),
+    ("lfm2_moe_odd", "awq"),
 }  # fmt: skip
+
+
+def config_of(case: str) -> dict[str, Any]:
+    """A golden's, of sizes that groups divide; Qwen3.5's also with a tower."""
+    if case == "qwen3_5_pictures":
+        text = config_of("qwen3_5_odd")
+        text["rope_parameters"] |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        return {
+            "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text,
+            "vision_config": VISION, "image_token_id": 52, "tie_word_embeddings": False,
+        }  # fmt: skip
+    read: dict[str, Any] = json.loads((load_golden(case).folder / "config.json").read_text())
+    return read | SIZES[case]
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -207,8 +225,8 @@ FORMATS: dict[str, tuple[Callable[[Array], Stored], Callable[[list[str]], dict[s
 
 def write_twins(folder: Path, case: str, form: str) -> tuple[Path, Path]:
     """The quantised folder, and the one of the floats that it means."""
-    quantised, config_of = FORMATS[form]
-    config = json.loads((load_golden(case).folder / "config.json").read_text()) | SIZES[case]
+    quantised, quantization_config = FORMATS[form]
+    config = config_of(case)
     stored: dict[str, Array] = {}
     floats: dict[str, Array] = {}
     ignored: list[str] = []
@@ -227,7 +245,7 @@ def write_twins(folder: Path, case: str, form: str) -> tuple[Path, Path]:
         if len(shape) == 3:  # all experts, which llm-compressor saves so
             stored |= {f"{module}.{part}": array.reshape(*shape[:2], -1) for part, array in parts.items()}
     for name, tensors, extra in (
-        ("quantised", stored, {"quantization_config": config_of(ignored)}), ("floats", floats, {})
+        ("quantised", stored, {"quantization_config": quantization_config(ignored)}), ("floats", floats, {})
     ):  # fmt: skip
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps({**config, **extra}))
@@ -237,7 +255,7 @@ def write_twins(folder: Path, case: str, form: str) -> tuple[Path, Path]:
 
 ALL = [
     pytest.param(case, form, marks=[pytest.mark.exhaustive] * ((case, form) not in EACH_TIME))
-    for case in SIZES
+    for case in (*SIZES, "qwen3_5_pictures")
     for form in FORMATS
 ]
 
