@@ -14,25 +14,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 33_956,
+    "numba_kernels": 33_965,
     "runtime/emulator": 17_011,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
     "runtime/backends": 2_893,
     "runtime/linear": 2_193,
     "runtime/kv": 1_088,
-    "runtime/engine": 19_949,
+    "runtime/engine": 19_958,
     "runtime/text": 5_039,
     "runtime/llm": 1_230,
     "runtime/parallel": 1_104,
     "runtime/images": 965,
-    "runtime/commands": 2_640,
+    "runtime/commands": 2_653,
     "runtime/bench": 8_843,
     "runtime": 3_018,
-    "models": 16_254,
-    "server": 17_316,
+    "models": 16_267,
+    "server": 17_321,
     "tokenizer": 5_565,
-    "tools": 15_195,
+    "tools": 15_253,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
