@@ -38,7 +38,7 @@ from runtime.tensor.tensor import Tensor, operation
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "clamp",
     "delta_rule", "distributions", "embedding", "expert_linear", "experts", "forbid", "gather_rows", "gelu",
-    "gelu_gate", "glu", "keep_proposals", "latent_attention", "latent_prepare", "layer_norm", "linear",
+    "gelu_gate", "glu", "keep_groups", "keep_proposals", "latent_attention", "latent_prepare", "layer_norm", "linear",
     "linear_glu", "linear_partial", "log_softmax_topk", "logits_linear", "mamba", "normed_route", "place",
     "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample", "sample_into", "short_conv", "sigmoid_gate",
     "silu", "squared_relu", "take_decode_inputs", "xielu",
@@ -259,6 +259,23 @@ def forbid(logits: Tensor, token_ids: Tensor) -> None:
     check(op, "token_ids", token_ids, logits.device, int32, (None,))
     if logits.size and token_ids.size:
         backend.forbid(logits, token_ids)
+
+
+def keep_groups(logits: Tensor, scores: Tensor, columns: Tensor, num_best: int) -> None:
+    """Writes minus infinity over the columns of ``logits [T, V]`` float32 outside the ``num_best`` groups with the
+    largest ``scores [T, G]`` float32, of equal ones the first. ``columns [G, V / G]`` int32 has each column once."""
+    op, backend = "keep_groups", _backend("keep_groups", "logits", logits)
+    check(op, "logits", logits, logits.device, float32, (None, None))
+    _check_written(op, "logits", logits, logits.device, float32, logits.shape)
+    groups = columns.shape[0]
+    if not groups or logits.shape[1] % groups:
+        raise fail(op, "columns", f"are {groups} groups, which must divide the {logits.shape[1]} columns of logits")
+    check(op, "columns", columns, logits.device, int32, (None, logits.shape[1] // groups))
+    check(op, "scores", scores, logits.device, float32, (logits.shape[0], groups))
+    if not 1 <= num_best <= groups:
+        raise fail(op, "num_best", f"is {num_best}, must be 1 to {groups}")
+    if logits.size:
+        backend.keep_groups(logits, scores, columns, num_best)
 
 
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:

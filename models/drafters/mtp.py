@@ -36,7 +36,7 @@ from runtime.tensor.tensor import Tensor
 
 
 class MtpDrafter:
-    """See `SteppingDrafter`."""
+    """See `PairDrafter`."""
 
     kind = "mtp"
     longrope_threshold: int | None = None

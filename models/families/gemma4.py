@@ -93,11 +93,12 @@ class Gemma4Config(MoeConfig):
 
     def source_of(self, index: int) -> int:
         """The layer whose pages a layer uses."""
-        own = [layer for layer in range(min(index + 1, self.first_sharing)) if self._is_like(layer, index)]
-        return own[-1]
+        return self.last_source(self.layer_windows[index], index + 1)
 
-    def _is_like(self, layer: int, other: int) -> bool:
-        return (self.layer_windows[layer] is None) == (self.layer_windows[other] is None)
+    def last_source(self, window: int | None, end: int | None = None) -> int:
+        """The last layer before `end` with pages of its own and this window."""
+        end = self.first_sharing if end is None else min(end, self.first_sharing)
+        return max(layer for layer in range(end) if self.layer_windows[layer] == window)
 
 
 class Gemma4Model(Decoder):
@@ -183,7 +184,7 @@ class LayerInputs:
 class Gemma4Layer(SandwichLayer):
     def __init__(self, model: Gemma4Model, index: int, maker: Maker) -> None:
         config, self.index = model.config, index
-        has_pages, is_full = config.source_of(index) == index, config.layer_windows[index] is None
+        has_pages, is_full = index < config.first_sharing, config.layer_windows[index] is None
         attention = model.attention(
             index, maker, norm="head", values="keys" if is_full and config.keys_are_values else "normed",
             has_pages=has_pages,
@@ -235,7 +236,8 @@ class Gemma4Experts(Experts):
         return ops.rms_norm(chosen, self.behind, self.eps, residual=ops.rms_norm(made, self.behind_mlp, self.eps))
 
 
-def read_gemma4(fields: Fields) -> Gemma4Config:
+def read_gemma4(fields: Fields, *, is_drafter: bool = False) -> Gemma4Config:
+    """The fields of a decoder. All layers of a drafter use pages of another model's."""
     common = read_common(
         fields, default_head_dim=256, default_max_positions=131_072, activation_name="hidden_activation",
         activations={"gelu_pytorch_tanh": "tanh"}, default_activation="gelu_pytorch_tanh",
@@ -262,11 +264,14 @@ def read_gemma4(fields: Fields) -> Gemma4Config:
         for kind, size in (("full_attention", full_head_dim), ("sliding_attention", common["head_dim"]))
     )
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    num_sharing = fields.integer("num_kv_shared_layers", 0, least=0)
-    _check_sharing(fields, kinds, num_sharing)
+    num_sharing = fields.integer("num_kv_shared_layers", count if is_drafter else 0, least=0)
+    if not is_drafter:
+        _check_sharing(fields, kinds, num_sharing)
+    elif num_sharing != count:
+        raise fields.error("num_kv_shared_layers", f"= {num_sharing} must be all {count} layers of a drafter")
     wide = fields.boolean("use_double_wide_mlp", False)
     input_size = fields.integer("hidden_size_per_layer_input", 256, least=0, most=1 << 16)
-    least = common["vocab_size"] if input_size else 1
+    least = common["vocab_size"] if input_size else 0
     input_rows = fields.integer("vocab_size_per_layer_input", 262_144, least=least, most=1 << 24)
     return Gemma4Config(
         **common | read_attention_bias(fields) | {

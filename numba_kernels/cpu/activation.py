@@ -249,6 +249,37 @@ def forbid_kernel() -> Kernel:
 
 
 @functools.cache
+def keep_groups_kernel() -> Kernel:
+    """Writes minus infinity at the columns of all but the ``num_best`` groups of ``logits [R, V]`` with the largest
+    ``scores [R, G]``, of equal ones the first; ``columns [G, V / G]``. ``kept [R, G]`` is scratch memory. A work item
+    is some rows."""
+
+    def keep_groups(arguments, work_item):
+        a = carray(arguments, 1)[0]
+        count, size = a.num_groups, a.size
+        columns = int32_at(a.columns, count * size)
+        first = work_item * a.rows_a_work_item
+        for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
+            logits = float32_at(a.logits + row * count * size * 4, count * size)
+            scores, kept = float32_at(a.scores + row * count * 4, count), int32_at(a.kept + row * count * 4, count)
+            for group in range(count):
+                kept[group] = 0
+            for _ in range(a.num_best):
+                best = -1
+                for group in range(count):
+                    if kept[group] == 0 and (best < 0 or scores[group] > scores[best]):
+                        best = group
+                kept[best] = 1
+            for group in range(count):
+                if kept[group] == 0:
+                    for place in range(group * size, (group + 1) * size):
+                        logits[columns[place]] = -np.inf
+
+    fields = "*logits *scores *columns *kept num_groups size num_best num_rows rows_a_work_item"
+    return Kernel(keep_groups, Fields(fields))
+
+
+@functools.cache
 def add_scaled_kernel() -> Kernel:
     """``out [R, W] = x + scale y``; a work item is some rows."""
 

@@ -13,6 +13,7 @@
     gelu_gate     gelu tanh(x) up, up some columns of a wider matrix
     scale_logits  scale x, or cap tanh(scale x / cap), float32, in place            https://arxiv.org/abs/2408.00118
     forbid        minus infinity at some columns of logits, in place
+    keep_groups   the same at the columns of all but the best groups of each row
 
 x and out are f32, f16 or bf16; arithmetic is float32; NaN in gives NaN out. Each element is read and written once, and
 bandwidth bounds the time. `out` may be x. Where sizes and addresses allow it, accesses are 16 bytes wide.
@@ -34,8 +35,9 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.math import absolute, divide, exp, fma, sigmoid
-from numba_kernels.cuda.intrinsics.memory import load_b32, store_b32
+from numba_kernels.cuda.intrinsics.memory import load_b32, load_f32, store_b32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import lane_index, warp_sum
 from numba_kernels.cuda.specialisation import THREADS, Launch, Specialisation, access_width, flat_grid, row_grid
 
 ACTIVATIONS = ("gelu_erf", "gelu_tanh", "gelu_sigmoid", "silu", "squared_relu")
@@ -333,6 +335,41 @@ def _forbid() -> Specialisation:
     return Specialisation("forbid", forbid, (types.uint64,) * 2 + (types.uint32,) * 3, THREADS)
 
 
+@functools.cache
+def _keep_groups() -> Specialisation:
+    """Arguments: addresses of the logits, the groups' scores and columns; rows' width; number of groups; columns of
+    each; groups to keep; rows x groups. A warp has a group of a row."""
+
+    @cuda.jit
+    def keep_groups(logits, scores, columns, width, num_groups, size, num_best, count):
+        wait_for_previous_grid()
+        launch_dependents()
+        warp = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS // 32) + (uint32(cuda.threadIdx.x) >> uint32(5)))
+        if warp < count:
+            row, lane = uint32(warp // num_groups), lane_index()
+            of_row, own = scores + uint64(uint32(row * num_groups)) * uint64(4), uint32(warp - row * num_groups)
+            score, better, other = load_f32(of_row + uint64(own) * uint64(4)), float32(0), lane
+            while other < num_groups:
+                found = load_f32(of_row + uint64(other) * uint64(4))
+                if found > score or (found == score and other < own):
+                    better = better + float32(1)
+                other = uint32(other + uint32(32))
+            if warp_sum(better) >= float32(num_best):
+                place = lane
+                while place < size:
+                    column = load_b32(columns + (uint64(own) * uint64(size) + uint64(place)) * uint64(4))
+                    store_b32(logits + (uint64(row) * uint64(width) + uint64(column)) * uint64(4), uint32(0xFF800000))
+                    place = uint32(place + uint32(32))
+
+    return Specialisation("keep_groups", keep_groups, (types.uint64,) * 3 + (types.uint32,) * 5, THREADS)
+
+
+def plan_keep_groups(num_rows: int, num_groups: int) -> Launch:
+    """Arguments: logits float32 [rows, width], scores float32 [rows, groups], columns int32 [groups, size], width,
+    groups, size, groups to keep, rows x groups."""
+    return Launch(_keep_groups(), flat_grid(32 * num_rows * num_groups), (THREADS, 1, 1))
+
+
 def plan_forbid(num_rows: int, num_ids: int) -> Launch:
     """Arguments: logits float32 [rows, width], ids int32 [n], width, n, rows x n."""
     return Launch(_forbid(), flat_grid(num_rows * num_ids), (THREADS, 1, 1))
@@ -386,3 +423,4 @@ def specialisations() -> Iterator[Specialisation]:
         for is_capped in (False, True):
             yield _scale_logits(width, is_capped)
     yield _forbid()
+    yield _keep_groups()

@@ -147,6 +147,17 @@ def forbid(logits: Tensor, token_ids: Tensor) -> None:
     _activation.forbid_kernel()(work_items, workers, *addresses, token_ids.size, rows, width, rows_a_work_item)
 
 
+def keep_groups(logits: Tensor, scores: Tensor, columns: Tensor, num_best: int) -> None:
+    """See `ops.keep_groups`."""
+    rows, groups = scores.shape
+    work_items, workers, rows_a_work_item = share_among(rows, logits.shape[1] + groups * num_best)
+    kept = new_int32(scores.shape)
+    addresses = logits.address, scores.address, columns.address, kept.address
+    _activation.keep_groups_kernel()(
+        work_items, workers, *addresses, groups, columns.shape[1], num_best, rows, rows_a_work_item
+    )
+
+
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """See `ops.add_scaled`."""
     rows, width = x.shape

@@ -48,7 +48,7 @@ __all__ = [
     "ACTIVATIONS", "GLU_ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
     "add_embedding", "add_partials", "add_scaled", "attention", "deferred_norm", "delta_rule", "elementwise",
     "embedding", "expert_linear", "experts", "forbid", "gather_rows", "gelu_gate", "glu", "join_columns",
-    "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
+    "keep_groups",    "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
     "log_softmax_topk", "mamba", "matmul", "normed_route", "page_shape", "qkv_prepare", "reduce", "rms_norm",
     "route", "sample", "sample_into", "scale_logits", "short_conv", "sigmoid_gate", "take_decode_inputs",
     "write_elementwise",
@@ -63,6 +63,7 @@ _plan_activation = remembered(_activation.plan_activation)
 _plan_add_scaled = remembered(_activation.plan_add_scaled)
 _plan_embedding = remembered(_embedding.plan_embedding)
 _plan_forbid = remembered(_activation.plan_forbid)
+_plan_keep_groups = remembered(_activation.plan_keep_groups)
 _plan_layer_norm = remembered(_norm.plan_layer_norm)
 _plan_qkv_prepare = remembered(_qkv.plan_qkv_prepare)
 _plan_row_scales = remembered(_qkv.plan_row_scales)
@@ -87,6 +88,14 @@ def forbid(logits: Tensor, token_ids: Tensor) -> None:
     rows, count = logits.shape[0], token_ids.size
     launch = _plan_forbid(rows, count)
     Gpu.of(logits.device).launch(launch, logits.address, token_ids.address, logits.shape[1], count, rows * count)
+
+
+def keep_groups(logits: Tensor, scores: Tensor, columns: Tensor, num_best: int) -> None:
+    """See `ops.keep_groups`."""
+    rows, groups = scores.shape
+    sizes = logits.shape[1], groups, columns.shape[1], num_best, rows * groups
+    addresses = logits.address, scores.address, columns.address
+    Gpu.of(logits.device).launch(_plan_keep_groups(rows, groups), *addresses, *sizes)
 
 
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
-from runtime.engine.config import DFLASH_PREFIX, DRAFT_PREFIX, EAGLE3_PREFIX, OPTIONS, EngineConfig
+from runtime.engine.config import DFLASH_PREFIX, DRAFT_PREFIX, EAGLE3_PREFIX, MTP_PREFIX, OPTIONS, EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.option import OptionField
 from runtime.sampling_table import COLUMNS
@@ -71,7 +71,13 @@ def options_of(text: str) -> dict[str, Any]:
     if not isinstance(method, str) or method not in _METHODS:
         known = ", ".join((*_WITH_FOLDERS, *(name for name in _METHODS if name.isalpha())))
         raise RequestError(f"--speculative-config: method must be one of {known}, got {method!r:.80}", param=param)
-    return _with_most({"speculation": _METHODS[method]}, given)
+    speculation = _METHODS[method]
+    if speculation == "mtp" and "model" in given:
+        folder = given.pop("model")
+        if not isinstance(folder, str) or not folder:
+            raise RequestError(f"--speculative-config: model must be an assistant, got {folder!r:.80}", param=param)
+        speculation = MTP_PREFIX + folder
+    return _with_most({"speculation": speculation}, given)
 
 
 def _acceptance_of(given: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ Quantization = Literal["none", "int8", "int4", "mxfp4", "fp8"]
 Activations = Literal["auto", "float"]
 KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 SPECULATIONS = ("auto", "off", "ngram", "suffix", "eagle3", "mtp")
-DRAFT_PREFIX, EAGLE3_PREFIX, DFLASH_PREFIX = "draft:", "eagle3:", "dflash:"
+DRAFT_PREFIX, EAGLE3_PREFIX, DFLASH_PREFIX, MTP_PREFIX = "draft:", "eagle3:", "dflash:", "mtp:"
 OWN_DRAFTER = "drafter"
 """The folder in a model's that has a drafter for it."""
 
@@ -410,11 +410,12 @@ class EngineConfig(SchedulingConfig):
                 ' (beside it, what prompt and output said before), "suffix" (and the answers of others of the same '
                 'tenant), "draft:FOLDER" (a small model), "eagle3:FOLDER" (a drafter that reads the model\'s hidden '
                 'states), "eagle3" (the one in the model\'s folder), "dflash:FOLDER" (one that says a block at '
-                'once), "mtp" (the layer of the model\'s checkpoint that predicts further tokens), "off" (nobody); '
+                'once), "mtp" (the layer of the model\'s checkpoint that predicts further tokens), "mtp:FOLDER" (an '
+                'assistant of Gemma 4, which reads the model\'s pages), "off" (nobody); '
                 "tokens are as without (docs/speculation.md)"
             ),
             heading="Execution",
-            flag=Flag(metavar="auto|off|ngram|suffix|draft:FOLDER|eagle3:FOLDER|dflash:FOLDER|mtp"),
+            flag=Flag(metavar="auto|off|ngram|suffix|draft:FOLDER|eagle3:FOLDER|dflash:FOLDER|mtp|mtp:FOLDER"),
         ),
     ] = "auto"
     num_speculative_tokens: Annotated[
@@ -536,10 +537,10 @@ class EngineConfig(SchedulingConfig):
                 )
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise RequestError("give num_blocks or kv_cache_memory_bytes, not both", param="num_blocks")
-        prefixes = DRAFT_PREFIX, EAGLE3_PREFIX, DFLASH_PREFIX
+        prefixes = DRAFT_PREFIX, EAGLE3_PREFIX, DFLASH_PREFIX, MTP_PREFIX
         if not isinstance(self.speculation, str) or self.speculation in ("", *prefixes):
             raise RequestError(
-                f"speculation: draft:, eagle3: and dflash: need a folder, got {self.speculation!r:.80}",
+                f"speculation: draft:, eagle3:, dflash: and mtp: need a folder, got {self.speculation!r:.80}",
                 param="speculation",
             )
         if self.speculation not in SPECULATIONS and not self.speculation.startswith(prefixes):
@@ -624,7 +625,8 @@ class EngineConfig(SchedulingConfig):
     @property
     def reads_hidden_states(self) -> bool:
         """Whether what proposes tokens reads the model's hidden states."""
-        return self.speculation in ("eagle3", "mtp") or self.speculation.startswith((EAGLE3_PREFIX, DFLASH_PREFIX))
+        prefixes = EAGLE3_PREFIX, DFLASH_PREFIX, MTP_PREFIX
+        return self.speculation in ("eagle3", "mtp") or self.speculation.startswith(prefixes)
 
     @property
     def scheduling(self) -> SchedulingConfig:

@@ -20,7 +20,8 @@ from models.configuration.generation_config import load_end_ids, load_suppressed
 from models.configuration.preprocessing import read_line_ends, read_patch_rule
 from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
-from models.drafters.hidden_state_drafter import BlockDrafter, SteppingDrafter
+from models.drafters.gemma4_assistant import AssistantDrafter, load_assistant
+from models.drafters.hidden_state_drafter import BlockDrafter, PairDrafter
 from models.drafters.mtp import load_mtp
 from models.gguf.mmproj import NONE as NO_MMPROJ
 from models.registry import Declaration, declare, declare_model, stages_of
@@ -28,7 +29,7 @@ from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipe
 from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
 from runtime.device.gpu import Gpu
-from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, OPTIONS, OWN_DRAFTER, EngineConfig
+from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, MTP_PREFIX, OPTIONS, OWN_DRAFTER, EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.matcher import LazyVocabulary
@@ -41,6 +42,7 @@ from runtime.engine.ranks.messages import Loaded
 from runtime.engine.speculation.draft_model import MOST_STATES, PAGES_OF_STATE, DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
+from runtime.engine.speculation.page_proposer import PageProposer
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.engine.steps.executor import Executor
@@ -235,7 +237,7 @@ def engine_over(
         local = executor_over(loaded, folder, config, limits, info.vocab_size, ranks.communicator)
         executor = ParallelExecutor(local, ranks, most_open_steps)
     # A request's own prediction is not tried if several steps are open.
-    speculator = None if executor.depth > 1 else speculator_of(config, info.vocab_size, limits, draft)
+    speculator = None if executor.depth > 1 else speculator_of(config, info.vocab_size, limits, draft, executor)
     return Engine(executor, limits, info, config.seed, vocabulary, speculator)
 
 
@@ -261,8 +263,8 @@ def executor_over(
     return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator)
 
 
-Draft = Model | SteppingDrafter | BlockDrafter
-"""A drafter with weights and pages of its own."""
+Draft = Model | PairDrafter | BlockDrafter | AssistantDrafter
+"""A drafter with weights of its own, and pages, unless it is an assistant."""
 
 
 def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: bool = False) -> Draft | None:
@@ -282,6 +284,8 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
         return load_mtp(folder, target, **{**how, "mmproj": config.mmproj})
     if config.speculation.startswith(DFLASH_PREFIX):
         return load_dflash(resolve_model(config.speculation.removeprefix(DFLASH_PREFIX)), target, **how)
+    if config.speculation.startswith(MTP_PREFIX):
+        return load_assistant(resolve_model(config.speculation.removeprefix(MTP_PREFIX)), target, **how)
     if config.speculation != "eagle3":
         drafter = resolve_model(config.speculation.removeprefix(EAGLE3_PREFIX))
     elif not (drafter := folder / OWN_DRAFTER).is_dir():
@@ -338,7 +342,7 @@ def check_draft(draft: Model, draft_folder: Path, target: Model, folder: Path) -
 
 def _draft_bytes_per_block(draft: Draft | None, config: EngineConfig) -> int:
     """A draft model has as many pages as the target in each of its cache groups."""
-    if draft is None:
+    if draft is None or isinstance(draft, AssistantDrafter):
         return 0
     spec = draft.kv_cache_spec(config.block_size)
     return spec.bytes_per_token * spec.block_size
@@ -346,7 +350,7 @@ def _draft_bytes_per_block(draft: Draft | None, config: EngineConfig) -> int:
 
 def _draft_state_bytes(draft: Draft | None, config: EngineConfig) -> int:
     """A draft model's recurrent states lie beside the blocks."""
-    if draft is None:
+    if draft is None or isinstance(draft, AssistantDrafter):
         return 0
     spec = draft.kv_cache_spec(config.block_size)
     num_bytes = sum(spec.block_bytes[group.pool] for group in spec.groups if not group.kind.follows_tokens)
@@ -354,13 +358,17 @@ def _draft_state_bytes(draft: Draft | None, config: EngineConfig) -> int:
 
 
 def speculator_of(
-    config: EngineConfig, vocab_size: int, limits: EngineLimits, draft: Draft | None
+    config: EngineConfig, vocab_size: int, limits: EngineLimits, draft: Draft | None, executor: Executor
 ) -> Speculator | None:
     """The proposer of draft tokens that the config names, or None."""
     if config.speculation == "off" or (State() in limits.cache_kinds and not config.pending_tokens):
         return None
     drafter: Drafter | None = None
-    if draft is not None and not isinstance(draft, Model):
+    if isinstance(draft, AssistantDrafter):
+        assert isinstance(executor, LocalExecutor), "the config was checked"
+        pages, tables = executor.kv_cache, executor.rows.tables
+        drafter = PageProposer(draft, pages, tables, limits, config.num_speculative_tokens)
+    elif draft is not None and not isinstance(draft, Model):
         drafter = StateProposer(draft, limits, limits.num_blocks, config.num_speculative_tokens)
     elif draft is not None:
         rejects = config.speculation_acceptance == "rejection"

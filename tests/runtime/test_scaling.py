@@ -64,6 +64,29 @@ def test_columns_are_forbidden(device: str, rows: int) -> None:
 
 
 @on_each_device
+@pytest.mark.exhaustive_cases("emulated")
+@pytest.mark.parametrize("rows", [0, 1, 35])
+def test_the_best_groups_of_columns_are_kept(device: str, rows: int) -> None:
+    rng = np.random.default_rng(8)
+    for groups, size, best in ((1, 7, 1), (40, 3, 5), (67, 40, 66)):
+        x = rng.standard_normal((rows, groups * size)).astype(np.float32)
+        scores = rng.standard_normal((rows, groups)).astype(np.float32)
+        scores[:, ::3] = scores[:, :1]  # equal ones
+        columns = rng.permutation(groups * size).astype(np.int32).reshape(groups, size)
+        logits = tensor(x, device)
+        ops.keep_groups(logits, tensor(scores, device), tensor(columns, device), best)
+        expected = np.full_like(x, -np.inf)
+        for row in range(rows):
+            kept = columns[np.argsort(-scores[row], kind="stable")[:best]]
+            expected[row, kept] = x[row, kept]
+        np.testing.assert_array_equal(of_cpu(logits), expected)
+    with pytest.raises(InvalidArgumentError, match="keep_groups: num_best is 68, must be 1 to 67"):
+        ops.keep_groups(logits, tensor(scores, device), tensor(columns, device), 68)
+    with pytest.raises(InvalidArgumentError, match="keep_groups: columns are 67 groups"):
+        ops.keep_groups(tensor(np.zeros((rows, 68), np.float32), device), logits, tensor(columns, device), 1)
+
+
+@on_each_device
 @pytest.mark.parametrize("vocab", [401, 512])
 def test_logits_are_scaled_and_capped(device: str, vocab: int) -> None:
     rng = np.random.default_rng(1)

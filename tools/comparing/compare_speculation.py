@@ -36,7 +36,8 @@ from models.checkpoints.hub import resolve_model
 from models.decoder import Decoder
 from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
-from models.drafters.hidden_state_drafter import BlockDrafter, SteppingDrafter
+from models.drafters.gemma4_assistant import AssistantDrafter
+from models.drafters.hidden_state_drafter import BlockDrafter, PairDrafter
 from models.drafters.mtp import load_mtp
 from models.experts import MoeConfig
 from runtime.engine.config import OWN_DRAFTER, EngineConfig
@@ -49,8 +50,10 @@ from runtime.engine.scheduling.sequence import Sequence as Choice
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter, Ids
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
+from runtime.engine.speculation.page_proposer import PageProposer
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.speculation.state_proposer import StateProposer
+from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.kv.kinds import blocks_of_sequence
 from runtime.text.load import load_tokenizer
 from runtime.text.pipeline import TextPipeline
@@ -73,7 +76,7 @@ BABYLLAMA: dict[str, Any] = {
 PREDICTION_LAYER = "prediction_layer"
 """The name of the model that has one."""
 
-StateReader = SteppingDrafter | BlockDrafter
+StateReader = PairDrafter | BlockDrafter | AssistantDrafter
 
 MOST_OUTPUT = 47
 """Tokens of an answer, unless told."""
@@ -164,22 +167,29 @@ def compare(
         for answer in plain.values():
             reason = "stop string" if isinstance(answer.stop_reason, str) else str(answer.finish_reason)
             found.ends[reason] = found.ends.get(reason, 0) + 1
-        chosen: list[Drafter | None] = [NgramDrafter(), SuffixDrafter(), Guesses(plain, vocab_size, number)]
+        chosen: list[Drafter | AssistantDrafter | None] = [
+            NgramDrafter(),
+            SuffixDrafter(),
+            Guesses(plain, vocab_size, number),
+        ]
         limits = limits_of(model, config)  # the model drafts for itself, at times with too few pages
         drafted = DraftModelDrafter(model, model.max_positions, model.longrope_threshold, limits, limits.num_blocks)
         chosen += [drafted, None]
         for each in states:
             num_blocks = max(2, int(limits.num_blocks * rng.choice((0.3, 1, 2))))
-            chosen.append(StateProposer(each, limits, num_blocks, 7))
+            is_assistant = isinstance(each, AssistantDrafter)  # which reads the pages of an engine that is made below
+            chosen.append(each if is_assistant else StateProposer(each, limits, num_blocks, 7))  # type: ignore[arg-type]
         chosen = [drafter for drafter in chosen if not drafters or _name(drafter) in drafters]
         predicted = [_with_prediction(rng, request, plain, vocab_size) for request in requests]
         for drafter in [chosen[(seed + number) % len(chosen)]] if takes_turns else chosen:
-            name = _name(drafter)
+            name, own = _name(drafter), engine
+            if isinstance(drafter, StateProposer | AssistantDrafter):  # hidden states are kept from the beginning
+                own = engine_over(model, folder, config, "compared")
+            if isinstance(drafter, AssistantDrafter):
+                assert isinstance(own.executor, LocalExecutor), "there are no ranks"
+                drafter = PageProposer(drafter, own.executor.kv_cache, own.executor.rows.tables, limits, 7)
             speculator = Speculator(drafter, rng.choice((1, 3, 7)), vocab_size, fixed=True, hang_s=math.inf)
             asked = predicted if drafter is None else requests
-            own = engine
-            if isinstance(drafter, StateProposer):  # hidden states are kept from the beginning
-                own = engine_over(model, folder, config, "compared")
             answers = _run(own, speculator, asked, arrivals, cancels, tokenizer)
             cancelled = set(cancels.values())
             for key, answer in plain.items():
@@ -194,6 +204,7 @@ def compare(
                 found.differences.append(f"round {number}: the draft model's pages leaked")
             if isinstance(drafter, StateProposer):
                 drafter.pool.check_invariants([])
+            if own is not engine:
                 found.num_preemptions += own.stats().num_preemptions
                 own.close()
             if drafter is not None and not speculator.is_on:
@@ -203,8 +214,8 @@ def compare(
     return found
 
 
-def _name(drafter: Drafter | None) -> str:
-    return "predictions" if drafter is None else drafter.name
+def _name(drafter: Drafter | AssistantDrafter | None) -> str:
+    return "predictions" if drafter is None else getattr(drafter, "kind", "") or drafter.name  # type: ignore[union-attr]
 
 
 def _config(rng: random.Random, model: Model, settings: dict[str, Any]) -> EngineConfig:

@@ -33,17 +33,23 @@ from runtime.tensor.tensor import Tensor
 
 
 class Stepping:
-    """See `Drafting`. On the CPU all steps are one recording, if they can be recorded."""
+    """See `Drafting`. On the CPU all steps are one recording, if they can be recorded.
+
+    If the drafter only reads pages, nothing is written: each sequence has one pair, that of its last token, and all
+    steps have the place of its hidden states, rotated by one more.
+    """
 
     pair_ahead = 1
 
     def __init__(
-        self, drafter: SteppingDrafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most: int
-    ) -> None:
+        self, drafter: SteppingDrafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most: int, *,
+        only_reads: bool = False,
+    ) -> None:  # fmt: skip
         self._drafter, self._pages, self._tables, self._limits = drafter, pages, tables, limits
+        self._only_reads = only_reads
         self._recorded: RecordedDrafts | None = None
         if drafter.device.kind == "cpu" and limits.decode_graphs != "off":
-            self._recorded = RecordedDrafts(drafter, pages, tables, limits, most)
+            self._recorded = RecordedDrafts(drafter, pages, tables, limits, most, only_reads=only_reads)
 
     def slots_after(self, most: int) -> int:
         """See `Drafting`. The last proposal is not computed."""
@@ -78,7 +84,8 @@ class Stepping:
             if len(going_on) < len(sampled):
                 hidden = rows_of(hidden, np.array(going_on, np.int32), self._drafter.device)
             ones = np.ones(len(ready), np.int64)
-            normed, hidden = self._forward(newest, chunks.rows[ready], ends[ready] + ahead, ones, hidden)
+            places = ends[ready] - 1 if self._only_reads else ends[ready] + ahead
+            normed, hidden = self._forward(newest, chunks.rows[ready], places, ones, hidden)
         return found
 
     def _compute(self, chunks: PairChunks) -> tuple[Tensor, Tensor]:
@@ -93,7 +100,10 @@ class Stepping:
         self, token_ids: Ids, rows: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64],
         hidden: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        layout = lay_out(token_ids, rows, starts, counts, self._tables, np.empty(0, np.int32))
+        offsets = np.ones(len(rows), np.int64) if self._only_reads else None
+        layout = lay_out(token_ids, rows, starts, counts, self._tables, np.empty(0, np.int32), offsets)
+        if self._only_reads:
+            layout.arrays["slot_mappings"][:] = -1
         batch = layout.batch(self._drafter.device, exact=self._limits.exact)
         return self._drafter.forward(batch, hidden, self._pages)
 
@@ -117,9 +127,11 @@ class RecordedDrafts:
     """Recordings of one drafter over its pages. Belongs to the engine's loop."""
 
     def __init__(
-        self, drafter: SteppingDrafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most_steps: int
-    ) -> None:
+        self, drafter: SteppingDrafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most_steps: int, *,
+        only_reads: bool = False,
+    ) -> None:  # fmt: skip
         self._drafter, self._pages, self._tables, self._limits = drafter, pages, tables, limits
+        self._only_reads, groups = only_reads, tables.num_groups
         self._recorder = open_recorder(CPU)
         self._lengths = self._recorder.sequence_lengths(limits.max_model_len, exact=limits.exact)
         self._most_steps = most_steps
@@ -129,12 +141,12 @@ class RecordedDrafts:
         self._given = [Tensor.over(each, float32) for each in self._states]
         # The arrays of the pass over pairs, then those of each step after it.
         self._token_ids, self._positions = np.zeros((2, MOST_PAIRS + 1), np.int32)
-        self._slots = np.zeros((1, MOST_PAIRS + 1), np.int64)
+        self._slots = np.full((groups, MOST_PAIRS + 1), -1, np.int64)
         self._query_start, self._seq_lens = np.zeros((2, seqs + 2), np.int32)
         self._last = np.zeros(seqs, np.int32)
-        self._tables_of = np.zeros((seqs + 1) * -(-limits.max_model_len // limits.block_size), np.int32)
+        self._tables_of = np.zeros((groups, (seqs + 1) * -(-limits.max_model_len // limits.block_size)), np.int32)
         self._step_positions, self._step_lens, self._draw_positions = np.zeros((3, most_steps, seqs), np.int32)
-        self._step_slots = np.zeros((most_steps, seqs), np.int64)
+        self._step_slots = np.full((most_steps, groups, seqs), -1, np.int64)
         self._results = np.zeros((most_steps, 2 * seqs + 1), np.int32)
         self._columns: dict[str, NDArray[Any]] = {
             name: np.full(seqs, column.neutral, column.dtype) for name, column in COLUMNS.items()
@@ -152,7 +164,8 @@ class RecordedDrafts:
         steps = max(most for _, most in sampling_sequences)
         if num_pairs > MOST_PAIRS or num_seqs > MOST_SEQUENCES or steps > self._most_steps:
             return None
-        most_slots = chunks.starts + chunks.counts + np.array([most - 1 for _, most in sampling_sequences])
+        ahead = np.array([0 if self._only_reads else most - 1 for _, most in sampling_sequences])
+        most_slots = chunks.starts + chunks.counts + ahead
         longest = self._lengths[bisect_left(self._lengths, int(most_slots.max()))]
         shape = _Shape(_SIZES[bisect_left(_SIZES, num_pairs + 1)], num_seqs, steps, longest)
         self._write(chunks, sampling_sequences, shape)
@@ -180,9 +193,10 @@ class RecordedDrafts:
         positions = np.arange(pairs) + np.repeat(starts - first, counts)
         entries = self._tables.first_entries(rows)
         self._token_ids[:pairs] = chunks.token_ids
-        self._positions[:pairs] = positions
-        self._slots[0, :pairs] = self._tables.slots(np.repeat(entries, counts), positions)[0]
-        self._slots[0, pairs : shape.num_pairs] = -1
+        self._positions[:pairs] = positions + int(self._only_reads)
+        if not self._only_reads:
+            self._slots[:, :pairs] = self._tables.slots(np.repeat(entries, counts), positions)
+            self._slots[:, pairs : shape.num_pairs] = -1
         self._positions[pairs : shape.num_pairs] = 0
         self._token_ids[pairs : shape.num_pairs] = 0
         self._query_start[1 : seqs + 1] = first + counts
@@ -191,20 +205,22 @@ class RecordedDrafts:
         self._seq_lens[seqs] = shape.num_pairs - pairs
         self._last[:seqs] = first + counts - 1
         width = -(-shape.max_seq_len // self._limits.block_size)
-        tables = self._tables.of(rows)[0]
-        target = self._tables_of[: (seqs + 1) * width].reshape(seqs + 1, width)
-        used = min(width, tables.shape[1])
-        target[:seqs, :used] = tables[:, :used]
-        target[seqs] = 0
+        tables = self._tables.of(rows)
+        target = self._tables_of[:, : (seqs + 1) * width].reshape(-1, seqs + 1, width)
+        used = min(width, tables.shape[2])
+        target[:, :seqs, :used] = tables[:, :, :used]
+        target[:, seqs] = 0
         steps = shape.num_steps
         ahead = np.arange(steps - 1)[:, None]
         most = np.array([each for _, each in sampling_sequences])
         is_own = ahead + 1 < most  # later ones are padding, and write nothing
-        batch_slots = np.where(is_own, ends + ahead, ends - 1)
-        self._step_positions[: steps - 1, :seqs] = batch_slots
+        batch_slots = np.where(is_own & (not self._only_reads), ends + ahead, ends - 1)
+        self._step_positions[: steps - 1, :seqs] = batch_slots + int(self._only_reads)
         self._step_lens[: steps - 1, :seqs] = batch_slots + 1
-        slots = self._tables.slots(np.tile(entries, max(0, steps - 1)), batch_slots.reshape(-1))[0]
-        self._step_slots[: steps - 1, :seqs] = np.where(is_own, slots.reshape(batch_slots.shape), -1)
+        if not self._only_reads:
+            slots = self._tables.slots(np.tile(entries, max(0, steps - 1)), batch_slots.reshape(-1))
+            own = np.where(is_own, slots.reshape(len(slots), *batch_slots.shape), -1)
+            self._step_slots[: steps - 1, :, :seqs] = own.transpose(1, 0, 2)
         for name in SAMPLED_BY:
             self._columns[name][:seqs] = [getattr(sequence.request.params, name) for sequence, _ in sampling_sequences]
         self._seeds[:seqs] = np.array([sequence.request.seed for sequence, _ in sampling_sequences], np.uint64).view(
@@ -217,7 +233,7 @@ class RecordedDrafts:
     def _record(self, shape: _Shape) -> Recording:
         pairs, seqs, longest, exact = shape.num_pairs, shape.num_seqs, shape.max_seq_len, self._limits.exact
         width = -(-longest // self._limits.block_size)
-        tables = self._tables_of[: (seqs + 1) * width].reshape(1, seqs + 1, width)
+        tables = self._tables_of[:, : (seqs + 1) * width].reshape(-1, seqs + 1, width)
         starts = np.arange(seqs + 1, dtype=np.int32)
         first: dict[str, NDArray[Any]] = {
             "token_ids": self._token_ids[:pairs], "positions": self._positions[:pairs],
@@ -230,7 +246,7 @@ class RecordedDrafts:
             arrays: dict[str, NDArray[Any]] = {
                 "token_ids": self._results[step, :seqs], "positions": self._step_positions[step, :seqs],
                 "query_start": starts, "seq_lens": self._step_lens[step, :seqs],
-                "slot_mappings": self._step_slots[step : step + 1, :seqs], "block_tables": tables[:, :seqs],
+                "slot_mappings": self._step_slots[step, :, :seqs], "block_tables": tables[:, :seqs],
                 "logits_indices": self._no_logits,
             }  # fmt: skip
             batches.append(StepLayout(arrays, 1, longest).batch(CPU, exact=exact))

@@ -248,6 +248,6 @@ def _left_chunks(assembled: Assembled, kept: AuxiliaryHiddenStates) -> list[Left
     chunks = [
         LeftChunk(sequence, first, start, min(count, sequence.num_tokens - 1 - start))
         for sequence, first, start, count in places
-        if not sequence.is_finished and sequence.request.pictures is None
+        if not sequence.is_finished
     ]
     return [chunk for chunk in chunks if chunk.num_tokens > 0]

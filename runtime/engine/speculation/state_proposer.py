@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from models.drafters.hidden_state_drafter import BlockDrafter, SteppingDrafter
+from models.drafters.hidden_state_drafter import BlockDrafter, PairDrafter
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.block_pool import BlockPool, Chain
 from runtime.engine.scheduling.sequence import Sequence
@@ -84,9 +85,7 @@ class StateProposer:
     most        highest draft length of a sequence
     """
 
-    def __init__(
-        self, drafter: SteppingDrafter | BlockDrafter, limits: EngineLimits, num_blocks: int, most: int
-    ) -> None:
+    def __init__(self, drafter: PairDrafter | BlockDrafter, limits: EngineLimits, num_blocks: int, most: int) -> None:
         spec = drafter.kv_cache_spec(limits.block_size)
         self.name = drafter.kind
         self.wanted = WantedStates(drafter.layers, drafter.target.config.hidden_size, drafter.target.dtype)
@@ -110,10 +109,10 @@ class StateProposer:
     def follow(self, kept: AuxiliaryHiddenStates, chunks: Callable[[], list[LeftChunk]], *, pays: bool) -> None:
         """See `StateDrafter`. Chunks within prompts are computed at once, while that may pay; the others only if drafts
         are requested before the next step."""
-        self._states, self._chunks, self._proposed = kept.tensors, chunks, {}
+        self._states, self._chunks, self._proposed = kept.tensors, partial(_of_text, chunks), {}
         if not pays:
             return
-        left = chunks()
+        left = self._chunks()
         self._chunks = lambda: left
         prompts: list[_Pass] = []
         keep = {chunk.sequence for chunk in left}
@@ -238,3 +237,8 @@ class StateProposer:
             known.length += len(one.token_ids)
             if known.is_whole:
                 self.pool.record(known.chain, [known.blocks], [0], known.length, known.pairs)
+
+
+def _of_text(chunks: Callable[[], list[LeftChunk]]) -> list[LeftChunk]:
+    """The chunks of sequences without pictures, whose tokens have no pairs."""
+    return [chunk for chunk in chunks() if chunk.sequence.request.pictures is None]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.drafters.hidden_state_drafter import BlockDrafter, HiddenStateDrafter, SteppingDrafter
+from models.drafters.hidden_state_drafter import BlockDrafter, PairDrafter
 from runtime import ops
 from runtime.batch import Batch
 from runtime.engine.steps.layout import BlockTables, lay_out
@@ -20,7 +20,7 @@ BLOCK = 8
 class _Pages:
     """Of one sequence."""
 
-    def __init__(self, drafter: HiddenStateDrafter, num_blocks: int = 4) -> None:
+    def __init__(self, drafter: PairDrafter | BlockDrafter, num_blocks: int = 4) -> None:
         self.pages = KVCache(drafter.kv_cache_spec(BLOCK), num_blocks)
         self.tables = BlockTables(1, 1, num_blocks, BLOCK)
         self.tables.add(0, 0, 0, [2, 0, 3, 1, *range(4, num_blocks)])
@@ -38,7 +38,7 @@ class _Pages:
 class Alone(_Pages):
     """One that goes on token by token."""
 
-    def __init__(self, drafter: SteppingDrafter) -> None:
+    def __init__(self, drafter: PairDrafter) -> None:
         super().__init__(drafter)
         self.drafter = drafter
 

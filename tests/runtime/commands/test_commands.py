@@ -281,6 +281,7 @@ def test_a_file_of_prompts_in_another_encoding_is_named(tmp_path: Path, capsys: 
         ('{"method": "dspark", "model": "x"}', {"speculation": "dflash:x"}),
         ('{"method": "mtp", "num_speculative_tokens": 1}', {"speculation": "mtp", "num_speculative_tokens": 1}),
         ('{"method": "deepseek_mtp"}', {"speculation": "mtp"}),
+        ('{"method": "mtp", "model": "x"}', {"speculation": "mtp:x"}),
         ('{"model": "[ngram]", "num_speculative_tokens": 3}', {"speculation": "ngram", "num_speculative_tokens": 3}),
     ],
 )

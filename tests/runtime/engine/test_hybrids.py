@@ -17,6 +17,8 @@ from runtime.engine.messages import EngineRequest
 from runtime.engine.speculation.ngram import SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
 from runtime.kv.kinds import State
+from tests.models.drafters.assistant_cases import TARGETS as ASSISTANTS
+from tests.models.drafters.assistant_cases import write_assistant, write_copies
 from tests.models.drafters.mtp_cases import CASES, write_with_prediction
 from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.fakes import run_to_end
@@ -35,6 +37,13 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
     {"num_blocks": 400, "speculation": "suffix", "decode_graphs": "off"},
     {**FEW, "speculation": "off", "overlap": "on"},
 )
+
+
+def with_assistant(drafter: Path) -> list[dict[str, Any]]:
+    """Schedules with Gemma 4's assistant in that folder."""
+    own = {**FEW, "speculation": f"mtp:{drafter}"}
+    return [{**own, "preemption": "swap", "swap_space_bytes": 1 << 24}, {**own, "overlap": "on", "num_blocks": 30}]
+
 
 Found = dict[tuple[str, int], tuple[list[int], list[Any]]]
 """By request and choice: ids, and the bits of their log probabilities."""
@@ -56,20 +65,25 @@ def run(engine: Engine, requests: list[EngineRequest]) -> Found:
     ("first", "num_requests"),
     [(0, 24), *(pytest.param(first, 1_000, marks=pytest.mark.exhaustive) for first in range(0, 10_000, 1_000))],
 )
-@pytest.mark.parametrize("case", ["qwen3_5_odd", "granite_hybrid_odd", "gemma4_inputs_odd"])
-@pytest.mark.exhaustive_cases("granite")
+@pytest.mark.parametrize("case", ["qwen3_5_odd", "granite_hybrid_odd", "gemma4_inputs_odd", "keys", "groups"])
+@pytest.mark.exhaustive_cases("granite", "keys", "groups")
 def test_no_schedule_changes_a_bit(
     case: str, first: int, num_requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each round has a schedule, whose engine and cache live through all of them; the drafters are look-ups, guesses
-    of the known answer, and the model's prediction layer."""
+    of the known answer, and the model's prediction layer or
+    assistant."""
     monkeypatch.setattr(State, "most_pages", lambda *_: 8)  # more states than pages of tokens
     schedules = list(SCHEDULES)
     if case in CASES:
         folder = write_with_prediction(tmp_path, case)
         schedules.append({**FEW, "speculation": "mtp", "preemption": "recompute"})
+    elif case in ASSISTANTS:
+        folder, drafter = write_copies(tmp_path, case, share=1.5)
+        schedules += with_assistant(drafter)
     else:
-        folder = write_model(tmp_path, load_golden(case))
+        folder = write_model(tmp_path / "model", load_golden(case))
+        schedules += with_assistant(write_assistant(tmp_path / "drafter", "inputs")) if "gemma4" in case else []
     lone: dict[str, Any] = {"num_blocks": 200, "max_num_seqs": 1, "enable_prefix_caching": False, "speculation": "off"}
     alone = build_engine(folder, **{**SETTINGS, **lone})
     engines = [build_engine(folder, **{**SETTINGS, **settings}) for settings in schedules]

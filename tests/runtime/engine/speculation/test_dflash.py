@@ -221,7 +221,7 @@ def test_its_pages_and_weights_are_counted(tmp_path: Path) -> None:
 def test_what_does_not_go_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="split over 2 ranks"):
         EngineConfig(speculation="dflash:x", tensor_parallel_size=2)
-    with pytest.raises(RequestError, match="dflash: need a folder"):
+    with pytest.raises(RequestError, match=r"dflash: .*need a folder"):
         EngineConfig(speculation="dflash:")
     with pytest.raises(RequestError, match=r"must be one of .*dflash:FOLDER, got 'dflash'"):
         EngineConfig(speculation="dflash")

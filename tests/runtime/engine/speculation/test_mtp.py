@@ -31,10 +31,14 @@ def new_engine(folder: Path, **settings: Any) -> tuple[Engine, Proposals]:
     return engine, note_proposals(engine)[1] if engine.speculator is not None else {}
 
 
+def prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(min(61, vocab_size)) for _ in range(rng.randrange(1, 30))] for _ in range(5)]
+
+
 def ask(engine: Engine, **params: Any) -> dict[str, list[int]]:
-    rng, answers = random.Random(3), dict[str, list[int]]()
-    for number in range(5):
-        prompt = [rng.randrange(min(61, engine.info.vocab_size)) for _ in range(rng.randrange(1, 30))]
+    answers = dict[str, list[int]]()
+    for number, prompt in enumerate(prompts(engine.info.vocab_size)):
         chosen = SamplingParams(max_tokens=25, **{"temperature": 0.0, "ignore_eos": True, "seed": 5, **params})
         engine.add(EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=chosen))
         answers[str(number)] = []

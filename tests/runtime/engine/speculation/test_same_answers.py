@@ -13,8 +13,11 @@ import pytest
 from models.decoder import Decoder
 from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
+from models.drafters.gemma4_assistant import load_assistant
 from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import loaded_model
+from tests.models.drafters.assistant_cases import TARGETS as ASSISTANTS
+from tests.models.drafters.assistant_cases import write_copies
 from tests.models.folders import load_golden, write_model
 from tools.comparing.compare_speculation import (
     Comparison,
@@ -71,6 +74,37 @@ def test_on_other_families(name: str, tmp_path: Path) -> None:
         states.append(load_dflash(own, model, device="cpu", load_format="dummy"))
     found = compare(model, folder, 25, 3, states=states, device="cpu", max_model_len=48, **named)
     check(found, *(each.kind for each in states), is_trained=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "num_requests"),
+    [("inputs", 30), *(pytest.param(case, 200, marks=pytest.mark.exhaustive) for case in ASSISTANTS)],
+)
+def test_with_an_assistant(case: str, num_requests: int, tmp_path: Path) -> None:
+    """Which reads the model's pages."""
+    folder, own = write_copies(tmp_path, case, share=1.5)
+    model = loaded_model(folder, EngineConfig(max_model_len=48, device="cpu", dtype="float32"))
+    drafter = load_assistant(own, model, device="cpu", dtype="float32")
+    few: dict[str, Any] = {"drafters": {"assistant"}, "round_size": 10, "max_model_len": 48, "max_num_seqs": 6}
+    found = compare(model, folder, num_requests, 5, states=[drafter], num_blocks=20, block_size=8, device="cpu", **few)
+    assert found.differences == []
+    tried, kept = found.tried["assistant"]
+    assert tried // 10 < kept < tried
+    assert found.num_preemptions > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ASSISTANTS)
+def test_with_an_assistant_on_an_emulated_gpu(case: str, tmp_path: Path) -> None:
+    folder, own = write_copies(tmp_path, case, share=1.5)
+    settings: dict[str, Any] = {"device": "emulated:sm_90a", "exact": True, "dtype": "float32"}
+    model = loaded_model(folder, EngineConfig(max_model_len=48, **settings))
+    drafter = load_assistant(own, model, **settings)
+    few: dict[str, Any] = {"states": [drafter], "drafters": {"assistant"}, "most_output": 14, "max_model_len": 48}
+    found = compare(model, folder, 6, 12, **few, **settings)
+    assert found.differences == []
+    tried, kept = found.tried["assistant"]
+    assert 0 < kept < tried
 
 
 @pytest.mark.exhaustive
