@@ -8,6 +8,8 @@ import pytest
 from runtime.device.allocator import DeviceBlock
 from runtime.device.errors import LaunchError
 from runtime.device.gpu import Gpu
+from runtime.emulator.driver.launches import KernelLaunch
+from runtime.emulator.driver.work_queues import MAX_QUEUED
 from tests.runtime.device.emulated import new_gpu
 from tests.runtime.device.kernels import launch_of, scale
 
@@ -131,3 +133,25 @@ def test_trimmed_memory_is_gone(gpu: Gpu) -> None:
     run(gpu, x.address, address)
     assert "FREE" in fault_of(gpu)
     gpu.allocator.check_integrity()
+
+
+def test_a_block_that_is_collected_while_a_kernel_runs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end, one work more in a full queue, runs nothing in the middle of the kernel's own run."""
+    x, y = filled(gpu), gpu.allocate(SIZE)
+    collected = [gpu.allocate(SIZE) for _ in range(MAX_QUEUED)]
+    gpu.synchronize()
+    run_kernel, running, runs = KernelLaunch.run, [0], []
+
+    def collecting(self: KernelLaunch, work: object) -> None:
+        running[0] += 1
+        runs.append(running[0])
+        if collected:
+            collected.pop().release()
+        run_kernel(self, work)  # type: ignore[arg-type]
+        running[0] -= 1
+
+    monkeypatch.setattr(KernelLaunch, "run", collecting)
+    for _ in range(MAX_QUEUED + 8):
+        run(gpu, x.address, y.address)
+    gpu.synchronize()
+    assert runs == [1] * (MAX_QUEUED + 8)
