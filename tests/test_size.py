@@ -15,7 +15,7 @@ PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools"
 
 MOST_LINES = {
     "numba_kernels": 34_034,
-    "runtime/emulator": 17_011,
+    "runtime/emulator": 17_012,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
     "runtime/backends": 2_913,
@@ -29,7 +29,7 @@ MOST_LINES = {
     "runtime/commands": 2_659,
     "runtime/bench": 8_843,
     "runtime": 3_035,
-    "models": 16_496,
+    "models": 16_754,
     "server": 17_321,
     "tokenizer": 5_565,
     "tools": 15_345,
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 51_231
+MOST_WORDS = 51_267
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -172,7 +172,8 @@ class GgufArchitecture:
         names: of tensors outside of layers, and of the layers ("blk"), here.
         transposed: parts of a layer whose matrices are stored inputs first here.
         layer_numbers: metadata with a number for each layer: the tensor and its shape that a layer has here.
-        pictures: its name if a second file has its tower (`models.gguf.mmproj`); "" if it reads no pictures.
+        pictures: its name if a second file has its tower, by the projector's type (`models.gguf.mmproj`); empty if it
+            reads no pictures.
         epsilon: the key of the norms' epsilon, under `attention`, and its field in config.json.
         has_other_epsilon: the epsilon may be under `layer_norm_epsilon` instead.
         read: makes further fields of config.json from the keys and the fields read so far.
@@ -191,7 +192,7 @@ class GgufArchitecture:
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     transposed: frozenset[str] = frozenset()
     layer_numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    pictures: str = ""
+    pictures: Mapping[str, str] = field(default_factory=dict)
     epsilon: tuple[str, str] = ("layer_norm_rms_epsilon", "rms_norm_eps")
     has_other_epsilon: bool = False
     read: Callable[[Keys, dict[str, Any]], dict[str, Any]] = lambda keys, common: {}
@@ -199,6 +200,7 @@ class GgufArchitecture:
 
 _MAMBA_VECTORS = frozenset(("ssm_a", "ssm_d", "ssm_norm"))
 _LAYER_NORM = "layer_norm_epsilon"
+_QWEN = "qwen3vl_merger"
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture(
@@ -226,6 +228,10 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
             "per_layer_token_embd": "model.embed_tokens_per_layer",
             "per_layer_model_proj": "model.per_layer_model_projection",
             "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        pictures={
+            "gemma4v": "Gemma4ForConditionalGeneration",
+            "gemma4uv": "Gemma4UnifiedForConditionalGeneration",
         },
         read=read_gemma4,
     ),
@@ -255,13 +261,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3vl": GgufArchitecture(
         "Qwen3ForCausalLM",
         {**LLAMA, **HEAD_NORMS},
-        pictures="Qwen3VLForConditionalGeneration",
+        pictures={_QWEN: "Qwen3VLForConditionalGeneration"},
         read=fields.read_text,
     ),
     "qwen3vlmoe": GgufArchitecture(
         "Qwen3MoeForCausalLM",
         {**LLAMA, **HEAD_NORMS, **ROUTER, **EXPERTS},
-        pictures="Qwen3VLMoeForConditionalGeneration",
+        pictures={_QWEN: "Qwen3VLMoeForConditionalGeneration"},
         read=fields.read_text_moe,
     ),
     "qwen35": GgufArchitecture(
@@ -269,7 +275,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         DELTA_RULE,
         norm_offset=1.0,
         plain_norms=frozenset(("ssm_norm",)),
-        pictures="Qwen3_5ForConditionalGeneration",
+        pictures={_QWEN: "Qwen3_5ForConditionalGeneration"},
         read=fields.read_qwen35,
     ),
     "qwen35moe": GgufArchitecture(
@@ -277,7 +283,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         {**DELTA_RULE, **ROUTER, **EXPERTS, **SHARED},
         norm_offset=1.0,
         plain_norms=frozenset(("ssm_norm",)),
-        pictures="Qwen3_5MoeForConditionalGeneration",
+        pictures={_QWEN: "Qwen3_5MoeForConditionalGeneration"},
         read=fields.read_qwen35_moe,
     ),
     "qwen3next": GgufArchitecture(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -18,10 +17,9 @@ from models.configuration.overrides import overridden
 from models.errors import ConfigError, WeightsError
 from models.gguf.architectures import FUSED, ROWS, GgufArchitecture
 from models.gguf.config import config_values, find_architecture, plain
-from models.gguf.formats import Array
-from models.gguf.mmproj import PATCHES, PATCHES_NAME, find_mmproj, with_pictures
+from models.gguf.mmproj import find_mmproj
 from models.gguf.reader import GgufFile, GgufTensor
-from runtime.dtype import DType, float32
+from models.gguf.weights import GgufHeadMaps, GgufNumber, GgufWeight
 from tokenizer.ends import EndTokens
 from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.vocabulary import GgufVocabulary
@@ -47,15 +45,14 @@ class GgufModel:
         self._overrides = overrides
         self._shards = _open_shards(path)
         self._first = self._shards[0]
-        self._class_with_pictures = find_architecture(self._first).pictures
-        self._tower = find_mmproj(self._first, mmproj, reads_pictures=bool(self._class_with_pictures))
+        self._tower = find_mmproj(self._first, mmproj, find_architecture(self._first).pictures)
 
     def config(self) -> Fields:
         """The equivalent fields of a config.json."""
         factors = {name: plain(file.array(name)) for name in _FACTORS if (file := self._file_of.get(name))}
         values = config_values(self._first, self._tensors, factors)
         if self._tower is not None:
-            values = with_pictures(values, self._first, self._class_with_pictures, self._tower)
+            values = self._tower.with_text(values, self._first)
         return Fields(overridden(values, self._overrides), str(self.path))
 
     def preprocessor(self) -> Fields | None:
@@ -116,8 +113,7 @@ class GgufModel:
                 )  # fmt: skip
         if self._tower is not None:
             tensors = {re.sub("^model[.]", "model.language_model.", name): each for name, each in tensors.items()}
-            tensors |= {ours: GgufWeight(self._tower.file, name) for name, ours in self._tower.names().items()}
-            tensors[PATCHES_NAME] = GgufFrames([GgufWeight(self._tower.file, name) for name in PATCHES])
+            tensors |= self._tower.tensors()
         return Checkpoint(self.path, self.path.name, tensors)
 
     def _is_scale(self, name: str) -> bool:
@@ -174,152 +170,6 @@ class GgufModel:
     @property
     def _tensors(self) -> Mapping[str, GgufTensor]:
         return {name: file.tensors[name] for name, file in self._file_of.items()}
-
-
-class GgufWeight(StoredTensor):
-    """One tensor of a file, in the rows of the model's safetensors; see `models.checkpoints.checkpoint.StoredTensor`.
-
-    `index` is its number among those that are stacked in the file's tensor; a matrix that `is_transposed` stands inputs
-    first there. `pairs_of` elements of a head, rotated as neighbouring pairs in the file, become two halves in the
-    first `rotated_rows`, by default all; 0 keeps the rows. `norm_offset` was added by the converter. A convolution over
-    time `[channels, taps]` becomes `[channels, 1, taps]`; what `is_flat` a vector; what `is_row` a matrix of one row;
-    and -exp of a decay, if it `is_decay`, the decay. `factor` multiplies elements of a type whose kept blocks have
-    float32 scales.
-    """
-
-    def __init__(
-        self, file: GgufFile, name: str, index: int | None = None, *, pairs_of: int = 0,
-        rotated_rows: int | None = None, norm_offset: float = 0.0, is_transposed: bool = False,
-        is_convolution: bool = False, is_flat: bool = False, is_decay: bool = False, is_row: bool = False,
-        factor: float = 1.0,
-    ) -> None:  # fmt: skip
-        entry = file.tensor(name, index)
-        self.file, self.name, self.type_name = file.path.name, name, entry.format.name
-        self.shape: tuple[int, ...] = entry.shape
-        self.dtype: DType | None = entry.format.dtype
-        self.size_bytes = entry.size_bytes
-        is_in_blocks = entry.format.decode and len(entry.shape) == 2 and not is_transposed
-        self.block_format = entry.format.kept if is_in_blocks else None
-        self._file, self._index, self._pairs_of, self._rotated_rows = file, index, pairs_of, rotated_rows
-        self._norm_offset, self._is_transposed = norm_offset, is_transposed
-        if is_transposed:
-            self.shape = self.shape[::-1]
-        self._is_decay, self._factor, self._format = is_decay, np.float32(factor), entry.format
-        if is_flat:
-            self.shape = (math.prod(self.shape),)
-        if is_row and len(self.shape) == 1:
-            self.shape = (1, *self.shape)
-        if is_convolution and len(self.shape) == 2:
-            self.shape = (self.shape[0], 1, self.shape[1])
-
-    def array(self) -> Array:
-        """The elements, made anew where they are quantised or stored otherwise."""
-        values = self._in_halves(self._file.array(self.name, self._index))
-        if self._factor != 1:
-            values = values * self._factor
-        if self._norm_offset:
-            with np.errstate(invalid="ignore"):  # NaN stays one
-                values = values - values.dtype.type(self._norm_offset)
-        if self._is_decay:
-            with np.errstate(invalid="ignore", divide="ignore"):
-                values = np.log(-values.astype(np.float64)).astype(np.float32)
-        return np.ascontiguousarray(values.T) if self._is_transposed else values.reshape(self.shape)
-
-    def some_rows(self, rows: slice) -> Array:
-        if self.block_format is None or self._pairs_of or self._factor != 1:
-            return self.array()[rows]
-        return self._format.dequantise(self._file.raw(self.name, self._index)[rows])
-
-    def stored_rows(self) -> Array:
-        assert not self._pairs_of, "rows of heads are looked up in no table"
-        assert self._format.keep is None, "rows become other blocks"
-        return self._file.raw(self.name, self._index)
-
-    def blocks(self) -> Array:
-        blocks = self._in_halves(self._file.blocks(self.name, self._index))
-        if self._factor != 1:
-            blocks = blocks.copy()
-            blocks.view(self._format.kept_layout)["d"] *= self._factor
-        return blocks
-
-    def _in_halves(self, rows: Array) -> Array:
-        if not self._pairs_of:
-            return rows
-        rotated, others = rows[: self._rotated_rows], rows[len(rows[: self._rotated_rows]) :]
-        pairs = rotated.reshape(-1, self._pairs_of // 2, 2, *rows.shape[1:])
-        halves = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rotated.shape)
-        return np.concatenate([halves, others]) if len(others) else halves
-
-    def release(self) -> None:
-        self._file.release(self.name, self._index)
-
-
-class GgufHeadMaps(StoredTensor):
-    """The map from a latent row to heads' keys and values, `[heads (keys + values), latent]`, of which a file has the
-    parts: keys `[heads, latent, keys]` and values `[heads, values, latent]`. See
-    `models.checkpoints.checkpoint.StoredTensor`."""
-
-    def __init__(self, keys: GgufWeight, values: GgufWeight) -> None:
-        heads, latent, key_dim = keys.shape if len(keys.shape) == 3 else (0, 0, 0)
-        if not heads or len(values.shape) != 3 or (values.shape[0], values.shape[2]) != (heads, latent):
-            raise WeightsError(
-                f"{keys.file}: tensors {keys.name!r} {list(keys.shape)} and {values.name!r} {list(values.shape)}"
-                " must be [heads, latent, keys] and [heads, values, latent]"
-            )
-        self.file, self.name, self.type_name = keys.file, keys.name, keys.type_name
-        self.shape: tuple[int, ...] = (heads * (key_dim + values.shape[1]), latent)
-        self.dtype: DType | None = keys.dtype if keys.dtype == values.dtype else float32
-        self.size_bytes = keys.size_bytes + values.size_bytes
-        self._keys, self._values = keys, values
-
-    def array(self) -> Array:
-        """The elements, made anew."""
-        assert self.dtype is not None
-        parts = [self._keys.array().swapaxes(1, 2), self._values.array()]
-        whole = np.concatenate([part.astype(self.dtype.numpy, copy=False) for part in parts], axis=1)
-        return whole.reshape(self.shape)
-
-    def release(self) -> None:
-        self._keys.release()
-        self._values.release()
-
-
-class GgufFrames(StoredTensor):
-    """The map of a patch's frames, `[width, 3, frames, size, size]`, of which a file has a tensor for each frame. See
-    `models.checkpoints.checkpoint.StoredTensor`."""
-
-    def __init__(self, frames: list[GgufWeight]) -> None:
-        first = frames[0]
-        if len(first.shape) != 4 or any(frame.shape != first.shape for frame in frames):
-            shapes = [list(frame.shape) for frame in frames]
-            raise WeightsError(f"{first.file}: {first.name!r} and that of the next frame must be alike, not {shapes}")
-        self.file, self.name, self.type_name, self.dtype = first.file, first.name, first.type_name, first.dtype
-        self.shape = (*first.shape[:2], len(frames), *first.shape[2:])
-        self.size_bytes = sum(frame.size_bytes for frame in frames)
-        self._frames = frames
-
-    def array(self) -> Array:
-        """The elements, made anew."""
-        return np.stack([frame.array() for frame in self._frames], axis=2)
-
-    def release(self) -> None:
-        for frame in self._frames:
-            frame.release()
-
-
-class GgufNumber(StoredTensor):
-    """A number of the metadata that is a tensor in safetensors; see `models.checkpoints.checkpoint.StoredTensor`."""
-
-    type_name = "F32"
-    dtype: DType | None = float32
-    size_bytes = 4
-
-    def __init__(self, file: str, key: str, value: float, shape: tuple[int, ...]) -> None:
-        self.file, self.name, self.shape, self._value = file, key, shape, value
-
-    def array(self) -> Array:
-        """The number."""
-        return np.full(self.shape, self._value, np.float32)
 
 
 def _part(name: str) -> str:
