@@ -10,8 +10,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from models.configuration.config import ModelConfig
 from models.configuration.json_fields import Fields
+from models.head import Stage
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
@@ -22,6 +26,7 @@ from runtime.kv.cache import KVCache, KVCacheSpec, LayerCache
 from runtime.kv.forms import KeyValues, PageForm, Recurrent
 from runtime.kv.kinds import State
 from runtime.linear.linear import Linear
+from runtime.pooling import PoolingTask
 from runtime.tensor.tensor import Tensor
 
 
@@ -32,6 +37,12 @@ class Model(ABC):
         prefix: starts the names of all stored tensors but the output head's, in some checkpoints and not in others.
         renames: parts of tensor names as other files spell them (`TensorLayout`), and their names here.
         harmless: stored tensors whose names match are buffers that the model computes (see `harmless_tensors`).
+        generates: False for an encoder or a classifier: it has no logits.
+        classifier: the stages from a pooled row to the labels' scores; None without a classifying head.
+        embedding_stages: those from a pooled row to a vector, which sentence-transformers' folders have.
+        max_text_tokens: of the longest text to embed, by such a folder.
+        score_token_ids: of a decoder that ranks: a pair's score is the logit of the last of them less that of the
+            first, if there are two.
         config: the fields of `config.json`, typed.
         dtype: the type that the matrices are kept in; activations are float32 on cpu, of this type on a GPU.
         quantization: "none", or the format of the linear maps' matrices: "int8", "int4" ... Tables that are
@@ -60,6 +71,11 @@ class Model(ABC):
     harmless: ClassVar[re.Pattern[str]]
     renames: ClassVar[Mapping[str, str]] = MappingProxyType({})
     lm_head: Linear  # [vocab_size, hidden_size]
+    generates = True
+    classifier: tuple[Stage, ...] | None = None
+    embedding_stages: tuple[Stage, ...] = ()
+    max_text_tokens: int | None = None
+    score_token_ids: tuple[int, ...] = ()
     weight_bytes: int
     mapped_bytes = 0
     layer_bytes: list[int]
@@ -154,6 +170,22 @@ class Model(ABC):
         `[n, hidden_size]` -> `[n, vocab_size]` float32.
         """
         return self.lm_head.logits(hidden, scale=self.logits_scale, softcap=self.logits_softcap)
+
+    def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The result of a task for a pooled row ``[hidden_size]``: a vector by the modules of `embedding_stages`, or
+        the labels' scores by the `classifier`, which the model has."""
+        stages = self.embedding_stages
+        if task == "classify" and self.score_token_ids:
+            (row,) = ops.place([pooled[None]], self.device)
+            logits = self.compute_logits(row.to(self.activations)).to("cpu").array[0]
+            *others, last = (logits[token_id] for token_id in self.score_token_ids)
+            return np.array([last - sum(others)], np.float32)
+        if task == "classify":
+            assert self.classifier is not None, "the task was checked"
+            stages = self.classifier
+        for stage in stages:
+            pooled = stage(pooled)
+        return pooled
 
     def _layer_dtypes(self, dtype: DType) -> tuple[DType, ...]:
         """The type of each layer's pages where some are left out; else none."""

@@ -14,6 +14,7 @@ from models.checkpoints.checkpoint import Checkpoint, TensorLayout
 from models.checkpoints.dummy import dummy_checkpoint
 from models.checkpoints.model_files import ModelFiles, open_model
 from models.checkpoints.stacked import take_apart
+from models.classifier import CAUSAL, CLASSIFYING
 from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import ModelConfig
 from models.configuration.harmless_fields import is_harmless
@@ -71,6 +72,12 @@ def _parse(fields: Fields) -> ModelConfig:
         )
     add_class_defaults(fields, architecture.model_type)
     config = architecture.read_config(fields)
+    score_tokens = fields.strings("classifier_from_token") or ()
+    if score_tokens and len(score_tokens) > 2:
+        raise fields.error("classifier_from_token", f"names {len(score_tokens)} tokens, must name one or two")
+    if score_tokens:
+        fields.expect("method", "from_2_way_softmax", "no_post_processing")
+        fields.expect("is_original_qwen3_reranker", True, False)
     read_quantization(fields)
     if fields.has("vision_config"):  # a tower has no words to tie, though older classes wrote the field
         fields.object("vision_config").notes = frozenset({"tie_word_embeddings"})
@@ -78,7 +85,9 @@ def _parse(fields: Fields) -> ModelConfig:
     positions = config.max_position_embeddings
     ropes: set[RopeConfig] = set(getattr(config, "layer_ropes", ())) - {None}
     reach = min((rope.reach(positions) for rope in ropes), default=positions)  # of all layers
-    return replace(config, architecture=architecture.name, max_position_embeddings=reach)
+    return replace(
+        config, architecture=architecture.name, max_position_embeddings=reach, score_tokens=tuple(score_tokens)
+    )
 
 
 _ADVICE = ": no code reads it. If the model computes the same without it, ignore it with --hf-overrides '{null}'"
@@ -90,6 +99,8 @@ def find_architecture(fields: Fields) -> Architecture:
 
     An unknown `model_type`, such as kimi_k2, is ignored beside a known architecture."""
     names, model_type = fields.strings("architectures"), fields.string("model_type", None)
+    if fields.has("classifier_from_token"):  # scored by a decoder's own head
+        names = [name.replace(CLASSIFYING, CAUSAL) for name in names or ()]
     known = architectures_naming(*(names or ()), *([model_type] if model_type else []))
     if known.keys().isdisjoint(names or ()):
         known = known_architectures()
@@ -309,7 +320,7 @@ def _fitted(
         raise ConfigError(f"{checkpoint.place}: {problem}")
     maker, model = _declared(config, options, positions, main_dtype)
     layout = _layout(config, maker)
-    if checkpoint.ties_otherwise(layout, maker.heads):
+    if maker.heads and checkpoint.ties_otherwise(layout, maker.heads):
         config = replace(config, tie_word_embeddings=not config.tie_word_embeddings)
         maker, model = _declared(config, options, positions, main_dtype)
         layout = _layout(config, maker)

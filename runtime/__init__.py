@@ -19,12 +19,18 @@ if TYPE_CHECKING:
     from runtime.llm import BeamSearchOutput as BeamSearchOutput
     from runtime.llm import BeamSearchParams as BeamSearchParams
     from runtime.llm import BeamSearchSequence as BeamSearchSequence
+    from runtime.llm import ClassificationOutput as ClassificationOutput
+    from runtime.llm import ClassificationRequestOutput as ClassificationRequestOutput
     from runtime.llm import CompletionOutput as CompletionOutput
     from runtime.llm import EmbeddingOutput as EmbeddingOutput
     from runtime.llm import EmbeddingRequestOutput as EmbeddingRequestOutput
     from runtime.llm import EngineArgs as EngineArgs
     from runtime.llm import Logprob as Logprob
+    from runtime.llm import PoolingOutput as PoolingOutput
+    from runtime.llm import PoolingRequestOutput as PoolingRequestOutput
     from runtime.llm import RequestOutput as RequestOutput
+    from runtime.llm import ScoringOutput as ScoringOutput
+    from runtime.llm import ScoringRequestOutput as ScoringRequestOutput
     from runtime.tensor.tensor import Tensor as Tensor
 
 _HOME = {
@@ -40,6 +46,12 @@ _HOME = {
     "CompletionOutput": "runtime.llm",
     "Logprob": "runtime.llm",
     "EmbeddingRequestOutput": "runtime.llm",
+    "ClassificationOutput": "runtime.llm",
+    "ClassificationRequestOutput": "runtime.llm",
+    "PoolingOutput": "runtime.llm",
+    "PoolingRequestOutput": "runtime.llm",
+    "ScoringOutput": "runtime.llm",
+    "ScoringRequestOutput": "runtime.llm",
     "EmbeddingOutput": "runtime.llm",
     "BeamSearchOutput": "runtime.llm",
     "BeamSearchSequence": "runtime.llm",

@@ -173,6 +173,7 @@ class ServerConfig:
         ),
     ] = 32
     max_prompts: Annotated[int, _count("Most prompts or inputs in one request.")] = 256
+    max_inputs: Annotated[int, _count("Most texts to embed, classify or rank in one request.")] = 2048
     max_choices: Annotated[int, _count("Most choices (prompts × n) in one request.")] = 1024
     max_messages: Annotated[int, _count("Most messages in a conversation.")] = 4096
     max_tools: Annotated[int, _count("Most tools in one request.")] = 128

@@ -96,8 +96,6 @@ NOT_BUILT = {
     "/v1/messages/batches": "there are no batches",
     "/v1/load_lora_adapter": "there are no adapters",
     "/v1/unload_lora_adapter": "there are no adapters",
-    "/classify": "a decoder has no classifier",
-    "/v2/rerank": "POST /v1/rerank",
     "/v2/embed": "POST /v1/embeddings",
     "/invocations": "POST /v1/chat/completions",
     "/generate": "POST /v1/completions",

@@ -30,6 +30,7 @@ from tokenizer.templates.chat_template import render_chat
 from tokenizer.templates.content_marks import ContentMarks, free_mark, is_no_turn, mapped, without
 from tokenizer.templates.template_forms import TemplateForms, forms_of
 from tokenizer.warn import warn_once
+from tokenizer.word_piece import WordPieceModel
 
 _ID_LIMIT = 1 << 32
 
@@ -40,7 +41,8 @@ _PROBE = tuple({"role": role, "content": role} for role in ("system", "user", "a
 
 
 class Tokenizer:
-    """A byte-level or SentencePiece-style BPE tokenizer, equal to the `tokenizers` library's id for id.
+    """A byte-level or SentencePiece-style BPE tokenizer, or a WordPiece one, equal to the `tokenizers` library's id for
+    id.
 
     Threads may share it.
     """
@@ -49,7 +51,7 @@ class Tokenizer:
         """Builds from `loading.read_folder`'s result. Raises `TokenizerFileError` for an unsupported feature."""
         fields = files.tokenizer
         _check_top_level(fields)
-        self._model = BpeModel(fields.object("model"), passes_over_merges=files.passes_over_merges)
+        self._model = _build_model(fields.object("model"), files)
         self._normalizer = build_normalizer(fields.optional_object("normalizer"))
         self._steps = build_pre_tokenizer(fields.optional_object("pre_tokenizer"))
         self._post_processor = build_post_processor(fields.optional_object("post_processor"))
@@ -159,6 +161,23 @@ class Tokenizer:
         """
         is_split = self._splits_special_tokens if split_special_tokens is None else split_special_tokens
         return self._post_processor.process(self._encode(text, is_split), add_special_tokens)
+
+    def encode_pair(self, text: str, pair: str, most: int | None = None) -> tuple[list[int], int | None]:
+        """The ids of two texts with the special tokens around them, and the first of the second text's type; None if
+        the template tells them not apart. With `most` ids the second text loses its last ones."""
+        first, second = (self._encode(each, self._splits_special_tokens) for each in (text, pair))
+        ids, second_from = self._post_processor.process_pair(first, second)
+        if most is not None and len(ids) > most:
+            ids, second_from = self._post_processor.process_pair(first, second[: max(0, len(second) - len(ids) + most)])
+        return ids, second_from
+
+    def encode_first(self, text: str, most: int, add_special_tokens: bool = True) -> list[int]:
+        """At most so many ids of a text: it loses its last ones, and keeps the special tokens around it."""
+        inner = self._encode(text, self._splits_special_tokens)
+        ids = self._post_processor.process(inner, add_special_tokens)
+        if len(ids) <= most:
+            return ids
+        return self._post_processor.process(inner[: max(0, len(inner) - len(ids) + most)], add_special_tokens)
 
     def encode_ordinary(self, text: str) -> list[int]:
         """The ids of `text` without any added token, special or not, found in it or put around it."""
@@ -461,7 +480,8 @@ class Tokenizer:
         """The compiled encoder, if it supports the words and the model; else None."""
         self._adds_prefix_space = self._finds_added_tokens = False
         found = word_pattern(self._steps)
-        if found is None or not self._model.is_byte_level:
+        model = self._model
+        if found is None or not isinstance(model, BpeModel) or not model.is_byte_level:
             return None
         self._adds_prefix_space, pattern = found
         try:
@@ -474,7 +494,6 @@ class Tokenizer:
         )
         sought = finders[0].tokens if finders and self._finds_added_tokens else {}
         added = [(text, token_id, token.is_special) for text, (token_id, token) in sought.items()]
-        model = self._model
         return ByteEncoder(automaton, model.table, model.letter_symbols(), model.ignores_merges, added)
 
     def _named_id(self, name: str) -> int | None:
@@ -499,6 +518,13 @@ class _TokenBytes(dict[int, bytes]):
 
 def _is_answer(message: Any) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "assistant"
+
+
+def _build_model(fields: Fields, files: TokenizerFiles) -> BpeModel | WordPieceModel:
+    """The model of a "model" object. Raises `TokenizerFileError`."""
+    if fields.get("type") == "WordPiece":
+        return WordPieceModel(fields)
+    return BpeModel(fields, passes_over_merges=files.passes_over_merges)
 
 
 def _check_top_level(fields: Fields) -> None:

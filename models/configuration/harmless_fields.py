@@ -44,7 +44,7 @@ _LENGTHS = {
 # Heads for other tasks, and their labels.
 _TASKS = {
     "finetuning_task", "id2label", "is_decoder", "is_llama_config", "label2id", "predict_special_tokens",
-    "problem_type",
+    "problem_type", "sbert_ce_default_activation_function",
 }  # fmt: skip
 
 # Generation settings of older files. The engine takes a model's recommended sampling from generation_config.json.

@@ -12,6 +12,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 from models.base import Architecture
+from models.classifier import CAUSAL, CLASSIFYING, classifier_of
 
 
 @cache
@@ -21,9 +22,15 @@ def known_architectures() -> dict[str, Architecture]:
 
 
 def architectures_naming(*words: str) -> dict[str, Architecture]:
-    """The architectures of those files that have one of the words, in quotes: a start imports one family, not all."""
-    quoted = [f'"{word}"'.encode(errors="replace") for word in words]
-    return _of_modules(name for name, source in _sources() if any(word in source for word in quoted))
+    """The architectures of those files that have one of the words, in quotes, and the classifiers of decoders among
+    them: a start imports one family, not all."""
+    causal = {word.replace(CLASSIFYING, CAUSAL): word for word in words if word.endswith(CLASSIFYING)}
+    quoted = [f'"{word}"'.encode(errors="replace") for word in (*words, *causal)]
+    found = _of_modules(name for name, source in _sources() if any(word in source for word in quoted))
+    for base, word in causal.items():
+        if word not in found and base in found:
+            found[word] = classifier_of(found[base])
+    return found
 
 
 @cache

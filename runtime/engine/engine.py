@@ -82,7 +82,7 @@ class Engine:
         self.overlaps = executor.overlaps
         mode: Mode = "eager" if limits.decode_graphs == "off" else "record"
         self.assembler = Assembler(limits, mode)
-        self.embedder = Embedder(executor, limits, info.vocab_size, info.images)
+        self.embedder = Embedder(executor, limits, info.vocab_size, info.images, info.pooling)
         self.opened = OpenRequests(self.scheduler, seed)
         self.vocabulary = vocabulary
         self.grammars = GrammarQueue()

@@ -23,8 +23,10 @@ from models.drafters.eagle3 import load_eagle3
 from models.drafters.gemma4_assistant import AssistantDrafter, load_assistant
 from models.drafters.hidden_state_drafter import BlockDrafter, PairDrafter
 from models.drafters.mtp import load_mtp
+from models.encoder import Encoder
 from models.gguf.mmproj import NONE as NO_MMPROJ
 from models.registry import Declaration, declare, declare_model, stages_of
+from models.sentence_transformers import pooling_info, read_layout, score_tokens
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
 from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
@@ -33,7 +35,7 @@ from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, MTP_PREFIX, OPTI
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.matcher import LazyVocabulary
-from runtime.engine.limits import EngineLimits, available_memory_bytes, resolve
+from runtime.engine.limits import CPU_BATCHED_TOKENS, EngineLimits, available_memory_bytes, resolve
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, PoolInfo, RankInfo
 from runtime.engine.process.wire import RemoteRank
 from runtime.engine.ranks.executor import ParallelExecutor
@@ -53,7 +55,7 @@ from runtime.kv.kinds import State
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
 from runtime.tensor.tensor import Tensor
-from runtime.text.load import load_tokenizer
+from runtime.text.load import load_tokenizer, read_tokenizer
 
 logger = logging.getLogger("xserv.engine")
 
@@ -223,6 +225,12 @@ def engine_over(
     Exact products and quantisation were chosen when the model was loaded. Raises ``RequestError``,
     ``OutOfMemoryError``, what a rank raises, and ``CommunicatorError``.
     """
+    if ranks is not None and loaded.score_token_ids:
+        raise RequestError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, pipeline_parallel_size "
+            f"{config.pipeline_parallel_size}: a model that scores pairs by tokens' logits runs in one piece",
+            param="tensor_parallel_size",
+        )
     draft = drafter_of(config, loaded, folder)
     others: list[Loaded] = [] if ranks is None else ranks.wait_loaded()
     of_ranks = [loaded.weight_bytes, *(rank.weight_bytes for rank in others)]
@@ -443,6 +451,7 @@ def _info(
         images=_image_support(model, folder, limits),
         longrope_threshold=limits.longrope_threshold,
         ranks=_ranks(model, config, limits, of_ranks),
+        pooling=pooling_info(model, folder, read_layout(folder)),
     )
 
 
@@ -475,7 +484,14 @@ def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[tuple[int, ...]]
 
 
 def read_rule(model: Model, folder: Path, mmproj: str) -> None:
-    """Reads how a model cuts images, if it does: its limits follow from it. Raises `ConfigError`."""
+    """Reads how a model cuts images, if it does, and what follows its hidden states: its limits follow from it. Raises
+    `ConfigError`."""
+    layout = read_layout(folder)
+    model.embedding_stages, model.max_text_tokens = layout.stages, layout.max_tokens
+    if model.generates:
+        model.score_token_ids = score_tokens(
+            model.config, layout, folder, lambda text: read_tokenizer(folder).encode(text, False)
+        )
     if isinstance(model, PictureModel):
         model.patch_rule = read_patch_rule(folder, model.patch_rule, mmproj)
 
@@ -525,9 +541,13 @@ def limits_of(
             for size, own in zip(bytes_per_block, sizes, strict=True)
             if own  # a stage may have no layer of a pool
         )
+    max_positions = model.max_positions
+    if not model.generates:
+        max_positions = min(max_positions, model.max_text_tokens or max_positions)
+        config = _without_answers(config, max_positions, len(spec.group_kinds), is_cut=not isinstance(model, Encoder))
     limits = resolve(
         config,
-        max_position_embeddings=model.max_positions,
+        max_position_embeddings=max_positions,
         bytes_per_block=bytes_per_block,
         draft_bytes_per_block=_draft_bytes_per_block(draft, config),
         cache_kinds=spec.group_kinds,
@@ -539,6 +559,34 @@ def limits_of(
         has_own_memory=has_own_memory,
     )
     return replace(limits, block_bytes=of_ranks[0])  # what this rank moves, and times, when a block is swapped
+
+
+def _without_answers(config: EngineConfig, max_positions: int, num_groups: int, *, is_cut: bool) -> EngineConfig:
+    """The config of an engine that generates nothing: texts have pages of their own, so that it has those of one
+    sequence alone; a text that may not be cut is computed in one step. Raises ``RequestError``."""
+    longest = config.max_model_len or max_positions
+    if config.pipeline_parallel_size > 1:
+        raise RequestError(
+            f"pipeline_parallel_size is {config.pipeline_parallel_size}, must be 1 for a model that generates nothing",
+            param="pipeline_parallel_size",
+        )
+    if config.speculation not in ("off", "auto"):
+        raise RequestError(
+            f"speculation is {config.speculation!r}, but the model generates nothing: leave it out", param="speculation"
+        )
+    num_blocks, step = config.num_blocks, config.max_num_batched_tokens
+    if num_blocks is None and config.kv_cache_bytes is None:
+        num_blocks = num_groups * (2 - (-longest // config.block_size))
+    if not is_cut and step is not None and step < longest:
+        raise RequestError(
+            f"max_num_batched_tokens={step} is below max_model_len={longest}: an encoder computes a text in one step",
+            param="max_num_batched_tokens",
+        )
+    if not is_cut and step is None:
+        step = max(CPU_BATCHED_TOKENS, longest, config.max_num_seqs)
+    return replace(
+        config, num_blocks=num_blocks, max_num_batched_tokens=step, enable_prefix_caching=False, speculation="off"
+    )
 
 
 def _eos_token_ids(folder: Path, overrides: str, vocab_size: int) -> tuple[int, ...]:

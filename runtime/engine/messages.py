@@ -14,6 +14,7 @@ import msgspec
 from runtime.engine.sampling_params import SamplingParams
 from runtime.images.patches import Rule
 from runtime.kv.kinds import FULL, AnyKind, has_states, window_of
+from runtime.pooling import PoolingInfo
 
 ErrorCode = Literal["unsatisfiable_request", "invalid_grammar"]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -338,6 +339,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     longrope_threshold   longer prompts are rotated otherwise, and share no prefixes with shorter ones
     ranks           of a split model; empty for one in one piece
     mapped_bytes    of tables that are not among the weights: read a row a token, in their files or the host's memory
+    pooling         how the model embeds and classifies
     """
 
     model_name: str
@@ -365,6 +367,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     longrope_threshold: int | None = None
     ranks: tuple[RankInfo, ...] = ()
     mapped_bytes: int = 0
+    pooling: PoolingInfo = PoolingInfo()
 
     @property
     def has_states(self) -> bool:

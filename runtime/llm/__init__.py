@@ -11,11 +11,17 @@ from runtime.llm.loaded_model import AsyncEngineArgs, EngineArgs
 from runtime.llm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
+    ClassificationOutput,
+    ClassificationRequestOutput,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
 
 __all__ = [
@@ -25,10 +31,16 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
     "Logprob",
+    "PoolingOutput",
+    "PoolingRequestOutput",
     "RequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
 ]

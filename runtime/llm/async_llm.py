@@ -91,11 +91,16 @@ class AsyncLLM(LoadedModel):
                 self.client.cancel(job.request_id)
 
     @known_options()
-    async def embed(self, prompt: Prompt, *, pooling: str = "last", normalize: bool = True) -> EmbeddingRequestOutput:
+    async def embed(
+        self, prompt: Prompt, *, pooling: str | None = None, normalize: bool | None = None,
+        prompt_name: str | None = None, dimensions: int | None = None,
+    ) -> EmbeddingRequestOutput:  # fmt: skip
         """The hidden states of a prompt after the final norm as one vector: see ``LLM.embed``."""
-        text, ids, images, salt = await asyncio.to_thread(self._asked_embedding, prompt)
-        future = await _when_there_is_room(lambda: self.client.embed(ids, pooling, images, salt))
-        return self._embedded(text, ids, await asyncio.wrap_future(future), normalize)
+        asked = await asyncio.to_thread(self._asked_embedding, prompt, prompt_name)
+        future = await _when_there_is_room(
+            lambda: self.client.embed(asked.token_ids, pooling, asked.images, asked.salt)
+        )
+        return self._embedded(asked, await asyncio.wrap_future(future), normalize, dimensions)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests: their generators yield a last output with the finish reason "abort". Unknown and finished ones

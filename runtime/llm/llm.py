@@ -29,10 +29,21 @@ from runtime.engine.option_names import known_options
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm.beam_search import BeamSearch, BeamSearchParams
 from runtime.llm.job import Job
-from runtime.llm.loaded_model import LoadedModel
-from runtime.llm.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput
+from runtime.llm.loaded_model import AskedPooling, LoadedModel
+from runtime.llm.outputs import (
+    BeamSearchOutput,
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from runtime.llm.progress import progress
 from runtime.llm.prompts import Prompt, as_list, one_each, take_images
+from runtime.pooling import PoolingTask, activated
 from runtime.text.formats import AnswerFormat
 from runtime.text.pipeline import TextDelta
 
@@ -148,30 +159,116 @@ class LLM(LoadedModel):
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: str = "last",
-        normalize: bool = True,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """The hidden states of prompts, images included, after the final norm, one vector a prompt, in their order.
 
-        pooling    "last": the last token's; "mean": the mean of all
-        normalize  make each vector's length one
+        pooling      "cls", "last", "mean", "max", "weighted_mean" or "mean_sqrt_len"; by default the model's own, a
+                     decoder's is "last"
+        normalize    make each vector's length one; by default as the model's folder says, else true
+        prompt_name  the model's prompt of that name stands before each text ("" for none)
+        dimensions   only the first so many numbers, at length one
+        truncate_prompt_tokens  of a text, the first so many tokens are read, special ones included; -1: all that fit
 
         Raises ``RequestError``, ``EngineDeadError``, ``EmbeddingError``.
         """
-        asked = [self._asked_embedding(prompt) for prompt in as_list(prompts)]
-        waiting: list[tuple[str | None, list[int], Future[NDArray[np.float32]]]] = []
+        asked = [self._asked_embedding(prompt, prompt_name, truncate_prompt_tokens) for prompt in as_list(prompts)]
+        found = self._pooled(asked, pooling, "embed", use_tqdm)
+        return [self._embedded(each, vector, normalize, dimensions) for each, vector in zip(asked, found, strict=True)]
+
+    @known_options()
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None, use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:  # fmt: skip
+        """The labels' probabilities of prompts, by a model with a classifier; ``use_activation`` False: its scores.
+        ``truncate_prompt_tokens`` as in ``embed``.
+
+        Raises ``RequestError``, ``EngineDeadError``, ``EmbeddingError``.
+        """
+        asked = [self._asked_embedding(prompt, "", truncate_prompt_tokens) for prompt in as_list(prompts)]
+        return [
+            ClassificationRequestOutput(self._new_id(), each.text, each.token_ids, ClassificationOutput(probs))
+            for each, probs in zip(asked, self._scores(asked, use_activation, use_tqdm), strict=True)
+        ]
+
+    @known_options()
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None, use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:  # fmt: skip
+        """The relevance of the second texts to the first, which is one or as many, by a model that was trained to rank.
+        ``truncate_prompt_tokens``: a pair has at most so many, its second text is cut; -1: all that fit.
+
+        Raises ``RequestError``, ``EngineDeadError``, ``EmbeddingError``.
+        """
+        firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (data_1, data_2))
+        if len(firsts) not in (1, len(seconds)):
+            raise RequestError(
+                f"data_1 must have one text, or as many as data_2: they have {len(firsts)} and {len(seconds)}",
+                param="data_1",
+            )
+        if not self.client.info.pooling.scores_pairs:
+            raise RequestError(
+                f"{self.client.info.architecture} cannot rank: a score needs a classifier of one label", param="data_1"
+            )
+        pairs = zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)
+        asked = [self._asked_pair(*pair, truncate_prompt_tokens) for pair in pairs]
+        return [
+            ScoringRequestOutput(self._new_id(), None, each.token_ids, ScoringOutput(probs[0]))
+            for each, probs in zip(asked, self._scores(asked, use_activation, use_tqdm), strict=True)
+        ]
+
+    @known_options()
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling_task: str = "embed", use_tqdm: bool = True
+    ) -> list[PoolingRequestOutput]:
+        """Vectors ("embed") or labels' probabilities ("classify") of prompts, by vLLM's name.
+
+        Raises ``RequestError``, ``EngineDeadError``, ``EmbeddingError``.
+        """
+        if pooling_task not in ("embed", "classify"):
+            problem = f"pooling_task is {pooling_task!r:.80}, must be 'embed' or 'classify'"
+            raise RequestError(problem, param="pooling_task")
+        asked = [self._asked_embedding(prompt, None if pooling_task == "embed" else "") for prompt in as_list(prompts)]
+        if pooling_task == "classify":
+            found = self._scores(asked, True, use_tqdm)
+        else:
+            vectors = self._pooled(asked, None, "embed", use_tqdm)
+            found = [self._shaped(vector, None, None).tolist() for vector in vectors]
+        return [
+            PoolingRequestOutput(self._new_id(), each.text, each.token_ids, PoolingOutput(numbers))
+            for each, numbers in zip(asked, found, strict=True)
+        ]
+
+    def _scores(self, asked: Sequence[AskedPooling], use_activation: bool, use_tqdm: bool) -> list[list[float]]:
+        """The labels' scores of each."""
+        activation = self.client.info.pooling.activation if use_activation else "identity"
+        return [activated(scores, activation).tolist() for scores in self._pooled(asked, None, "classify", use_tqdm)]
+
+    def _pooled(
+        self, asked: Sequence[AskedPooling], pooling: str | None, task: PoolingTask, use_tqdm: bool
+    ) -> list[NDArray[np.float32]]:  # fmt: skip
+        """The engine's result of each, in their order."""
+        waiting: list[Future[NDArray[np.float32]]] = []
         found = []
         try:
-            for text, ids, images, salt in asked:
-                start = partial(self.client.embed, ids, pooling, images, salt)
-                waiting.append((text, ids, _when_there_is_room(start)))
+            for each in asked:
+                start = partial(
+                    self.client.embed, each.token_ids, pooling, each.images, each.salt, task, each.second_from
+                )
+                waiting.append(_when_there_is_room(start))
             with progress("Prompts", len(waiting), use_tqdm) as advance:
-                for text, ids, future in waiting:
-                    found.append(self._embedded(text, ids, future.result(), normalize))
+                for future in waiting:
+                    found.append(future.result())
                     advance()
         finally:
-            for _, _, future in waiting:
+            for future in waiting:
                 future.cancel()
         return found
 

@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -30,15 +30,28 @@ from runtime.engine.sampling_params import SamplingParams, last_tokens
 from runtime.llm.job import Job
 from runtime.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from runtime.llm.prompts import Prompt, scheduling_of, with_images
+from runtime.pooling import normalized
 from runtime.progress import ON_STDERR, SILENT
 from runtime.text.chat import chat_prompt
 from runtime.text.content import PictureText, picture_text, with_picture_texts
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
+from runtime.text.pooled_texts import pair_of, prompted
 from runtime.text.stop import bad_words_token_ids
 from runtime.text.turns import turn_start_id
 from tokenizer import Tokenizer
 from tokenizer.warn import warn_once
+
+
+class AskedPooling(NamedTuple):
+    """A prompt to embed, classify or rank: its text (None if it was not given as one), ids and images, the salt that
+    encoded images are shared within, and the first token of the second of two texts."""
+
+    text: str | None
+    token_ids: list[int]
+    images: tuple[ImageItem, ...]
+    salt: str | None
+    second_from: int | None
 
 
 class EngineArgs:
@@ -241,22 +254,61 @@ class LoadedModel:
             return with_images(token_ids, prompt["images"], self.client.info)
         return token_ids, ()
 
-    def _asked_embedding(self, prompt: Prompt) -> tuple[str | None, list[int], tuple[ImageItem, ...], str | None]:
-        """A prompt's text, ids, images, and the salt that encoded images are shared within."""
+    def _asked_embedding(
+        self, prompt: Prompt, prompt_name: str | None = None, most: int | None = None
+    ) -> AskedPooling:  # fmt: skip
+        """A prompt to pool; texts after the model's prompt of that name, or its default one, and cut if they have more
+        than so many tokens."""
+        pooling = self.client.info.pooling
+        if most is not None and not (isinstance(prompt, str) and self.tokenizer is not None):
+            raise RequestError("truncate_prompt_tokens is for prompts that are texts", param="truncate_prompt_tokens")
+        if isinstance(prompt, str):
+            prompt = prompted(prompt, pooling, prompt_name)
+            if (room := self._room(most)) is not None and self.tokenizer is not None:
+                return AskedPooling(prompt, self.tokenizer.encode_first(prompt, room), (), None, None)
+        elif prompt_name:
+            raise RequestError("prompt_name is for prompts that are texts", param="prompt_name")
         text, token_ids = self._encode(prompt, takes_images=True)
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        return text, *self._with_images(prompt, token_ids), salt
+        return AskedPooling(text, *self._with_images(prompt, token_ids), salt, None)
+
+    def _room(self, most: int | None) -> int | None:
+        """The tokens that `truncate_prompt_tokens` leaves of a text."""
+        if most is None:
+            return None
+        if most < -1 or most == 0:
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1 or above 0, got {most}", param="truncate_prompt_tokens"
+            )
+        longest = self.client.info.max_model_len
+        return longest if most == -1 else min(most, longest)
+
+    def _asked_pair(self, query: str, document: str, most: int | None) -> AskedPooling:
+        """A query and a document to rank."""
+        if self.tokenizer is None:
+            raise RequestError("the model has no tokenizer: it has no scores of texts", param="data_1")
+        token_ids, second_from = pair_of(self.tokenizer, self.client.info.pooling, query, document, self._room(most))
+        return AskedPooling(None, token_ids, (), None, second_from)
 
     def _new_id(self) -> str:
         return f"llm-{next(self._request_ids)}"
 
+    def _shaped(
+        self, vector: NDArray[np.float32], normalize: bool | None, dimensions: int | None
+    ) -> NDArray[np.float32]:  # fmt: skip
+        """A vector cut and normalised, by default as the model's folder says."""
+        if dimensions is not None and not 1 <= dimensions <= len(vector):
+            raise RequestError(f"dimensions must be from 1 to {len(vector)}, got {dimensions}", param="dimensions")
+        if normalize is None:
+            normalize = self.client.info.pooling.normalize or dimensions is not None
+        return normalized(vector[:dimensions]) if normalize else vector[:dimensions]
+
     def _embedded(
-        self, prompt: str | None, token_ids: list[int], vector: NDArray[np.float32], normalize: bool
+        self, asked: AskedPooling, vector: NDArray[np.float32], normalize: bool | None, dimensions: int | None
     ) -> EmbeddingRequestOutput:
         """An embedding in the form for users."""
-        length = float(np.linalg.norm(vector)) if normalize else 1.0
-        numbers = (vector / length if length > 0.0 else vector).tolist()
-        return EmbeddingRequestOutput(self._new_id(), prompt, token_ids, EmbeddingOutput(numbers))
+        numbers = self._shaped(vector, normalize, dimensions).tolist()
+        return EmbeddingRequestOutput(self._new_id(), asked.text, asked.token_ids, EmbeddingOutput(numbers))
 
     def _encode(self, prompt: Prompt, *, takes_images: bool = False) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

@@ -83,6 +83,65 @@ class EmbeddingRequestOutput:
 
 
 @dataclass(slots=True)
+class PoolingOutput:
+    """A vector, or the labels' scores."""
+
+    data: list[float]
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """A prompt and what it was pooled to."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """The probability of each label, by its number, or whatever the model's activation makes of its score."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """The number of labels."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput:
+    """A prompt and its labels."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: ClassificationOutput
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """The relevance of the second text to the first."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """A pair of texts, as its ids, and its score."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: ScoringOutput
+    finished: bool = True
+
+
+@dataclass(slots=True)
 class BeamSearchSequence:
     """A beam. ``tokens`` and ``text`` include the prompt; ``logprobs`` has an entry for each new token, with its
     alternatives; ``cum_logprob`` is the sum over the new tokens."""

@@ -45,6 +45,7 @@ from runtime.parallel.division import cores_of, device_of, total_stats
 from runtime.parallel.prefix_index import PromptDigests
 from runtime.parallel.ray_engines import RayEngines
 from runtime.parallel.routing import Route, Router
+from runtime.pooling import PoolingTask
 
 logger = logging.getLogger("xserv.engine")
 
@@ -221,11 +222,13 @@ class Fleet(EngineClient):
     def embed(
         self,
         token_ids: Sequence[int],
-        pooling: str = "last",
+        pooling: str | None = None,
         images: Sequence[ImageItem] = (),
         cache_salt: str | None = None,
+        task: PoolingTask = "embed",
+        second_from: int | None = None,
     ) -> Future[NDArray[np.float32]]:
-        return self._idlest().embed(token_ids, pooling, images, cache_salt)
+        return self._idlest().embed(token_ids, pooling, images, cache_salt, task, second_from)
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.reset_prefix_cache``: of all engines that are ready, and the sums."""

@@ -175,15 +175,21 @@ OPERATIONS = (
     _post("/pooling", scoring.create_pooling, "Vectors of inputs, in vLLM's shape", scoring.PoolingRequest,
           scoring.PoolingAnswer, errors=_EMBEDS),
     *(
-        _post(path, scoring.create_scores, "How near texts are", scoring.ScoreRequest, scoring.ScoreAnswer,
+        _post(path, scoring.create_scores, "The relevance of texts", scoring.ScoreRequest, scoring.ScoreAnswer,
               errors=_EMBEDS)
         for path in ("/score", "/v1/score")
     ),
     *(
-        _post(path, scoring.create_ranking, "Documents by nearness", scoring.RerankRequest, scoring.RerankAnswer,
+        _post(path, scoring.create_ranking, "Documents by relevance", scoring.RerankRequest, scoring.RerankAnswer,
               errors=_EMBEDS)
         for path in ("/rerank", "/v1/rerank")
     ),
+    _post("/v2/rerank", scoring.create_cohere_ranking, "Documents by relevance, in Cohere's shapes",
+          scoring.CohereRerankRequest, scoring.CohereRerankAnswer, errors=_EMBEDS),
+    _post("/classify", scoring.create_classes, "The labels of texts", scoring.ClassifyRequest, scoring.ClassifyAnswer,
+          errors=_EMBEDS),
+    _post("/similarity", scoring.create_similarities, "How near texts are", scoring.SimilarityRequest,
+          scoring.ScoreAnswer, errors=_EMBEDS),
     _get("/tokenizer_info", operating.get_tokenizer_info, "Special tokens and the chat template",
          operating.TokenizerInfo, errors=(400,)),
     _get("/load", operating.get_load, "How many requests are open", operating.ServerLoad),

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from runtime.text.pooled_texts import prompted
 from server.errors import in_own_names, invalid
 from server.ollama_api.request import (
     NAMES_OF_PROMPT,
@@ -274,7 +275,9 @@ def _prepare_embed(service: Service, body: Body) -> AskedEmbeddings | EmbedAnswe
     ids: list[Any] = list(inputs)
     if asked.truncate is not False:
         most = service.client.info.max_model_len
-        ids = [service.tokenizer.encode(text)[:most] for text in inputs]
+        info = service.client.info
+        texts = [prompted(text, info.pooling) for text in inputs]
+        ids = [service.tokenizer.encode_first(text, most) for text in texts]
     request = EmbeddingRequest(model=service.model_name, input=ids, dimensions=asked.dimensions)
     return prepare_embeddings(service, request, answer)
 

@@ -1,15 +1,14 @@
-"""`POST /v1/embeddings`: vectors of texts, token ids or a conversation, which may have pictures, from the served
-decoder's hidden states.
+"""`POST /v1/embeddings`: vectors of texts, token ids or a conversation, which may have pictures, of the served model.
 
-A decoder was not trained to embed, so its vectors are weaker than an embedding model's; but its last token has attended
-to the whole input, and the mean of all is a robust summary."""
+A decoder that was not trained to embed makes weaker vectors than an embedding model; but its last token has attended to
+the whole input, and the mean of all is a robust summary."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from starlette.responses import Response
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import ImageItem
 from runtime.errors import XservError
+from runtime.pooling import PoolingTask, normalized
 from server.errors import from_engine, internal_error, invalid
 from server.openai_api.answers import Embedding, EmbeddingList, EmbeddingUsage
 from server.openai_api.schema import EmbeddingRequest
@@ -42,12 +42,16 @@ Vector = NDArray[np.float32]
 class AskedEmbeddings(Pending):
     """A request that has passed all checks but the engine's.
 
-    answer  makes the answer of the engine's vectors
+    task         what the engine makes of each input
+    second_from  the first token of the second of two texts, of each input; empty: they have one text
+    answer       makes the answer of the engine's vectors, or of the labels' scores
     """
 
     service: Service
     asked: EmbeddingRequest
     inputs: list[list[int]]
+    task: PoolingTask = "embed"
+    second_from: Sequence[int | None] = ()
     images: tuple[ImageItem, ...]
     cache_salt: str | None
     answer: Callable[[AskedEmbeddings, list[Vector]], Any]
@@ -82,10 +86,18 @@ class AskedEmbeddings(Pending):
             cancel()
 
         try:
-            for token_ids in self.inputs:
-                pooling = self.asked.pooling or "last"
-                futures.append(self.service.client.embed(token_ids, pooling, self.images, self.cache_salt))
             async with watch_disconnect(request.receive, leave):
+                num_done = 0
+                for index in range(len(self.inputs)):
+                    while True:
+                        try:
+                            futures.append(self._start(index))
+                            break
+                        except QueueFullError:  # perhaps of this request's own inputs
+                            if num_done == len(futures):
+                                raise
+                            await asyncio.wrap_future(futures[num_done])
+                            num_done += 1
                 return [await asyncio.wrap_future(future) for future in futures]
         except asyncio.CancelledError:
             if has_left.is_set():
@@ -99,13 +111,20 @@ class AskedEmbeddings(Pending):
         finally:
             cancel()
 
+    def _start(self, index: int) -> Future[Vector]:
+        second_from = self.second_from[index] if self.second_from else None
+        return self.service.client.embed(
+            self.inputs[index], self.asked.pooling, self.images, self.cache_salt, self.task, second_from
+        )
+
     def shaped(self, vector: Vector) -> list[float] | str:
         """The vector for JSON, truncated and normalised: numbers, or base64 of little-endian float32. The zero vector
         stays."""
-        vector = vector[: self.asked.dimensions]
-        if self.asked.normalize is not False:
-            length = float(np.linalg.norm(vector.astype(np.float64)))
-            vector = (vector / length if length > 0 else vector).astype(np.float32)
+        vector, wanted = vector[: self.asked.dimensions], self.asked.normalize
+        if wanted is None:
+            wanted = self.service.client.info.pooling.normalize or self.asked.dimensions is not None
+        if wanted:
+            vector = normalized(vector)
         if self.asked.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
         numbers: list[float] = vector.tolist()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from runtime.pooling import Pooling
 from runtime.sampling_table import COLUMNS
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -330,10 +331,11 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     messages         instead of it: a conversation, which may have pictures, as the chat template writes it
     mm_processor_kwargs  of these pictures, as in a chat
     encoding_format  "float": numbers; "base64": the same as little-endian float32
-    dimensions       only the first so many numbers, at length one again; the model must have them
-    pooling          which hidden states become the embedding: the last token's ("last"), or the mean of all
-                     ("mean"); an extension of ours (default: "last")
-    normalize        at length one (default: true)
+    dimensions       only the first so many numbers, at length one; the model must have them
+    pooling          which hidden states become the embedding: the first token's ("cls"), the last token's ("last"), the
+                     mean of all ("mean") ...; an extension of ours (default: the model's own; a decoder's is "last")
+    normalize        at length one (default: as the model's folder says, else true)
+    prompt_name      the model's prompt of that name stands before each text, such as "query"; "" for none
     add_special_tokens  the encoding adds the tokenizer's own BOS and the like (default: true)
     """
 
@@ -343,8 +345,9 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     mm_processor_kwargs: dict[str, Any] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Pooling | None = None
     normalize: bool | None = None
+    prompt_name: str | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     request_id: RequestId | None = None

@@ -5,7 +5,7 @@ pictures' sources beside it. Fields that templates do not use are left out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -19,6 +19,7 @@ from runtime.engine.prompt_images import image_places, place_images
 from runtime.engine.sampling_params import last_tokens
 from runtime.text.chat import chat_prompt
 from runtime.text.content import ImagePart, picture_text, plain_content, text_of
+from runtime.text.pooled_texts import prompted
 from server.errors import ApiError, engine_errors, from_engine, invalid, own_name
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Message, Prompt
 from server.pictures.reader import PictureReader, PictureSource, picture_source
@@ -134,19 +135,38 @@ def _unsupported(param: str, reason: str) -> ApiError:
 def completion_prompts(service: Service, request: CompletionRequest) -> list[list[int]]:
     """The token ids of each prompt. Raises `ApiError` 400."""
     most, num_reserved = request.truncate_prompt_tokens, max(1, request.max_tokens or 1)
+
+    def encode(text: str) -> list[int]:
+        assert service.tokenizer is not None
+        return service.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is not False)
+
     return [
         _cut(service, ids, most, num_reserved, "prompt", has_answer=True)
-        for ids in _given_ids(service, request.prompt, "prompt", request.add_special_tokens)
+        for ids in _given_ids(service, request.prompt, "prompt", encode, service.config.max_prompts)
     ]
 
 
 def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[int]]:
     """The token ids of each input. Raises `ApiError` 400."""
     assert request.input is not None
-    return [
-        _cut(service, ids, request.truncate_prompt_tokens, 0, "input", has_answer=False)
-        for ids in _given_ids(service, request.input, "input", request.add_special_tokens)
-    ]
+    info, most = service.client.info, request.truncate_prompt_tokens
+    if not info.pooling.generates and most is not None:  # an encoder's texts keep their beginning
+        room = info.max_model_len if most == -1 else min(most, info.max_model_len)
+        most = None
+    else:
+        room = None
+
+    def encode(text: str) -> list[int]:
+        assert service.tokenizer is not None
+        adds = request.add_special_tokens is not False
+        with engine_errors():
+            text = prompted(text, info.pooling, request.prompt_name)
+        if room is not None:
+            return service.tokenizer.encode_first(text, room, adds)
+        return service.tokenizer.encode(text, add_special_tokens=adds)
+
+    given = _given_ids(service, request.input, "input", encode, service.config.max_inputs)
+    return [_cut(service, ids[:room], most, 0, "input", has_answer=False) for ids in given]
 
 
 def embedding_conversation(service: Service, tenant: str | None, request: EmbeddingRequest) -> ConversationPrompt:
@@ -162,8 +182,10 @@ def embedding_conversation(service: Service, tenant: str | None, request: Embedd
     return replace(prompt, token_ids=_cut(service, prompt.token_ids, None, 0, "messages", has_answer=False))
 
 
-def _given_ids(service: Service, prompt: Prompt, field: str, adds_special: bool | None) -> Iterator[list[int]]:
-    """The ids of each prompt of `field`, as given or encoded; special tokens are added by default."""
+def _given_ids(
+    service: Service, prompt: Prompt, field: str, encode: Callable[[str], list[int]], most: int
+) -> Iterator[list[int]]:
+    """The ids of each of at most so many prompts of `field`, as given or encoded."""
     given: Sequence[str | list[int]]
     if isinstance(prompt, str) or _are_ids(prompt):
         given = [prompt]
@@ -173,14 +195,13 @@ def _given_ids(service: Service, prompt: Prompt, field: str, adds_special: bool 
         raise invalid(field, f"{field} must not mix strings, token ids and lists of them.", "invalid_type")
     if not given:
         raise invalid(field, f"{field} must have at least one entry.")
-    most = service.config.max_prompts
     if len(given) > most:
         raise invalid(field, f"{field} must have at most {most} entries, got {len(given)}.")
     for text_or_ids in given:
         if isinstance(text_or_ids, str):
             if service.tokenizer is None:
                 raise invalid(field, f"This model has no tokenizer: {field} must be token ids.")
-            yield service.tokenizer.encode(text_or_ids, add_special_tokens=adds_special is not False)
+            yield encode(text_or_ids)
         else:
             yield text_or_ids
 

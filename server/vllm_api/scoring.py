@@ -1,18 +1,20 @@
-"""`POST /pooling`, `/score` and `/rerank`: vLLM's uses of a decoder's embeddings, in its shapes and, for reranking,
-Jina's.
+"""`POST /classify`, `/score`, `/rerank` and `/pooling` in vLLM's shapes, `/rerank` in Jina's and `/v2/rerank` in
+Cohere's; `/similarity`, the cosine of embeddings.
 
-A generative decoder has no scoring head, so a score is the cosine of embeddings. It measures similarity, not relevance,
-and a model trained for ranking is better."""
+A score is the one label's of a model that was trained to rank: it reads both texts at once. Other models are refused:
+nearness of embeddings is not relevance."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
+from runtime.pooling import Pooling, activated
+from runtime.text.pooled_texts import pair_of
 from server.errors import in_own_names, invalid
 from server.openai_api.answers import EmbeddingUsage
 from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
@@ -23,24 +25,40 @@ from server.transport.body import Body, decode_body
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True, forbid_unknown_fields=True):
-    """`POST /pooling`: an embedding, with one more field.
+    """`POST /pooling`: a vector, or the labels' scores.
 
-    task  "embed" (default), the only task of a decoder without a head
+    task            "embed" (default), or "classify" for a model with a classifier
+    use_activation  labels' scores as probabilities (default: true)
     """
 
     task: Literal["embed", "token_embed", "classify", "token_classify", "score", "encode", "plugin"] | None = None
+    use_activation: bool | None = None
+
+
+class ClassifyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /classify`: the labels of texts, by a model with a classifier.
+
+    input                   a text, texts, the ids of one input, or those of several
+    truncate_prompt_tokens  the first so many tokens of each text are read; -1: as many as fit
+    use_activation          labels' scores as probabilities (default: true)
+    """
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+    request_id: RequestId | None = None
 
 
 Texts = str | Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
-class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /score`: the similarity of texts, as the cosine of their embeddings.
+class PairsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Pairs of texts.
 
     text_1, text_2          one text and several, or equally many of both (`queries` and `documents` are
                             their other names)
-    pooling                 as of an embedding
-    truncate_prompt_tokens  only the last so many tokens of each text are read
     """
 
     model: str | None = None
@@ -48,9 +66,33 @@ class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     text_2: Texts | None = None
     queries: Texts | None = None
     documents: Texts | None = None
-    pooling: Literal["last", "mean"] | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     request_id: RequestId | None = None
+
+
+class ScoreRequest(PairsRequest, kw_only=True, forbid_unknown_fields=True):
+    """`POST /score`: the relevance of texts, by a model that was trained to rank.
+
+    text_1, text_2          one text and several, or equally many of both (`queries` and `documents` are
+                            their other names)
+    truncate_prompt_tokens  a pair has at most so many tokens, special ones included; its second text is cut; -1: as
+                            many as fit
+    use_activation          a score from 0 to 1, if the model has such (default: true)
+    """
+
+    use_activation: bool | None = None
+
+
+class SimilarityRequest(PairsRequest, kw_only=True, forbid_unknown_fields=True):
+    """`POST /similarity`: how near texts are, as the cosine of their embeddings.
+
+    text_1, text_2          one text and several, or equally many of both (`queries` and `documents` are
+                            their other names)
+    pooling                 as of an embedding
+    truncate_prompt_tokens  only so many tokens of each text are read
+    """
+
+    pooling: Pooling | None = None
 
 
 class RerankText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,11 +100,15 @@ class RerankText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /rerank`: documents sorted by their similarity to a query, the most similar first.
+    """`POST /rerank`: documents sorted by their relevance to a query, the most relevant first, by a model that was
+    trained to rank.
 
     documents         texts, or objects with a text
     top_n             only the first so many (0 and null: all)
     return_documents  with the texts (default: true)
+    truncate_prompt_tokens  a query and a document have at most so many tokens together, special ones included; the
+                            document is cut; -1: as many as fit
+    use_activation    scores from 0 to 1, if the model has such (default: true)
     """
 
     query: str
@@ -70,9 +116,24 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     top_n: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
-    pooling: Literal["last", "mean"] | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    use_activation: bool | None = None
     request_id: RequestId | None = None
+
+
+class CohereRerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v2/rerank`, Cohere's.
+
+    top_n               only the first so many
+    max_tokens_per_doc  a document has at most so many tokens (default: 4096), and as many as fit beside the query
+    """
+
+    model: str
+    query: str
+    documents: Annotated[list[str], msgspec.Meta(min_length=1)]
+    top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 4096
+    priority: Annotated[int, msgspec.Meta(ge=0, le=999)] | None = None
 
 
 class Pooled(msgspec.Struct, kw_only=True):
@@ -87,6 +148,22 @@ class PoolingAnswer(msgspec.Struct, kw_only=True):
     created: int
     model: str
     data: list[Pooled]
+    usage: EmbeddingUsage
+
+
+class Classified(msgspec.Struct, kw_only=True):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Classified]
     usage: EmbeddingUsage
 
 
@@ -122,13 +199,35 @@ class RerankAnswer(msgspec.Struct, kw_only=True):
     results: list[Ranked]
 
 
+class CohereRanked(msgspec.Struct):
+    index: int
+    relevance_score: float
+
+
+class CohereMeta(msgspec.Struct):
+    api_version: dict[str, str]
+    billed_units: dict[str, int]
+
+
+class CohereRerankAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    results: list[CohereRanked]
+    meta: CohereMeta
+
+
 def _prepare_pooling(service: Service, body: Body) -> AskedEmbeddings:
     """Vectors of inputs, in vLLM's shape."""
     asked = decode_body(body, PoolingRequest, service.config)
-    if asked.task not in (None, "embed"):
-        reason = "a decoder has no classifier, and hidden states of single tokens are not sent"
-        raise invalid("task", f"Unsupported value: task {asked.task!r} ({reason}).", "unsupported_value")
-    return prepare_embeddings(service, asked, _pooled, body.exchange.tenant)
+    if asked.task not in (None, "embed", "classify"):
+        raise invalid("task", f"Unsupported value: task {asked.task!r} (hidden states of single tokens are not sent).",
+                      "unsupported_value")  # fmt: skip
+    prepared = prepare_embeddings(service, asked, _pooled, body.exchange.tenant)
+    if asked.task == "classify":
+        _check_labels(service, "task")
+        prepared.task, prepared.answer = "classify", _scored(asked.use_activation)
+    elif asked.use_activation is not None:
+        raise invalid("use_activation", "use_activation is for the task 'classify'.", "unsupported_parameter")
+    return prepared
 
 
 def _pooled(asked: AskedEmbeddings, vectors: list[Vector]) -> PoolingAnswer:
@@ -136,15 +235,71 @@ def _pooled(asked: AskedEmbeddings, vectors: list[Vector]) -> PoolingAnswer:
     return PoolingAnswer(id=new_id("pool"), **_common(asked), data=data)
 
 
+def _scored(use_activation: bool | None) -> Callable[[AskedEmbeddings, list[Vector]], PoolingAnswer]:
+    def answer(asked: AskedEmbeddings, scores: list[Vector]) -> PoolingAnswer:
+        data = [
+            Pooled(index=index, data=_probabilities(asked.service, each, use_activation).tolist())
+            for index, each in enumerate(scores)
+        ]
+        return PoolingAnswer(id=new_id("pool"), **_common(asked), data=data)
+
+    return answer
+
+
+def _prepare_classes(service: Service, body: Body) -> AskedEmbeddings:
+    """The labels of texts."""
+    asked = decode_body(body, ClassifyRequest, service.config)
+    labels = service.client.info.pooling.labels
+
+    def answer(prepared: AskedEmbeddings, scores: list[Vector]) -> ClassifyAnswer:
+        data = []
+        for index, each in enumerate(scores):
+            found = _probabilities(service, each, asked.use_activation)
+            label = labels[int(np.argmax(found))]
+            data.append(Classified(index=index, label=label, probs=found.tolist(), num_classes=len(labels)))
+        return ClassifyAnswer(id=new_id("classify"), **_common(prepared), data=data)
+
+    given = EmbeddingRequest(
+        model=asked.model, input=asked.input, truncate_prompt_tokens=asked.truncate_prompt_tokens,
+        add_special_tokens=asked.add_special_tokens, prompt_name="",
+    )  # fmt: skip
+    prepared = prepare_embeddings(service, given, answer, body.exchange.tenant)
+    _check_labels(service, "model")
+    prepared.task = "classify"
+    return prepared
+
+
+def _check_labels(service: Service, field: str) -> None:
+    if not service.client.info.pooling.labels:
+        raise invalid(
+            field, f"The model {service.model_name!r} has no classifier: POST /v1/embeddings has its vectors."
+        )
+
+
+def _probabilities(service: Service, scores: Vector, use_activation: bool | None) -> Vector:
+    return scores if use_activation is False else activated(scores, service.client.info.pooling.activation)
+
+
 def _prepare_scores(service: Service, body: Body) -> AskedEmbeddings:
     """One score for each pair."""
     asked = decode_body(body, ScoreRequest, service.config)
-    first = _either(asked, "text_1", "queries")
-    second = _either(asked, "text_2", "documents")
-    if len(first) not in (1, len(second)):
-        raise invalid(
-            "text_2", f"text_1 must have one entry, or as many as text_2: they have {len(first)} and {len(second)}."
-        )
+    first, second = _pairs(asked)
+
+    def answer(prepared: AskedEmbeddings, scores: list[Vector]) -> ScoreAnswer:
+        data = [
+            Score(index=index, score=float(_probabilities(service, each, asked.use_activation)[0]))
+            for index, each in enumerate(scores)
+        ]
+        return ScoreAnswer(id=new_id("score"), **_common(prepared), data=data)
+
+    pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
+    return _ranking(service, asked.model, pairs, "text_2", asked.truncate_prompt_tokens, answer)
+
+
+def _prepare_similarities(service: Service, body: Body) -> AskedEmbeddings:
+    """The cosine of each pair's embeddings."""
+    asked = decode_body(body, SimilarityRequest, service.config)
+    first, second = _pairs(asked)
 
     def answer(prepared: AskedEmbeddings, vectors: list[Vector]) -> ScoreAnswer:
         lefts, rights = vectors[: len(first)], vectors[len(first) :]
@@ -152,10 +307,25 @@ def _prepare_scores(service: Service, body: Body) -> AskedEmbeddings:
         data = [Score(index=index, score=cosine(left, right)) for index, (left, right) in enumerate(pairs)]
         return ScoreAnswer(id=new_id("score"), **_common(prepared), data=data)
 
-    return _embeddings(service, asked, [*first, *second], "text_2", answer)
+    given = EmbeddingRequest(
+        model=asked.model, input=[*first, *second], pooling=asked.pooling,
+        truncate_prompt_tokens=asked.truncate_prompt_tokens,
+    )  # fmt: skip
+    with in_own_names({"input": "text_2"}):
+        return prepare_embeddings(service, given, answer)
 
 
-def _either(asked: ScoreRequest, name: str, other: str) -> list[str]:
+def _pairs(asked: PairsRequest) -> tuple[list[str], list[str]]:
+    first = _either(asked, "text_1", "queries")
+    second = _either(asked, "text_2", "documents")
+    if len(first) not in (1, len(second)):
+        raise invalid(
+            "text_2", f"text_1 must have one entry, or as many as text_2: they have {len(first)} and {len(second)}."
+        )
+    return first, second
+
+
+def _either(asked: PairsRequest, name: str, other: str) -> list[str]:
     value, same = getattr(asked, name), getattr(asked, other)
     if (value is None) == (same is None):
         raise invalid(name, f"Send either {name} or {other}.", "missing_required_parameter")
@@ -164,39 +334,87 @@ def _either(asked: ScoreRequest, name: str, other: str) -> list[str]:
 
 
 def _prepare_ranking(service: Service, body: Body) -> AskedEmbeddings:
-    """The documents most similar to the query, sorted; ties keep their order."""
+    """The documents most relevant to the query, sorted; ties keep their order."""
     asked = decode_body(body, RerankRequest, service.config)
     texts = [document if isinstance(document, str) else document.text for document in asked.documents]
     has_texts = asked.return_documents is not False
 
-    def answer(prepared: AskedEmbeddings, vectors: list[Vector]) -> RerankAnswer:
-        query, *others = vectors
-        scores = [cosine(query, vector) for vector in others]
-        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: asked.top_n or None]
+    def answer(prepared: AskedEmbeddings, scores: list[Vector]) -> RerankAnswer:
         results = [
-            Ranked(index=index, document=RankedText(texts[index]) if has_texts else None, relevance_score=scores[index])
-            for index in order
+            Ranked(index=index, document=RankedText(texts[index]) if has_texts else None, relevance_score=score)
+            for index, score in _ranked(service, scores, asked.use_activation, asked.top_n)
         ]
         return RerankAnswer(id=new_id("rerank"), model=service.model_name, usage=prepared.usage, results=results)
 
-    return _embeddings(service, asked, [asked.query, *texts], "documents", answer)
+    pairs = [(asked.query, text) for text in texts]
+    return _ranking(service, asked.model, pairs, "documents", asked.truncate_prompt_tokens, answer)
 
 
-create_pooling, create_scores, create_ranking = map(answered, (_prepare_pooling, _prepare_scores, _prepare_ranking))
+def _prepare_cohere_ranking(service: Service, body: Body) -> AskedEmbeddings:
+    """The same in Cohere's shape: documents that are too long are cut."""
+    asked = decode_body(body, CohereRerankRequest, service.config)
+
+    def answer(prepared: AskedEmbeddings, scores: list[Vector]) -> CohereRerankAnswer:
+        results = [CohereRanked(*each) for each in _ranked(service, scores, None, asked.top_n)]
+        return CohereRerankAnswer(
+            id=new_id("rerank"), results=results, meta=CohereMeta({"version": "2"}, {"search_units": 1})
+        )
+
+    tokenizer = service.tokenizer
+    texts = asked.documents
+    if tokenizer is not None:
+        most = asked.max_tokens_per_doc
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        texts = [
+            text if len(each) <= most else tokenizer.decode(each[:most]) for text, each in zip(texts, ids, strict=True)
+        ]
+    return _ranking(service, asked.model, [(asked.query, text) for text in texts], "documents", -1, answer)
 
 
-def _embeddings(
+def _ranked(
+    service: Service, scores: list[Vector], use_activation: bool | None, most: int | None
+) -> list[tuple[int, float]]:
+    """The numbers of the documents with their scores, the most relevant first."""
+    found = [float(_probabilities(service, each, use_activation)[0]) for each in scores]
+    order = sorted(range(len(found)), key=lambda index: -found[index])[: most or None]
+    return [(index, found[index]) for index in order]
+
+
+def _ranking(
     service: Service,
-    asked: ScoreRequest | RerankRequest,
-    texts: list[str],
+    model: str | None,
+    pairs: Sequence[tuple[str, str]],
     field: str,
+    most: int | None,
     answer: Callable[[AskedEmbeddings, list[Vector]], Any],
 ) -> AskedEmbeddings:
-    given = EmbeddingRequest(
-        model=asked.model, input=[*texts], pooling=asked.pooling, truncate_prompt_tokens=asked.truncate_prompt_tokens
-    )
+    """The scores of pairs. Raises `ApiError` 400 for a model that was not trained to rank."""
+    service.check_model(model)
+    info = service.client.info
+    if not info.pooling.scores_pairs:
+        has = f"its classifier has {len(info.pooling.labels)} labels" if info.pooling.labels else "it has no classifier"
+        raise invalid(
+            "model",
+            f"The model {service.model_name!r} cannot rank: {has}, and a score needs one label. POST /similarity"
+            " compares embeddings.",
+        )
+    if service.tokenizer is None:
+        raise invalid(field, f"This model has no tokenizer: it has no scores of texts in {field}.")
+    if len(pairs) > service.config.max_inputs:
+        raise invalid(field, f"{field} must have at most {service.config.max_inputs} entries, got {len(pairs)}.")
+    room = None if most is None else info.max_model_len if most == -1 else min(most, info.max_model_len)
+    found = [pair_of(service.tokenizer, info.pooling, *pair, room) for pair in pairs]
     with in_own_names({"input": field}):
-        return prepare_embeddings(service, given, answer)
+        prepared = prepare_embeddings(service, EmbeddingRequest(model=model, input=[ids for ids, _ in found]), answer)
+    prepared.task, prepared.second_from = "classify", [second_from for _, second_from in found]
+    return prepared
+
+
+create_pooling, create_classes, create_scores, create_similarities, create_ranking, create_cohere_ranking = map(
+    answered,
+    (_prepare_pooling, _prepare_classes, _prepare_scores, _prepare_similarities, _prepare_ranking,
+     _prepare_cohere_ranking),
+)  # fmt: skip
 
 
 def _common(asked: AskedEmbeddings) -> dict[str, Any]:

@@ -260,7 +260,7 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
         {**_content(), "model": {"type": "Unigram", "vocab": []}},
         "model.type: model 'Unigram' is not supported",
     ),
-    ({**_content(), "model": {"type": "WordPiece", "vocab": {}}}, "model.type: model 'WordPiece'"),
+    ({**_content(), "model": {"type": "WordLevel", "vocab": {}}}, "model.type: model 'WordLevel'"),
     ({**_content(), "model": {"type": "WordLevel", "vocab": {}}}, "model.type: model 'WordLevel'"),
     (_content(model={"dropout": 1.5}), "model.dropout: must be null or a number from 0 to 1, found 1.5"),
     (_content(model={"dropout": True}), "model.dropout: must be null or a number from 0 to 1, found True"),
@@ -277,7 +277,7 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
         _content(normalizer={"type": "Precompiled"}),
         "normalizer.type: normalizer 'Precompiled' is not supported",
     ),
-    (_content(normalizer={"type": "BertNormalizer"}), "normalizer 'BertNormalizer' is not supported"),
+    (_content(normalizer={"type": "SpacyNormalizer"}), "normalizer 'SpacyNormalizer' is not supported"),
     (_content(normalizer={"type": "NFC", "x": 1}), "normalizer.x: is not supported"),
     (_content(normalizer={"type": "Prepend"}), "normalizer.prepend: is missing, expected a string"),
     (
@@ -316,7 +316,7 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
         ),
         "'<s>' is not among special_tokens",
     ),
-    (_content(decoder={"type": "WordPiece"}), "decoder.type: decoder 'WordPiece' is not supported"),
+    (_content(decoder={"type": "CTC"}), "decoder.type: decoder 'CTC' is not supported"),
     (_content(decoder={"type": "CTC"}), "decoder 'CTC' is not supported"),
     (
         _content(decoder={"type": "Strip", "content": " ", "start": -1, "stop": 0}),

@@ -43,7 +43,7 @@ class BpeModel:
             fields.one_of("model", ["BPE"])
         fields.known(_KNOWN)
         _pass_over_dropout(fields)
-        self.vocab = _read_vocab(fields)
+        self.vocab = read_vocab(fields)
         self._prefix = fields.optional_string("continuing_subword_prefix") or ""
         self._suffix = fields.optional_string("end_of_word_suffix") or ""
         self._fuse_unk = fields.boolean("fuse_unk", False)
@@ -171,7 +171,7 @@ def _pass_over_dropout(fields: Fields) -> None:
         warn_once(f"{fields.file}: {fields.field('dropout')} is {share}, which is of training: no merge is left out")
 
 
-def _read_vocab(fields: Fields) -> dict[str, int]:
+def read_vocab(fields: Fields) -> dict[str, int]:
     vocab: dict[str, int] = fields.object("vocab").values  # type: ignore[assignment]
     ids = vocab.values()
     if set(map(type, ids)) - {int} or (vocab and not 0 <= min(ids) <= max(ids) < 1 << 32):

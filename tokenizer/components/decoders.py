@@ -4,7 +4,7 @@ A stream is a list of events: a string is a fragment of the current token, None 
 may fuse tokens into one, which then ends only with the stream. Whole and incremental decoding run the same
 stages, so any way of cutting a stream gives the same text.
 
-Supported: ByteLevel, ByteFallback, Fuse, Replace, Strip, Metaspace, BPEDecoder, Sequence; without a decoder
+Supported: ByteLevel, ByteFallback, Fuse, Replace, Strip, Metaspace, BPEDecoder, WordPiece, Sequence; without a decoder
 tokens are joined by spaces, as in the `tokenizers` library.
 """
 
@@ -23,7 +23,7 @@ from tokenizer.patterns.compiled import Pattern
 Events = list[str | None]
 """Fragments of tokens; None ends a token."""
 
-_TYPES = ("ByteLevel", "ByteFallback", "Fuse", "Replace", "Strip", "Metaspace", "BPEDecoder", "Sequence")
+_TYPES = ("ByteLevel", "ByteFallback", "Fuse", "Replace", "Strip", "Metaspace", "BPEDecoder", "WordPiece", "Sequence")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -125,6 +125,10 @@ def _stage_factory(kind: str, fields: Fields) -> tuple[StageFactory, bool]:
         fields.known(["type", "suffix"])
         suffix = fields.string("suffix")
         return lambda: BpeDecoderStage(suffix), True
+    if kind == "WordPiece":
+        fields.known(["type", "prefix", "cleanup"])
+        prefix, cleans = fields.string("prefix", "##"), fields.boolean("cleanup", True)
+        return lambda: WordPieceStage(prefix, cleans), True
     fields.known(["type"])
     return (ByteFallbackStage, True) if kind == "ByteFallback" else (FuseStage, False)
 
@@ -310,6 +314,31 @@ class MetaspaceStage(Stage):
             else:
                 space = "" if self._is_first and self._is_prefixed else " "
                 out.append(event.replace(self._replacement, space))
+        return out
+
+
+_CLEANED = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+    (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
+
+
+class WordPieceStage(Stage):
+    """A space stands before each token that begins a word; with `cleans`, no space before punctuation."""
+
+    def __init__(self, prefix: str, cleans: bool) -> None:
+        self._tokens = _WholeTokens()
+        self._prefix, self._cleans, self._is_first = prefix, cleans, True
+
+    def feed(self, events: Events) -> Events:
+        out: Events = []
+        for token in self._tokens.collect(events):
+            if not self._is_first:
+                token = token[len(self._prefix) :] if token.startswith(self._prefix) else f" {token}"
+            self._is_first = False
+            for written, meant in _CLEANED if self._cleans else ():
+                token = token.replace(written, meant)
+            out += (token, None)
         return out
 
 

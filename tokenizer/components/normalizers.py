@@ -4,7 +4,8 @@ A normalizer takes the text and whether it stands at the very start of the input
 Metaspace pre-tokenizer with the scheme "first" asks whether the first character still comes from the input's
 first character.
 
-Supported: NFC, NFD, NFKC, NFKD, Prepend, Replace, Lowercase, Strip, StripAccents, Nmt, ByteLevel, Sequence.
+Supported: NFC, NFD, NFKC, NFKD, Prepend, Replace, Lowercase, Strip, StripAccents, Nmt, ByteLevel, BertNormalizer,
+Sequence.
 """
 
 from __future__ import annotations
@@ -30,7 +31,18 @@ Normalizer = Callable[[str, bool], tuple[str, bool]]
 """(text, is_at_start) → (text, is_at_start)."""
 
 _FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
-_TYPES = (*_FORMS, "Prepend", "Replace", "Lowercase", "Strip", "StripAccents", "Nmt", "ByteLevel", "Sequence")
+_TYPES = (
+    *_FORMS,
+    "Prepend",
+    "Replace",
+    "Lowercase",
+    "Strip",
+    "StripAccents",
+    "Nmt",
+    "ByteLevel",
+    "BertNormalizer",
+    "Sequence",
+)
 
 
 def build_normalizer(fields: Fields | None) -> Normalizer | None:
@@ -58,6 +70,12 @@ def build_normalizer(fields: Fields | None) -> Normalizer | None:
     if kind == "Strip":
         fields.known(["type", "strip_left", "strip_right"])
         return functools.partial(_strip, fields.boolean("strip_left"), fields.boolean("strip_right"))
+    if kind == "BertNormalizer":
+        fields.known(["type", "clean_text", "handle_chinese_chars", "strip_accents", "lowercase"])
+        lowers = fields.boolean("lowercase", True)
+        strips = lowers if fields.get("strip_accents") is None else fields.boolean("strip_accents")
+        cleans, spaces_chinese = fields.boolean("clean_text", True), fields.boolean("handle_chinese_chars", True)
+        return functools.partial(_bert, (cleans, spaces_chinese, strips, lowers))
     fields.known(["type"])
     simple: dict[str, Normalizer] = {
         "Lowercase": _lowercase,
@@ -169,6 +187,45 @@ def _nmt(text: str, is_at_start: bool) -> tuple[str, bool]:
     """SentencePiece's "nmt": control characters are dropped, other white space becomes a space."""
     is_at_start = is_at_start and ord(text[0]) not in _NMT_REMOVED if text else is_at_start
     return text.translate(_NMT_TABLE), is_at_start
+
+
+_CHINESE = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff" + unicode_tables.character_class(
+    "20000-2A6DF 2A700-2B81F 2B920-2CEAF 2F800-2FA1F"
+)
+"""Class body: ideographs, between which BERT puts spaces; the ranges are google-research/bert's."""
+
+
+@functools.cache
+def _bert_patterns() -> tuple[Any, Any, Any, Any]:
+    """Characters that are dropped, that become a space, ideographs, and accents."""
+    spaces = r"[\t\n\r\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+    return (
+        compile_raw(f"[{unicode_tables.NOT_TEXT}]+"), compile_raw(spaces), compile_raw(f"[{_CHINESE}]"),
+        compile_raw(f"[{unicode_tables.NONSPACING_MARKS}]+"),
+    )  # fmt: skip
+
+
+_ASCII_CLEANED: dict[int, str | None] = {**dict.fromkeys((*range(32), 127)), **dict.fromkeys((9, 10, 13), " ")}
+
+
+def _bert(switches: tuple[bool, bool, bool, bool], text: str, is_at_start: bool) -> tuple[str, bool]:
+    """BERT's: characters that are no text go, white space becomes spaces, ideographs stand apart, accents go, letters
+    become small."""
+    cleans, spaces_chinese, strips, lowers = switches
+    if text.isascii():
+        if cleans and not text.isprintable():
+            text = "".join(
+                " " if each in "\t\n\r" else each for each in text if " " <= each < "\x7f" or each in "\t\n\r"
+            )
+        return (text.lower() if lowers else text), is_at_start
+    dropped, spaces, ideographs, accents = _bert_patterns()
+    if cleans:
+        text = spaces.sub(" ", dropped.sub("", text))
+    if spaces_chinese:
+        text = ideographs.sub(r" \g<0> ", text)
+    if strips:
+        text = accents.sub("", _unicode_form("NFD", text, False)[0])
+    return (_lowercase(text, False)[0] if lowers else text), is_at_start
 
 
 def _byte_level(text: str, is_at_start: bool) -> tuple[str, bool]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver as bindings
+from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.batch import Batch
@@ -38,6 +39,7 @@ from runtime.engine.messages import EngineInfo, EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.pooling import PoolingTask
 from runtime.tensor.tensor import Tensor
 
 BLOCK_SIZE = 16
@@ -72,6 +74,9 @@ class HollowModel:
         if self.device.kind == "cpu":
             return ops.embedding(batch.token_ids, self._table)
         return Tensor.empty((batch.num_tokens, 1), device=self.device)
+
+    def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
+        return pooled
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[n, VOCAB_SIZE]``."""

@@ -34,6 +34,7 @@ from runtime.engine.messages import (
     RoutingStats,
     StepView,
 )
+from runtime.pooling import PoolingTask
 
 logger = logging.getLogger("xserv.engine")
 
@@ -241,13 +242,17 @@ class EngineClient(Protocol):
     def embed(
         self,
         token_ids: Sequence[int],
-        pooling: str = "last",
+        pooling: str | None = None,
         images: Sequence[ImageItem] = (),
         cache_salt: str | None = None,
+        task: PoolingTask = "embed",
+        second_from: int | None = None,
     ) -> Future[NDArray[np.float32]]:
-        """The hidden states after the final norm, pooled ("last", "mean"): ``[hidden_size]`` float32, of any length.
+        """The hidden states after the final norm, pooled by one of `POOLINGS` (None: the model's own), as a vector of
+        any length; or, with the task "classify", the labels' scores before an activation.
 
-        ``images`` are the prompt's; encoded images are shared within a ``cache_salt``.
+        ``images`` are the prompt's; encoded images are shared within a ``cache_salt``. ``second_from``: the first token
+        of the second of two texts.
 
         Returns at once; a cancelled future costs no further forward pass. Raises ``RequestError``,
         ``QueueFullError``, ``EngineDeadError``; the future, ``EmbeddingError`` and ``EngineDeadError``.

@@ -275,7 +275,7 @@ class ProcessServer:
     ) -> None:
         computations: dict[str, Callable[..., Future[Any]]] = {
             "logits": client.start_logits,
-            "embed": lambda token_ids, pooling, salt: client.embed(token_ids, pooling, images, salt),
+            "embed": lambda token_ids, pooling, salt, *task: client.embed(token_ids, pooling, images, salt, *task),
             "reset_prefix_cache": client.reset_prefix_cache,
         }
         try:

@@ -54,6 +54,7 @@ from runtime.engine.process.wire import (
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.sequence import Request
 from runtime.errors import XservError
+from runtime.pooling import PoolingTask
 
 logger = logging.getLogger("xserv.engine")
 
@@ -233,12 +234,14 @@ class ProcessEngineClient(EngineClient):
     def embed(
         self,
         token_ids: Sequence[int],
-        pooling: str = "last",
+        pooling: str | None = None,
         images: Sequence[ImageItem] = (),
         cache_salt: str | None = None,
+        task: PoolingTask = "embed",
+        second_from: int | None = None,
     ) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.embed``; errors raised there may come from the future here."""
-        return self._call("embed", token_ids, pooling, cache_salt, images=images)
+        return self._call("embed", token_ids, pooling, cache_salt, task, second_from, images=images)
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         return self._send_call("reset_prefix_cache", [])
@@ -299,13 +302,13 @@ class ProcessEngineClient(EngineClient):
         self._supervisor.join()
 
     def _call(
-        self, name: CallName, token_ids: Sequence[int], *arguments: str | None, images: Sequence[ImageItem] = ()
+        self, name: CallName, token_ids: Sequence[int], *arguments: str | int | None, images: Sequence[ImageItem] = ()
     ) -> Future[NDArray[np.float32]]:
         ids: list[int] = as_token_ids("token_ids", token_ids, self.info.vocab_size).tolist()
         return self._send_call(name, [ids, *arguments], tuple(images))
 
     def _send_call(
-        self, name: CallName, arguments: list[list[int] | str | None], images: tuple[ImageItem, ...] = ()
+        self, name: CallName, arguments: list[list[int] | str | int | None], images: tuple[ImageItem, ...] = ()
     ) -> Future[NDArray[np.float32]]:
         self._origin.check()
         future: Future[NDArray[np.float32]] = Future()

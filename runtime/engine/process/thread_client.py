@@ -34,6 +34,7 @@ from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.steps.embedder import Embedding
 from runtime.engine.timeline import StepViews
+from runtime.pooling import PoolingTask
 
 T = TypeVar("T")
 
@@ -164,12 +165,14 @@ class ThreadEngineClient(EngineClient):
     def embed(
         self,
         token_ids: Sequence[int],
-        pooling: str = "last",
+        pooling: str | None = None,
         images: Sequence[ImageItem] = (),
         cache_salt: str | None = None,
+        task: PoolingTask = "embed",
+        second_from: int | None = None,
     ) -> Future[NDArray[np.float32]]:
         self._origin.check()
-        embedding = self._engine.embedder.prepare(token_ids, pooling, images, cache_salt)
+        embedding = self._engine.embedder.prepare(token_ids, pooling, images, cache_salt, task, second_from)
         max_waiting = self._engine.limits.max_waiting
         with self._condition:
             self._check_alive()

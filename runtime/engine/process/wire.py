@@ -91,7 +91,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
     call_id: int
     name: CallName
-    arguments: list[list[int] | str | None]
+    arguments: list[list[int] | str | int | None]
     images: tuple[ImageItem, ...] = ()
 
 

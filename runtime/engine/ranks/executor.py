@@ -38,6 +38,7 @@ from runtime.engine.steps.executor import (
 )
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.step_input import PassPictures, Sampled, StepInput
+from runtime.pooling import PoolingTask
 from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor
 
@@ -124,6 +125,9 @@ class ParallelExecutor:
 
     def drop_encoded(self, slot: int) -> None:
         self.together(DropEncoded(slot), lambda: self.local.drop_encoded(slot))
+
+    def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
+        return self.local.head(task, pooled)
 
     def pooling_pass(self, lengths: Sequence[int]) -> SidePass:
         made = self.together(StartPass(list(lengths)), lambda: self.local.pooling_pass(lengths))
@@ -258,7 +262,8 @@ class _SharedPass:
         self._pooling_pass, self._executor = pooling_pass, executor
 
     def run(
-        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
-    ) -> Tensor:
-        message = RunPass(list(token_ids), [int(start) for start in starts], pictures)
-        return self._executor.together(message, lambda: self._pooling_pass.run(token_ids, starts, pictures))
+        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None,
+        types: Sequence[NDArray[np.int32] | None] = (),
+    ) -> Tensor:  # fmt: skip
+        message = RunPass(list(token_ids), [int(start) for start in starts], pictures, list(types))
+        return self._executor.together(message, lambda: self._pooling_pass.run(token_ids, starts, pictures, types))

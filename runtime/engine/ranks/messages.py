@@ -128,6 +128,7 @@ class RunPass(msgspec.Struct, frozen=True, tag=True):
     token_ids: list[NDArray[np.int32]]
     starts: list[int]
     pictures: PassPictures | None = None
+    types: list[NDArray[np.int32] | None] = []
 
 
 class Logits(msgspec.Struct, frozen=True, tag=True):

@@ -88,9 +88,9 @@ class RankProcess:
                 case StartPass(lengths):
                     pooling_pass = None  # frees its room for the next
                     pooling_pass = executor.pooling_pass(lengths)
-                case RunPass(token_ids, starts, pictures):
+                case RunPass(token_ids, starts, pictures, types):
                     assert pooling_pass is not None, "a pass was started"
-                    pooling_pass.run(token_ids, starts, pictures)
+                    pooling_pass.run(token_ids, starts, pictures, types)
                 case Logits(token_ids):
                     executor.logits(token_ids)
                 case other:

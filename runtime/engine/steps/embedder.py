@@ -1,9 +1,9 @@
-"""Embeddings: the pooled hidden states of prompts, computed beside the running requests.
+"""Embeddings and scores: the pooled hidden states of prompts, computed beside the running requests.
 
 One forward pass at a time, of at most ``max_num_batched_tokens`` tokens, between two steps, so that running requests
-wait no longer than for a chunk of another prompt. Short prompts share a pass, a longer one takes several. A prompt with
-images is added once they are encoded, and does not share a pass. Passes have their own pages, apart from the
-scheduler's.
+wait no longer than for a chunk of another prompt. Short prompts share a pass; a longer one takes several, but for an
+encoder's, which is one chunk. A prompt with images is added once they are encoded, and does not share a pass. Passes
+have their own pages, apart from the scheduler's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from runtime import ops
 from runtime.dtype import float32
 from runtime.engine.admission import pictures_of, prompt_of
 from runtime.engine.checks import check_one_of
+from runtime.engine.errors import RequestError
 from runtime.engine.limits import EngineLimits
 from runtime.engine.messages import ImageItem, ImageSupport
 from runtime.engine.scheduling.pictures import Pictures
@@ -29,14 +30,10 @@ from runtime.engine.steps.assemble import chunk_spans
 from runtime.engine.steps.executor import Executor, ExecutorLostError, SidePass
 from runtime.engine.steps.step_input import PassPictures
 from runtime.errors import XservError
+from runtime.pooling import POOLINGS, Pooling, PoolingInfo, PoolingTask
 from runtime.tensor.tensor import Tensor
 
 logger = logging.getLogger("xserv.engine")
-
-Pooling = Literal["last", "mean"]
-"""The pooling of hidden states after the final norm: the last token's, or the mean of all."""
-
-POOLINGS = ("last", "mean")
 
 
 class EmbeddingError(XservError):
@@ -48,9 +45,12 @@ class Embedding:
     """A prompt to embed.
 
     token_ids     [num_tokens] int32
-    future        of the embedding ``[hidden_size]`` float32; once it is cancelled, no further pass is run for it
+    future        of the embedding ``[size]`` float32, or of the labels' scores; once it is cancelled, no further pass
+                  is run for it
+    task          "embed" or "classify"
+    second_from   the first token of the second of two texts; None for one
     num_computed  tokens whose keys and values are in the pages
-    total         sum of their hidden states, ``[hidden_size]`` float64
+    total         what the pooling has of their hidden states, ``[hidden_size]`` float64
     pictures      of the prompt, or None
     cache_salt    encoded images are shared within it
     """
@@ -58,10 +58,43 @@ class Embedding:
     token_ids: NDArray[np.int32]
     pooling: Pooling
     future: Future[NDArray[np.float32]]
+    task: PoolingTask = "embed"
+    second_from: int | None = None
     num_computed: int = 0
-    total: NDArray[np.float64] | float = 0.0
+    total: NDArray[np.float64] | None = None
     pictures: Pictures | None = None
     cache_salt: str | None = None
+
+    @property
+    def types(self) -> NDArray[np.int32] | None:
+        """The types of its tokens: 0, and 1 in the second text; None if it has one text."""
+        if self.second_from is None:
+            return None
+        return (np.arange(len(self.token_ids)) >= self.second_from).astype(np.int32)
+
+    def absorb(self, hidden: NDArray[np.float32], count: int) -> None:
+        """Take the hidden states ``[count, hidden_size]`` of its next tokens into ``total``, or the one of them that
+        the pooling reads."""
+        first, rows = self.num_computed, hidden.astype(np.float64)
+        if self.pooling == "cls":
+            found = rows[0] if self.total is None else self.total
+        elif self.pooling == "last":
+            found = rows[-1]
+        elif self.pooling == "max":
+            found = rows.max(axis=0) if self.total is None else np.maximum(self.total, rows.max(axis=0))
+        else:
+            if self.pooling == "weighted_mean":
+                rows *= np.arange(first + 1, first + 1 + len(rows))[:, None]
+            found = np.add.reduce(rows, axis=0, initial=0.0) + (0.0 if self.total is None else self.total)
+        self.total, self.num_computed = found, first + count
+
+    @property
+    def pooled(self) -> NDArray[np.float32]:
+        """The pooled row, once all tokens are computed."""
+        assert self.total is not None, "it has at least one token"
+        count = len(self.token_ids)
+        divisor = {"mean": count, "weighted_mean": count * (count + 1) / 2, "mean_sqrt_len": count**0.5}
+        return np.asarray(self.total / divisor.get(self.pooling, 1), np.float32)
 
     @property
     def request_id(self) -> str:
@@ -81,9 +114,11 @@ class Embedder:
     """
 
     def __init__(
-        self, executor: Executor, limits: EngineLimits, vocab_size: int, images: ImageSupport | None = None
-    ) -> None:
+        self, executor: Executor, limits: EngineLimits, vocab_size: int, images: ImageSupport | None = None,
+        pooling: PoolingInfo | None = None,
+    ) -> None:  # fmt: skip
         self._executor = executor
+        self._pooling = pooling or PoolingInfo()
         self._limits = limits
         self._vocab_size = vocab_size
         self._images = images
@@ -96,13 +131,25 @@ class Embedder:
         return bool(self._waiting)
 
     def prepare(
-        self, token_ids: Sequence[int], pooling: str, images: Sequence[ImageItem] = (), cache_salt: str | None = None
-    ) -> Embedding:
-        """A checked prompt of 1 … ``max_model_len`` tokens. Raises ``RequestError``."""
+        self, token_ids: Sequence[int], pooling: str | None = None, images: Sequence[ImageItem] = (),
+        cache_salt: str | None = None, task: PoolingTask = "embed", second_from: int | None = None,
+    ) -> Embedding:  # fmt: skip
+        """A checked prompt of 1 … ``max_model_len`` tokens; ``pooling`` None means the model's own. Raises
+        ``RequestError``."""
+        own = self._pooling
+        if task == "classify":
+            if not own.labels:
+                raise RequestError("the model has no head that classifies", param="task")
+            if pooling not in (None, own.head_pooling):
+                raise RequestError(
+                    f"pooling is {pooling!r}, but the model's classifier reads {own.head_pooling!r}", param="pooling"
+                )
+            pooling = own.head_pooling
+        pooling = own.pooling if pooling is None else pooling
         check_one_of("pooling", pooling, POOLINGS)
         ids = prompt_of("token_ids", token_ids, self._vocab_size, self._limits.max_model_len, has_answer=False)
         return Embedding(
-            ids, "mean" if pooling == "mean" else "last", Future(),
+            ids, cast("Pooling", pooling), Future(), task, second_from if own.reads_types else None,
             pictures=pictures_of(images, ids, self._images), cache_salt=cache_salt,
         )  # fmt: skip
 
@@ -170,32 +217,29 @@ class Embedder:
             pictures = PassPictures(starts[0], count, rotary, *chunk_spans(own, starts[0], end, 0))
         if self._pass is None:
             self._pass = self._executor.pooling_pass([len(embedding.token_ids) for embedding in chosen])
-        hidden = self._pass.run(ids, starts, pictures)  # [num_tokens, hidden_size]
+        types = [embedding.types for embedding in chosen]
+        hidden = self._pass.run(ids, starts, pictures, types)  # [num_tokens, hidden_size]
         counts = np.array([len(each) for each in ids])
         ends = np.cumsum(counts)
-        indices = Tensor.from_numpy((ends - 1).astype(np.int32)).to(hidden.device)
-        last = _on_host(ops.gather_rows(hidden, indices))
-        sums = None
-        if any(embedding.pooling == "mean" for embedding in chosen):
-            sums = np.add.reduceat(_on_host(hidden), ends - counts, axis=0, dtype=np.float64)
-        for i, embedding in enumerate(chosen):
-            embedding.num_computed += int(counts[i])
-            if embedding.pooling == "mean" and sums is not None:
-                embedding.total += sums[i]
+        firsts = ends - counts
+        if all(embedding.pooling in ("cls", "last") for embedding in chosen):  # one row of each chunk is read
+            wanted = [first if each.pooling == "cls" else end - 1 for each, first, end in zip(chosen, firsts, ends)]
+            hidden = ops.gather_rows(hidden, Tensor.from_numpy(np.array(wanted, np.int32)).to(hidden.device))
+            firsts, ends = np.arange(len(chosen)), np.arange(1, len(chosen) + 1)
+        rows = _on_host(hidden)
+        for embedding, first, end, count in zip(chosen, firsts.tolist(), ends.tolist(), counts.tolist()):
+            embedding.absorb(rows[first:end], count)
             if not embedding.num_left:
-                _finish(embedding, last[i])
+                self._finish(embedding)
 
-
-def _finish(embedding: Embedding, last: NDArray[np.float32]) -> None:
-    vector = last.copy()
-    if embedding.pooling == "mean":
-        vector = np.asarray(embedding.total / len(embedding.token_ids), np.float32)
-    if not embedding.future.set_running_or_notify_cancel():
-        return
-    if np.isfinite(vector).all():
-        embedding.future.set_result(vector)
-    else:
-        embedding.future.set_exception(EmbeddingError("the model's hidden states are not finite"))
+    def _finish(self, embedding: Embedding) -> None:
+        vector = self._executor.head(embedding.task, embedding.pooled)
+        if not embedding.future.set_running_or_notify_cancel():
+            return
+        if np.isfinite(vector).all():
+            embedding.future.set_result(vector)
+        else:
+            embedding.future.set_exception(EmbeddingError("the model's hidden states are not finite"))
 
 
 def _on_host(hidden: Tensor) -> NDArray[np.float32]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from runtime.dtype import DType
 from runtime.engine.steps.step_input import PassPictures, Sampled, StepInput
 from runtime.errors import XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.pooling import PoolingTask
 from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor
 
@@ -50,6 +51,20 @@ class Model(Protocol):
         """``[n, hidden_size]`` → ``[n, vocab_size]`` float32."""
         ...
 
+    def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
+        """See `Executor.head`."""
+        ...
+
+
+@runtime_checkable
+class BidirectionalModel(Protocol):
+    """A model whose tokens see later ones, too: `models.encoder.Encoder`."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of its layers, in tokens on each side, a token's own included."""
+        ...
+
 
 def logits_to_sample(model: Model, hidden: Tensor) -> Tensor:
     """`Model.compute_logits`, with minus infinity for the ids that are never sampled: log probabilities of sampled
@@ -64,10 +79,12 @@ class SidePass(Protocol):
     """Forward passes over prompts outside the steps."""
 
     def run(
-        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
-    ) -> Tensor:
+        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None,
+        types: Sequence[NDArray[np.int32] | None] = (),
+    ) -> Tensor:  # fmt: skip
         """The hidden states ``[num_tokens, hidden_size]`` of the tokens at ``starts`` of each prompt, all before which
-        were computed. Waits until no step runs. ``pictures`` belong to the only prompt."""
+        were computed. Waits until no step runs. ``pictures`` belong to the only prompt. ``types`` of each prompt's
+        tokens are read by encoders; None: all 0."""
         ...
 
 
@@ -194,6 +211,10 @@ class Executor(Protocol):
 
     def drop_encoded(self, slot: int) -> None:
         """Free the slot. No step that is still to be started may use it."""
+        ...
+
+    def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The result of the task for a pooled row ``[hidden_size]``, by the model's head."""
         ...
 
     def pooling_pass(self, lengths: Sequence[int]) -> SidePass:

@@ -42,6 +42,7 @@ from runtime.engine.steps.sampling_results import SamplingResults
 from runtime.engine.steps.step_input import Sampled, StepInput
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
+from runtime.pooling import PoolingTask
 from runtime.rank_notices import Span, Tally
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
@@ -216,6 +217,9 @@ class LocalExecutor:
     def _beside_steps(self, work: Callable[[], T]) -> T:
         """Run after the running step, on the thread that runs steps."""
         return work() if self._worker is None else self._worker.submit(work).result()
+
+    def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
+        return self.model.head(task, pooled)
 
     def pooling_pass(self, lengths: Sequence[int]) -> SidePass:
         def bring_back(hidden: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime import ops
+from runtime.batch import Batch
 from runtime.engine.limits import EngineLimits
-from runtime.engine.steps.executor import Model
+from runtime.engine.steps.executor import BidirectionalModel, Model
 from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.engine.steps.pictures import PictureStore
 from runtime.engine.steps.step_input import PassPictures
@@ -61,8 +63,9 @@ class PagedSidePass:
         self._pages = KVCache(spec, num_used)
 
     def run(
-        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
-    ) -> Tensor:
+        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None,
+        types: Sequence[NDArray[np.int32] | None] = (),
+    ) -> Tensor:  # fmt: skip
         self._synchronize()
         for group, row, pages in self._states:
             pages.reverse()
@@ -77,8 +80,25 @@ class PagedSidePass:
         if pictures is not None:
             assert self._store is not None, "pictures were encoded"
             self._store.complete(batch, pictures)
+        if isinstance(self._model, BidirectionalModel):
+            assert not any(starts), "an encoder's prompt is one chunk"
+            see_both_ways(batch, self._model.windows, counts, types)
         hidden = self._model.forward(batch, self._pages)
         return hidden if self._bring_back is None else self._bring_back(hidden)
+
+
+def see_both_ways(
+    batch: Batch, windows: Sequence[int | None], counts: NDArray[np.int64], types: Sequence[NDArray[np.int32] | None]
+) -> None:
+    """Give an encoder's batch what each token sees ahead, and the types of its tokens (0 without `types`)."""
+    ends, own = np.repeat(counts, counts), np.concatenate([np.arange(count) for count in counts])
+    until = [ends if window is None else np.minimum(ends, own + window) for window in windows]
+    given = [np.zeros(count, np.int32) if each is None else each for count, each in zip(counts, types)]
+    of_types = np.concatenate(given) if given else np.zeros(len(own), np.int32)
+    *placed, batch.token_types = ops.place(
+        [*(each.astype(np.int32) for each in until), of_types], batch.token_ids.device
+    )
+    batch.until_by_window = dict(zip(windows, placed, strict=True))
 
 
 def slices(vocab_size: int, first: int, end: int) -> Iterator[tuple[int, int]]:

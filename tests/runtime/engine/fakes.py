@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from runtime.batch import Batch
 from runtime.device.device import Device
@@ -23,6 +24,7 @@ from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.pooling import PoolingTask
 from runtime.tensor.tensor import Tensor
 
 VOCAB_SIZE = 97
@@ -69,6 +71,9 @@ class FakeModel:
             if self.nan_after is not None and tokens[-1] == self.nan_after:
                 hidden[starts[s + 1] - 1] = np.nan
         return Tensor.from_numpy(hidden)
+
+    def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
+        return pooled
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return Tensor.from_numpy(fake_logits(hidden.array[:, 0]))

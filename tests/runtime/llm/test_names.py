@@ -210,7 +210,7 @@ def test_embeddings(llm: LLM) -> None:
     mean = llm.embed([1, 2, 3], pooling="mean", normalize=False)[0].outputs.embedding
     assert mean != llm.embed([1, 2, 3], normalize=False)[0].outputs.embedding
     with pytest.raises(RequestError, match="pooling"):
-        llm.embed("a", pooling="max")
+        llm.embed("a", pooling="median")
 
 
 def test_llm_gives_whole_answers_whatever_the_kind(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's further routes: scores and ranks are what embeddings say, and who runs a server learns of it."""
+"""vLLM's further routes: vectors, similarities, and what who runs a server learns; `test_scoring` has scores."""
 
 from __future__ import annotations
 
@@ -44,30 +44,23 @@ def test_pooling(real: Real, unit: Any) -> None:
     assert plain["usage"]["prompt_tokens"] > packed["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("path", ["/score", "/v1/score"])
-def test_scores(real: Real, unit: Any, path: str) -> None:
-    one = real.http.post(path, json={"text_1": TEXTS[0], "text_2": TEXTS[1:]}).json()
+def test_similarities(real: Real, unit: Any) -> None:
+    one = real.http.post("/similarity", json={"text_1": TEXTS[0], "text_2": TEXTS[1:]}).json()
     np.testing.assert_allclose([each["score"] for each in one["data"]], unit[1:] @ unit[0], atol=1e-6)
-    each_to_each = real.http.post(path, json={"queries": TEXTS[:2], "documents": TEXTS[2:]}).json()
+    each_to_each = real.http.post("/similarity", json={"queries": TEXTS[:2], "documents": TEXTS[2:]}).json()
     expected = [unit[0] @ unit[2], unit[1] @ unit[3]]
     np.testing.assert_allclose([each["score"] for each in each_to_each["data"]], expected, atol=1e-6)
-    same = real.http.post(path, json={"text_1": "a", "text_2": "a"}).json()["data"]
+    same = real.http.post("/similarity", json={"text_1": "a", "text_2": "a"}).json()["data"]
     assert [round(each["score"], 6) for each in same] == [1.0]
 
 
-@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/rerank/"])
-def test_ranking(real: Real, unit: Any, path: str) -> None:
-    documents = [TEXTS[1], {"text": TEXTS[2]}, TEXTS[3]]
-    answer = real.http.post(path, json={"query": TEXTS[0], "documents": documents}).json()
-    scores = unit[1:] @ unit[0]
-    order = np.argsort(-scores).tolist()
-    assert [each["index"] for each in answer["results"]] == order
-    assert [each["document"]["text"] for each in answer["results"]] == [TEXTS[1:][i] for i in order]
-    np.testing.assert_allclose([each["relevance_score"] for each in answer["results"]], scores[order], atol=1e-6)
-    fewer = {"query": TEXTS[0], "documents": documents, "top_n": 1, "return_documents": False}
-    assert real.http.post(path, json=fewer).json()["results"] == [
-        {"index": order[0], "document": None, "relevance_score": answer["results"][0]["relevance_score"]}
-    ]
+def test_more_inputs_than_may_wait(tiny_folder: Path) -> None:
+    with serving_real(tiny_folder, load_format="dummy", max_model_len=64, num_blocks=64, max_waiting=4) as server:
+        texts = [f"text {number}" for number in range(40)]
+        answer = server.openai.embeddings.create(model=server.model, input=texts, encoding_format="float")
+        assert [each.index for each in answer.data] == list(range(40))
+        (alone,) = server.openai.embeddings.create(model=server.model, input=texts[7], encoding_format="float").data
+        assert alone.embedding == answer.data[7].embedding
 
 
 @pytest.mark.parametrize(
@@ -77,21 +70,25 @@ def test_ranking(real: Real, unit: Any, path: str) -> None:
         ("/pooling", {"input": "a", "task": "token_embed"}, "task"),
         ("/pooling", {"input": []}, "input"),
         ("/pooling", {"input": "a" * 500}, "input"),
-        ("/score", {"text_1": "a"}, "text_2"),
-        ("/score", {"text_1": "a", "queries": "a", "text_2": "b"}, "text_1"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_2"),
-        ("/score", {"text_1": "a", "text_2": []}, "text_2"),
-        ("/score", {"text_1": "a", "text_2": "", "model": None}, "text_2"),
+        ("/similarity", {"text_1": "a"}, "text_2"),
+        ("/similarity", {"text_1": "a", "queries": "a", "text_2": "b"}, "text_1"),
+        ("/similarity", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_2"),
+        ("/similarity", {"text_1": "a", "text_2": []}, "text_2"),
+        ("/similarity", {"text_1": "a", "text_2": "", "model": None}, "text_2"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b" * 500]}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"] * 300}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["b"]}, "model"),
+        ("/v2/rerank", {"model": "MODEL", "query": "a", "documents": ["b"]}, "model"),
+        ("/score", {"text_1": "a", "text_2": "b"}, "model"),
+        ("/classify", {"input": "a"}, "model"),
+        ("/v1/embeddings", {"input": "a", "model": "MODEL", "prompt_name": "query"}, "prompt_name"),
+        ("/v1/embeddings", {"input": ["a"] * 2049, "model": "MODEL"}, "input"),
         ("/rerank", {"query": "a", "documents": [{"text": "b", "image": "c"}]}, "documents"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
         ("/rerank", {"query": "a", "documents": ["b"], "nobody_knows": 1}, "nobody_knows"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(real: Real, path: str, body: dict[str, Any], param: str) -> None:
-    answer = real.http.post(path, json=body)
+    answer = real.http.post(path, json={**body, **({"model": real.model} if body.get("model") else {})})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith(param), answer.text
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
@@ -14,6 +15,7 @@ from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import engine_of
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.speculator import Speculator
+from runtime.pooling import PoolingTask
 from runtime.tensor.tensor import Tensor
 from tests.runtime.engine.fakes import VOCAB_SIZE, FakeModel, make_engine, request, run_to_end
 
@@ -22,6 +24,9 @@ PROMPT = [5, 9, 2, 40]
 
 class Flatter(FakeModel):
     """Has another opinion than the model that it drafts for, though not quite."""
+
+    def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
+        return pooled
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits = super().compute_logits(hidden)

@@ -107,7 +107,7 @@ def test_a_cancelled_one_costs_no_further_pass(client: ThreadEngineClient, model
         ([-1], "last", "token_ids"),
         ([True], "last", "token_ids"),
         ([1] * 129, "last", "token_ids"),
-        ([1], "max", "pooling"),
+        ([1], "median", "pooling"),
     ],
 )
 def test_a_wrong_one_is_refused(client: ThreadEngineClient, token_ids: list[int], pooling: str, param: str) -> None:

@@ -1,0 +1,50 @@
+"""Encoders: models whose tokens see later tokens, too, and that generate nothing.
+
+A prompt is one chunk of a pass outside the steps. Its keys and values lie in pages, but only while a layer runs: layers
+of one kind write the same ones, one layer after another. With a window a token sees as far ahead as back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from models.base import Model
+from models.configuration.config import ModelConfig
+from runtime.batch import Batch
+from runtime.errors import InvalidArgumentError
+from runtime.pooling import Pooling
+from runtime.tensor.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig(ModelConfig):
+    """`pooling`: of the model's own head. `type_vocab_size`: texts that a token tells apart by its type."""
+
+    pooling: Pooling = "cls"
+    type_vocab_size: int = 0
+
+
+class Encoder(Model):
+    """A model of `EncoderConfig`, without an `lm_head`."""
+
+    config: EncoderConfig
+    generates = False
+
+    def source_of(self, index: int) -> int:
+        """The first layer with the same window, whose pages the others overwrite."""
+        return self.config.layer_windows.index(self.config.layer_windows[index])
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        raise InvalidArgumentError(f"{self.config.architecture} is an encoder: it has no logits of tokens")
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of its layers."""
+        return tuple(dict.fromkeys(self.config.layer_windows))
+
+    def in_both_directions(self, batch: Batch) -> dict[int | None, Batch]:
+        """The batch of each window's layers: tokens see as far ahead as back."""
+        return {
+            window: replace(batch, bidirectional_until=batch.until_by_window[window], plans={})
+            for window in self.windows
+        }

@@ -1,0 +1,188 @@
+"""BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805) and XLM-RoBERTa (https://arxiv.org/abs/1911.02116).
+
+    x = norm(word[ids] + position[positions] + type[types])
+    for each layer:   x = norm(x + attention(x));   x = norm(x + down(gelu(up(x))))
+
+RoBERTa's positions begin after the padding's id, and it has one type. A classifier reads the first token: BERT's
+through the pooler, RoBERTa's through a map of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+from models.base import Architecture
+from models.classifier import read_labels
+from models.configuration.config import (
+    GELU_NAMES,
+    read_choice,
+    read_dtype,
+    read_token_ids,
+    read_vocab_size,
+)
+from models.configuration.json_fields import Fields
+from models.encoder import Encoder, EncoderConfig
+from models.head import Dense
+from models.layer_norm import LayerNorm
+from models.makers.maker import Maker
+from runtime import ops
+from runtime.batch import Batch
+from runtime.kv.cache import KVCache
+from runtime.tensor.tensor import Tensor
+
+LabelHead = Literal["", "pooler", "dense"]
+"""A classifier's way to the first token: BERT's pooler, RoBERTa's own map; "" for a model without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BertConfig(EncoderConfig):
+    """`first_position`: the row of the first token in the table of `position_rows`. `label_head`: how a classifier
+    reads the first token."""
+
+    first_position: int
+    position_rows: int
+    label_head: LabelHead = ""
+
+
+class BertModel(Encoder):
+    config: BertConfig
+    prefix = "bert."
+    harmless = re.compile(r".*\.embeddings\.position_ids|.*pooler\.dense\.(weight|bias)|cls\..*|lm_head\..*")
+    renames = MappingProxyType({".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"})
+    root = "bert"
+
+    def __init__(self, config: BertConfig, maker: Maker) -> None:
+        super().__init__(config, maker)
+        inner, hidden = maker.under(self.root), config.hidden_size
+        tables = inner.under("embeddings")
+        self.words = tables.table("word_embeddings.weight", config.vocab_size, hidden)
+        self.positions = tables.table("position_embeddings.weight", config.position_rows, hidden)
+        self.types = tables.table("token_type_embeddings.weight", config.type_vocab_size, hidden)
+        self.norm = LayerNorm(config, tables.under("LayerNorm"))
+        self.layers = inner.under("encoder").layers(
+            "layer", config.num_layers, lambda index, maker: BertLayer(config, index, maker)
+        )
+        if config.label_head == "pooler":
+            dense, last = inner.under("pooler.dense"), maker.under("classifier")
+        elif config.label_head:
+            dense, last = maker.under("classifier.dense"), maker.under("classifier.out_proj")
+        else:
+            return
+        self.classifier = (
+            Dense(dense.table("weight", hidden, hidden), dense.vector("bias", hidden), "tanh"),
+            Dense(last.table("weight", len(config.labels), hidden), last.vector("bias", len(config.labels))),
+        )  # fmt: skip
+
+    def embed(self, batch: Batch) -> Tensor:
+        assert batch.token_types is not None, "a pass of an encoder has them"
+        x = ops.embedding(batch.token_ids, self.words)
+        x = ops.add_embedding(x, batch.positions, self.positions[self.config.first_position :])
+        return self.norm(ops.add_embedding(x, batch.token_types, self.types))
+
+    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        batches = self.in_both_directions(batch)
+        for index, layer in zip(self.own_layers, self.layers, strict=True):
+            x = layer(x, batches[None], *kv_cache.layer(index))
+        return x
+
+    def finish(self, x: Tensor) -> Tensor:
+        return x
+
+
+class XlmRobertaModel(BertModel):
+    prefix = "roberta."
+    root = "roberta"
+
+
+class BertLayer:
+    """Attention, then the MLP, each added to its input and normalised."""
+
+    def __init__(self, config: BertConfig, index: int, maker: Maker) -> None:
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.scale = config.attention_scales[index]
+        self.kind = cast(Literal["erf", "tanh", "sigmoid"], config.activation)
+        hidden, inner = config.hidden_size, config.shard("intermediate_size")
+        heads = config.shard("num_heads").times(config.head_dim)
+        linear = partial(maker.linear, has_bias=True)
+        names = tuple(f"attention.self.{name}" for name in ("query", "key", "value"))
+        self.qkv = linear(names, outputs=(heads, heads, heads), inputs=hidden, split="outputs")
+        self.proj = linear("attention.output.dense", outputs=hidden, inputs=heads, split="inputs")
+        self.norm = LayerNorm(config, maker.under("attention.output.LayerNorm"))
+        self.up = linear("intermediate.dense", outputs=inner, inputs=hidden, split="outputs")
+        self.down = linear("output.dense", outputs=hidden, inputs=inner, split="inputs")
+        self.mlp_norm = LayerNorm(config, maker.under("output.LayerNorm"))
+
+    def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, *scales: Tensor) -> Tensor:
+        q = ops.qkv_prepare(
+            self.qkv(x, batch), batch.positions, num_q_heads=self.num_heads, num_kv_heads=self.num_heads,
+            head_dim=self.head_dim, rope=None, q_norm=None, k_norm=None, norm_eps=0.0, k_cache=k_cache,
+            v_cache=v_cache, slot_mapping=batch.slot_mappings[0], scales=scales,
+        )  # fmt: skip
+        attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale, scales=scales)
+        x = self.norm(self.proj(attended, batch, residual=x))
+        inner = self.up(x, batch)
+        return self.mlp_norm(self.down(ops.gelu(inner, self.kind, out=inner), batch, residual=x))
+
+
+def read_encoder(fields: Fields, *, eps_name: str, default_eps: float, activation_name: str) -> dict[str, Any]:
+    """The fields of every encoder, as keyword arguments of its config, with the labels of a class that has them."""
+    hidden = fields.integer("hidden_size", most=1 << 20)
+    heads = fields.integer("num_attention_heads", most=1 << 16)
+    num_layers = fields.integer("num_hidden_layers", most=1 << 14)
+    fields.raw("tie_word_embeddings")  # of the head of masked tokens, which is not read
+    if hidden % heads or hidden // heads % 2:
+        raise fields.error("num_attention_heads", f"= {heads} must divide hidden_size = {hidden} into even heads")
+    head_dim = hidden // heads
+    return {
+        "hidden_size": hidden,
+        "num_layers": num_layers,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": head_dim,
+        "intermediate_size": fields.integer("intermediate_size", most=1 << 24),
+        "vocab_size": read_vocab_size(fields),
+        "norm_eps": fields.number(eps_name, default_eps, least=0.0, most=1.0),
+        "activation": read_choice(fields, activation_name, "gelu", GELU_NAMES),
+        "tie_word_embeddings": True,  # nothing is stored of a head
+        "layer_windows": (None,) * num_layers,
+        "attention_scales": (head_dim**-0.5,) * num_layers,
+        "dtype": read_dtype(fields),
+        **read_token_ids(fields),
+    }
+
+
+def _read(fields: Fields, label_head: LabelHead, default_eps: float) -> BertConfig:
+    values = read_encoder(fields, eps_name="layer_norm_eps", default_eps=default_eps, activation_name="hidden_act")
+    fields.expect("position_embedding_type", "absolute")
+    fields.expect("is_decoder", False)
+    fields.expect("add_cross_attention", False)
+    rows, first = fields.integer("max_position_embeddings", 512), 0
+    if label_head == "dense" or fields.string("model_type", "") != "bert":
+        first = fields.integer("pad_token_id", 1, least=0) + 1
+    if rows <= first:
+        raise fields.error("max_position_embeddings", f"= {rows} must exceed {first}, the row of the first token")
+    labels = read_labels(fields) if label_head else ()
+    return BertConfig(
+        **values, max_position_embeddings=rows - first, first_position=first, position_rows=rows,
+        type_vocab_size=fields.integer("type_vocab_size", 2, most=1 << 10), label_head=label_head, labels=labels,
+    )  # fmt: skip
+
+
+ARCHITECTURES = tuple(
+    Architecture(name, model_type, partial(_read, label_head=cast(LabelHead, label_head), default_eps=eps), model_class)
+    for name, model_type, label_head, eps, model_class in (
+        ("BertModel", "bert", "", 1e-12, BertModel),
+        ("BertForMaskedLM", "bert", "", 1e-12, BertModel),
+        ("BertForSequenceClassification", "bert", "pooler", 1e-12, BertModel),
+        ("XLMRobertaModel", "xlm-roberta", "", 1e-5, XlmRobertaModel),
+        ("XLMRobertaForMaskedLM", "xlm-roberta", "", 1e-5, XlmRobertaModel),
+        ("XLMRobertaForSequenceClassification", "xlm-roberta", "dense", 1e-5, XlmRobertaModel),
+        ("RobertaModel", "roberta", "", 1e-5, XlmRobertaModel),
+        ("RobertaForMaskedLM", "roberta", "", 1e-5, XlmRobertaModel),
+        ("RobertaForSequenceClassification", "roberta", "dense", 1e-5, XlmRobertaModel),
+    )
+)

@@ -1,0 +1,75 @@
+"""Heads over one pooled row: a few small maps, computed on the host in float32, a row at a time, so that a result
+depends on no other row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from runtime.dtype import float32
+from runtime.tensor.tensor import Tensor
+
+Array = np.ndarray[Any, Any]
+Stage = Callable[[Array], Array]
+"""A row -> a row, float32."""
+
+_ERF = np.vectorize(math.erf, otypes=[np.float64])
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "identity": lambda x: x,
+    "tanh": np.tanh,
+    "relu": lambda x: np.maximum(x, 0.0),
+    "sigmoid": lambda x: 1.0 / (1.0 + np.exp(-x)),
+    "silu": lambda x: x / (1.0 + np.exp(-x)),
+    "erf": lambda x: 0.5 * x * (1.0 + _ERF(x / math.sqrt(2.0))),
+    "gelu_sigmoid": lambda x: x / (1.0 + np.exp(-1.702 * x)),
+    "gelu_tanh": lambda x: 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
+}
+"""By our names, of float64 rows."""
+
+
+def host_array(tensor: Tensor) -> Array:
+    """A tensor's numbers as float32 on the host."""
+    return tensor.to("cpu", float32).array
+
+
+@dataclass(slots=True)
+class Dense:
+    """`activation(weight x + bias)`; `weight [outputs, inputs]`."""
+
+    weight: Tensor | Array
+    bias: Tensor | Array | None = None
+    activation: str = "identity"
+    _arrays: tuple[Array, Array | None] | None = None
+
+    def __call__(self, row: Array) -> Array:
+        if self._arrays is None:  # a declared model has no numbers yet
+            weight, bias = (each if isinstance(each, np.ndarray | None) else host_array(each) for each in
+                            (self.weight, self.bias))  # fmt: skip
+            assert weight is not None
+            self._arrays = weight.astype(np.float64), bias
+        weight, bias = self._arrays
+        x = weight @ row.astype(np.float64)
+        if bias is not None:
+            x = x + bias
+        return np.asarray(ACTIVATIONS[self.activation](x), np.float32)
+
+
+@dataclass(slots=True)
+class RowNorm:
+    """A LayerNorm of one row."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, row: Array) -> Array:
+        x = row.astype(np.float64)
+        x = (x - x.mean()) / np.sqrt(x.var() + self.eps) * host_array(self.weight)
+        if self.bias is not None:
+            x = x + host_array(self.bias)
+        return np.asarray(x, np.float32)

@@ -1,0 +1,75 @@
+"""How the hidden states of a prompt's tokens become one vector, and what a folder says of it: plain data.
+
+The names of modules and fields are sentence-transformers' (https://sbert.net/docs/package_reference/sentence_transformer/models.html).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Pooling = Literal["cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_len"]
+"""The first token's hidden state, the last token's, the mean of all, the largest number of each column, the mean with
+weights 1, 2, 3 ..., or the sum over the square root of the number of tokens; after the final norm."""
+
+POOLINGS: tuple[Pooling, ...] = ("cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_len")
+
+
+PoolingTask = Literal["embed", "classify"]
+"""The result for a pooled row: a vector, or the labels' scores before an activation."""
+
+ScoreActivation = Literal["sigmoid", "softmax", "identity"]
+
+
+class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model embeds and scores by default.
+
+    generates       the model also generates text, as a decoder with an output head
+    pooling         of hidden states, for a vector; head_pooling: for the classifier
+    normalize       whether a vector's length becomes one
+    size            numbers of a vector
+    prompts         texts that stand before an input, by name, such as "query"
+    default_prompt  the name of the one that is used if a request names none; "" for none
+    labels          names of the classifier's labels; none for a model that does not classify
+    activation      of the labels' scores
+    reads_types     whether the model tells the second of two texts by its tokens' types
+    pair_template   the text of a pair in three parts, the second with {query} and {document}, which are encoded one
+                    by one; none for the tokenizer's own way
+    """
+
+    generates: bool = True
+    pooling: Pooling = "last"
+    head_pooling: Pooling = "last"
+    normalize: bool = True
+    size: int = 0
+    prompts: dict[str, str] = {}
+    default_prompt: str = ""
+    labels: tuple[str, ...] = ()
+    activation: ScoreActivation = "identity"
+    reads_types: bool = False
+    pair_template: tuple[str, ...] = ()
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether the one label's score is the relevance of a document to a query."""
+        return len(self.labels) == 1
+
+
+def activated(scores: NDArray[np.float32], activation: ScoreActivation) -> NDArray[np.float32]:
+    """The labels' probabilities, or whatever the activation makes of ``scores [num_labels]``."""
+    x: NDArray[Any] = scores.astype(np.float64)
+    if activation == "sigmoid":
+        x = 1.0 / (1.0 + np.exp(-x))
+    elif activation == "softmax":
+        x = np.exp(x - x.max())
+        x /= x.sum()
+    return x.astype(np.float32)
+
+
+def normalized(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The vector at length one; a zero vector stays."""
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    return (vector / length if length > 0 else vector).astype(np.float32)

@@ -1,0 +1,33 @@
+"""The ids of texts that are embedded, classified or ranked."""
+
+from __future__ import annotations
+
+from runtime.engine.errors import RequestError
+from runtime.pooling import PoolingInfo
+from tokenizer import Tokenizer
+
+
+def prompted(text: str, pooling: PoolingInfo, prompt_name: str | None = None) -> str:
+    """The text after the model's prompt of that name, or after its default one. Raises ``RequestError``."""
+    name = pooling.default_prompt if prompt_name is None else prompt_name
+    if not name:
+        return text
+    if name not in pooling.prompts:
+        known = ", ".join(map(repr, pooling.prompts)) or "none"
+        raise RequestError(f"the model has no prompt {name!r:.80}; it has {known}", param="prompt_name")
+    return pooling.prompts[name] + text
+
+
+def pair_of(
+    tokenizer: Tokenizer, pooling: PoolingInfo, query: str, document: str, most: int | None = None
+) -> tuple[list[int], int | None]:  # fmt: skip
+    """The ids of a query and a document, as the model was trained to rank them, and the first of the document's type,
+    or None. With ``most`` the document is cut at its end."""
+    if not pooling.pair_template:
+        return tokenizer.encode_pair(query, document, most)
+    before, pair, after = pooling.pair_template
+    head, between = pair.split("{query}")
+    pair = head + query + between.replace("{document}", document)
+    start, inner, end = (tokenizer.encode(part, add_special_tokens=False) for part in (before, pair, after))
+    room = None if most is None else max(0, most - len(start) - len(end))
+    return start + inner[:room] + end, None

@@ -1,0 +1,152 @@
+"""The encoders and classifiers of `tests/models/encoders`: their configs, their weights from a seed, their folders in
+sentence-transformers' layout. `tools/references/make_encoder_goldens.py` gives the same to transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.models.folders import write_safetensors
+from tests.models.golden_weights import golden_tensor
+
+FOLDER = Path(__file__).parent / "encoders"
+TOKENIZER = FOLDER / "tokenizer.json"
+SEED = 7
+IDS = [2, 77, 12, 200, 31, 9, 150, 44, 6, 250, 19, 8, 61, 140, 33, 3]
+SECOND_FROM = 6
+"""Of the pair that the same ids are."""
+TEXTS = ["Hello world, how are you?", "A second text.", "café über naïve 中文 字", "x", "", "the quick brown fox " * 3]
+QUERY = "Where is the fox?"
+
+_COMMON = {"vocab_size": 300, "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 80}
+_BERT = {**_COMMON, "model_type": "bert", "num_hidden_layers": 3, "max_position_embeddings": 64}
+_ROBERTA = {
+    **_COMMON, "num_hidden_layers": 2, "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1,
+    "layer_norm_eps": 1e-5,
+}  # fmt: skip
+_MODERN = {
+    **_COMMON, "model_type": "modernbert", "num_hidden_layers": 4, "max_position_embeddings": 64, "local_attention": 8,
+    "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3,
+}  # fmt: skip
+_DECODER = {
+    **_COMMON, "num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def _labels(count: int) -> dict[str, Any]:
+    return {"id2label": {str(number): f"label {number}" for number in range(count)}}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bert": {**_BERT, "architectures": ["BertModel"]},
+    "bert_relu_free": {**_BERT, "architectures": ["BertModel"], "hidden_act": "gelu_new", "hidden_size": 40},
+    "bert_pairs": {**_BERT, "architectures": ["BertForSequenceClassification"], **_labels(1)},
+    "xlm_roberta": {**_ROBERTA, "model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]},
+    "xlm_roberta_pairs": {
+        **_ROBERTA, "model_type": "xlm-roberta", "architectures": ["XLMRobertaForSequenceClassification"], **_labels(1),
+    },
+    "roberta_labels": {
+        **_ROBERTA, "model_type": "roberta", "architectures": ["RobertaForSequenceClassification"], **_labels(3),
+    },
+    "modernbert": {**_MODERN, "architectures": ["ModernBertModel"]},
+    "modernbert_labels": {
+        **_MODERN, "architectures": ["ModernBertForSequenceClassification"], "classifier_pooling": "mean",
+        "global_attn_every_n_layers": 2, **_labels(3),
+    },
+    "qwen3_pairs": {
+        **_DECODER, "model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"], "head_dim": 16,
+        **_labels(1),
+    },
+    "llama_labels": {
+        **_DECODER, "model_type": "llama", "architectures": ["LlamaForSequenceClassification"], **_labels(3),
+    },
+}  # fmt: skip
+HEADS = [name for name, config in CASES.items() if "id2label" in config]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "mean": {"pooling": "mean", "normalize": True},
+    "cls": {"pooling": "cls"},
+    "dense": {
+        "pooling": "weightedmean",
+        "dense": [(48, 96, False, "Identity"), (96, 20, True, "Tanh")],
+        "normalize": True,
+    },
+    "max": {"pooling": "max", "default_prompt": "query"},
+    "last": {"pooling": "lasttoken", "normalize": True},
+    "sqrt": {"pooling": "mean_sqrt_len_tokens"},
+}  # fmt: skip
+PROMPTS = {"query": "query: ", "document": "passage: "}
+
+
+def shapes_of() -> dict[str, dict[str, list[int]]]:
+    """The tensors of each case, as transformers names them."""
+    found: dict[str, dict[str, list[int]]] = json.loads((FOLDER / "shapes.json").read_text(encoding="utf-8"))
+    return found
+
+
+def tensors_of(shapes: dict[str, list[int]]) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: golden_tensor(name, tuple(shape), SEED) for name, shape in shapes.items()}
+
+
+def expected(name: str) -> np.ndarray[Any, Any]:
+    with np.load(FOLDER / "outputs.npz") as stored:
+        return np.array(stored[name])
+
+
+def write_encoder(folder: Path, case: str) -> Path:
+    """A case's folder, with the tokenizer of all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CASES[case]), encoding="utf-8")
+    write_safetensors(folder / "model.safetensors", tensors_of(shapes_of()[case]))
+    shutil.copy(TOKENIZER, folder / "tokenizer.json")
+    named = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, "model_max_length": 64}), encoding="utf-8")
+    return folder
+
+
+def write_layout(folder: Path, name: str, case: str = "bert") -> Path:
+    """A case's folder with the modules of one of `LAYOUTS`."""
+    write_encoder(folder, case)
+    layout, prefix = LAYOUTS[name], "sentence_transformers.models."
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    pooling = {"word_embedding_dimension": 48, f"pooling_mode_{_OLDER.get(layout['pooling'], layout['pooling'])}": True}
+    _write(folder / "1_Pooling" / "config.json", pooling)
+    for place, (inputs, outputs, has_bias, activation) in enumerate(layout.get("dense", ()), 2):
+        modules.append((f"{place}_Dense", "Dense"))
+        _write(folder / f"{place}_Dense" / "config.json", {
+            "in_features": inputs, "out_features": outputs, "bias": has_bias,
+            "activation_function": f"torch.nn.modules.{_PLACES[activation]}.{activation}",
+        })  # fmt: skip
+        write_safetensors(folder / f"{place}_Dense" / "model.safetensors", dense_tensors(inputs, outputs, has_bias))
+    if layout.get("normalize"):
+        modules.append((f"{len(modules)}_Normalize", "Normalize"))
+    _write(folder / "modules.json", [
+        {"idx": place, "name": str(place), "path": path, "type": prefix + kind}
+        for place, (path, kind) in enumerate(modules)
+    ])  # fmt: skip
+    default = layout.get("default_prompt")
+    _write(folder / "config_sentence_transformers.json", {"prompts": PROMPTS, "default_prompt_name": default})
+    _write(folder / "sentence_bert_config.json", {"max_seq_length": 40, "do_lower_case": False})
+    return folder
+
+
+_OLDER = {
+    "cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "weightedmean": "weightedmean_tokens",
+}  # fmt: skip
+_PLACES = {"Identity": "linear", "Tanh": "activation"}
+
+
+def dense_tensors(inputs: int, outputs: int, has_bias: bool) -> dict[str, np.ndarray[Any, Any]]:
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (outputs, inputs)}
+    if has_bias:
+        shapes["linear.bias"] = (outputs,)
+    return {name: golden_tensor(name, shape, SEED + inputs) for name, shape in shapes.items()}
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")

@@ -1,0 +1,220 @@
+"""Encoders, classifiers and sentence-transformers' layouts against transformers and sentence-transformers
+(`tools/references/make_encoder_goldens.py`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.errors import ConfigError, ModelLoadError
+from models.registry import load_model
+from runtime.device.device import Device
+from runtime.engine.errors import RequestError
+from runtime.engine.limits import EngineLimits
+from runtime.engine.steps.pooling_pass import PagedSidePass
+from runtime.llm import LLM
+from tests.models.driver import relative_error
+from tests.models.encoder_cases import (
+    CASES,
+    HEADS,
+    IDS,
+    LAYOUTS,
+    QUERY,
+    SECOND_FROM,
+    TEXTS,
+    expected,
+    write_encoder,
+    write_layout,
+)
+
+Array = np.ndarray[Any, Any]
+Pass = Callable[..., Array]
+LIMITS = EngineLimits(
+    max_model_len=64, max_num_seqs=4, max_num_batched_tokens=256, block_size=16, num_blocks=16, max_waiting=4
+)
+TYPES = (np.arange(len(IDS)) >= SECOND_FROM).astype(np.int32)
+
+
+def passes_of(model: Any) -> Pass:
+    def run(ids: list[list[int]], types: list[Array | None] | None = None) -> Array:
+        side = PagedSidePass(model, LIMITS, [len(each) for each in ids], lambda: None)
+        rows = [np.array(each, np.int32) for each in ids]
+        hidden = side.run(rows, [0] * len(ids), None, types or [None] * len(ids))
+        return np.array(hidden.to("cpu").array)
+
+    return run
+
+
+def made_of(model: Any, hidden: Array) -> Array:
+    """Hidden states, or the labels' scores of a model with a classifier."""
+    if not model.config.labels:
+        return hidden
+    pooling = getattr(model.config, "pooling", "last")
+    row = {"cls": hidden[0], "last": hidden[-1], "mean": hidden.mean(axis=0)}[pooling]
+    return np.array(model.head("classify", row))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_results(tmp_path: Path, case: str) -> None:
+    model = load_model(write_encoder(tmp_path, case))
+    run = passes_of(model)
+    hidden = run([IDS])
+    assert relative_error(made_of(model, hidden), expected(case)) <= 1e-5
+    if CASES[case]["model_type"] == "bert":
+        pair = run([IDS], [TYPES])
+        assert relative_error(made_of(model, pair), expected(f"{case} pair")) <= 1e-5
+    beside = run([IDS[:5], IDS, IDS[:1]], [None, None, None])  # the same bits in any batch
+    np.testing.assert_array_equal(beside[5:21], hidden)
+
+
+@pytest.mark.emulator
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("case", CASES)
+def test_on_an_emulated_gpu(tmp_path: Path, case: str, arch: str) -> None:
+    model = load_model(write_encoder(tmp_path, case), device=Device.parse(f"emulated:{arch}"))
+    run = passes_of(model)
+    assert relative_error(made_of(model, run([IDS])), expected(case)) <= 1e-5
+    if CASES[case]["model_type"] == "bert":
+        assert relative_error(made_of(model, run([IDS[:3], IDS], [None, TYPES])[3:]), expected(f"{case} pair")) <= 1e-5
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., LLM]]:
+    made: list[LLM] = []
+
+    def build(folder: Path, **options: Any) -> LLM:
+        made.append(LLM(folder, use_tqdm_on_load=False, **options))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_of_sentence_transformers(tmp_path: Path, opened: Callable[..., LLM], name: str) -> None:
+    llm = opened(write_layout(tmp_path, name))
+    for prompt_name, suffix in ((None, ""), ("document", " document")):
+        found = llm.embed(TEXTS, prompt_name=prompt_name, use_tqdm=False)
+        theirs = expected(f"layout {name}{suffix}")
+        assert relative_error(np.array([each.outputs.embedding for each in found]), theirs) <= 1e-5
+        alone = llm.embed(TEXTS[2], prompt_name=prompt_name, use_tqdm=False)[0]
+        assert alone.outputs.embedding == found[2].outputs.embedding
+    cut = llm.embed(TEXTS[0], dimensions=7, use_tqdm=False)[0].outputs.embedding
+    first = np.array(llm.embed(TEXTS[0], use_tqdm=False)[0].outputs.embedding[:7])
+    np.testing.assert_allclose(cut, first / np.linalg.norm(first), rtol=1e-5)
+    assert llm.client.info.max_model_len == 40
+    with pytest.raises(RequestError, match="no prompt 'title'; it has 'query', 'document'"):
+        llm.embed("a", prompt_name="title", use_tqdm=False)
+    with pytest.raises(RequestError, match="dimensions must be from 1 to"):
+        llm.embed("a", dimensions=1000, use_tqdm=False)
+
+
+@pytest.mark.parametrize("case", ["bert_pairs", "xlm_roberta_pairs"])
+def test_scores_of_pairs(tmp_path: Path, opened: Callable[..., LLM], case: str) -> None:
+    llm = opened(write_encoder(tmp_path, case))
+    found = [each.outputs.score for each in llm.score(QUERY, TEXTS, use_tqdm=False)]
+    assert relative_error(np.array(found), expected(f"scores {case}")) <= 1e-5
+    (alone,) = llm.score(QUERY, TEXTS[1], use_tqdm=False)
+    assert alone.outputs.score == found[1]
+    raw = [each.outputs.score for each in llm.score(QUERY, TEXTS, use_activation=False, use_tqdm=False)]
+    np.testing.assert_allclose(1 / (1 + np.exp(-np.array(raw))), found, rtol=1e-5)
+    with pytest.raises(RequestError, match="data_1 must have one text, or as many as data_2: they have 2 and 3"):
+        llm.score(["a", "b"], ["c"] * 3)
+    with pytest.raises(RequestError, match="generates no text: ask for embeddings or scores"):
+        llm.generate("a", use_tqdm=False)
+
+
+def test_labels(tmp_path: Path, opened: Callable[..., LLM]) -> None:
+    llm = opened(write_encoder(tmp_path, "roberta_labels"))
+    assert llm.client.info.pooling.labels == ("label 0", "label 1", "label 2")
+    raw = llm.classify({"prompt_token_ids": IDS}, use_activation=False, use_tqdm=False)[0].outputs
+    assert relative_error(np.array(raw.probs), expected("roberta_labels")) <= 1e-5
+    assert raw.num_classes == 3
+    probs = llm.encode({"prompt_token_ids": IDS}, pooling_task="classify", use_tqdm=False)[0].outputs.data
+    theirs = np.exp(expected("roberta_labels"))
+    np.testing.assert_allclose(probs, theirs / theirs.sum(), rtol=1e-4)
+    with pytest.raises(RequestError, match="cannot rank: a score needs a classifier of one label"):
+        llm.score("a", "b")
+
+
+def test_a_model_without_a_head_neither_classifies_nor_generates(tmp_path: Path, opened: Callable[..., LLM]) -> None:
+    llm = opened(write_encoder(tmp_path, "modernbert"))
+    with pytest.raises(RequestError, match="no head that classifies"):
+        llm.classify("a", use_tqdm=False)
+    with pytest.raises(RequestError, match="ModernBertModel generates no text: ask for embeddings"):
+        llm.generate("a", use_tqdm=False)
+    with pytest.raises(RequestError, match="maximum context length is 64 tokens"):
+        llm.embed("x " * 100, use_tqdm=False)
+    whole = llm.embed("x " * 100, truncate_prompt_tokens=-1, use_tqdm=False)[0]
+    assert len(whole.prompt_token_ids) == 64
+    assert whole.prompt_token_ids[-1] == 3  # [SEP] stays
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_tensors_of_a_head_are_needed(tmp_path: Path, case: str) -> None:
+    folder = write_encoder(tmp_path, case)
+    config = {**CASES[case], "id2label": {str(number): str(number) for number in range(5)}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"(classifier|score).*\[5, "):
+        load_model(folder)
+
+
+SPOILT: dict[str, tuple[str, Any, str]] = {
+    "module": ("modules.json", [{"path": "", "type": "sentence_transformers.models.LSTM"}], "the module LSTM is not"),
+    "code": ("modules.json", [{"path": "", "type": "my.own.Module"}], "is not a module of sentence_transformers"),
+    "path": ("modules.json", [{"path": "../x", "type": "sentence_transformers.models.Pooling"}], "leads out of the"),
+    "modes": ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, "pooling_mode = 'cls, mean' must be one of"),
+    "prompt": ("1_Pooling/config.json", {"pooling_mode": "cls", "include_prompt": False}, "include_prompt = false"),
+    "default": ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "'x' is not among prompts"),
+    "length": ("sentence_bert_config.json", {"max_seq_length": -1}, "max_seq_length = -1 must be"),
+    "activation": ("2_Dense/config.json", {"activation_function": "os.system"}, "activation_function = 'os.system'"),
+    "shape": ("2_Dense/config.json",
+              {"in_features": 48, "out_features": 95, "bias": False,
+               "activation_function": "torch.nn.modules.linear.Identity"},
+              r"linear\.weight \[95, 48\]"),
+    "json": ("modules.json", None, "cannot be read as JSON"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_wrong_layout_is_refused_by_name(tmp_path: Path, opened: Callable[..., LLM], name: str) -> None:
+    folder, (file, content, message) = write_layout(tmp_path, "dense"), SPOILT[name]
+    (folder / file).write_text("{" if content is None else json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [({"max_num_batched_tokens": 32}, "max_num_batched_tokens"), ({"speculation": "ngram"}, "speculation")],
+)
+def test_options_that_an_encoder_cannot_keep(
+    tmp_path: Path, opened: Callable[..., LLM], options: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(RequestError) as raised:
+        opened(write_encoder(tmp_path, "bert"), **options)
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("given", "activation"),
+    [
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "identity"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, "sigmoid"),
+        ({"problem_type": "regression"}, "identity"),
+        ({}, "sigmoid"),
+    ],
+)
+def test_activations_of_scores(
+    tmp_path: Path, opened: Callable[..., LLM], given: dict[str, Any], activation: str
+) -> None:
+    folder = write_encoder(tmp_path, "bert_pairs")
+    (folder / "config.json").write_text(json.dumps({**CASES["bert_pairs"], **given}))
+    assert opened(folder).client.info.pooling.activation == activation

@@ -1,0 +1,101 @@
+"""Writes what transformers and sentence-transformers make of the cases of `tests/models/encoder_cases.py`.
+
+    python -m tools.references.make_encoder_goldens    # needs torch, transformers and sentence-transformers
+
+`tests/models/encoders` gets the tokenizer, a WordPiece of 300 tokens, the shapes of the cases' tensors, and
+`outputs.npz`: hidden states or labels' scores of the ids, alone and as a pair, vectors of each layout, scores of pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from tests.models.encoder_cases import (
+    CASES,
+    FOLDER,
+    IDS,
+    LAYOUTS,
+    QUERY,
+    SECOND_FROM,
+    TEXTS,
+    TOKENIZER,
+    tensors_of,
+    write_encoder,
+    write_layout,
+)
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    write_tokenizer()
+    outputs: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
+    for case, fields in CASES.items():
+        model_class: Any = getattr(transformers, fields["architectures"][0])
+        config = transformers.AutoConfig.for_model(**fields)
+        model = model_class._from_config(config, attn_implementation="eager").float().eval()
+        state = model.state_dict()
+        shapes[case] = {name: list(tensor.shape) for name, tensor in state.items() if tensor.is_floating_point()}
+        model.load_state_dict(
+            {name: torch.from_numpy(each) for name, each in tensors_of(shapes[case]).items()}, strict=False
+        )
+        ids = torch.tensor([IDS])
+        with torch.no_grad():
+            outputs[case] = _result(model(input_ids=ids))
+            if fields["model_type"] == "bert":
+                types = (torch.arange(len(IDS)) >= SECOND_FROM).long()[None]
+                outputs[f"{case} pair"] = _result(model(input_ids=ids, token_type_ids=types))
+    (FOLDER / "shapes.json").write_text(json.dumps(shapes) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in LAYOUTS:
+            folder = _with_class(write_layout(Path(scratch) / name, name), "BertTokenizer")
+            model = SentenceTransformer(str(folder), device="cpu")
+            outputs[f"layout {name}"] = model.encode(TEXTS)
+            outputs[f"layout {name} document"] = model.encode(TEXTS, prompt_name="document")
+        for case in ("bert_pairs", "xlm_roberta_pairs"):
+            folder = write_encoder(Path(scratch) / case, case)
+            kind = "BertTokenizer" if case == "bert_pairs" else "PreTrainedTokenizerFast"  # the latter makes no types
+            model = CrossEncoder(str(_with_class(folder, kind)), device="cpu")
+            outputs[f"scores {case}"] = model.predict([(QUERY, text) for text in TEXTS])
+    arrays: dict[str, Any] = {name: np.asarray(each, np.float32) for name, each in outputs.items()}
+    np.savez_compressed(FOLDER / "outputs.npz", **arrays)
+
+
+def _result(result: Any) -> Any:
+    return (result.logits if hasattr(result, "logits") else result.last_hidden_state)[0].numpy()
+
+
+def _with_class(folder: Path, kind: str) -> Path:
+    """Names the tokenizer's class, which decides whether tokens have types."""
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": kind}))
+    return folder
+
+
+def write_tokenizer() -> None:
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    texts = [*TEXTS, QUERY, "the where is fox lazy dog query passage jumps over worlds seconds being browner ünder"]
+    made.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL))
+    ids = [(name, made.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ids
+    )
+    made.save(str(TOKENIZER))
+
+
+if __name__ == "__main__":
+    main()
