@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.cpu import latent as _latent
 from numba_kernels.cpu import qkv as _qkv
 from numba_kernels.cpu.attention import kernel as _attention
-from numba_kernels.cpu.running.launch import Kernel, address_of, hold, new_array
+from numba_kernels.cpu.latent import attention as _latent
+from numba_kernels.cpu.latent.prepare import latent_kernel
+from numba_kernels.cpu.running.launch import address_of, hold, new_array
 from numba_kernels.cpu.running.recording import current
+from numba_kernels.cpu.target import LANES
 from runtime.backends.checks import check, fail
 from runtime.backends.cpu_threads import new, num_workers, share_among
 from runtime.batch import Batch
@@ -21,6 +23,7 @@ from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 _SERIAL_ATTENTION_MACS = 64_000
+_ITEMS_A_WORKER = 4  # of segments, so that a slow thread takes fewer
 LATENT_ROW_MULTIPLE = 16  # elements, whole vectors
 
 
@@ -107,20 +110,21 @@ class _AttentionPlan:
     addresses: tuple[int, ...]  # query_start, seq_lens, block table, group_starts
 
 
-def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_size: int) -> _AttentionPlan | None:
-    """The plan of a batch; None without sequences. ``share`` query heads share a KV head."""
-    key = ("attention", group, tokens, share, block_size)
+def _attention_plan(
+    batch: Batch, group: int, tokens: int, group_tokens: int, block_size: int, op: str
+) -> _AttentionPlan | None:
+    """The plan of a batch; None without sequences. A row group has up to ``group_tokens`` tokens."""
+    key = ("attention", group, tokens, group_tokens, block_size)
     if key in batch.plans:
         plan: _AttentionPlan | None = batch.plans[key]
         return plan
-    op = "attention"
     seqs = batch.num_seqs
     starts, seq_lens, table = (
         tensor.array for tensor in (batch.query_start, batch.seq_lens, batch.block_tables[group])
     )
     if current() is not None:
         assert batch.bidirectional_until is None, "a step with pictures is recorded"
-        batch.plans[key] = plan = _recorded_plan(batch, group, tokens, share, table.shape[1])
+        batch.plans[key] = plan = _recorded_plan(batch, group, tokens, group_tokens, table.shape[1], op)
         return plan
     query_lens = np.diff(starts)
     if starts[0] != 0 or starts[-1] != tokens or (query_lens < 0).any():
@@ -140,7 +144,6 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
             )
     plan = None
     if seqs:
-        group_tokens = max(1, _attention.GROUP_ROWS // share)
         group_starts = np.zeros(seqs + 1, np.int32)
         np.cumsum(-(-query_lens // group_tokens), out=group_starts[1:])
         tensors = batch.query_start, batch.seq_lens, batch.block_tables[group]
@@ -157,13 +160,14 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
     return plan
 
 
-def _recorded_plan(batch: Batch, group: int, tokens: int, share: int, table_width: int) -> _AttentionPlan:
+def _recorded_plan(
+    batch: Batch, group: int, tokens: int, group_tokens: int, table_width: int, op: str
+) -> _AttentionPlan:
     """The plan for any chunks of at least one token, of sequences up to the batch's longest, since each replay has
     other values in the arrays."""
     seqs = batch.num_seqs
     if not 0 < seqs <= tokens:
-        raise fail("attention", "batch", f"cannot be recorded: {seqs} sequences of {tokens} tokens")
-    group_tokens = max(1, _attention.GROUP_ROWS // share)
+        raise fail(op, "batch", f"cannot be recorded: {seqs} sequences of {tokens} tokens")
     if seqs == tokens:
         group_starts = np.arange(seqs + 1, dtype=np.int32)
         hold(group_starts)
@@ -187,12 +191,28 @@ def attention(
     window: int | None, sinks: Tensor | None, softcap: float | None, scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
     """See `ops.attention`."""
-    kernel = _attention.attention_kernel(PAGES[k_cache.dtype], _attention.span_of(pages[2]))
-    places = k_cache.address, v_cache.address, *_scale_addresses(scales)
-    return _attend(
-        "attention", kernel, q, places, batch, group, pages, (q.shape[2], v_cache.shape[3], v_cache.shape[3]), scale,
-        window, sinks, softcap,
+    (tokens, q_heads, head_dim), (blocks, kv_heads, block_size) = q.shape, pages
+    share, width = q_heads // kv_heads, v_cache.shape[3]
+    group_tokens = max(1, _attention.GROUP_ROWS // share)
+    plan = _attention_plan(batch, group, tokens, group_tokens, block_size, "attention")
+    result = new((tokens, q_heads * head_dim))
+    if plan is None:
+        return result
+    groups = plan.num_groups * kv_heads
+    workers, segments = _shares(plan, groups, q_heads * head_dim, _attention.SEGMENT_TOKENS)
+    partial = _partial_sums(plan, groups, segments, share * (width + 2))
+    query_start, seq_lens, table, group_starts = plan.addresses
+    _attention.attention_kernel(PAGES[k_cache.dtype], _attention.span_of(block_size))(
+        groups * segments, workers, q.address, k_cache.address, v_cache.address, *_scale_addresses(scales), query_start,
+        seq_lens, table, group_starts, address_of(partial), result.address, batch.num_seqs, q_heads, kv_heads, head_dim,
+        width, blocks, block_size, plan.table_width, window or 0, plan.group_tokens, segments,
+        0 if sinks is None else sinks.address, 0 if batch.bidirectional_until is None else
+        batch.bidirectional_until.address, scale, softcap or 0.0,
+        explain=_explain_pages("attention", batch, plan, blocks, block_size),
     )  # fmt: skip
+    if segments > 1:
+        _merge_segments(plan, batch, groups, workers, partial, result, sinks, (q_heads, kv_heads, head_dim), segments)
+    return result
 
 
 def latent_prepare(
@@ -204,7 +224,7 @@ def latent_prepare(
     weight = _as_float32(norm.weight)
     assert weight is not None
     work_items, workers, tokens_a_work_item = share_among(tokens, (heads + 2) * width)
-    _latent.latent_kernel(STORED[pages.dtype])(
+    latent_kernel(STORED[pages.dtype])(
         work_items, workers, q.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
         address_of(weight), pages.address, slot_mapping.address, tokens, heads, width, 2 * rope.cos.shape[1],
         int(rope.interleaved), rope.cos.shape[0], blocks, block_size, stride, tokens_a_work_item, norm.eps,
@@ -215,52 +235,61 @@ def latent_prepare(
 
 def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, scale: float, value_dim: int) -> Tensor:
     """See `ops.latent_attention`."""
-    blocks, _, block_size, stride = pages.shape
-    kernel = _attention.attention_kernel(STORED[pages.dtype], _attention.span_of(block_size), is_latent=True)
-    first_value = pages.address + (q.shape[2] - value_dim) * pages.dtype.itemsize
-    width = -(-value_dim // 16) * 16
-    return _attend(
-        "latent_attention", kernel, q, (pages.address, first_value, 0, 0), batch, group, (blocks, 1, block_size),
-        (value_dim, width, stride), scale, None, None, None,
-    )  # fmt: skip
-
-
-def _attend(
-    op: str, kernel: Kernel, q: Tensor, places: tuple[int, ...], batch: Batch, group: int, pages: tuple[int, int, int],
-    value_sizes: tuple[int, int, int], scale: float, window: int | None, sinks: Tensor | None, softcap: float | None,
-) -> Tensor:  # fmt: skip
-    """`places` are addresses of keys, values and their scales; `value_sizes` are a value's length, that of the row
-    that it is summed in, and of a row of pages."""
-    (tokens, q_heads, head_dim), (blocks, kv_heads, block_size) = q.shape, pages
-    value_dim, width, stride = value_sizes
-    share = q_heads // kv_heads
-    plan = _attention_plan(batch, group, tokens, share, block_size)
-    result = new((tokens, q_heads * value_dim))
+    (tokens, heads, width), (blocks, _, block_size, stride) = q.shape, pages.shape
+    group_tokens = max(1, _latent.GROUP_ROWS // heads)
+    plan = _attention_plan(batch, group, tokens, group_tokens, block_size, "latent_attention")
+    result = new((tokens, heads * value_dim))
     if plan is None:
         return result
-    groups = plan.num_groups * kv_heads
-    workers = 1 if plan.num_keys * q_heads * head_dim < _SERIAL_ATTENTION_MACS else num_workers()
-    segments = -(-plan.longest // _attention.SEGMENT_TOKENS)
-    if workers == 1 or groups >= 2 * workers:
-        segments = 1
-    partial_size = groups * segments * plan.group_tokens * share * (width + 2) if segments > 1 else 0
-    partial = new_array((partial_size,), np.float32)
+    workers, segments = _shares(plan, plan.num_groups, heads * width, _latent.SEGMENT_TOKENS)
+    partial = _partial_sums(plan, plan.num_groups, segments, heads * (-(-value_dim // LANES) * LANES + 2))
+    item_segments = max(1, segments * plan.num_groups // (_ITEMS_A_WORKER * workers))
     query_start, seq_lens, table, group_starts = plan.addresses
-    arguments = (
-        q.address, *places, query_start, seq_lens, table, group_starts, address_of(partial), result.address,
-        batch.num_seqs, q_heads, kv_heads, head_dim, value_dim, width, stride, blocks, block_size,
-        plan.table_width, window or 0, plan.group_tokens, segments,
-        0 if sinks is None else sinks.address, 0 if batch.bidirectional_until is None else
-        batch.bidirectional_until.address, scale, softcap or 0.0,
+    _latent.latent_attention_kernel(STORED[pages.dtype])(
+        plan.num_groups * -(-segments // item_segments), workers, q.address, pages.address, query_start, seq_lens,
+        table, group_starts, address_of(partial), result.address, batch.num_seqs, heads, width, value_dim, stride,
+        blocks, block_size, plan.table_width, plan.group_tokens, segments, item_segments, scale,
+        explain=_explain_pages("latent_attention", batch, plan, blocks, block_size),
     )  # fmt: skip
+    if segments > 1:
+        sizes = heads, 1, value_dim
+        _merge_segments(plan, batch, plan.num_groups, workers, partial, result, None, sizes, segments)
+    return result
+
+
+def _shares(plan: _AttentionPlan, groups: int, elements: int, segment_tokens: int) -> tuple[int, int]:
+    """(workers, segments of each group) for ``groups`` row groups of ``elements`` multiply-adds a token and key."""
+    workers = 1 if plan.num_keys * elements < _SERIAL_ATTENTION_MACS else num_workers()
+    return workers, 1 if workers == 1 or groups >= 2 * workers else -(-plan.longest // segment_tokens)
+
+
+def _partial_sums(plan: _AttentionPlan, groups: int, segments: int, token_size: int) -> NDArray:
+    """Memory for the sums of all segments, ``token_size`` floats a token."""
+    return new_array((groups * segments * plan.group_tokens * token_size if segments > 1 else 0,), np.float32)
+
+
+def _merge_segments(
+    plan: _AttentionPlan, batch: Batch, groups: int, workers: int, partial: NDArray, result: Tensor,
+    sinks: Tensor | None, sizes: tuple[int, int, int], segments: int,
+) -> None:  # fmt: skip
+    """`sizes` are query heads, KV heads and a value's length."""
+    query_start, _, _, group_starts = plan.addresses
+    _attention.merge_kernel()(
+        groups, workers, query_start, group_starts, address_of(partial), result.address,
+        0 if sinks is None else sinks.address, batch.num_seqs, *sizes, -(-sizes[2] // LANES) * LANES,
+        plan.group_tokens, segments,
+    )  # fmt: skip
+
+
+def _explain_pages(
+    op: str, batch: Batch, plan: _AttentionPlan, num_blocks: int, block_size: int
+) -> Callable[[int], Exception]:
+    """Raises the error for a status of an attention kernel."""
 
     def explain(status: int) -> Exception:
         if status == _attention.BAD_BLOCK:
-            return fail(op, "batch.block_tables", f"names a block outside the cache's {blocks}")
+            return fail(op, "batch.block_tables", f"names a block outside the cache's {num_blocks}")
         limit = plan.table_width * block_size
         return fail(op, "batch.seq_lens", f"holds {batch.seq_lens.array.max()}, limit {limit} of the block tables")
 
-    kernel(groups * segments, workers, *arguments, explain=explain)
-    if segments > 1:
-        _attention.merge_kernel()(groups, workers, *arguments)
-    return result
+    return explain

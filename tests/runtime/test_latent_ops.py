@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from runtime import ops
+from runtime.backends.cpu_threads import MAX_WORKERS, set_num_workers
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import DType, bfloat16, float8_e4m3, float16, float32, int8
@@ -148,6 +149,42 @@ def test_long_sequences_on_several_threads_of_the_cpu(dtype: DType) -> None:
     """Segments, each of which is a work item of its own where there are few sequences."""
     case = Case("cpu", dtype, 2, 8, 40, [(2_300, 1)], block_size=16)
     assert error_of(case) <= (2e-6 if dtype is float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [float32, bfloat16, float16])
+@pytest.mark.parametrize("heads", [3, 20])
+def test_a_tokens_bits_on_the_cpu_depend_on_no_batch_chunk_or_thread(dtype: DType, heads: int) -> None:
+    """Rows share fours with other tokens' heads or not, chunks end anywhere, and segments are merged by one work item
+    or by a launch of their own."""
+    long, short = (251, 12), (120, 9)
+    together = Case("cpu", dtype, heads, 6, 35, [long, short, (700, 1)], block_size=8)
+    q = together.q.copy()  # a run rotates queries in place
+    expected = together.run()
+    starts = np.cumsum([0, 12, 9])
+    for seq, cuts in ((0, (1, 4, 12)), (1, (8, 9)), (2, (1,))):
+        done = 0
+        for end in cuts:
+            part = Case("cpu", dtype, heads, 6, 35, [together.chunks[seq]], block_size=8)
+            context = together.chunks[seq][0]
+            part.chunks = [(context + done, end - done)]
+            part.latents = [together.latents[seq]]
+            part.norm, part.cos, part.sin = together.norm, together.cos, together.sin
+            for threads in {1, MAX_WORKERS}:
+                part.q = q[starts[seq] + done : starts[seq] + end].copy()
+                set_num_workers(threads)
+                try:
+                    np.testing.assert_array_equal(part.run(), expected[starts[seq] + done : starts[seq] + end])
+                finally:
+                    set_num_workers(MAX_WORKERS)
+            done = end
+
+
+def test_a_nan_in_a_seen_row_is_not_hidden() -> None:
+    case = Case("cpu", bfloat16, 5, 4, 36, [(300, 2), (300, 1)], block_size=8)
+    case.latents[0][40, 7] = np.nan
+    found = case.run()
+    assert np.isnan(found[:2]).all()
+    assert np.isfinite(found[2]).all()
 
 
 def test_wrong_arguments_are_refused_by_name() -> None:

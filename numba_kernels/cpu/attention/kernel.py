@@ -13,9 +13,6 @@ kernel merges; the arithmetic is the same, so that neither the batch nor the num
 Pages of int8 and fp8 are widened as a tile loads them; their scales, one a token and head, multiply scores and
 weights instead of keys and values.
 
-Latent pages (`runtime.kv.cache`) hold one row a token, keys and values of all heads together. A chunk's rows are
-transposed into memory of the work item's own, as keys of other pages lie, before its scores are computed.
-
 Sinks (a logit of each query head) join a row's sum once, at its end. With a soft cap c > 0 (Gemma 2,
 https://arxiv.org/abs/2408.00118) a score s becomes c tanh(s / c). Pages outside the window are not read. A row without
 visible keys gives zeros. Status 1: a block table entry outside the pages. Status 2: a sequence longer than its row of
@@ -35,7 +32,6 @@ from numba_kernels.cpu.attention.tile import (
     HALF_TOKENS,
     score_tile,
     softmax_tile,
-    transpose_rows,
     value_tile,
 )
 from numba_kernels.cpu.intrinsics.scalars import exp_f32
@@ -51,9 +47,13 @@ _HALVES = CHUNK_TOKENS // HALF_TOKENS
 
 FIELDS = Fields(
     "*q *k_cache *v_cache *k_scales *v_scales *query_start *seq_lens *block_table *group_starts *partial *out "
-    "num_seqs q_heads kv_heads head_dim value_dim value_width value_stride num_blocks block_size table_width "
-    "window group_tokens num_segments *sinks *bidirectional_until",
+    "num_seqs q_heads kv_heads head_dim value_width num_blocks block_size table_width window "
+    "group_tokens num_segments *sinks *bidirectional_until",
     "scale softcap",
+)
+MERGE_FIELDS = Fields(
+    "*query_start *group_starts *partial *out *sinks num_seqs q_heads kv_heads value_dim value_width group_tokens "
+    "num_segments"
 )
 
 
@@ -67,12 +67,12 @@ def _height(rows):
 
 
 @njit(nogil=True)
-def _hold(work, tables):
+def hold(work, tables):
     """A last use: numba frees an array after its last use by name, even if its address is in use."""
 
 
 @njit(nogil=True)
-def _triple(start, rows, width):
+def triple(start, rows, width):
     """Addresses of weighted values ``[rows, width]``, largest scores and sums ``[rows]``, one after the other."""
     return start, start + rows * width * 4, start + rows * (width + 1) * 4
 
@@ -91,11 +91,14 @@ def _clear(sums_of, rows, width):
 
 
 @njit(nogil=True)
-def _merge(total, segment, rows, width):
-    """Brings one more segment into the total; each is (weighted values, largest scores, sums), as addresses."""
+def merge(total, segment, rows, width):
+    """Brings one more segment into the total; each is (weighted values, largest scores, sums), as addresses. Weighted
+    values are not read where the sum is 0."""
     maxima, sums = float32_at(total[1], rows), float32_at(total[2], rows)
     more_maxima, more_sums = float32_at(segment[1], rows), float32_at(segment[2], rows)
     for row in range(rows):
+        if more_sums[row] == np.float32(0.0):
+            continue
         before, added = maxima[row], more_maxima[row]
         largest = before if before > added else added
         origin = np.float32(0.0) if largest == np.float32(-np.inf) else largest
@@ -109,7 +112,7 @@ def _merge(total, segment, rows, width):
 
 
 @njit(nogil=True)
-def _write(total, target, tokens, share, q_heads, value_dim, width, sinks_at):
+def write(total, target, tokens, share, q_heads, value_dim, width, sinks_at):
     """Divides by the sums; row ``t * share + g`` goes to token ``t``, head ``g`` of ``target`` (an address).
 
     ``sinks_at`` (an address; 0 for none) holds the logits ``[share]`` that join these heads' sums."""
@@ -151,7 +154,7 @@ def _pack_queries(source, target, tokens, share, token_stride, head_dim, scale):
 
 
 @njit(nogil=True)
-def _find_sequence(group_starts, num_seqs, group):
+def find_sequence(group_starts, num_seqs, group):
     """The sequence to which a row group belongs."""
     low, high = 0, num_seqs
     while high - low > 1:
@@ -196,12 +199,11 @@ def span_of(block_size: int) -> int:
 
 
 @functools.cache
-def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel:
+def attention_kernel(stored: type, span: int) -> Kernel:
     """The kernel for pages of ``stored`` whose size is a multiple of ``span``, HALF_TOKENS or LANES. A work item is one
     row group and KV head, or with ``num_segments > 1`` one segment of them.
 
-    Values are ``value_dim`` long; their sums have rows of ``value_width``, whole vectors, and pages rows of
-    ``value_stride``. For latent pages ``v_cache`` is the address of the first value.
+    Pages, and sums of values, have rows of ``value_width``, whole vectors.
 
     ``group_starts [num_seqs + 1]`` counts the row groups before each sequence, work items beyond the last group do
     nothing; ``window`` 0 = all. With segments, the sums of each work item go to ``partial [work items, group_tokens *
@@ -209,8 +211,6 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
     """
     itemsize = np.dtype(stored).itemsize
     has_scales, factor = is_quantised(stored), read_factor(stored)
-    kept = np.float32 if is_latent else stored  # what keys are when scores are computed
-    kept_span = LANES if is_latent else span
 
     def attention(arguments, work_item):
         a = carray(arguments, 1)[0]
@@ -222,7 +222,7 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
         group_starts = int32_at(a.group_starts, a.num_seqs + 1)
         if group >= group_starts[a.num_seqs]:
             return
-        seq = _find_sequence(group_starts, a.num_seqs, group)
+        seq = find_sequence(group_starts, a.num_seqs, group)
         query_start = int32_at(a.query_start, a.num_seqs + 1)
         query_len = np.int64(query_start[seq + 1] - query_start[seq])
         first_token = (group - group_starts[seq]) * a.group_tokens
@@ -241,8 +241,7 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
 
         capacity = -(-rows // TILE_ROWS) * TILE_ROWS
         sizes = capacity * a.head_dim, capacity * CHUNK_TOKENS, capacity * width
-        key_size = a.value_stride * CHUNK_TOKENS if is_latent else 0
-        work = np.empty(sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS + key_size, np.float32)
+        work = np.empty(sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS, np.float32)
         q_at = address(work)
         scores_at = q_at + sizes[0] * 4
         out_at = scores_at + sizes[1] * 4
@@ -251,8 +250,7 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
         factors_at = sums_at + capacity * 4
         k_scales_at = factors_at + 3 * capacity * 4  # of the chunk's tokens
         v_scales_at = k_scales_at + CHUNK_TOKENS * 4
-        transposed_at = v_scales_at + CHUNK_TOKENS * 4
-        key_stride = CHUNK_TOKENS * 4 if is_latent else a.block_size * itemsize
+        key_stride = a.block_size * itemsize
         k_scales, v_scales = float32_at(k_scales_at, CHUNK_TOKENS), float32_at(v_scales_at, CHUNK_TOKENS)
         part = out_at, maxima_at, sums_at  # of this segment: weighted values, largest scores, sums
         tables = np.empty(3 * _HALVES + 2 * capacity, np.int64)
@@ -298,14 +296,8 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
                             a.status = BAD_BLOCK
                             return
                     page = block * a.kv_heads + head
-                    row = (page * a.block_size + inside) * a.value_stride * itemsize
-                    tables[_HALVES + half] = a.v_cache + row
-                    if is_latent:
-                        tables[half] = transposed_at + half * HALF_TOKENS * 4
-                        if token < last_key:
-                            transpose_rows(stored, a.k_cache + row, a.value_stride, tables[half])
-                    else:
-                        tables[half] = a.k_cache + (page * a.head_dim * a.block_size + inside) * itemsize
+                    tables[half] = a.k_cache + (page * a.head_dim * a.block_size + inside) * itemsize
+                    tables[_HALVES + half] = a.v_cache + (page * a.block_size + inside) * width * itemsize
                     if has_scales:
                         of_keys = float32_at(a.k_scales + (page * a.block_size + inside) * 4, HALF_TOKENS)
                         of_values = float32_at(a.v_scales + (page * a.block_size + inside) * 4, HALF_TOKENS)
@@ -318,7 +310,7 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
                 ahead, ahead_inside = entry, inside
                 for half in range(_HALVES):
                     tables[2 * _HALVES + half] = tables[half]
-                    if not is_latent and chunk + CHUNK_TOKENS + half * HALF_TOKENS < stop:
+                    if chunk + CHUNK_TOKENS + half * HALF_TOKENS < stop:
                         page = np.int64(table[ahead]) * a.kv_heads + head  # only prefetched: need not exist
                         tables[2 * _HALVES + half] = (
                             a.k_cache + (page * a.head_dim * a.block_size + ahead_inside) * itemsize
@@ -334,7 +326,7 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
                         continue
                     tile_scores = scores_at + tile * CHUNK_TOKENS * 4
                     score_tile(
-                        kept, kept_span, q_at + tile * a.head_dim * 4, keys_at, key_stride, a.head_dim,
+                        stored, span, q_at + tile * a.head_dim * 4, keys_at, key_stride, a.head_dim,
                         tile_scores, min(CHUNK_TOKENS, tile_last), values_at if tile == 0 else 0, height,
                     )  # fmt: skip
                     if has_scales:
@@ -355,32 +347,33 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
                         continue
                     tile_first = firsts[tile] - chunk
                     value_tile(
-                        stored, scores_at + tile * CHUNK_TOKENS * 4, values_at, a.value_stride * itemsize,
+                        stored, scores_at + tile * CHUNK_TOKENS * 4, values_at, width * itemsize,
                         min(CHUNK_TOKENS, max(0, tile_first)), min(CHUNK_TOKENS, tile_last), factors_at + tile * 4,
                         out_at + tile * width * 4, width // LANES, next_at if tile == 0 else 0, height,
                     )  # fmt: skip
             if is_merged:
-                _merge(total, part, rows, width)
+                merge(total, part, rows, width)
 
         if a.num_segments > 1:
             size = a.group_tokens * share * (width + 2)
-            partial = _triple(a.partial + work_item * size * 4, rows, width)
+            partial = triple(a.partial + work_item * size * 4, rows, width)
             _clear(partial, rows, width)
-            _merge(partial, total, rows, width)
+            merge(partial, total, rows, width)
         else:
-            target = a.out + (token_row * a.q_heads + head * share) * a.value_dim * 4
+            target = a.out + (token_row * a.q_heads + head * share) * a.head_dim * 4
             sinks = a.sinks + head * share * 4 if a.sinks != 0 else 0
-            _write(total, target, tokens, share, a.q_heads, a.value_dim, width, sinks)
-        _hold(work, tables)
+            write(total, target, tokens, share, a.q_heads, a.head_dim, width, sinks)
+        hold(work, tables)
 
     return Kernel(attention, FIELDS)
 
 
 @functools.cache
 def merge_kernel() -> Kernel:
-    """Merges the segments that `attention_kernel` left in ``partial``; a work item is one row group and KV head."""
+    """Merges the segments that `attention_kernel`, or latent attention, left in ``partial``; a work item is one row
+    group and KV head."""
 
-    def merge(arguments, work_item):
+    def merge_segments(arguments, work_item):
         a = carray(arguments, 1)[0]
         share = a.q_heads // a.kv_heads
         width = a.value_width
@@ -388,21 +381,21 @@ def merge_kernel() -> Kernel:
         group_starts = int32_at(a.group_starts, a.num_seqs + 1)
         if group >= group_starts[a.num_seqs]:
             return
-        seq = _find_sequence(group_starts, a.num_seqs, group)
+        seq = find_sequence(group_starts, a.num_seqs, group)
         query_start = int32_at(a.query_start, a.num_seqs + 1)
         first_token = (group - group_starts[seq]) * a.group_tokens
         tokens = min(a.group_tokens, np.int64(query_start[seq + 1] - query_start[seq]) - first_token)
         rows = tokens * share
         work = np.empty(rows * (width + 2), np.float32)
-        total = _triple(address(work), rows, width)
+        total = triple(address(work), rows, width)
         _clear(total, rows, width)
         size = a.group_tokens * share * (width + 2)
         for segment in range(a.num_segments):
-            part = _triple(a.partial + (work_item * a.num_segments + segment) * size * 4, rows, width)
-            _merge(total, part, rows, width)
+            part = triple(a.partial + (work_item * a.num_segments + segment) * size * 4, rows, width)
+            merge(total, part, rows, width)
         target = a.out + ((query_start[seq] + first_token) * a.q_heads + head * share) * a.value_dim * 4
         sinks = a.sinks + head * share * 4 if a.sinks != 0 else 0
-        _write(total, target, tokens, share, a.q_heads, a.value_dim, width, sinks)
-        _hold(work, work)
+        write(total, target, tokens, share, a.q_heads, a.value_dim, width, sinks)
+        hold(work, work)
 
-    return Kernel(merge, FIELDS)
+    return Kernel(merge_segments, MERGE_FIELDS)

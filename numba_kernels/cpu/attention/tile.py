@@ -1,5 +1,4 @@
-"""The three register tiles of attention over paged keys and values, as LLVM IR; and rows of latent pages, transposed
-into columns of float32, as `score_tile` reads keys.
+"""The three register tiles of attention over paged keys and values, as LLVM IR.
 
 A chunk is CHUNK_TOKENS consecutive tokens. Its keys lie transposed in their pages, eight tokens side by side at least,
 so that a vector of scores is a chain of fused multiply-adds over head_dim; its values lie in rows of whole vectors, so
@@ -12,7 +11,6 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba.core import cgutils, types
 
-from numba_kernels.cpu.gemm.packed_words import transposed
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.emitted import KIND, LITERAL, emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I64
@@ -271,29 +269,3 @@ def value_tile(builder, stored, weights, values, value_stride, first, last, fact
                 columns(height, 1, start)
 
     _for_each_height(builder, rows, emit)
-
-
-@emitted(types.void, KIND, *[types.intp] * 3)
-def transpose_rows(builder, stored, source, width, target):
-    """``target[d, t] = source[t, d]`` for HALF_TOKENS rows of ``width`` elements, a multiple of LANES.
-
-    ``source`` has elements of ``stored``, rows one after the other; ``target`` float32 rows of CHUNK_TOKENS, of which
-    the first HALF_TOKENS are written. Both are addresses.
-    """
-    itemsize = stored.bitwidth // 8
-    row_bytes = builder.mul(width, ir.Constant(I64, itemsize))
-    low = ir.Constant(simd.vector(simd.I32, HALF_TOKENS), list(range(HALF_TOKENS)))
-    nothing = simd.splat_constant(simd.I32, 0)
-    turns = builder.sdiv(width, ir.Constant(I64, LANES))
-    with cgutils.for_range(builder, turns, intp=I64) as loop:
-        first = builder.mul(loop.index, ir.Constant(I64, LANES))
-        at = builder.add(source, builder.mul(first, ir.Constant(I64, itemsize)))
-        rows = []
-        for row in range(HALF_TOKENS):
-            place = builder.add(at, builder.mul(row_bytes, ir.Constant(I64, row)))
-            floats = simd.load_wide(builder, place, stored, LANES)
-            rows.append(builder.bitcast(floats, simd.vector(simd.I32)))
-        out = builder.add(target, builder.mul(first, ir.Constant(I64, CHUNK_TOKENS * 4)))
-        for number, column in enumerate(transposed(builder, rows + [nothing] * (LANES - HALF_TOKENS))):
-            half = builder.bitcast(builder.shuffle_vector(column, column, low), simd.vector(F32, HALF_TOKENS))
-            simd.store(builder, half, simd.offset(builder, out, number * CHUNK_TOKENS * 4))
