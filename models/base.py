@@ -58,6 +58,7 @@ class Model(ABC):
         rounded_activations: of a declared model, how products round rows of x to bytes, by how weights are stored.
         least_first_layers: layers that the first of several stages has to have.
         logits_scale, logits_softcap: factor of `compute_logits`' logits, and the bound of its tanh.
+        gives_last_rows: whether `forward` gives the rows of last tokens alone where no others are wanted.
         suppressed_ids: ids that are never sampled, int32 on the device; None if there are none.
         pipeline: the stage of the model that this is, or None if it is whole.
         stages: the numbers of the layers that each stage has; empty if it is whole.
@@ -83,6 +84,7 @@ class Model(ABC):
     least_first_layers = 1
     logits_scale: float = 1.0
     logits_softcap: float | None = None
+    gives_last_rows = False
     suppressed_ids: Tensor | None = None
     longrope_threshold: int | None = None
 

@@ -25,6 +25,7 @@ class StepField(NamedTuple):
     by_group  there is one for each KV cache group
     row       path from a `Sequence` to its number, which is sent when the sequence gets its row; "": not from there
     step      path from a step's `Chunk` to its number, which is sent with each step; "": not from there
+    of_last   only steps that want nothing but each chunk's last token have it (`Batch.is_last_wanted`)
     """
 
     dtype: str
@@ -33,6 +34,7 @@ class StepField(NamedTuple):
     by_group: bool = False
     row: str = ""
     step: str = ""
+    of_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,18 @@ class Batch:
     """``[num_logits]`` rows of the token row that need logits."""
     max_query_len: int  # longest chunk of this batch, in tokens: for launch plans
     max_seq_len: int  # longest sequence of this batch, in tokens: for launch plans
-    last_tokens: Annotated[Tensor | None, StepField("int32", "chunk")] = None  # rows of the token row, a chunk's last
-    last_positions: Annotated[Tensor | None, StepField("int32", "chunk")] = None  # of these in `positions`
-    last_start: Annotated[Tensor | None, StepField("int32", "start")] = None  # 0, 1, 2 ...: `query_start` of them alone
-    logits_chunks: Annotated[Tensor | None, StepField("int32", "logit")] = None  # the chunk of each logit
+    last_tokens: Annotated[Tensor | None, StepField("int32", "chunk", of_last=True)] = None
+    """Rows of the token row, each chunk's last."""
+    last_positions: Annotated[Tensor | None, StepField("int32", "chunk", of_last=True)] = None
+    """Their `positions`."""
+    last_start: Annotated[Tensor | None, StepField("int32", "start", of_last=True)] = None
+    """0, 1, 2 ...: `query_start` of them alone."""
+    logits_chunks: Annotated[Tensor | None, StepField("int32", "logit", of_last=True)] = None
+    """The chunk of each logit."""
     is_last_wanted: bool = False
-    """Whether nothing but the hidden state of each chunk's last token is wanted: `Model.forward` may return these rows
-    alone, ``[num_seqs, hidden_size]``, since layers that write no pages need not compute the others."""
+    """Whether nothing but the hidden state of each chunk's last token is wanted, of a model that `gives_last_rows`:
+    `Model.forward` may return these rows alone, ``[num_seqs, hidden_size]``, since layers that write no pages need not
+    compute the others."""
     exact: bool = False  # a row's result must not depend on the rest of the batch; on the cpu it never does
     rope: RopeTable | None = None  # rotations of this step, a row a position; None for the model's own
     encoded: tuple[EncodedTokens, ...] = ()  # embeddings of some tokens that come from an encoder
@@ -127,3 +134,6 @@ STEP_FIELDS: dict[str, StepField] = {
     if isinstance(each, StepField)
 }
 """The arrays of a step, in the order of their memory."""
+
+USUAL_FIELDS = {name: each for name, each in STEP_FIELDS.items() if not each.of_last}
+"""Those of steps that want more than last tokens."""

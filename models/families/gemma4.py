@@ -107,7 +107,7 @@ class Gemma4Model(Decoder):
     def __init__(self, config: Gemma4Config, maker: Maker) -> None:
         super().__init__(config, maker)
         self.embedding_scale = float(np.array(math.sqrt(config.hidden_size), self.dtype.numpy))
-        self.logits_softcap = config.logits_softcap
+        self.logits_softcap, self.gives_last_rows = config.logits_softcap, config.num_sharing_layers > 0
         own = self.own_layers
         for layer in own:
             if (source := config.source_of(layer)) not in own:

@@ -109,7 +109,8 @@ class Engine:
         if self.executor.depth > 1:
             raise RequestError("speculation needs steps that follow one another", param="speculation")
         if speculator.wanted is not None:
-            self.executor.keep_layers(*speculator.wanted)
+            layers, width, dtype, of_last = speculator.wanted
+            self.executor.keep_layers(layers, width, dtype, of_last=of_last)
         self.steps.speculator = speculator
         self.opened.on_end = speculator.end
         for request in self.requests.values():

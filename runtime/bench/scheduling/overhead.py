@@ -54,6 +54,7 @@ class HollowModel:
     token 1. On a GPU it launches nothing."""
 
     suppressed_ids = None
+    gives_last_rows = False
 
     def __init__(self, device: Device) -> None:
         self.device = device

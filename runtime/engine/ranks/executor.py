@@ -107,7 +107,7 @@ class ParallelExecutor:
     def can_overlap(self, step: StepInput) -> bool:
         return self.local.can_overlap(step)
 
-    def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
+    def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType, *, of_last: bool) -> None:
         raise UnsupportedStepError("hidden states are not kept of a model that is split over ranks")
 
     auxiliary_hidden_states: AuxiliaryHiddenStates | None = None

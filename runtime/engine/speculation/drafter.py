@@ -66,16 +66,19 @@ class DistributionDrafter(Drafter, Protocol):
 
 
 class WantedStates(NamedTuple):
-    """Hidden states ``[num_tokens, width]`` after these layers of the model, counted from 1; 0: the embeddings."""
+    """Hidden states ``[num_tokens, width]`` after these layers of the model, counted from 1; 0: the embeddings.
+    ``of_last``: those before a chunk's last tokens are not read, if none of the chunk's is a draft token."""
 
     layers: tuple[int, ...]
     width: int
     dtype: DType
+    of_last: bool = False
 
 
 class LeftChunk(NamedTuple):
     """Hidden states that a step left of a sequence: those of ``num_tokens`` tokens from position ``start`` on, from row
-    ``first_row`` on. The token after each of them is known."""
+    ``first_row`` on. The token after each of them is known. (Where last tokens are wanted alone, only their row is
+    there.)"""
 
     sequence: Sequence
     first_row: int

@@ -35,7 +35,8 @@ class PageProposer:
         self, drafter: SteppingDrafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most: int
     ) -> None:
         self.name = drafter.kind
-        self.wanted = WantedStates(drafter.layers, drafter.target.config.hidden_size, drafter.target.dtype)
+        width, dtype = drafter.target.config.hidden_size, drafter.target.dtype
+        self.wanted = WantedStates(drafter.layers, width, dtype, of_last=True)
         self._max_positions = drafter.max_positions
         self._drafting = Stepping(drafter, pages, tables, limits, most, only_reads=True)
         self._states: tuple[Tensor, ...] = ()  # left by the latest step

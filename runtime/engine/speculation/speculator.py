@@ -244,7 +244,8 @@ def _within(matcher: GrammarMatcher, draft: Draft, most: int) -> Draft:
 def _left_chunks(assembled: Assembled, kept: AuxiliaryHiddenStates) -> list[LeftChunk]:
     """The sequences whose hidden states a step kept, as far as the tokens after them are known."""
     made = assembled.input
-    places = zip(assembled.sequences, kept.first.tolist(), made.starts.tolist(), made.counts.tolist(), strict=True)
+    first = kept.last + 1 - made.counts
+    places = zip(assembled.sequences, first.tolist(), made.starts.tolist(), made.counts.tolist(), strict=True)
     chunks = [
         LeftChunk(sequence, first, start, min(count, sequence.num_tokens - 1 - start))
         for sequence, first, start, count in places

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.batch import STEP_FIELDS, Batch
+from runtime.batch import USUAL_FIELDS, Batch
 from runtime.dtype import DType, float32, int32, uint8
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.inputs import DEVICE_TYPES, PADDING
@@ -40,7 +40,7 @@ _PROGRESS = ("positions", "seq_lens", "position")
 def _columns_of(num_batch_slots: int, num_groups: int) -> list[tuple[str, DType, int, float]]:
     """Name, type, length and padding of each column, in their order in memory."""
     columns: list[tuple[str, Any, float]] = [("sources", np.int32, -1)]  # the token's place in the previous step, or -1
-    for name, field in STEP_FIELDS.items():
+    for name, field in USUAL_FIELDS.items():
         if field.per in ("token", "chunk"):  # a place is both
             names = [f"{name}_{group}" for group in range(num_groups)] if field.by_group else [name]
             columns += [(each, field.dtype, field.padding) for each in names]
@@ -214,7 +214,7 @@ class DecodeArrays:
     def batch(self, num_batch_slots: int, max_seq_len: int) -> Batch:
         """The first places as a batch of decodes."""
         fields: dict[str, Any] = {}
-        for name, field in STEP_FIELDS.items():
+        for name, field in USUAL_FIELDS.items():
             if field.per == "block":
                 fields[name] = tuple(self._tables[start : start + num_batch_slots] for start in self._group_starts)
             elif field.per in ("start", "logit"):

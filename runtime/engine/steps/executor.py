@@ -36,6 +36,11 @@ class Model(Protocol):
     def device(self) -> Device: ...
 
     @property
+    def gives_last_rows(self) -> bool:
+        """Whether `forward` gives the rows of last tokens alone where no others are wanted."""
+        ...
+
+    @property
     def suppressed_ids(self) -> Tensor | None:
         """Ids that are never sampled, int32 ``[n]``."""
         ...
@@ -94,12 +99,12 @@ class AuxiliaryHiddenStates:
 
     number   of the step
     tensors  of each kept layer, ``[rows, hidden_size]``
-    first    [n]: the row of each chunk's first token; its others follow
+    last     [n]: the row of each chunk's last token; its others are before it, unless they were not wanted
     """
 
     number: int
     tensors: tuple[Tensor, ...]
-    first: NDArray[np.int64] | NDArray[np.intp]
+    last: NDArray[np.int64] | NDArray[np.intp]
 
 
 class DrawMasks(Protocol):
@@ -185,9 +190,10 @@ class Executor(Protocol):
         """Whether the step may be started while the previous one runs, though both have the same rows."""
         ...
 
-    def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
+    def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType, *, of_last: bool) -> None:
         """Keep the hidden states ``[num_tokens, width]`` of each step's tokens after these layers, counted from 1 (0:
-        the embeddings), of this type. To be called before the first step. Raises UnsupportedStepError if the model does
+        the embeddings), of this type; with ``of_last``, of chunks without draft tokens the last tokens' may be enough.
+        To be called before the first step. Raises UnsupportedStepError if the model does
         not expose its layers."""
         ...
 

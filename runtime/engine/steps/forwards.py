@@ -88,7 +88,9 @@ class ForwardRecordings:
         # Some policies compute a prompt whole on a CPU; on a GPU steps with drafts are padded.
         tokens = max(tokens, limits.max_model_len if self._is_cpu else _WIDTHS[-1] * seqs)
         samples = SamplingShape(tokens, MOST_LISTED, True)
-        self._most = Shape(tokens, seqs if self._is_cpu else 2 * seqs, tokens, tokens, limits.max_model_len, samples)
+        self._most = Shape(
+            tokens, seqs if self._is_cpu else 2 * seqs, tokens, tokens, limits.max_model_len, samples, True
+        )
         self._memory: StepMemory | None = None  # with the first recording
         self.recordings: Recordings[Shape, _Recorded] = Recordings(recorder.most_kept)
         self._seen: dict[Shape, Stopwatch | None] = {}  # None if it kept the GPU busy

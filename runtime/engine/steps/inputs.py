@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.batch import STEP_FIELDS, Batch
+from runtime.batch import STEP_FIELDS, USUAL_FIELDS, Batch
 from runtime.dtype import DType, uint8
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.layout import StepLayout
@@ -82,7 +82,7 @@ class Shape(NamedTuple):
             "logit": (self.num_logits,),
             "block": (self.num_seqs, limits.table_width(self.max_seq_len)),
         }
-        for name, each in STEP_FIELDS.items():
+        for name, each in (STEP_FIELDS if self.is_last_wanted else USUAL_FIELDS).items():
             yield name, np.dtype(each.dtype), (*((num_groups,) if each.by_group else ()), *sizes[each.per])
         if self.samples is not None:
             for name, _, size in SAMPLING_FIELDS:
@@ -144,7 +144,7 @@ class StepMemory:
             at += _aligned(size_bytes)
         layout = StepLayout(arrays, shape.max_query_len, shape.max_seq_len, shape.is_last_wanted)
         parts: list[Tensor] = []
-        for name, each in STEP_FIELDS.items():
+        for name, each in layout.fields.items():
             parts += [tensors[name][group] for group in range(self._num_groups)] if each.by_group else [tensors[name]]
         batch = layout.batch_of(parts, exact=self.limits.exact)
         samples = [] if shape.samples is None else [tensors[name] for name, _, _ in SAMPLING_FIELDS]

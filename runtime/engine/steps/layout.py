@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.batch import STEP_FIELDS, Batch
+from runtime.batch import STEP_FIELDS, USUAL_FIELDS, Batch, StepField
 from runtime.device.device import Device
 from runtime.tensor.tensor import Tensor
 
@@ -71,7 +71,7 @@ class BlockTables:
 @dataclass(slots=True)
 class StepLayout:
     """The arrays of a step's batch on the host, by the names of `STEP_FIELDS`. Those by group have a first axis for
-    it; block tables may have any width. `is_last_wanted`: see `Batch`."""
+    it; block tables may have any width. `is_last_wanted`: see `Batch`, and `want_last`."""
 
     arrays: dict[str, NDArray[Any]]
     max_query_len: int
@@ -79,14 +79,20 @@ class StepLayout:
     is_last_wanted: bool = False
 
     def __post_init__(self) -> None:
-        if "last_tokens" not in self.arrays:
-            last = self.arrays["query_start"][1:] - np.int32(1)
-            self.arrays["last_tokens"], self.arrays["last_start"] = last, np.arange(len(last) + 1, dtype=np.int32)
-            self.arrays["last_positions"] = self.arrays["positions"].take(last, mode="clip")
-            self.arrays["logits_chunks"] = np.searchsorted(last, self.arrays["logits_indices"]).astype(np.int32)
         for name in NUMBERS.keys() - self.arrays.keys():
             count = self.num_tokens if NUMBERS[name].per == "token" else self.num_seqs
             self.arrays[name] = np.full(count, NUMBERS[name].padding, NUMBERS[name].dtype)
+
+    def want_last(self) -> None:
+        """Only the hidden states of chunks' last tokens are wanted."""
+        last = self.arrays["query_start"][1:] - np.int32(1)
+        self.arrays |= {
+            "last_tokens": last,
+            "last_positions": self.arrays["positions"].take(last, mode="clip"),
+            "last_start": np.arange(len(last) + 1, dtype=np.int32),
+            "logits_chunks": np.searchsorted(last, self.arrays["logits_indices"]).astype(np.int32),
+        }
+        self.is_last_wanted = True
 
     @property
     def num_tokens(self) -> int:
@@ -100,19 +106,24 @@ class StepLayout:
     def num_logits(self) -> int:
         return len(self.arrays["logits_indices"])
 
+    @property
+    def fields(self) -> dict[str, StepField]:
+        """The arrays that the step has, in the order of `STEP_FIELDS`."""
+        return STEP_FIELDS if self.is_last_wanted else USUAL_FIELDS
+
     def batch(self, device: Device, *, exact: bool) -> Batch:
         """The batch on a device."""
         parts: list[NDArray[Any]] = []
-        for name, field in STEP_FIELDS.items():
+        for name, field in self.fields.items():
             parts.extend(self.arrays[name] if field.by_group else [self.arrays[name]])
         return self.batch_of(ops.place(parts, device), exact=exact)
 
     def batch_of(self, placed: Iterable[Tensor], *, exact: bool) -> Batch:
-        """The batch whose arrays are on a device, in the order of `STEP_FIELDS`, those of the groups one by one."""
+        """The batch whose arrays are on a device, in the order of `fields`, those of the groups one by one."""
         tensors = iter(placed)
         fields: dict[str, Any] = {
             name: tuple(next(tensors) for _ in self.arrays[name]) if field.by_group else next(tensors)
-            for name, field in STEP_FIELDS.items()
+            for name, field in self.fields.items()
         }
         return Batch(
             **fields, max_query_len=self.max_query_len, max_seq_len=self.max_seq_len, exact=exact,

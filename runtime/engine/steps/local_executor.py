@@ -105,6 +105,7 @@ class LocalExecutor:
         if self.overlaps and is_cpu:
             self._worker = ThreadPoolExecutor(1, "xserv-step")
         self._auxiliary_layers: tuple[int, ...] = ()
+        self._gives_last_rows = model.gives_last_rows
         self.auxiliary_hidden_states: AuxiliaryHiddenStates | None = None
         self._recorder = open_recorder(model.device)
         self.graphs: DecodeGraphs | None = None
@@ -140,8 +141,9 @@ class LocalExecutor:
         """Whether a graph runs after which another step may be queued."""
         return not self._is_staged and self.graphs is not None and self.graphs.may_be_led
 
-    def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
+    def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType, *, of_last: bool) -> None:
         assert layers, "a drafter gets hidden states of the layers that it names, and no others"
+        self._gives_last_rows = self._gives_last_rows and of_last
         if self.graphs is not None:
             self.graphs.keep(layers, width, dtype)
         self._auxiliary_layers = layers
@@ -320,9 +322,8 @@ class LocalExecutor:
             if key is not None and step.mode == "record":
                 graphs.want(key)
         laid_out = rows.lay_out(step)
-        # Prompts' log probabilities and kept layers take all rows; without other tokens than the last none is left out.
-        is_one_each = step.num_tokens > step.num_seqs and step.num_samples.max() <= 1
-        laid_out.layout.is_last_wanted = bool(is_one_each and not step.prompt_logprobs and not self._auxiliary_layers)
+        if self._gives_last_rows and step.num_tokens > step.num_seqs and _wants_last(step):
+            laid_out.layout.want_last()
         if not self.samples and len(laid_out.samples.rows):
             self._versions[step.number] = laid_out.samples.version
         compute = partial(self._draw, step, laid_out, masks, proposed)
@@ -391,9 +392,8 @@ class LocalExecutor:
             self.finish_queued()
             return Sampled()
         if computed.kept:
-            self.auxiliary_hidden_states = AuxiliaryHiddenStates(
-                step.number, computed.kept, np.cumsum(step.counts) - step.counts
-            )
+            last = np.arange(step.num_seqs) if laid_out.layout.is_last_wanted else np.cumsum(step.counts) - 1
+            self.auxiliary_hidden_states = AuxiliaryHiddenStates(step.number, computed.kept, last)
         return self._results.sample(step.prompt_logprobs, laid_out, masks, proposed, computed)
 
     def _sampled_by_graph(self, step: StepInput, run: DecodeRun, version: int) -> Sampled:
@@ -403,6 +403,11 @@ class LocalExecutor:
         if run.kept:
             self.auxiliary_hidden_states = AuxiliaryHiddenStates(step.number, run.kept, run.batch_slots)
         return self._results.of_graph(step, run, token_ids, is_valid, version)
+
+
+def _wants_last(step: StepInput) -> bool:
+    """Whether no chunk needs more than its last token's hidden state."""
+    return not step.prompt_logprobs and bool(step.num_samples.max() <= 1)
 
 
 def _raise(error: Exception) -> Never:

@@ -48,6 +48,7 @@ class FakeModel:
         self.num_computed_tokens = 0
 
     suppressed_ids: Tensor | None = None
+    gives_last_rows = False
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         return KVCacheSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype=float32)
