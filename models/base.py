@@ -56,7 +56,8 @@ class Model(ABC):
         mapped_bytes: of tables that are read a row a token and not loaded: they stay in their files, or in the host's
             memory beside a GPU.
         rounded_activations: of a declared model, how products round rows of x to bytes, by how weights are stored.
-        least_first_layers: layers that the first of several stages has to have.
+        least_first_layers, least_last_layers: layers that the first and the last of several stages have to have.
+        carried_columns: of `Batch.carried`, which stages hand on beside the residual stream; 0 if there is none.
         logits_scale, logits_softcap: factor of `compute_logits`' logits, and the bound of its tanh.
         gives_last_rows: whether `forward` gives the rows of last tokens alone where no others are wanted.
         suppressed_ids: ids that are never sampled, int32 on the device; None if there are none.
@@ -81,7 +82,8 @@ class Model(ABC):
     mapped_bytes = 0
     layer_bytes: list[int]
     rounded_activations: Mapping[str, str] = MappingProxyType({})
-    least_first_layers = 1
+    least_first_layers = least_last_layers = 1
+    carried_columns = 0
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     gives_last_rows = False
@@ -130,11 +132,14 @@ class Model(ABC):
         pipeline = self.pipeline
         if begins_here(pipeline):
             x = self.embed(batch)
+            batch.carried = self.carry(x, batch)
         else:
             assert pipeline is not None, "a model in one piece begins here"
             x = pipeline.receive((batch.num_tokens, self.config.hidden_size), self.activations)
             if self._hands_over_squares:
                 x.deferred_norm = pipeline.receive((batch.num_tokens, self._square_parts), float32)
+            if self.carried_columns:
+                batch.carried = pipeline.receive((batch.num_tokens, self.carried_columns), self.activations)
         x = self.run_layers(x, batch, kv_cache)
         if ends_here(pipeline):
             return self.finish(x)
@@ -142,6 +147,8 @@ class Model(ABC):
         pipeline.send(x)
         if self._hands_over_squares:
             pipeline.send(ops.deferred_norm(x, self._square_parts))
+        if batch.carried is not None:
+            pipeline.send(batch.carried)
         return x
 
     @property
@@ -152,6 +159,10 @@ class Model(ABC):
     @abstractmethod
     def embed(self, batch: Batch) -> Tensor:
         """The residual stream before the first layer, `[num_tokens, hidden_size]`."""
+
+    def carry(self, x: Tensor, batch: Batch) -> Tensor | None:
+        """What all layers read beside the residual stream, `[num_tokens, carried_columns]`, given the embeddings."""
+        return None
 
     @abstractmethod
     def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:

@@ -281,14 +281,13 @@ def stages_of(
     """The layers of each stage: `counts` of them, or balanced by bytes. Raises `ConfigError` if there are too few
     layers, and as `declare_model`."""
     whole = declare_model(folder, load_format=load_format, **settings)
+    least: dict[str, Any] = {
+        "least_first": whole.least_first_layers, "least_last": whole.least_last_layers,
+        "name": whole.config.architecture,
+    }  # fmt: skip
     if counts:
-        return counted(
-            counts, len(whole.layer_bytes), least_first=whole.least_first_layers, name=whole.config.architecture
-        )
-    return balanced(
-        whole.layer_bytes, num_stages, last_bytes=whole.lm_head.weight.size_bytes,
-        least_first=whole.least_first_layers, name=whole.config.architecture,
-    )  # fmt: skip
+        return counted(counts, len(whole.layer_bytes), **least)
+    return balanced(whole.layer_bytes, num_stages, last_bytes=whole.lm_head.weight.size_bytes, **least)
 
 
 def tensor_layout(config: ModelConfig) -> TensorLayout:

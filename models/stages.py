@@ -14,18 +14,20 @@ from models.errors import ConfigError
 
 def balanced(
     layer_bytes: Sequence[int], num_stages: int, *, first_bytes: int = 0, last_bytes: int = 0, least_first: int = 1,
-    name: str = "",
+    least_last: int = 1, name: str = "",
 ) -> tuple[range, ...]:  # fmt: skip
     """The layers of each stage, at least one, of layers that have so many bytes: the largest stage is as small as
     possible; ties go to the most even stages.
 
     `first_bytes` and `last_bytes` are what the first and the last stage read besides; the first has at least
-    `least_first` layers. Raises `ConfigError` where there are fewer layers than stages; `name` is the model's in it.
+    `least_first` layers, the last `least_last`. Raises `ConfigError` where there are fewer layers than stages; `name`
+    is the model's in it.
     """
     count = len(layer_bytes)
-    if count < num_stages + least_first - 1:
-        first = f", of which the first has at least {least_first}" if least_first > 1 else ""
-        raise ConfigError(f"{name}: {count} layers cannot be split over {num_stages} stages{first}")
+    if count < num_stages + least_first + least_last - 2:
+        limits = f", of which the first has at least {least_first}" if least_first > 1 else ""
+        limits += f", of which the last has at least {least_last}" if least_last > 1 else ""
+        raise ConfigError(f"{name}: {count} layers cannot be split over {num_stages} stages{limits}")
     sums = [0, *accumulate(layer_bytes)]
 
     def size(stage: int, first: int, end: int) -> int:
@@ -38,10 +40,11 @@ def balanced(
         found: dict[int, tuple[int, list[int]]] = {0: (0, [])}
         for stage in range(num_stages):
             left = num_stages - 1 - stage
+            behind = left + least_last - 1 if left else 0  # layers of later stages, at least
             following: dict[int, tuple[int, list[int]]] = {}
             for first, (cost, ends) in found.items():
                 least = first + (least_first if stage == 0 else 1)
-                for end in range(least, count - left + 1) if left else (count,):
+                for end in range(least, count - behind + 1) if left else (count,):
                     own = size(stage, first, end)
                     if limit is not None and own > limit:
                         continue
@@ -56,13 +59,20 @@ def balanced(
     return tuple(range(first, end) for first, end in zip((0, *ends), ends))
 
 
-def counted(counts: Sequence[int], num_layers: int, *, least_first: int = 1, name: str = "") -> tuple[range, ...]:
+def counted(
+    counts: Sequence[int], num_layers: int, *, least_first: int = 1, least_last: int = 1, name: str = ""
+) -> tuple[range, ...]:
     """Stages of so many layers. Raises `ConfigError` where these are not all layers, and each at least one, the first
-    at least `least_first`; `name` is the model's in it."""
+    at least `least_first`, the last `least_last`; `name` is the model's in it."""
     shown = ", ".join(map(str, counts))
     if sum(counts) != num_layers or min(counts) < 1:
         raise ConfigError(f"{name}: stages of {shown} layers must have {num_layers} together, and each at least 1")
     if counts[0] < least_first:
         raise ConfigError(f"{name}: stages of {shown} layers: the first must have at least {least_first}")
+    if counts[-1] < least_last:
+        raise ConfigError(
+            f"{name}: stages of {shown} layers: the last must have at least {least_last}, which share their keys and "
+            "values"
+        )
     ends = list(accumulate(counts))
     return tuple(range(first, end) for first, end in zip((0, *ends), ends))

@@ -53,8 +53,9 @@ class EncodedTokens:
 class Batch:
     """The input of one forward pass. Every Tensor lies on the model's device and is C-contiguous.
 
-    The runner sets every field once, before ``Model.forward``; only ``kept`` changes afterwards. ``slot_mappings`` and
-    ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most models have one.
+    The runner sets every field once, before ``Model.forward``; only ``kept`` and ``carried`` change afterwards.
+    ``slot_mappings`` and ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most
+    models have one.
     Each array of a step's layout is declared here alone (`StepField`). Only a test of addends sets ``adapters`` yet.
     """
 
@@ -86,6 +87,7 @@ class Batch:
     compute the others."""
     exact: bool = False  # a row's result must not depend on the rest of the batch; on the cpu it never does
     rope: RopeTable | None = None  # rotations of this step, a row a position; None for the model's own
+    carried: Tensor | None = None  # [num_tokens, n]: what all layers of some models read, set by `Model.forward`
     encoded: tuple[EncodedTokens, ...] = ()  # embeddings of some tokens that come from an encoder
     bidirectional_until: Tensor | None = (
         None  # [num_tokens] int32: each attends to positions before this one; None for causal

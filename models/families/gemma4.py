@@ -108,21 +108,18 @@ class Gemma4Model(Decoder):
         super().__init__(config, maker)
         self.embedding_scale = float(np.array(math.sqrt(config.hidden_size), self.dtype.numpy))
         self.logits_softcap, self.gives_last_rows = config.logits_softcap, config.num_sharing_layers > 0
-        own = self.own_layers
-        for layer in own:
-            if (source := config.source_of(layer)) not in own:
+        if config.num_sharing_layers:
+            shared = {config.source_of(layer) for layer in range(config.first_sharing, config.num_layers)}
+            self.least_last_layers = config.num_layers - min(shared)
+        for layer in self.own_layers:
+            if (source := config.source_of(layer)) not in self.own_layers:
                 raise ModelLoadError(
                     f"{config.architecture}: layer {layer} uses the keys and values of layer {source}, which another "
-                    f"stage has: give pipeline_layers that keep layers {source} to {config.num_layers - 1} together"
+                    f"stage has: the last {self.least_last_layers} layers must be in one"
                 )
-        self.inputs: LayerInputs | None = None
+        self.carried_columns = config.num_layers * config.input_size
         if config.input_size:
-            if self.pipeline is not None:
-                raise ModelLoadError(
-                    f"{config.architecture}: hidden_size_per_layer_input = {config.input_size}: each layer's input "
-                    "needs the embeddings, which the first stage has alone: use pipeline_parallel_size 1"
-                )
-            self.inputs = LayerInputs(config, maker.under(self.root))
+            self.layer_inputs = maker.in_first(lambda: LayerInputs(config, maker.under(self.root)))
 
     @classmethod
     def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
@@ -138,16 +135,16 @@ class Gemma4Model(Decoder):
     def source_of(self, index: int) -> int:
         return self.config.source_of(index)
 
-    def layer_inputs(self, x: Tensor, batch: Batch) -> Tensor | None:
-        """The inputs of all layers, if they have any, given the embeddings."""
-        return None if self.inputs is None else self.inputs(x, batch.token_ids)
+    def carry(self, x: Tensor, batch: Batch) -> Tensor | None:
+        """The inputs of all layers, if they have any."""
+        return self.layer_inputs(x, batch.token_ids) if self.config.input_size else None
 
     def full_batch(self, batch: Batch) -> Batch:
         """The batch as layers without a window see it."""
         return batch
 
     def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        inputs, full, windows = self.layer_inputs(x, batch), self.full_batch(batch), self.config.layer_windows
+        inputs, full, windows = batch.carried, self.full_batch(batch), self.config.layer_windows
         for index, layer in zip(self.own_layers, self.layers, strict=True):
             if index == self.config.first_sharing and batch.is_last_wanted:  # nothing reads what others would get
                 assert batch.last_tokens is not None, "a step has them"

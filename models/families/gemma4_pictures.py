@@ -89,13 +89,13 @@ class Gemma4PictureModel(PictureDecoder, Gemma4Model):
             return batch
         return replace(batch, bidirectional_until=None, plans={})
 
-    def layer_inputs(self, x: Tensor, batch: Batch) -> Tensor | None:
-        if self.inputs is None or not batch.encoded:
-            return super().layer_inputs(x, batch)
+    def carry(self, x: Tensor, batch: Batch) -> Tensor | None:
+        if not self.config.input_size or not batch.encoded:
+            return super().carry(x, batch)
         ids = batch.token_ids.clone()
         for each in batch.encoded:
             ids[each.first_token : each.first_token + each.rows[0].shape[0]] = self.config.padding
-        return self.inputs(x, ids)
+        return self.layer_inputs(x, ids)
 
 
 def read_gemma4_pictures(fields: Fields) -> Gemma4PictureConfig:

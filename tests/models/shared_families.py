@@ -34,7 +34,7 @@ WITHOUT_EXACT_RANKS = ["olmo2", "olmo3", "olmoe"]
 """Which have norms over all heads."""
 
 WITHOUT_STAGES = ["gemma4_inputs"]
-"""Whose layers all need the embeddings."""
+"""Whose last two layers use the pages of the first two: four layers have no cut."""
 
 NUM_LAYERS, NUM_HEADS = 4, 8
 _SIZES: dict[str, Any] = {

@@ -30,29 +30,39 @@ def target_config(case: str) -> dict[str, Any]:
 
 def assistant_config(case: str) -> dict[str, Any]:
     """As transformers writes it."""
-    target = target_config(case)
-    count = 4
-    sizes = {name: target[name] for name in ("vocab_size", "head_dim", "num_key_value_heads", "sliding_window")}
+    return config_for(target_config(case), num_groups=61 if case == "groups" else 0)
+
+
+def config_for(target: dict[str, Any], num_groups: int = 0) -> dict[str, Any]:
+    """The config of an assistant for a decoder with this one."""
+    names = (
+        "vocab_size", "head_dim", "num_key_value_heads", "sliding_window", "attention_k_eq_v", "rope_parameters",
+        "global_head_dim", "num_global_key_value_heads",
+    )  # fmt: skip
+    sizes, count = {name: target[name] for name in names if name in target}, 4
+    if "per_layer_config" in target:
+        sizes["per_layer_config"] = {str(count - 1): target["per_layer_config"]["1"]}
     return {
         "architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant", "dtype": "float32",
-        "backbone_hidden_size": target["hidden_size"], "use_ordered_embeddings": case == "groups",
-        "num_centroids": 61 if case == "groups" else 2048, "centroid_intermediate_top_k": 9,
-        "tie_word_embeddings": True,
+        "backbone_hidden_size": target["hidden_size"], "use_ordered_embeddings": num_groups > 0,
+        "num_centroids": num_groups or 2048, "centroid_intermediate_top_k": 9, "tie_word_embeddings": True,
         "text_config": {
             **sizes, "model_type": "gemma4_text", "hidden_size": 24, "intermediate_size": 37,
             "num_hidden_layers": count, "num_attention_heads": 4, "num_kv_shared_layers": count,
             "layer_types": [_WINDOW, _WINDOW, _WINDOW, _FULL], "max_position_embeddings": 128,
             "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "rms_norm_eps": 1e-6,
-            "attention_k_eq_v": target["attention_k_eq_v"], "tie_word_embeddings": True,
-            "rope_parameters": target["rope_parameters"], "final_logit_softcapping": None,
-            "per_layer_config": {str(count - 1): target["per_layer_config"]["1"]},
+            "tie_word_embeddings": True, "final_logit_softcapping": None,
         },
     }  # fmt: skip
 
 
 def assistant_tensors(case: str) -> dict[str, Array]:
     """What its checkpoint has."""
-    config = assistant_config(case)
+    return tensors_of(assistant_config(case))
+
+
+def tensors_of(config: dict[str, Any]) -> dict[str, Array]:
+    """What the checkpoint of an assistant with this config has."""
     text = config["text_config"]
     hidden, inner, width = text["hidden_size"], text["intermediate_size"], config["backbone_hidden_size"]
     vocab, heads = text["vocab_size"], text["num_attention_heads"]
@@ -61,7 +71,9 @@ def assistant_tensors(case: str) -> dict[str, Array]:
         "pre_projection.weight": (hidden, 2 * width), "post_projection.weight": (width, hidden),
     }  # fmt: skip
     for index in range(text["num_hidden_layers"]):
-        size = text["per_layer_config"].get(str(index), text)["head_dim"]
+        size = text.get("per_layer_config", {}).get(str(index), text)["head_dim"]
+        if "global_head_dim" in text and text["layer_types"][index] == _FULL:
+            size = text["global_head_dim"]
         own: dict[str, tuple[int, ...]] = {
             "self_attn.q_proj.weight": (heads * size, hidden), "self_attn.q_norm.weight": (size,),
             "self_attn.o_proj.weight": (hidden, heads * size), "mlp.gate_proj.weight": (inner, hidden),
@@ -81,10 +93,20 @@ def assistant_tensors(case: str) -> dict[str, Array]:
 
 def write_assistant(folder: Path, case: str, **changes: Any) -> Path:
     """A drafter's folder; ``changes`` are of its tensors, `...` for one that is left out."""
+    return _write(folder, assistant_config(case), {**assistant_tensors(case), **changes})
+
+
+def write_assistant_for(folder: Path, model: Path) -> Path:
+    """A drafter's folder, for the model in another."""
+    fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = config_for(fields.get("text_config", fields))
+    return _write(folder, config, tensors_of(config))
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(assistant_config(case)), encoding="utf-8")
-    tensors = {name: each for name, each in {**assistant_tensors(case), **changes}.items() if each is not ...}
-    write_safetensors(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_safetensors(folder / "model.safetensors", {name: x for name, x in tensors.items() if x is not ...})
     return folder
 
 
@@ -113,8 +135,4 @@ def write_copies(folder: Path, case: str, *, share: float = 0.0) -> tuple[Path, 
     own["pre_projection.weight"] = np.eye(width, 2 * width, dtype=np.float32)
     if config["use_ordered_embeddings"]:  # a group a token
         own["masked_embedding.centroids.weight"] = table[own["masked_embedding.token_ordering"]]
-    for name, fields, each in (("model", target_config(case), tensors), ("drafter", config, own)):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-        write_safetensors(folder / name / "model.safetensors", each)
-    return folder / "model", folder / "drafter"
+    return _write(folder / "model", target_config(case), tensors), _write(folder / "drafter", config, own)

@@ -141,7 +141,8 @@ def test_pictures_that_see_each_other_in_some_layers(tmp_path: Path, case: str) 
         {"preemption": "swap", "swap_space_bytes": 1 << 20},
     ):
         with opened(folder, num_blocks=52, **small, **options) as llm:
-            assert answers(llm, requests, 24) == expected
+            for _ in range(5):  # pictures take their time: those that are encoded start together
+                assert answers(llm, requests, 24) == expected
             assert llm.client.stats().num_preemptions > 0
     with opened(folder, **small, overlap="on") as llm:
         assert answers(llm, requests, 24) == expected

@@ -87,5 +87,5 @@ def test_they_are_those_of_the_sequence_alone(name: str, device: str, graphs: st
     assert (stats.num_graph_steps > 0) == (graphs == "on")
     if device == "cpu" or Gpu.of(device).driver.is_emulated:  # a real one records forwards that wait for their launches
         assert (stats.num_forward_steps > 0) == (graphs == "on")
-    assert num_checked > 100
+    assert num_checked > (40 if rows else 100)
     engine.close()
