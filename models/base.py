@@ -161,7 +161,7 @@ class Model(ABC):
         """The residual stream before the first layer, `[num_tokens, hidden_size]`."""
 
     def carry(self, x: Tensor, batch: Batch) -> Tensor | None:
-        """What all layers read beside the residual stream, `[num_tokens, carried_columns]`, given the embeddings."""
+        """The input of all layers beside the residual stream, `[num_tokens, carried_columns]`, given the embeddings."""
         return None
 
     @abstractmethod
