@@ -21,15 +21,15 @@ MOST_LINES = {
     "runtime/backends": 2_942,
     "runtime/linear": 2_193,
     "runtime/kv": 1_088,
-    "runtime/engine": 20_228,
+    "runtime/engine": 20_258,
     "runtime/text": 5_072,
     "runtime/llm": 1_455,
     "runtime/parallel": 1_107,
     "runtime/images": 965,
     "runtime/commands": 2_659,
-    "runtime/bench": 8_848,
-    "runtime": 3_131,
-    "models": 17_630,
+    "runtime/bench": 8_849,
+    "runtime": 3_143,
+    "models": 17_649,
     "server": 17_590,
     "tokenizer": 5_810,
     "tools": 15_447,
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 51_958
+MOST_WORDS = 52_017
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
