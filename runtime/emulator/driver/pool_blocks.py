@@ -185,9 +185,7 @@ class PoolFunctions(DriverState):
             machine.pool_blocks = PoolBlocks(machine)
         machine.pool_blocks.divide(address, allocation.size_bytes)
 
-    @entry(
-        is_release=True
-    )  # a finaliser ends blocks wherever garbage is collected, in the middle of a kernel's run too
+    @entry(is_release=True)  # a finaliser ends blocks in the middle of a kernel's run, too
     def emuMarkAsync(self, dptr: Any, size_bytes: int, span_bytes: int, hStream: Any) -> None:
         """A block of `size_bytes`, with `span_bytes` up to the next, begins; or, of size 0, the block there ends."""
         address = handle_of(dptr)
