@@ -160,6 +160,13 @@ def take_apart(
         if not is_turned and stored.shape != stack.shape:
             either = f" or {list(stack.turned_shape)}" if stack.turned_shape != stack.shape else ""
             said.append(f"{where} is {list(stored.shape)}, but the config asks for {list(stack.shape)}{either}")
+        elif (
+            has_inputs
+            and stored.quantized is not None
+            and stored.quantized.shape[1]
+            != (stack.turned_shape[2] if is_turned or stack.order == "outputs_first" else stack.shape[1])
+        ):
+            said.append(f"{where} is quantised along its outputs: it must be {list(stack.turned_shape)}")
         if stored.dtype is None:
             said.append(f"{where} is {stored.type_name}, not F32, F16 or BF16")
         for part in stack.part_names:

@@ -5,6 +5,12 @@
                         it is a factor, in spite of its name. `X.weight_scale` is the same.
     X.input_scale       of `activation_scheme: static`: one number; or `X.activation_scale`
 
+Experts may stand in one tensor, as transformers has them in memory, and saves those of Gemma 4:
+
+    X            e4m3 [experts, N, K]
+    X_scale_inv  [experts, ceil(N / rows), ceil(K / elements)]; [experts, 1 or 2, 1] without `weight_block_size`, or
+                 two where N is that of a gate and of a map beside it, whose rows would have one
+
 Scales of e8m0 (`scale_fmt: ue8m0`) are powers of two, and may be stored as bytes.
 
 `quant_method: mxfp4`: experts as gpt-oss stores them, e2m1 in blocks of 32 with e8m0 scales.
@@ -87,6 +93,8 @@ class Fp8Scheme:
         )
 
     def matrix(self, module: ModuleTensors) -> MatrixParts | None:
+        if module.has(STACK):
+            return self._stack(module)
         if not module.type_of("weight").startswith("F8_"):
             return None
         weight = module.take("weight", ("F8_E4M3",), (None, None))
@@ -110,6 +118,37 @@ class Fp8Scheme:
             raise refusal(scale, f"is {list(scale.shape)}, must be {list(wanted)}: {weight.name!r} is {[width, depth]}")
         return MatrixParts(layout, Part(weight, as_bytes), scale_part(scale, wanted), input_scale=input_scale)
 
+    def _stack(self, module: ModuleTensors) -> MatrixParts:
+        """The experts' matrices one under another, each row with the scales of its blocks."""
+        weight = module.take(STACK, ("F8_E4M3",), (None, None, None))
+        if module.name in self.unconverted:
+            raise refusal(weight, "is F8_E4M3, but modules_to_not_convert names the module")
+        if self.is_static:
+            raise refusal(weight, "has all experts, which activation_scheme 'static' does not support: it needs scales")
+        scale = module.take(STACK_SCALES, ("U8", "F8_E8M0", *FLOATS) if self.has_exponents else FLOATS)
+        experts, width, depth = weight.shape
+        high, wide = self.block or (width, depth)
+        counts, groups = {-(-width // high)}, -(-depth // wide)
+        if counts == {1} and width % 2 == 0:
+            counts.add(2)
+        if len(scale.shape) != 3 or scale.shape not in {(experts, count, groups) for count in counts}:
+            wanted = " or ".join(str([experts, count, groups]) for count in sorted(counts))
+            raise refusal(scale, f"is {list(scale.shape)}, must be {wanted}: {weight.name!r} is {list(weight.shape)}")
+        rows = width // 2 if scale.shape[1] == 2 and -(-width // high) == 1 else high
+        dtype = SCALES[scale.type_name]
+        layout = QuantizedLayout(
+            "fp8", (experts * width, depth), (1, self.block[1] if self.block else 0), dtype,
+            activation=ActivationScheme("fp8", self.block[1] if self.block else 0, is_static=False),
+        )  # fmt: skip
+
+        def of_each_row(array: Array) -> Array:
+            return np.repeat(array.view(dtype), rows, axis=1)[:, :width].reshape(layout.scale_shape)
+
+        return MatrixParts(
+            layout, Part(weight, lambda array: as_bytes(array).reshape(layout.code_shape)), Part(scale, of_each_row),
+            stack_shape=(experts, width, depth),
+        )  # fmt: skip
+
 
 def _block(fields: Fields) -> tuple[int, int] | None:
     value = fields.raw("weight_block_size")
@@ -121,6 +160,8 @@ def _block(fields: Fields) -> tuple[int, int] | None:
     return sizes.integer("weight_block_size[0]", most=1 << 20), sizes.integer("weight_block_size[1]", most=1 << 20)
 
 
+STACK, STACK_SCALES = "stack", "scale_inv"
+"""The parts of a tensor of all experts, whose name is the module's."""
 STACKED_PARTS = ("blocks", "scales")
 _BLOCK = 32
 

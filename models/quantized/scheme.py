@@ -13,7 +13,7 @@ from models.checkpoints.stored_tensor import StoredTensor
 from models.configuration.json_fields import Fields, read_json_object
 from models.errors import WeightsError
 from models.quantized.compressed_tensors import CompressedTensorsScheme
-from models.quantized.fp8 import STACKED_PARTS, Fp8Scheme, Mxfp4Scheme
+from models.quantized.fp8 import STACK, STACK_SCALES, STACKED_PARTS, Fp8Scheme, Mxfp4Scheme
 from models.quantized.gptq import AwqScheme, GptqScheme
 from models.quantized.modelopt import QUANT_CONFIG, ModelOptScheme
 from models.quantized.parts import MatrixParts, ModuleTensors, QuantizedTensor
@@ -94,7 +94,7 @@ def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkp
     """
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in checkpoint.tensors.items():
-        owner, part = _module_of(name)
+        owner, part = _module_of(name, checkpoint.tensors)
         modules.setdefault(owner, {})[part] = stored
     has_pages = isinstance(scheme, Fp8Scheme | CompressedTensorsScheme | ModelOptScheme)
     problems: list[str] = []
@@ -117,14 +117,18 @@ def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkp
     dtype = _main_dtype(left)
     for quantized, parts in made:
         taken = [modules[quantized.name][part] for part in sorted(quantized.taken)]
-        is_whole_name = "blocks" in quantized.taken  # else experts in one tensor have a module's name
+        is_whole_name = not {"blocks", STACK}.isdisjoint(quantized.taken)  # else experts have a module's name
         name = quantized.name if is_whole_name else f"{quantized.name}.weight"
         left[name] = QuantizedTensor(name, parts, taken, dtype)
     return Checkpoint(checkpoint.place, checkpoint.label, left)
 
 
-def _module_of(name: str) -> tuple[str, str]:
-    """A tensor's module and its part of it; `X_blocks` and `X_scales` are parts of the stack X."""
+def _module_of(name: str, others: Mapping[str, StoredTensor]) -> tuple[str, str]:
+    """A tensor's module and its part of it; `X_blocks` and `X_scales` are parts of the stack X, as are X and
+    `X_scale_inv`, but for a module's weight."""
+    whole = name.removesuffix(f"_{STACK_SCALES}")
+    if not whole.endswith(".weight") and {whole, f"{whole}_{STACK_SCALES}"} <= others.keys():
+        return whole, STACK if name == whole else STACK_SCALES
     for part in STACKED_PARTS:
         if name.endswith(f"_{part}"):
             return name.removesuffix(f"_{part}"), part

@@ -1,6 +1,8 @@
-"""Quantised checkpoints of models with recurrent states, as quantisers write them, beside their dequantised twins.
+"""Quantised checkpoints of models with recurrent states and of Gemma 4, as quantisers write them, beside their
+dequantised twins.
 
-What makers leave in floats stays so: the small maps of gates, convolutions, decays, routers, and what a list names.
+What makers leave in floats stays so: the small maps of gates, convolutions, decays, routers, tables, towers, and what a
+list names.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from models.checkpoints.safetensors_file import SafetensorsFile
+from models.errors import ModelLoadError
 from models.registry import load_model, parse_config, tensor_layout
 from tests.models.driver import logits_of, mean_relative_error
 from tests.models.folders import load_golden, write_safetensors
@@ -53,14 +57,24 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "lfm2_odd": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "block_multiple_of": 32},
     "lfm2_moe_odd": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    "gemma4_inputs_odd": {"hidden_size": 64, "intermediate_size": 96, "hidden_size_per_layer_input": 32},
+    "gemma4_keys_odd": {"hidden_size": 64, "intermediate_size": 96},
+    "gemma4_moe_odd": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
 }  # fmt: skip
 VISION = {
     "depth": 1, "num_heads": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 96, "patch_size": 4,
     "num_position_embeddings": 16,
 }  # fmt: skip
+PICTURES = {"qwen3_5_pictures": "qwen3_5_odd", "gemma4_pictures": "gemma4_inputs_odd"}
+"""Cases with a tower, and those of their text."""
+GEMMA4_TOWER = {
+    "model_type": "gemma4_vision", "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1,
+    "head_dim": 8, "hidden_size": 8, "intermediate_size": 12, "patch_size": 2, "use_clipped_linears": True,
+    "position_embedding_size": 3360,
+}  # fmt: skip
 FLOATS = (
-    "embed", "visual", "lm_head", "in_proj_a", "in_proj_b", "mlp.gate.", "shared_expert_gate", "router", "mixer.gate.",
-    "feed_forward.gate.", "conv1d", "conv.conv",
+    "embed", "visual", "vision_tower", "lm_head", "in_proj_a", "in_proj_b", "mlp.gate.", "shared_expert_gate", "router",
+    "mixer.gate.", "feed_forward.gate.", "conv1d", "conv.conv",
 )  # fmt: skip
 """Parts of names of the matrices that no maker quantises."""
 JOINED = (
@@ -68,15 +82,24 @@ JOINED = (
     "output_linear.weight",
 )  # fmt: skip
 """Ends of names of tensors that are several maps."""
+STACKED = ("experts.gate_up_proj", "experts.down_proj")
+"""Ends of names of experts' tensors of "stacks", as transformers saves those of Gemma 4."""
 EACH_TIME = {
     ("qwen3_5_moe_odd", "gptq"), ("qwen3_5_odd", "packed"), ("qwen3_5_pictures", "rows"),
     ("nemotron_h_moe_latent", "modelopt"), ("nemotron_h_moe_latent", "blocks"), ("granite_hybrid_moe_odd", "rows"),
-    ("lfm2_moe_odd", "awq"),
+    ("lfm2_moe_odd", "awq"), ("gemma4_pictures", "packed"), ("gemma4_inputs_odd", "gptq"), ("gemma4_moe_odd", "rows"),
+    ("gemma4_moe_odd", "stacks"),
 }  # fmt: skip
 
 
 def config_of(case: str) -> dict[str, Any]:
-    """A golden's, of sizes that groups divide; Qwen3.5's also with a tower."""
+    """A golden's, of sizes that groups divide; some with a tower."""
+    if case == "gemma4_pictures":
+        return {
+            "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "vision_config": GEMMA4_TOWER,
+            "text_config": config_of(PICTURES[case]), "image_token_id": 52, "boi_token_id": 53, "eoi_token_id": 54,
+            "audio_config": None,
+        }  # fmt: skip
     if case == "qwen3_5_pictures":
         text = config_of("qwen3_5_odd")
         text["rope_parameters"] |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
@@ -88,16 +111,17 @@ def config_of(case: str) -> dict[str, Any]:
     return read | SIZES[case]
 
 
-def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a published checkpoint: experts apart, but Granite's; maps joined where it joins them."""
+def shapes_of(config: dict[str, Any], form: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of a published checkpoint: experts apart, but Granite's and those of "stacks"; maps joined where it
+    joins them."""
     layout = tensor_layout(parse_config(config))
     shapes = dict(layout.shapes)
     for name, stack in layout.stacks.items():
-        if not name.endswith(JOINED):
+        if not name.endswith((*JOINED, *STACKED * (form == "stacks"))) or stack.part_names[0] not in shapes:
             continue
         for part in stack.part_names:
             del shapes[part]
-        shapes[name] = stack.shape
+        shapes[name] = stack.turned_shape if name.endswith(STACKED) else stack.shape
     old = "backbone." if config["model_type"] == "nemotron_h" else "model."
     return {name.replace("model.", old, 1): shape for name, shape in shapes.items()}
 
@@ -216,6 +240,10 @@ FORMATS: dict[str, tuple[Callable[[Array], Stored], Callable[[list[str]], dict[s
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": ignored,
     }),
+    "stacks": (fp8_blocks, lambda ignored: {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": ignored,
+    }),
     "modelopt": (fp8_whole, lambda ignored: {
         "quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8, "type": "float",
         "dynamic": False}, "producer": {"name": "modelopt"}, "ignore": ignored,
@@ -230,9 +258,15 @@ def write_twins(folder: Path, case: str, form: str) -> tuple[Path, Path]:
     stored: dict[str, Array] = {}
     floats: dict[str, Array] = {}
     ignored: list[str] = []
-    for name, shape in shapes_of(config).items():
+    for name, shape in shapes_of(config, form).items():
         weight = golden_tensor(name, shape, 3)
         module = name.removesuffix(".weight")
+        if name.endswith(STACKED):
+            each = [quantised(expert) for expert in weight]
+            stored[name] = np.stack([parts["weight"] for parts, _ in each])
+            stored[f"{name}_scale_inv"] = np.stack([parts["weight_scale_inv"] for parts, _ in each])
+            floats[name] = np.stack([dequantised for _, dequantised in each])
+            continue
         is_map = len(shape) == 2 or (len(shape) == 3 and "linear.weight" in name and form == "rows")
         if not is_map or any(part in name for part in FLOATS):
             if is_map:
@@ -255,8 +289,9 @@ def write_twins(folder: Path, case: str, form: str) -> tuple[Path, Path]:
 
 ALL = [
     pytest.param(case, form, marks=[pytest.mark.exhaustive] * ((case, form) not in EACH_TIME))
-    for case in (*SIZES, "qwen3_5_pictures")
+    for case in (*SIZES, *PICTURES)
     for form in FORMATS
+    if form != "stacks" or case in ("gemma4_moe_odd", "qwen3_5_moe_odd")
 ]
 
 
@@ -279,3 +314,39 @@ def test_on_an_emulated_gpu(tmp_path: Path, case: str, form: str) -> None:
     expected = logits_of(load_model(floats, dtype="float32"), IDS)
     on_device = load_model(quantised, device="emulated:sm_90a")
     assert mean_relative_error(logits_of(on_device, IDS), expected) < 0.1
+
+
+WRONG_STACKS: list[tuple[str, dict[str, tuple[int, ...]], dict[str, Any], str]] = [
+    (
+        "gemma4_moe_odd",
+        {"gate_up_proj_scale_inv": (7, 3, 1)},
+        {},
+        r"is \[7, 3, 1\], must be \[7, 1, 1\] or \[7, 2, 1\]",
+    ),
+    ("gemma4_moe_odd", {"gate_up_proj": (7, 66, 64)}, {}, r"is \[7, 66, 64\], but the config asks for \[7, 64, 64\]"),
+    (
+        "gemma4_moe_odd",
+        {},
+        {"activation_scheme": "static"},
+        "has all experts, which activation_scheme 'static' does not",
+    ),
+    ("qwen3_5_moe_odd", {"down_proj": (5, 32, 64)}, {}, r"quantised along its outputs: it must be \[5, 64, 32\]"),
+]
+
+
+@pytest.mark.parametrize(("case", "shapes", "fields", "message"), WRONG_STACKS)
+def test_a_stack_that_does_not_fit_is_refused(
+    tmp_path: Path, case: str, shapes: dict[str, tuple[int, ...]], fields: dict[str, Any], message: str
+) -> None:  # fmt: skip
+    folder, _ = write_twins(tmp_path, case, "stacks")
+    file = SafetensorsFile(folder / "model.safetensors")
+    tensors = {name: file.array(name).copy() for name in file.tensors}
+    for end, shape in shapes.items():
+        name = next(name for name in tensors if name.endswith(f".experts.{end}"))
+        tensors[name] = np.zeros(shape, tensors[name].dtype)
+    write_safetensors(folder / "model.safetensors", tensors)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= fields
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(folder)
