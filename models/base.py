@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -296,7 +296,7 @@ class Architecture:
         model_type: such as "llama"; a config without `architectures` is known by it.
         read_config: makes the config of the file's fields. It reads every field that the arithmetic depends on;
             a field left unread is refused by name, unless it is harmless (`models.configuration.harmless_fields`).
-        model_class: built from the result of `read_config`.
+        model_class: built from the result of `read_config`; `others` are the classes for configs of other types.
         saved_as: the name that transformers gives it when it saves a model of this `model_type`, if another one.
     """
 
@@ -305,3 +305,8 @@ class Architecture:
     read_config: Callable[[Fields], ModelConfig]
     model_class: type[Model]
     saved_as: str = ""
+    others: Mapping[type[ModelConfig], type[Model]] = field(default_factory=dict, hash=False)
+
+    def class_of(self, config: ModelConfig) -> type[Model]:
+        """The model's class for one of `read_config`'s results."""
+        return self.others.get(type(config), self.model_class)

@@ -299,7 +299,7 @@ def _layout(config: ModelConfig, maker: DeclaringMaker) -> TensorLayout:
     """The layout that a checkpoint must have for the model that ran over this maker: of all stages."""
     if maker.options.pipeline is not None:
         return tensor_layout(config)
-    model_class = architecture_named(config.architecture).model_class
+    model_class = architecture_named(config.architecture).class_of(config)
     return maker.layout(model_class.prefix, model_class.harmless_tensors(config), model_class.renames)
 
 
@@ -314,7 +314,7 @@ def _fitted(
     main_dtype: DType = float32,
 ) -> tuple[ModelConfig, DeclaringMaker, Model]:  # fmt: skip
     """`fit_model`, and the model's layout."""
-    model_class = architecture_named(config.architecture).model_class
+    model_class = architecture_named(config.architecture).class_of(config)
     if problem := model_class.contradiction(config, checkpoint.tensors):
         raise ConfigError(f"{checkpoint.place}: {problem}")
     maker, model = _declared(config, options, positions, main_dtype)
@@ -351,7 +351,7 @@ def quantisable_matrices(
 def _built(config: ModelConfig, maker: Maker) -> Model:
     options = maker.options
     config = config.of_a_rank(options.rank, options.num_ranks, exact=options.exact)
-    model = architecture_named(config.architecture).model_class(config, maker)
+    model = architecture_named(config.architecture).class_of(config)(config, maker)
     model.weight_bytes, model.layer_bytes, model.mapped_bytes = maker.size_bytes, maker.layer_bytes, maker.mapped_bytes
     return model
 

@@ -639,7 +639,8 @@ def _check_page_scales(op: str, k_cache: Tensor, shape: tuple[int, int, int], sc
 def latent_prepare(
     q: Tensor, latent: Tensor, positions: Tensor, *, rope: RopeTable, norm: RmsNorm, pages: Tensor, slot_mapping: Tensor
 ) -> Tensor:
-    """Rotates the first R numbers of ``q [T, Hq, R + C]`` in place, and writes each token's row of latent pages.
+    """Rotates the first R numbers of ``q [T, Hq, R + C]`` in place, multiplies all of them by `rope.q_scales` if there
+    are any, and writes each token's row of latent pages.
 
     ``latent [T, C + R]`` is the projection's output: C numbers, which are normalised, and R, which are rotated. The row
     in the pages (`runtime.kv.cache`) has the R first. ``slot_mapping`` as in `qkv_prepare`.
@@ -655,7 +656,7 @@ def latent_prepare(
     if (rest := width - 2 * rope.cos.shape[1]) < 1:
         raise fail(op, "rope.cos", f"rotates {2 * rope.cos.shape[1]} dimensions, limit {width - 1} of q's {width}")
     if rope.q_scales is not None:
-        raise fail(op, "rope.q_scales", "are given, but latent queries have no scales by position")
+        check(op, "rope.q_scales", rope.q_scales, device, float32, (rope.cos.shape[0],))
     check(op, "norm.weight", norm.weight, device, backend.NORM_WEIGHTS, (rest,))
     _check_latent_pages(op, backend, pages, device, width)
     return backend.latent_prepare(q, latent, positions, rope, norm, pages, slot_mapping)  # type: ignore[no-any-return]

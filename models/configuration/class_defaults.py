@@ -31,6 +31,7 @@ _SIZES: dict[str, tuple[int | None, ...]] = {
     "glm": (151_552, 4096, 13_696, 40, 32, 2, 128, 131_072),
     "glm4": (151_552, 4096, 13_696, 40, 32, 2, 128, 131_072),
     "glm4_moe": (151_552, 4096, 10_944, 46, 96, 8, None, 131_072),
+    "glm4_moe_lite": (154_880, 2048, 10_240, 47, 20, 20, None, 202_752),
     "gpt_neox": (50_432, 6144, 24_576, 44, 64, None, None, 2048),
     "gpt_oss": (201_088, 2880, 2880, 36, 64, 8, 64, 131_072),
     "granite": (32_000, 4096, 11_008, 32, 32, None, None, 2048),
@@ -42,6 +43,7 @@ _SIZES: dict[str, tuple[int | None, ...]] = {
     "llama": (32_000, 4096, 11_008, 32, 32, None, None, 2048),
     "ministral3": (131_072, 4096, 14_336, 34, 32, 8, 128, 262_144),
     "mistral": (32_000, 4096, 14_336, 32, 32, 8, None, 131_072),
+    "mistral4": (131_072, 4096, 12_288, 36, 32, 32, None, 1_048_576),
     "mixtral": (32_000, 4096, 14_336, 32, 32, 8, None, 131_072),
     "nemotron_h": (131_072, 4096, 21_504, None, 32, 8, 128, 4096),
     "olmo": (50_304, 4096, 11_008, 32, 32, None, None, 2048),
@@ -83,6 +85,10 @@ _ROPES: dict[str, dict[str, Any]] = {
     },
     "ministral3": {
         "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+    },
+    "mistral4": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192,
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
     },
 }  # fmt: skip

@@ -1,5 +1,8 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (2412.19437): latent attention; dense first layers, then experts, some of them
-shared. V2 chooses by a softmax, V3 by sigmoids and a correction that is in no weight, as GLM-4.5 does.
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (2412.19437), GLM-4.7-Flash and Mistral Small 4: latent attention; dense first
+layers, then experts, some of them shared. V2 chooses by a softmax, V3 and GLM by sigmoids and a correction that is in
+no weight, as GLM-4.5 does. Mistral Small 4 chooses by a softmax, and divides by the sum of what it chose; YaRN
+stretches its context, and its queries grow with their position, as Ministral 3's do (`models.families.mistral3`, which
+also has it with pictures).
 
 Latent attention (MLA): one row is kept of each token, and all heads make their keys and values from it.
 
@@ -14,16 +17,16 @@ heads with one key head, whose values are parts of its keys. Ranks share out the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from models.base import Architecture
 from models.configuration.config import read_common
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import parse_rope, rope_fields
+from models.configuration.rope_config import RopeConfig, parse_rope, rope_fields
 from models.decoder import DecoderConfig, Layer, PreNormLayer
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, check_groups
-from models.families.glm import read_sigmoid_rule
+from models.families.glm import read_grouped_rule
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
@@ -54,6 +57,11 @@ class LatentForm:
     value_dim: int
 
     @property
+    def head_dim(self) -> int:
+        """Numbers of a head's query and key."""
+        return self.key_dim + self.rotary_dim
+
+    @property
     def row_dim(self) -> int:
         """Numbers of a row in the pages."""
         return self.rotary_dim + self.latent_dim
@@ -68,7 +76,7 @@ class LatentAttention:
         hidden, heads, has_bias = config.hidden_size, config.shard("num_heads"), config.attention_bias
         self.index, self.rope, self.form, self.num_heads = index, rope, form, heads.count
         self.scale, self.input_norm = config.attention_scales[index], input_norm
-        query_size = heads.times(form.key_dim + form.rotary_dim)
+        query_size = heads.times(form.head_dim)
         self.q_a_proj = None
         if form.query_rank:
             self.q_a_proj = maker.linear("q_a_proj", outputs=form.query_rank, inputs=hidden, has_bias=has_bias)
@@ -136,20 +144,30 @@ class DeepseekV3Model(DeepseekV2Model):
     form = ExpertsForm(shared="shared_experts", has_shared_gate=False, correction="gate.e_score_correction_bias")
 
 
-def _read_latent(fields: Fields, *, default_max_positions: int) -> tuple[dict[str, Any], LatentForm]:
-    """The fields of all models with latent attention; there are as many heads as query heads."""
+_DEEPSEEK = LatentForm(query_rank=1536, latent_dim=512, rotary_dim=64, key_dim=128, value_dim=128)
+_GLM = LatentForm(query_rank=768, latent_dim=512, rotary_dim=64, key_dim=192, value_dim=256)
+_MISTRAL4 = LatentForm(query_rank=1024, latent_dim=256, rotary_dim=64, key_dim=64, value_dim=128)
+"""The sizes of transformers' classes."""
+
+
+def _read_latent(
+    fields: Fields, default: LatentForm = _DEEPSEEK, *, head_is_rotated: bool = True, **defaults: Any
+) -> tuple[dict[str, Any], LatentForm]:
+    """The fields of all models with latent attention; there are as many heads as query heads. `head_dim` is the rotated
+    part, or the whole of a head; `defaults` are `read_common`'s."""
     form = LatentForm(
-        query_rank=fields.integer("q_lora_rank", None if "q_lora_rank" in fields else 1536) or 0,
-        latent_dim=fields.integer("kv_lora_rank", 512, most=1 << 16),
-        rotary_dim=fields.integer("qk_rope_head_dim", 64, most=1 << 16),
-        key_dim=fields.integer("qk_nope_head_dim", 128, most=1 << 16),
-        value_dim=fields.integer("v_head_dim", 128, most=1 << 16),
+        query_rank=fields.integer("q_lora_rank", None if "q_lora_rank" in fields else default.query_rank) or 0,
+        latent_dim=fields.integer("kv_lora_rank", default.latent_dim, most=1 << 16),
+        rotary_dim=fields.integer("qk_rope_head_dim", default.rotary_dim, most=1 << 16),
+        key_dim=fields.integer("qk_nope_head_dim", default.key_dim, most=1 << 16),
+        value_dim=fields.integer("v_head_dim", default.value_dim, most=1 << 16),
     )
     if form.rotary_dim % 2:
         raise fields.error("qk_rope_head_dim", f"= {form.rotary_dim} must be even")
-    fields.expect("head_dim", form.rotary_dim)
-    fields.expect("qk_head_dim", form.key_dim + form.rotary_dim)
-    common = read_common(fields, default_head_dim=form.rotary_dim, default_max_positions=default_max_positions)
+    head_dim = form.rotary_dim if head_is_rotated else form.head_dim
+    fields.expect("head_dim", head_dim)
+    fields.expect("qk_head_dim", form.head_dim)
+    common = read_common(fields, default_head_dim=head_dim, **defaults)
     if common["num_kv_heads"] != common["num_heads"]:
         raise fields.error(
             "num_key_value_heads",
@@ -159,23 +177,27 @@ def _read_latent(fields: Fields, *, default_max_positions: int) -> tuple[dict[st
 
 
 def _finish(
-    fields: Fields, common: dict[str, Any], form: LatentForm, *, interleaved: bool, default_num_dense: int = 0
+    fields: Fields, common: dict[str, Any], form: LatentForm, rope: RopeConfig, num_dense: int
 ) -> dict[str, Any]:
-    """Adds the rotation, and the pages' sizes instead of a head's."""
-    num_layers = common["num_layers"]
-    rope = parse_rope(fields, form.rotary_dim, common["max_position_embeddings"], interleaved=interleaved)
-    scale = (form.key_dim + form.rotary_dim) ** -0.5
-    inner = rope_fields(fields)
+    """Adds the rotation, the dense first layers, and the pages' sizes instead of a head's."""
+    num_layers, inner, scale = common["num_layers"], rope_fields(fields), form.head_dim**-0.5
     if rope.kind != "default" and (of_all := inner.number("mscale_all_dim", 0.0, least=0.0, most=1e6)):
         factor = inner.number("factor", 1.0)
         scale *= (0.1 * of_all * math.log(factor) + 1.0) ** 2 if factor > 1.0 else 1.0
-    num_dense = fields.integer("first_k_dense_replace", default_num_dense, least=0)
     return {
         **common, "num_kv_heads": 1, "head_dim": form.row_dim, "latent_values": form.latent_dim, "latent": form,
         "attention_scales": (scale,) * num_layers, "layer_ropes": (rope,) * num_layers,
         "attention_bias": fields.boolean("attention_bias", False),
         "dense_layers": frozenset(range(min(num_dense, num_layers))),
     }  # fmt: skip
+
+
+def _read_rope(fields: Fields, common: dict[str, Any], form: LatentForm, *, interleaved: bool) -> RopeConfig:
+    return parse_rope(fields, form.rotary_dim, common["max_position_embeddings"], interleaved=interleaved)
+
+
+def _read_num_dense(fields: Fields, default: int) -> int:
+    return fields.integer("first_k_dense_replace", default, least=0)
 
 
 def read_deepseek_v2(fields: Fields) -> DeepseekConfig:
@@ -199,7 +221,7 @@ def read_deepseek_v2(fields: Fields) -> DeepseekConfig:
     scale = fields.number("routed_scaling_factor", 1.0)
     expert_size = fields.integer("moe_intermediate_size", 1407, most=1 << 24)
     return DeepseekConfig(
-        **_finish(fields, common, form, interleaved=True),
+        **_finish(fields, common, form, _read_rope(fields, common, form, interleaved=True), _read_num_dense(fields, 0)),
         mlp_bias=fields.boolean("mlp_bias", False),
         expert_size=expert_size,
         shared_size=expert_size * fields.integer("n_shared_experts", 2, least=0, most=1 << 8),
@@ -209,21 +231,70 @@ def read_deepseek_v2(fields: Fields) -> DeepseekConfig:
 
 def read_deepseek_v3(fields: Fields) -> DeepseekConfig:
     common, form = _read_latent(fields, default_max_positions=4096)
-    fields.expect("scoring_func", "sigmoid")
+    rope = _read_rope(fields, common, form, interleaved=fields.boolean("rope_interleave", True))
+    return DeepseekConfig(
+        **_finish(fields, common, form, rope, _read_num_dense(fields, 3)),
+        **_read_experts(fields, "sigmoid", size=2048),
+        rule=read_grouped_rule(fields, count=256, top_k=8, groups=8, best=4, scale=2.5),
+        num_prediction_layers=fields.integer("num_nextn_predict_layers", 1, least=0, most=1 << 8),
+    )
+
+
+def _read_experts(fields: Fields, scores: str, *, size: int) -> dict[str, Any]:
+    """The experts' sizes; refuses another choice of them."""
+    fields.expect("scoring_func", scores)
     fields.expect("topk_method", "noaux_tc")
     fields.expect("moe_layer_freq", 1)
-    expert_size = fields.integer("moe_intermediate_size", 2048, most=1 << 24)
-    interleaved = fields.boolean("rope_interleave", True)
+    size = fields.integer("moe_intermediate_size", size, most=1 << 24)
+    return {"expert_size": size, "shared_size": size * fields.integer("n_shared_experts", 1, least=0, most=1 << 8)}
+
+
+def read_glm4_moe_lite(fields: Fields) -> DeepseekConfig:
+    """GLM-4.7-Flash: DeepSeek-V3 with values of other sizes than keys. transformers writes a list of the dense layers,
+    the published file their number."""
+    common, form = _read_latent(fields, _GLM, default_max_positions=202_752, default_norm_eps=1e-5)
+    rope = _read_rope(fields, common, form, interleaved=fields.boolean("rope_interleave", True))
+    num_layers, num_dense = common["num_layers"], _read_num_dense(fields, 1)
+    values = _finish(fields, common, form, rope, num_dense)
+    kinds = fields.strings("mlp_layer_types")
+    if kinds is not None:
+        if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+            problem = f"= {kinds!r:.80} must have dense or sparse for each of num_hidden_layers = {num_layers}"
+            raise fields.error("mlp_layer_types", problem)
+        dense = frozenset(index for index, kind in enumerate(kinds) if kind == "dense")
+        if fields.has("first_k_dense_replace") and dense != values["dense_layers"]:
+            raise fields.error("mlp_layer_types", f"has dense {sorted(dense)}, but first_k_dense_replace = {num_dense}")
+        values["dense_layers"] = dense
     return DeepseekConfig(
-        **_finish(fields, common, form, interleaved=interleaved, default_num_dense=3),
-        expert_size=expert_size,
-        shared_size=expert_size * fields.integer("n_shared_experts", 1, least=0, most=1 << 8),
-        rule=read_sigmoid_rule(fields, count=256, top_k=8, groups=8, best=4, scale=2.5),
+        **values,
+        **_read_experts(fields, "sigmoid", size=1536),
+        rule=read_grouped_rule(fields, count=64, top_k=4, scale=1.8),
         num_prediction_layers=fields.integer("num_nextn_predict_layers", 1, least=0, most=1 << 8),
+    )
+
+
+def read_mistral4(fields: Fields) -> DeepseekConfig:
+    common, form = _read_latent(fields, _MISTRAL4, head_is_rotated=False, default_max_positions=1 << 20)
+    share = form.rotary_dim / form.head_dim
+    rope = parse_rope(
+        fields, form.head_dim, common["max_position_embeddings"], default_partial_rotary_factor=share, kinds=("yarn",),
+        interleaved=fields.boolean("rope_interleave", True),
+    )  # fmt: skip
+    inner = rope_fields(fields)
+    if rope.rotary_dim != form.rotary_dim:
+        problem = f"rotates {rope.rotary_dim} of a head's {form.head_dim}, must be qk_rope_head_dim = {form.rotary_dim}"
+        raise inner.error("partial_rotary_factor", problem)
+    rope = replace(rope, q_scaling_beta=inner.number("llama_4_scaling_beta", least=0.0, most=1e6))
+    return DeepseekConfig(
+        **_finish(fields, common, form, rope, _read_num_dense(fields, 0)),
+        **_read_experts(fields, "softmax", size=2048),
+        rule=read_grouped_rule(fields, scores="softmax", count=128, top_k=4),
     )
 
 
 ARCHITECTURES = (
     Architecture("DeepseekV2ForCausalLM", "deepseek_v2", read_deepseek_v2, DeepseekV2Model),
     Architecture("DeepseekV3ForCausalLM", "deepseek_v3", read_deepseek_v3, DeepseekV3Model),
+    Architecture("Glm4MoeLiteForCausalLM", "glm4_moe_lite", read_glm4_moe_lite, DeepseekV3Model),
+    Architecture("Mistral4ForCausalLM", "mistral4", read_mistral4, DeepseekV2Model),
 )

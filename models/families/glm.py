@@ -8,6 +8,8 @@ and a correction that is in no weight, within the best groups.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from models.base import Architecture
 from models.configuration.json_fields import Fields
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, SandwichLayer, read_rotated
@@ -49,7 +51,7 @@ def read_glm4_moe(fields: Fields) -> MoeConfig:
         **common,
         attention_bias=fields.boolean("attention_bias", False),
         expert_size=expert_size,
-        rule=read_sigmoid_rule(fields),
+        rule=read_grouped_rule(fields),
         dense_layers=frozenset(range(min(num_dense, common["num_layers"]))),
         shared_size=expert_size * fields.integer("n_shared_experts", 1, least=0, most=1 << 8),
         qk_norm="head" if fields.boolean("use_qk_norm", False) else "none",
@@ -57,10 +59,11 @@ def read_glm4_moe(fields: Fields) -> MoeConfig:
     )
 
 
-def read_sigmoid_rule(
-    fields: Fields, *, count: int = 128, top_k: int = 8, groups: int = 1, best: int = 1, scale: float = 1.0
-) -> RoutingRule:
-    """DeepSeek-V3's choice by sigmoids; the numbers are transformers' defaults."""
+def read_grouped_rule(
+    fields: Fields, *, scores: Literal["sigmoid", "softmax"] = "sigmoid", count: int = 128, top_k: int = 8,
+    groups: int = 1, best: int = 1, scale: float = 1.0,
+) -> RoutingRule:  # fmt: skip
+    """DeepSeek-V3's choice within the best groups, by sigmoids or a softmax; the numbers are transformers' defaults."""
     count = fields.integer("n_routed_experts", count, most=1 << 16)
     top_k, groups = fields.integer("num_experts_per_tok", top_k), fields.integer("n_group", groups)
     best = fields.integer("topk_group", best)
@@ -71,7 +74,7 @@ def read_sigmoid_rule(
             f" {count // 2} for n_routed_experts = {count}"
         )  # fmt: skip
     return RoutingRule(
-        num_experts=count, top_k=top_k, scores="sigmoid", normalises=fields.boolean("norm_topk_prob", True),
+        num_experts=count, top_k=top_k, scores=scores, normalises=fields.boolean("norm_topk_prob", True),
         scale=fields.number("routed_scaling_factor", scale), sum_eps=1e-20, num_groups=groups, top_groups=best,
         group_score="two",
     )  # fmt: skip

@@ -52,8 +52,10 @@ _LINE_ENDS = (12, 13)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlavaConfig(LlamaConfig):
-    """`kept`: the numbers of layers after which the tower is read. `skips_first`: the first row is left out.
+class PicturesConfig:
+    """The tower and its projector.
+
+    `kept`: the numbers of layers after which the tower is read. `skips_first`: the first row is left out.
     `merge_size`: patches of a token's side."""
 
     tower: PlainVitConfig | PixtralConfig
@@ -65,8 +67,15 @@ class LlavaConfig(LlamaConfig):
     merge_size: int = 1
 
 
-class LlavaModel(PictureDecoder, LlamaModel):
-    config: LlavaConfig
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlavaConfig(LlamaConfig):
+    pictures: PicturesConfig
+
+
+class LlavaDecoder(PictureDecoder):
+    """The tower and the projector, for any kind of layers."""
+
+    config: Any  # of a decoder, with its `pictures`
     root = "model.language_model"
     harmless = re.compile(
         r"model\.(language_model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
@@ -76,36 +85,41 @@ class LlavaModel(PictureDecoder, LlamaModel):
 
     renames = OLDER_NAMES
 
-    def __init__(self, config: LlavaConfig, maker: Maker) -> None:
+    def __init__(self, config: Any, maker: Maker) -> None:
         super().__init__(config, maker)
-        tower = config.tower
-        self.image_token_id = config.image_token_id
+        pictures = config.pictures
+        tower = pictures.tower
+        self.image_token_id = pictures.image_token_id
         self.tower = maker.in_first(lambda: self.make_tower(maker))
         self.patch_rule: Rule
         if isinstance(tower, PixtralConfig):
             self.line_ends = _LINE_ENDS
             self.patch_rule = SideRule(
                 most_height=tower.image_size, most_width=tower.image_size, patch_size=tower.patch_size,
-                merge_size=config.merge_size,
+                merge_size=pictures.merge_size,
             )  # fmt: skip
             return
         self.patch_rule = FixedRule(
             height=tower.image_size, width=tower.image_size, patch_size=tower.patch_size,
-            num_tokens=tower.num_rows - config.skips_first,
+            num_tokens=tower.num_rows - pictures.skips_first,
             shortest_edge=tower.image_size if tower.has_class else None,
             mean=_CLIP_MEAN if tower.has_class else _HALVES, std=_CLIP_STD if tower.has_class else _HALVES,
         )  # fmt: skip
 
     def make_tower(self, maker: Maker) -> LlavaTower:
         """The tower with its projector."""
-        return LlavaTower(self.config, maker, self)
+        return LlavaTower(self.config.pictures, maker, self)
+
+
+class LlavaModel(LlavaDecoder, LlamaModel):
+    config: LlavaConfig
 
 
 class LlavaTower(PictureTower):
     """See `PictureTower`: the layers, and the projector after them. The embeddings are `[num_tokens, hidden_size]`;
     those of tokens that end lines are the text's."""
 
-    def __init__(self, config: LlavaConfig, maker: Maker, model: PictureDecoder) -> None:
+    def __init__(self, config: PicturesConfig, maker: Maker, model: PictureDecoder) -> None:
         self.dtype, self.device = maker.dtype, maker.options.device
         self.model, self.merge_size = model, config.merge_size
         under, tower = maker.under("model.vision_tower"), config.tower
@@ -116,7 +130,7 @@ class LlavaTower(PictureTower):
         )
         self.skips_first = config.skips_first
         inner = maker.under("model.multi_modal_projector")
-        width, has_bias = config.hidden_size, config.projector_bias
+        width, has_bias = model.config.hidden_size, config.projector_bias
         inputs = tower.hidden_size * len(config.kept)
         self.projector = TowerMlp(
             ("linear_1",), "linear_2", (inputs, width, width), config.projector_activation, inner, has_bias=has_bias
@@ -167,11 +181,13 @@ def read_llava(fields: Fields) -> LlavaConfig:
     fields.raw("vocab_size")  # of older files; the text model has it
     return LlavaConfig(
         **{**decoder, "tie_word_embeddings": is_tied, **outer_fields(fields)},
-        tower=tower,
-        kept=kept_layers(fields, tower.num_layers, -2),
-        skips_first=skips_first,
-        projector_bias=fields.boolean("multimodal_projector_bias", True),
-        **read_projector(fields, default_token=32_000),
+        pictures=PicturesConfig(
+            tower=tower,
+            kept=kept_layers(fields, tower.num_layers, -2),
+            skips_first=skips_first,
+            projector_bias=fields.boolean("multimodal_projector_bias", True),
+            **read_projector(fields, default_token=32_000),
+        ),
     )
 
 

@@ -1,5 +1,5 @@
-"""Ministral 3, and Mistral or Ministral 3 over text and pictures by Pixtral's tower: Mistral Small 3.1 and 3.2,
-Magistral, Devstral.
+"""Ministral 3, and Mistral, Ministral 3 or Mistral 4 over text and pictures by Pixtral's tower: Mistral Small 3.1, 3.2
+and 4, Magistral, Devstral.
 
 Ministral 3 is Mistral whose context YaRN stretches, and whose queries grow with their position, as Llama 4's do: q is
 multiplied by `1 + beta log(1 + floor(position / original context))`.
@@ -12,15 +12,24 @@ multiplied by `1 + beta log(1 + floor(position / original context))`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from models.base import Architecture
 from models.configuration.config import outer_fields, read_common
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope, rope_fields
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
-from models.families.llama import read_mistral
-from models.families.llava import LlavaConfig, LlavaModel, LlavaTower, kept_layers, read_projector, read_text
+from models.families.deepseek import DeepseekConfig, DeepseekV2Model, read_mistral4
+from models.families.llama import LlamaModel, read_mistral
+from models.families.llava import (
+    LlavaConfig,
+    LlavaDecoder,
+    LlavaTower,
+    PicturesConfig,
+    kept_layers,
+    read_projector,
+    read_text,
+)
 from models.makers.maker import Maker
 from models.picture_decoder import PictureDecoder
 from models.towers.pixtral import read_pixtral
@@ -45,7 +54,9 @@ def read_ministral3(fields: Fields) -> DecoderConfig:
     return DecoderConfig(**common, layer_ropes=(rope,) * num_layers)
 
 
-_TEXT: dict[str, Callable[[Fields], DecoderConfig]] = {"mistral": read_mistral, "ministral3": read_ministral3}
+_TEXT: dict[str, Callable[[Fields], DecoderConfig]] = {
+    "mistral": read_mistral, "ministral3": read_ministral3, "mistral4": read_mistral4,
+}  # fmt: skip
 
 _ABSENT = {
     "text_config": {
@@ -57,18 +68,31 @@ _ABSENT = {
 """Defaults of transformers' class for an object that a file leaves out."""
 
 
-class Mistral3Model(LlavaModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistral4PicturesConfig(DeepseekConfig):
+    pictures: PicturesConfig
+
+
+class Mistral3Decoder(LlavaDecoder):
     def make_tower(self, maker: Maker) -> LlavaTower:
-        return Mistral3Tower(self.config, maker, self)
+        return Mistral3Tower(self.config.pictures, maker, self)
+
+
+class Mistral3Model(Mistral3Decoder, LlamaModel):
+    config: LlavaConfig
+
+
+class Mistral4PicturesModel(Mistral3Decoder, DeepseekV2Model):
+    config: Mistral4PicturesConfig
 
 
 class Mistral3Tower(LlavaTower):
     """See `LlavaTower`."""
 
-    def __init__(self, config: LlavaConfig, maker: Maker, model: PictureDecoder) -> None:
+    def __init__(self, config: PicturesConfig, maker: Maker, model: PictureDecoder) -> None:
         super().__init__(config, maker, model)
         width, inner = config.tower.hidden_size, maker.under("model.multi_modal_projector")
-        self.norm, self.eps = inner.vector("norm.weight", width), config.norm_eps
+        self.norm, self.eps = inner.vector("norm.weight", width), model.config.norm_eps
         self.merger = inner.linear(
             "patch_merger.merging_layer", outputs=width, inputs=width * self.merge_size**2, has_bias=False
         )
@@ -79,7 +103,7 @@ class Mistral3Tower(LlavaTower):
         return self.merger(by_channel.view(-1, width * unit))
 
 
-def read_mistral3(fields: Fields) -> LlavaConfig:
+def read_mistral3(fields: Fields) -> LlavaConfig | Mistral4PicturesConfig:
     fields.default(_ABSENT)
     text, decoder = read_text(fields, _TEXT, "mistral")
     tower = read_pixtral(fields.object("vision_config"))
@@ -89,8 +113,7 @@ def read_mistral3(fields: Fields) -> LlavaConfig:
         raise fields.error("vision_feature_layer", f"names {len(kept)} layers, must name one, for the projector's norm")
     # Older files have it in the text config alone; transformers 5 writes and reads it here.
     is_tied = fields.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", False))
-    return LlavaConfig(
-        **{**decoder, "tie_word_embeddings": is_tied, **outer_fields(fields)},
+    pictures = PicturesConfig(
         tower=tower,
         kept=kept,
         skips_first=False,
@@ -98,9 +121,15 @@ def read_mistral3(fields: Fields) -> LlavaConfig:
         projector_bias=fields.boolean("multimodal_projector_bias", False),
         **read_projector(fields, default_token=10),
     )
+    decoder |= {"tie_word_embeddings": is_tied, **outer_fields(fields)}
+    config_class = Mistral4PicturesConfig if "latent" in decoder else LlavaConfig
+    return config_class(**decoder, pictures=pictures)
 
 
 ARCHITECTURES = (
     Architecture("Ministral3ForCausalLM", "ministral3", read_ministral3, Ministral3Model),
-    Architecture("Mistral3ForConditionalGeneration", "mistral3", read_mistral3, Mistral3Model),
+    Architecture(
+        "Mistral3ForConditionalGeneration", "mistral3", read_mistral3, Mistral3Model,
+        others={Mistral4PicturesConfig: Mistral4PicturesModel},
+    ),
 )

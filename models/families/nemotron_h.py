@@ -19,7 +19,7 @@ from models.configuration.config import read_common
 from models.configuration.json_fields import Fields
 from models.decoder import Attention, DecoderConfig, FeedForward, Layer
 from models.experts import Experts, ExpertsForm, MoeConfig, MoeDecoder, PredictionNames
-from models.families.glm import read_sigmoid_rule
+from models.families.glm import read_grouped_rule
 from models.makers.maker import Maker
 from models.mamba import (
     ATTENTION,
@@ -154,7 +154,7 @@ def read_nemotron_h(fields: Fields) -> NemotronHConfig:
     if fields.has("num_local_experts"):
         fields.expect("num_local_experts", fields.integer("n_routed_experts"))
     latent_size, has_experts = fields.integer("moe_latent_size", 0, most=1 << 20), EXPERTS in kinds
-    rule = read_sigmoid_rule(fields, count=8, top_k=2) if has_experts else RoutingRule(num_experts=1, top_k=1)
+    rule = read_grouped_rule(fields, count=8, top_k=2) if has_experts else RoutingRule(num_experts=1, top_k=1)
     if not has_experts:
         for name in ("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor"):
             fields.raw(name)

@@ -149,7 +149,7 @@ def quantize_folder(
     folded = None
     if calibration is not None:
         folded = calibrate(
-            model_config, architecture_named(model_config.architecture).model_class, checkpoint,
+            model_config, architecture_named(model_config.architecture).class_of(model_config), checkpoint,
             calibration,
             lambda name: output.rounding(checkpoint.dtype(name)) if name in taken else None,
             lambda done, total: show(done, total + len(names)),

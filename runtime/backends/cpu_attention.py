@@ -224,10 +224,12 @@ def latent_prepare(
     weight = _as_float32(norm.weight)
     assert weight is not None
     work_items, workers, tokens_a_work_item = share_among(tokens, (heads + 2) * width)
+    q_scales = 0 if rope.q_scales is None else rope.q_scales.address
     latent_kernel(STORED[pages.dtype])(
         work_items, workers, q.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
-        address_of(weight), pages.address, slot_mapping.address, tokens, heads, width, 2 * rope.cos.shape[1],
-        int(rope.interleaved), rope.cos.shape[0], blocks, block_size, stride, tokens_a_work_item, norm.eps,
+        q_scales, address_of(weight), pages.address, slot_mapping.address, tokens, heads, width,
+        2 * rope.cos.shape[1], int(rope.interleaved), rope.cos.shape[0], blocks, block_size, stride,
+        tokens_a_work_item, norm.eps,
         explain=_explain_places("latent_prepare", positions, rope.cos.shape[0], slot_mapping, blocks * block_size),
     )  # fmt: skip
     return q

@@ -29,7 +29,7 @@ class Case:
 
     def __init__(
         self, device: str, dtype: DType, heads: int, rotary: int, rest: int, chunks: list[tuple[int, int]],
-        *, interleaved: bool = True, block_size: int = 8,
+        *, interleaved: bool = True, block_size: int = 8, has_scales: bool = False,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(rotary + rest)
         self.device, self.dtype, self.chunks, self.rest = Device.parse(device), dtype, chunks, rest
@@ -46,6 +46,7 @@ class Case:
         self.norm = rng.uniform(0.5, 1.5, rest).astype(np.float32)
         angles = np.outer(np.arange(max(lengths)), 0.9 ** np.arange(rotary // 2))
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        self.q_scales = rng.uniform(1, 2, max(lengths)).astype(np.float32) if has_scales else None
         spec = KVCacheSpec.uniform(1, 1, rotary + rest, block_size, dtype, self.device, latent_values=rest)
         widths = [-(-length // block_size) for length in lengths]
         blocks = rng.permutation(sum(widths) + 2)
@@ -61,7 +62,8 @@ class Case:
     def run(self) -> Any:
         """All contexts are written first, then the chunks attend; float32 ``[T, H, rest]``."""
         (pages,) = self.cache.layer(0)
-        rope = RopeTable(self.on_device(self.cos), self.on_device(self.sin), self.interleaved)
+        scales = None if self.q_scales is None else self.on_device(self.q_scales)
+        rope = RopeTable(self.on_device(self.cos), self.on_device(self.sin), self.interleaved, scales)
         norm = RmsNorm(self.on_device(self.norm), EPS, 1.0)
 
         def prepare(q: Any, spans: list[tuple[int, int]]) -> Tensor:
@@ -116,6 +118,8 @@ class Case:
             q = np.concatenate(
                 [self.rotated(q[..., : self.rotary], np.arange(context, context + count)), q[..., self.rotary :]], -1
             )
+            if self.q_scales is not None:
+                q *= self.q_scales[context : context + count, None, None]
             outs.append(plain_attention(q, rows[:, None], c[:, None], SCALE))
             first += count
         return np.concatenate(outs)
@@ -142,6 +146,18 @@ def test_beside_numpy(
 ) -> None:
     case = Case(device, dtype, heads, rotary, rest, CHUNKS, interleaved=interleaved, block_size=block_size)
     assert error_of(case) <= tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(float32, 2e-6), (bfloat16, 2e-2)])
+@pytest.mark.exhaustive_cases("dtype1.*sm", "sm_80")
+def test_queries_scaled_by_position(device: str, dtype: DType, tolerance: float) -> None:
+    case = Case(device, dtype, 3, 6, 22, CHUNKS, has_scales=True)
+    expected, ours = case.expected(), case.run()
+    largest = np.abs(expected).max()
+    assert np.abs(ours - expected).max() <= tolerance * largest
+    case.q_scales = None
+    assert np.abs(ours - case.expected()).max() > 3 * tolerance * largest  # without them it is another
 
 
 @pytest.mark.parametrize("dtype", [float32, bfloat16])
@@ -196,6 +212,14 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         ops.latent_attention(q, pages, batch, 0, scale=1.0, value_dim=17)
     with pytest.raises(InvalidArgumentError, match=r"latent_attention: pages are .* rows of 32"):
         ops.latent_attention(case.on_device(np.zeros((3, 2, 18), np.float32)), pages, batch, 0, scale=1.0, value_dim=8)
+    turns = case.on_device(np.ones((3, 2), np.float32))
+    short = RopeTable(turns, turns, True, case.on_device(case.norm))
+    nothing, slots = case.on_device(np.zeros(3, np.int32)), case.on_device(np.zeros(3, np.int64))
+    with pytest.raises(InvalidArgumentError, match=r"latent_prepare: rope.q_scales .*12.*3"):
+        ops.latent_prepare(
+            q, case.on_device(case.latents[0]), nothing, rope=short, norm=RmsNorm(case.on_device(case.norm), EPS, 1.0),
+            pages=pages, slot_mapping=slots,
+        )  # fmt: skip
     for dtype in (int8, float8_e4m3):
         with pytest.raises(InvalidArgumentError, match=rf"dtype is {dtype.name}, must be one of float32"):
             KVCacheSpec.uniform(1, 1, 16, 8, dtype, latent_values=12)

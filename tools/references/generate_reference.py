@@ -102,7 +102,8 @@ def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
 
 def load(config: Any, seed: int, is_rounded: bool) -> Any:
     """The transformers model of a config with the golden weights of a seed, in float32."""
-    model = transformers.AutoModelForCausalLM.from_config(
+    model_class = getattr(transformers, config.architectures[0])  # "Auto" classes lack some
+    model = model_class._from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     with torch.no_grad():

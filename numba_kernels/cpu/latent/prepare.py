@@ -1,11 +1,11 @@
 """Prepares queries and a token's latent row between their projections and attention (MLA, DeepSeek-V2,
 https://arxiv.org/abs/2405.04434), in one pass over the tokens.
 
-    q[t, h]  = [rotated q[t, h, :R] | q[t, h, R:]]
+    q[t, h]  = [rotated q[t, h, :R] | q[t, h, R:]] * q_scales[position]
     row[t]   = [rotated k[t] | RMSNorm(c[t]) * weight]        written to the token's slot
 
 ``latent [T, C + R]`` holds c, then k, as the projection gives them; queries ``[T, H, R + C]`` begin with the rotated
-part, and so do rows of pages. Queries are changed in place. A slot of -1 is not written.
+part, and so do rows of pages. Queries are changed in place; `q_scales` may be 0 for none. A slot of -1 is not written.
 
 Status 1: a position without a row in the rotation table. Status 2: a slot beyond the pages.
 """
@@ -22,7 +22,7 @@ from numba_kernels.cpu.qkv import BAD_POSITION, BAD_SLOT, norm_scale, rotate
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at, int64_at
 
 FIELDS = Fields(
-    "*q *latent *positions *cos *sin *norm *pages *slots num_tokens heads width rotary interleaved "
+    "*q *latent *positions *cos *sin *q_scales *norm *pages *slots num_tokens heads width rotary interleaved "
     "num_positions num_blocks block_size row_stride tokens_a_work_item",
     "eps",
 )
@@ -61,6 +61,10 @@ def latent_kernel(stored: type) -> Kernel:
             for head in range(a.heads):
                 query = float32_at(a.q + (token * a.heads + head) * a.width * 4, a.width)
                 rotate(query, cos, sin, a.rotary, a.rotary // 2, interleaved)
+                if a.q_scales != 0:
+                    factor = float32_at(a.q_scales, a.num_positions)[positions[token]]
+                    for i in range(a.width):
+                        query[i] *= factor
             if slots[token] < 0:
                 continue
             source = float32_at(a.latent + token * a.width * 4, a.width)

@@ -1,7 +1,7 @@
 """Latent attention on a GPU (MLA, DeepSeek-V2, https://arxiv.org/abs/2405.04434): pages of one row a token, and
 attention over them.
 
-    q[t, h]  = [rotated q[t, h, :R] | q[t, h, R:]],    row[t] = [rotated k[t] | RMSNorm(c[t]) * weight]
+    q[t, h]  = [rotated q[t, h, :R] | q[t, h, R:]] * q_scales[p_t],    row[t] = [rotated k[t] | RMSNorm(c[t]) * weight]
     out[t, h] = sum_j softmax_j(scale q[t, h] . row[j]) c[j]      over positions  j <= p_t
 
 Pages are ``[blocks, block size, width rounded up to 8]`` of the activations' type: a row is the key of all heads, and

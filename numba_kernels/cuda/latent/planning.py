@@ -61,8 +61,9 @@ def why_not(width: int) -> str:
 def plan_prepare(num_tokens: int, width: int, dtype: str, *, rotary: int, interleaved: bool) -> Launch:
     """The launch for at least one token, and at least one head.
 
-    Arguments: q [T, H, width], latent [T, width], positions (int32 [T]), cos, sin (float32 [P, rotary / 2]), norm
-    (float32 [width - rotary]), slot_mapping (int64 [T]; negative if not stored), pages; H, eps.
+    Arguments: q [T, H, width], latent [T, width], positions (int32 [T]), cos, sin (float32 [P, rotary / 2]), q_scales
+    (float32 [P], or 0), norm (float32 [width - rotary]), slot_mapping (int64 [T]; negative if not stored), pages; H,
+    eps.
     """
     return Launch(latent_prepare(dtype, width, rotary, interleaved), (num_tokens, 1, 1), (THREADS, 1, 1))
 

@@ -1,4 +1,5 @@
-"""Before latent attention: queries are rotated in place, and the tokens' latent rows are normed, rotated and stored."""
+"""Before latent attention: queries are rotated, and perhaps scaled, in place; the tokens' latent rows are normed, rotated
+and stored."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def latent_prepare(dtype: str, width: int, rotary: int, interleaved: bool) -> Sp
     reciprocal_rest = float32(1.0 / rest)
 
     @cuda.jit
-    def prepare(q, latent, positions, cos, sin, norm, slot_mapping, pages, num_heads, eps):
+    def prepare(q, latent, positions, cos, sin, q_scales, norm, slot_mapping, pages, num_heads, eps):
         partials = cuda.shared.array(32, float32)
         value = cuda.local.array(1, float32)
         wait_for_previous_grid()
@@ -37,6 +38,9 @@ def latent_prepare(dtype: str, width: int, rotary: int, interleaved: bool) -> Sp
         slot = slot_mapping[token]
         source = latent + uint64(token) * uint64(width) * item
         row = pages + uint64(slot) * uint64(padded) * item
+        factor = float32(1)
+        if q_scales != uint64(0):
+            factor = load_f32(q_scales + uint64(uint32(positions[token])) * uint64(4))
         index = thread
         while index < uint32(uint32(num_heads + uint32(1)) * uint32(half)):  # the last head is the token's own row
             head = uint32(index // uint32(half))
@@ -49,20 +53,31 @@ def latent_prepare(dtype: str, width: int, rotary: int, interleaved: bool) -> Sp
             place = q + (uint64(token) * uint64(num_heads) + uint64(head)) * uint64(width) * item
             target = place
             is_written = True
+            size = factor
             if head == num_heads:
                 place = source + uint64(rest) * item
                 target = row
                 is_written = slot >= 0
+                size = float32(1)
             if is_written:
                 first = load(place + uint64(low) * item)
                 second = load(place + uint64(high) * item)
                 c = load_f32(cos + table + uint64(pair) * uint64(4))
                 s = load_f32(sin + table + uint64(pair) * uint64(4))
-                value[0] = first * c - second * s
+                value[0] = (first * c - second * s) * size
                 store(target + uint64(low) * item, value)
-                value[0] = second * c + first * s
+                value[0] = (second * c + first * s) * size
                 store(target + uint64(high) * item, value)
             index = uint32(index + uint32(THREADS))
+        if q_scales != uint64(0):
+            index = thread
+            while index < uint32(num_heads * uint32(rest)):
+                head = uint32(index // uint32(rest))
+                column = uint32(uint32(index - head * uint32(rest)) + uint32(rotary))
+                place = q + ((uint64(token) * uint64(num_heads) + uint64(head)) * uint64(width) + uint64(column)) * item
+                value[0] = load(place) * factor
+                store(place, value)
+                index = uint32(index + uint32(THREADS))
         if slot >= 0:
             squares = float32(0)
             index = thread
@@ -83,7 +98,7 @@ def latent_prepare(dtype: str, width: int, rotary: int, interleaved: bool) -> Sp
     name = f"latent_prepare_{dtype}_w{width}_r{rotary}{'_interleaved' if interleaved else ''}"
     constants = {"dtype": dtype, "width": width, "rotary": rotary, "interleaved": interleaved}
     argument_types = (
-        types.uint64, types.uint64, types.CPointer(types.int32), *(types.uint64,) * 3, types.CPointer(types.int64),
+        types.uint64, types.uint64, types.CPointer(types.int32), *(types.uint64,) * 4, types.CPointer(types.int64),
         types.uint64, types.uint32, types.float32,
     )  # fmt: skip
     return Specialisation(name, prepare, argument_types, THREADS, constants=constants)
