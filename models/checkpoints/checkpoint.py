@@ -80,7 +80,7 @@ class Checkpoint:
             if copy in found:
                 shapes[copy] = layout.shapes[original]
         for name, stored in list(found.items()):
-            if name not in shapes and _is_bias_of_zeros(name, found):
+            if name not in shapes and (0 in stored.shape or _is_bias_of_zeros(name, found)):
                 del found[name]
             elif name not in shapes:
                 is_adapter = ".lora_" in name

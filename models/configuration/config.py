@@ -118,6 +118,7 @@ class ModelConfig:
 def read_common(
     fields: Fields,
     *,
+    head_dim_name: str = "head_dim",
     default_head_dim: int | None = None,
     default_max_positions: Any = REQUIRED,
     norm_eps_name: str = "rms_norm_eps",
@@ -138,13 +139,13 @@ def read_common(
     num_layers = fields.integer("num_hidden_layers", most=1 << 14)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", f"= {num_kv_heads} must divide num_attention_heads = {num_heads}")
-    head_dim = fields.integer("head_dim", default_head_dim, most=1 << 16)
+    head_dim = fields.integer(head_dim_name, default_head_dim, most=1 << 16)
     if head_dim is None:
         if hidden_size % num_heads:
             raise fields.error("num_attention_heads", f"= {num_heads} must divide hidden_size = {hidden_size}")
         head_dim = hidden_size // num_heads
     if head_dim % 2:
-        raise fields.error("head_dim", f"must be even for rotary positions, not {head_dim}")
+        raise fields.error(head_dim_name, f"must be even for rotary positions, not {head_dim}")
     return {
         "hidden_size": hidden_size,
         "num_layers": num_layers,

@@ -162,12 +162,9 @@ def _read_latent(
         key_dim=fields.integer("qk_nope_head_dim", default.key_dim, most=1 << 16),
         value_dim=fields.integer("v_head_dim", default.value_dim, most=1 << 16),
     )
-    if form.rotary_dim % 2:
-        raise fields.error("qk_rope_head_dim", f"= {form.rotary_dim} must be even")
-    head_dim = form.rotary_dim if head_is_rotated else form.head_dim
-    fields.expect("head_dim", head_dim)
+    common = read_common(fields, head_dim_name="qk_rope_head_dim", default_head_dim=form.rotary_dim, **defaults)
+    fields.expect("head_dim", form.rotary_dim if head_is_rotated else form.head_dim)
     fields.expect("qk_head_dim", form.head_dim)
-    common = read_common(fields, default_head_dim=head_dim, **defaults)
     if common["num_kv_heads"] != common["num_heads"]:
         raise fields.error(
             "num_key_value_heads",

@@ -129,7 +129,10 @@ def read_mistral3(fields: Fields) -> LlavaConfig | Mistral4PicturesConfig:
 ARCHITECTURES = (
     Architecture("Ministral3ForCausalLM", "ministral3", read_ministral3, Ministral3Model),
     Architecture(
-        "Mistral3ForConditionalGeneration", "mistral3", read_mistral3, Mistral3Model,
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        read_mistral3,
+        Mistral3Model,
         others={Mistral4PicturesConfig: Mistral4PicturesModel},
     ),
 )

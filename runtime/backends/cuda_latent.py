@@ -26,7 +26,8 @@ def latent_prepare(
         launch = _plan_prepare(tokens, width, q.dtype.ptx, rotary=2 * rope.cos.shape[1], interleaved=rope.interleaved)
         Gpu.of(q.device).launch(
             launch, q.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
-            0 if rope.q_scales is None else rope.q_scales.address, norm.weight.address, slot_mapping.address, pages.address, heads, norm.eps,
+            0 if rope.q_scales is None else rope.q_scales.address, norm.weight.address, slot_mapping.address,
+            pages.address, heads, norm.eps,
         )  # fmt: skip
     return q
 

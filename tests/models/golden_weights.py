@@ -38,7 +38,7 @@ def golden_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
         return uniform * np.float32(math.sqrt(3.0 / math.prod(shape[1:])))
     fan_in = shape[0] if name.split(".")[-2].startswith("c_") else shape[1]  # GPT-2 stores [inputs, outputs]
     gain = 3.0 if name.endswith("experts.gate_up_proj") else 1.0  # gpt-oss's, so that its clamps are met
-    return uniform * np.float32(gain * math.sqrt(3.0 / fan_in))
+    return uniform * np.float32(gain * math.sqrt(3.0 / max(1, fan_in)))
 
 
 def named_tensors(model: Any) -> list[tuple[str, Any]]:

@@ -184,6 +184,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=50000.0, routed_scaling_factor=2.827, scoring_func="sigmoid", seq_aux=True,
         tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc", v_head_dim=128,
     ),
+    "GLM-4.7-Flash": _config(
+        "Glm4MoeLiteForCausalLM", "glm4_moe_lite", attention_bias=False, attention_dropout=0.0, first_k_dense_replace=1,
+        hidden_act="silu", kv_lora_rank=512, moe_intermediate_size=48, n_group=1, n_routed_experts=16,
+        n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=4, num_key_value_heads=4,
+        num_nextn_predict_layers=1, partial_rotary_factor=1.0, q_lora_rank=768, qk_nope_head_dim=192,
+        qk_rope_head_dim=64, rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.8,
+        tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc", v_head_dim=256,
+    ),
+    "Mistral-4": _config(
+        "Mistral4ForCausalLM", "mistral4", attention_bias=False, attention_dropout=0.0, first_k_dense_replace=0,
+        head_dim=128, hidden_act="silu", kv_lora_rank=256, moe_intermediate_size=48, n_group=1, n_routed_experts=16,
+        n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=4, num_key_value_heads=4, pretraining_tp=1,
+        q_lora_rank=1024, qk_head_dim=128, qk_nope_head_dim=64, qk_rope_head_dim=64, rope_interleave=True,
+        rope_parameters={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 128.0, "llama_4_scaling_beta": 0.1,
+            "max_position_embeddings": 1048576, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 8192, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
+            "rope_type": "yarn", "type": "yarn",
+        },
+        routed_scaling_factor=1.0, tie_word_embeddings=False, topk_group=1, v_head_dim=128,
+    ),
     "Qwen3-Coder-30B-A3B": _config(
         "Qwen3MoeForCausalLM", "qwen3_moe", decoder_sparse_step=1, head_dim=32, hidden_act="silu",
         max_window_layers=28, mlp_only_layers=[], moe_intermediate_size=48, norm_topk_prob=True, num_experts=16,

@@ -17,6 +17,7 @@ FAMILIES = {
     "smollm3": "smollm3_odd", "glm": "glm_odd", "glm4": "glm4_odd", "mixtral": "mixtral_odd",
     "qwen2_moe": "qwen2_moe_shared", "qwen3_moe": "qwen3_moe_odd", "olmoe": "olmoe_odd", "gpt_oss": "gpt_oss_odd",
     "glm4_moe": "glm4_moe_groups", "deepseek_v2": "deepseek_v2_groups", "deepseek_v3": "deepseek_v3_odd",
+    "glm4_moe_lite": "glm4_moe_lite_odd", "mistral4": "mistral4_odd",
     "gemma": "gemma_odd", "cohere": "cohere_norms", "cohere2": "cohere2_windows", "starcoder2": "starcoder2_odd",
     "gpt_neox": "gpt_neox_odd", "olmo": "olmo_clipped", "seed_oss": "seed_oss_odd", "exaone4": "exaone4_windows",
     "internlm2": "internlm2_grouped", "internlm3": "internlm3_odd", "ernie": "ernie_odd", "ernie_moe": "ernie_moe_odd",
@@ -47,6 +48,7 @@ _SIZES: dict[str, Any] = {
     "linear_value_head_dim": 16,
 }  # fmt: skip
 _LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "qk_head_dim": 20, "v_head_dim": 16}
+_WHOLE_HEADS = {"head_dim": 16, "qk_nope_head_dim": 8, "qk_head_dim": 16}  # Mistral 4's, half of which is rotated
 
 
 def write_shared(folder: Path, family: str) -> Path:
@@ -56,8 +58,10 @@ def write_shared(folder: Path, family: str) -> Path:
     )
     fields |= {name: value for name, value in _SIZES.items() if name in fields}
     fields["vocab_size"] = max(fields["vocab_size"], 60)
-    if family.startswith("deepseek"):
-        fields |= _LATENT | {"num_key_value_heads": NUM_HEADS}
+    if "kv_lora_rank" in fields:
+        fields |= _LATENT | {"num_key_value_heads": NUM_HEADS} | (_WHOLE_HEADS if family == "mistral4" else {})
+    if "mlp_layer_types" in fields:
+        fields["mlp_layer_types"] = ["dense"] + ["sparse"] * (NUM_LAYERS - 1)
     if "layer_types" in fields:
         fields["layer_types"] = (fields["layer_types"] * NUM_LAYERS)[:NUM_LAYERS]
     if "per_layer_config" in fields:

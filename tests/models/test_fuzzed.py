@@ -25,6 +25,7 @@ from tests.models.golden_weights import golden_tensor
 from tools.comparing.fuzzing.cases import classes_of, families
 from tools.comparing.fuzzing.check import check
 from tools.comparing.fuzzing.gemma4_families import GEMMA4
+from tools.comparing.fuzzing.latent_families import LATENT
 from tools.comparing.fuzzing.state_families import STATES
 
 FOLDER = Path(__file__).parent / "fuzzed"
@@ -72,7 +73,7 @@ def test_emulated(tmp_path: Path, index: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", [*STATES, *GEMMA4])
+@pytest.mark.parametrize("family", [*STATES, *GEMMA4, *LATENT])
 def test_sixty_of_each_newer_family(family: str) -> None:
     """In float32, with transformers beside them; some on emulated devices, too."""
     try:

@@ -47,8 +47,8 @@ def main() -> None:
 def made_model(config: dict[str, Any]) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """transformers' model of a config with the golden weights, and the shapes of its tensors."""
     made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
-    made._attn_implementation = "eager"
-    model: Any = transformers.AutoModelForImageTextToText.from_config(made).eval()
+    model_class: Any = transformers.AutoModelForImageTextToText
+    model = model_class.from_config(made, attn_implementation="eager", experts_implementation="eager").eval()
     shapes: dict[str, tuple[int, ...]] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():

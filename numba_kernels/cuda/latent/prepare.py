@@ -1,5 +1,5 @@
-"""Before latent attention: queries are rotated, and perhaps scaled, in place; the tokens' latent rows are normed, rotated
-and stored."""
+"""Before latent attention: queries are rotated, and perhaps scaled, in place; the tokens' latent rows are normed,
+rotated and stored."""
 
 from __future__ import annotations
 

@@ -54,6 +54,16 @@ CASES: dict[str, dict[str, Any]] = {
         {"model_type": "ministral3", "rope_parameters": _YARN},
         vision_feature_layer=-2, spatial_merge_size=3, multimodal_projector_bias=True, tie_word_embeddings=True,
     ),
+    "mistral4": _case(
+        "Mistral3ForConditionalGeneration", "mistral3", {},
+        {
+            "model_type": "mistral4", "num_key_value_heads": 5, "head_dim": 14, "q_lora_rank": 18, "kv_lora_rank": 26,
+            "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 13, "n_routed_experts": 6,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 21,
+            "rope_parameters": {**_YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5},
+        },
+        vision_feature_layer=-1, spatial_merge_size=2,
+    ),
 }  # fmt: skip
 
 _TOKENS = ((3, 2), (1, 1), (2, 5), (1, 4))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.families.llava import LlavaModel
+from models.families.llava import LlavaDecoder
 from models.registry import load_model
 from runtime.images.patches import SideRule, make_patches, normalised
 from runtime.tensor.tensor import Tensor
@@ -28,9 +28,9 @@ OLD_NAMES = {
 OLD_NAMES_OF_PIXTRAL = {**OLD_NAMES, "model.vision_tower.": "vision_tower."}
 
 
-def loaded(folder: Path, case: str, names: dict[str, str] | None = None, **options: Any) -> LlavaModel:
+def loaded(folder: Path, case: str, names: dict[str, str] | None = None, **options: Any) -> LlavaDecoder:
     model = load_model(write_golden(folder, case, CASES[case], names), **options)
-    assert isinstance(model, LlavaModel)
+    assert isinstance(model, LlavaDecoder)
     return model
 
 
@@ -38,7 +38,7 @@ def prompt_of(case: str) -> tuple[list[int], list[int]]:
     return (pixtral_cases if case in pixtral_cases.CASES else square_cases).prompt_of(case)
 
 
-def encoded(model: LlavaModel, case: str) -> list[tuple[Tensor, ...]]:
+def encoded(model: LlavaDecoder, case: str) -> list[tuple[Tensor, ...]]:
     if case in pixtral_cases.CASES:
         grids = pixtral_cases.grids_of(case)
         return encoded_by_pieces(model, [(pixtral_cases.patches_of(case, i), grid) for i, grid in enumerate(grids)])
@@ -46,7 +46,7 @@ def encoded(model: LlavaModel, case: str) -> list[tuple[Tensor, ...]]:
     return encoded_by_pieces(model, [(each, (side, side)) for each in square_cases.patches_of(case)])
 
 
-def run(model: LlavaModel, case: str, sizes: list[int]) -> np.ndarray[Any, Any]:
+def run(model: LlavaDecoder, case: str, sizes: list[int]) -> np.ndarray[Any, Any]:
     return run_cut(model, *prompt_of(case), encoded(model, case), sizes)
 
 

@@ -33,6 +33,7 @@ EXPECTED = {
     "qwen3_vl_moe": ["[user]Look:\n", *[IMAGE] * 35, "What?[a]"],
     "qwen2_5_vl": ["[user]Look:\n", *[IMAGE] * 35, "What?[a]"],
     "mistral3": ["[user]Look:\n", *([*[IMAGE] * 5, 92] * 4)[:-1], 91, "What?[a]"],
+    "mistral4": ["[user]Look:\n", *([*[IMAGE] * 5, 92] * 4)[:-1], 91, "What?[a]"],
     "gemma4_whole": ["[user]Look:\n", 92, *[IMAGE] * 63, 93, "What?[a]"],
     "gemma4_unified": ["[user]Look:\n", 92, *[IMAGE] * 63, 93, "What?[a]"],
     "gemma3_window": ["[user]Look:\n\n\n", 92, *[IMAGE] * 9, 93, "\n\nWhat?[a]"],

@@ -14,6 +14,7 @@ from typing import Any
 
 from tools.comparing.fuzzing.draw import Draw, Fields
 from tools.comparing.fuzzing.gemma4_families import GEMMA4, PICTURE_TOKENS
+from tools.comparing.fuzzing.latent_families import LATENT
 from tools.comparing.fuzzing.later_families import LATER
 from tools.comparing.fuzzing.picture_families import PICTURES
 from tools.comparing.fuzzing.state_families import STATES
@@ -313,43 +314,6 @@ def _glm4_moe(draw: Draw) -> Fields:
     }  # fmt: skip
 
 
-def _latent(draw: Draw) -> Fields:
-    """The fields of both generations. transformers' rotation of V2 needs even strides of queries and rows."""
-    fields = draw.decoder(has_head_dim=False)
-    key, rotary = draw.integer(1, 40), 2 * draw.integer(1, 16)
-    fields |= {
-        "num_key_value_heads": fields["num_attention_heads"], "q_lora_rank": draw.choice((None, draw.integer(1, 48))),
-        "kv_lora_rank": draw.integer(1, 70), "qk_rope_head_dim": rotary, "qk_nope_head_dim": key + key % 2,
-        "v_head_dim": draw.integer(1, 40), "attention_bias": draw.flip(0.3),
-        "moe_intermediate_size": draw.integer(1, 60), "n_shared_experts": draw.integer(1, 3),
-        "first_k_dense_replace": draw.integer(0, 2), "routed_scaling_factor": draw.choice((1.0, 2.5)),
-    }  # fmt: skip
-    return {**fields, "rope_parameters": draw.rope()}
-
-
-def _deepseek_v2(draw: Draw) -> Fields:
-    fields = _latent(draw)
-    fields["kv_lora_rank"] *= 2
-    groups, size = draw.choice((1, draw.integer(2, 4))), draw.integer(1, 6)
-    best = draw.integer(1, groups)
-    return {
-        **fields, "n_routed_experts": groups * size, "n_group": groups, "topk_group": best,
-        "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
-        "num_experts_per_tok": draw.integer(1, best * size), "mlp_bias": draw.flip(0.3),
-    }  # fmt: skip
-
-
-def _deepseek_v3(draw: Draw) -> Fields:
-    fields = _latent(draw)
-    groups, size = draw.choice((1, draw.integer(2, 4))), draw.integer(2, 6)
-    best = draw.integer(1, groups)
-    return {
-        **fields, "n_routed_experts": groups * size, "n_group": groups, "topk_group": best,
-        "num_experts_per_tok": draw.integer(1, best * size), "norm_topk_prob": draw.flip(0.7),
-        "rope_interleave": draw.flip(),
-    }  # fmt: skip
-
-
 def _inner(model_type: str, fields: Fields) -> Fields:
     """A config nested in another one."""
     fields = {name: value for name, value in fields.items() if not name.endswith("_token_id") or value is not None}
@@ -386,9 +350,7 @@ def _gemma3_vision(draw: Draw) -> Fields:
     }  # fmt: skip
 
 
-WITH_EXPERTS = (
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3"
-)  # fmt: skip
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", *LATENT)
 
 _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _gpt2),
@@ -408,8 +370,7 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "glm4": ("Glm4Config", "Glm4ForCausalLM", _glm4),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", _gpt_oss),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", _glm4_moe),
-    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _deepseek_v2),
-    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _deepseek_v3),
+    **LATENT,
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", _mixtral),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", _qwen2_moe),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _qwen3_moe),

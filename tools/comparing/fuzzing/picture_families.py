@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tools.comparing.fuzzing.draw import Draw, Fields
+from tools.comparing.fuzzing.latent_families import mistral4
 
 
 def wrapped(draw: Draw, model_type: str, text: Fields, tower: Fields, token: str) -> Fields:
@@ -33,13 +34,18 @@ def _pixtral(draw: Draw) -> Fields:
 
 
 def _mistral3(draw: Draw) -> Fields:
-    kind = draw.choice(("mistral", "ministral3"))
+    kind = draw.choice(("mistral", "ministral3", "mistral4"))
     text = {**draw.decoder(has_head_dim=True), "sliding_window": draw.choice((None, draw.window()))}
-    text["rope_parameters"] = draw.rope() if kind == "mistral" else {
-        "rope_type": "yarn", "rope_theta": 1e6, "factor": draw.choice((2.0, 16.0)), "beta_fast": 32.0, "beta_slow": 1.0,
-        "original_max_position_embeddings": draw.integer(8, 100), "mscale": 1.0, "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": draw.choice((0.1, 0.5)),
-    }  # fmt: skip
+    if kind == "mistral4":
+        text = mistral4(draw)
+    elif kind == "mistral":
+        text["rope_parameters"] = draw.rope()
+    else:
+        text["rope_parameters"] = {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": draw.choice((2.0, 16.0)), "beta_fast": 32.0,
+            "beta_slow": 1.0, "original_max_position_embeddings": draw.integer(8, 100), "mscale": 1.0,
+            "mscale_all_dim": 1.0, "llama_4_scaling_beta": draw.choice((0.1, 0.5)),
+        }  # fmt: skip
     own = {"spatial_merge_size": draw.integer(1, 3), "multimodal_projector_bias": draw.flip()}
     return {**wrapped(draw, kind, text, _pixtral_tower(draw), "image_token_index"), **own}
 
