@@ -194,7 +194,7 @@ def _read_rope(fields: Fields, common: dict[str, Any], form: LatentForm, *, inte
 
 
 def _read_num_dense(fields: Fields, default: int) -> int:
-    return fields.integer("first_k_dense_replace", default, least=0)
+    return int(fields.integer("first_k_dense_replace", default, least=0))
 
 
 def read_deepseek_v2(fields: Fields) -> DeepseekConfig:
