@@ -73,6 +73,8 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     include_stop_str_in_output  the matched stop string (or stop token's text) stays in the text
     logit_bias              token id → number in [-100, 100] added to its logit
     allowed_token_ids       only these ids can be sampled
+    logprob_token_ids       each token's log probabilities are those of these ids, in this order, instead of the most
+                            probable ones
     bad_words               texts that the output will not hold as tokens; ``LLM`` turns them into
     bad_words_token_ids     sequences of ids that the output will not hold: the last id of one cannot be sampled
                             after those before it
@@ -99,6 +101,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    logprob_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     bad_words_token_ids: list[list[int]] | None = None
     grammar: Grammar | None = None
@@ -130,8 +133,16 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         self._stop_strings()
         self._token_ids("stop_token_ids")
         self._token_ids("allowed_token_ids")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+        self._token_ids("logprob_token_ids")
+        for name in ("allowed_token_ids", "logprob_token_ids"):
+            if getattr(self, name) is not None and not getattr(self, name):
+                raise RequestError(f"{name} must not be empty", param=name)
+        if self.logprob_token_ids is not None and self.logprobs:
+            raise RequestError(
+                f"logprobs must be 0 or None beside logprob_token_ids, got {self.logprobs}", param="logprobs"
+            )
+        if self.logprob_token_ids is not None:
+            self._set("logprobs", 0)
         self._logit_bias()
         self._bad_words()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -169,6 +180,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
             raise RequestError(problem, param="truncate_prompt_tokens")
         check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+        check_token_ids("logprob_token_ids", self.logprob_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
         for word in self.bad_words_token_ids or ():
             check_token_ids("bad_words_token_ids", word, vocab_size)

@@ -24,7 +24,7 @@ from server.observing import live
 from server.ollama_api import endpoints as ollama
 from server.ollama_api import models as ollama_models
 from server.ollama_api import schema as of_ollama
-from server.openai_api import answers, chat_answer, completions, embeddings, models
+from server.openai_api import answers, chat_answer, completions, decisions, embeddings, models
 from server.openai_api import schema as of_openai
 from server.requests.answering import cancel_request
 from server.responses_api import endpoints as responses
@@ -166,6 +166,8 @@ OPERATIONS = (
          objects.ResponseInputItems, errors=(404,)),
     _post("/v1/embeddings", embeddings.create_embeddings, "Vectors of inputs", of_openai.EmbeddingRequest,
           answers.EmbeddingList, errors=_EMBEDS),
+    _post("/v1/decisions", decisions.create_decision, "The probabilities of answers to questions about an input",
+          decisions.DecisionRequest, decisions.Decision, errors=_GENERATES),
     _post("/v1/requests/{request_id:path}/cancel", cancel_request, "End whatever runs under this name",
           answer=answers.Cancelled, errors=(404,)),
     _get("/v1/models", models.list_models, "The served model", models.ModelList,

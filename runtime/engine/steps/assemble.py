@@ -153,6 +153,7 @@ class Assembler:
             rotary_offset=sequence.rotary_offset,
             numbers={name: getattr(params, name) for name in COLUMNS},
             logprobs=params.logprobs,
+            logprob_ids=params.logprob_token_ids or [],
             # A repetition penalty counts an id once, however often the prompt has it.
             prompt_ids=np.unique(request.prompt_ids) if params.repetition_penalty != 1.0 else None,
             output_ids=sequence.output_ids.copy() if has_outputs else None,

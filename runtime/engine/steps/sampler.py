@@ -41,6 +41,7 @@ class SamplingRows:
 
     num_prompt_tokens  by row
     num_alternatives   by row: alternatives in each token's log probabilities, or -1 for none at all
+    logprob_ids        by row: the ids whose log probabilities are wanted, if it names any
     keeps_outputs      by row: whether penalties or bad words depend on the output
     """
 
@@ -48,6 +49,7 @@ class SamplingRows:
         self.vocab_size = vocab_size
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_alternatives = np.full(max_num_seqs, -1, np.int64)
+        self.logprob_ids: dict[int, NDArray[np.int32]] = {}
         self.keeps_outputs = np.zeros(max_num_seqs, np.bool_)
         self._floats = np.zeros((len(_FLOATS), max_num_seqs), np.float32)
         self._integers = np.zeros((len(_INTEGERS), max_num_seqs), np.int32)
@@ -71,6 +73,9 @@ class SamplingRows:
         self._broken.discard(row)
         self.num_prompt_tokens[row] = load.num_prompt_tokens
         self.num_alternatives[row] = -1 if load.logprobs is None else load.logprobs
+        self.logprob_ids.pop(row, None)
+        if load.logprob_ids:
+            self.logprob_ids[row] = np.array(load.logprob_ids, np.int32)
         self._floats[:, row] = [numbers[name] for name in _FLOATS]
         self._integers[:, row] = [*(int(numbers[name]) for name in _INTEGERS[:-1]), load.choice_index]
         self._seeds[row] = load.seed
@@ -96,6 +101,7 @@ class SamplingRows:
         self._broken.add(load.row)
         self.num_prompt_tokens[load.row] = load.num_prompt_tokens
         self.num_alternatives[load.row] = -1
+        self.logprob_ids.pop(load.row, None)
         self.keeps_outputs[load.row] = False
         self._flags[:, load.row] = True
 
@@ -241,6 +247,16 @@ def token_logprobs(
             num_alternatives,
         )
     ]
+
+
+def logprobs_of(logits: Tensor, index: int, token_ids: NDArray[np.int32]) -> list[float]:
+    """Log probabilities of ``token_ids`` under row ``index`` of the raw ``logits [n, vocab_size]``."""
+    row = ops.gather_rows(logits, Tensor.from_numpy(np.array([index], np.int32)).to(logits.device)).to("cpu").array[0]
+    numbers = row.astype(np.float64)
+    largest_logit = float(numbers.max())
+    total = largest_logit + float(np.log(np.exp(numbers - largest_logit).sum()))
+    found: list[float] = (numbers[token_ids] - total).tolist()
+    return found
 
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)

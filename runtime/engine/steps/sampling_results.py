@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,7 +18,7 @@ from runtime.engine.steps.layout import largest
 from runtime.engine.steps.persistent_batch import LaidOut, PersistentBatch
 from runtime.engine.steps.pooling_pass import slices
 from runtime.engine.steps.recorder import Computed
-from runtime.engine.steps.sampler import token_logprobs
+from runtime.engine.steps.sampler import logprobs_of, token_logprobs
 from runtime.engine.steps.step_input import PromptLogprobs, Sampled, StepInput
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
@@ -113,6 +114,11 @@ class SamplingResults:
             indices = wanted if batch_slots is None else batch_slots[wanted]
             logits = ops.gather_rows(logits, Tensor.from_numpy(indices.astype(np.int32)).to(logits.device))
         found = token_logprobs(logits, token_ids[wanted], counts[wanted].tolist())
+        named = self._rows.sampling.logprob_ids
+        for place, row in enumerate(rows[wanted].tolist()) if named else ():
+            if row in named:
+                of_row = logprobs_of(logits, place, named[row])
+                found[place] = msgspec.structs.replace(found[place], top_ids=named[row].tolist(), top_logprobs=of_row)
         logprobs: list[TokenLogprobs | None] = [None] * len(counts)
         for i, entry in zip(wanted.tolist(), found):
             logprobs[i] = entry

@@ -31,6 +31,7 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     num_prompt_tokens  its output begins after them
     rotary_offset   rotary position minus KV position, if the step has no ``rotary_positions``
     logprobs        alternatives in each sampled token's log probabilities; None for no log probabilities
+    logprob_ids     the ids whose log probabilities are wanted instead of the most probable ones
     prompt_ids      each id of the prompt once, if penalties count them
     output_ids      the output so far, if penalties or bad words depend on it
     bias_ids, bias_values  logit bias
@@ -49,6 +50,7 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     numbers: dict[str, float]
     rotary_offset: int = 0
     logprobs: int | None = None
+    logprob_ids: list[int] = []
     prompt_ids: NDArray[np.int32] | None = None
     output_ids: NDArray[np.int32] | None = None
     bias_ids: list[int] = []
