@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 2_945,
     "runtime/linear": 2_193,
     "runtime/kv": 1_088,
-    "runtime/engine": 20_258,
+    "runtime/engine": 20_295,
     "runtime/text": 5_072,
     "runtime/llm": 1_455,
     "runtime/parallel": 1_107,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "runtime/bench": 8_849,
     "runtime": 3_144,
     "models": 17_832,
-    "server": 17_590,
+    "server": 17_934,
     "tokenizer": 5_810,
     "tools": 15_496,
 }
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 52_026
+MOST_WORDS = 52_176
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

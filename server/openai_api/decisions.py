@@ -53,17 +53,17 @@ class _Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PredicateQuestion(_Question, tag_field="type", tag="predicate", kw_only=True):
-    """Whether something holds."""
+    """True or false."""
 
 
 class ChoiceQuestion(_Question, tag_field="type", tag="choice", kw_only=True):
-    """Which of 2 to 255 options fits."""
+    """The best of 2 to 255 options."""
 
     choices: Annotated[list[Choice], msgspec.Meta(min_length=2, max_length=255)]
 
 
 class ScoreQuestion(_Question, tag_field="type", tag="score", kw_only=True):
-    """How far something holds, by 2 to 10 ordered levels."""
+    """A rating by 2 to 10 ordered levels."""
 
     levels: Annotated[list[Level], msgspec.Meta(min_length=2, max_length=10)]
 
