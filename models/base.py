@@ -297,6 +297,7 @@ class Architecture:
         read_config: makes the config of the file's fields. It reads every field that the arithmetic depends on;
             a field left unread is refused by name, unless it is harmless (`models.configuration.harmless_fields`).
         model_class: built from the result of `read_config`; `others` are the classes for configs of other types.
+        chosen_by: a field of the config that is true for files of this architecture, whatever name they have.
         saved_as: the name that transformers gives it when it saves a model of this `model_type`, if another one.
     """
 
@@ -305,6 +306,7 @@ class Architecture:
     read_config: Callable[[Fields], ModelConfig]
     model_class: type[Model]
     saved_as: str = ""
+    chosen_by: str = ""
     others: Mapping[type[ModelConfig], type[Model]] = field(default_factory=dict, hash=False)
 
     def class_of(self, config: ModelConfig) -> type[Model]:

@@ -24,10 +24,9 @@ class EncoderConfig(ModelConfig):
     type_vocab_size: int = 0
 
 
-class Encoder(Model):
-    """A model of `EncoderConfig`, without an `lm_head`."""
+class BothWays(Model):
+    """Stands before the class of a model whose tokens see later ones, too, and that generates nothing."""
 
-    config: EncoderConfig
     generates = False
 
     def source_of(self, index: int) -> int:
@@ -48,3 +47,9 @@ class Encoder(Model):
             window: replace(batch, bidirectional_until=batch.until_by_window[window], plans={})
             for window in self.windows
         }
+
+
+class Encoder(BothWays):
+    """A model of `EncoderConfig`, without an `lm_head`."""
+
+    config: EncoderConfig

@@ -104,6 +104,10 @@ def find_architecture(fields: Fields) -> Architecture:
     known = architectures_naming(*(names or ()), *([model_type] if model_type else []))
     if known.keys().isdisjoint(names or ()):
         known = known_architectures()
+    for one in known.values():
+        if one.chosen_by and one.model_type == model_type and fields.raw(one.chosen_by) is True:
+            return one
+    known = {name: one for name, one in known.items() if not one.chosen_by}
     of_type = next((one for one in known.values() if one.model_type == model_type), None)
     architecture = next((known[name] for name in names or () if name in known), None)
     if architecture is None:

@@ -20,7 +20,7 @@ from models.base import Model
 from models.checkpoints.safetensors_file import SafetensorsFile
 from models.checkpoints.weight_files import SINGLE_FILE
 from models.configuration.config import ModelConfig
-from models.encoder import EncoderConfig
+from models.encoder import BothWays, EncoderConfig
 from models.errors import ConfigError
 from models.head import Dense, Stage
 from runtime.pooling import Pooling, PoolingInfo, ScoreActivation
@@ -158,7 +158,7 @@ PAIR_TEMPLATES = {
 def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingInfo:
     """How a model from a folder of that layout embeds and classifies."""
     config = model.config
-    encoder = config if isinstance(config, EncoderConfig) else None
+    is_encoder, encoder = isinstance(model, BothWays), config if isinstance(config, EncoderConfig) else None
     labels = config.labels if model.classifier is not None else ()
     template: tuple[str, ...] = ()
     if model.score_token_ids:
@@ -171,7 +171,7 @@ def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingI
     own: Pooling = "last" if encoder is None else encoder.pooling
     return PoolingInfo(
         generates=model.generates,
-        pooling=layout.pooling or ("mean" if encoder is not None and not labels else own),
+        pooling=layout.pooling or ("mean" if is_encoder and not labels else own),
         head_pooling=own,
         normalize=layout.normalize or not layout.is_declared,
         size=layout.size or config.hidden_size,

@@ -161,7 +161,8 @@ def take_apart(
             either = f" or {list(stack.turned_shape)}" if stack.turned_shape != stack.shape else ""
             said.append(f"{where} is {list(stored.shape)}, but the config asks for {list(stack.shape)}{either}")
         elif (
-            has_inputs
+            isinstance(stack, Stack)
+            and has_inputs
             and stored.quantized is not None
             and stored.quantized.shape[1]
             != (stack.turned_shape[2] if is_turned or stack.order == "outputs_first" else stack.shape[1])

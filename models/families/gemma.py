@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from types import MappingProxyType
 from typing import Any
@@ -36,13 +36,16 @@ from models.configuration.config import (
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, SandwichLayer, read_rotated
+from models.encoder import BothWays
 from models.makers.maker import Maker
 from models.picture_decoder import OLDER_NAMES, PictureDecoder
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
 from runtime import ops
+from runtime.batch import Batch
 from runtime.dtype import float32
 from runtime.images.patches import FixedRule
+from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -111,11 +114,11 @@ def read_gemma2(fields: Fields) -> GemmaConfig:
     )
 
 
-def read_gemma3(fields: Fields) -> GemmaConfig:
+def read_gemma3(fields: Fields, *, both_ways: tuple[bool, ...] = ()) -> GemmaConfig:
     names = ("sliding_window_pattern", "_sliding_window_pattern")
     pattern = next((value for name in names if (value := fields.integer(name, None)) is not None), 6)
     fields.raw(names[1])  # files have both, beside `layer_types`, which count
-    common = _read_common(fields, default_max_positions=131_072, pattern=pattern)
+    common = _read_common(fields, default_max_positions=131_072, pattern=pattern, both_ways=both_ways)
     head_dim, positions = common["head_dim"], common["max_position_embeddings"]
     full = parse_rope(fields, head_dim, positions, layer_type="full_attention", default_theta=1e6)
     if isinstance(fields.object("rope_parameters").raw("sliding_attention"), dict):
@@ -134,13 +137,32 @@ def read_gemma3(fields: Fields) -> GemmaConfig:
     )
 
 
+class Gemma3Encoder(BothWays, GemmaModel):
+    """Gemma 3's text model as EmbeddingGemma has it (https://arxiv.org/abs/2509.20354)."""
+
+    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        batches, windows = self.in_both_directions(batch), self.config.layer_windows
+        for index, layer in zip(self.own_layers, self.layers, strict=True):
+            x = layer(x, batches[windows[index]], kv_cache)
+        return x
+
+
+def read_gemma3_encoder(fields: Fields) -> GemmaConfig:
+    """Half of a window is on each side of a token, as in transformers."""
+    config = read_gemma3(fields, both_ways=(True,))
+    windows = tuple(None if window is None else window // 2 + 1 for window in config.layer_windows)
+    return replace(config, layer_windows=windows, tie_word_embeddings=True)
+
+
 def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
     # A null says that there is none.
     cap: float | None = fields.number(name, None if name in fields else default, least=1e-3, most=1e6)
     return cap
 
 
-def _read_common(fields: Fields, *, default_max_positions: int, pattern: int) -> dict[str, Any]:
+def _read_common(
+    fields: Fields, *, default_max_positions: int, pattern: int, both_ways: tuple[bool, ...] = ()
+) -> dict[str, Any]:  # fmt: skip
     """The fields that Gemma 2 and 3 share; every `pattern`th layer has no window, unless `layer_types` overrides it."""
     common = read_common(
         fields,
@@ -152,7 +174,7 @@ def _read_common(fields: Fields, *, default_max_positions: int, pattern: int) ->
         default_tie_word_embeddings=True,
     )
     fields.raw("hidden_act")  # older files have it, too; `hidden_activation` is what counts
-    fields.expect("use_bidirectional_attention", False)
+    fields.expect("use_bidirectional_attention", False, *both_ways)
     num_layers = common["num_layers"]
     common |= read_attention_bias(fields)
     scalar = fields.number("query_pre_attn_scalar", 256.0, least=1e-3, most=1e6)
@@ -286,5 +308,8 @@ ARCHITECTURES = (
     Architecture("GemmaForCausalLM", "gemma", read_gemma, FirstGemmaModel),
     Architecture("Gemma2ForCausalLM", "gemma2", read_gemma2, GemmaModel),
     Architecture("Gemma3ForCausalLM", "gemma3_text", read_gemma3, GemmaModel),
+    Architecture(
+        "Gemma3TextModel", "gemma3_text", read_gemma3_encoder, Gemma3Encoder, chosen_by="use_bidirectional_attention"
+    ),
     Architecture("Gemma3ForConditionalGeneration", "gemma3", read_gemma3_vision, Gemma3VisionModel),
 )

@@ -23,7 +23,7 @@ from models.drafters.eagle3 import load_eagle3
 from models.drafters.gemma4_assistant import AssistantDrafter, load_assistant
 from models.drafters.hidden_state_drafter import BlockDrafter, PairDrafter
 from models.drafters.mtp import load_mtp
-from models.encoder import Encoder
+from models.encoder import BothWays
 from models.gguf.mmproj import NONE as NO_MMPROJ
 from models.registry import Declaration, declare, declare_model, stages_of
 from models.sentence_transformers import pooling_info, read_layout, score_tokens
@@ -544,7 +544,7 @@ def limits_of(
     max_positions = model.max_positions
     if not model.generates:
         max_positions = min(max_positions, model.max_text_tokens or max_positions)
-        config = _without_answers(config, max_positions, len(spec.group_kinds), is_cut=not isinstance(model, Encoder))
+        config = _without_answers(config, max_positions, len(spec.group_kinds), is_cut=not isinstance(model, BothWays))
     limits = resolve(
         config,
         max_position_embeddings=max_positions,

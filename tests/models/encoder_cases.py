@@ -57,6 +57,15 @@ CASES: dict[str, dict[str, Any]] = {
         **_MODERN, "architectures": ["ModernBertForSequenceClassification"], "classifier_pooling": "mean",
         "global_attn_every_n_layers": 2, **_labels(3),
     },
+    "nomic_bert": {
+        **_COMMON, "model_type": "nomic_bert", "architectures": ["NomicBertModel"], "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    },
+    "embedding_gemma": {
+        **_DECODER, "model_type": "gemma3_text", "architectures": ["Gemma3TextModel"], "head_dim": 16,
+        "num_hidden_layers": 3, "use_bidirectional_attention": True, "sliding_window": 8, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "vocab_size": 300,
+    },
     "qwen3_pairs": {
         **_DECODER, "model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"], "head_dim": 16,
         **_labels(1),

@@ -28,9 +28,12 @@ from tests.models.encoder_cases import (
     SECOND_FROM,
     TEXTS,
     expected,
+    shapes_of,
+    tensors_of,
     write_encoder,
     write_layout,
 )
+from tests.models.folders import write_safetensors
 
 Array = np.ndarray[Any, Any]
 Pass = Callable[..., Array]
@@ -70,6 +73,44 @@ def test_transformers_results(tmp_path: Path, case: str) -> None:
         assert relative_error(made_of(model, pair), expected(f"{case} pair")) <= 1e-5
     beside = run([IDS[:5], IDS, IDS[:1]], [None, None, None])  # the same bits in any batch
     np.testing.assert_array_equal(beside[5:21], hidden)
+
+
+def test_nomic_bert_as_it_is_published(tmp_path: Path) -> None:
+    """GPT-2's names in the config, one map for queries, keys and values, and the first release's names of tensors."""
+    ours = passes_of(load_model(write_encoder(tmp_path / "new", "nomic_bert")))([IDS])
+    tensors = tensors_of(shapes_of()["nomic_bert"])
+    older: dict[str, Array] = {}
+    for name, array in tensors.items():
+        for new, old in (
+            ("embeddings.LayerNorm", "emb_ln"), ("layers.", "encoder.layers."), ("self_attn.o_proj", "attn.out_proj"),
+            ("up_proj", "fc11"), ("gate_proj", "fc12"), ("mlp.down_proj", "mlp.fc2"),
+            ("post_attention_layernorm", "norm1"), ("post_mlp_layernorm", "norm2"),
+        ):  # fmt: skip
+            name = name.replace(new, old)
+        if ".self_attn.q_proj" in name:
+            parts = [tensors[f"layers.{name.split('.')[2]}.self_attn.{part}_proj.weight"] for part in "qkv"]
+            older[name.replace("self_attn.q_proj", "attn.Wqkv")] = np.concatenate(parts)
+        elif ".self_attn." not in name:
+            older[name] = array
+    config = {
+        "architectures": ["NomicBertModel"], "model_type": "nomic_bert", "vocab_size": 300, "n_embd": 48, "n_head": 4,
+        "n_inner": 80, "n_layer": 2, "n_positions": 64, "activation_function": "swiglu", "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0, "layer_norm_epsilon": 1e-12, "prenorm": False, "qkv_proj_bias": False,
+        "mlp_fc1_bias": False, "mlp_fc2_bias": False, "type_vocab_size": 2, "max_trained_positions": 64,
+    }  # fmt: skip
+    folder = tmp_path / "old"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / "model.safetensors", older)
+    np.testing.assert_array_equal(passes_of(load_model(folder))([IDS]), ours)
+
+
+def test_gemma_3_sees_both_ways_only_if_its_config_says_so(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "embedding_gemma")
+    assert load_model(folder).config.architecture == "Gemma3TextModel"
+    config = {**CASES["embedding_gemma"], "use_bidirectional_attention": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_model(folder).config.architecture == "Gemma3ForCausalLM"
 
 
 @pytest.mark.emulator

@@ -67,7 +67,7 @@ def test_layers_with_and_without_windows_and_rotations() -> None:
 REFUSED = [
     ("gemma2_odd", {"sliding_window": None}, "sliding_window is null"),
     ("gemma3_odd", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
-    ("gemma3_odd", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ("gemma2_odd", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
     ("olmo2_odd", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
     (
         "olmo3_windows",
