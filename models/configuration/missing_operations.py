@@ -31,6 +31,8 @@ _BY_NAME = {
 
 def missing_operations(config: Mapping[str, Any]) -> str:
     """A sentence that names what is not implemented, for a message, without its full stop."""
+    if "backbone_hidden_size" in config:
+        return "It is a drafter: give its model, and --speculation mtp:FOLDER with this folder"
     found = list(dict.fromkeys(_found(config)))
     if found:
         return f"Not implemented here: {'; '.join(found)}"

@@ -67,9 +67,7 @@ def read_assistant(fields: Fields) -> AssistantConfig:
         known = ", ".join(_ARCHITECTURES)
         raise fields.error("architectures", f"{', '.join(names)!r:.200} is no drafter apart; those are {known}")
     fields.owner = "Gemma 4's assistants"
-    fields.expect("model_type", "gemma4_assistant", "gemma4_unified_assistant")
-    text = fields.object("text_config")
-    text.expect("model_type", "gemma4_text", "gemma4_unified_text")
+    text = _text_fields(fields)
     add_class_defaults(text, "gemma4_text")
     text.default({"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0})
     decoder = read_gemma4(text, is_drafter=True)
@@ -92,6 +90,16 @@ def read_assistant(fields: Fields) -> AssistantConfig:
     )  # fmt: skip
     fields.refuse_unread(is_harmless)
     return config
+
+
+def _text_fields(fields: Fields) -> Fields:
+    """Those of its layers; of a GGUF file they stand beside the others."""
+    if not fields.has("text_config"):
+        return fields
+    fields.expect("model_type", "gemma4_assistant", "gemma4_unified_assistant")
+    text = fields.object("text_config")
+    text.expect("model_type", "gemma4_text", "gemma4_unified_text")
+    return text
 
 
 class AssistantDrafter:
@@ -181,7 +189,7 @@ def _check_target(config: AssistantConfig, fields: Fields, target: Gemma4Config)
         raise fields.error(
             "backbone_hidden_size", f"= {config.target_hidden_size}, but the model has {target.hidden_size}"
         )
-    text = fields.object("text_config")
+    text = _text_fields(fields)
     if decoder.vocab_size != target.vocab_size:
         raise text.error("vocab_size", f"= {decoder.vocab_size}, but the model has {target.vocab_size}")
     known = set(target.layer_windows[: target.first_sharing])

@@ -106,7 +106,8 @@ def load_mtp(
     is_stored = checkpoint is not None and apart
     if not isinstance(target, MoeDecoder) or not (is_stored or target.config.num_prediction_layers):
         raise ModelLoadError(
-            f"{folder}: {config.architecture} has no layer that predicts further tokens (num_nextn_predict_layers)"
+            f"{folder}: {config.architecture} has no layer that predicts further tokens (num_nextn_predict_layers); an "
+            "assistant of Gemma 4 is named by its folder, mtp:FOLDER"
         )
     options = options_of(target, settings)
     positions = min(target.max_positions, max_model_len or target.max_positions)

@@ -9,7 +9,7 @@ from typing import Any
 
 from models.gguf import fields
 from models.gguf.fields import Keys
-from models.gguf.gemma4 import read_gemma4
+from models.gguf.gemma4 import read_assistant, read_gemma4
 
 # A layer's tensor names in GGUF, and in safetensors. Names with "{expert}" are stacks of all experts in GGUF, "{keys}"
 # and "{values}" the two parts of one map of each head.
@@ -234,6 +234,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
             "gemma4uv": "Gemma4UnifiedForConditionalGeneration",
         },
         read=read_gemma4,
+    ),
+    "gemma4-assistant": GgufArchitecture(
+        "Gemma4AssistantForCausalLM",
+        GEMMA4,
+        differs_by_layer=True,
+        names={**NAMES, "nextn.pre_projection": "pre_projection", "nextn.post_projection": "post_projection"},
+        read=read_assistant,
     ),
     "phi3": GgufArchitecture("Phi3ForCausalLM", PHI3, read=fields.read_phi3),
     "granite": GgufArchitecture("GraniteForCausalLM", LLAMA, has_permuted_heads=True, read=fields.read_granite),

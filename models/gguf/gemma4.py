@@ -54,6 +54,16 @@ def read_gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     return {**found, "rope_theta": None, "rope_scaling": None, "original_max_position_embeddings": None}
 
 
+def read_assistant(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """An assistant's fields: those of its layers, and the width of the model's hidden states. Files have no groups of
+    tokens."""
+    keys.fields.expect(keys("nextn_predict_layers"), common["num_hidden_layers"])
+    return {
+        **read_gemma4(keys, common), "backbone_hidden_size": keys.integer("embedding_length_out", REQUIRED),
+        "use_ordered_embeddings": False,
+    }  # fmt: skip
+
+
 def _full_rope(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     """That of layers without a window. Frequencies are divided by stored factors: 1, or so many that nothing turns."""
     factors: Sequence[float] = common.get("rope_scaling", {}).get("short_factor", ())

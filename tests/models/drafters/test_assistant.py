@@ -24,9 +24,11 @@ from tests.models.drafters.assistant_cases import (
     NUM_STEPS,
     TARGETS,
     assistant_config,
+    assistant_tensors,
     write_assistant,
 )
 from tests.models.folders import arrays_of, change_config, load_golden, write_model
+from tests.models.gguf.gemma4_files import write_assistant_gguf
 
 DEVICES = ["cpu", pytest.param("emulated:sm_90a", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
 BLOCK = 8
@@ -91,6 +93,16 @@ def test_logits_are_those_of_transformers(case: str, device: str, tmp_path: Path
             assert int(kept.sum()) == (9 if case == "groups" else len(logits))
             assert np.abs(logits - wanted)[kept].max() <= 1e-4 * np.abs(wanted).max()
             assert (wanted[~kept] < logits[kept].min()).all()
+
+
+@pytest.mark.parametrize("case", ["keys", "inputs"])
+def test_files_of_llama_cpp(case: str, tmp_path: Path) -> None:
+    target, stored = both_of(tmp_path, case, device="cpu", dtype="float32")
+    file = write_assistant_gguf(tmp_path / "drafter.gguf", assistant_config(case), assistant_tensors(case))
+    drafter = load_assistant(file, target, device="cpu", dtype="float32")
+    prompt = np.array(load_golden(TARGETS[case]).prompt_ids, np.int32)
+    found, wanted = (Alone(each).propose(prompt, NUM_STEPS) for each in (drafter, stored))
+    assert all(np.array_equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 def test_it_fits_its_model_alone(tmp_path: Path) -> None:

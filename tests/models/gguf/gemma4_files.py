@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -62,9 +63,32 @@ def add_gemma4_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
     writer.add_shared_kv_layers(num_sharing)
     writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
-    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if cap := config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(cap)
     writer.add_vocab_size(config["vocab_size"])
     if config["enable_moe_block"]:
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["top_k_experts"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def write_assistant_gguf(path: Path, config: dict[str, Any], tensors: dict[str, Array]) -> Path:
+    """An assistant's file of float32, without groups of tokens. The package knows the model's names of tensors, and not
+    yet this architecture."""
+    name = "gemma4-assistant"
+    absent: dict[str, Any] = {"use_double_wide_mlp": False, "enable_moe_block": False}
+    text = absent | {name: value for name, value in config["text_config"].items() if value is not None}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, text["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, name)
+    add_gemma4_keys(writer, text)
+    writer.add_nextn_predict_layers(text["num_hidden_layers"])
+    writer.add_uint32(f"{name}.embedding_length_out", config["backbone_hidden_size"])
+    for given, array in gemma4_tensors(text, tensors).items():
+        if not given.startswith("masked_embedding"):
+            own = f"nextn.{given}" if given.endswith("_projection.weight") else None
+            writer.add_tensor(own or names.get_name(given, try_suffixes=(".weight",)) or given, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -89,5 +89,8 @@ def test_what_does_not_go_is_refused(tmp_path: Path) -> None:
     dense = write_model(tmp_path / "dense", load_golden("llama_default"))
     with pytest.raises(ModelLoadError, match="LlamaForCausalLM is another model"):
         build_engine(dense, device="cpu", speculation=drafter)
+    for place, option in ((drafter[4:], "off"), (model, f"draft:{drafter[4:]}")):
+        with pytest.raises(ModelLoadError, match="It is a drafter: give its model, and --speculation mtp:FOLDER"):
+            build_engine(place, device="cpu", speculation=option)
     with pytest.raises(ModelLoadError, match="'Gemma4ForCausalLM' is no drafter apart"):
         build_engine(model, device="cpu", speculation=f"mtp:{model}")
