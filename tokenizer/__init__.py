@@ -1,4 +1,4 @@
-"""Text to token ids and back: byte-level and SentencePiece-style BPE, incremental decoding, chat templates.
+"""Text to token ids and back: byte-level BPE, SentencePiece's models, incremental decoding, chat templates.
 
     from tokenizer import IncrementalDecoder, Tokenizer
 

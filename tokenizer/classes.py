@@ -112,7 +112,7 @@ def _rebuilt(content: Fields, config: Fields) -> Fields:
         "model": {
             "type": "BPE",
             "vocab": model.get("vocab"),
-            "merges": model.get("merges"),
+            **{name: model.get(name) for name in ("merges", "ranks") if model.get(name) is not None},
             "fuse_unk": True,
             "byte_fallback": True,
         },

@@ -1,6 +1,7 @@
 """Reads the files of a tokenizer folder.
 
-`tokenizer.json` is read first; without it, `vocab.json` and `merges.txt` in GPT-2's form, or `tokenizer.model`.
+`tokenizer.json` is read first; without it, `vocab.json` and `merges.txt` in GPT-2's form, `tekken.json`, a
+SentencePiece model or tiktoken's file.
 `tokenizer_config.json`,
 `special_tokens_map.json`, `added_tokens.json`, `chat_template.jinja`, `chat_template.json` and the template of
 `processor_config.json` are read if they exist.
@@ -15,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokenizer.classes import GPT2, QWEN2, as_class_has_it, class_of, tokens_of_class
+from tokenizer.byte_ranks import FAMILIES, TEKKEN_FILE, is_tiktoken, read_tekken, read_tiktoken
+from tokenizer.classes import GPT2, LLAMA, QWEN2, as_class_has_it, class_of, tokens_of_class
 from tokenizer.components.added_tokens import AddedToken
 from tokenizer.errors import TokenizerFileError
 from tokenizer.json_fields import Fields, shown
-from tokenizer.sentencepiece import added_tokens, content_of, read_pieces
+from tokenizer.piece_classes import content_of_class
+from tokenizer.sentencepiece import added_tokens, content_of_pieces, read_pieces
 from tokenizer.warn import warn_once
 
 _QWEN2_PATTERN = (
@@ -27,7 +30,11 @@ _QWEN2_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _ID_LIMIT = 1 << 32
-PIECES_FILE = "tokenizer.model"
+VOCABULARIES = (
+    "tokenizer.json", "vocab.json", TEKKEN_FILE, "tokenizer.model", "tiktoken.model", "*.tiktoken",
+    "sentencepiece.bpe.model", "spiece.model",
+)  # fmt: skip
+"""Names of files with a vocabulary; the first that a folder has is read. `vocab.json` counts beside `merges.txt`."""
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -51,6 +58,8 @@ class TokenizerFiles:
     """Ids that the model has, by its config; named tokens that no file lists are added below it."""
     chat_templates: dict[str, str] = field(default_factory=dict)
     """By name; the usual one is "default"."""
+    has_own_ids: bool = False
+    """Added tokens have the ids that they are listed with; else those of the vocabulary, or the next ones after it."""
     passes_over_merges: bool = False
     """Merges that name a token which is not in the vocabulary are a warning, as in llama.cpp; else an error."""
 
@@ -62,21 +71,37 @@ def read_folder(folder: Path) -> TokenizerFiles:
     config = _read_optional(folder / "tokenizer_config.json")
     model_config = _read_optional(folder / "config.json")
     name = class_of(config, model_config)
-    has_json = (folder / "tokenizer.json").is_file()
+    source = vocabulary_file(folder)
+    if source is None:
+        raise TokenizerFileError(folder.name, "", f"holds no tokenizer: none of {', '.join(VOCABULARIES)}")
+    has_json = source.name == "tokenizer.json"
     if has_json:
-        files = TokenizerFiles(as_class_has_it(Fields.read(folder / "tokenizer.json"), name, config))
-    else:  # tokenizer.json itself has the tokens added to a text
-        is_sentencepiece = (folder / PIECES_FILE).is_file() and not (folder / "vocab.json").is_file()
-        if is_sentencepiece:
-            files = _read_sentencepiece(folder, config, name)
-        else:
-            files = TokenizerFiles(_read_vocabulary(folder, config, name or GPT2))
-        files.add_bos_token = config.boolean("add_bos_token", is_sentencepiece)
+        files = TokenizerFiles(as_class_has_it(Fields.read(source), name, config))
+    elif source.name == TEKKEN_FILE:
+        files = _read_tekken(source)
+    elif source.name == "vocab.json":
+        files = TokenizerFiles(_read_vocabulary(folder, config, name or GPT2))
+    elif source.suffix == ".tiktoken" or source.name == "tiktoken.model" or is_tiktoken(source):
+        files = _read_tiktoken(source, config, model_config)
+    else:
+        files = _read_sentencepiece(source, config, name)
+    if not has_json and files.tokenizer.get("post_processor") is None:  # else that has the tokens added to a text
+        files.add_bos_token = config.boolean("add_bos_token", files.add_bos_token)
         files.add_eos_token = config.boolean("add_eos_token", False)
     files.num_embeddings = _num_embeddings(model_config)
-    _read_special_tokens(folder, config, files, tokens_of_class(name or ("" if has_json else GPT2)))
+    is_gpt2 = source.name == "vocab.json" and not name
+    _read_special_tokens(folder, config, files, tokens_of_class(GPT2 if is_gpt2 else name))
     _read_chat_templates(folder, config, files)
     return files
+
+
+def vocabulary_file(folder: Path) -> Path | None:
+    """The file that the tokenizer of a folder is read from; of a pair `vocab.json`. None if there is none."""
+    for name in VOCABULARIES:
+        for path in sorted(folder.glob(name)):
+            if path.is_file() and (path.name != "vocab.json" or (folder / "merges.txt").is_file()):
+                return path
+    return None
 
 
 def _num_embeddings(model_config: Fields) -> int:
@@ -93,8 +118,6 @@ def _read_optional(file: Path) -> Fields:
 
 def _read_vocabulary(folder: Path, config: Fields, kind: str) -> Fields:
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
-    if not vocab.is_file() or not merges.is_file():
-        raise TokenizerFileError(folder.name, "", "holds neither tokenizer.json nor vocab.json with merges.txt")
     if kind not in (GPT2, QWEN2):
         config.fail("tokenizer_class", f"{shown(kind)} is not supported without a tokenizer.json")
     lines = _read_text(merges).split("\n")
@@ -123,21 +146,50 @@ def _read_vocabulary(folder: Path, config: Fields, kind: str) -> Fields:
     return Fields(content, f"{vocab.name} + {merges.name}")
 
 
-def _read_sentencepiece(folder: Path, config: Fields, name: str) -> TokenizerFiles:
-    """The content of a `tokenizer.model` alone. Tokens that tokenizer_config.json lists replace those of their ids."""
-    pieces = read_pieces(folder / PIECES_FILE)
+def _read_sentencepiece(file: Path, config: Fields, name: str) -> TokenizerFiles:
+    """The content of a SentencePiece model alone. Tokens that tokenizer_config.json lists replace those of their
+    ids."""
+    pieces = read_pieces(file)
+    if (content := content_of_class(name, pieces, config.get("extra_ids"))) is not None:
+        return TokenizerFiles(Fields(content, file.name))
     listed = config.get("added_tokens_decoder")
     for key, entry in listed.items() if isinstance(listed, dict) else ():
         if key.isascii() and key.isdigit() and isinstance(entry, dict) and isinstance(entry.get("content"), str):
             pieces.replace(int(key), entry["content"])
-    tokens, types = pieces.tokens, pieces.types
-    unknown = pieces.special_ids.get("unk_token")
-    content = content_of(tokens, pieces.scores, types, unknown=unknown, has_prefix=pieces.has_prefix)
-    content["added_tokens"] = list(added_tokens(tokens, types))
-    files = TokenizerFiles(as_class_has_it(Fields(content, PIECES_FILE), name, config))
+    is_legacy = config.boolean("legacy", True)
+    content = content_of_pieces(pieces, is_first_alone=not is_legacy)
+    if name == LLAMA:
+        content["added_tokens"] = list(added_tokens(pieces.tokens, pieces.types))
+    files = TokenizerFiles(as_class_has_it(Fields(content, file.name), name, config), add_bos_token=True)
     for role, i in pieces.special_ids.items():
         if config.get(role) is None:
-            files.named_tokens[role] = AddedToken(tokens[i], is_special=True)
+            files.named_tokens[role] = AddedToken(pieces.tokens[i], is_special=True)
+    return files
+
+
+def _read_tekken(file: Path) -> TokenizerFiles:
+    files = TokenizerFiles(read_tekken(file), add_bos_token=True, has_own_ids=True)
+    known = {entry["content"] for entry in files.tokenizer.items("added_tokens")}
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    files.named_tokens = {role: AddedToken(text, is_special=True) for role, text in named.items() if text in known}
+    return files
+
+
+def _read_tiktoken(file: Path, config: Fields, model_config: Fields) -> TokenizerFiles:
+    """The content of tiktoken's file, by the class or the model's type, whichever is known."""
+    names = [source.get(key) for source, key in ((config, "tokenizer_class"), (model_config, "model_type"))]
+    texts = [name for name in names if isinstance(name, str)]
+    name = next((name for name in texts if name in FAMILIES), texts[0] if texts else "an unnamed family")
+    listed = config.get("added_tokens_decoder")
+    added = {
+        int(key): entry["content"] for key, entry in (listed.items() if isinstance(listed, dict) else ())
+        if key.isascii() and key.isdigit() and isinstance(entry, dict) and isinstance(entry.get("content"), str)
+    }  # fmt: skip
+    content, family = read_tiktoken(file, name, added)
+    files = TokenizerFiles(content, has_own_ids=True)
+    for role, text in family.named:
+        if config.get(role) is None:
+            files.named_tokens[role] = AddedToken(text, is_special=True)
     return files
 
 

@@ -29,6 +29,7 @@ from tokenizer.patterns.tree import NotTabularError
 from tokenizer.templates.chat_template import render_chat
 from tokenizer.templates.content_marks import ContentMarks, free_mark, is_no_turn, mapped, without
 from tokenizer.templates.template_forms import TemplateForms, forms_of
+from tokenizer.unigram.model import UnigramModel
 from tokenizer.warn import warn_once
 from tokenizer.word_piece import WordPieceModel
 
@@ -63,6 +64,7 @@ class Tokenizer:
         self.chat_templates: Mapping[str, str] = kept
         """The chat templates by name; the usual one is "default"."""
 
+        self._has_own_ids = files.has_own_ids
         self._id_to_added: dict[int, AddedToken] = {}
         self._added_ids: dict[str, int] = {}
         self._add_tokens(fields, files)
@@ -440,7 +442,7 @@ class Tokenizer:
     def _add_token(self, token: AddedToken, declared_id: int, source: Fields) -> None:
         if not token.content:
             return
-        known_id = self.token_to_id(token.content)
+        known_id = declared_id if self._has_own_ids else self.token_to_id(token.content)
         if known_id is None:
             known_id = self._next_id()
         if known_id != declared_id:  # the library also warns, and uses the vocabulary's
@@ -520,10 +522,12 @@ def _is_answer(message: Any) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
-def _build_model(fields: Fields, files: TokenizerFiles) -> BpeModel | WordPieceModel:
+def _build_model(fields: Fields, files: TokenizerFiles) -> BpeModel | UnigramModel | WordPieceModel:
     """The model of a "model" object. Raises `TokenizerFileError`."""
     if fields.get("type") == "WordPiece":
         return WordPieceModel(fields)
+    if fields.get("type") == "Unigram":
+        return UnigramModel(fields)
     return BpeModel(fields, passes_over_merges=files.passes_over_merges)
 
 

@@ -24,8 +24,9 @@ _errors, _utils = later("huggingface_hub.errors"), later("huggingface_hub.utils"
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo"
 BUNDLED_MODEL_NAME = "xserv-demo"
 
-_WANTED_FILES = ["*.json", "model*.safetensors", "*.jinja", "merges.txt", "LICENSE*", "README.md"]
-_UNWANTED_FILES = ["*/*.json", "*/*.safetensors", "*/merges.txt", "LICENSE*/*"]
+_TOKENIZERS = ["merges.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken", "sentencepiece.bpe.model"]
+_WANTED_FILES = ["*.json", "model*.safetensors", "*.jinja", *_TOKENIZERS, "LICENSE*", "README.md"]
+_UNWANTED_FILES = ["*/*.json", "*/*.safetensors", "LICENSE*/*", *(f"*/{name}" for name in _TOKENIZERS)]
 """Other copies of the weights lie in subfolders; chat templates by name, which are wanted, too."""
 _GGUF = b"GGUF"  # whatever the file is called: Ollama's are blobs named by a checksum
 _REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)

@@ -20,8 +20,7 @@ from models.gguf.model_file import GgufModel
 from models.quantized.scheme import add_quantization, read_quantization, with_quantized
 from tokenizer.ends import EndTokens, end_tokens
 from tokenizer.errors import TokenizerFileError
-from tokenizer.loading import PIECES_FILE, TokenizerFiles, read_folder
-from tokenizer.sentencepiece import read_pieces
+from tokenizer.loading import TokenizerFiles, read_folder, vocabulary_file
 from tokenizer.warn import warn_once
 
 _IMAGES_FILE = "preprocessor_config.json"
@@ -83,28 +82,22 @@ class ModelFolder:
         return checkpoint if scheme is None else with_quantized(checkpoint, scheme)
 
     def has_tokenizer(self) -> bool:
-        has_pair = (self.path / "vocab.json").is_file() and (self.path / "merges.txt").is_file()
-        return has_pair or (self.path / "tokenizer.json").is_file() or self._pieces_problem() == ""
+        return self.tokenizer_files() is not None
 
     def tokenizer_files(self) -> TokenizerFiles | None:
-        if self.has_tokenizer():
-            return read_folder(self.path)
-        for name in (PIECES_FILE, "tekken.json", "tiktoken.model"):
-            if (self.path / name).is_file():
-                problem = self._pieces_problem() if name == PIECES_FILE else f"{name} is not read"
-                warn_once(
-                    f"{self.path}: {problem}, and there is no tokenizer.json: the model serves ids alone;"
-                    " make one with transformers: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
-                )
-        return None
-
-    def _pieces_problem(self) -> str | None:
-        """Why `tokenizer.model` cannot be read; "" if it can, None if there is none."""
-        path = self.path / PIECES_FILE
+        source = vocabulary_file(self.path)
+        if source is None:
+            return None
         try:
-            return "" if path.is_file() and read_pieces(path) else None
+            return read_folder(self.path)
         except TokenizerFileError as error:
-            return str(error)
+            if source.name in ("tokenizer.json", "vocab.json"):
+                raise
+            warn_once(
+                f"{self.path}: {error}, and there is no tokenizer.json: the model serves ids alone;"
+                " make one with transformers: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
+            )
+            return None
 
 
 def open_model(path: str | Path, overrides: str = "", mmproj: str = "") -> ModelFiles:

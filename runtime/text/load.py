@@ -29,7 +29,7 @@ def read_tokenizer(model: str | Path, chat_template: str | None = None) -> Token
     """As ``load_tokenizer``, of a model that must have one."""
     tokenizer = load_tokenizer(model, chat_template)
     if tokenizer is None:
-        problem = "has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt"
+        problem = "has no tokenizer that can be read (tokenizer.json, tokenizer.model, tekken.json, ...)"
         raise TokenizerFileError(str(model), "", problem)
     return tokenizer
 

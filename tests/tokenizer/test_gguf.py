@@ -96,11 +96,23 @@ def small_sentencepiece(**more: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
+def with_merges(model: dict[str, Any]) -> dict[str, Any]:
+    """A model with merges instead of ranks, as the library takes it."""
+    ranks = {token: rank for token, rank in zip(model["vocab"], model["ranks"], strict=True) if rank >= 0}
+    splits = [
+        (rank, token[:cut], token[cut:]) for token, rank in ranks.items() for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]  # fmt: skip
+    rest = {name: value for name, value in model.items() if name != "ranks"}
+    return {**rest, "merges": [list(parts) for _, *parts in sorted(splits)]}
+
+
 @pytest.mark.parametrize("has_prefix", [True, False])
 def test_sentencepiece_beside_the_tokenizers_library(has_prefix: bool) -> None:
     vocabulary = GgufVocabulary(small_sentencepiece(add_space_prefix=has_prefix), "m.gguf")
     files = vocabulary.files()
-    ours, theirs = Tokenizer.from_files(files), library(dict(files.tokenizer.values))
+    content = dict(files.tokenizer.values)
+    ours, theirs = Tokenizer.from_files(files), library({**content, "model": with_merges(content["model"])})
     rng = random.Random(3)
     for _ in range(500):
         parts = ["a", "b", "c", " ", "  ", "é", "<|end|>", "<s>", "▁", "[PAD1]"]

@@ -257,8 +257,12 @@ def test_named_tokens_that_no_file_lists(tmp_path: Path) -> None:
 _ADDED = added_token("<x>", 6)
 _REFUSED: list[tuple[dict[str, Any], str]] = [
     (
-        {**_content(), "model": {"type": "Unigram", "vocab": []}},
-        "model.type: model 'Unigram' is not supported",
+        {**_content(), "model": {"type": "Unigram", "vocab": [["a"]]}},
+        r"model.vocab\[0\]: expected a token and its score",
+    ),
+    (
+        {**_content(), "model": {"type": "Unigram", "vocab": [["a", 0]], "unk_id": 1}},
+        "model.unk_id: is 1, must be less",
     ),
     ({**_content(), "model": {"type": "WordLevel", "vocab": {}}}, "model.type: model 'WordLevel'"),
     ({**_content(), "model": {"type": "WordLevel", "vocab": {}}}, "model.type: model 'WordLevel'"),
@@ -274,8 +278,8 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
     (_content(model={"fuse_unk": "yes"}), "model.fuse_unk: expected true or false, found 'yes'"),
     ({**_content(), "version": "2.0"}, "version: expected"),
     (
-        _content(normalizer={"type": "Precompiled"}),
-        "normalizer.type: normalizer 'Precompiled' is not supported",
+        _content(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        "normalizer.precompiled_charsmap: has 3 bytes, which are no table",
     ),
     (_content(normalizer={"type": "SpacyNormalizer"}), "normalizer 'SpacyNormalizer' is not supported"),
     (_content(normalizer={"type": "NFC", "x": 1}), "normalizer.x: is not supported"),
@@ -378,7 +382,9 @@ def test_threads_may_share_a_tokenizer() -> None:
 def test_missing_folders_and_files(tmp_path: Path) -> None:
     with pytest.raises(TokenizerFileError, match="is not a folder"):
         Tokenizer.from_pretrained(tmp_path / "none")
-    with pytest.raises(TokenizerFileError, match=r"neither tokenizer.json nor vocab.json"):
+    with pytest.raises(
+        TokenizerFileError, match=r"holds no tokenizer: none of tokenizer.json, vocab.json, tekken.json"
+    ):
         Tokenizer.from_pretrained(tmp_path)
     with pytest.raises(TokenizerFileError, match="cannot be read"):
         Tokenizer.from_file(tmp_path / "tokenizer.json")

@@ -110,3 +110,54 @@ def index_merges(
         pairs[2 * slot + 1] = np.uint64(rank) << _RANK_SHIFT | np.uint64(merged)
         position = right_end + 1
     return -1
+
+
+@njit
+def _part(tokens, first, end, starts, slots, mask, ranks):
+    """The symbol of a part of a token that may be merged, or -1."""
+    symbol = find_token(tokens, first, end, tokens, starts, slots, mask)
+    return symbol if symbol >= 0 and ranks[symbol] >= 0 else np.int64(-1)
+
+
+@njit
+def count_splits(num_tokens, tokens_address, starts_address, slots_address, mask, ranks_address):
+    """How many splits of tokens into two others `index_splits` enters."""
+    tokens, starts = u8_at(tokens_address), i64_at(starts_address)
+    slots, ranks = i32_at(slots_address), i32_at(ranks_address)
+    count = np.int64(0)
+    for symbol in range(num_tokens):
+        first, end = starts[symbol], starts[symbol + 1] - 1
+        for cut in range(first + 1, end if ranks[symbol] >= 0 else first):
+            if tokens[cut] & 0xC0 == 0x80 or _part(tokens, first, cut, starts, slots, mask, ranks) < 0:
+                continue
+            if _part(tokens, cut, end, starts, slots, mask, ranks) >= 0:
+                count += 1
+    return count
+
+
+@njit
+def index_splits(
+    num_tokens, tokens_address, starts_address, slots_address, mask, ranks_address, pairs_address, shift,
+):  # fmt: skip
+    """Fills `pairs` with each split of a token between characters into two others, by the token's rank.
+
+    ranks   [num_tokens] int32; tokens of a negative rank are neither whole nor part
+    """
+    tokens, starts = u8_at(tokens_address), i64_at(starts_address)
+    slots, ranks, pairs = i32_at(slots_address), i32_at(ranks_address), u64_at(pairs_address)
+    pair_mask = (1 << (64 - shift)) - 1
+    for symbol in range(num_tokens):
+        first, end = starts[symbol], starts[symbol + 1] - 1
+        for cut in range(first + 1, end if ranks[symbol] >= 0 else first):
+            if tokens[cut] & 0xC0 == 0x80:
+                continue
+            left = _part(tokens, first, cut, starts, slots, mask, ranks)
+            right = np.int64(-1) if left < 0 else _part(tokens, cut, end, starts, slots, mask, ranks)
+            if right < 0:
+                continue
+            key = pair_key(left, right)
+            slot = pair_slot(key, shift)
+            while pairs[2 * slot] != NOTHING:
+                slot = (slot + 1) & pair_mask
+            pairs[2 * slot] = key
+            pairs[2 * slot + 1] = np.uint64(ranks[symbol]) << _RANK_SHIFT | np.uint64(symbol)

@@ -42,25 +42,45 @@ class MergeTable:
 
         Raises `MergeError`, and UnicodeEncodeError for a lone surrogate.
         """
+        self._index(vocab)
+        packed = _packed(merges)
+        middle = separator.encode("utf-8", "surrogateescape")[0]
+        room = np.empty(2 * int(np.diff(self.starts).max(initial=0)) + len(_PADDING), np.uint8)
+        self._make_pairs(len(merges))
+        offender = _indexing.index_merges(
+            address(packed), len(merges), middle, len(prefix.encode()), *self._tables, address(room)
+        )
+        if offender >= 0:
+            raise MergeError(offender)
+
+    @classmethod
+    def of_ranks(cls, vocab: dict[str, int], ranks: Sequence[int]) -> MergeTable:
+        """Any two tokens merge whose joined string is a token, the one of the lowest rank first: tiktoken's and
+        SentencePiece's rule. `ranks`: of each token of `vocab`, in its order; tokens of rank -1 neither merge nor are
+        merged into. Raises UnicodeEncodeError for a lone surrogate."""
+        self = cls.__new__(cls)
+        self._index(vocab)
+        numbers = np.asarray(ranks, np.int32)
+        tables = *self._token_tables, address(numbers)
+        self._make_pairs(_indexing.count_splits(len(vocab), *tables))
+        _indexing.index_splits(len(vocab), *tables, address(self.pairs), self.shift)
+        return self
+
+    def _index(self, vocab: dict[str, int]) -> None:
+        """Makes the tables of tokens."""
         self.tokens = _packed(vocab)
         self.starts = np.empty(len(vocab) + 1, np.int64)
         self.slots = np.full(_table_size(len(vocab)), -1, np.int32)
         self.mask = len(self.slots) - 1
         self.ids = np.fromiter(vocab.values(), np.uint32, len(vocab))
         _indexing.index_tokens(address(self.tokens), len(vocab), address(self.starts), address(self.slots), self.mask)
-        self.pairs = np.full((_table_size(len(merges)), 2), _indexing.NOTHING, np.uint64)
+        self._token_tables = address(self.tokens), address(self.starts), address(self.slots), self.mask
+
+    def _make_pairs(self, count: int) -> None:
+        """Makes the table of merges, which is empty and has room for `count`."""
+        self.pairs = np.full((_table_size(count), 2), _indexing.NOTHING, np.uint64)
         self.shift = 65 - len(self.pairs).bit_length()
-        packed = _packed(merges)
-        middle = separator.encode("utf-8", "surrogateescape")[0]
-        room = np.empty(2 * int(np.diff(self.starts).max(initial=0)) + len(_PADDING), np.uint8)
-        token_tables = address(self.tokens), address(self.starts), address(self.slots), self.mask
-        self._tables = *token_tables, address(self.pairs), self.shift
-        prefix_size = len(prefix.encode())
-        offender = _indexing.index_merges(
-            address(packed), len(merges), middle, prefix_size, *self._tables, address(room)
-        )
-        if offender >= 0:
-            raise MergeError(offender)
+        self._tables = *self._token_tables, address(self.pairs), self.shift
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
         """The ids of a word, given as its initial tokens; all are in the vocabulary."""

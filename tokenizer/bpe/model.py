@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizer.bpe.merge_table import MIDDLE, MergeError, MergeTable
 from tokenizer.byte_level import BYTE_TO_CHAR
+from tokenizer.components.added_tokens import AddedToken, AddedTokenFinder
 from tokenizer.json_fields import Fields, shown
 from tokenizer.warn import warn_once
 
@@ -30,11 +31,17 @@ _KNOWN = (
     "ignore_merges",
     "vocab",
     "merges",
+    "ranks",
+    "whole",
 )
 
 
 class BpeModel:
-    """A vocabulary and its merges. Immutable after construction, so that threads may share it."""
+    """A vocabulary and its merges. Immutable after construction, so that threads may share it.
+
+    Beside the fields of a tokenizer.json, the model may have `ranks`, one for each token in the vocabulary's order
+    (`MergeTable.of_ranks`), instead of `merges`; and `whole`: tokens that are found in a word first and never merged.
+    """
 
     def __init__(self, fields: Fields, *, passes_over_merges: bool = False) -> None:
         """Read the "model" object; with `passes_over_merges`, skip those of unknown tokens. Raises
@@ -50,6 +57,8 @@ class BpeModel:
         self.ignores_merges = fields.boolean("ignore_merges", False)
         self._unk_token = self._read_unk(fields)
         self._falls_back = fields.boolean("byte_fallback", False)
+        whole = fields.items("whole") if fields.get("whole") else []
+        self._whole = AddedTokenFinder((word, self.vocab[word], AddedToken(word)) for word in whole) if whole else None
         self._is_plain = not self._prefix and not self._suffix
         self._read_merges(fields, passes_over_merges)
 
@@ -61,6 +70,9 @@ class BpeModel:
         return token
 
     def _read_merges(self, fields: Fields, passes_over: bool) -> None:
+        if fields.get("ranks") is not None:
+            self.table = MergeTable.of_ranks(self.vocab, fields.items("ranks"))
+            return
         merges = fields.items("merges")
         is_written_as_strings = bool(merges) and isinstance(merges[0], str)
         pairs = _without_version(fields, merges) if is_written_as_strings else _joined_pairs(fields, merges)
@@ -110,6 +122,12 @@ class BpeModel:
 
     def encode_word(self, word: str) -> list[int]:
         """The ids of one word, which is not empty."""
+        if self._whole is not None:
+            pieces = self._whole.split(word, False)
+            return [i for piece, _, whole in pieces for i in ([whole] if whole >= 0 else self._merged(piece))]
+        return self._merged(word)
+
+    def _merged(self, word: str) -> list[int]:
         if self.ignores_merges and (whole := self.vocab.get(word)) is not None:
             return [whole]
         return self.table.encode(self._character_tokens(word))

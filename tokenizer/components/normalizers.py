@@ -5,7 +5,7 @@ Metaspace pre-tokenizer with the scheme "first" asks whether the first character
 first character.
 
 Supported: NFC, NFD, NFKC, NFKD, Prepend, Replace, Lowercase, Strip, StripAccents, Nmt, ByteLevel, BertNormalizer,
-Sequence.
+Precompiled, Sequence; and SentencePiece, which stands for a `tokenizer.model`'s own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from tokenizer.patterns.compiled import (
     find_spans,
 )
 from tokenizer.patterns.oniguruma import PatternError
+from tokenizer.unigram.charsmap import Charsmap, SentencePieceNormalizer, precompiled
 
 Normalizer = Callable[[str, bool], tuple[str, bool]]
 """(text, is_at_start) → (text, is_at_start)."""
+
+SENTENCEPIECE = "SentencePiece"
+"""The type of the normalizer that a `tokenizer.model` has."""
 
 _FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
 _TYPES = (
@@ -41,6 +45,7 @@ _TYPES = (
     "Nmt",
     "ByteLevel",
     "BertNormalizer",
+    "Precompiled",
     "Sequence",
 )
 
@@ -52,6 +57,8 @@ def build_normalizer(fields: Fields | None) -> Normalizer | None:
     """
     if fields is None:
         return None
+    if fields.get("type") == SENTENCEPIECE:
+        return SentencePieceNormalizer(fields)
     kind = fields.one_of("normalizer", _TYPES)
     for form in _FORMS:
         if kind == form:
@@ -76,6 +83,10 @@ def build_normalizer(fields: Fields | None) -> Normalizer | None:
         strips = lowers if fields.get("strip_accents") is None else fields.boolean("strip_accents")
         cleans, spaces_chinese = fields.boolean("clean_text", True), fields.boolean("handle_chinese_chars", True)
         return functools.partial(_bert, (cleans, spaces_chinese, strips, lowers))
+    if kind == "Precompiled":
+        fields.known(["type", "precompiled_charsmap"])
+        charsmap = precompiled(fields)
+        return None if charsmap is None else functools.partial(_replace_characters, charsmap)
     fields.known(["type"])
     simple: dict[str, Normalizer] = {
         "Lowercase": _lowercase,
@@ -226,6 +237,10 @@ def _bert(switches: tuple[bool, bool, bool, bool], text: str, is_at_start: bool)
     if strips:
         text = accents.sub("", _unicode_form("NFD", text, False)[0])
     return (_lowercase(text, False)[0] if lowers else text), is_at_start
+
+
+def _replace_characters(charsmap: Charsmap, text: str, is_at_start: bool) -> tuple[str, bool]:
+    return charsmap.replace_as_library(text), is_at_start
 
 
 def _byte_level(text: str, is_at_start: bool) -> tuple[str, bool]:

@@ -15,7 +15,8 @@ from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.pre_tokenizers import PRE_TOKENIZERS, byte_level
 from tokenizer.json_fields import Fields, shown
 from tokenizer.loading import TokenizerFiles, refusing_template
-from tokenizer.sentencepiece import CONTROL, NORMAL, added_tokens, content_of, spaces_as_marks
+from tokenizer.sentencepiece import added_tokens, content_of, spaces_as_marks
+from tokenizer.unigram.model import CONTROL, NORMAL
 from tokenizer.warn import warn_once
 
 _PREFIX = "tokenizer.ggml."
