@@ -26,6 +26,7 @@ from runtime.commands.kernels import kernels
 from runtime.commands.look import info, perplexity, quantize, tokenize
 from runtime.commands.options import with_options
 from runtime.commands.serve import deploy, serve
+from runtime.commands.vectors import embed, rank
 
 _bench_program = later("runtime.commands.bench.program")
 _version = later("runtime.version")
@@ -78,6 +79,8 @@ for _command, _panel, _is_positional in (
     (generate, USE, True),
     (serve, USE, True),
     (deploy, USE, False),
+    (embed, USE, False),
+    (rank, USE, False),
     (tokenize, LOOK, False),
     (info, LOOK, True),
     (perplexity, LOOK, False),

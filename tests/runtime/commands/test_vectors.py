@@ -1,0 +1,62 @@
+"""`xserv embed` and `xserv rank`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from runtime.cli import app
+from tests.models.encoder_cases import QUERY, TEXTS, expected, write_encoder, write_layout
+
+LINES = [text for text in TEXTS if text]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(LINES) + "\n\n", encoding="utf-8")
+    return path
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_embed(tmp_path: Path, texts: Path) -> None:
+    folder, output = write_layout(tmp_path / "model", "mean"), tmp_path / "vectors.npy"
+    run("embed", texts, "--model", folder, "--prompt-name", "document", "--output", output)
+    theirs = expected("layout mean document")[[bool(text) for text in TEXTS]]
+    np.testing.assert_allclose(np.load(output), theirs, atol=1e-5)
+    lines = [json.loads(line) for line in run("embed", texts, "--model", folder, "--dimensions", 5).splitlines()]
+    assert [len(line) for line in lines] == [5] * len(LINES)
+
+
+def test_rank(tmp_path: Path, texts: Path) -> None:
+    folder = write_encoder(tmp_path / "model", "bert_pairs")
+    theirs = expected("scores bert_pairs")[[bool(text) for text in TEXTS]]
+    order = np.argsort(-theirs, kind="stable").tolist()
+    found = [json.loads(line) for line in run("rank", QUERY, texts, "--model", folder, "--json").splitlines()]
+    assert [each["index"] for each in found] == order
+    np.testing.assert_allclose([each["relevance_score"] for each in found], theirs[order], rtol=1e-5)
+    assert [each["document"] for each in found] == [LINES[index] for index in order]
+    (best,) = run("rank", QUERY, texts, "--model", folder, "--top", 1).splitlines()
+    assert best == f"{theirs[order[0]]:.4f}\t{LINES[order[0]]}"
+
+
+def test_wrong_arguments(tmp_path: Path, texts: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    for arguments, message in (
+        (["embed", empty], "has no text"),
+        (["embed", texts, "--output", tmp_path / "vectors.txt"], "must end in .npy"),
+        (["rank", "a", empty], "has no text"),
+    ):
+        result = CliRunner().invoke(app, [*map(str, arguments)])
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())
