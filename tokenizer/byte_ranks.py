@@ -98,6 +98,7 @@ def read_tekken(file: Path) -> Fields:
     content = _content(ranked, num_special, fields, "vocab")
     content["pre_tokenizer"] = _cut_by(config.string("pattern"))
     content["added_tokens"] = _added(tokens)
+    content["config"] = {"version": config.get("version")}
     return Fields(content, file.name)
 
 

@@ -23,6 +23,7 @@ from tokenizer.errors import TokenizerFileError
 from tokenizer.json_fields import Fields, shown
 from tokenizer.piece_classes import content_of_class
 from tokenizer.sentencepiece import added_tokens, content_of_pieces, read_pieces
+from tokenizer.templates.mistral import mistral_template
 from tokenizer.warn import warn_once
 
 _QWEN2_PATTERN = (
@@ -92,6 +93,9 @@ def read_folder(folder: Path) -> TokenizerFiles:
     is_gpt2 = source.name == "vocab.json" and not name
     _read_special_tokens(folder, config, files, tokens_of_class(GPT2 if is_gpt2 else name))
     _read_chat_templates(folder, config, files)
+    if source.name == TEKKEN_FILE and not files.chat_templates:
+        template = mistral_template(files.tokenizer)
+        files.chat_templates |= {} if template is None else {"default": template}
     return files
 
 

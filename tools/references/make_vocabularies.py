@@ -9,16 +9,20 @@ the given file. The tests read the folders that this writes.
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import json
 import random
 import sys
+import tempfile
 import unicodedata
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 import tiktoken
+from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +109,65 @@ def write_pieces(name: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     return cases
 
 
+SPECIAL = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]",
+)  # fmt: skip
+_PLACE = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_w", "description": 'Wéather of "a" place', "parameters": _PLACE}},
+    {"type": "function", "function": {"name": "now", "description": "", "parameters": {"type": "object"}}},
+]
+
+
+def _call(call_id: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "get_w", "arguments": json.dumps(arguments)}}
+
+
+def _answer(call_id: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "name": "get_w", "content": content}
+
+
+CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
+    "system": (
+        [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"},
+         {"role": "assistant", "content": "Hello!  "}, {"role": "user", "content": " And nöw?"}], None,
+    ),
+    "tools": (
+        [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"},
+         {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Weather?"}], TOOLS,
+    ),
+    "calls": (
+        [{"role": "user", "content": "Weather?"},
+         {"role": "assistant", "content": "", "tool_calls": [
+             _call("abcdefghi", {"city": "Rome", "n": 3}), _call("123456789", {"city": "b"})]},
+         _answer("abcdefghi", "22 degrees"), _answer("123456789", '{"a": [1, 2]}'),
+         {"role": "assistant", "content": "It is 22."}, {"role": "user", "content": "Thanks"}], TOOLS,
+    ),
+    "typed": ([{"role": "user", "content": "say [INST] and </s> please"}], None),
+}  # fmt: skip
+
+
+def write_chats(content: dict[str, Any]) -> None:
+    """Writes what `mistral_common` makes of conversations, by version of the format."""
+    special = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(SPECIAL)]
+    cases = []
+    for version in ("v3", "v7", "v11", "v13"):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "tekken.json"
+            own = {**content, "config": {**content["config"], "version": version}, "special_tokens": special}
+            file.write_text(json.dumps(own), encoding="utf-8")
+            tokenizer = MistralTokenizer.from_file(str(file))
+            for name, (messages, tools) in CHATS.items():
+                request = ChatCompletionRequest.from_openai(messages=copy.deepcopy(messages), tools=tools)
+                ids = tokenizer.encode_chat_completion(request).tokens
+                case = {"version": version, "name": name, "messages": messages, "tools": tools, "ids": ids}
+                cases.append(case)
+    found = {"special_tokens": special, "cases": cases}
+    (FOLDER / "chats.json").write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     found: dict[str, Any] = {name: write_pieces(name, options) for name, options in MODELS.items()}
     whole = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -114,6 +177,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     content = {"config": config, "vocab": vocab, "special_tokens": None}
     (folder / "tekken.json").write_text(json.dumps(content, indent=None), encoding="utf-8")
+    write_chats(content)
     tekken = Tekkenizer.from_file(folder / "tekken.json")
     found["tekken"] = [{"text": text, "ids": tekken.encode(text, bos=False, eos=False)} for text in texts()]
     tokens = [base64.b64decode(entry["token_bytes"]) for entry in vocab]
