@@ -24,7 +24,8 @@ from typing import Any
 
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
 from numba_kernels.cuda import experts, logprobs, sampling
-from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
+from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_tensor_core
+from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.tiles import WIDE
 from numba_kernels.cuda.attention.wide_tiles import SMALL, wide_tiles
 from numba_kernels.cuda.gemm import (
@@ -253,7 +254,7 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         tiles = (*hopper.TILES, hopper.NARROW) if packing is None else hopper_packed.TILES
         return {str(tile): tile for tile in tiles}[constants["tile"]].shared_bytes
     if name.startswith("attention_flash_hopper"):
-        return flash_hopper.shared_bytes(constants["head_dim"])
+        return hopper_tiles(constants["head_dim"], constants["v_dim"]).shared_bytes
     if name.startswith("sampling"):
         model = model_of(arch)
         clusters = model.max_clusters if constants["is_cluster"] else ()
@@ -277,10 +278,11 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
             sizes = (wide_tiles(dtype, constants["pages"], head_dim, each, is_split) for each in ("sm_80", SMALL[0]))
             return next(each.shared_bytes for each in sizes if each.num_keys == constants["num_keys"])
         if dtype == "f32":
-            return flash_float32.shared_bytes(head_dim, is_split)
-        family = decode_tensor_core if is_split else flash_tensor_core
-        size: int = family.shared_bytes(dtype, head_dim, constants["num_rows"], constants["pages"])
-        return size
+            return flash_float32.shared_bytes(head_dim, constants["v_dim"], is_split)
+        num_rows, pages = constants["num_rows"], constants["pages"]
+        if is_split:
+            return decode_tensor_core.shared_bytes(dtype, head_dim, num_rows, pages)
+        return flash_tensor_core.shared_bytes(dtype, head_dim, constants["v_dim"], num_rows, pages)
     return 0
 
 

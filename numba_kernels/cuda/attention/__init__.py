@@ -24,6 +24,14 @@ beyond a sequence's own rows exit at once: simple, and wasteful only where one l
 ones. Those of flash_hopper stay and look up the tiles.
 """
 
-from numba_kernels.cuda.attention.planning import TIERS, AttentionPlan, plan, specialisations
+from numba_kernels.cuda.attention.planning import (
+    TIERS,
+    AttentionPlan,
+    ExpandedPlan,
+    can_expand,
+    plan,
+    plan_expanded,
+    specialisations,
+)
 
-__all__ = ["TIERS", "AttentionPlan", "plan", "specialisations"]
+__all__ = ["TIERS", "AttentionPlan", "ExpandedPlan", "can_expand", "plan", "plan_expanded", "specialisations"]

@@ -19,6 +19,7 @@ from typing import Any
 
 from numba import cuda, float32, uint32, uint64
 
+from numba_kernels.cuda.attention import segments
 from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
     group_max,
@@ -35,7 +36,6 @@ from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     WIDE,
     Variant,
-    end_finder,
     head_row,
     is_outside,
     key_tile_copier,
@@ -61,7 +61,7 @@ from numba_kernels.cuda.intrinsics.memory import (
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import maximum_f32
 from numba_kernels.cuda.kv_cache import check_pages
-from numba_kernels.cuda.specialisation import Specialisation
+from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 THREADS = 256
 
@@ -86,11 +86,23 @@ def weights_pitch(head_dim: int, is_split: bool) -> int:
     return (keys if own_rows * keys % 32 == 16 else keys + 16 // own_rows) * 4
 
 
-def shared_bytes(head_dim: int, is_split: bool) -> int:
+def shared_bytes(qk_dim: int, v_dim: int, is_split: bool) -> int:
     """Dynamic shared memory: tiles of queries, keys, values and weights."""
+    head_dim = max(qk_dim, v_dim)
     rows, keys = num_rows(head_dim, is_split), num_keys(head_dim)
     scratch = scratch_bytes(THREADS) if is_split else 0
-    return scratch + (rows + 2 * keys) * tile_shape("f32", head_dim).pitch + rows * weights_pitch(head_dim, is_split)
+    tiles = (rows + keys) * tile_shape("f32", qk_dim).pitch + keys * tile_shape("f32", v_dim).pitch
+    return scratch + tiles + rows * weights_pitch(head_dim, is_split)
+
+
+def plan_expanded(qk_dim: int, v_dim: int, *, query_len: int, num_heads: int) -> tuple[Launch, int]:
+    """The launch for one sequence's segment of expanded rows (`segments`), and bytes of its results."""
+    tile_rows = num_rows(max(qk_dim, v_dim), False)
+    kernel = flash_float32(qk_dim, v_dim, segments.BLOCK_SIZE, False, Variant(is_expanded=True))
+    tiles, own_rows = -(-query_len // tile_rows), tile_rows // 16
+    launch = Launch(kernel, (tiles, num_heads, 1), (THREADS, 1, 1), shared_bytes(qk_dim, v_dim, False))
+    sums = own_rows * tile_shape("f32", v_dim).columns // 16
+    return launch, segments.state_bytes(tiles * num_heads, sums, own_rows, THREADS)
 
 
 def _copying(
@@ -109,32 +121,39 @@ def _copying(
 
 
 @functools.cache
-def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Variant) -> Specialisation:
+def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, variant: Variant) -> Specialisation:
     """Grid: (tiles of the longest chunk's rows, KV heads, sequences), or where split (parts of all sequences, as
-    `parts` bounds them; KV heads)."""
+    `parts` bounds them; KV heads). Two sizes are of expanded rows."""
+    head_dim, is_even, is_expanded = max(qk_dim, v_dim), qk_dim == v_dim, variant.is_expanded
     check_pages(head_dim, block_size, "f32")
     tile_rows, keys = num_rows(head_dim, is_split), num_keys(head_dim)
-    shape = tile_shape("f32", head_dim)
-    columns, pitch = shape.columns, shape.pitch
-    own_rows, own_keys, own_columns = tile_rows // 16, keys // 16, columns // 16
+    shape, value_shape = tile_shape("f32", qk_dim), tile_shape("f32", v_dim)
+    columns, pitch, value_columns, value_pitch = shape.columns, shape.pitch, value_shape.columns, value_shape.pitch
+    own_rows, own_keys, own_columns = tile_rows // 16, keys // 16, value_columns // 16
     pages = variant.pages
     column_of, locate, copy_pages = key_tile_copier(
         pages or "f32", head_dim, block_size, keys, THREADS, variant.has_window
     )
     scales_of, copy_keys = _copying(pages, head_dim, block_size, keys, variant.has_window, copy_pages)
-    copy_queries = query_tile_copier("f32", head_dim, tile_rows, THREADS)
+    value_column_of, locate_values, copy_values = column_of, locate, copy_keys
+    if is_expanded:
+        column_of, locate, copy_keys = segments.row_copier("f32", qk_dim, qk_dim + v_dim, keys, THREADS)
+        value_column_of, locate_values, copy_values = segments.row_copier("f32", v_dim, qk_dim + v_dim, keys, THREADS)
+    copy_queries = query_tile_copier("f32", qk_dim, tile_rows, THREADS)
     k_offset = tile_rows * pitch
     v_offset = k_offset + keys * pitch
-    p_offset = v_offset + keys * pitch
+    p_offset = v_offset + keys * value_pitch
     p_pitch = weights_pitch(head_dim, is_split)
     find = row_finder(tile_rows, keys, THREADS, is_split, variant.has_window)
     bound = key_bounds(keys, is_split, variant.has_window)
     q_offset = scratch_bytes(THREADS) if is_split else 0
     has_window, has_sinks, has_spans = variant.has_window, variant.has_sinks, variant.has_spans
-    end_of, outside = end_finder(has_spans), is_outside(has_window)
+    end_of, outside = segments.end_finder_of(variant), is_outside(has_window)
+    carry = segments.results_carrier(own_rows, own_columns, "rows", THREADS, is_expanded)
+    writes, pair_bytes = segments.writes_out(is_expanded), uint32((qk_dim + v_dim) * 4)
     span_rows = own_rows if has_spans else 1
-    place_of = record_place(head_dim, tile_rows)
-    combine = parts_combiner("f32", head_dim, tile_rows, THREADS, has_sinks)
+    place_of = record_place(v_dim, tile_rows)
+    combine = parts_combiner("f32", v_dim, tile_rows, THREADS, has_sinks)
     scaled = score_scaler(variant.softcap)
 
     @cuda.jit
@@ -155,7 +174,9 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
         if not has_tile:
             return
         last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
-        longest_end = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share))
+        longest_end = end_of(
+            bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share), window, wanted
+        )
         seen, key, stop = bound(seq_len, query_len, share, window, first_row, longest_end, first_key, part, part_keys)
         table = uint64(seq) * uint64(table_width)
 
@@ -178,7 +199,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
         operands = cuda.local.array((own_rows, 4), float32)
         for r in range(own_rows):
             token = divide_u32(uint32(first_row + own_row + uint32(r)), share)
-            ends[r] = end_of(bidirectional_until, first_token, seq_len, query_len, token)
+            ends[r] = end_of(bidirectional_until, first_token, seq_len, query_len, token, window, wanted)
             if has_spans:
                 own_ends[r] = visible_end(seq_len, query_len, token)
             maxima[r] = MINUS_INFINITY
@@ -187,9 +208,12 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
                 sums[r, c] = float32(0)
 
         k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
-        v_column = column_of(v_cache, kv_head, num_kv_heads, thread)
+        v_column = value_column_of(v_cache, kv_head, num_kv_heads, thread)
         k_scales = scales_of(k_scales, kv_head)
         v_scales = scales_of(v_scales, kv_head)
+        if is_expanded:
+            k_scales = uint64(uint32(num_kv_heads * pair_bytes))
+            v_scales = k_scales
         page = locate(block_tables, table, key, seen, stop, num_kv_heads, thread)
         if key < stop:
             copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
@@ -198,7 +222,10 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
         while key < stop:
             _wait_for_copies()
             sync_block()  # the keys are there, and all threads have done with the values
-            copy_keys(v_tile, v_column, v_scales, page, key, seen, stop, thread)
+            value_page = page
+            if not is_even:
+                value_page = locate_values(block_tables, table, key, seen, stop, num_kv_heads, thread)
+            copy_values(v_tile, v_column, v_scales, value_page, key, seen, stop, thread)
             copy_async_commit()
             following = uint32(key + uint32(keys))
             page = locate(block_tables, table, following, seen, stop, num_kv_heads, thread)
@@ -263,14 +290,23 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
                     operands[r, 3] = d
                 for i in range(4):
                     for c in range(own_columns):
-                        value = shared_load_f32(uint32(v_place + four * uint32(4 * pitch) + uint32(i * pitch + 64 * c)))
+                        value = shared_load_f32(uint32(v_place + four * uint32(4 * value_pitch) + uint32(i * value_pitch + 64 * c)))
                         for r in range(own_rows):
                             sums[r, c] = sums[r, c] + operands[r, i] * value
                 four = uint32(four + uint32(1))
             key = following
 
+        if is_expanded:
+            for r in range(own_rows):
+                totals[r] = group_sum(totals[r], 16)
+            item = uint32(block * num_kv_heads + kv_head)
+            carry(workspace, item, thread, window, table_width, float32(1), sums, maxima, totals)
+        if not writes(table_width):
+            return
         for r in range(own_rows):
-            total = group_sum(totals[r], 16)
+            total = totals[r]
+            if not is_expanded:
+                total = group_sum(total, 16)
             row = uint32(first_row + own_row + uint32(r))
             if row < rows:
                 at_row = head_row(row, share, kv_head, num_q_heads, first_token)
@@ -278,17 +314,17 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
                 if is_split and num_parts > uint32(1):
                     target = place_of(workspace, block, kv_head, num_kv_heads, place)
                     if tx == uint32(0):
-                        store_2xf32(target + uint64(columns * 4), (maxima[r], total))
+                        store_2xf32(target + uint64(value_columns * 4), (maxima[r], total))
                     for c in range(own_columns):
                         store_f32(target + uint64(uint32(tx + uint32(16 * c))) * uint64(4), sums[r, c])
                 else:
-                    target = out + at_row * uint64(head_dim * 4)
+                    target = out + at_row * uint64(v_dim * 4)
                     reciprocal = reciprocal_of(total)
                     if has_sinks:
                         reciprocal = share_of_keys(maxima[r], total, load_sink(sinks, sink_head(row, share, kv_head)))
                     for c in range(own_columns):
                         column = uint32(tx + uint32(16 * c))
-                        if column < uint32(head_dim):
+                        if column < uint32(v_dim):
                             store_f32(target + uint64(column) * uint64(4), sums[r, c] * reciprocal)
         if is_split and num_parts > uint32(1):
             combine(
@@ -298,7 +334,8 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
 
     tier = "decode" if is_split else "flash"
     constants = {
-        "dtype": "f32", "head_dim": head_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
+        "dtype": "f32", "head_dim": qk_dim, "v_dim": v_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
     } | asdict(variant)  # fmt: skip
-    name = f"attention_{tier}_f32_d{head_dim}_b{block_size}{variant.suffix}"
+    sizes = f"d{qk_dim}" if is_even else f"d{qk_dim}_v{v_dim}"
+    name = f"attention_{tier}_f32_{sizes}_b{block_size}{variant.suffix}"
     return Specialisation(name, kernel, ARGUMENT_TYPES, THREADS, constants=constants)

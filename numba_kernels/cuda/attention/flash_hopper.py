@@ -18,12 +18,14 @@ from dataclasses import asdict
 
 from numba import cuda, float32, uint32, uint64
 
+from numba_kernels.cuda.attention import segments
 from numba_kernels.cuda.attention.hopper_softmax import GROUP_THREADS, exchanger, score_weigher, weight_keeper
 from numba_kernels.cuda.attention.hopper_tiles import (
     ALIGNMENT,
     GROUP_ROWS,
     PANEL_COLUMNS,
     ROW_BYTES,
+    expanded_layout,
     find_tile,
     hopper_tiles,
     page_bringer,
@@ -74,25 +76,23 @@ from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation
 ARCH = "sm_90a"
 THREADS = 3 * GROUP_THREADS
 _CONSUMER_WARPS = 8
+_MOST_SHARED = 232_448  # bytes of a block
 _SMALLEST_SCALE = float32(2.0**-126)  # below it -inf times the scale is no infinity; and all weights are equal
 
 _give_registers = set_registers(56, is_more=False)
 _take_registers = set_registers(224, is_more=True)
 
 
-def has_kernel(dtype: str, head_dim: int, share: int, block_size: int) -> bool:
-    """Whether the TMA can walk over heads of this type and size, `share` of them fit into a tile, and a warp's lanes
-    request all of a tile's pages."""
-    tiles = hopper_tiles(head_dim)
+def has_kernel(dtype: str, qk_dim: int, v_dim: int, share: int, block_size: int) -> bool:
+    """Whether the TMA can walk over heads of this type and size, `share` of them fit into a tile, a warp's lanes
+    request all of a tile's pages, and results fit in a tile of their own or in the queries' place."""
+    tiles = hopper_tiles(qk_dim, v_dim)
     return (
-        dtype != "f32" and head_dim % 8 == 0 and 8 <= head_dim <= MAX_HEAD_DIM and share <= tiles.num_rows
-        and tiles.num_keys // block_size * tiles.panels <= 32
+        dtype != "f32" and all(dim % 8 == 0 and 8 <= dim <= MAX_HEAD_DIM for dim in (qk_dim, v_dim))
+        and share <= tiles.num_rows and tiles.num_keys // block_size * max(tiles.qk_panels, tiles.v_panels) <= 32
+        and (tiles.has_own_out or tiles.v_panels <= tiles.qk_panels)
+        and (qk_dim == v_dim or not tiles.shares_rows) and tiles.shared_bytes <= _MOST_SHARED
     )  # fmt: skip
-
-
-def shared_bytes(head_dim: int) -> int:
-    """Dynamic shared memory."""
-    return hopper_tiles(head_dim).shared_bytes
 
 
 def plan(
@@ -110,21 +110,38 @@ def plan(
     num_sms: int,
 ) -> Launch:
     """The launch for a batch, as `planning.plan`; `num_blocks` is the cache's."""
-    share = num_q_heads // num_kv_heads
+    share, tiles = num_q_heads // num_kv_heads, hopper_tiles(head_dim, head_dim)
     pages = page_layout(dtype, head_dim, block_size, num_kv_heads, num_blocks)
-    maps = (0, query_layout(dtype, head_dim, num_q_heads, share, num_tokens)), (1, pages), (2, pages)
-    tile_tokens = hopper_tiles(head_dim).num_rows // share
+    maps = (0, query_layout(dtype, tiles, num_q_heads, share, num_tokens)), (1, pages), (2, pages)
+    tile_tokens = tiles.num_rows // share
     most_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_seqs + num_tokens // tile_tokens)
     grid = min(num_sms, num_kv_heads * most_tiles), 1, 1
-    kernel = flash_hopper(dtype, head_dim, block_size, variant)
-    return Launch(kernel, grid, (THREADS, 1, 1), shared_bytes(head_dim), maps=maps)
+    kernel = flash_hopper(dtype, head_dim, head_dim, block_size, variant)
+    return Launch(kernel, grid, (THREADS, 1, 1), tiles.shared_bytes, maps=maps)
+
+
+def plan_expanded(
+    dtype: str, qk_dim: int, v_dim: int, *, num_tokens: int, query_len: int, num_heads: int, num_rows: int, num_sms: int
+) -> tuple[Launch, int]:
+    """The launch for one sequence's segment of `num_rows` expanded rows (`segments`), and bytes of its results."""
+    tiles = hopper_tiles(qk_dim, v_dim)
+    keys, values = (
+        expanded_layout(dtype, columns, qk_dim + v_dim, segments.BLOCK_SIZE, num_heads, num_rows)
+        for columns in (qk_dim, v_dim)
+    )
+    maps = (0, query_layout(dtype, tiles, num_heads, 1, num_tokens)), (1, keys), (2, values)
+    kernel = flash_hopper(dtype, qk_dim, v_dim, segments.BLOCK_SIZE, Variant(is_expanded=True))
+    items = -(-query_len // tiles.num_rows) * num_heads
+    launch = Launch(kernel, (min(num_sms, items), 1, 1), (THREADS, 1, 1), tiles.shared_bytes, maps=maps)
+    return launch, segments.state_bytes(items, tiles.own_panels * PANEL_COLUMNS // 2, 2, 2 * GROUP_THREADS)
 
 
 @functools.cache
-def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Specialisation:
+def flash_hopper(dtype: str, qk_dim: int, v_dim: int, block_size: int, variant: Variant) -> Specialisation:
     """The kernel for pages of `block_size` tokens. Grid: as many blocks as the device has multiprocessors, or fewer."""
-    check_pages(head_dim, block_size, dtype)
-    tiles = hopper_tiles(head_dim)
+    for head_dim in (qk_dim, v_dim):
+        check_pages(head_dim, block_size, dtype)
+    tiles = hopper_tiles(qk_dim, v_dim)
     keys, stages = tiles.num_keys, tiles.stages
     phase_shift = stages.bit_length() - 1
     own_panels, own_keys, shares_rows, tile_rows = tiles.own_panels, tiles.own_keys, tiles.shares_rows, tiles.num_rows
@@ -134,16 +151,21 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
     wait_for_sums = wgmma.group_wait(0, sum_count)
     describe = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES)
     describe_values = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES, tiles.panel_bytes)
-    bring_queries, bring_pages = query_bringer(tiles), page_bringer(tiles, block_size)
+    bring_queries, is_expanded = query_bringer(tiles), variant.is_expanded
+    bring_keys = page_bringer(tiles, block_size, tiles.qk_panels, is_expanded)
+    bring_values, is_even = page_bringer(tiles, block_size, tiles.v_panels, is_expanded), qk_dim == v_dim
+    end_of, writes = segments.segment_end(is_expanded), segments.writes_out(is_expanded)
+    carry = segments.results_carrier(2, sum_count // 2, "flat", 2 * GROUP_THREADS, is_expanded)
     zero_rows, flip_signs, store_rows = row_zeroer(tiles, THREADS), sign_flipper(tiles, GROUP_ROWS), row_storer(tiles)
     has_window, has_sinks, is_capped = variant.has_window, variant.has_sinks, variant.softcap > 0
     weigh, keep_weights, exchange = score_weigher(tiles, "edges", variant), weight_keeper(dtype, tiles), exchanger(5)
     walk_whole = key_walker(dtype, tiles, "none", variant)
     walk_edges = key_walker(dtype, tiles, "edges" if has_window else "all", variant)
     pack = pack_bf16 if dtype == "bf16" else pack_f16
-    keys_at, values_at, barriers_at, tile_bytes = tiles.keys_at, tiles.values_at, tiles.barriers_at, tiles.tile_bytes
+    keys_at, values_at, barriers_at = tiles.keys_at, tiles.values_at, tiles.barriers_at
+    key_tile_bytes, value_tile_bytes = tiles.key_tile_bytes, tiles.value_tile_bytes
     out_at, has_own_out, weights_at, panel_bytes = tiles.out_at, tiles.has_own_out, tiles.weights_at, tiles.panel_bytes
-    own_pieces = 8 * own_panels if shares_rows else head_dim // 8
+    own_pieces = 8 * own_panels if shares_rows else v_dim // 8
     ring_bytes, query_panel_bytes = 8 * stages, tiles.query_panel_bytes
 
     @device_function
@@ -155,11 +177,11 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
         return uint32(round_ * size + place)
 
     @device_function
-    def sight(query_len, seq_len, first, tile_tokens, window):
+    def sight(query_len, seq_len, first, tile_tokens, window, most):
         """(first key, tiles of keys, first key that is seen, shortest and longest row's end) of a tile of queries."""
         num_tokens = minimum_u32(tile_tokens, uint32(query_len - first))
-        shortest_end = visible_end(seq_len, query_len, first)
-        longest_end = visible_end(seq_len, query_len, uint32(first + num_tokens - uint32(1)))
+        shortest_end = end_of(seq_len, query_len, first, window, most)
+        longest_end = end_of(seq_len, query_len, uint32(first + num_tokens - uint32(1)), window, most)
         first_seen = uint32(0)
         if has_window:
             first_seen = visible_first(shortest_end, window)
@@ -223,7 +245,7 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
             while warp < uint32(2) and seq < num_seqs:
                 kv_head = uint32(item - row_tile * num_kv_heads)
                 first_key, num_tiles, first_seen, shortest_end, longest_end = sight(
-                    query_len, seq_len, first, tile_tokens, window
+                    query_len, seq_len, first, tile_tokens, window, workspace_columns
                 )
                 if num_tiles > uint32(0):
                     source = k_cache
@@ -244,15 +266,22 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                         full = values_full
                         empty = values_empty
                         written = uint32(seq_len & uint32(block_size - 1))  # of the last page
-                        if written > uint32(0) and longest_end > uint32(seq_len - written):
+                        if not is_expanded and written > uint32(0) and longest_end > uint32(seq_len - written):
                             num_unwritten = uint32(uint32(block_size) - written)
                             unwritten = uint32(seq_len - first_key - uint32(num_tiles - uint32(1)) * uint32(keys))
                     stop = uint32(turn + num_tiles)
-                    bring_pages(
-                        ring, source, full, empty, landed, landed_phase, turn, stop, first_key, first_seen,
-                        longest_end, num_unwritten, unwritten, block_tables, uint64(seq) * uint64(table_width),
-                        kv_head, lane,
-                    )  # fmt: skip
+                    if is_even or warp == uint32(0):
+                        bring_keys(
+                            ring, source, full, empty, landed, landed_phase, turn, stop, first_key, first_seen,
+                            longest_end, num_unwritten, unwritten, block_tables, uint64(seq) * uint64(table_width),
+                            kv_head, lane,
+                        )  # fmt: skip
+                    else:
+                        bring_values(
+                            ring, source, full, empty, landed, landed_phase, turn, stop, first_key, first_seen,
+                            longest_end, num_unwritten, unwritten, block_tables, uint64(seq) * uint64(table_width),
+                            kv_head, lane,
+                        )  # fmt: skip
                     if num_unwritten > uint32(0):
                         landed_phase = uint32(landed_phase ^ uint32(1))
                     turn = stop
@@ -312,16 +341,16 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                 arrive_named(uint32(1), uint32(2 * GROUP_THREADS))
 
             while seq < num_seqs:
-                kv_head = uint32(item - row_tile * num_kv_heads)
+                kv_head, own_item = uint32(item - row_tile * num_kv_heads), item
                 round_ = uint32(round_ + uint32(1))
                 first_row = uint32(first * share)
                 num_rows = uint32(minimum_u32(tile_tokens, uint32(query_len - first)) * share)
                 chunk_first = first_token
                 first_key, num_tiles, first_seen, shortest_end, longest_end = sight(
-                    query_len, seq_len, first, tile_tokens, window
+                    query_len, seq_len, first, tile_tokens, window, workspace_columns
                 )
-                upper_end = visible_end(seq_len, query_len, uint32(first + upper_token))
-                lower_end = visible_end(seq_len, query_len, uint32(first + lower_token))
+                upper_end = end_of(seq_len, query_len, uint32(first + upper_token), window, workspace_columns)
+                lower_end = end_of(seq_len, query_len, uint32(first + lower_token), window, workspace_columns)
                 for i in range(sum_count):
                     sums[i] = float32(0)
                 for row in range(2):
@@ -340,7 +369,7 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                     mbarrier.wait(
                         uint32(keys_full + stage * uint32(8)), uint32((turn >> uint32(phase_shift)) & uint32(1))
                     )
-                    multiply_queries(scores, queries, wgmma.advance(key_tiles, stage * uint32(tile_bytes >> 4)))
+                    multiply_queries(scores, queries, wgmma.advance(key_tiles, stage * uint32(key_tile_bytes >> 4)))
                     wait_for_first(scores)
                     release(uint32(keys_empty + stage * uint32(8)), lane)
                     weigh(
@@ -378,7 +407,7 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                     )
                     if shares_rows:
                         sync_named(uint32(1), uint32(2 * GROUP_THREADS))  # the other's weights are there
-                    multiply_values(sums, weights, wgmma.advance(value_tiles, stage * uint32(tile_bytes >> 4)), before)
+                    multiply_values(sums, weights, wgmma.advance(value_tiles, stage * uint32(value_tile_bytes >> 4)), before)
                     following = item_of(round_)
                     following_tile = divide_u32(following, num_kv_heads)
                     # The next tile is looked up beside the last product.
@@ -407,23 +436,24 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                     upper_total, lower_total = exchange(room, totals[0], totals[1])
                     totals[0] = totals[0] + upper_total
                     totals[1] = totals[1] + lower_total
-                for row in range(2):
-                    total = totals[row]
-                    part = reciprocal_of(total)
-                    if has_sinks:
-                        sink = load_sink(sinks, sink_head(uint32(upper + uint32(8 * row)), share, kv_head))
-                        part = share_of_keys(largest[row] * unit, total, sink)
-                    for i in range(own_pieces):
-                        at = uint32(below + uint32(row * 8 * ROW_BYTES + i // 8 * query_panel_bytes))
-                        swizzled = uint32(uint32(i % 8 * 16) ^ flip)
-                        shared_store_b32(
-                            uint32(at + swizzled), pack(sums[4 * i + 2 * row] * part, sums[4 * i + 2 * row + 1] * part)
-                        )
-                sync_warp()
-                store_rows(
-                    out_tile, out, place, num_rows, first_row, share, kv_head, num_q_heads, chunk_first, lane, own
-                )  # fmt: skip
-                sync_warp()
+                consumer = uint32(thread - uint32(GROUP_THREADS))
+                carry(workspace, own_item, consumer, window, table_width, unit, sums, largest, totals)
+                if writes(table_width):
+                    for row in range(2):
+                        total = totals[row]
+                        part = reciprocal_of(total)
+                        if has_sinks:
+                            sink = load_sink(sinks, sink_head(uint32(upper + uint32(8 * row)), share, kv_head))
+                            part = share_of_keys(largest[row] * unit, total, sink)
+                        for i in range(own_pieces):
+                            at = uint32(below + uint32(row * 8 * ROW_BYTES + i // 8 * query_panel_bytes))
+                            both = pack(sums[4 * i + 2 * row] * part, sums[4 * i + 2 * row + 1] * part)
+                            shared_store_b32(uint32(at + uint32(uint32(i % 8 * 16) ^ flip)), both)
+                    sync_warp()
+                    store_rows(
+                        out_tile, out, place, num_rows, first_row, share, kv_head, num_q_heads, chunk_first, lane, own
+                    )  # fmt: skip
+                    sync_warp()
                 if num_tiles > uint32(0):
                     if not has_own_out:
                         tma.fence_shared()
@@ -432,9 +462,10 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
             if not shares_rows and own == uint32(0):
                 sync_named(uint32(1), uint32(2 * GROUP_THREADS))  # the other group's last leave
 
-    name = f"attention_flash_hopper_{dtype}_d{head_dim}_b{block_size}{variant.suffix}"
+    sizes = f"d{qk_dim}" if is_even else f"d{qk_dim}_v{v_dim}"
+    name = f"attention_flash_hopper_{dtype}_{sizes}_b{block_size}{variant.suffix}"
     constants = {
-        "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
+        "dtype": dtype, "head_dim": qk_dim, "v_dim": v_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
     } | asdict(variant)  # fmt: skip
     arguments = (TENSOR_MAP, TENSOR_MAP, TENSOR_MAP, *ARGUMENT_TYPES[3:])
     return Specialisation(

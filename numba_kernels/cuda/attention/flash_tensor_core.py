@@ -25,6 +25,7 @@ from dataclasses import asdict
 
 from numba import cuda, float32, uint32, uint64
 
+from numba_kernels.cuda.attention import segments
 from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
     group_sum,
@@ -38,7 +39,6 @@ from numba_kernels.cuda.attention.online_softmax import (
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
-    end_finder,
     is_outside,
     key_tile_copier,
     output_tile_copier,
@@ -65,7 +65,7 @@ from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sy
 from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, or_b32, shuffle_xor_f32
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.quantised_pages import column_exchanger, fragment_unpacker, page_factor
-from numba_kernels.cuda.specialisation import Specialisation
+from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 NUM_WARPS = 4
 THREADS = NUM_WARPS * 32
@@ -93,24 +93,39 @@ def _tile_bytes(dtype: str, head_dim: int, pages: str) -> int:
     return num_keys(head_dim) * (tile_shape(pages or dtype, head_dim).pitch + (4 if pages else 0))
 
 
-def shared_bytes(dtype: str, head_dim: int, tile_rows: int, pages: str = "") -> int:
+def shared_bytes(dtype: str, qk_dim: int, v_dim: int, tile_rows: int, pages: str = "") -> int:
     """Dynamic shared memory: a tile of queries, those of keys and of values."""
-    queries = tile_rows * tile_shape(dtype, head_dim).pitch
+    queries, head_dim = tile_rows * tile_shape(dtype, qk_dim).pitch, max(qk_dim, v_dim)
     return queries + 2 * num_stages(head_dim) * _tile_bytes(dtype, head_dim, pages)
 
 
+def plan_expanded(dtype: str, qk_dim: int, v_dim: int, *, query_len: int, num_heads: int) -> tuple[Launch, int]:
+    """The launch for one sequence's segment of expanded rows (`segments`), and bytes of its results."""
+    tile_rows = num_rows(max(qk_dim, v_dim), query_len)
+    variant = Variant(is_expanded=True)
+    kernel = flash_tensor_core(dtype, qk_dim, v_dim, segments.BLOCK_SIZE, tile_rows, variant)
+    tiles, strips = -(-query_len // tile_rows), tile_rows // NUM_WARPS // 16
+    launch = Launch(kernel, (tiles, num_heads, 1), (THREADS, 1, 1), shared_bytes(dtype, qk_dim, v_dim, tile_rows))
+    sums = tile_shape(dtype, v_dim).columns // 2
+    return launch, segments.state_bytes(tiles * num_heads * strips, sums, 2, THREADS)
+
+
 @functools.cache
-def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int, variant: Variant) -> Specialisation:
+def flash_tensor_core(
+    dtype: str, qk_dim: int, v_dim: int, block_size: int, tile_rows: int, variant: Variant
+) -> Specialisation:
     """The kernel for pages of `block_size` tokens, tiles of 64 or 128 rows. Grid: (tiles of the longest chunk's rows,
-    KV heads, sequences)."""
+    KV heads, sequences). Two sizes, of which values have the smaller one, are of expanded rows."""
+    head_dim, is_even, is_expanded = max(qk_dim, v_dim), qk_dim == v_dim, variant.is_expanded
     check_pages(head_dim, block_size, dtype)
     keys = num_keys(head_dim)
-    shape = tile_shape(dtype, head_dim)
+    shape = tile_shape(dtype, qk_dim)
     columns, pitch = shape.columns, shape.pitch
+    value_columns, result_pitch = tile_shape(dtype, v_dim).columns, tile_shape(dtype, v_dim).pitch
     warp_rows = tile_rows // NUM_WARPS
     strips = warp_rows // 16  # of 16 rows: a warp's tiles along the rows
     steps = columns // 16  # of the tensor core along the head dim
-    key_tiles, value_tiles = keys // 8, columns // 8
+    key_tiles, value_tiles = keys // 8, value_columns // 8
     # Tiles loaded at once: four tiles of bytes, or two of 16 bits.
     key_fours, value_fours = (key_tiles // 4, -(-value_tiles // 4)) if variant.pages else (0, 0)
     key_pairs, value_pairs = (0, 0) if variant.pages else (key_tiles // 2, value_tiles // 2)
@@ -118,31 +133,41 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
     query_registers = steps if keeps_queries else 1
     add_product, pack = product_adder(dtype), pack_bf16 if dtype == "bf16" else pack_f16
     pages, has_scales = variant.pages, variant.pages != ""
-    key_pitch = tile_shape(pages or dtype, head_dim).pitch
+    key_pitch, value_pitch = tile_shape(pages or dtype, qk_dim).pitch, tile_shape(pages or dtype, v_dim).pitch
     column_of, locate, copy_rows = key_tile_copier(
         pages or dtype, head_dim, block_size, keys, THREADS, variant.has_window
     )
+    value_column_of, locate_values, copy_value_rows = column_of, locate, copy_rows
+    if is_expanded:
+        column_of, locate, copy_rows = segments.row_copier(dtype, qk_dim, qk_dim + v_dim, keys, THREADS)
+        value_column_of, locate_values, copy_value_rows = segments.row_copier(
+            dtype, v_dim, qk_dim + v_dim, keys, THREADS
+        )
     scales_of, copy_scales = scale_copier(pages or dtype, head_dim, block_size, keys, THREADS, variant.has_window)
     scales_offset = keys * key_pitch
     unpack = fragment_unpacker(pages or "s8", dtype, 4)
     exchange = column_exchanger(tile_rows, columns, pitch, THREADS)
     factor = float32(page_factor(pages, dtype) if pages else 1)
-    copy_queries = query_tile_copier(dtype, head_dim, tile_rows, THREADS)
-    copy_out = output_tile_copier(dtype, head_dim, warp_rows, 32)
+    copy_queries = query_tile_copier(dtype, qk_dim, tile_rows, THREADS)
+    copy_out = output_tile_copier(dtype, v_dim, warp_rows, 32)
     tile_bytes = _tile_bytes(dtype, head_dim, pages)
     is_double = num_stages(head_dim) == 2
     k_offset = tile_rows * pitch
     v_offset = k_offset + num_stages(head_dim) * tile_bytes
     has_window, has_sinks, has_spans = variant.has_window, variant.has_sinks, variant.has_spans
-    end_of, outside = end_finder(has_spans), is_outside(has_window)
+    end_of, outside = segments.end_finder_of(variant), is_outside(has_window)
+    carry = segments.results_carrier(2, 2 * value_tiles, "paired", THREADS, is_expanded)
+    writes, pair_bytes = segments.writes_out(is_expanded), uint32((qk_dim + v_dim) * 2)
     span_strips = strips if has_spans else 1
     scaled = score_scaler(variant.softcap)
 
     @device_function
-    def copy_keys(tile, column, scales, offset, first_key, seen, end_key, thread):
+    def copy_pages(tile, column, scales, offset, first_key, seen, end_key, thread):
         copy_rows(tile, column, offset, first_key, seen, end_key, thread)
         if has_scales:
             copy_scales(uint32(tile + uint32(scales_offset)), scales, offset, first_key, seen, end_key, thread)
+
+    copy_keys, copy_values = (copy_rows, copy_value_rows) if is_expanded else (copy_pages, copy_pages)
 
     @cuda.jit
     def kernel(
@@ -164,8 +189,14 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - tile) * uint32(tile_rows))
         last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
         seq_len = uint32(seq_lens[seq])
-        shortest_end = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(first_row, share))
-        longest_end = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share))
+        shortest_end = end_of(
+            bidirectional_until, first_token, seq_len, query_len, divide_u32(first_row, share), window,
+            workspace_columns,
+        )  # fmt: skip
+        longest_end = end_of(
+            bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share), window,
+            workspace_columns,
+        )  # fmt: skip
         table = uint64(seq) * uint64(table_width)
 
         storage = cuda.shared.array(0, float32)
@@ -181,7 +212,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         # A lane's ldmatrix addresses: queries and values by rows of 16, keys by rows of 8 and halves.
         row_place = uint32((lane & uint32(15)) * uint32(pitch) + (lane >> uint32(4)) * uint32(16))
         # Keys of bytes: by rows of 32, a step of the tensor core each.
-        value_place = uint32((lane & uint32(15)) * uint32(key_pitch) + (lane >> uint32(4)) * uint32(16))
+        value_place = uint32((lane & uint32(15)) * uint32(value_pitch) + (lane >> uint32(4)) * uint32(16))
         key_place = uint32(
             ((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8)) * uint32(pitch)
             + ((lane >> uint32(3)) & uint32(1)) * uint32(16)
@@ -211,7 +242,10 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         for m in range(strips):
             for h in range(2):
                 row = uint32(own_row + upper + uint32(16 * m + 8 * h))
-                ends[m, h] = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(row, share))
+                ends[m, h] = end_of(
+                    bidirectional_until, first_token, seq_len, query_len, divide_u32(row, share), window,
+                    workspace_columns,
+                )  # fmt: skip
                 if has_spans:
                     own_ends[m, h] = visible_end(seq_len, query_len, divide_u32(row, share))
                 maxima[m, h] = MINUS_INFINITY
@@ -229,16 +263,25 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
             seen = visible_first(seen, window)
             key = uint32(seen // uint32(keys) * uint32(keys))
         k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
-        v_column = column_of(v_cache, kv_head, num_kv_heads, thread)
+        v_column = value_column_of(v_cache, kv_head, num_kv_heads, thread)
         k_scale = scales_of(k_scales, kv_head)
         v_scale = scales_of(v_scales, kv_head)
+        if is_expanded:
+            k_scale = uint64(uint32(num_kv_heads * pair_bytes))
+            v_scale = k_scale
         page = locate(block_tables, table, key, seen, longest_end, num_kv_heads, thread)
+        value_page = page
+        if not is_even:
+            value_page = locate_values(block_tables, table, key, seen, longest_end, num_kv_heads, thread)
         following = uint32(key + uint32(keys))
         next_page = locate(block_tables, table, following, seen, longest_end, num_kv_heads, thread)
+        next_value_page = next_page
+        if not is_even:
+            next_value_page = locate_values(block_tables, table, following, seen, longest_end, num_kv_heads, thread)
         copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
         copy_keys(k_tile, k_column, k_scale, page, key, seen, longest_end, thread)
         if is_double:
-            copy_keys(v_tile, v_column, v_scale, page, key, seen, longest_end, thread)
+            copy_values(v_tile, v_column, v_scale, value_page, key, seen, longest_end, thread)
         copy_async_commit()
         if keeps_queries or has_scales:
             _wait_for_copies()
@@ -261,9 +304,9 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                 v_other = uint32(v_tile + uint32(tile_bytes) - odd)
                 if following < longest_end:
                     copy_keys(k_other, k_column, k_scale, next_page, following, seen, longest_end, thread)
-                    copy_keys(v_other, v_column, v_scale, next_page, following, seen, longest_end, thread)
+                    copy_values(v_other, v_column, v_scale, next_value_page, following, seen, longest_end, thread)
             else:
-                copy_keys(v_tile, v_column, v_scale, page, key, seen, longest_end, thread)
+                copy_values(v_tile, v_column, v_scale, value_page, key, seen, longest_end, thread)
             copy_async_commit()
 
             for m in range(strips):
@@ -351,8 +394,12 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                     copy_keys(k_tile, k_column, k_scale, next_page, following, seen, longest_end, thread)
                 copy_async_commit()
             page = next_page
+            value_page = next_value_page
             later = uint32(following + uint32(keys))
             next_page = locate(block_tables, table, later, seen, longest_end, num_kv_heads, thread)
+            next_value_page = next_page
+            if not is_even:
+                next_value_page = locate_values(block_tables, table, later, seen, longest_end, num_kv_heads, thread)
             for i in range(4 * key_fours):
                 place = uint32(v_tile + odd + uint32(scales_offset + 32 * i) + column * uint32(4))
                 a, b = shared_load_2xf32(place)
@@ -373,7 +420,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                     for two in range(value_fours):
                         put_4(
                             words,
-                            load_matrix_x4_transposed(uint32(v_place + odd + uint32(step * 16 * key_pitch + two * 32))),
+                            load_matrix_x4_transposed(uint32(v_place + odd + uint32(step * 16 * value_pitch + two * 32))),
                         )
                         unpack(pairs, words, room)
                         for m in range(strips):
@@ -388,7 +435,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                                     )
                 for pair in range(value_pairs):
                     v0, v1, v2, v3 = load_matrix_x4_transposed(
-                        uint32(v_place + odd + uint32(step * 16 * pitch + pair * 32))
+                        uint32(v_place + odd + uint32(step * 16 * value_pitch + pair * 32))
                     )
                     for m in range(strips):
                         weight = (weights[m, 0], weights[m, 1], weights[m, 2], weights[m, 3])
@@ -403,17 +450,30 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         _wait_for_copies()
         if not keeps_queries:
             sync_block()  # where no row sees a key, no barrier has ordered the other warps' copies of queries
+        if is_expanded:
+            item = uint32(uint32(cuda.blockIdx.x) * num_kv_heads + kv_head)
+            for m in range(strips):
+                for h in range(2):
+                    totals[m, h] = group_sum(totals[m, h], 4)
+                carry(
+                    workspace, uint32(item * uint32(strips) + uint32(m)), thread, window, table_width, float32(1),
+                    sums[m], maxima[m], totals[m],
+                )  # fmt: skip
+        if not writes(table_width):
+            return
         # The warp's queries are no longer needed: their place takes the results, to be stored in whole rows.
         sync_named(own_barrier, uint32(32))
         for m in range(strips):
             for h in range(2):
-                total = group_sum(totals[m, h], 4)
+                total = totals[m, h]
+                if not is_expanded:
+                    total = group_sum(total, 4)
                 reciprocal = reciprocal_of(total)
                 if has_sinks:
                     row = uint32(own_row + upper + uint32(16 * m + 8 * h))
                     sink = load_sink(sinks, sink_head(row, share, kv_head))
                     reciprocal = share_of_keys(maxima[m, h], total, sink)
-                place = uint32(own_q_tile + (upper + uint32(16 * m + 8 * h)) * uint32(pitch) + column * uint32(2))
+                place = uint32(own_q_tile + (upper + uint32(16 * m + 8 * h)) * uint32(result_pitch) + column * uint32(2))
                 for i in range(value_tiles // 2 - value_pairs):  # even columns of 16, then the odd ones
                     a, b = sums[m, 2 * i, 2 * h] * reciprocal, sums[m, 2 * i + 1, 2 * h] * reciprocal
                     c, d = sums[m, 2 * i, 2 * h + 1] * reciprocal, sums[m, 2 * i + 1, 2 * h + 1] * reciprocal
@@ -425,8 +485,9 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         sync_named(own_barrier, uint32(32))
         copy_out(own_q_tile, out, own_row, rows, share, kv_head, num_q_heads, first_token, lane)
 
-    name = f"attention_flash_{dtype}_d{head_dim}_b{block_size}_r{tile_rows}{variant.suffix}"
+    sizes = f"d{qk_dim}" if is_even else f"d{qk_dim}_v{v_dim}"
+    name = f"attention_flash_{dtype}_{sizes}_b{block_size}_r{tile_rows}{variant.suffix}"
     constants = {
-        "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
+        "dtype": dtype, "head_dim": qk_dim, "v_dim": v_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
     } | asdict(variant)  # fmt: skip
     return Specialisation(name, kernel, ARGUMENT_TYPES, THREADS, constants=constants)

@@ -34,6 +34,7 @@ GROUP_ROWS = 64  # of queries, of one of the two computing groups
 ROW_BYTES = 128  # of a panel
 PANEL_COLUMNS = 64
 ALIGNMENT = 1024  # of swizzled tiles
+_MOST_TILES = 229_376  # bytes of a block's tiles: its shared memory less barriers and what aligning takes
 _NO_PAGE = 0xFFFFFFFF
 
 _load_queries, _load_page = tma.load(3), tma.load(4)
@@ -44,14 +45,17 @@ class HopperTiles:
     """Shared memory of a block, in bytes from an aligned beginning: queries, keys, values, results, barriers.
 
     Attributes:
-        panels: of 64 columns; an even number where rows are shared.
+        qk_dim, v_dim: numbers of a query and key, and of a value.
+        qk_panels, v_panels: of 64 columns; of each an even number where rows are shared.
         num_keys: of a tile of keys or values.
         stages: tiles of a ring, a power of two.
         shares_rows: whether both computing groups have the same rows.
     """
 
-    head_dim: int
-    panels: int
+    qk_dim: int
+    v_dim: int
+    qk_panels: int
+    v_panels: int
     num_keys: int
     stages: int
     shares_rows: bool
@@ -68,7 +72,7 @@ class HopperTiles:
     @property
     def own_panels(self) -> int:
         """Panels of columns that a group sums."""
-        return self.panels // 2 if self.shares_rows else self.panels
+        return self.v_panels // 2 if self.shares_rows else self.v_panels
 
     @property
     def query_panel_bytes(self) -> int:
@@ -79,32 +83,39 @@ class HopperTiles:
         return self.num_keys * ROW_BYTES
 
     @property
-    def tile_bytes(self) -> int:
-        """Bytes of a tile of keys, or of values."""
-        return self.panels * self.panel_bytes
+    def key_tile_bytes(self) -> int:
+        return self.qk_panels * self.panel_bytes
+
+    @property
+    def value_tile_bytes(self) -> int:
+        return self.v_panels * self.panel_bytes
 
     @property
     def keys_at(self) -> int:
-        return self.panels * self.query_panel_bytes
+        return self.qk_panels * self.query_panel_bytes
 
     @property
     def values_at(self) -> int:
-        return self.keys_at + self.stages * self.tile_bytes
+        return self.keys_at + self.stages * self.key_tile_bytes
+
+    @property
+    def _behind_values(self) -> int:
+        return self.values_at + self.stages * self.value_tile_bytes
 
     @property
     def out_at(self) -> int:
         """A tile of results, where there is room for it: else it takes the queries' place."""
-        return self.values_at + self.stages * self.tile_bytes if self.has_own_out else 0
+        return self._behind_values if self.has_own_out else 0
 
     @property
     def has_own_out(self) -> bool:
-        return self.panels <= 3
+        return self.qk_panels <= 3 and self._behind_values + self.v_panels * self.query_panel_bytes <= _MOST_TILES
 
     @property
     def weights_at(self) -> int:
         """Two panels of weights, of this tile of keys and the one before, then the rows' maxima in each group, where
         groups share rows."""
-        return self.values_at + self.stages * self.tile_bytes + self.has_own_out * self.panels * self.query_panel_bytes
+        return self._behind_values + self.has_own_out * self.v_panels * self.query_panel_bytes
 
     @property
     def barriers_at(self) -> int:
@@ -117,21 +128,20 @@ class HopperTiles:
         return self.barriers_at + 8 * (3 + 4 * self.stages) + ALIGNMENT
 
 
-def hopper_tiles(head_dim: int) -> HopperTiles:
-    """The layout for a head dim: it fits shared memory and, beside the accumulators, registers."""
-    panels = -(-head_dim // PANEL_COLUMNS)
-    if head_dim > WIDE:
-        return HopperTiles(head_dim, panels + panels % 2, 64, 1, True)
-    return HopperTiles(head_dim, panels, 128 if panels <= 2 else 64, 4 if panels == 1 else 2, False)
+def hopper_tiles(qk_dim: int, v_dim: int) -> HopperTiles:
+    """The layout for heads: it fits shared memory and, beside the accumulators, registers."""
+    qk_panels, v_panels = -(-qk_dim // PANEL_COLUMNS), -(-v_dim // PANEL_COLUMNS)
+    if max(qk_dim, v_dim) > WIDE:
+        return HopperTiles(qk_dim, v_dim, qk_panels + qk_panels % 2, v_panels + v_panels % 2, 64, 1, True)
+    num_keys = 128 if v_panels <= 2 and qk_panels <= 3 else 64
+    return HopperTiles(qk_dim, v_dim, qk_panels, v_panels, num_keys, 4 if qk_panels == v_panels == 1 else 2, False)
 
 
-def query_layout(dtype: str, head_dim: int, num_q_heads: int, share: int, num_tokens: int) -> TensorMapLayout:
-    """The map of q [num_tokens, num_q_heads, head_dim]: a box is a panel of one tile's rows."""
-    row = head_dim * 2
-    shape, strides = (head_dim, num_q_heads, num_tokens), (row, num_q_heads * row)
-    return TensorMapLayout(
-        dtype, shape, strides, (PANEL_COLUMNS, share, hopper_tiles(head_dim).num_rows // share), ROW_BYTES
-    )
+def query_layout(dtype: str, tiles: HopperTiles, num_q_heads: int, share: int, num_tokens: int) -> TensorMapLayout:
+    """The map of q [num_tokens, num_q_heads, qk_dim]: a box is a panel of one tile's rows."""
+    row = tiles.qk_dim * 2
+    shape, strides = (tiles.qk_dim, num_q_heads, num_tokens), (row, num_q_heads * row)
+    return TensorMapLayout(dtype, shape, strides, (PANEL_COLUMNS, share, tiles.num_rows // share), ROW_BYTES)
 
 
 def page_layout(dtype: str, head_dim: int, block_size: int, num_kv_heads: int, num_blocks: int) -> TensorMapLayout:
@@ -140,6 +150,16 @@ def page_layout(dtype: str, head_dim: int, block_size: int, num_kv_heads: int, n
     row = columns * 2
     shape = (columns, block_size, num_kv_heads, num_blocks)
     strides = (row, block_size * row, num_kv_heads * block_size * row)
+    return TensorMapLayout(dtype, shape, strides, (PANEL_COLUMNS, block_size, 1, 1), ROW_BYTES)
+
+
+def expanded_layout(
+    dtype: str, columns: int, pair: int, block_size: int, num_heads: int, num_rows: int
+) -> TensorMapLayout:
+    """The map of keys, or of values, among rows [num_rows, num_heads, pair] of both (`Variant.is_expanded`), as pages
+    of `block_size` rows."""
+    head, row = pair * 2, num_heads * pair * 2
+    shape, strides = (columns, block_size, num_heads, num_rows // block_size), (row, head, block_size * row)
     return TensorMapLayout(dtype, shape, strides, (PANEL_COLUMNS, block_size, 1, 1), ROW_BYTES)
 
 
@@ -186,7 +206,7 @@ def find_tile(query_start, seq_lens, num_seqs, tile_tokens, index, lane):
 @functools.cache
 def query_bringer(tiles: HopperTiles) -> Any:
     """A device function for one warp: ``(tile, map, barrier, rows, first_head, first_token, lane)``."""
-    panels, panel_bytes = tiles.panels, tiles.query_panel_bytes
+    panels, panel_bytes = tiles.qk_panels, tiles.query_panel_bytes
 
     @device_function
     def bring(tile, source, barrier, rows, first_head, first_token, lane):
@@ -201,18 +221,18 @@ def query_bringer(tiles: HopperTiles) -> Any:
 
 
 @functools.cache
-def page_bringer(tiles: HopperTiles, block_size: int) -> Any:
-    """A device function for one warp, which loads all tiles of keys, or of values, for a tile of queries.
+def page_bringer(tiles: HopperTiles, block_size: int, panels: int, is_expanded: bool) -> Any:
+    """A device function for one warp, which loads all tiles of keys, or of values, for a tile of queries: so many
+    panels. Pages of expanded rows have no block table, but lie in order.
 
     ``(ring, map, full, empty, landed, landed_phase, turn, stop, first_key, first_seen, end, num_unwritten, unwritten,
     block_tables, table, kv_head, lane)``: `turn` counts all tiles that went through the ring. Keys below `first_seen`
     and from `end` on are not loaded where they are whole pages. In the last tile, rows `unwritten` and num_unwritten -
     1 more are zeroed, unless num_unwritten is 0; that lands at its own barrier.
     """
-    stages, tile_bytes, panel_bytes = tiles.stages, tiles.tile_bytes, tiles.panel_bytes
-    pages = tiles.num_keys // block_size
-    lanes = pages * tiles.panels
-    panels, num_keys, phase_shift = tiles.panels, tiles.num_keys, stages.bit_length() - 1
+    stages, panel_bytes, num_keys = tiles.stages, tiles.panel_bytes, tiles.num_keys
+    pages, tile_bytes, phase_shift = num_keys // block_size, panels * panel_bytes, stages.bit_length() - 1
+    lanes = pages * panels
 
     @device_function
     def bring(
@@ -227,7 +247,9 @@ def page_bringer(tiles: HopperTiles, block_size: int) -> Any:
         while turn < stop:
             page = uint32(_NO_PAGE)
             if key < end and uint32(key + uint32(block_size)) > first_seen:
-                page = uint32(block_tables[table + uint64(key // uint32(block_size))])
+                page = uint32(key // uint32(block_size))
+                if not is_expanded:
+                    page = uint32(block_tables[table + uint64(key // uint32(block_size))])
             stage = uint32(turn & uint32(stages - 1))
             is_full = uint32(full + stage * uint32(8))
             phase = uint32((turn >> uint32(phase_shift)) & uint32(1))
@@ -266,7 +288,7 @@ def page_bringer(tiles: HopperTiles, block_size: int) -> Any:
 @functools.cache
 def row_zeroer(tiles: HopperTiles, threads: int) -> Any:
     """A device function ``(tile, first_row, thread)``: rows from first_row on of the queries, which no box fills."""
-    panels, panel_bytes = tiles.panels, tiles.query_panel_bytes
+    panels, panel_bytes = tiles.qk_panels, tiles.query_panel_bytes
 
     @device_function
     def zero_rows(tile, first_row, thread):
@@ -283,7 +305,7 @@ def row_zeroer(tiles: HopperTiles, threads: int) -> Any:
 @functools.cache
 def sign_flipper(tiles: HopperTiles, num_rows: int) -> Any:
     """A device function ``(tile, thread)`` for 128 threads: changes the signs of so many rows of queries."""
-    panels, panel_bytes = tiles.panels, tiles.query_panel_bytes
+    panels, panel_bytes = tiles.qk_panels, tiles.query_panel_bytes
     signs = 0x80008000
 
     @device_function
@@ -305,9 +327,9 @@ def row_storer(tiles: HopperTiles) -> Any:
     ``(tile, out, place, rows, first_row, share, kv_head, num_q_heads, first_token, lane, own)``: the warp's first row
     in the tile, the tile's rows that exist, the chunk's row at which the tile begins, and the group's number.
     """
-    pieces, panel_bytes, shares_rows = tiles.head_dim // 8, tiles.query_panel_bytes, tiles.shares_rows
+    pieces, panel_bytes, shares_rows = tiles.v_dim // 8, tiles.query_panel_bytes, tiles.shares_rows
     own_pieces = 8 * tiles.own_panels if shares_rows else pieces
-    row_bytes = uint64(tiles.head_dim * 2)
+    row_bytes = uint64(tiles.v_dim * 2)
 
     @device_function
     def store(tile, out, place, rows, first_row, share, kv_head, num_q_heads, first_token, lane, own):

@@ -27,7 +27,7 @@ from numba_kernels.cuda.intrinsics.sync import arrive_named, sync_named
 
 def _column_steps(tiles: HopperTiles, panel_bytes: int) -> tuple[int, ...]:
     """Bytes from one product's 16 columns to the next, over panels."""
-    count, per_panel = -(-tiles.head_dim // 16), PANEL_COLUMNS // 16
+    count, per_panel = -(-tiles.qk_dim // 16), PANEL_COLUMNS // 16
     return tuple(32 if (i + 1) % per_panel else panel_bytes - 32 * (per_panel - 1) for i in range(count - 1))
 
 
@@ -78,7 +78,8 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -
     The previous tile's weights are given; the last tile's are left.
     """
     stages, keys = tiles.stages, tiles.num_keys
-    tile_units, ring_bytes, phase_shift = tiles.tile_bytes >> 4, 8 * stages, stages.bit_length() - 1
+    key_units, value_units = tiles.key_tile_bytes >> 4, tiles.value_tile_bytes >> 4
+    ring_bytes, phase_shift = 8 * stages, stages.bit_length() - 1
     multiply_queries, multiply_values = score_multiplier(dtype, tiles), value_multiplier(dtype, tiles)
     sum_count, shares_rows = tiles.own_panels * PANEL_COLUMNS // 2, tiles.shares_rows
     wait_for_scores, wait_for_sums = wgmma.group_wait(1, tiles.own_keys // 2), wgmma.group_wait(0, sum_count)
@@ -96,11 +97,11 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -
             values_full = uint32(keys_full + uint32(2 * ring_bytes) + value_stage * uint32(8))
             if not shares_rows:
                 sync_named(uint32(own + uint32(1)), uint32(2 * GROUP_THREADS))
-            multiply_queries(scores, queries, wgmma.advance(key_tiles, stage * uint32(tile_units)))
+            multiply_queries(scores, queries, wgmma.advance(key_tiles, stage * uint32(key_units)))
             if shares_rows:
                 sync_named(uint32(1), uint32(2 * GROUP_THREADS))  # the other's weights are there
             mbarrier.wait(values_full, uint32((before >> uint32(phase_shift)) & uint32(1)))
-            multiply_values(sums, weights, wgmma.advance(value_tiles, value_stage * uint32(tile_units)), before)
+            multiply_values(sums, weights, wgmma.advance(value_tiles, value_stage * uint32(value_units)), before)
             key = uint32(origin + turn * uint32(keys))
             turn = uint32(turn + uint32(1))
             if not shares_rows:

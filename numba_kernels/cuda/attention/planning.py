@@ -15,6 +15,7 @@ from numba_kernels.cuda.attention import (
     flash_wide,
     naive,
     parts,
+    segments,
 )
 from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.tiles import NO_WINDOW, WIDE, Variant
@@ -137,7 +138,7 @@ def plan(
         raise ValueError(f"pages is {pages!r}, must be '' or one of {PAGES}")
     share = num_q_heads // num_kv_heads
     rows = max_query_len * share  # of a sequence and KV head
-    has_hopper = flash_hopper.has_kernel(dtype, head_dim, share, block_size)
+    has_hopper = flash_hopper.has_kernel(dtype, head_dim, head_dim, share, block_size)
     if tier is None:
         is_short = max_query_len == 1 or rows <= _DECODE_ROWS
         if not is_short and max_query_len <= _MOST_VERIFIED:  # tiles read keys again, from the cache, but share them
@@ -165,7 +166,7 @@ def plan(
         if arch != flash_hopper.ARCH or num_blocks is None or not has_hopper:
             raise ValueError(
                 f"tier flash_hopper needs {flash_hopper.ARCH}, num_blocks, f16 or bf16, a head_dim that is a multiple "
-                f"of 8 (beyond {WIDE} with pages of 16 tokens or more) and at most {hopper_tiles(head_dim).num_rows} "
+                f"of 8 (beyond {WIDE} with pages of 16 tokens or more) and at most {hopper_tiles(head_dim, head_dim).num_rows} "
                 f"query heads a KV head; got {arch}, {num_blocks}, {dtype}, {head_dim} and {share}"
             )
         attend = flash_hopper.plan(
@@ -177,21 +178,21 @@ def plan(
     if tier == "flash":
         tile_rows = _flash_rows(dtype, head_dim, rows, arch)
         if dtype == "f32":
-            kernel = flash_float32.flash_float32(head_dim, block_size, False, variant)
-            shared_bytes = flash_float32.shared_bytes(head_dim, False)
+            kernel = flash_float32.flash_float32(head_dim, head_dim, block_size, False, variant)
+            shared_bytes = flash_float32.shared_bytes(head_dim, head_dim, False)
         elif head_dim > WIDE:
             wide = wide_tiles(dtype, pages, head_dim, arch, False)
             kernel, shared_bytes = flash_wide.flash_wide(wide, block_size, False, variant), wide.shared_bytes
         else:
-            kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, block_size, tile_rows, variant)
-            shared_bytes = flash_tensor_core.shared_bytes(dtype, head_dim, tile_rows, pages)
+            kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, head_dim, block_size, tile_rows, variant)
+            shared_bytes = flash_tensor_core.shared_bytes(dtype, head_dim, head_dim, tile_rows, pages)
         grid = -(-rows // tile_rows), num_kv_heads, num_seqs
         return AttentionPlan(tier, Launch(kernel, grid, (kernel.max_threads, 1, 1), shared_bytes), 0, 1, shape)
 
     if dtype == "f32":
         num_rows = flash_float32.num_rows(head_dim, True)
-        kernel = flash_float32.flash_float32(head_dim, block_size, True, variant)
-        shared_bytes = flash_float32.shared_bytes(head_dim, True)
+        kernel = flash_float32.flash_float32(head_dim, head_dim, block_size, True, variant)
+        shared_bytes = flash_float32.shared_bytes(head_dim, head_dim, True)
     elif head_dim > WIDE:
         wide = wide_tiles(dtype, pages, head_dim, arch, True)
         num_rows, shared_bytes = wide.num_rows, wide.shared_bytes
@@ -210,6 +211,55 @@ def plan(
         return AttentionPlan(tier, attend, 0, 1, shape)
     workspace_bytes = parts.workspace_bytes(head_dim, num_rows, blocks, num_kv_heads)
     return AttentionPlan(tier, attend, workspace_bytes, wanted, shape, blocks * num_kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedPlan:
+    """The launches of one long sequence over expanded rows (`segments`), the same for all layers.
+
+    Attributes:
+        state_bytes: device memory for the results between them.
+    """
+
+    launch: Launch
+    num_heads: int
+    state_bytes: int
+
+    def arguments(
+        self, q: int, keys: int, values: int, out: int, state: int, query_start: int, seq_lens: int, scale: float, *,
+        first_key: int, most_keys: int, is_last: bool,
+    ) -> tuple[int | float, ...]:  # fmt: skip
+        """Addresses of q [T, H, qk_dim] and out [T, H, v_dim] of all tokens, of the segment's first key and value, of
+        the state, and of the sequence's query_start (two) and seq_lens (one); the segment's first key in the sequence,
+        and how many it has at most."""
+        return (
+            q, keys, values, out, state, 0, 0, 0, 0, query_start, seq_lens, 0, 0, self.num_heads, self.num_heads, 1,
+            int(is_last), first_key, 1, most_keys, scale * math.log2(math.e),
+        )  # fmt: skip
+
+
+def can_expand(dtype: str, qk_dim: int, v_dim: int) -> bool:
+    """Whether there is a kernel for expanded rows of this type, whose keys and values have so many numbers a head."""
+    whole = 4 if dtype == "f32" else 8  # 16 bytes
+    return qk_dim % whole == 0 and v_dim % whole == 0 and 0 < v_dim <= qk_dim <= WIDE
+
+
+def plan_expanded(
+    dtype: str, qk_dim: int, v_dim: int, *, num_tokens: int, query_len: int, num_heads: int, num_rows: int,
+    num_sms: int, arch: str,
+) -> ExpandedPlan:  # fmt: skip
+    """For a sequence's chunk of at most `query_len` of the batch's tokens, against segments of `num_rows` rows, a
+    multiple of 16."""
+    if dtype == "f32":
+        launch, size = flash_float32.plan_expanded(qk_dim, v_dim, query_len=query_len, num_heads=num_heads)
+    elif arch == flash_hopper.ARCH and flash_hopper.has_kernel(dtype, qk_dim, v_dim, 1, segments.BLOCK_SIZE):
+        launch, size = flash_hopper.plan_expanded(
+            dtype, qk_dim, v_dim, num_tokens=num_tokens, query_len=query_len, num_heads=num_heads, num_rows=num_rows,
+            num_sms=num_sms,
+        )  # fmt: skip
+    else:
+        launch, size = flash_tensor_core.plan_expanded(dtype, qk_dim, v_dim, query_len=query_len, num_heads=num_heads)
+    return ExpandedPlan(launch, num_heads, size)
 
 
 def _flash_rows(dtype: str, head_dim: int, rows: int, arch: str) -> int:
@@ -252,23 +302,23 @@ def specialisations() -> Iterator[Specialisation]:
         for is_split in (False, True):
             tiles = wide_tiles("bf16", pages, 512, arch, is_split)
             yield flash_wide.flash_wide(tiles, 16, is_split, Variant(pages=pages))
-    yield flash_hopper.flash_hopper("bf16", 512, 16, Variant())
+    yield flash_hopper.flash_hopper("bf16", 512, 512, 16, Variant())
 
 
 def _flash(dtype: str, head_dim: int, variant: Variant, num_rows: tuple[int, ...]) -> Iterator[Specialisation]:
     """The flash tier for 16 bits, for so many rows of a sequence and KV head."""
     for tile_rows in sorted({flash_tensor_core.num_rows(head_dim, rows) for rows in num_rows}):
-        yield flash_tensor_core.flash_tensor_core(dtype, head_dim, 16, tile_rows, variant)
+        yield flash_tensor_core.flash_tensor_core(dtype, head_dim, head_dim, 16, tile_rows, variant)
 
 
 def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisation]:
     yield naive.naive(dtype, head_dim, 16, variant)
     if dtype == "f32":
-        yield flash_float32.flash_float32(head_dim, 16, False, variant)
-        yield flash_float32.flash_float32(head_dim, 16, True, variant)
+        yield flash_float32.flash_float32(head_dim, head_dim, 16, False, variant)
+        yield flash_float32.flash_float32(head_dim, head_dim, 16, True, variant)
     else:
         yield from _flash(dtype, head_dim, variant, (64, 128))
         if dtype == "bf16" and head_dim >= 64 and not variant.pages:
-            yield flash_hopper.flash_hopper(dtype, head_dim, 16, variant)
+            yield flash_hopper.flash_hopper(dtype, head_dim, head_dim, 16, variant)
         for num_rows in (8, 16):
             yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, num_rows, variant)

@@ -132,6 +132,8 @@ class Variant:
         softcap: scores become softcap tanh(score / softcap); 0 where they stay.
         pages: the type of KV pages of a byte a number: one of `quantised_pages.PAGES`; "" for the dtype.
         has_spans: whether `bidirectional_until` bounds each token's keys.
+        is_expanded: whether keys and values are not in pages, but a segment of a sequence's, as rows [keys, heads,
+            qk_dim + v_dim] of both (`segments`): so latent rows are expanded for long prompts.
     """
 
     has_window: bool = False
@@ -139,13 +141,15 @@ class Variant:
     softcap: float = 0.0
     pages: str = ""
     has_spans: bool = False
+    is_expanded: bool = False
 
     @property
     def suffix(self) -> str:
         """A suffix for the kernel's name."""
         cap = f"_cap{self.softcap:g}".replace(".", "p").replace("-", "m").replace("+", "") if self.softcap else ""
         pages = f"_{self.pages}" if self.pages else ""
-        return pages + "_window" * self.has_window + "_sinks" * self.has_sinks + cap + "_spans" * self.has_spans
+        spans = "_spans" * self.has_spans + "_expanded" * self.is_expanded
+        return pages + "_window" * self.has_window + "_sinks" * self.has_sinks + cap + spans
 
 
 @functools.cache
@@ -213,7 +217,7 @@ def key_tile_copier(
     pieces, pitch = shape.pieces, shape.pitch
     row_bytes = page_row(head_dim, dtype) * PAGE_BYTES[dtype]
     stored_pieces = row_bytes // 16
-    unit = _rows_of_thread(num_keys, pieces, threads)
+    unit = rows_of_thread(num_keys, pieces, threads)
     busy = num_keys // unit * pieces  # threads that have rows
     page_bytes = block_size * row_bytes
 
@@ -254,7 +258,8 @@ def key_tile_copier(
     return column, locate, copy
 
 
-def _rows_of_thread(num_keys: int, pieces: int, threads: int) -> int:
+def rows_of_thread(num_keys: int, pieces: int, threads: int) -> int:
+    """Neighbouring rows of a tile that a thread copies."""
     return next(rows for rows in (1, 2, 4, 8) if rows * threads >= num_keys * pieces)
 
 
@@ -266,7 +271,7 @@ def scale_copier(
     to the shared address `target`, zeros where a row is one."""
     pieces = tile_shape(pages, head_dim).pieces
     row_bytes = page_row(head_dim, pages)
-    unit = _rows_of_thread(num_keys, pieces, threads)
+    unit = rows_of_thread(num_keys, pieces, threads)
     busy = num_keys // unit * pieces
 
     @device_function
@@ -304,7 +309,7 @@ def widening_copier(pages: str, head_dim: int, block_size: int, num_keys: int, t
     `key_tile_copier`'s of pages of bytes, but they come as float32, times their scales. Not asynchronous."""
     shape, wide = tile_shape(pages, head_dim), tile_shape("f32", head_dim)
     pieces, pitch, row_bytes = shape.pieces, wide.pitch, page_row(head_dim, pages)
-    unit = _rows_of_thread(num_keys, pieces, threads)
+    unit = rows_of_thread(num_keys, pieces, threads)
     busy = num_keys // unit * pieces
     widen = byte_widener(pages)
 
