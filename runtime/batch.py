@@ -49,6 +49,31 @@ class EncodedTokens:
     rows: tuple[Tensor, ...]
 
 
+class LongChunk(NamedTuple):
+    """A chunk whose sequence's latent rows are expanded (`runtime.linear.latent`).
+
+    seq, first_token  of the batch's
+    num_tokens        of the chunk
+    length            tokens of the sequence, rounded up
+    """
+
+    seq: int
+    first_token: int
+    num_tokens: int
+    length: int
+
+
+class LongChunks(NamedTuple):
+    """`max_query_len` is the longest of a batch's other chunks, 0 if there are none; without long ones it means
+    nothing."""
+
+    chunks: tuple[LongChunk, ...] = ()
+    max_query_len: int = 0
+
+
+NO_LONG_CHUNKS = LongChunks()
+
+
 @dataclass(slots=True)
 class Batch:
     """The input of one forward pass. Every Tensor lies on the model's device and is C-contiguous.
@@ -99,6 +124,7 @@ class Batch:
     auxiliary_layers: tuple[
         int, ...
     ] = ()  # layers after which hidden states are kept, counted from 1; 0: the embeddings
+    long_chunks: LongChunks = NO_LONG_CHUNKS
     kept: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)  # by layer
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # derived by ops, for all layers
 
@@ -115,7 +141,7 @@ class Batch:
         return replace(
             self, token_ids=self.last_tokens, positions=self.last_positions, query_start=self.last_start,
             slot_mappings=tuple(each[: self.num_seqs] for each in self.slot_mappings), max_query_len=1,
-            is_last_wanted=False, bidirectional_until=None, plans={},
+            is_last_wanted=False, bidirectional_until=None, long_chunks=NO_LONG_CHUNKS, plans={},
         )  # fmt: skip
 
     @property

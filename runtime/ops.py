@@ -485,9 +485,9 @@ def experts(
     )
 
 
-def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight) -> Tensor:
-    """Each row times the matrix of its one expert, ``x [T, K]`` and ``weight [E, N, K]`` -> ``[T, N]``, and times its
-    weight. `routing` has one expert a row; see `HeadRouting`."""
+def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight, *, out: Tensor | None = None) -> Tensor:
+    """Each row times the matrix of its one expert, ``x [T, K]`` and ``weight [E, N, K]`` -> ``[T, N]``, `out` if it is
+    given, and times its weight. `routing` has one expert a row; see `HeadRouting`."""
     op, backend = "expert_linear", _backend("expert_linear", "x", x)
     tokens = x.shape[0]
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, weight.shape[2]))
@@ -495,7 +495,9 @@ def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight) -> Tensor:
     check(op, "routing.weights", routing.weights, x.device, float32, (tokens, 1))
     if routing.rule.num_experts != weight.shape[0]:
         raise fail(op, "weight", f"has {weight.shape[0]} experts, must have num_experts = {routing.rule.num_experts}")
-    return backend.expert_linear(x, routing, weight)  # type: ignore[no-any-return]
+    if out is not None:
+        _check_written(op, "out", out, x.device, x.dtype, (tokens, weight.shape[1]))
+    return backend.expert_linear(x, routing, weight, out)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------ attention
@@ -662,9 +664,12 @@ def latent_prepare(
     return backend.latent_prepare(q, latent, positions, rope, norm, pages, slot_mapping)  # type: ignore[no-any-return]
 
 
-def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, *, scale: float, value_dim: int) -> Tensor:
+def latent_attention(
+    q: Tensor, pages: Tensor, batch: Batch, group: int, *, scale: float, value_dim: int, out: Tensor | None = None
+) -> Tensor:
     """Paged causal attention of ``q [T, Hq, D]`` over latent pages -> ``[T, Hq * value_dim]``: a token's row is the key
-    of all heads, and its last ``value_dim`` numbers are their value. `batch` and `group` as in `attention`."""
+    of all heads, and its last ``value_dim`` numbers are their value. `batch` and `group` as in `attention`. Only rows
+    of the batch's sequences are read; a GPU writes them to `out` if it is given."""
     op, backend, device = "latent_attention", _backend("latent_attention", "q", q), q.device
     check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))
     width = q.shape[2]
@@ -674,7 +679,10 @@ def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, *, scal
     if batch.bidirectional_until is not None:
         raise fail(op, "batch.bidirectional_until", "is given, but tokens see no later ones in latent pages")
     _check_batch(op, batch, group, q)
-    return backend.latent_attention(q, pages, batch, group, scale, value_dim)  # type: ignore[no-any-return]
+    if out is not None:
+        _check_written(op, "out", out, device, q.dtype, (q.shape[0], q.shape[1] * value_dim))
+    given = () if out is None else (out,)  # on a GPU alone
+    return backend.latent_attention(q, pages, batch, group, scale, value_dim, *given)  # type: ignore[no-any-return]
 
 
 def _check_latent_pages(op: str, backend: Any, pages: Tensor, device: Device, width: int) -> None:

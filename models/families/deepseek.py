@@ -17,6 +17,7 @@ heads with one key head, whose values are parts of its keys. Ranks share out the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,8 +30,9 @@ from models.experts import ExpertsForm, MoeConfig, MoeDecoder, check_groups
 from models.families.glm import read_grouped_rule
 from models.makers.maker import Maker
 from runtime import ops
-from runtime.batch import Batch
+from runtime.batch import Batch, LongChunks
 from runtime.kv.cache import KVCache
+from runtime.latent_ops import latent_layer
 from runtime.linear.norm import RmsNorm
 from runtime.ops import RopeTable
 from runtime.routing import RoutingRule
@@ -90,7 +92,7 @@ class LatentAttention:
             "kv_a_proj_with_mqa", outputs=form.latent_dim + form.rotary_dim, inputs=hidden, has_bias=has_bias
         )
         self.latent_norm = maker.rms_norm("kv_a_layernorm.weight", form.latent_dim, _INNER_EPS)
-        self.key_maps, self.value_maps = maker.latent_maps(
+        self.maps = maker.latent_maps(
             "kv_b_proj", heads=heads, key_dim=form.key_dim, value_dim=form.value_dim, rotary_dim=form.rotary_dim,
             latent_dim=form.latent_dim,
         )  # fmt: skip
@@ -100,22 +102,17 @@ class LatentAttention:
         self.routing = maker.head_routing(heads.count)
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache, *, residual: Tensor | None = None) -> Tensor:
-        form, tokens = self.form, x.shape[0]
         group = kv_cache.group_of(self.index)
         (pages,) = kv_cache.layer(self.index)
-        by_head = self.routing.of(tokens)
         x = ops.rms_norm(x, self.input_norm.weight, self.input_norm.eps)
         q = self.q_proj(
             x if self.q_a_proj is None else self.q_a_proj(x, batch), batch
         )  # [num_tokens, heads * (key + rotary)]
-        q = ops.expert_linear(q.view(tokens * self.num_heads, -1), by_head, self.key_maps)
-        q = ops.latent_prepare(
-            q.view(tokens, self.num_heads, form.row_dim), self.kv_a_proj(x, batch), batch.positions, rope=self.rope,
-            norm=self.latent_norm, pages=pages, slot_mapping=batch.slot_mappings[group],
+        values = latent_layer(
+            q, self.kv_a_proj(x, batch), self.maps, self.routing, pages=pages, batch=batch, group=group, rope=self.rope,
+            norm=self.latent_norm, scale=self.scale,
         )  # fmt: skip
-        attended = ops.latent_attention(q, pages, batch, group, scale=self.scale, value_dim=form.latent_dim)
-        values = ops.expert_linear(attended.view(tokens * self.num_heads, -1), by_head, self.value_maps)
-        return self.o_proj(values.view(tokens, -1), batch, residual=residual)
+        return self.o_proj(values, batch, residual=residual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +134,13 @@ class DeepseekV2Model(MoeDecoder):
         assert norm is not None
         assert rope is not None
         assert not choices
-        return LatentAttention(self.config, self.config.latent, index, maker.under("self_attn"), rope, norm)
+        made = LatentAttention(self.config, self.config.latent, index, maker.under("self_attn"), rope, norm)
+        self.maps = made.maps
+        return made
+
+    def long_chunks(self, contexts: Sequence[int], counts: Sequence[int]) -> LongChunks:
+        """See `runtime.engine.steps.executor.ExpandingModel`; the same for all layers."""
+        return self.maps.long_chunks(contexts, counts)
 
 
 class DeepseekV3Model(DeepseekV2Model):

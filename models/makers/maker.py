@@ -28,6 +28,7 @@ from runtime.communicator import begins_here, ends_here
 from runtime.dtype import DType
 from runtime.linear.addends import Addend
 from runtime.linear.experts import ExpertsWeight
+from runtime.linear.latent import LatentMaps, can_expand
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
@@ -261,13 +262,14 @@ class Maker(ABC):
 
     def latent_maps(
         self, name: str, *, heads: Shard, key_dim: int, value_dim: int, rotary_dim: int, latent_dim: int
-    ) -> tuple[ExpertsWeight, ExpertsWeight]:
+    ) -> LatentMaps:
         """The map `name.weight [heads (key_dim + value_dim), latent_dim]` out of latent rows, absorbed into the maps
         beside it: for each of this rank's heads one for queries, `[rotary_dim + latent_dim, key_dim + rotary_dim]`, and
         one for results, `[value_dim, latent_dim]`.
 
         A query comes with the key's part first; it leaves with the rotated part first, unchanged, followed by the part
-        that is multiplied with the latent row. The maps are always floats.
+        that is multiplied with the latent row. The maps are always floats. A GPU also gets the map that expands rows,
+        if it has kernels for heads of these sizes, and unless a token's bits may not depend on its chunk.
         """
         if self.options.gemm != "auto":
             raise ModelLoadError(
@@ -285,9 +287,20 @@ class Maker(ABC):
                 yield keys
             for part in parts:
                 yield np.ascontiguousarray(part[key_dim:])
+            if expands:
+                pairs = np.zeros((heads.count, head_dim + value_dim, row_dim), stored.dtype)
+                pairs[:, :key_dim, rotary_dim:] = parts[:, :key_dim]
+                pairs[:, key_dim:head_dim, :rotary_dim] = np.eye(rotary_dim, dtype=np.float32)
+                pairs[:, head_dim:, rotary_dim:] = parts[:, key_dim:]
+                yield pairs.reshape(-1, row_dim)
 
-        count = heads.count
-        shapes = [(rotary_dim + latent_dim, key_dim + rotary_dim)] * count + [(value_dim, latent_dim)] * count
+        count, row_dim, head_dim = heads.count, rotary_dim + latent_dim, key_dim + rotary_dim
+        expands = (
+            self.options.device.kind != "cpu" and not self.options.exact
+            and can_expand(inner.dtype, head_dim, value_dim, row_dim)
+        )  # fmt: skip
+        shapes = [(row_dim, head_dim)] * count + [(value_dim, latent_dim)] * count
+        shapes += [(count * (head_dim + value_dim), row_dim)] * expands
         made = inner._derived(
             f"{self._prefix}{name}.weight", heads.times(key_dim + value_dim), latent_dim, shapes, maps_of
         )
@@ -295,7 +308,10 @@ class Maker(ABC):
             self._count(weight.size_bytes)
         if self.options.device.kind != "cpu":
             self._count(2 * 16 * count)  # of the tables of their addresses
-        return ExpertsWeight(made[:count]), ExpertsWeight(made[count:])
+        return LatentMaps(
+            ExpertsWeight(made[:count]), ExpertsWeight(made[count : 2 * count]), made[-1] if expands else None,
+            key_dim, rotary_dim, latent_dim, value_dim,
+        )  # fmt: skip
 
     def head_routing(self, heads: int) -> HeadRouting:
         """Maps rows of so many heads to their heads' matrices; shared by all layers."""

@@ -364,10 +364,10 @@ def _some_experts(
     rows.add(y if gather is None else gather(y, out.shape[1]), added, out)
 
 
-def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight) -> Tensor:
+def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight, out: Tensor | None = None) -> Tensor:
     """See `ops.expert_linear`."""
     tokens = x.shape[0]
-    result = new((tokens, weight.shape[1]))
+    result = new((tokens, weight.shape[1])) if out is None else out
     for first in range(0, tokens, _MOST_EXPERT_ROWS):
         some = slice(first, first + _MOST_EXPERT_ROWS)
         rows = _RowsByExpert(Routing(routing.ids[some], routing.weights[some], routing.rule))

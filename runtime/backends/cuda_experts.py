@@ -141,10 +141,10 @@ def _grouped(
     rows.add(y if gather is None else gather(y, x.shape[1]), places)
 
 
-def expert_linear(x: Tensor, chosen: Routing, weight: ExpertsWeight) -> Tensor:
+def expert_linear(x: Tensor, chosen: Routing, weight: ExpertsWeight, out: Tensor | None = None) -> Tensor:
     """See `ops.expert_linear`."""
     tokens, width = x.shape[0], weight.shape[1]
-    result = Tensor.new((tokens, width), x.dtype, x.device)
+    result = Tensor.new((tokens, width), x.dtype, x.device) if out is None else out
     if not (tokens and width):
         return result
     squares = Tensor.new((tokens, combine.SQUARE_PARTS), float32, x.device)

@@ -290,7 +290,9 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
                     operands[r, 3] = d
                 for i in range(4):
                     for c in range(own_columns):
-                        value = shared_load_f32(uint32(v_place + four * uint32(4 * value_pitch) + uint32(i * value_pitch + 64 * c)))
+                        value = shared_load_f32(
+                            uint32(v_place + four * uint32(4 * value_pitch) + uint32(i * value_pitch + 64 * c))
+                        )
                         for r in range(own_rows):
                             sums[r, c] = sums[r, c] + operands[r, i] * value
                 four = uint32(four + uint32(1))
@@ -334,7 +336,8 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
 
     tier = "decode" if is_split else "flash"
     constants = {
-        "dtype": "f32", "head_dim": qk_dim, "v_dim": v_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
+        "dtype": "f32", "head_dim": qk_dim, "v_dim": v_dim, "block_size": block_size, "num_rows": tile_rows,
+        "num_keys": keys,
     } | asdict(variant)  # fmt: skip
     sizes = f"d{qk_dim}" if is_even else f"d{qk_dim}_v{v_dim}"
     name = f"attention_{tier}_f32_{sizes}_b{block_size}{variant.suffix}"

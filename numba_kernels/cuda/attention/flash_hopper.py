@@ -53,7 +53,6 @@ from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
     sink_head,
-    visible_end,
     visible_first,
 )
 from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
@@ -407,7 +406,9 @@ def flash_hopper(dtype: str, qk_dim: int, v_dim: int, block_size: int, variant: 
                     )
                     if shares_rows:
                         sync_named(uint32(1), uint32(2 * GROUP_THREADS))  # the other's weights are there
-                    multiply_values(sums, weights, wgmma.advance(value_tiles, stage * uint32(value_tile_bytes >> 4)), before)
+                    multiply_values(
+                        sums, weights, wgmma.advance(value_tiles, stage * uint32(value_tile_bytes >> 4)), before
+                    )
                     following = item_of(round_)
                     following_tile = divide_u32(following, num_kv_heads)
                     # The next tile is looked up beside the last product.
@@ -465,7 +466,8 @@ def flash_hopper(dtype: str, qk_dim: int, v_dim: int, block_size: int, variant: 
     sizes = f"d{qk_dim}" if is_even else f"d{qk_dim}_v{v_dim}"
     name = f"attention_flash_hopper_{dtype}_{sizes}_b{block_size}{variant.suffix}"
     constants = {
-        "dtype": dtype, "head_dim": qk_dim, "v_dim": v_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
+        "dtype": dtype, "head_dim": qk_dim, "v_dim": v_dim, "block_size": block_size, "num_rows": tile_rows,
+        "num_keys": keys,
     } | asdict(variant)  # fmt: skip
     arguments = (TENSOR_MAP, TENSOR_MAP, TENSOR_MAP, *ARGUMENT_TYPES[3:])
     return Specialisation(

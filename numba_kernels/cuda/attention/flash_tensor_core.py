@@ -420,7 +420,9 @@ def flash_tensor_core(
                     for two in range(value_fours):
                         put_4(
                             words,
-                            load_matrix_x4_transposed(uint32(v_place + odd + uint32(step * 16 * value_pitch + two * 32))),
+                            load_matrix_x4_transposed(
+                                uint32(v_place + odd + uint32(step * 16 * value_pitch + two * 32))
+                            ),
                         )
                         unpack(pairs, words, room)
                         for m in range(strips):
@@ -473,7 +475,9 @@ def flash_tensor_core(
                     row = uint32(own_row + upper + uint32(16 * m + 8 * h))
                     sink = load_sink(sinks, sink_head(row, share, kv_head))
                     reciprocal = share_of_keys(maxima[m, h], total, sink)
-                place = uint32(own_q_tile + (upper + uint32(16 * m + 8 * h)) * uint32(result_pitch) + column * uint32(2))
+                place = uint32(
+                    own_q_tile + (upper + uint32(16 * m + 8 * h)) * uint32(result_pitch) + column * uint32(2)
+                )
                 for i in range(value_tiles // 2 - value_pairs):  # even columns of 16, then the odd ones
                     a, b = sums[m, 2 * i, 2 * h] * reciprocal, sums[m, 2 * i + 1, 2 * h] * reciprocal
                     c, d = sums[m, 2 * i, 2 * h + 1] * reciprocal, sums[m, 2 * i + 1, 2 * h + 1] * reciprocal
@@ -488,6 +492,7 @@ def flash_tensor_core(
     sizes = f"d{qk_dim}" if is_even else f"d{qk_dim}_v{v_dim}"
     name = f"attention_flash_{dtype}_{sizes}_b{block_size}_r{tile_rows}{variant.suffix}"
     constants = {
-        "dtype": dtype, "head_dim": qk_dim, "v_dim": v_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
+        "dtype": dtype, "head_dim": qk_dim, "v_dim": v_dim, "block_size": block_size, "num_rows": tile_rows,
+        "num_keys": keys,
     } | asdict(variant)  # fmt: skip
     return Specialisation(name, kernel, ARGUMENT_TYPES, THREADS, constants=constants)

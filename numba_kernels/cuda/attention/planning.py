@@ -166,8 +166,9 @@ def plan(
         if arch != flash_hopper.ARCH or num_blocks is None or not has_hopper:
             raise ValueError(
                 f"tier flash_hopper needs {flash_hopper.ARCH}, num_blocks, f16 or bf16, a head_dim that is a multiple "
-                f"of 8 (beyond {WIDE} with pages of 16 tokens or more) and at most {hopper_tiles(head_dim, head_dim).num_rows} "
-                f"query heads a KV head; got {arch}, {num_blocks}, {dtype}, {head_dim} and {share}"
+                f"of 8 (beyond {WIDE} with pages of 16 tokens or more) and at most "
+                f"{hopper_tiles(head_dim, head_dim).num_rows} query heads a KV head; got {arch}, {num_blocks}, "
+                f"{dtype}, {head_dim} and {share}"
             )
         attend = flash_hopper.plan(
             dtype, block_size, variant, num_tokens=num_tokens, num_seqs=num_seqs, max_query_len=max_query_len,
@@ -303,6 +304,18 @@ def specialisations() -> Iterator[Specialisation]:
             tiles = wide_tiles("bf16", pages, 512, arch, is_split)
             yield flash_wide.flash_wide(tiles, 16, is_split, Variant(pages=pages))
     yield flash_hopper.flash_hopper("bf16", 512, 512, 16, Variant())
+    yield from _expanded()
+
+
+def _expanded() -> Iterator[Specialisation]:
+    """Latent rows expanded for long prompts: DeepSeek's heads, GLM-4.7-Flash's and Mistral Small 4's."""
+    variant, block_size = Variant(is_expanded=True), segments.BLOCK_SIZE
+    for qk_dim, v_dim in ((192, 128), (256, 256), (128, 128)):
+        for dtype in ("bf16", "f16") if qk_dim != v_dim else ("bf16",):
+            tile_rows = flash_tensor_core.num_rows(max(qk_dim, v_dim), 128)
+            yield flash_tensor_core.flash_tensor_core(dtype, qk_dim, v_dim, block_size, tile_rows, variant)
+            yield flash_hopper.flash_hopper(dtype, qk_dim, v_dim, block_size, variant)
+    yield flash_float32.flash_float32(192, 128, block_size, False, variant)
 
 
 def _flash(dtype: str, head_dim: int, variant: Variant, num_rows: tuple[int, ...]) -> Iterator[Specialisation]:

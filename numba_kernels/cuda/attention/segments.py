@@ -149,7 +149,11 @@ def _set_by_row(sums, row, i, value):
     sums[row, i] = value
 
 
-_PLACES = {"flat": (_flat, _set_flat), "paired": (_paired, _set_paired), "rows": (_by_row, _set_by_row)}
+_PLACES: dict[str, tuple[Any, Any]] = {
+    "flat": (_flat, _set_flat),
+    "paired": (_paired, _set_paired),
+    "rows": (_by_row, _set_by_row),
+}
 
 
 @functools.cache
@@ -160,7 +164,7 @@ def results_carrier(rows: int, row_sums: int, places: str, threads: int, is_expa
     A row has so many `sums`: "flat" as `wgmma` leaves them, "paired" as `mma.sync` does, or "rows". Largest scores are
     in `unit`s of log 2. `item` is the tile's number among all of the launch. Without segments it does nothing.
     """
-    take, put = map(device_function, _PLACES[places])
+    take, put = (device_function(each) for each in _PLACES[places])
     stride = uint64(threads * 4)
 
     @device_function

@@ -11,6 +11,7 @@ all but its first R numbers are their value. The tiers:
     tensor_core    mma.sync on 16 rows of queries, f16 and bf16, sequences split over many blocks
     hopper         wgmma on 64 rows, for many heads or tokens (sm_90a)
 
+Long prompts expand rows to keys and values of all heads (`plan_rows`, a product), and take `attention.plan_expanded`.
 Exact mode takes the first two, and does not split a sequence. Either way equal inputs give equal bits.
 """
 
@@ -19,8 +20,9 @@ from numba_kernels.cuda.latent.planning import (
     LatentPlan,
     plan_attention,
     plan_prepare,
+    plan_rows,
     specialisations,
     why_not,
 )
 
-__all__ = ["ROW_MULTIPLE", "LatentPlan", "plan_attention", "plan_prepare", "specialisations", "why_not"]
+__all__ = ["ROW_MULTIPLE", "LatentPlan", "plan_attention", "plan_prepare", "plan_rows", "specialisations", "why_not"]

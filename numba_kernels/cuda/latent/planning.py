@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from numba_kernels.cuda.attention import parts
 from numba_kernels.cuda.intrinsics.element_types import DTYPES
-from numba_kernels.cuda.latent import hopper, hopper_steps, plain, tensor_core
+from numba_kernels.cuda.latent import hopper, hopper_steps, plain, rows, tensor_core
 from numba_kernels.cuda.latent.prepare import THREADS, latent_prepare
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -58,14 +58,29 @@ def why_not(width: int) -> str:
     return "" if width <= plain.MAX_WIDTH else f"{width} numbers a row, limit {plain.MAX_WIDTH}"
 
 
-def plan_prepare(num_tokens: int, width: int, dtype: str, *, rotary: int, interleaved: bool) -> Launch:
-    """The launch for at least one token, and at least one head.
+def plan_prepare(
+    num_tokens: int, width: int, dtype: str, *, rotary: int, interleaved: bool, query: tuple[int, int] | None = None
+) -> Launch:
+    """The launch for at least one token, and at least one head. `query` is a query's width and the place of its rotated
+    part, if it is not absorbed.
 
     Arguments: q [T, H, width], latent [T, width], positions (int32 [T]), cos, sin (float32 [P, rotary / 2]), q_scales
     (float32 [P], or 0), norm (float32 [width - rotary]), slot_mapping (int64 [T]; negative if not stored), pages; H,
     eps.
     """
-    return Launch(latent_prepare(dtype, width, rotary, interleaved), (num_tokens, 1, 1), (THREADS, 1, 1))
+    kernel = latent_prepare(dtype, width, rotary, interleaved, *(query or (width, 0)))
+    return Launch(kernel, (num_tokens, 1, 1), (THREADS, 1, 1))
+
+
+def plan_rows(num_rows: int, width: int, dtype: str, block_size: int) -> Launch:
+    """The launch that copies rows of one sequence out of its pages, in order; those past its end become zeros. `width`
+    numbers are whole 16-byte pieces.
+
+    Arguments: pages, out [num_rows, width], seq_lens (int32 [1]), block table (int32); the first row in the sequence,
+    num_rows.
+    """
+    kernel = rows.latent_rows(dtype, width, block_size)
+    return Launch(kernel, (-(-num_rows // rows.ROWS), 1, 1), (rows.THREADS, 1, 1))
 
 
 def plan_attention(
@@ -94,12 +109,12 @@ def plan_attention(
     alone: no sequence is split, and tiles of keys begin at the same places. `num_blocks` is the cache's, without which
     pages have no tensor map. `tier` forces one of `TIERS`; ValueError if it has no kernel.
     """
-    sizes, rows = (num_heads, table_width, num_seqs), max_query_len * num_heads
+    sizes, num_rows = (num_heads, table_width, num_seqs), max_query_len * num_heads
     tiles = tensor_core.choose_tiles(dtype, width, value_dim, most_shared)
     is_for_hopper = arch == hopper.ARCH and num_blocks is not None and hopper.has_kernel(dtype, width, value_dim)
     if tier is None:
         tier = "plain" if tiles is None else "tensor_core"
-        if is_for_hopper and rows > _FEW_ROWS and not exact:
+        if is_for_hopper and num_rows > _FEW_ROWS and not exact:
             tier = "hopper"
     if tier == "plain":
         plain_kernel = plain.latent_float32(dtype, width, value_dim, block_size)
@@ -117,7 +132,7 @@ def plan_attention(
             f"tier {tier} has no kernel for rows of {width} {dtype} with values of {value_dim} in {most_shared} bytes"
             f" on {arch}"
         )
-    num_tiles = min(num_seqs * -(-rows // tile_rows), num_seqs + num_tokens * num_heads // tile_rows)
+    num_tiles = min(num_seqs * -(-num_rows // tile_rows), num_seqs + num_tokens * num_heads // tile_rows)
     wanted = 1
     if max_seq_len > parts.MIN_PART_KEYS and not exact and num_tiles <= _MOST_WAVES * num_sms:
         wanted = num_sms - num_tiles if num_sms >= 2 * num_tiles else _WAVES * num_sms
@@ -132,7 +147,9 @@ def specialisations() -> Iterator[Specialisation]:
     """Those of DeepSeek's models, with rows of 64 and 512, and for 16 bits of Mistral 4's, of 64 and 256."""
     for dtype in DTYPES:
         for interleaved in (False, True):
-            yield latent_prepare(dtype, 576, 64, interleaved)
+            for query in ((576, 0), (192, 128)):
+                yield latent_prepare(dtype, 576, 64, interleaved, *query)
+        yield rows.latent_rows(dtype, 576, 16)
     for width, value_dim in ((576, 512), (320, 256)):
         for dtype in DTYPES:
             found = {

@@ -20,10 +20,13 @@ THREADS = 128
 
 
 @functools.cache
-def latent_prepare(dtype: str, width: int, rotary: int, interleaved: bool) -> Specialisation:
-    """Arguments: see `planning.plan_prepare`."""
+def latent_prepare(
+    dtype: str, width: int, rotary: int, interleaved: bool, q_width: int, q_first: int
+) -> Specialisation:
+    """Queries have so many numbers a head, and the rotated ones from `q_first` on. Arguments: see
+    `planning.plan_prepare`."""
     load, store = element_loader(dtype), elements_storer(dtype, 1)
-    item, half, rest = uint64(ITEM_BYTES[dtype]), rotary // 2, width - rotary
+    item, half, rest, q_rest = uint64(ITEM_BYTES[dtype]), rotary // 2, width - rotary, q_width - rotary
     padded = page_row(width)
     reciprocal_rest = float32(1.0 / rest)
 
@@ -50,7 +53,8 @@ def latent_prepare(dtype: str, width: int, rotary: int, interleaved: bool) -> Sp
             if interleaved:
                 low = uint32(uint32(2) * pair)
                 high = uint32(low + uint32(1))
-            place = q + (uint64(token) * uint64(num_heads) + uint64(head)) * uint64(width) * item
+            place = q + (uint64(token) * uint64(num_heads) + uint64(head)) * uint64(q_width) * item
+            place = place + uint64(q_first) * item
             target = place
             is_written = True
             size = factor
@@ -71,10 +75,13 @@ def latent_prepare(dtype: str, width: int, rotary: int, interleaved: bool) -> Sp
             index = uint32(index + uint32(THREADS))
         if q_scales != uint64(0):
             index = thread
-            while index < uint32(num_heads * uint32(rest)):
-                head = uint32(index // uint32(rest))
-                column = uint32(uint32(index - head * uint32(rest)) + uint32(rotary))
-                place = q + ((uint64(token) * uint64(num_heads) + uint64(head)) * uint64(width) + uint64(column)) * item
+            while index < uint32(num_heads * uint32(q_rest)):
+                head = uint32(index // uint32(q_rest))
+                column = uint32(index - head * uint32(q_rest))
+                if column >= uint32(q_first):
+                    column = uint32(column + uint32(rotary))
+                first_column = (uint64(token) * uint64(num_heads) + uint64(head)) * uint64(q_width)
+                place = q + (first_column + uint64(column)) * item
                 value[0] = load(place) * factor
                 store(place, value)
                 index = uint32(index + uint32(THREADS))
@@ -96,7 +103,12 @@ def latent_prepare(dtype: str, width: int, rotary: int, interleaved: bool) -> Sp
                 index = uint32(index + uint32(THREADS))
 
     name = f"latent_prepare_{dtype}_w{width}_r{rotary}{'_interleaved' if interleaved else ''}"
-    constants = {"dtype": dtype, "width": width, "rotary": rotary, "interleaved": interleaved}
+    if (q_width, q_first) != (width, 0):
+        name += f"_q{q_width}_{q_first}"
+    constants = {
+        "dtype": dtype, "width": width, "rotary": rotary, "interleaved": interleaved, "q_width": q_width,
+        "q_first": q_first,
+    }  # fmt: skip
     argument_types = (
         types.uint64, types.uint64, types.CPointer(types.int32), *(types.uint64,) * 4, types.CPointer(types.int64),
         types.uint64, types.uint32, types.float32,

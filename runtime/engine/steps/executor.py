@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.batch import Batch
+from runtime.batch import Batch, LongChunks
 from runtime.device.device import Device
 from runtime.dtype import DType
 from runtime.engine.steps.step_input import PassPictures, Sampled, StepInput
@@ -68,6 +68,15 @@ class BidirectionalModel(Protocol):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The different windows of its layers, in tokens on each side, a token's own included."""
+        ...
+
+
+@runtime_checkable
+class ExpandingModel(Protocol):
+    """A model with latent attention, which expands the rows of long chunks' sequences."""
+
+    def long_chunks(self, contexts: Sequence[int], counts: Sequence[int]) -> LongChunks:
+        """Those of a step, of chunks after so many tokens each."""
         ...
 
 

@@ -153,7 +153,7 @@ class ForwardRecordings:
             num_tokens = num_logits = batch_slots * longest
             num_seqs = 2 * batch_slots
         room = None if samples is None else shape_of(samples, num_logits)
-        return Shape(num_tokens, num_seqs, num_logits, longest, length, room, layout.is_last_wanted)
+        return Shape(num_tokens, num_seqs, num_logits, longest, length, room, layout.is_last_wanted, layout.long_chunks)
 
     def _run_timed(self, shape: Shape, batch: Batch, forward: Forward) -> Computed:
         """Run eagerly. The time of a new shape that could be recorded is remembered."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.batch import STEP_FIELDS, USUAL_FIELDS, Batch
+from runtime.batch import NO_LONG_CHUNKS, STEP_FIELDS, USUAL_FIELDS, Batch, LongChunks
 from runtime.dtype import DType, uint8
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.layout import StepLayout
@@ -72,6 +72,7 @@ class Shape(NamedTuple):
     max_seq_len: int
     samples: SamplingShape | None
     is_last_wanted: bool = False
+    long_chunks: LongChunks = NO_LONG_CHUNKS
 
     def arrays(self, num_groups: int, limits: EngineLimits) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]:
         """Name, type and sizes of each array, in their order in memory."""
@@ -142,7 +143,7 @@ class StepMemory:
             kind = DType.parse(dtype)
             tensors[name] = Tensor(self._storage, kind, sizes, contiguous_strides(sizes), at // dtype.itemsize)
             at += _aligned(size_bytes)
-        layout = StepLayout(arrays, shape.max_query_len, shape.max_seq_len, shape.is_last_wanted)
+        layout = StepLayout(arrays, shape.max_query_len, shape.max_seq_len, shape.is_last_wanted, shape.long_chunks)
         parts: list[Tensor] = []
         for name, each in layout.fields.items():
             parts += [tensors[name][group] for group in range(self._num_groups)] if each.by_group else [tensors[name]]

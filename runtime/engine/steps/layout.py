@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.batch import STEP_FIELDS, USUAL_FIELDS, Batch, StepField
+from runtime.batch import NO_LONG_CHUNKS, STEP_FIELDS, USUAL_FIELDS, Batch, LongChunks, StepField
 from runtime.device.device import Device
 from runtime.tensor.tensor import Tensor
 
@@ -71,12 +71,13 @@ class BlockTables:
 @dataclass(slots=True)
 class StepLayout:
     """The arrays of a step's batch on the host, by the names of `STEP_FIELDS`. Those by group have a first axis for
-    it; block tables may have any width. `is_last_wanted`: see `Batch`, and `want_last`."""
+    it; block tables may have any width. `is_last_wanted`: see `Batch`, and `want_last`; `long_chunks`: see `Batch`."""
 
     arrays: dict[str, NDArray[Any]]
     max_query_len: int
     max_seq_len: int
     is_last_wanted: bool = False
+    long_chunks: LongChunks = NO_LONG_CHUNKS
 
     def __post_init__(self) -> None:
         for name in NUMBERS.keys() - self.arrays.keys():
@@ -127,7 +128,7 @@ class StepLayout:
         }
         return Batch(
             **fields, max_query_len=self.max_query_len, max_seq_len=self.max_seq_len, exact=exact,
-            is_last_wanted=self.is_last_wanted,
+            is_last_wanted=self.is_last_wanted, long_chunks=self.long_chunks,
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Never, TypeVar
+from typing import Never, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from runtime.engine.steps.executor import (
     AuxiliaryHiddenStates,
     DrawMasks,
     Encoded,
+    ExpandingModel,
     GraphStats,
     Model,
     SidePass,
@@ -98,6 +99,7 @@ class LocalExecutor:
             limits.max_num_seqs, max_blocks, self.num_groups, limits.block_size, vocab_size,
             has_offsets=limits.longrope_threshold is not None or self.pictures is not None,
         )  # fmt: skip
+        self._expands = isinstance(model, ExpandingModel) and model.device.kind != "cpu" and not limits.exact
         self._results = SamplingResults(model, self.rows, vocab_size)
         is_cpu = model.device.kind == "cpu"
         self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and not is_cpu)
@@ -324,6 +326,9 @@ class LocalExecutor:
         laid_out = rows.lay_out(step)
         if self._gives_last_rows and step.num_tokens > step.num_seqs and _wants_last(step):
             laid_out.layout.want_last()
+        if self._expands and step.num_tokens > step.num_seqs:
+            model = cast(ExpandingModel, self.model)
+            laid_out.layout.long_chunks = model.long_chunks(step.starts.tolist(), step.counts.tolist())
         if not self.samples and len(laid_out.samples.rows):
             self._versions[step.number] = laid_out.samples.version
         compute = partial(self._draw, step, laid_out, masks, proposed)
