@@ -61,7 +61,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.emulator
-@pytest.mark.exhaustive_cases("sm_80|float32")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
 @pytest.mark.parametrize(("stored", "name", "tolerance"), [("F32", "float32", 1e-4), ("BF16", "bfloat16", 2e-2)])
 def test_logits(
@@ -98,7 +98,7 @@ def test_engine(tmp_path: Path, plans: list[tuple[int, int]], monkeypatch: pytes
     )  # fmt: skip
     ids, wanted = GOLDEN.prompt_ids, GOLDEN.greedy_ids["float32"]
     for index in range(3):
-        engine.add(request(f"r{index}", ids, max_tokens=len(wanted), ignore_eos=True))
+        engine.add(request(f"r{index}", ids, max_tokens=len(wanted), eos=()))
     collected = run_to_end(engine)
     assert [collected[f"r{index}"].token_ids() for index in range(3)] == [wanted] * 3
     graphs = engine.executor.graph_stats()

@@ -7,7 +7,7 @@ from typing import Any
 
 from numba_kernels.cuda.gemm import hopper
 from runtime.bench.kernels.case import Case
-from runtime.bench.kernels.latent import latent_case
+from runtime.bench.kernels.latent import expanded_case, latent_case
 from runtime.bench.kernels.operations import (
     QWEN3_8B,
     attention_case,
@@ -148,6 +148,10 @@ def latent(is_quick: bool) -> Iterator[Case]:
     yield latent_case("auto", "bf16", 2, 1000, 3, 16, exact=True)
     yield latent_case("plain", "bf16", 2, 200, 1, 16)
     yield latent_case("auto", "f32", 2, 200, 2, 16)
+    for sizes in ((192, 128), (256, 256), (128, 128)):
+        yield from (expanded_case("auto", "bf16", context, 300, 5, *sizes) for context in (0, 70, 2_000))
+    yield expanded_case("auto", "f16", 130, 200, 128)
+    yield expanded_case("auto", "f32", 130, 100, 3)
 
 
 def rows(is_quick: bool) -> Iterator[Case]:
@@ -317,6 +321,11 @@ def latent_speed(is_quick: bool) -> Iterator[Case]:
         yield latent_case("auto", "bf16", 32, 4092, 4, heads)
     yield latent_case("auto", "bf16", 32, 4095, 1, 32, 320, 256)
     yield latent_case("auto", "bf16", 1, 4096, 128, 16)
+    for context, heads in ((0, 16), (6144, 16), (0, 128)):
+        yield latent_case("auto", "bf16", 1, context, 2048, heads)
+        yield expanded_case("auto", "bf16", context, 2048, heads)
+    yield expanded_case("auto", "bf16", 0, 2048, 20, 256, 256)
+    yield expanded_case("auto", "bf16", 0, 2048, 32, 128, 128)
     yield latent_case("plain", "bf16", 1, 4095, 1, 16)
 
 

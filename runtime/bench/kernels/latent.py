@@ -1,4 +1,5 @@
-"""Cases of latent attention: each sequence's last tokens over shuffled pages of one row a token."""
+"""Cases of latent attention: each sequence's last tokens over shuffled pages of one row a token, and a prompt over
+expanded rows."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_kernels.cuda import latent
+from numba_kernels.cuda import attention, latent
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
 from runtime.bench.kernels.case import TOLERANCE, Array, Case, Inputs, Prepared, numpy_dtype, sampled
 from runtime.bench.kernels.operations import BLOCK_SIZE
@@ -73,6 +74,53 @@ def latent_case(
         f"{seqs} x {queries} queries, {length} keys, {heads} heads, rows of {width}", least_bytes,
         2 * seen * heads * (width + value_dim), TOLERANCE[dtype], prepare, "latent",
         0 if tier == "plain" else tiled_bytes, dtype != "f32", tier in ("tensor_core", "hopper"),
+    )  # fmt: skip
+
+
+def expanded_case(
+    tier: str, dtype: str, context: int, queries: int, heads: int, qk_dim: int = 192, v_dim: int = 128
+) -> Case:
+    """A long prompt's attention over expanded rows, in one segment. `tier` is a name: the device's is taken."""
+    length, size = context + queries, numpy_dtype(dtype).itemsize
+    num_rows = -(-length // 128) * 128
+
+    def prepare(inputs: Inputs) -> Prepared:
+        q = inputs.normal((queries, heads, qk_dim), dtype)
+        pairs = inputs.normal((num_rows, heads, qk_dim + v_dim), dtype)
+        plan = attention.plan_expanded(
+            dtype, qk_dim, v_dim, num_tokens=queries, query_len=queries, num_heads=heads, num_rows=num_rows,
+            num_sms=inputs.gpu.properties.num_sms, arch=inputs.gpu.arch,
+        )  # fmt: skip
+        out, keys = inputs.result(queries * heads * v_dim * size), inputs.put(pairs)
+        arguments = plan.arguments(
+            inputs.put(q), keys, keys + qk_dim * size, out, 0, inputs.put(np.array([0, queries], np.int32)),
+            inputs.put(np.array([length], np.int32)), SCALE, first_key=0, most_keys=num_rows, is_last=True,
+        )  # fmt: skip
+
+        def torch(module: Any, tensor: Callable[[Array], Any]) -> Callable[[], Any]:
+            a, b = (tensor(np.ascontiguousarray(each.transpose(1, 0, 2)))[None] for each in (q, pairs[:length]))
+            attend = module.nn.functional.scaled_dot_product_attention
+            return lambda: attend(a, b[..., :qk_dim], b[..., qk_dim:], is_causal=True, scale=SCALE).transpose(1, 2)
+
+        chosen, shape = sampled(queries), (queries, heads, v_dim)
+        expected = np.empty((len(chosen), heads, v_dim), np.float32)
+        for place, token in enumerate(chosen):
+            seen = pairs[: context + int(token) + 1].astype(np.float32)
+            scores = np.einsum("hd,lhd->hl", q[token].astype(np.float32), seen[..., :qk_dim]) * np.float32(SCALE)
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            weights /= weights.sum(1, keepdims=True)
+            expected[place] = np.einsum("hl,lhd->hd", weights, seen[..., qk_dim:])
+        run = inputs.bind((plan.launch, arguments))
+        return Prepared(run, out, shape, dtype, chosen, expected, torch if context == 0 else None)
+
+    pair_bytes, tile_rows = (qk_dim + v_dim) * size, 128 if tier == "flash_hopper" or max(qk_dim, v_dim) <= 128 else 64
+    own_bytes, tiles = queries * heads * pair_bytes, -(-queries // tile_rows)
+    keys = sum(context + min(tile_rows * (tile + 1), queries) for tile in range(tiles))
+    return Case(
+        f"latent expanded {tier} {dtype}", f"{queries} queries, {length} keys, {heads} heads of {qk_dim} and {v_dim}",
+        own_bytes + length * heads * pair_bytes,
+        2 * heads * (queries * context + queries * (queries + 1) // 2) * (qk_dim + v_dim), TOLERANCE[dtype], prepare,
+        "latent", own_bytes + keys * heads * pair_bytes, dtype != "f32", dtype != "f32",
     )  # fmt: skip
 
 
