@@ -103,7 +103,7 @@ def _piece(batch: Batch, seq: int, last_seq: int, token: int, last_token: int, c
         query_start=batch.query_start[seq : last_seq + 1], seq_lens=batch.seq_lens[seqs],
         slot_mappings=tuple(each[tokens] for each in batch.slot_mappings),
         block_tables=tuple(each[seqs] for each in batch.block_tables),
-        max_query_len=batch.long_chunks.max_query_len if chunk is None else chunk.num_tokens, long_chunks=NO_LONG_CHUNKS,
-        plans={},
+        max_query_len=batch.long_chunks.max_query_len if chunk is None else chunk.num_tokens,
+        long_chunks=NO_LONG_CHUNKS, plans={},
     )  # fmt: skip
     return _Piece(part, tokens, chunk)

@@ -101,8 +101,8 @@ def latent_expanded(
         gpu.launch(copy, pages.address, rows.address, batch.seq_lens.address, table.address, first, num_rows)
         expanded = linear(rows, weight, None, None, q.dtype)
         plan = _plan_expanded(
-            q.dtype.ptx, maps.head_dim, maps.value_dim, num_tokens=q.shape[0], query_len=chunk.num_tokens, num_heads=heads,
-            num_rows=num_rows, num_sms=gpu.properties.num_sms, arch=gpu.arch,
+            q.dtype.ptx, maps.head_dim, maps.value_dim, num_tokens=q.shape[0], query_len=chunk.num_tokens,
+            num_heads=heads, num_rows=num_rows, num_sms=gpu.properties.num_sms, arch=gpu.arch,
         )  # fmt: skip
         if state is None and last:
             state = gpu.allocate(plan.state_bytes)
