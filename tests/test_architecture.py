@@ -49,8 +49,8 @@ FLOORS = {
         (
             f"runtime.{name}"
             for name in (
-                "tensor", "ops", "state_ops", "latent_ops", "batch", "kv", "communicator", "shared_communicator", "nccl_communicator",
-                "rank_notices", "sampling_arrays",
+                "tensor", "ops", "state_ops", "latent_ops", "batch", "kv", "communicator", "shared_communicator",
+                "nccl_communicator", "rank_notices", "sampling_arrays",
                 "sampling_table", "linear", "rope_table", "routing", "backends",
             )
         ),
