@@ -14,25 +14,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 34_626,
+    "numba_kernels": 35_142,
     "runtime/emulator": 17_012,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
-    "runtime/backends": 2_945,
-    "runtime/linear": 2_193,
+    "runtime/backends": 2_995,
+    "runtime/linear": 2_305,
     "runtime/kv": 1_088,
-    "runtime/engine": 20_295,
+    "runtime/engine": 20_311,
     "runtime/text": 5_072,
     "runtime/llm": 1_455,
     "runtime/parallel": 1_107,
     "runtime/images": 965,
     "runtime/commands": 2_741,
-    "runtime/bench": 8_849,
-    "runtime": 3_147,
-    "models": 18_052,
+    "runtime/bench": 8_897,
+    "runtime": 3_290,
+    "models": 18_065,
     "server": 17_934,
     "tokenizer": 6_788,
-    "tools": 15_695,
+    "tools": 15_709,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 52_450
+MOST_WORDS = 52_666
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
