@@ -377,5 +377,6 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         },
     ),
     "deepseek2": GgufArchitecture("DeepseekV2ForCausalLM", DEEPSEEK2, is_latent=True, read=fields.read_deepseek2),
+    "mistral4": GgufArchitecture("Mistral4ForCausalLM", DEEPSEEK2, is_latent=True, read=fields.read_mistral4),
 }
 """By `general.architecture`."""

@@ -235,8 +235,9 @@ def _read_shared_and_routed(keys: Keys) -> dict[str, Any]:
 
 
 def read_deepseek2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """V2, whose routers choose by a softmax, or V3, by sigmoids. Newer files give the sizes of a latent row as a
-    head's, and those of heads apart; older ones only give those of heads."""
+    """V2, whose routers choose by a softmax, V3 and GLM-4.7-Flash, by sigmoids, or Mistral, whose weights of a softmax
+    are normalised. Newer files give the sizes of a latent row as a head's, and those of heads apart; older ones only
+    give those of heads."""
     rotary_dim, latent_dim = common["head_dim"], keys.integer("attention.kv_lora_rank", REQUIRED)
     sizes = [keys.integer(f"attention.{name}_length", REQUIRED) for name in ("key", "value")]
     by_head = [keys.integer(f"attention.{name}_length_mla") for name in ("key", "value")]
@@ -268,8 +269,28 @@ def read_deepseek2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
             "n_group": groups, "topk_group": best,
         }  # fmt: skip
     keys.fields.expect(keys("expert_gating_func"), 0, _SOFTMAX)
+    if found["norm_topk_prob"] and (rope := common.get("rope_scaling", {})).get("rope_type") == "yarn":
+        return {**found, **_mistral4_fields(keys, rope), "head_dim": key_size, "n_group": groups, "topk_group": best}
     is_grouped = {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": best}
     return {**found, **(is_grouped if groups > 1 else {})}
+
+
+def _mistral4_fields(keys: Keys, rope: dict[str, Any]) -> dict[str, Any]:
+    """Mistral 4's class, and how queries grow with their position: not at all in a file that does not tell."""
+    context, name = rope.get("original_max_position_embeddings"), "attention.temperature_length"
+    if (length := keys.integer(name)) not in (None, context):
+        raise keys.fields.error(keys(name), f"= {length} must be rope.scaling.original_context_length = {context}")
+    scaling = {"llama_4_scaling_beta": keys.number("attention.temperature_scale", 0.0)}
+    return {"architectures": ["Mistral4ForCausalLM"], "rope_scaling": {**rope, **scaling}}
+
+
+def read_mistral4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Mistral Small 4's fields. A file that does not tell of normalised weights, or of YaRN, is refused."""
+    if not keys.fields.boolean(keys("expert_weights_norm"), False):
+        raise keys.fields.error(keys("expert_weights_norm"), "must be true: Mistral 4's weights are normalised")
+    if common.get("rope_scaling", {}).get("rope_type") != "yarn":
+        raise keys.fields.error(keys("rope.scaling.type"), "must be 'yarn' for mistral4")
+    return read_deepseek2(keys, common)
 
 
 def read_olmoe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,8 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3", "gemma4_text": "gemma4", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3",
     "olmo2": "olmo2", "olmo3": "olmo2", "glm4": "glm4", "mixtral": "llama", "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe", "olmoe": "olmoe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",
-    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma": "gemma", "seed_oss": "seed_oss",
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2",
+    "mistral4": "mistral4", "gemma": "gemma", "seed_oss": "seed_oss",
     "exaone4": "exaone4", "ernie4_5": "ernie4_5", "starcoder2": "starcoder2", "cohere": "command-r",
     "cohere2": "cohere2", "internlm2": "internlm2", "gpt_neox": "gptneox", "olmo": "olmo", "phimoe": "phimoe",
     "granitemoe": "granitemoe", "granitemoeshared": "granitemoe", "ernie4_5_moe": "ernie4_5-moe",
@@ -31,10 +32,11 @@ ARCHITECTURES = {
 }  # fmt: skip
 WITH_EXPERTS = (
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3",
-    "phimoe", "granitemoe", "granitemoeshared", "ernie4_5_moe", "qwen3_5_moe_text", "qwen3_next",
+    "phimoe", "granitemoe", "granitemoeshared", "ernie4_5_moe", "qwen3_5_moe_text", "qwen3_next", "glm4_moe_lite",
+    "mistral4",
 )  # fmt: skip
 DELTA_RULE = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-LATENT = ("deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 PERMUTED = (
     "llama", "mistral", "granite", "smollm3", "mixtral", "internlm2", "olmo", "ministral3", "granitemoe",
     "granitemoeshared",
@@ -243,7 +245,8 @@ def _rope_of(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: bool) -> None:
     """As `set_gguf_parameters` of the converter's classes."""
     kind, head_dim = config["model_type"], _head_dim(config)
-    (rope, sliding), rotary_dim = _rope_of(config), int(head_dim * _rope_of(config)[0].get("partial_rotary_factor", 1))
+    rope, sliding = _rope_of(config)
+    rotary_dim = config.get("qk_rope_head_dim") or int(head_dim * rope.get("partial_rotary_factor", 1))
     writer.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -305,13 +308,13 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: b
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if kind in ("glm4_moe", *LATENT):
         writer.add_expert_shared_count(config["n_shared_experts"])
-        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         if config["n_group"]:
             writer.add_expert_group_count(config["n_group"])
             writer.add_expert_group_used_count(config["topk_group"])
-    if kind in ("glm4_moe", "deepseek_v3"):
+    if kind in ("glm4_moe", "deepseek_v3", "glm4_moe_lite"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if kind == "glm4_moe":
         writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
@@ -335,7 +338,10 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: b
         writer.add_parallel_residual(config["use_parallel_residual"])
     if kind == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    if kind in ("ministral3", "mistral4"):
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if kind == "mistral4":
+        writer.add_attn_temperature_length(rope["original_max_position_embeddings"])
     if kind in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe"):
         writer.add_rope_dimension_sections([2, 1, 1, 0])
     if kind in ("qwen3_vl", "qwen3_vl_moe"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ TOLD: dict[str, dict[str, Any]] = {
     "deepseek_v2_odd": {"mscale": 0.9},  # a file tells one of both
     "deepseek_v2_groups": {},
     "deepseek_v3_odd": {},
+    "glm4_moe_lite_odd": {},
+    "mistral4_odd": {},
 }
 
 
@@ -48,7 +51,10 @@ def twin_of(folder: Path, case: str) -> tuple[dict[str, Any], dict[str, Array], 
 def test_float32_is_the_twin(tmp_path: Path, case: str, has_whole_maps: bool) -> None:
     config, tensors, ids = twin_of(tmp_path / "twin", case)
     path = write_gguf(tmp_path / "model.gguf", config, tensors, has_whole_maps=has_whole_maps)
-    assert comparable(load_config(path), False) == comparable(load_config(tmp_path / "twin"), False)
+    told = dataclasses.replace(
+        load_config(path), **({"architecture": "Glm4MoeLiteForCausalLM"} if "glm" in case else {})
+    )
+    assert comparable(told, False) == comparable(load_config(tmp_path / "twin"), False)
     loaded = load_model(path)
     assert declare_model(path).weight_bytes == loaded.weight_bytes
     np.testing.assert_array_equal(logits_of(loaded, ids), logits_of(load_model(tmp_path / "twin"), ids))
@@ -64,6 +70,24 @@ def test_sigmoids_that_a_file_does_not_tell(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", config, tensors, add_metadata=forget)
     logits, expected = logits_of(load_model(path), ids), logits_of(load_model(tmp_path / "twin"), ids)
     np.testing.assert_array_equal(logits, expected)
+
+
+def test_mistral_in_the_older_class(tmp_path: Path) -> None:
+    """Mistral Large 3's files are of deepseek2. A file of Mistral 4 by llama.cpp's converter tells of no growth of
+    queries, which is then none."""
+    config, tensors, ids = twin_of(tmp_path / "twin", "mistral4_odd")
+    older = write_gguf(
+        tmp_path / "older.gguf", {**config, "model_type": "deepseek_v2", "rope_interleave": True}, tensors
+    )
+    silent = changing({f"mistral4.attention.temperature_{name}": None for name in ("scale", "length")})
+    path = write_gguf(tmp_path / "model.gguf", config, tensors, add_metadata=silent)
+    found = [load_model(each) for each in (older, path)]
+    assert [each.config.architecture for each in found] == ["Mistral4ForCausalLM"] * 2
+    config["rope_parameters"]["llama_4_scaling_beta"] = 0.0
+    (tmp_path / "twin" / "config.json").write_text(json.dumps(config))
+    expected = logits_of(load_model(tmp_path / "twin"), ids)
+    for each in found:
+        np.testing.assert_array_equal(logits_of(each, ids), expected)
 
 
 CONFIG: dict[str, Any] = {
@@ -132,15 +156,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"deepseek2.attention.value_length": 13}, "deepseek2.attention.value_length = 13 must be 22, a kept row's"),
     ({"deepseek2.attention.key_length_mla": 6}, "deepseek2.attention.key_length = 6 must be above .* = 6"),
     ({"deepseek2.expert_gating_func": 3}, "deepseek2.expert_gating_func = 3 is not supported"),
-    ({"deepseek2.expert_weights_norm": True}, "norm_topk_prob = True is not supported"),
     ({"deepseek2.expert_group_count": 2}, "n_group = 2 must divide n_routed_experts = 5"),
     ({"deepseek2.attention.temperature_scale": 0.1}, "deepseek2.attention.temperature_scale = 0.1 is not supported"),
+    (
+        {"mistral4.attention.temperature_length": 9},
+        "temperature_length = 9 must be rope.scaling.original_context.* = 8",
+    ),
+    ({"mistral4.expert_weights_norm": False}, "mistral4.expert_weights_norm must be true"),
+    ({"mistral4.rope.scaling.type": "none"}, "mistral4.rope.scaling.type must be 'yarn'"),
+    ({"mistral4.expert_gating_func": 4}, "mistral4.expert_gating_func = 4 is not supported"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[case[1][:40] for case in WRONG])
 def test_keys_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    config, tensors, _ = twin_of(tmp_path / "twin", "deepseek_v2_odd")
+    name = "mistral4_odd" if next(iter(changes)).startswith("mistral4") else "deepseek_v2_odd"
+    config, tensors, _ = twin_of(tmp_path / "twin", name)
     path = write_gguf(tmp_path / "model.gguf", config, tensors, add_metadata=changing(changes))
     with pytest.raises(ConfigError, match=message):
         declare_model(path)
