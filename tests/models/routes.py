@@ -23,8 +23,8 @@ def recorded_routes() -> Iterator[list[tuple[Array, Array]]]:
     found: list[tuple[Array, Array]] = []
     route = ops.route
 
-    def recorded(logits: Tensor, *more: Any) -> Routing:
-        routing = route(logits, *more)
+    def recorded(logits: Tensor, *more: Any, **named: Any) -> Routing:
+        routing = route(logits, *more, **named)
         found.append((logits.to("cpu").numpy().copy(), np.sort(routing.ids.to("cpu").numpy(), 1)))
         return routing
 

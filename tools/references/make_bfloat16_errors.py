@@ -1,0 +1,50 @@
+"""Writes the error of transformers' own bfloat16 logits for models with recurrent states, over seeds of their weights.
+
+    python tools/references/make_bfloat16_errors.py          # needs transformers and torch
+
+`tests/models/goldens/bfloat16_errors.json` has, for each case, max|a - b| / max|b| of its prompt's logits, where b are
+those of the same weights, rounded to bfloat16, in float32 arithmetic; a seed each. One seed says little: such errors
+differ by a factor of five, as a gated norm divides by a head's result, which may be near 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.models.golden_weights import golden_tensor, named_tensors, rounded_to_bfloat16, stored_tensors  # noqa: E402
+from tests.models.states_in_bfloat16 import CASES, ERRORS, GOLDENS, NUM_SEEDS, seed_of  # noqa: E402
+
+
+def logits_of(case: str, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    config = transformers.AutoConfig.from_pretrained(GOLDENS / case)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    prompt = json.loads((GOLDENS / case / "golden.json").read_text(encoding="utf-8"))["prompt_ids"]
+    with torch.no_grad():
+        for name, parameter in named_tensors(model):
+            for stored, place in stored_tensors(name, parameter, config.model_type):
+                place.copy_(torch.from_numpy(rounded_to_bfloat16(golden_tensor(stored, tuple(place.shape), seed))))
+        logits: torch.Tensor = model(torch.tensor([prompt])).logits[0].float()
+    return logits
+
+
+def main() -> None:
+    found = {}
+    for case in CASES:
+        found[case] = []
+        for index in range(NUM_SEEDS):
+            exact, rounded = (logits_of(case, seed_of(case, index), each) for each in (torch.float32, torch.bfloat16))
+            found[case].append(round(float((rounded - exact).abs().max() / exact.abs().max()), 5))
+        print(case, found[case])
+    ERRORS.write_text(json.dumps(found) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
