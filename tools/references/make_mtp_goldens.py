@@ -38,6 +38,8 @@ def main() -> None:
             del given["time_step_limit"]  # an infinity, which this way of reading refuses
         else:
             given["num_hidden_layers"] = number + 1
+            if "mlp_layer_types" in given:
+                given["mlp_layer_types"].append("sparse")
         if is_qwen:
             given[kinds] = [*given[kinds], "full_attention"]
         config = AutoConfig.for_model(**given)

@@ -11,7 +11,7 @@ from tests.models.folders import Array, Golden, golden_tensors, load_golden, wri
 from tests.models.golden_weights import golden_tensor
 
 FOLDER = Path(__file__).parent / "mtp"
-CASES = ("deepseek_v3_odd", "glm4_moe_groups", "nemotron_h_moe_latent", "qwen3_5_odd")
+CASES = ("deepseek_v3_odd", "glm4_moe_groups", "nemotron_h_moe_latent", "qwen3_5_odd", "glm4_moe_lite_odd")
 NUM_TOKENS, NUM_STEPS = 9, 3
 
 
