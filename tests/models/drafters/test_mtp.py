@@ -51,6 +51,23 @@ def test_logits_are_those_of_transformers_layers(case: str, device: str, tmp_pat
             assert is_close(logits, expected["logits"][step, column]), (column, step)
 
 
+def test_latent_attention_in_files_of_llama_cpp(tmp_path: Path) -> None:
+    """GLM-4.7-Flash's file with its 48th block: the same bits as the folder's."""
+    case = "glm4_moe_lite_odd"
+    config = json.loads((load_golden(case).folder / "config.json").read_text(encoding="utf-8"))
+    config["num_nextn_predict_layers"] = 1
+    tensors = golden_tensors(load_golden(case)) | prediction_tensors(case)
+    file = write_gguf(
+        tmp_path / "model.gguf", config, tensors, add_metadata=lambda writer: writer.add_nextn_predict_layers(1)
+    )
+    expected, found = arrays_of(FOLDER / f"{case}.npz"), []
+    for path in (file, write_with_prediction(tmp_path / "folder", case)):
+        drafter = load_mtp(path, load_model(path, dtype="float32"), dtype="float32")
+        found.append(Alone(drafter).chain(expected["token_ids"], [expected["states"]], 5, NUM_STEPS))
+    np.testing.assert_array_equal(*found)
+    assert is_close(found[0][0], expected["logits"][0, 5])
+
+
 def test_files_of_llama_cpp_have_it_after_the_models_layers(tmp_path: Path) -> None:
     case = "qwen3_5_odd"
     golden, own = load_golden(case), dict[str, NDArray[np.float32]]()
