@@ -22,7 +22,7 @@ from numba_kernels.cpu.sampling import GREEDY_BELOW
 from runtime import ops
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.drafter import NOTHING, Ids, arrays_ahead
+from runtime.engine.speculation.drafter import Ids, arrays_ahead, prepared
 from runtime.engine.steps.executor import Model
 from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.kv.cache import KVCache
@@ -144,8 +144,7 @@ class DraftModelDrafter:
                 seen.guessed.append(int(ids[0]))
 
     def propose(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
-        ids = self._proposed.get(sequence)
-        return (np.array(ids[:most], np.int32), 0) if ids else (NOTHING, 0)
+        return prepared(self._proposed, sequence, most)
 
     def distributions(self, sequence: Sequence, count: int) -> NDArray[np.float32] | None:
         known = self._distributions.get(sequence)

@@ -6,7 +6,7 @@ Those that draft from the hidden states of a step write pairs to pages of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -44,6 +44,12 @@ class Drafter(Protocol):
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended: its tokens are final."""
         ...
+
+
+def prepared(drafts: Mapping[Sequence, list[int]], sequence: Sequence, most: int) -> tuple[Ids, int]:
+    """`Drafter.propose` of one that has drafted before."""
+    ids = drafts.get(sequence)
+    return (np.array(ids[:most], np.int32), 0) if ids else (NOTHING, 0)
 
 
 @runtime_checkable

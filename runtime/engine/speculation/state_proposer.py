@@ -24,7 +24,7 @@ from models.drafters.hidden_state_drafter import BlockDrafter, PairDrafter
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.block_pool import BlockPool, Chain
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.drafter import NOTHING, Drafting, Drawing, Ids, LeftChunk, PairChunks, WantedStates
+from runtime.engine.speculation.drafter import Drafting, Drawing, Ids, LeftChunk, PairChunks, WantedStates, prepared
 from runtime.engine.speculation.drafting import Blocks, Stepping
 from runtime.engine.steps.executor import AuxiliaryHiddenStates
 from runtime.engine.steps.layout import BlockTables
@@ -151,8 +151,7 @@ class StateProposer:
         self._proposed = {each.sequence: ids for each, ids in zip(sampling_sequences, found, strict=True)}
 
     def propose(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
-        ids = self._proposed.get(sequence)
-        return (np.array(ids[:most], np.int32), 0) if ids else (NOTHING, 0)
+        return prepared(self._proposed, sequence, most)
 
     def end(self, sequence: Sequence) -> None:
         self._proposed.pop(sequence, None)

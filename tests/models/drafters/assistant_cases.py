@@ -136,3 +136,15 @@ def write_copies(folder: Path, case: str, *, share: float = 0.0) -> tuple[Path, 
     if config["use_ordered_embeddings"]:  # a group a token
         own["masked_embedding.centroids.weight"] = table[own["masked_embedding.token_ordering"]]
     return _write(folder / "model", target_config(case), tensors), _write(folder / "drafter", config, own)
+
+
+def write_wide(folder: Path) -> tuple[Path, Path]:
+    """Configs of a model with heads as long as the published ones, of 256 in layers with windows and 512 in others, the
+    last of which use pages of earlier ones; and of its assistant. Weights are dummies."""
+    target = target_config("inputs")
+    wide = {key: {"head_dim": 512} for key in target["per_layer_config"]}
+    target |= {"head_dim": 256, "sliding_window": 24, "per_layer_config": wide, "num_attention_heads": 4}
+    for name, config in (("model", target), ("drafter", config_for(target))):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder / "model", folder / "drafter"

@@ -18,7 +18,7 @@ from runtime.engine.speculation.ngram import SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
 from runtime.kv.kinds import State
 from tests.models.drafters.assistant_cases import TARGETS as ASSISTANTS
-from tests.models.drafters.assistant_cases import write_assistant, write_copies
+from tests.models.drafters.assistant_cases import write_assistant, write_copies, write_wide
 from tests.models.drafters.mtp_cases import CASES, write_with_prediction
 from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.fakes import run_to_end
@@ -65,8 +65,10 @@ def run(engine: Engine, requests: list[EngineRequest]) -> Found:
     ("first", "num_requests"),
     [(0, 24), *(pytest.param(first, 1_000, marks=pytest.mark.exhaustive) for first in range(0, 10_000, 1_000))],
 )
-@pytest.mark.parametrize("case", ["qwen3_5_odd", "granite_hybrid_odd", "gemma4_inputs_odd", "keys", "groups"])
-@pytest.mark.exhaustive_cases("granite", "keys", "groups")
+@pytest.mark.parametrize(
+    "case", ["qwen3_5_odd", "granite_hybrid_odd", "gemma4_inputs_odd", "gemma4_wide", "keys", "groups"]
+)
+@pytest.mark.exhaustive_cases("granite", "gemma4_wide", "keys", "groups")
 def test_no_schedule_changes_a_bit(
     case: str, first: int, num_requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,8 +76,11 @@ def test_no_schedule_changes_a_bit(
     of the known answer, and the model's prediction layer or
     assistant."""
     monkeypatch.setattr(State, "most_pages", lambda *_: 8)  # more states than pages of tokens
-    schedules = list(SCHEDULES)
-    if case in CASES:
+    schedules, dummies = list(SCHEDULES), {"load_format": "dummy"} if case == "gemma4_wide" else {}
+    if dummies:
+        folder, drafter = write_wide(tmp_path)
+        schedules += with_assistant(drafter)
+    elif case in CASES:
         folder = write_with_prediction(tmp_path, case)
         schedules.append({**FEW, "speculation": "mtp", "preemption": "recompute"})
     elif case in ASSISTANTS:
@@ -85,8 +90,8 @@ def test_no_schedule_changes_a_bit(
         folder = write_model(tmp_path / "model", load_golden(case))
         schedules += with_assistant(write_assistant(tmp_path / "drafter", "inputs")) if "gemma4" in case else []
     lone: dict[str, Any] = {"num_blocks": 200, "max_num_seqs": 1, "enable_prefix_caching": False, "speculation": "off"}
-    alone = build_engine(folder, **{**SETTINGS, **lone})
-    engines = [build_engine(folder, **{**SETTINGS, **settings}) for settings in schedules]
+    alone = build_engine(folder, **{**SETTINGS, **lone, **dummies})
+    engines = [build_engine(folder, **{**SETTINGS, **settings, **dummies}) for settings in schedules]
     vocab_size, count = alone.info.vocab_size, min(ROUND, num_requests)
     known = Found()
     for number in range(max(len(engines), num_requests // count)):

@@ -51,18 +51,23 @@ def ask(engine: Engine, **params: Any) -> dict[str, list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_all_proposals_are_right_where_the_last_token_says_the_next(case: str, tmp_path: Path) -> None:
-    folder = write_bigrams(tmp_path / "bigrams", case)
+def check_all_right(folder: Path, speculation: str) -> None:
+    """All that the drafter says comes."""
     plain = ask(new_engine(folder, speculation="off")[0])
     assert len({tuple(each) for each in plain.values()}) > 1
-    engine, said = new_engine(folder, speculation="mtp", num_speculative_tokens=4)
+    engine, said = new_engine(folder, speculation=speculation, num_speculative_tokens=4)
     assert ask(engine) == plain
     assert engine.speculator is not None
     counters = engine.speculator.counters
     assert counters.num_draft_tokens > 60
     assert counters.num_accepted_tokens == counters.num_draft_tokens
     assert max(map(len, said.values())) == 4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_proposals_are_right_where_the_last_token_says_the_next(case: str, tmp_path: Path) -> None:
+    folder = write_bigrams(tmp_path / "bigrams", case)
+    check_all_right(folder, "mtp")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,7 +17,7 @@ from models.drafters.gemma4_assistant import load_assistant
 from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import loaded_model
 from tests.models.drafters.assistant_cases import TARGETS as ASSISTANTS
-from tests.models.drafters.assistant_cases import write_copies
+from tests.models.drafters.assistant_cases import write_copies, write_wide
 from tests.models.folders import load_golden, write_model
 from tools.comparing.compare_speculation import (
     Comparison,
@@ -94,17 +94,22 @@ def test_with_an_assistant(case: str, num_requests: int, tmp_path: Path) -> None
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", ASSISTANTS)
+@pytest.mark.parametrize("case", [*ASSISTANTS, "wide", "wide bfloat16"])
 def test_with_an_assistant_on_an_emulated_gpu(case: str, tmp_path: Path) -> None:
-    folder, own = write_copies(tmp_path, case, share=1.5)
-    settings: dict[str, Any] = {"device": "emulated:sm_90a", "exact": True, "dtype": "float32"}
+    folder, own = write_wide(tmp_path) if "wide" in case else write_copies(tmp_path, case, share=1.5)
+    settings: dict[str, Any] = {
+        "device": "emulated:sm_90a",
+        "exact": True,
+        "dtype": case.partition(" ")[2] or "float32",
+    }
+    settings |= {"load_format": "dummy"} if "wide" in case else {}
     model = loaded_model(folder, EngineConfig(max_model_len=48, **settings))
     drafter = load_assistant(own, model, **settings)
     few: dict[str, Any] = {"states": [drafter], "drafters": {"assistant"}, "most_output": 14, "max_model_len": 48}
     found = compare(model, folder, 6, 12, **few, **settings)
     assert found.differences == []
     tried, kept = found.tried["assistant"]
-    assert 0 < kept < tried
+    assert (0 if "wide" in case else 1) <= kept < tried
 
 
 @pytest.mark.exhaustive
