@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 2_995,
     "runtime/linear": 2_305,
     "runtime/kv": 1_088,
-    "runtime/engine": 20_311,
+    "runtime/engine": 20_314,
     "runtime/text": 5_072,
     "runtime/llm": 1_455,
     "runtime/parallel": 1_107,
