@@ -86,6 +86,11 @@ class _Writer:
             rule, parameters, lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>", "\n"
         )
 
+    def glm47(self, rule: str, parameters: Any) -> str:
+        return self._one_by_one(
+            rule, parameters, lambda key: f"<arg_key>{key}</arg_key><arg_value>", "</arg_value>", ""
+        )
+
     def python(self, rule: str, parameters: Any) -> str:
         return self._listed(rule, parameters, parameters, "=", ", ")
 
@@ -179,6 +184,7 @@ _WRITERS: dict[ArgumentStyle, Callable[[_Writer, str, Any], str]] = {
     "json": _Writer.json,
     "qwen3_coder": _Writer.qwen3_coder,
     "glm45": _Writer.glm45,
+    "glm47": _Writer.glm47,
     "python": _Writer.python,
     "gemma": _Writer.gemma,
 }

@@ -27,7 +27,7 @@ from runtime.text.tools.literals import python_calls
 from runtime.text.tools.reader import WHITE_SPACE, AnswerReader, Reader
 from runtime.text.tools.tagged_calls import glm_calls, qwen3_coder_calls
 
-ArgumentStyle = Literal["json", "qwen3_coder", "glm45", "python", "gemma"]
+ArgumentStyle = Literal["json", "qwen3_coder", "glm45", "glm47", "python", "gemma"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +169,24 @@ QWEN3_CODER = Notation(
     is_in=_has("<function="),
 )
 
+_GLM_MARKERS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
 GLM45 = Notation(
     "glm45",
     glm_calls,
     CallForm("<tool_call>NAME\n", "</tool_call>", between="\n", arguments="glm45"),
-    markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    names=("glm47",),
+    markers=_GLM_MARKERS,
     is_in=_has("<arg_key>"),
 )
+
+GLM47 = Notation(
+    "glm47",
+    glm_calls,
+    CallForm("<tool_call>NAME", "</tool_call>", arguments="glm47"),
+    markers=_GLM_MARKERS,
+    is_in=_has("</arg_key><arg_value>"),
+)
+"""The same without line ends. Either reads what the other writes, too."""
 
 GLM4 = Notation(
     "glm4",
@@ -308,6 +318,7 @@ JSON = Notation(
 """Plain objects: for a call that is forced on a model with an unknown notation."""
 
 NOTATIONS = (
+    GLM47,
     GLM45,
     QWEN3_CODER,
     MISTRAL_V11,

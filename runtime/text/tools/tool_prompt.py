@@ -109,9 +109,15 @@ def _qwen3_coder(arguments: Any) -> str:
     return "".join(f"<parameter={key}>\n{_text_or_json(value)}\n</parameter>\n" for key, value in _items(arguments))
 
 
-def _glm45(arguments: Any) -> str:
+def _glm45(arguments: Any, line_end: str = "\n") -> str:
     pairs = ((key, _text_or_json(value)) for key, value in _items(arguments))
-    return "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs)
+    return "".join(
+        f"<arg_key>{key}</arg_key>{line_end}<arg_value>{value}</arg_value>{line_end}" for key, value in pairs
+    )
+
+
+def _glm47(arguments: Any) -> str:
+    return _glm45(arguments, "")
 
 
 def _python(arguments: Any) -> str:
@@ -151,4 +157,7 @@ def _text_or_json(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-_WRITERS = {"json": _text_or_json, "qwen3_coder": _qwen3_coder, "glm45": _glm45, "python": _python, "gemma": _gemma}
+_WRITERS = {
+    "json": _text_or_json, "qwen3_coder": _qwen3_coder, "glm45": _glm45, "glm47": _glm47, "python": _python,
+    "gemma": _gemma,
+}  # fmt: skip

@@ -29,6 +29,7 @@ from runtime.text.tools.table import (
     GEMMA4,
     GLM4,
     GLM45,
+    GLM47,
     GRANITE,
     HERMES,
     JSON,
@@ -161,7 +162,7 @@ READ: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
         BOTH,
     ),
     (
-        GLM45,
+        GLM47,
         "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_key>"
         "<arg_value>2</arg_value></tool_call><tool_call>now.utc-0</tool_call>",
         "",

@@ -106,7 +106,8 @@ def test_templates_that_know_no_tools(tmp_path: Path) -> None:
     [
         ("<tool_call>\n{...}\n</tool_call>", "hermes"),
         ("<tool_call>\n<function=f>", "qwen3_coder"),
-        ("<tool_call>{f}\n<arg_key>a</arg_key>", "glm45"),
+        ("<tool_call>{f}\n<arg_key>a</arg_key>\n<arg_value>", "glm45"),
+        ("<tool_call>{f}<arg_key>a</arg_key><arg_value>", "glm47"),
         ("<|observation|>\n", "glm4"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS] [", "mistral"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]name[ARGS]", "mistral_v11"),
