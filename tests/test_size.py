@@ -22,7 +22,7 @@ MOST_LINES = {
     "runtime/linear": 2_305,
     "runtime/kv": 1_088,
     "runtime/engine": 20_314,
-    "runtime/text": 5_072,
+    "runtime/text": 5_098,
     "runtime/llm": 1_455,
     "runtime/parallel": 1_107,
     "runtime/images": 965,
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 52_698
+MOST_WORDS = 52_706
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
