@@ -15,11 +15,12 @@ from runtime.batch import Batch, LongChunks
 from runtime.engine.make_engine import build_engine
 from runtime.linear import latent
 from tests.models.driver import ModelDriver, relative_error
-from tests.models.folders import load_golden, write_model
+from tests.models.folders import Golden, load_golden, write_model
 from tests.models.test_goldens_gpu import load_on
 from tests.runtime.engine.fakes import request, run_to_end
 
 GOLDEN = load_golden("deepseek_v3_wide")
+SCALED = load_golden("mistral4_wide")  # queries grow with their position
 LEAST = 3  # tokens of a chunk that is expanded here
 
 
@@ -64,10 +65,11 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
 @pytest.mark.parametrize(("stored", "name", "tolerance"), [("F32", "float32", 1e-4), ("BF16", "bfloat16", 2e-2)])
+@pytest.mark.parametrize("case", [GOLDEN, SCALED], ids=lambda case: case.name)
 def test_logits(
-    tmp_path: Path, plans: list[tuple[int, int]], device: str, stored: str, name: str, tolerance: float
+    tmp_path: Path, plans: list[tuple[int, int]], device: str, case: Golden, stored: str, name: str, tolerance: float
 ) -> None:
-    model, ids, expected = load_on(tmp_path, GOLDEN, device, stored), GOLDEN.prompt_ids, GOLDEN.logits[name]
+    model, ids, expected = load_on(tmp_path, case, device, stored), case.prompt_ids, case.logits[name]
     driver = drive(model)
     assert relative_error(driver.in_pieces(ids, [len(ids)]), expected) <= tolerance
     assert plans == [(16, len(ids))] * (-(-len(ids) // 16)) * 2  # two layers
