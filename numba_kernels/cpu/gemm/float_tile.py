@@ -30,10 +30,10 @@ from numba_kernels.blocks import BLOCKS
 from numba_kernels.cpu.gemm.block_tile import BlockSums
 from numba_kernels.cpu.gemm.e4m3_tile import UNPACKED, E4m3Sums
 from numba_kernels.cpu.gemm.int8_tile import Int8Sums
-from numba_kernels.cpu.gemm.unpacked_blocks import PREFIX, UnpackedSums
+from numba_kernels.cpu.gemm.unpacked_blocks import PREFIX, UnpackedSums, WideSums
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
-from numba_kernels.cpu.layout import GEMM_ROWS, PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
+from numba_kernels.cpu.layout import DOT, GEMM_ROWS, PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
 from numba_kernels.cpu.target import LANES, compiled_for
 
 _MAX_PANELS = 4
@@ -95,7 +95,7 @@ def _new_sums(stored, height, vectors):
         sums = _new_sums(np.uint16 if ROUNDS_TO_BF16 else np.float32, height, vectors)
         return E4m3Sums(sums, is_unpacked=stored == UNPACKED)
     if isinstance(stored, str) and stored.startswith(PREFIX):
-        return UnpackedSums(stored, height, vectors)
+        return (WideSums if DOT == "bytes" else UnpackedSums)(stored, height, vectors)
     if stored in BLOCKS:
         return BlockSums(stored, height, vectors)
     if stored is np.uint8:
@@ -213,6 +213,8 @@ class _Tile:
                 for rv in sums.places:
                     builder.store(simd.load(builder, partials[rv], simd.vector(F32), 4), sums.registers[rv])
 
+        with builder.if_then(self.is_last):
+            self._fetch_results(builder)
         sums.accumulate(builder, self)
 
         with builder.if_else(self.is_last) as (ends, goes_on):
@@ -221,6 +223,13 @@ class _Tile:
             with goes_on:
                 for rv in sums.places:
                     simd.store(builder, builder.load(sums.registers[rv]), partials[rv])
+
+    def _fetch_results(self, builder):
+        """Prefetches the lines of results, which lie in as many places as there are rows."""
+        for r in range(self.sums.height):
+            row = builder.add(self.out, builder.mul(self.out_stride, ir.Constant(I64, r)))
+            for v in range(self.sums.vectors):
+                simd.prefetch_to_write(builder, simd.offset(builder, row, v * LANES * 4))
 
     def weight_places(self, builder, word):
         """Addresses of a word's vectors in all panels; prefetches."""

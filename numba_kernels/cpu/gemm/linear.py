@@ -54,6 +54,8 @@ STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
 BLOCK_STREAM_AHEAD_BYTES, LONG_BLOCK_STREAM_AHEAD_BYTES = 8192, 32768  # of blocks, a few lines at a time
 TICKET_ROWS = 128  # at most about so many
 MOST_SIGNED_ROWS = 2 * GEMM_ROWS  # that meet blocks of signed bytes as they lie in panels: see `unpacked_blocks`
+MOST_BYTE_ROWS = 2 * GEMM_ROWS  # the same with vpdpbusd
+UNPACKED_ELEMENTS = 512  # of K that are unpacked at once with vpdpbusd: 24 KB of bytes, and scales
 MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay small
 _ARRANGED_ALONE = 2048  # elements that another thread would not quantise in less time than it takes to begin
 SERIAL_MACS = 600_000  # less work is not worth waking a thread
@@ -136,7 +138,7 @@ def product_parts(stored: Any) -> ProductParts:
     start, is_halved = (start_in_rows(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_integers else (0, False)
     gemm_tile = gemm_tile_of(stored)
     is_e4m3 = is_block and BLOCKS[stored].is_e4m3
-    unpacks = is_e4m3 or (is_integers and DOT == "pairs")  # blocks of a panel, for many rows
+    unpacks = is_e4m3 or (is_integers and (DOT == "pairs" or TILE_VECTORS > 1))  # blocks of a panel, for many rows
     unpacked_tile, unpack_blocks, buffer_words, tile_words, parts = gemm_tile, None, 0, span, 1
     most_at_once, most_words = 0, MAX_BLOCK_WORDS  # rows that meet numbers as they are unpacked
     group_words = unpacked_group_words = X_ROW_WORDS  # of x, beside integers
@@ -149,6 +151,8 @@ def product_parts(stored: Any) -> ProductParts:
         buffer_words, unpacked_group_words = unpacked_words(BLOCKS[stored]), group_row_words(BLOCKS[stored])
         most_at_once = MOST_SIGNED_ROWS if is_signed(BLOCKS[stored]) else GEMM_ROWS
         most_words = MAX_BLOCK_WORDS // TILE_VECTORS
+        if DOT == "bytes":
+            most_at_once, most_words = MOST_BYTE_ROWS, span * UNPACKED_ELEMENTS // elements
     unpacked_span_row_words = span_row_words
     if is_integers:
         unpacked_span_row_words = span_row_words // X_ROW_WORDS * unpacked_group_words

@@ -1,4 +1,4 @@
-"""Blocks of integers (`blocks`) that are unpacked once for many rows, on processors that lack vpdpbusd.
+"""Blocks of integers (`blocks`) that are unpacked once for many rows, where tiles are AVX2's or AVX-512's.
 
 For more rows than a tile has, some blocks of a panel are unpacked to a buffer in the first-level cache, and all
 tiles of rows meet them there: scales and minima of groups as floats, integers as factors.
@@ -6,8 +6,9 @@ A block in the buffer is
 
     [vector of columns][scales of groups, minima of groups, words][column of the vector]
 
-So a tile needs no instructions but those of its sums, and takes all columns of a vector at once: a broadcast of x
-serves both registers. Bytes are pairs of int16 there, for vpmaddwd: those of even and those of odd places in a word,
+So a tile needs no instructions but those of its sums. With vpdpbusd it takes all columns of the panel at once
+(`WideSums`), without it those of a vector (`UnpackedSums`), so that a broadcast of x serves several registers. Without
+it bytes are pairs of int16 there, for vpmaddwd: those of even and those of odd places in a word,
 and so is x beside them. Results are those of `block_tile.BlockSums`, to the bit.
 """
 
@@ -31,6 +32,7 @@ PREFIX = "unpacked "
 
 _MOST_ROWS, _MOST_JOINED_ROWS = 6, 3  # whose sums stay in registers; of those that are joined word by word
 _LINE_BYTES = 64
+_WORDS_A_TURN = 2  # of the loop over a group's words
 _VECTOR_BYTES = LANES * 4
 _PARTS = range(LANES // PART)
 _WORDS, _FLOATS, _SHORTS = simd.vector(I32, PART), simd.vector(F32, PART), simd.vector(I16, 2 * PART)
@@ -190,6 +192,100 @@ class UnpackedSums:
                     builder.store(value, each)
         found = {key: simd.left_alone(builder, builder.load(each)) for key, each in sums.items()}
         return {key: joined(builder, value) for key, value in found.items()} if is_short else found
+
+
+class WideSums(UnpackedSums):
+    """The same by vpdpbusd: all rows and all vectors of columns at once, whose integer sums stay in registers up to a
+    group's end. The next tile's rows of x are prefetched: a tile's part of them is too short for hardware to do so."""
+
+    def accumulate(self, builder, tile):
+        block = self.block
+        groups = block.elements // X_GROUP
+        vector_bytes = unpacked_words(block) * _VECTOR_BYTES
+        num_groups = builder.mul(builder.sdiv(tile.words, _i64(block.words)), _i64(groups))
+        ahead_step = builder.sdiv(builder.mul(tile.step, _i64(block.words)), _i64(groups))
+        lines = builder.sdiv(builder.add(ahead_step, _i64(_LINE_BYTES - 1)), _i64(_LINE_BYTES))
+        words = builder.sdiv(tile.panel_stride, _i64(PANEL_COLUMNS * 4))  # of all K
+        next_tile = builder.mul(builder.sdiv(words, _i64(block.words)), _i64(groups * X_ROW_WORDS * self.height * 4))
+        with cgutils.for_range(builder, num_groups, intp=I64) as loop:
+            x_at = builder.add(tile.x, builder.mul(loop.index, _i64(X_ROW_WORDS * self.height * 4)))
+            ahead = builder.add(tile.ahead, builder.mul(loop.index, ahead_step))
+            with cgutils.for_range(builder, lines, intp=I64) as line:
+                simd.prefetch(builder, builder.add(ahead, builder.mul(line.index, _i64(_LINE_BYTES))))
+            for line in range(-(-X_ROW_WORDS * self.height * 4 // _LINE_BYTES)):
+                simd.prefetch(builder, simd.offset(builder, builder.add(x_at, next_tile), line * _LINE_BYTES))
+            number, group = builder.sdiv(loop.index, _i64(groups)), builder.srem(loop.index, _i64(groups))
+            block_at = builder.add(tile.panel, builder.mul(number, _i64(self.vectors * vector_bytes)))
+            self._add_wide_group(builder, block_at, vector_bytes, group, x_at)
+
+    def _add_wide_group(self, builder, block_at, vector_bytes, group, x_at):
+        block, halves = self.block, X_GROUP // self.block.group
+        words = X_WORDS // halves
+
+        def row(word, r, kind):
+            place = simd.offset(builder, x_at, (word * self.height + r) * 4)
+            return simd.splat(builder, simd.load(builder, place, kind, 4))
+
+        def table(number, half, v):
+            index = builder.add(builder.mul(group, _i64(halves)), _i64(number * block.num_groups + half))
+            at = builder.add(block_at, builder.mul(index, _i64(_VECTOR_BYTES)))
+            return simd.load(builder, simd.offset(builder, at, v * vector_bytes), _FLOATS, 4)
+
+        first = simd.offset(builder, block_at, _first_word(block) * _VECTOR_BYTES)
+        first = builder.add(first, builder.mul(group, _i64(X_WORDS * _VECTOR_BYTES)))
+        kept = {}
+        for half in range(halves):
+            wholes = self._wide_integers(builder, first, vector_bytes, x_at, half, words)
+            for v in range(self.vectors):
+                scale = table(0, half, v)
+                is_last = half == halves - 1
+                minima = [table(1, each, v) for each in range(halves)] if block.minimum and is_last else []
+                for r in range(self.height):
+                    number = builder.sitofp(wholes[r, v], _FLOATS)
+                    value = simd.fma(builder, number, scale, kept[r, v]) if half else builder.fmul(number, scale)
+                    if not is_last:
+                        kept[r, v] = value
+                        continue
+                    for each, minimum in enumerate(minima):
+                        if halves > 1:
+                            below = builder.sitofp(row(X_WORDS + 1 + each, r, I32), _FLOATS)
+                        else:
+                            below = row(X_WORDS + 2, r, F32)
+                        value = simd.fma(builder, below, minimum, value)
+                    at = simd.offset(builder, self.memory, (v * self.height + r) * _VECTOR_BYTES)
+                    total = simd.load(builder, at, _FLOATS, 4)
+                    simd.store(builder, simd.fma(builder, value, row(X_WORDS, r, F32), total), at)
+
+    def _wide_integers(self, builder, first, vector_bytes, x_at, half, words):
+        """The integer sums of a group of the weight, by row and vector."""
+        sums = {(r, v): cgutils.alloca_once(builder, _WORDS) for r in range(self.height) for v in range(self.vectors)}
+        for r in range(self.height):
+            start = ir.Constant(_WORDS, [0] * LANES)
+            if start_of(self.block):
+                place = simd.offset(builder, x_at, ((X_WORDS + 1 + half) * self.height + r) * 4)
+                start = simd.splat(builder, simd.load(builder, place, I32, 4))
+            for v in range(self.vectors):
+                builder.store(start, sums[r, v])
+        step = _WORDS_A_TURN
+        with cgutils.for_range(builder, simd.not_unrolled(builder, words // step), intp=I64) as loop:
+            at = builder.add(builder.mul(loop.index, _i64(step)), _i64(half * words))
+            word_at = builder.add(first, builder.mul(at, _i64(_VECTOR_BYTES)))
+            x_word = builder.add(x_at, builder.mul(at, _i64(self.height * 4)))
+            for word in range(step):
+                weights = [
+                    simd.load(
+                        builder, simd.offset(builder, word_at, word * _VECTOR_BYTES + v * vector_bytes), _WORDS, 4
+                    )
+                    for v in range(self.vectors)
+                ]
+                for r in range(self.height):
+                    place = simd.offset(builder, x_word, (word * self.height + r) * 4)
+                    value = dots.bytes_of_rows(builder, simd.load(builder, place, I32, 4))
+                    for v in range(self.vectors):
+                        weight = dots.bytes_of_weights(builder, weights[v])
+                        added = dots.add_four(builder, builder.load(sums[r, v]), weight, value)
+                        builder.store(added, sums[r, v])
+        return {key: builder.load(each) for key, each in sums.items()}
 
 
 def unpack_blocks_of(stored):

@@ -184,6 +184,13 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
 
 
+def prefetch_to_write(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Fetches the cache line at ``address`` into the first-level cache, to be written soon."""
+    write, keep, data = (ir.Constant(I32, each) for each in (1, 3, 1))
+    pointer = builder.inttoptr(address, I8.as_pointer())
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, write, keep, data])
+
+
 def forget_loads(builder: ir.IRBuilder) -> None:
     """Makes values loaded before be loaded again where needed, instead of being kept in a register."""
     llvm.initialize_native_asmparser()

@@ -98,6 +98,7 @@ def run_burst(
     *,
     arrivals_s: Sequence[float] | None = None,
     timeout_s: float = 600.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Burst:
     """Submits every prompt (greedy, EOS ignored) and waits for the last token.
 
@@ -106,6 +107,7 @@ def run_burst(
 
     max_tokens  new tokens, one number for all or one for each
     arrivals_s  seconds from now at which each is submitted, ascending; None submits all at once
+    clock       of the records' times; only a wall clock goes with `arrivals_s`
 
     Raises `BenchmarkError` if a request ends other than by length, or `timeout_s` after the last submission.
     """
@@ -128,7 +130,7 @@ def run_burst(
     def sink_of(record: RequestRecord) -> Callable[[EngineOutput], None]:
         def sink(output: EngineOutput) -> None:
             nonlocal num_open
-            now = time.perf_counter()
+            now = clock()
             record.token_ids.extend(output.new_token_ids)
             record.token_times_s.extend([now] * len(output.new_token_ids))
             if output.finish_reason is not None:
@@ -140,15 +142,15 @@ def run_burst(
 
         return sink
 
-    start = time.perf_counter()
+    start = clock()
     for index, request in enumerate(requests):
         if arrivals_s is not None:
-            time.sleep(max(0.0, start + arrivals_s[index] - time.perf_counter()))
-        record = RequestRecord(submit_s=time.perf_counter())
+            time.sleep(max(0.0, start + arrivals_s[index] - clock()))
+        record = RequestRecord(submit_s=clock())
         records.append(record)
         client.submit(request, sink_of(record))
-        record.add_latency_s = time.perf_counter() - record.submit_s
-    submit_wall = time.perf_counter() - start
+        record.add_latency_s = clock() - record.submit_s
+    submit_wall = clock() - start
     if not all_finished.wait(timeout_s):
         for request in requests:
             client.cancel(request.request_id)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from models.checkpoints.hub import resolve_model
-from runtime.bench.environment import describe_engine
+from runtime.bench.environment import describe_engine, usable_cores
 from runtime.bench.metrics import BenchmarkError, check_finite
 from runtime.bench.peers.child_process import ChildProcess
 from runtime.bench.peers.cpu_limits import LimitMeter, ModelSize, limit_rate, open_meter
@@ -56,6 +56,8 @@ def bench_peers(
     shape: Gpt2Shape | None = None,
     meter: LimitMeter | None = None,
     seed: int = 0,
+    clock: str = "wall",
+    kv_cache_bytes: int = KV_CACHE_BYTES,
     say: Say = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> dict[str, Any]:
     """Measures every workload of the groups, and the host's work named.
@@ -65,6 +67,7 @@ def bench_peers(
                express
     shape      of GPT-2; by default that of the 124M model
     meter      of the limits; a new one if None
+    clock      "processor" takes each side's processor time, which other processes hardly change; on one core alone
     say        gets progress messages
 
     `results[i]` is `measure_workload`'s report with `limit_tokens_per_second`, `share_of_limit`, `missing` (unavailable
@@ -73,6 +76,8 @@ def bench_peers(
     """
     if num_rounds < 1:
         raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")
+    if clock != "wall" and usable_cores() != 1:
+        raise BenchmarkError(f"--clock {clock} needs one core, not {usable_cores()}: `taskset -c 0 xserv bench peers`")
     shape = shape or Gpt2Shape()
     for group in groups:
         longest = max(workload.longest for workload in group.workloads)
@@ -81,6 +86,7 @@ def bench_peers(
     report: dict[str, Any] = {
         "limits": None,
         "num_rounds": num_rounds,
+        "clock": clock,
         "peers": {},
         "results": [],
         "refused": [],
@@ -98,7 +104,19 @@ def bench_peers(
                 with tempfile.TemporaryDirectory(prefix="xserv-peers-") as name:
                     group.write(Path(name), shape, seed)
                     try:
-                        _measure_group(group, Path(name), pythons, meter, num_rounds, seed, measured, report, say)
+                        _measure_group(
+                            group,
+                            Path(name),
+                            pythons,
+                            meter,
+                            num_rounds,
+                            seed,
+                            clock,
+                            kv_cache_bytes,
+                            measured,
+                            report,
+                            say,
+                        )
                     except BenchmarkError as error:
                         what = f"all of {group.model}"
                         report["refused"].append({"workload": what, "dtype": group.dtype, "reason": str(error)})
@@ -168,6 +186,8 @@ def _measure_group(
     meter: LimitMeter,
     num_rounds: int,
     seed: int,
+    clock: str,
+    kv_cache_bytes: int,
     measured: list[_Measured],
     report: dict[str, Any],
     say: Say,
@@ -191,14 +211,14 @@ def _measure_group(
                 dtype=group.stored_dtype,
                 skip_tokenizer_init=True,
                 max_model_len=longest + 1,
-                kv_cache_bytes=KV_CACHE_BYTES,
+                kv_cache_bytes=kv_cache_bytes,
                 **arguments,
             )
         )
-        ours, peers = OurSide(llm), []
+        ours, peers = OurSide(llm, clock), []
         for engine in wanted:
             if engine.name in pythons:
-                peer = _start(engine, pythons[engine.name], folder, group, stack)
+                peer = _start(engine, pythons[engine.name], folder, group, clock, stack)
                 compare_logits(ours, peer, min(64, longest), group.dtype, seed)
                 said = {**peer.versions, "logits_relative_error": peer.logits_error}
                 report["peers"].setdefault(engine.name, {})[f"{group.model} {group.dtype}"] = said
@@ -206,7 +226,9 @@ def _measure_group(
         for workload in group.workloads:
             say(f"{group.model}, {group.dtype}: {workload.name}")
             try:
-                result = measure_workload(ours, peers, workload, group.dtype, num_rounds, seed, meter)
+                result = measure_workload(
+                    ours, peers, workload, group.dtype, num_rounds, seed, meter, is_calm=clock == "wall"
+                )
             except BenchmarkError as error:
                 report["refused"].append({"workload": workload.key, "dtype": group.dtype, "reason": str(error)})
                 continue
@@ -214,6 +236,8 @@ def _measure_group(
         report["environment"] = describe_engine(llm.client.info)
 
 
-def _start(engine: PeerEngine, python: Path, folder: Path, group: Group, stack: contextlib.ExitStack) -> PeerSide:
+def _start(
+    engine: PeerEngine, python: Path, folder: Path, group: Group, clock: str, stack: contextlib.ExitStack
+) -> PeerSide:
     child = stack.enter_context(ChildProcess([str(python), str(engine.script)], engine.name))
-    return PeerSide(engine, child, folder, group.gguf or folder, group.dtype)
+    return PeerSide(engine, child, folder, group.gguf or folder, group.dtype, clock)

@@ -6,12 +6,14 @@ line, and the peer's threads sleep.
 
 Requests (`op`):
 
-- `load` {folder, threads, dtype} → {versions …, threads, num_parameters, variants}
+- `load` {folder, threads, dtype, clock} → {versions …, threads, num_parameters, variants}
 - `logits` {token_ids: [int], path} → {path}: float32 `[num_tokens, vocab]`, saved there with numpy
 - `generate` {prompts: [[int]], new_tokens, variant} → {token_ids, prefill_s, decode_s, total_s}; a variant is a setting
   of the peer, one of those in `load`'s answer
 - `clock` → {}
 - `quit`
+
+With `clock` "processor" `generate` tells processor time instead of the wall clock's.
 
 Every reply has `processor_s`, the processor time that this process has used since it started.
 """

@@ -25,6 +25,8 @@ from runtime.bench.peers.workloads import GGUF, Workload
 from runtime.llm import LLM
 
 OURS = "xserv"
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+"""Of a process' times; the processor's is that of all its threads, so it is told with one alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,17 @@ class OurSide:
 
     name = OURS
 
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
+    def __init__(self, llm: LLM, clock: str = "wall") -> None:
+        self.llm, self.clock = llm, CLOCKS[clock]
 
     def run(self, prompts: list[list[int]], workload: Workload) -> Sample:
-        burst = run_burst(self.llm.client, prompts, workload.new_tokens)
+        burst = run_burst(self.llm.client, prompts, workload.new_tokens, clock=self.clock)
         begin = max(record.token_times_s[0] for record in burst.records)
+        if workload.measure == "decode" and begin >= min(record.token_times_s[-1] for record in burst.records):
+            raise BenchmarkError(
+                f"{workload.name}: a sequence ended before another began, since the KV cache holds too few at once: "
+                "raise --kv-cache-bytes"
+            )
         later = sum(time_s > begin for record in burst.records for time_s in record.token_times_s)
         return Sample(
             token_ids=burst.token_ids,
@@ -137,11 +144,14 @@ class PeerSide:
     `variant` is its current setting; `logits_error` the error of its logits relative to ours, max|a - b| / max|b|.
     """
 
-    def __init__(self, engine: PeerEngine, child: ChildProcess, folder: Path, model: Path, dtype: str) -> None:
+    def __init__(
+        self, engine: PeerEngine, child: ChildProcess, folder: Path, model: Path, dtype: str, clock: str = "wall"
+    ) -> None:
         self.name = engine.name
         self._child = child
         self._folder = folder
-        reply = child.ask("load", folder=str(model), threads=usable_cores(), dtype=engine.dtypes[dtype])
+        asked = {"folder": str(model), "threads": usable_cores(), "dtype": engine.dtypes[dtype], "clock": clock}
+        reply = child.ask("load", **asked)
         del reply["processor_s"]
         self.variants: list[str] = reply.pop("variants")
         self.versions = {**reply, "dtype": engine.dtypes[dtype]}
@@ -236,8 +246,11 @@ def measure_workload(
     num_rounds: int,
     seed: int,
     meter: LimitMeter,
+    is_calm: bool = True,
 ) -> dict[str, Any]:
     """Verifies and times one workload. Raises `BenchmarkError` if sides disagree or a waiting side was busy.
+
+    Without `is_calm` rounds count whatever other processes do.
 
     In the report `sides` has each side's rates; `ratios` ours to each peer's, of the medians; `round_ratios` round by
     round.
@@ -271,7 +284,7 @@ def measure_workload(
             if turns[side.name].sample.token_ids != expected[side.name]:
                 raise BenchmarkError(f"{workload.name}: {side.name} gave other tokens than before")
         rounds.append(turns)
-        num_quiet += _disturbance(turns) <= 1.0
+        num_quiet += not is_calm or _disturbance(turns) <= 1.0
         if workload.is_also_sequential and len(sequential) < num_rounds:
             sequential.append(_sequential_rate(ours, prompts, workload, expected[OURS]))
     best = sorted(rounds, key=_disturbance)[:num_rounds]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -46,6 +46,13 @@ def peers(
         Path | None, typer.Option(help="tokenizer.json of the tokenizer's rows; default: the bundled, not tiktoken's.")
     ] = None,
     num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 5,
+    clock: Annotated[
+        Literal["wall", "processor"],
+        typer.Option(help="processor: each side's processor time, for a busy machine; on one core (`taskset -c 0`)."),
+    ] = "wall",
+    kv_cache_bytes: Annotated[
+        int, typer.Option(help="Of ours; recurrent states of eight sequences take more than the default.")
+    ] = 512 << 20,
     check: CheckFlag = False,
 ) -> None:
     """Ours, llama.cpp and Hugging Face transformers in turns on GPT-2 124M's shape, and the host's work.
@@ -79,7 +86,15 @@ def peers(
             ),
             [],
         )
-    report = _bench_peers.bench_peers(pythons, groups, host_work=host_work, tokenizer=tokenizer, num_rounds=num_rounds)
+    report = _bench_peers.bench_peers(
+        pythons,
+        groups,
+        host_work=host_work,
+        tokenizer=tokenizer,
+        num_rounds=num_rounds,
+        clock=clock,
+        kv_cache_bytes=kv_cache_bytes,
+    )
     output.deliver(report, _report.markdown(report))
     failed = _bench_peers.failures(report)
     for line in failed if check else ():

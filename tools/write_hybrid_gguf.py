@@ -1,0 +1,119 @@
+"""Writes a GGUF file of a Qwen3.5 with seeded random weights, for `bench peers --gguf`: a folder of bfloat16, which
+llama.cpp's own converter reads.
+
+    python -m tools.write_hybrid_gguf 0.8b FILE --llama-cpp SOURCE --python PYTHON
+    python -m tools.write_hybrid_gguf 4b FILE --share 4 --llama-cpp SOURCE --python PYTHON
+    llama-quantize FILE QUANTISED Q4_K_M
+
+SOURCE is llama.cpp's, PYTHON one with the converter's packages. With `--share N` there are an N-th of the layers and of
+the vocabulary, so that the head keeps its share. The file has no tokenizer.
+
+Token embeddings are ten times as large as other weights. Activations that are rounded to 8 bits otherwise move the
+logits by a third of the largest: the first layers of such weights add as much as they get.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from models.registry import declare
+
+DEVIATION = 0.02
+SIZES: dict[str, dict[str, Any]] = {
+    "0.8b": {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "linear_num_value_heads": 16,
+    },
+    "4b": {
+        "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "linear_num_value_heads": 32,
+    },
+}  # fmt: skip
+COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 256, "attention_bias": False,
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "vocab_size": 248_320,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True, "attn_output_gate": True, "dtype": "bfloat16",
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+FUSED = re.compile("in_proj_[qkv]\\b")
+CONVERT = """
+import runpy, sys
+source = sys.argv[1]
+sys.path[:0] = [source, source + "/gguf-py"]
+from conversion.qwen import Qwen3_5TextModel
+def set_vocab(self):
+    self.gguf_writer.add_tokenizer_model("none")
+    self.gguf_writer.add_vocab_size(self.hparams["vocab_size"])
+Qwen3_5TextModel.set_vocab = set_vocab
+sys.argv = ["convert_hf_to_gguf.py", sys.argv[2], "--outfile", sys.argv[3], "--outtype", "bf16", "--no-mtp"]
+runpy.run_path(source + "/convert_hf_to_gguf.py", run_name="__main__")
+"""
+
+
+def config_of(size: str, share: int) -> dict[str, Any]:
+    """config.json's fields, with an n-th of the layers and of the vocabulary."""
+    config = {**COMMON, **SIZES[size]}
+    config["num_hidden_layers"] //= share
+    config["vocab_size"] //= share
+    kinds = ("linear_attention",) * 3 + ("full_attention",)
+    config["layer_types"] = [kinds[layer % 4] for layer in range(config["num_hidden_layers"])]
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id"), config["vocab_size"] - 1)
+    return config
+
+
+def write_folder(folder: Path, config: Mapping[str, Any], seed: int) -> None:
+    """config.json and one file of tensors for each layer."""
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    stored: dict[str, tuple[int, ...]] = {}
+    for name, each in declare(folder, load_format="dummy", device="cpu").source.tensors.items():
+        whole = FUSED.sub("in_proj_qkv", name).replace("q_proj.gate", "q_proj").replace("q_proj.query", "q_proj")
+        stored[whole] = (stored.get(whole, (0,))[0] + each.shape[0], *each.shape[1:])
+    generator, files = np.random.default_rng(seed), {}
+    added = DEVIATION / float(np.sqrt(2 * config["num_hidden_layers"]))  # of the terms added to the residual
+    parts: dict[str, list[str]] = {}
+    for name in sorted(stored):
+        parts.setdefault(name.split(".")[2] if ".layers." in name else "others", []).append(name)
+    for part, names in parts.items():
+        tensors = {}
+        for name in names:
+            values = generator.standard_normal(stored[name], dtype=np.float32)
+            is_added = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
+            values *= np.float32(10 * DEVIATION if "embed_tokens" in name else added if is_added else DEVIATION)
+            tensors[name], files[name] = values.astype(ml_dtypes.bfloat16), f"model-{part}.safetensors"
+        save_file(tensors, folder / f"model-{part}.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}), encoding="utf-8")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--share", type=int, default=1, help="how many such files would make the whole model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--llama-cpp", type=Path, required=True, help="the folder of its source")
+    parser.add_argument("--python", type=Path, required=True, help="one with the converter's packages")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="xserv-hybrid-", dir=given.file.parent) as name:
+        write_folder(Path(name), config_of(given.size, given.share), given.seed)
+        arguments = [str(each) for each in (given.llama_cpp, name, given.file)]
+        subprocess.run([str(given.python), "-c", CONVERT, *arguments], check=True)
+
+
+if __name__ == "__main__":
+    main()
