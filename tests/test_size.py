@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 35_142,
+    "numba_kernels": 35_258,
     "runtime/emulator": 17_012,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
@@ -26,13 +26,13 @@ MOST_LINES = {
     "runtime/llm": 1_455,
     "runtime/parallel": 1_107,
     "runtime/images": 965,
-    "runtime/commands": 2_741,
-    "runtime/bench": 8_897,
+    "runtime/commands": 2_756,
+    "runtime/bench": 8_944,
     "runtime": 3_290,
     "models": 18_087,
     "server": 17_934,
     "tokenizer": 6_788,
-    "tools": 15_761,
+    "tools": 15_880,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -26,7 +26,7 @@ from runtime.llm import LLM
 
 OURS = "xserv"
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-"""Of a process' times; the processor's is that of all its threads, so it is told with one alone."""
+"""The clocks of a process' times. The processor's adds up all threads, so it is used with one alone."""
 
 
 @dataclass(frozen=True, slots=True)
