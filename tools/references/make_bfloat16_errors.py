@@ -36,7 +36,7 @@ def logits_of(case: str, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def main() -> None:
-    found = {}
+    found: dict[str, list[float]] = {}
     for case in CASES:
         found[case] = []
         for index in range(NUM_SEEDS):

@@ -179,15 +179,20 @@ def write_model(
     return folder
 
 
-def write_golden(folder: Path, case: str, config: dict[str, Any], names: dict[str, str] | None = None) -> Path:
-    """A folder with the weights of a golden, under other names where `names` says so by their beginnings."""
+def write_golden(
+    folder: Path, case: str, config: dict[str, Any], names: dict[str, str] | None = None, *, seed: int = SEED,
+    is_rounded: bool = False,
+) -> Path:  # fmt: skip
+    """A folder with the weights of a golden, under other names where `names` says so by their beginnings; from another
+    `seed`, or rounded to bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = {}
     for name, shape in load_golden(case).shapes.items():
         begin = next((each for each in names or {} if name.startswith(each)), None)
         stored = name if names is None or begin is None else names[begin] + name[len(begin) :]
-        tensors[stored] = golden_tensor(name, shape, SEED)
+        weights = golden_tensor(name, shape, seed)
+        tensors[stored] = rounded_to_bfloat16(weights) if is_rounded else weights
     write_safetensors(folder / "model.safetensors", tensors)
     return folder
 

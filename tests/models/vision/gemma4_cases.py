@@ -15,6 +15,9 @@ from tests.models.vision.cases import IMAGE, SEED
 BEGIN, END = 92, 93
 GRIDS = ((2, 3), (1, 4), (3, 3))
 """Lines and columns of tokens of each picture."""
+SEEDS = tuple(SEED + 1000 * index for index in range(12))
+"""Of weights with which errors of bfloat16 are compared: scores without a scale let rounding choose what a token sees,
+so that one seed's error says little."""
 
 
 def _gemma4(text: dict[str, Any], vision: dict[str, Any], kind: str = "gemma4", **own: Any) -> dict[str, Any]:

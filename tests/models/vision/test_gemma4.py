@@ -18,7 +18,9 @@ from runtime.batch import Batch
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
 from tests.models.vision.cases import encoded_by_pieces, load_golden, run_cut, write_golden
-from tests.models.vision.gemma4_cases import CASES, num_tokens, patches_of, prompt_of
+from tests.models.vision.gemma4_cases import CASES, SEEDS, num_tokens, patches_of, prompt_of
+
+DEVICES = ("emulated:sm_80", "emulated:sm_90a")
 
 
 def loaded(folder: Path, case: str, **options: Any) -> Gemma4PictureModel:
@@ -88,14 +90,32 @@ def test_published_names_of_the_model_without_a_tower(tmp_path: Path) -> None:
 
 @pytest.mark.emulator
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
-def test_on_emulated_gpus(tmp_path: Path, case: str, device: str, dtype: str) -> None:
-    golden, model = load_golden(case).arrays, loaded(tmp_path, case, device=device, dtype=dtype)
+def test_float32_on_emulated_gpus(tmp_path: Path, case: str, device: str) -> None:
+    model = loaded(tmp_path, case, device=device, dtype="float32")
+    assert relative_error(run_in_two(model, case), load_golden(case).arrays["logits"]) < 1e-4
+
+
+@pytest.mark.emulator
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_on_emulated_gpus(tmp_path: Path, case: str, device: str) -> None:
+    """Over some seeds of weights the error beside float32 arithmetic is no larger than transformers' own, on average;
+    that is 0.03 to 0.41 of the largest logit, by seed."""
+    ours, theirs = [], load_golden(case).arrays["bfloat16_errors"]
+    for seed in SEEDS:
+        folder = write_golden(tmp_path / str(seed), case, CASES[case], seed=seed, is_rounded=True)
+        models = load_model(folder, dtype="float32"), load_model(folder, device=device, dtype="bfloat16")
+        exact, rough = (run_in_two(model, case) for model in models)  # type: ignore[arg-type]
+        ours.append(relative_error(rough, exact))
+    assert len(theirs) == len(ours)
+    assert np.log(ours).mean() <= np.log(theirs).mean()
+
+
+def run_in_two(model: Gemma4PictureModel, case: str) -> Any:
+    """The logits, in two chunks."""
+    ids, first = asked(case)[0], prompt_of(case)[1][1] - 1
     pictures = [model.tower(*each) for each in patches_of(case)]
-    ids, _ = asked(case)
-    first = prompt_of(case)[1][1] - 1
-    error = relative_error(run(model, case, ids, [first, len(ids) - first], pictures), golden["logits"])
-    rough = 1.5 * golden["bfloat16_error"].item()  # of transformers' own
-    assert error < (1e-4 if dtype == "float32" else rough)
+    return run(model, case, ids, [first, len(ids) - first], pictures)
