@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 18_087,
     "server": 17_934,
     "tokenizer": 6_788,
-    "tools": 15_880,
+    "tools": 15_889,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
