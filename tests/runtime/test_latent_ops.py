@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from runtime import ops
+from runtime.backends import backend_of
 from runtime.backends.cpu_threads import MAX_WORKERS, set_num_workers
 from runtime.batch import Batch
 from runtime.device.device import Device
@@ -223,3 +224,33 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     for dtype in (int8, float8_e4m3):
         with pytest.raises(InvalidArgumentError, match=rf"dtype is {dtype.name}, must be one of float32"):
             KVCacheSpec.uniform(1, 1, 16, 8, dtype, latent_values=12)
+
+
+@pytest.mark.emulator
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
+@pytest.mark.parametrize(("key", "rotary", "rest", "interleaved"), [(64, 64, 256, True), (10, 6, 18, False)])
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_queries_that_are_not_absorbed(
+    device: str, key: int, rotary: int, rest: int, interleaved: bool, is_scaled: bool
+) -> None:
+    """Those of long chunks have their rotated part last; they grow with their position where the model's do."""
+    case = Case(device, float32, 3, rotary, rest, [(0, 9)], interleaved=interleaved)
+    (pages,) = case.cache.layer(0)
+    positions = np.array([4, 0, 8, 2, 7], np.int32)
+    q = np.random.default_rng(1).standard_normal((5, 3, key + rotary)).astype(np.float32)
+    scales = np.linspace(1, 2, len(case.cos)).astype(np.float32)
+    rope = RopeTable(
+        case.on_device(case.cos), case.on_device(case.sin), interleaved,
+        q_scales=case.on_device(scales) if is_scaled else None,
+    )  # fmt: skip
+    given = case.on_device(q)
+    backend_of(case.device).latent_prepare(
+        given, case.on_device(case.latents[0][positions]), case.on_device(positions), rope,
+        RmsNorm(case.on_device(case.norm), EPS, 1.0), pages, case.on_device(np.full(5, -1, np.int64)), key,
+    )  # fmt: skip
+    found = given.to(Device.parse("cpu")).numpy()
+    wanted = np.concatenate([q[..., :key], case.rotated(q[..., key:].astype(np.float64), positions)], -1)
+    if is_scaled:
+        wanted = wanted * scales[positions, None, None]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

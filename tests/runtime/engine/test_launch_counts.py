@@ -217,3 +217,20 @@ def test_decode_steps_with_quantised_experts(num_seqs: int, most: int, tiers: di
         assert len(names) == most, names
         found.append(len(names))
     assert found[0] == found[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("num_seqs", "most"), [(1, 8), (8, 10)])
+def test_latent_attention_groups_no_heads_in_a_step(num_seqs: int, most: int) -> None:
+    """Norm, q, latent projection, keys' maps, preparation, attention, values' maps, o; several sequences' heads change
+    places after each kind of map. Which rows are a head's is found once."""
+    config = PUBLISHED["DeepSeek-V2-Lite"] | {
+        "num_hidden_layers": 3, "first_k_dense_replace": 0, "n_routed_experts": 8, "vocab_size": 512,
+        "moe_intermediate_size": 256, "intermediate_size": 512,
+    }  # fmt: skip
+    launched = kernels_of_a_decode_layer(config, num_seqs=num_seqs)
+    first = next(i for i, name in enumerate(launched) if name.startswith("rms_norm"))
+    launched = launched[first:] + launched[:first]
+    own = launched[: next(i for i, name in enumerate(launched) if name.startswith("route"))]
+    assert len(own) <= most
+    assert not [name for name in own if name.startswith("experts_order")]
