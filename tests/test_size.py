@@ -18,7 +18,7 @@ MOST_LINES = {
     "runtime/emulator": 17_012,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
-    "runtime/backends": 2_995,
+    "runtime/backends": 3_007,
     "runtime/linear": 2_305,
     "runtime/kv": 1_088,
     "runtime/engine": 20_314,
@@ -28,7 +28,7 @@ MOST_LINES = {
     "runtime/images": 965,
     "runtime/commands": 2_756,
     "runtime/bench": 8_944,
-    "runtime": 3_290,
+    "runtime": 3_296,
     "models": 18_087,
     "server": 17_934,
     "tokenizer": 6_788,
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 52_706
+MOST_WORDS = 52_755
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
