@@ -150,8 +150,8 @@ class PeerSide:
         self.name = engine.name
         self._child = child
         self._folder = folder
-        asked = {"folder": str(model), "threads": usable_cores(), "dtype": engine.dtypes[dtype], "clock": clock}
-        reply = child.ask("load", **asked)
+        name, threads = engine.dtypes[dtype], usable_cores()
+        reply = child.ask("load", folder=str(model), threads=threads, dtype=name, clock=clock)
         del reply["processor_s"]
         self.variants: list[str] = reply.pop("variants")
         self.versions = {**reply, "dtype": engine.dtypes[dtype]}
