@@ -41,9 +41,10 @@ _MODELS = {
 }
 """The processor that a forced kind of tile compiles for."""
 
-_MEASURED = {"znver4": "avx512_bf16", "sapphirerapids": "avx512_vnni"}
-"""The fastest kind of processors with AVX512-BF16 that were measured, by LLVM's names. On two Sapphire Rapids cores
-``vdpbf16ps`` does 171 GFLOP/s and float32's multiply-add 335."""
+_MEASURED = {"znver4": "avx512_bf16", "znver5": "avx512_bf16", "sapphirerapids": "avx512_vnni"}
+"""The fastest kind of processors with AVX512-BF16 that were measured, by LLVM's names; docs/cpu.md has the rates. On
+two Sapphire Rapids cores ``vdpbf16ps`` does 171 GFLOP/s and float32's multiply-add 335; on Zen 5 it does twice as much
+as the multiply-add."""
 
 _numba_config: Any = numba.config
 

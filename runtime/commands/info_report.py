@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import llvmlite.binding as llvm
 import msgspec
 
 from models.checkpoints.model_files import open_model
 from models.registry import declare_model
+from numba_kernels.cpu.target import TILES
 from runtime.bench.environment import processor_name, usable_cores
 from runtime.device.context import DeviceProperties, query_properties
 from runtime.device.device import Device
@@ -118,7 +120,7 @@ def devices(chosen: str) -> list[dict[str, Any]]:
         {
             "device": "cpu",
             "is_usable": True,
-            "description": f"{processor_name()}, {usable_cores()} cores",
+            "description": f"{processor_name()} ({llvm.get_host_cpu_name()}), {usable_cores()} cores, tiles {TILES}",
             "available_bytes": available_memory_bytes(),
         }
     ]

@@ -45,6 +45,7 @@ FIELDS = Fields(
     "row_stride num_blocks block_size table_width group_tokens num_segments item_segments",
     "scale",
 )
+_AHEAD_TOKENS = 32  # prefetched before their scores are computed
 _HALVES = CHUNK_TOKENS // HALF_TOKENS
 
 
@@ -70,6 +71,7 @@ def latent_attention_kernel(stored: type) -> Kernel:
     is_widened = stored is not np.float32 and not pairs
     step_numbers = 2 * FOUR if pairs else FOUR
     kept_size = 4 if is_widened else itemsize
+    ahead_tokens = CHUNK_TOKENS if is_widened else _AHEAD_TOKENS  # that are prefetched while scores are computed
 
     def attention(arguments, work_item):
         a = carray(arguments, 1)[0]
@@ -115,10 +117,11 @@ def latent_attention_kernel(stored: type) -> Kernel:
         ends = int32_at(ends_at, sizes[2])
         part = out_at, out_at + out_size * 4, out_at + (out_size + rows) * 4
         total = total_at, total_at + out_size * 4, total_at + (out_size + rows) * 4
-        tables = np.empty(3 * _HALVES, np.int64)
+        tables = np.empty(4 * _HALVES, np.int64)
         rows_at = address(tables)  # where the rows of each half of a chunk begin
         values_at = rows_at + _HALVES * 8  # and their values
-        ahead_at = values_at + _HALVES * 8  # and the rows of the next chunk
+        stored_at = values_at + _HALVES * 8  # and the rows in pages, of this chunk and of the next one
+        ahead_at = stored_at + ahead_tokens // HALF_TOKENS * 8
 
         queries = float32_at(queries_at, sizes[0])
         for i in range((fours - 1) * steps * LANES, fours * steps * LANES):
@@ -158,8 +161,8 @@ def latent_attention_kernel(stored: type) -> Kernel:
                             return
                         row = block * a.block_size + token % a.block_size
                         place = a.pages + row * a.row_stride * itemsize
+                    tables[2 * _HALVES + half] = place
                     if half >= _HALVES:
-                        tables[2 * _HALVES + half - _HALVES] = place
                         continue
                     if is_widened and place != 0:
                         kept = widened_at + half * HALF_TOKENS * a.row_stride * 4

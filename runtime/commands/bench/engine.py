@@ -15,6 +15,8 @@ from runtime.commands.options import EngineOptions, ReportOptions, listing
 from runtime.engine.config import integers
 
 _cpu_products = later("runtime.bench.cpu_products")
+_cpu_rates = later("runtime.bench.cpu_rates")
+_cpu_latent = later("runtime.bench.kernels.cpu_latent")
 _burst = later("runtime.bench.load.burst")
 _exact = later("runtime.bench.scheduling.exact")
 _overhead = later("runtime.bench.scheduling.overhead")
@@ -149,8 +151,13 @@ def products(
     rows: Annotated[str, typer.Option(help="Rows of x, comma-separated.")] = "1,8,32,512",
     shape: Annotated[str, typer.Option(help="N and K of the matrix.")] = "3072,1024",
     num_rounds: Annotated[int, typer.Option(help="Rounds of each, in turns.")] = 7,
+    rates: Annotated[bool, typer.Option("--rates", help="Only this processor's rates: a row for docs/cpu.md.")] = False,
 ) -> None:
     """Matrix products on the cpu by the format of their weights, compared with the read bandwidth."""
+    if rates:
+        found = _cpu_rates.bench_rates(num_rounds)
+        output.deliver(found, _cpu_rates.as_row(found))
+        return
     sizes = integers("shape", shape)
     if len(sizes) != 2:
         raise typer.BadParameter(f"{shape!r} must be two numbers, N and K", param_hint="--shape")
@@ -163,17 +170,27 @@ def products(
 
 def kernels(
     output: ReportOptions,
-    device: Annotated[str, typer.Option(help="cuda[:N]; emulated[:ARCH] runs tiny shapes and counts.")] = "cuda",
+    device: Annotated[
+        str, typer.Option(help="cuda[:N]; emulated[:ARCH] runs tiny shapes and counts; cpu has only the part latent.")
+    ] = "cuda",
     parts: Annotated[
-        str, typer.Option(help="Which lines, comma-separated.")
-    ] = "gemm,linear,prefill,decode,launch,graph,upload",
+        str | None, typer.Option(help="Which lines, comma-separated; default: all but state.", show_default=False)
+    ] = None,
     num_runs: Annotated[int, typer.Option(help="Timed runs of each, each with a cold cache.")] = 30,
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline to this SVG.")] = None,
 ) -> None:
     """Each kernel against its goal: verified, then timed. cuBLAS takes turns with ours if installed."""
+    if device == "cpu":
+        if parts not in (None, "latent"):
+            raise typer.BadParameter(f"{parts!r}: on the cpu there is only latent", param_hint="--parts")
+        if plot is not None:
+            raise typer.BadParameter("there is no roofline of the cpu", param_hint="--plot")
+        found = _cpu_latent.bench_latent(num_runs=num_runs, report_progress=lambda line: print(line, file=sys.stderr))
+        output.deliver(found, "\n".join(_cpu_latent.as_lines(found)))
+        return
     report = _bench_kernels.bench_kernels(
         device,
-        parts=_bench_kernels.parts_named(parts),
+        parts=_bench_kernels.parts_named(parts or "gemm,linear,prefill,decode,launch,graph,upload"),
         num_runs=num_runs,
         report_progress=lambda line: print(line, file=sys.stderr),
     )
