@@ -7,7 +7,9 @@ Work and limits are one thread's, by its processor time. Everything timed has ju
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -110,16 +112,8 @@ class Case:
 def _attended(q: NDArray, rows: NDArray) -> NDArray:
     scores = q @ rows.T * SCALE
     weights = np.exp(scores - scores.max(1, keepdims=True))
-    return weights @ rows[:, WIDTH - VALUE_DIM :] / weights.sum(1, keepdims=True)
-
-
-def cases(
-    dtypes: Sequence[str], heads: Sequence[int], shapes: Sequence[tuple[int, int]]
-) -> Iterator[Callable[[], Case]]:
-    for dtype in dtypes:
-        for count in heads:
-            for seqs, length in shapes:
-                yield lambda dtype=dtype, count=count, seqs=seqs, length=length: Case(dtype, count, seqs, length)
+    found: NDArray = weights @ rows[:, WIDTH - VALUE_DIM :] / weights.sum(1, keepdims=True)
+    return found
 
 
 def bench_latent(
@@ -132,23 +126,24 @@ def bench_latent(
     before, rates, rows = num_workers(), unit_rates(read_buffer_bytes), []
     set_num_workers(1)
     try:
-        for make in cases(dtypes, heads, shapes):
-            case = make()
+        for dtype, count, (seqs, length) in product(dtypes, heads, shapes):
+            case = Case(dtype, count, seqs, length)
             report_progress(case.title)
             error = case.verify()
             replay = case.recording().replay
-            works = {
-                "seconds": lambda replay=replay: thread_seconds(replay) / _LAYERS, "read": rates["read"],
+            works: dict[str, Callable[[], float]] = {
+                "seconds": partial(thread_seconds, replay), "read": rates["read"],
                 "operations": rates[case.unit],
             }  # fmt: skip
             found = {name: median(each) for name, each in interleaved(works, num_runs, warm_ups=1).items()}
+            seconds = found.pop("seconds") / _LAYERS
             least = max(case.read_bytes / found["read"], case.operations / found["operations"])
             rows.append(
                 {
                     "dtype": case.dtype, "heads": case.heads, "sequences": case.seqs, "tokens": case.length,
-                    "error": error, "seconds": found["seconds"], "bytes_per_s": case.read_bytes / found["seconds"],
-                    "operations_per_s": case.operations / found["seconds"], "read_limit": found["read"],
-                    "unit": case.unit, "operations_limit": found["operations"], "share": least / found["seconds"],
+                    "error": error, "seconds": seconds, "bytes_per_s": case.read_bytes / seconds,
+                    "operations_per_s": case.operations / seconds, "read_limit": found["read"],
+                    "unit": case.unit, "operations_limit": found["operations"], "share": least / seconds,
                 }
             )  # fmt: skip
     finally:
