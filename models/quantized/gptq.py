@@ -1,6 +1,7 @@
 """Integers in groups, in words of 32 bits: GPTQ and AWQ.
 
-`quant_method: gptq`: integers of 4 or 8 bits in groups, `bits` and 32 / `bits` to a word, K first.
+`quant_method: gptq`: integers of 2, 3, 4 or 8 bits in groups, K first. A column is a stream of bits, cut into words;
+integers of 2 and 3 bits are kept in 4.
 
     X.qweight  int32 [K * bits / 32, N], words along K
     X.qzeros   int32 [groups, N * bits / 32], words along N: zeros less 1 in format "gptq", as they are in
@@ -98,28 +99,33 @@ class GptqScheme:
         qweight = module.take("qweight", ("I32",), (None, None))
         if said is None:
             raise refusal(qweight, "is stored, but `dynamic` says that the module is not quantised")
-        per_word = 32 // said.bits
-        depth, width = qweight.shape[0] * per_word, qweight.shape[1]
+        depth, width = qweight.shape[0] * 32 // said.bits, qweight.shape[1]
         if module.has("g_idx"):
             depth = module.take("g_idx", ("I32", "I64"), (None,)).shape[0]
-            if -(-depth // per_word) != qweight.shape[0]:
-                raise refusal(qweight, f"is {list(qweight.shape)}, must be [{-(-depth // per_word)}, any] for {depth}"
+            if -(-depth * said.bits // 32) != qweight.shape[0]:
+                rows = -(-depth * said.bits // 32)
+                raise refusal(qweight, f"is {list(qweight.shape)}, must be [{rows}, any] for {depth}"
                               f" columns of {said.bits} bits")  # fmt: skip
         size = said.group_size or depth
         groups = -(-depth // size)
         scales = module.take("scales", FLOATS, (groups, width))
-        qzeros = module.take("qzeros", ("I32",), (groups, -(-width // per_word)))
+        qzeros = module.take("qzeros", ("I32",), (groups, -(-width * said.bits // 32)))
         g_idx = Part(module.take("g_idx", ("I32", "I64"))) if module.has("g_idx") else None
         is_reordered = said.is_reordered and groups > 1
         if is_reordered and g_idx is None:
             module.take("g_idx", ("I32",))  # raises if it is missing
         layout = QuantizedLayout(
-            "int4" if said.bits == 4 else "int8", (width, depth), (1, size if groups > 1 else 0),
+            "int8" if said.bits == 8 else "int4", (width, depth), (1, size if groups > 1 else 0),
             SCALES[scales.type_name], has_zeros=not said.is_symmetric, has_order=is_reordered,
         )  # fmt: skip
 
         def zeros(array: Array) -> Array:
             words = array.view(np.uint32)
+            if said.bits < 4:
+                numbers = unpacked(words, said.bits)[:, :width]
+                if not self.has_plain_zeros:
+                    numbers = (numbers + np.uint8(1)) & np.uint8((1 << said.bits) - 1)
+                return np.ascontiguousarray(numbers.T)
             if not self.has_plain_zeros:
                 words = words + np.uint32(0x11111111 if said.bits == 4 else 0x01010101)
             return np.ascontiguousarray(unpacked(words, said.bits)[:, :width].T)
@@ -133,12 +139,20 @@ class GptqScheme:
 
         return MatrixParts(
             layout,
-            Part(qweight, lambda array: along_k(array, layout.code_shape[1])),
+            Part(qweight, lambda array: _codes(array, said, layout)),
             Part(scales, lambda array: np.ascontiguousarray(array.T)),
             zeros=None if said.is_symmetric else Part(qzeros, zeros),
             order=g_idx if is_reordered else None,
             checks=(check,),
         )
+
+
+def _codes(words: Array, said: GptqModule, layout: QuantizedLayout) -> Array:
+    """The codes of a matrix; fewer bits than 4 are moved so that a symmetric matrix has its middle at 8."""
+    if said.bits >= 4:
+        return along_k(words, layout.code_shape[1])
+    numbers = unpacked(np.ascontiguousarray(words.T), said.bits)[:, : layout.shape[1]]
+    return pack_halves(numbers + np.uint8(8 - (1 << (said.bits - 1)) if said.is_symmetric else 0))
 
 
 def along_k(words: Array, num_bytes: int) -> Array:
@@ -147,8 +161,14 @@ def along_k(words: Array, num_bytes: int) -> Array:
 
 
 def unpacked(words: Array, bits: int) -> Array:
-    """Words ``[..., n]`` to the numbers of 4 or 8 bits in them, the lowest first: ``[..., n * 32 / bits]`` uint8."""
+    """Words ``[..., n]`` to the numbers of 2, 3, 4 or 8 bits in them, the lowest first: ``[..., n * 32 / bits]`` uint8,
+    less a rest of bits."""
     numbers = np.ascontiguousarray(words).view(np.uint8)
+    if bits < 4:
+        stream = np.unpackbits(numbers, axis=-1, bitorder="little")
+        whole = stream.shape[-1] // bits * bits
+        split = stream[..., :whole].reshape(*stream.shape[:-1], -1, bits)
+        return np.packbits(split, axis=-1, bitorder="little")[..., 0]
     return unpack_halves(numbers) if bits == 4 else numbers
 
 
@@ -177,8 +197,8 @@ def _module(fields: Fields, usual: GptqModule | None) -> GptqModule:
     if usual is not None:
         default = (usual.bits, usual.group_size or -1, usual.is_symmetric, usual.is_reordered)
     bits = fields.integer("bits", default[0])
-    if bits not in (4, 8):
-        raise fields.error("bits", f"is {bits}, must be 4 or 8")
+    if bits not in (2, 3, 4, 8):
+        raise fields.error("bits", f"is {bits}, must be 2, 3, 4 or 8")
     group_size = fields.integer("group_size", default[1], least=-1, most=1 << 20)
     if group_size == 0:
         raise fields.error("group_size", "is 0, must be -1 (all of a row) or more than 0")

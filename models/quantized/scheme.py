@@ -12,6 +12,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.stored_tensor import StoredTensor
 from models.configuration.json_fields import Fields, read_json_object
 from models.errors import WeightsError
+from models.quantized import auto_round
 from models.quantized.compressed_tensors import CompressedTensorsScheme
 from models.quantized.fp8 import STACK, STACK_SCALES, STACKED_PARTS, Fp8Scheme, Mxfp4Scheme
 from models.quantized.gptq import AwqScheme, GptqScheme
@@ -40,6 +41,7 @@ _READERS: dict[str, Callable[[Fields], QuantizationScheme]] = {
     "fp8": Fp8Scheme.read,
     "compressed-tensors": CompressedTensorsScheme.read,
     "gptq": GptqScheme.read,
+    **dict.fromkeys(auto_round.NAMES, auto_round.AutoRoundScheme.read),
     "awq": AwqScheme.read,
     "mxfp4": Mxfp4Scheme.read,
     "modelopt": ModelOptScheme.read,
