@@ -103,6 +103,7 @@ ELSEWHERE = {
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
         "python -m tools.references.make_eagle3_goldens",
         "python -m tools.references.make_dflash_goldens", "python -m tools.references.make_mtp_goldens",
+        "python -m tools.references.make_assistant_goldens",
     ),
     "a hub, or a file that the reader has": (
         "xserv chat --model Qwen/Qwen3-VL-4B-Instruct --image chart.png", "make chat MODEL=Qwen/Qwen3-0.6B",
@@ -111,13 +112,14 @@ ELSEWHERE = {
         "xserv bench states", "xserv bench states TRACE",
         "xserv chat /path/to/model-Q4_K_M.gguf", "xserv chat /path/to/base-model --chat-template template.jinja",
         "xserv perplexity TEXT",
+        "xserv embed TEXTS.txt --model MODEL --output vectors.npy", 'xserv rank "a query" TEXTS.txt --model MODEL',
         "python -m tools.plot_attention MODEL PROMPT", "python -m tools.plot_timeline",
         "python -m tools.simulate", "xserv perplexity TEXT --model FOLDER [--quantization int8]",
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --gpu h200",
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --output-json azure.json",
     ),
     "many minutes of a quiet machine": (
-        "xserv bench products",
+        "xserv bench products", "xserv bench products --rates", "xserv bench kernels --device cpu",
         "python -m runtime.cli bench speculation --model FOLDER --batches 1,4,8 --rates 0.3,0.5,0.7,0.8,0.9 "
         "--output-len 100",
         "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",

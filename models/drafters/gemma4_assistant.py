@@ -28,6 +28,7 @@ from models.configuration.class_defaults import add_class_defaults
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
 from models.decoder import Decoder
+from models.drafters.hidden_state_drafter import PageDrafter
 from models.drafters.making import make_drafter, options_of
 from models.errors import ModelLoadError, WeightsError
 from models.families.gemma4 import Gemma4Config, Gemma4Layer, Gemma4Model, read_gemma4
@@ -102,8 +103,8 @@ def _text_fields(fields: Fields) -> Fields:
     return text
 
 
-class AssistantDrafter:
-    """See `SteppingDrafter`: one over the model's pages."""
+class AssistantDrafter(PageDrafter):
+    """See `PageDrafter`."""
 
     kind = "assistant"
     longrope_threshold: int | None = None

@@ -61,6 +61,16 @@ class SteppingDrafter(HiddenStateDrafter, Protocol):
         """`[n, width]` -> `[n, vocab_size]` float32; -inf for tokens that the head does not know."""
 
 
+class PageDrafter(SteppingDrafter):
+    """One over the model's own pages: a base, by which the engine knows it.
+
+    Attributes:
+        weight_bytes: of its weights.
+    """
+
+    weight_bytes: int
+
+
 class PairDrafter(SteppingDrafter, Protocol):
     """One that keeps keys and values of its own."""
 

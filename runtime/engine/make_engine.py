@@ -20,8 +20,7 @@ from models.configuration.generation_config import load_end_ids, load_suppressed
 from models.configuration.preprocessing import read_line_ends, read_patch_rule
 from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
-from models.drafters.gemma4_assistant import AssistantDrafter, load_assistant
-from models.drafters.hidden_state_drafter import BlockDrafter, PairDrafter
+from models.drafters.hidden_state_drafter import BlockDrafter, PageDrafter, PairDrafter
 from models.drafters.mtp import load_mtp
 from models.encoder import BothWays
 from models.gguf.mmproj import NONE as NO_MMPROJ
@@ -52,12 +51,15 @@ from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel, RotatingModel
 from runtime.kv.cache import KVCache
 from runtime.kv.kinds import State
+from runtime.later import later
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
 from runtime.tensor.tensor import Tensor
 from runtime.text.load import load_tokenizer, read_tokenizer
 
 logger = logging.getLogger("xserv.engine")
+
+_assistants = later("models.drafters.gemma4_assistant")  # it imports a family
 
 KEPT_PICTURE_BYTES = 512 << 20
 """Device memory for the embeddings of images, those of open requests included."""
@@ -271,7 +273,7 @@ def executor_over(
     return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator)
 
 
-Draft = Model | PairDrafter | BlockDrafter | AssistantDrafter
+Draft = Model | PairDrafter | BlockDrafter | PageDrafter
 """A drafter with weights of its own, and pages, unless it is an assistant."""
 
 
@@ -293,7 +295,9 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
     if config.speculation.startswith(DFLASH_PREFIX):
         return load_dflash(resolve_model(config.speculation.removeprefix(DFLASH_PREFIX)), target, **how)
     if config.speculation.startswith(MTP_PREFIX):
-        return load_assistant(resolve_model(config.speculation.removeprefix(MTP_PREFIX)), target, **how)
+        folder = resolve_model(config.speculation.removeprefix(MTP_PREFIX))
+        assistant: PageDrafter = _assistants.load_assistant(folder, target, **how)
+        return assistant
     if config.speculation != "eagle3":
         drafter = resolve_model(config.speculation.removeprefix(EAGLE3_PREFIX))
     elif not (drafter := folder / OWN_DRAFTER).is_dir():
@@ -350,7 +354,7 @@ def check_draft(draft: Model, draft_folder: Path, target: Model, folder: Path) -
 
 def _draft_bytes_per_block(draft: Draft | None, config: EngineConfig) -> int:
     """A draft model has as many pages as the target in each of its cache groups."""
-    if draft is None or isinstance(draft, AssistantDrafter):
+    if draft is None or isinstance(draft, PageDrafter):
         return 0
     spec = draft.kv_cache_spec(config.block_size)
     return spec.bytes_per_token * spec.block_size
@@ -358,7 +362,7 @@ def _draft_bytes_per_block(draft: Draft | None, config: EngineConfig) -> int:
 
 def _draft_state_bytes(draft: Draft | None, config: EngineConfig) -> int:
     """A draft model's recurrent states lie beside the blocks."""
-    if draft is None or isinstance(draft, AssistantDrafter):
+    if draft is None or isinstance(draft, PageDrafter):
         return 0
     spec = draft.kv_cache_spec(config.block_size)
     num_bytes = sum(spec.block_bytes[group.pool] for group in spec.groups if not group.kind.follows_tokens)
@@ -372,7 +376,7 @@ def speculator_of(
     if config.speculation == "off" or (State() in limits.cache_kinds and not config.pending_tokens):
         return None
     drafter: Drafter | None = None
-    if isinstance(draft, AssistantDrafter):
+    if isinstance(draft, PageDrafter):
         assert isinstance(executor, LocalExecutor), "the config was checked"
         pages, tables = executor.kv_cache, executor.rows.tables
         drafter = PageProposer(draft, pages, tables, limits, config.num_speculative_tokens)
