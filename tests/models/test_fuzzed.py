@@ -87,6 +87,8 @@ def test_sixty_of_each_newer_family(family: str) -> None:
 
 
 def test_every_architecture_is_compared_with_transformers() -> None:
-    """Where it has a class of it: InternLM 2 has none, and InternLM 3 is saved as Llama."""
+    """Where it has a class of it: InternLM 2 has none, and InternLM 3 is saved as Llama. Encoders, which generate
+    nothing, have goldens alone."""
     compared = {classes_of(family)[1] for family in families()}
-    assert set(known_architectures()) - compared == {"InternLM2ForCausalLM", "InternLM3ForCausalLM"}
+    generating = {name for name, one in known_architectures().items() if one.model_class.generates}
+    assert generating - compared == {"InternLM2ForCausalLM", "InternLM3ForCausalLM"}

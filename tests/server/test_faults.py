@@ -136,7 +136,7 @@ async def test_an_exception_in_one_requests_sampling(server: ServerProcess) -> N
 @few_and(20, 2)
 async def test_clients_that_never_read(server: ServerProcess, count: int) -> None:
     """They are dropped, and their requests with them; others are served meanwhile."""
-    for _ in range(1 if count == 2 else 2):  # of many, the second time no more is held than after the first
+    for _ in range(2):  # the second time no more is held than after the first
         server.baseline = await asyncio.to_thread(server.settle)
         lost = [connect(server, small=True) for _ in range(count)]
         for index, each in enumerate(lost):

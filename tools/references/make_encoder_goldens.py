@@ -79,7 +79,8 @@ def _result(result: Any) -> Any:
 def _with_class(folder: Path, kind: str) -> Path:
     """Names the tokenizer's class, which decides whether tokens have types."""
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": kind}))
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**fields, "tokenizer_class": kind}), encoding="utf-8")
     return folder
 
 

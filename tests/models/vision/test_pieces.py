@@ -34,7 +34,7 @@ def _pictures(model: Any, case: str) -> list[tuple[np.ndarray[Any, Any], tuple[i
     """Two that may have different sizes: a large one, and another."""
     if case in cases.CASES:
         return [(cases.patches_of(case, index), cases.GRIDS[index]) for index in (2, 0)]
-    config = model.config.tower
+    config = getattr(model.config, "pictures", model.config).tower
     shape = (config.side**2, 3 * config.patch_size**2)
     return [(golden_tensor(f"picture.{index}.weight", shape, 21) * 20, (config.side,) * 2) for index in range(2)]
 

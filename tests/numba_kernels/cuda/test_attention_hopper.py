@@ -166,9 +166,9 @@ def test_plan(gpu: Gpu) -> None:
     assert [tier(length) for length in (1, 4, 16, 17, 400)] == ["decode", "decode", "flash", *["flash_hopper"] * 2]
     for choice in ({"exact": True}, {"arch": "sm_120a"}, {"dtype": "f32"}, {"num_blocks": None}, {"head_dim": 20}):
         assert tier(400, **choice) == "flash"
-    assert has_kernel("f16", 264, 64, 16)
-    for choice in (("f16", 520, 1, 16), ("f16", 64, 129, 16), ("f16", 264, 65, 16), ("f16", 512, 1, 8)):
-        assert not has_kernel(*choice)
+    assert has_kernel("f16", 264, 264, 64, 16)
+    for dim, share, block_size in ((520, 1, 16), (64, 129, 16), (264, 65, 16), (512, 1, 8)):
+        assert not has_kernel("f16", dim, dim, share, block_size)
     for choice, got in (
         ({"arch": "sm_80"}, "got sm_80"),
         ({"head_dim": 20}, "20 and 4"),

@@ -258,7 +258,7 @@ def test_embeddings_read_pictures(folder: Path, most: int) -> None:
 
 def test_pictures_of_an_embedding_that_nobody_wants_are_not_encoded(folder: Path) -> None:
     with opened(folder) as llm:
-        _, ids, images, salt = llm._asked_embedding(asked(PICTURES))
+        _, ids, images, salt, _ = llm._asked_embedding(asked(PICTURES))
     engine = build_engine(folder, max_num_batched_tokens=64)
     given_up, wanted = (engine.embedder.prepare(ids, "last", images, salt) for _ in range(2))
     given_up.future.cancel()

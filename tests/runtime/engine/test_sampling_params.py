@@ -44,6 +44,7 @@ def test_defaults_are_vllms() -> None:
         "include_stop_str_in_output": False,
         "logit_bias": None,
         "allowed_token_ids": None,
+        "logprob_token_ids": None,
         "bad_words": None,
         "bad_words_token_ids": None,
         "grammar": None,
@@ -90,6 +91,7 @@ FIELDS_AND_BAD_VALUES = {
         5,
     ],
     "allowed_token_ids": [[], [1.5], 5, [None]],
+    "logprob_token_ids": [[], [1.5], 5, [None]],
 }
 
 
