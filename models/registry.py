@@ -285,6 +285,12 @@ def stages_of(
     """The layers of each stage: `counts` of them, or balanced by bytes. Raises `ConfigError` if there are too few
     layers, and as `declare_model`."""
     whole = declare_model(folder, load_format=load_format, **settings)
+    if not whole.generates:
+        raise InvalidArgumentError(
+            f"pipeline_parallel_size is {num_stages}, must be 1: {whole.config.architecture} generates nothing, and runs"
+            " in one stage",
+            param="pipeline_parallel_size",
+        )
     least: dict[str, Any] = {
         "least_first": whole.least_first_layers, "least_last": whole.least_last_layers,
         "name": whole.config.architecture,

@@ -569,11 +569,6 @@ def _without_answers(config: EngineConfig, max_positions: int, num_groups: int, 
     """The config of an engine that generates nothing: texts have pages of their own, so that it has those of one
     sequence alone; a text that may not be cut is computed in one step. Raises ``RequestError``."""
     longest = config.max_model_len or max_positions
-    if config.pipeline_parallel_size > 1:
-        raise RequestError(
-            f"pipeline_parallel_size is {config.pipeline_parallel_size}, must be 1 for a model that generates nothing",
-            param="pipeline_parallel_size",
-        )
     if config.speculation not in ("off", "auto"):
         raise RequestError(
             f"speculation is {config.speculation!r}, but the model generates nothing: leave it out", param="speculation"

@@ -17,6 +17,7 @@ from runtime.device.device import Device
 from runtime.engine.errors import RequestError
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.pooling_pass import PagedSidePass
+from runtime.errors import InvalidArgumentError
 from runtime.llm import LLM
 from tests.models.driver import relative_error
 from tests.models.encoder_cases import (
@@ -198,6 +199,19 @@ def test_a_model_without_a_head_neither_classifies_nor_generates(tmp_path: Path,
     assert whole.prompt_token_ids[-1] == 3  # [SEP] stays
 
 
+@pytest.mark.parametrize("case", ["bert", "bert_pairs"])
+def test_two_ranks(tmp_path: Path, opened: Callable[..., LLM], case: str) -> None:
+    folder = write_encoder(tmp_path, case)
+    whole, split = (opened(folder, tensor_parallel_size=count) for count in (1, 2))
+    if case == "bert":
+        ours, theirs = ([each.outputs.embedding for each in llm.embed(TEXTS, use_tqdm=False)] for llm in (split, whole))
+    else:
+        ours, theirs = (
+            [[each.outputs.score] for each in llm.score(QUERY, TEXTS, use_tqdm=False)] for llm in (split, whole)
+        )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("case", HEADS)
 def test_tensors_of_a_head_are_needed(tmp_path: Path, case: str) -> None:
     folder = write_encoder(tmp_path, case)
@@ -234,12 +248,16 @@ def test_a_wrong_layout_is_refused_by_name(tmp_path: Path, opened: Callable[...,
 
 @pytest.mark.parametrize(
     ("options", "param"),
-    [({"max_num_batched_tokens": 32}, "max_num_batched_tokens"), ({"speculation": "ngram"}, "speculation")],
+    [
+        ({"max_num_batched_tokens": 32}, "max_num_batched_tokens"),
+        ({"speculation": "ngram"}, "speculation"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    ],
 )
 def test_options_that_an_encoder_cannot_keep(
     tmp_path: Path, opened: Callable[..., LLM], options: dict[str, Any], param: str
 ) -> None:
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises((RequestError, InvalidArgumentError)) as raised:
         opened(write_encoder(tmp_path, "bert"), **options)
     assert raised.value.param == param
 
