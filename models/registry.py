@@ -287,8 +287,8 @@ def stages_of(
     whole = declare_model(folder, load_format=load_format, **settings)
     if not whole.generates:
         raise InvalidArgumentError(
-            f"pipeline_parallel_size is {num_stages}, must be 1: {whole.config.architecture} generates nothing, and runs"
-            " in one stage",
+            f"pipeline_parallel_size is {num_stages}, must be 1: {whole.config.architecture} generates nothing, and"
+            " runs in one stage",
             param="pipeline_parallel_size",
         )
     least: dict[str, Any] = {
