@@ -6,12 +6,14 @@ of one kind write the same ones, one layer after another. With a window a token 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from models.base import Model
 from models.configuration.config import ModelConfig
 from runtime.batch import Batch
 from runtime.errors import InvalidArgumentError
+from runtime.kv.cache import KVCache
 from runtime.pooling import Pooling
 from runtime.tensor.tensor import Tensor
 
@@ -50,6 +52,17 @@ class BothWays(Model):
 
 
 class Encoder(BothWays):
-    """A model of `EncoderConfig`, without an `lm_head`."""
+    """A model of `EncoderConfig`, without an `lm_head`. Its layers get the batch of their window, their cache group and
+    its planes."""
 
     config: EncoderConfig
+    layers: Sequence[Callable[..., Tensor]]
+
+    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        batches, windows = self.in_both_directions(batch), self.config.layer_windows
+        for index, layer in zip(self.own_layers, self.layers, strict=True):
+            x = layer(x, batches[windows[index]], kv_cache.group_of(index), *kv_cache.layer(index))
+        return x
+
+    def finish(self, x: Tensor) -> Tensor:
+        return x

@@ -31,7 +31,6 @@ from models.layer_norm import LayerNorm
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
-from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
 LabelHead = Literal["", "pooler", "dense"]
@@ -83,15 +82,6 @@ class BertModel(Encoder):
         x = ops.add_embedding(x, batch.positions, self.positions[self.config.first_position :])
         return self.norm(ops.add_embedding(x, batch.token_types, self.types))
 
-    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        batches = self.in_both_directions(batch)
-        for index, layer in zip(self.own_layers, self.layers, strict=True):
-            x = layer(x, batches[None], *kv_cache.layer(index))
-        return x
-
-    def finish(self, x: Tensor) -> Tensor:
-        return x
-
 
 class XlmRobertaModel(BertModel):
     prefix = "roberta."
@@ -116,13 +106,15 @@ class BertLayer:
         self.down = linear("output.dense", outputs=hidden, inputs=inner, split="inputs")
         self.mlp_norm = LayerNorm(config, maker.under("output.LayerNorm"))
 
-    def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, *scales: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, batch: Batch, group: int, k_cache: Tensor, v_cache: Tensor, *scales: Tensor
+    ) -> Tensor:
         q = ops.qkv_prepare(
             self.qkv(x, batch), batch.positions, num_q_heads=self.num_heads, num_kv_heads=self.num_heads,
             head_dim=self.head_dim, rope=None, q_norm=None, k_norm=None, norm_eps=0.0, k_cache=k_cache,
-            v_cache=v_cache, slot_mapping=batch.slot_mappings[0], scales=scales,
+            v_cache=v_cache, slot_mapping=batch.slot_mappings[group], scales=scales,
         )  # fmt: skip
-        attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale, scales=scales)
+        attended = ops.attention(q, k_cache, v_cache, batch, group, scale=self.scale, scales=scales)
         x = self.norm(self.proj(attended, batch, residual=x))
         inner = self.up(x, batch)
         return self.mlp_norm(self.down(ops.gelu(inner, self.kind, out=inner), batch, residual=x))

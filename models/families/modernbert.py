@@ -27,7 +27,6 @@ from models.layer_norm import LayerNorm
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
-from runtime.kv.cache import KVCache
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
@@ -72,12 +71,6 @@ class ModernBertModel(Encoder):
 
     def embed(self, batch: Batch) -> Tensor:
         return self.norm(ops.embedding(batch.token_ids, self.words))
-
-    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        batches = self.in_both_directions(batch)
-        for index, layer in zip(self.own_layers, self.layers, strict=True):
-            x = layer(x, batches[layer.window], kv_cache.group_of(index), *kv_cache.layer(index))
-        return x
 
     def finish(self, x: Tensor) -> Tensor:
         return self.final_norm(x)

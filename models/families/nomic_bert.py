@@ -22,7 +22,6 @@ from models.layer_norm import LayerNorm
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
-from runtime.kv.cache import KVCache
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
@@ -65,15 +64,6 @@ class NomicBertModel(Encoder):
         assert batch.token_types is not None, "a pass of an encoder has them"
         return self.norm(ops.add_embedding(ops.embedding(batch.token_ids, self.words), batch.token_types, self.types))
 
-    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        batches = self.in_both_directions(batch)
-        for index, layer in zip(self.own_layers, self.layers, strict=True):
-            x = layer(x, batches[None], *kv_cache.layer(index))
-        return x
-
-    def finish(self, x: Tensor) -> Tensor:
-        return x
-
 
 class NomicBertLayer:
     def __init__(self, config: NomicBertConfig, index: int, maker: Maker, rope: RopeTable) -> None:
@@ -91,13 +81,15 @@ class NomicBertLayer:
         self.down = mlp.linear("down_proj", outputs=hidden, inputs=inner, split="inputs")
         self.mlp_norm = LayerNorm(config, maker.under("post_mlp_layernorm"))
 
-    def __call__(self, x: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, *scales: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, batch: Batch, group: int, k_cache: Tensor, v_cache: Tensor, *scales: Tensor
+    ) -> Tensor:
         q = ops.qkv_prepare(
             self.qkv(x, batch), batch.positions, num_q_heads=self.num_heads, num_kv_heads=self.num_heads,
             head_dim=self.head_dim, rope=self.rope, q_norm=None, k_norm=None, norm_eps=0.0, k_cache=k_cache,
-            v_cache=v_cache, slot_mapping=batch.slot_mappings[0], scales=scales,
+            v_cache=v_cache, slot_mapping=batch.slot_mappings[group], scales=scales,
         )  # fmt: skip
-        attended = ops.attention(q, k_cache, v_cache, batch, 0, scale=self.scale, scales=scales)
+        attended = ops.attention(q, k_cache, v_cache, batch, group, scale=self.scale, scales=scales)
         x = self.norm(self.proj(attended, batch, residual=x))
         return self.mlp_norm(self.down(self.gate_up.glu(x, "silu", batch), batch, residual=x))
 

@@ -165,6 +165,9 @@ def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[i
             return service.tokenizer.encode_first(text, room, adds)
         return service.tokenizer.encode(text, add_special_tokens=adds)
 
+    has_ids = not isinstance(request.input, str) and not all(isinstance(each, str) for each in request.input)
+    if request.prompt_name and has_ids:
+        raise invalid("prompt_name", "prompt_name is for inputs that are texts, not for token ids.")
     given = _given_ids(service, request.input, "input", encode, service.config.max_inputs)
     return [_cut(service, ids[:room], most, 0, "input", has_answer=False) for ids in given]
 
@@ -172,7 +175,7 @@ def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[i
 def embedding_conversation(service: Service, tenant: str | None, request: EmbeddingRequest) -> ConversationPrompt:
     """A conversation to be embedded, without a generation prompt. Raises `ApiError` 400."""
     assert request.messages is not None
-    for field in ("add_special_tokens", "truncate_prompt_tokens"):
+    for field in ("add_special_tokens", "truncate_prompt_tokens", "prompt_name"):
         if getattr(request, field) is not None:
             raise invalid(field, f"{field} is for input, not for messages.")
     chat = ChatCompletionRequest(

@@ -133,7 +133,6 @@ class CohereRerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     documents: Annotated[list[str], msgspec.Meta(min_length=1)]
     top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] = 4096
-    priority: Annotated[int, msgspec.Meta(ge=0, le=999)] | None = None
 
 
 class Pooled(msgspec.Struct, kw_only=True):

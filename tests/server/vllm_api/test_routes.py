@@ -81,6 +81,8 @@ def test_more_inputs_than_may_wait(tiny_folder: Path) -> None:
         ("/score", {"text_1": "a", "text_2": "b"}, "model"),
         ("/classify", {"input": "a"}, "model"),
         ("/v1/embeddings", {"input": "a", "model": "MODEL", "prompt_name": "query"}, "prompt_name"),
+        ("/v1/embeddings", {"input": [1], "model": "MODEL", "prompt_name": "query"}, "prompt_name"),
+        ("/v2/rerank", {"model": "MODEL", "query": "a", "documents": ["b"], "priority": 3}, "priority"),
         ("/v1/embeddings", {"input": ["a"] * 2049, "model": "MODEL"}, "input"),
         ("/rerank", {"query": "a", "documents": [{"text": "b", "image": "c"}]}, "documents"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
