@@ -231,6 +231,18 @@ class ServerConfig:
         ),
     ] = True
 
+    keep_client_noise: Annotated[
+        bool,
+        Option(
+            help="Render lines that clients write for their own servers, though each request has others.",
+            about=(
+                "render lines that clients write into prompts for their own servers (`CLIENT_NOISE`), though they "
+                "differ in each request, so that no prefix is found again"
+            ),
+            heading=ANSWERS,
+        ),
+    ] = False
+
     limit_images: Annotated[int, _count("Most pictures in one request.")] = 16
     max_image_bytes: Annotated[int, _count("Largest file of a picture.")] = 20 * 1024 * 1024
     max_image_pixels: Annotated[int, _count("Most pixels of a picture, before it is made smaller for the model.")] = (

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from runtime.text.content import omitted, text_part
+from server.anthropic_api.client_noise import without_noise
 from server.anthropic_api.schema import (
     SAME_AS_IN_A_CHAT,
     ConversationFields,
@@ -76,13 +77,22 @@ class Conversation:
     continues  the last message is the assistant's, and the answer continues its text
     """
 
-    def __init__(self, asked: ConversationFields, ignored: list[str]) -> None:
-        """`ignored` gets the names of blocks that are not read. Raises `ApiError` 400 naming the block's field."""
+    def __init__(
+        self, asked: ConversationFields, ignored: list[str], *, keeps_noise: bool = False, dropped: list[str]
+    ) -> None:
+        """`ignored` gets the names of blocks that are not read, `dropped` those of `CLIENT_NOISE`, unless that is kept.
+        Raises `ApiError` 400 naming the block's field."""
         self.messages: list[Message] = []
         self.paths: list[str] = []
         self.parts: dict[str, str] = {}
         if asked.system is not None:
-            self._add(Message(role="system", content=_text(asked.system, "system")), "system")
+            texts = _texts(asked.system, "system")
+            first, noise = without_noise(texts[0]) if texts and not keeps_noise else ("", [])
+            if noise:
+                texts = [first, *texts[1:]] if first else texts[1:]
+                dropped += noise
+            if texts or not noise:
+                self._add(Message(role="system", content="\n".join(texts)), "system")
         for i, fields in enumerate(asked.messages):
             path = f"messages[{i}]"
             message = converted(fields, Turn, path)
@@ -215,12 +225,12 @@ def _marked(block: ToolResultInput, text: str) -> str:
     return f"Error: {text}" if block.is_error and not text.startswith("Error") else text
 
 
-def _text(content: str | list[dict[str, Any]], path: str) -> str:
-    """Blocks of text, joined by line ends."""
+def _texts(content: str | list[dict[str, Any]], path: str) -> list[str]:
+    """The texts of blocks of text."""
     if isinstance(content, str):
-        return content
+        return [content]
     blocks = [_block(fields, _TEXT, f"{path}[{i}]") for i, fields in enumerate(content)]
-    return "\n".join(block.text for block in blocks if isinstance(block, TextInput))
+    return [block.text for block in blocks if isinstance(block, TextInput)]
 
 
 def _block(fields: dict[str, Any], kinds: dict[str, type[Block]], path: str) -> Block:

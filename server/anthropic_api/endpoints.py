@@ -11,7 +11,7 @@ from uuid import uuid4
 from server.anthropic_api import objects
 from server.anthropic_api.conversation import NAMES_OF_TOOLS, RENAMED, Conversation, chat_request
 from server.anthropic_api.objects import MessageAnswer, MessageContent, MessageEvent, MessageUsage
-from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
+from server.anthropic_api.schema import ConversationFields, CountTokensRequest, MessagesRequest
 from server.errors import in_own_names, own_name
 from server.openai_api.chat import Chat, prepare_chat
 from server.requests.answering import Answer, answered
@@ -81,7 +81,7 @@ class RunningMessage(Answer):
 
 def _prepare(service: Service, body: Body) -> RunningMessage:
     asked, ignored = decode_body(body, MessagesRequest, service.config), body.exchange.ignored
-    conversation = Conversation(asked, ignored)
+    conversation = _conversation(service, body, asked)
     answer_id = f"msg_{uuid4().hex}"
     with in_own_names({**RENAMED, **NAMES_OF_TOOLS, **conversation.names()}):
         chat = prepare_chat(service, body.exchange, chat_request(service, asked, conversation, ignored), answer_id)
@@ -95,11 +95,17 @@ def _prepare(service: Service, body: Body) -> RunningMessage:
     )
 
 
+def _conversation(service: Service, body: Body, asked: ConversationFields) -> Conversation:
+    exchange = body.exchange
+    keeps_noise = service.config.keep_client_noise
+    return Conversation(asked, exchange.ignored, keeps_noise=keeps_noise, dropped=exchange.normalized)
+
+
 def _count(service: Service, body: Body) -> objects.TokensCount:
     """The number of tokens of the request, without a limit."""
     asked, ignored = decode_body(body, CountTokensRequest, service.config), body.exchange.ignored
     service.check_model(asked.model)
-    conversation = Conversation(asked, ignored)
+    conversation = _conversation(service, body, asked)
     with in_own_names({**RENAMED, **conversation.names()}):
         chat = chat_request(service, asked, conversation, ignored)
         return objects.TokensCount(len(whole_conversation(service, body.exchange.tenant, chat).token_ids))

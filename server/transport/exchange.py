@@ -35,6 +35,7 @@ class Exchange:
     ignored       fields of the request that have no effect
     sent          fields sent under another server's name: the name here, and the sent one
     closed        places of its schemas in which objects were closed
+    normalized    lines of the client that its prompt was rendered without
     generation, meter  its generation in the engine, and the measurements
     """
 
@@ -47,6 +48,7 @@ class Exchange:
     ignored: list[str] = field(default_factory=list)
     sent: dict[str, str] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
+    normalized: list[str] = field(default_factory=list)
     generation: Generation | None = None
     meter: RequestMeter | None = None
 

@@ -123,6 +123,8 @@ def _begin(exchange: Exchange, message: Message, scope: Scope) -> None:
         headers.append((b"x-xserv-ignored", _header_text(exchange.ignored)))
     if exchange.closed:
         headers.append((b"x-xserv-closed-schemas", _header_text(exchange.closed)))
+    if exchange.normalized:
+        headers.append((b"x-xserv-normalized", _header_text(exchange.normalized)))
     message["headers"] = headers
 
 

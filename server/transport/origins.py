@@ -96,7 +96,9 @@ def _is_loopback(host: str) -> bool:
 
 
 METHODS = ("GET", "POST", "DELETE")
-_EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After", "X-Xserv-Ignored", "X-Xserv-Closed-Schemas")
+_EXPOSED = (
+    "X-Request-Id", "Request-Id", "Retry-After", "X-Xserv-Ignored", "X-Xserv-Closed-Schemas", "X-Xserv-Normalized",
+)  # fmt: skip
 
 
 class Cors(CORSMiddleware):

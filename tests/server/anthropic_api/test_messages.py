@@ -88,6 +88,45 @@ def test_every_kind_of_block(served: Served, client: anthropic.Anthropic) -> Non
     )
 
 
+NOISE = "x-anthropic-billing-header: cc_version=2.1.197.a1b; cc_entrypoint=cli; cch={};"
+
+
+def test_the_billing_line_of_claude_code_is_not_rendered(served: Served, client: anthropic.Anthropic) -> None:
+    """The first system block of Claude Code is such a line, with other digits in each request."""
+
+    def header_and_prompt(system: Any, **fields: Any) -> tuple[str | None, str]:
+        asked = {"model": MODEL, "max_tokens": 9, "messages": HELLO, "system": system, **fields}
+        answer = served.http.post("/v1/messages", json=asked)
+        assert answer.status_code == 200, answer.text
+        return answer.headers.get("x-xserv-normalized"), prompt_of(served)
+
+    rest = "<s>user:Hello</s><s>assistant:"
+    kept: list[Any] = [{"type": "text", "text": "Be kind."}, {"type": "text", "text": "Be brief."}]
+    for digits in ("00000", "a1f09"):
+        line = {"type": "text", "text": NOISE.format(digits)}
+        found = ("x-anthropic-billing-header", f"<s>system:Be kind.\nBe brief.</s>{rest}")
+        assert header_and_prompt([line, *kept]) == found
+        assert header_and_prompt([{"type": "text", "text": f"{line['text']}\nBe kind."}, kept[1]]) == found
+        assert header_and_prompt([line]) == ("x-anthropic-billing-header", rest)
+        asked = {"model": MODEL, "messages": HELLO, "system": [line, *kept]}
+        counted = served.http.post("/v1/messages/count_tokens", json=asked).json()
+        assert counted["input_tokens"] == len(served.engine.requests[-3].prompt_token_ids)
+    for text in (NOISE.format("a1f0"), NOISE.format("A1F09"), NOISE.format("a1f09") + " Be kind.", "cch=a1f09;"):
+        assert header_and_prompt([{"type": "text", "text": text}]) == (None, f"<s>system:{text}</s>{rest}")
+    later = [kept[0], {"type": "text", "text": NOISE.format("a1f09")}]
+    assert header_and_prompt(later) == (None, f"<s>system:Be kind.\n{NOISE.format('a1f09')}</s>{rest}")
+    user = [{"role": "user", "content": NOISE.format("a1f09")}]
+    assert NOISE.format("a1f09") in header_and_prompt(kept, messages=user)[1]
+
+
+def test_the_billing_line_can_be_kept(tokenizer: Tokenizer) -> None:
+    with faked(tokenizer, config=ServerConfig(keep_client_noise=True)) as served:
+        asked = {"model": MODEL, "max_tokens": 9, "messages": HELLO, "system": NOISE.format("a1f09")}
+        answer = served.http.post("/v1/messages", json=asked)
+        assert "x-xserv-normalized" not in answer.headers
+        assert NOISE.format("a1f09") in prompt_of(served)
+
+
 def test_what_was_answered_can_be_sent_back(served: Served, client: anthropic.Anthropic) -> None:
     saying(served, THOUGHT + "I look. " + ROME)
     answer = ask(client, tools=TOOLS)

@@ -1,0 +1,44 @@
+"""Lines that clients add to a prompt for their own servers and that differ between requests of one conversation: with
+such a line in front, no prefix of the last request is found in the cache. They are dropped before the prompt is
+rendered (`--keep-client-noise` keeps them)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """
+    name    in the answer's header `X-Xserv-Normalized`
+    line    matches the whole line
+    reason  why it changes, and why the model does not need it
+    """
+
+    name: str
+    line: re.Pattern[str]
+    reason: str
+
+
+CLIENT_NOISE = (
+    Noise(
+        "x-anthropic-billing-header",
+        re.compile(r"x-anthropic-billing-header:(?: [a-z_]{1,32}=[^;\s]{1,64};){0,8}? cch=[0-9a-f]{5};(?: [a-z_]{1,32}=[^;\s]{1,64};){0,8}"),
+        "Claude Code names its version and a checksum of the request for Anthropic's accounts; the checksum differs in "
+        "each request",
+    ),
+)
+"""Lines of the first block of `system` in `/v1/messages`. Every other text stays."""
+
+
+def without_noise(text: str) -> tuple[str, list[str]]:
+    """The text without such lines, and the names of those that it had."""
+    kept, found = [], []
+    for line in text.split("\n"):
+        noise = next((each for each in CLIENT_NOISE if each.line.fullmatch(line)), None)
+        if noise is None:
+            kept.append(line)
+        else:
+            found.append(noise.name)
+    return "\n".join(kept), found
