@@ -21,12 +21,15 @@ class Noise:
     reason: str
 
 
+_FIELDS = r"(?: [a-z_]{1,32}=[^;\s]{1,64};){0,8}?"
+
 CLIENT_NOISE = (
     Noise(
         "x-anthropic-billing-header",
-        re.compile(r"x-anthropic-billing-header:(?: [a-z_]{1,32}=[^;\s]{1,64};){0,8}? cch=[0-9a-f]{5};(?: [a-z_]{1,32}=[^;\s]{1,64};){0,8}"),
-        "Claude Code names its version and a checksum of the request for Anthropic's accounts; the checksum differs in "
-        "each request",
+        re.compile(
+            r"x-anthropic-billing-header:(?: [a-z_]{1,32}=[^;\s]{1,64};){0,8}? cch=[0-9a-f]{5};(?: [a-z_]{1,32}=[^;\s]{1,64};){0,8}"
+        ),
+        "Claude Code names its version, and a checksum that differs in each request, for Anthropic's accounts",
     ),
 )
 """Lines of the first block of `system` in `/v1/messages`. Every other text stays."""
