@@ -26,9 +26,7 @@ _FIELDS = r"(?: [a-z_]{1,32}=[^;\s]{1,64};){0,8}?"
 CLIENT_NOISE = (
     Noise(
         "x-anthropic-billing-header",
-        re.compile(
-            r"x-anthropic-billing-header:(?: [a-z_]{1,32}=[^;\s]{1,64};){0,8}? cch=[0-9a-f]{5};(?: [a-z_]{1,32}=[^;\s]{1,64};){0,8}"
-        ),
+        re.compile(rf"x-anthropic-billing-header:{_FIELDS} cch=[0-9a-f]{{5}};{_FIELDS}"),
         "Claude Code names its version, and a checksum that differs in each request, for Anthropic's accounts",
     ),
 )
