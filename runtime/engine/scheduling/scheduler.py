@@ -312,6 +312,7 @@ class Scheduler:
             way = "swap"
             free = [iter(slots[pool]) for pool in range(len(slots))]
             sequence.host_slots = [list(islice(free[pool], len(ids))) for pool, ids in zip(self.pool.pools, tables)]
+            self._take_offloads(step)  # a slot of theirs may be one of these
             for ids, own in zip(tables, sequence.host_slots):
                 step.swap_out += zip(ids, own)
             self.num_swaps += 1
@@ -386,9 +387,7 @@ class Scheduler:
 
     def _close(self, step: Step) -> None:
         """Complete a plan."""
-        if self.pool.offloads:
-            step.swap_out += self.pool.offloads
-            self.pool.offloads.clear()
+        self._take_offloads(step)
         if self.pool.states:
             for chunk in step.chunks:
                 self._chunked.turn_states(chunk)
@@ -398,6 +397,11 @@ class Scheduler:
         elif is_open and not step.has_work:  # all its sequences have ended
             self._settle(step)
         check_step(self, step)
+
+    def _take_offloads(self, step: Step) -> None:
+        """Add the evicted contents that the host keeps to the step's copies: the last copy to a slot is what it holds."""
+        step.swap_out += self.pool.offloads
+        self.pool.offloads.clear()
 
     def _settle(self, step: Step) -> None:
         """Free the blocks and slots that were held during the step."""

@@ -60,6 +60,11 @@ def test_states_are_those_of_the_tokens_before(num_scenarios: int) -> None:
     assert min(found["preemptions"], found["swaps"], found["hit_tokens"] // 20) >= num_scenarios // 50
 
 
+def test_a_host_slot_holds_the_last_copy_planned_for_it() -> None:
+    """A state's page takes a prefix's place on the device, then a victim takes the prefix's new slot on the host."""
+    assert run_scenarios(range(7334, 7335), STATE_KINDS, drafts=0.3)["swaps"] > 0
+
+
 def run_scenarios(seeds: range, kinds: Sequence[tuple[AnyKind, ...]], drafts: float = 0.0) -> Counter[str]:
     """Runs a scenario for each seed, with each of these groups' kinds in turn. Returns what happened, how often."""
     found: Counter[str] = Counter()
