@@ -399,7 +399,7 @@ class Scheduler:
         check_step(self, step)
 
     def _take_offloads(self, step: Step) -> None:
-        """Add the evicted contents that the host keeps to the step's copies: the last copy to a slot is what it holds."""
+        """Add copies of the evicted contents that the host keeps. A slot holds the last that is copied to it."""
         step.swap_out += self.pool.offloads
         self.pool.offloads.clear()
 
