@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.matcher import LazyVocabulary
+from runtime.engine.messages import EngineOutput
 from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError
 from runtime.text.formats import AnswerFormat
@@ -56,6 +58,9 @@ logger = logging.getLogger("xserv.server")
 
 _SIGNS_OF_PICTURES = (b"image", b"previous_response_id", b"\\u")
 """One of them is in every body that leads to pictures; JSON may write any letter as an escape."""
+
+_SHOWN_TOKENS = 24
+"""Tokens of a prompt that `--log-prompts` shows before and after its first difference from the prefix cache."""
 
 SMALL_BODY_BYTES = 4096
 """A body up to this size is prepared on the event loop: that takes less time than changing threads."""
@@ -250,6 +255,7 @@ class Service:
         generation.scheduling = replace(generation.scheduling, cache_salt=salt)
         if self.config.log_prompts:
             self._log_prompts(generation)
+            generation.on_miss = partial(self._log_difference, generation.request_id)
         try:
             generation.start()
         except XservError as error:
@@ -262,6 +268,29 @@ class Service:
             text = str(token_ids) if self.tokenizer is None else self.tokenizer.decode(token_ids)
             fields = {"generation_id": generation.request_id, "prompt": repr(text)}
             logger.info("a prompt of %d tokens", len(token_ids), extra={FIELDS: fields})
+
+    def _log_difference(self, generation_id: str, prompt_ids: list[int], output: EngineOutput) -> None:
+        """Logs a prompt's text where it leaves those in the cache, and the latest other text there, of the same tenant
+        and salt."""
+        miss = output.prefix_miss
+        assert miss is not None
+        place = miss.first_difference
+        parts = {
+            "before": prompt_ids[max(0, place - _SHOWN_TOKENS) : place],
+            "prompt_has": prompt_ids[place : place + _SHOWN_TOKENS],
+            "cache_has": output.cached_ids,
+        }
+        fields = {"generation_id": generation_id, "prefix_miss": miss.reason, "first_difference": place}
+        fields |= {name: repr(self._shown(ids)) for name, ids in parts.items()}
+        logger.info("reused %d of %d tokens", output.num_cached_tokens, len(prompt_ids), extra={FIELDS: fields})
+
+    def _shown(self, token_ids: list[int]) -> str:
+        """The text of token ids; each run of a picture's tokens, whose ids in the cache are of no vocabulary, as
+        "[picture]"."""
+        if self.tokenizer is None:
+            return str(token_ids)
+        runs = groupby(token_ids, lambda each: 0 <= each < self.client.info.vocab_size)
+        return "".join(self.tokenizer.decode(list(ids)) if is_text else "[picture]" for is_text, ids in runs)
 
     def failure(self, request_id: str, error: GenerationError) -> ApiError:
         """The client's error for a generation that failed; the cause goes to the log."""

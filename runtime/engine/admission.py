@@ -72,6 +72,7 @@ def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.i
         prediction=np.array(request.prediction, np.int32) if request.prediction else NO_IDS,
         pictures=pictures,
         boundaries=turn_starts(prompt_ids, request.turn_start_id) if info.has_states else (),
+        shows_difference=request.shows_difference,
     )
 
 

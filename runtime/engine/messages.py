@@ -7,7 +7,7 @@ names.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -24,11 +24,11 @@ EngineState = Literal["ready", "draining", "starting", "down", "closing"]
 "down": broken, until the next start or for good; "closing": closed, or about to be."""
 
 
-MissReason = Literal["unseen", "evicted", "no_checkpoint"]
-"""Why tokens were not found in the prefix cache: no request had them; they, or the state after them, were evicted; or
-their pages are there, but no state after them was kept."""
+MissReason = Literal["unseen", "evicted", "no_checkpoint", "prompt_logprobs"]
+"""Why tokens were not found in the prefix cache: no request had them; they, or the state after them, were evicted;
+their pages are there, but no state after them was kept; or log probabilities of the prompt have to be computed."""
 
-MISS_REASONS: tuple[MissReason, ...] = ("unseen", "evicted", "no_checkpoint")
+MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
 
 
 ITERATION_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -68,6 +68,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     images            in prompt order
     turn_start_id     the token that opens a turn of a chat: later prompts may leave this one before it, so that models
                       with states keep theirs there
+    shows_difference  its first output says which tokens the cache has instead (``EngineOutput.cached_ids``)
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prediction: list[int] = []
     images: tuple[ImageItem, ...] = ()
     turn_start_id: int | None = None
+    shows_difference: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -97,8 +99,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PrefixMiss(msgspec.Struct, frozen=True, gc=False):
-    """Why a prompt was not found whole: the reason of most of its missed tokens; ``first_difference``, the first token
-    whose page is not cached; ``checkpoint``, the tokens that were found."""
+    """Why a prompt was not found whole: the reason of most of its missed tokens; ``first_difference``, its first token
+    that differs from all prompts in the cache; ``checkpoint``, the tokens that were found."""
 
     reason: MissReason
     first_difference: int
@@ -134,6 +136,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     num_cached_tokens on the first output of a choice: prompt tokens that were found in the prefix cache or shared with
                       another choice
     prefix_miss       with it: why no more of them were, if any more could have been
+    cached_ids        with it, if the request shows the difference: the tokens that another prompt of its salt has from
+                      ``prefix_miss.first_difference`` on; ids of pictures' tokens are none of the vocabulary
     finish_reason     None while the choice goes on. "stop": EOS or a stop id; "length": max_tokens or the
                       context's end; "abort": cancelled or the engine closed; "error": see ``error``
     stop_reason       the id of ``stop_token_ids`` that ended the choice, None for EOS
@@ -159,6 +163,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     engine_died: bool = False
     proposals: ProposalCounts | None = None
     prefix_miss: PrefixMiss | None = None
+    cached_ids: list[int] = []
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):

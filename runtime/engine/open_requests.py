@@ -205,6 +205,7 @@ class OpenRequests:
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_cached_tokens=sequence.num_cached_tokens if is_first else None,
             prefix_miss=sequence.miss if is_first else None,
+            cached_ids=sequence.cached_ids if is_first else [],
             logprobs=None if logprobs is None else [logprobs],
             prompt_logprobs=request.prompt_logprobs if is_first and sequence.index == 0 else None,
             finish_reason=finish_reason,

@@ -74,6 +74,8 @@ class RunningMessage(Answer):
             cache_read_input_tokens=generation.num_cached_tokens,
             output_tokens_details=objects.OutputTokensDetails(generation.num_reasoning_tokens),
         )
+        if generation.missed:
+            answer.usage.miss_reason, answer.usage.first_difference = generation.missed
         assert answer.stop_reason is not None
         yield objects.MessageDelta(objects.StopDelta(answer.stop_reason, answer.stop_sequence), answer.usage)
         yield objects.MessageStop()

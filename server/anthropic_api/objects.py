@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from runtime.engine.messages import MissReason
 from runtime.text.parts import ToolCallDelta
 from server.openai_api.answers import AnswerItems, ChatTokenLogprob
 from server.requests.structured import tool_input
@@ -42,13 +44,16 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """input_tokens: tokens of the prompt that missed the prefix cache; cache_read_input_tokens: those that hit it."""
+    """input_tokens: tokens of the prompt that missed the prefix cache; cache_read_input_tokens: those that hit it.
+    miss_reason, first_difference: as in chat's `PromptTokensDetails`."""
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
     output_tokens_details: OutputTokensDetails = msgspec.field(default_factory=OutputTokensDetails)
+    miss_reason: MissReason | UnsetType = UNSET
+    first_difference: int | UnsetType = UNSET
 
 
 class MessageAnswer(msgspec.Struct, tag_field="type", tag="message", kw_only=True):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from runtime.engine.messages import MissReason
 from runtime.text.pooled_texts import prompted
 from server.errors import in_own_names, invalid
 from server.ollama_api.request import (
@@ -75,6 +76,9 @@ class _Line(msgspec.Struct, kw_only=True):
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET
     prompt_eval_duration: int | UnsetType = UNSET
+    prompt_eval_cached: int | UnsetType = UNSET
+    prompt_eval_miss_reason: MissReason | UnsetType = UNSET
+    prompt_eval_first_difference: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
 
@@ -181,6 +185,9 @@ class OllamaAnswer(Answer):
         line.load_duration = 0
         line.prompt_eval_count = generation.num_prompt_tokens
         line.prompt_eval_duration = _nanoseconds(first - begun)
+        line.prompt_eval_cached = generation.num_cached_tokens
+        if generation.missed:
+            line.prompt_eval_miss_reason, line.prompt_eval_first_difference = generation.missed
         line.eval_count = generation.num_completion_tokens
         line.eval_duration = _nanoseconds(now - first)
         return line

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from runtime.engine.messages import FinishReason, MissReason, PrefixMiss
+from runtime.engine.messages import FinishReason, MissReason
 from runtime.text.parts import ToolCallDelta
 from runtime.text.pipeline import TextDelta
 from server.requests.generation import Generation
@@ -24,7 +24,7 @@ from server.requests.generation import Generation
 
 class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
     """cached_tokens: prompt tokens found in the prefix cache. miss_reason: why no more were; first_difference: the
-    first token whose page is not cached."""
+    first token that no prompt in the cache has."""
 
     cached_tokens: int
     miss_reason: MissReason | None = None
@@ -55,13 +55,9 @@ class Usage(msgspec.Struct):
             generation.num_prompt_tokens,
             num_tokens,
             generation.num_prompt_tokens + num_tokens,
-            PromptTokensDetails(generation.num_cached_tokens, *_missed(generation.prefix_miss)),
+            PromptTokensDetails(generation.num_cached_tokens, *generation.missed),
             CompletionTokensDetails(generation.num_reasoning_tokens, *generation.of_prediction),
         )
-
-
-def _missed(miss: PrefixMiss | None) -> tuple[MissReason, int] | tuple[()]:
-    return () if miss is None else (miss.reason, miss.first_difference)
 
 
 class TopLogprob(msgspec.Struct):

@@ -293,7 +293,7 @@ export class Timeline {
       `${request.id}${request.index ? ` · choice ${request.index}` : ""}`,
       `${request.numPrompt} prompt tokens, ${request.generated} generated, ${request.state}`,
     ];
-    if (request.miss) lines.push(missed(request.miss));
+    if (request.miss) lines.push(missed(request.miss, request.numPrompt));
     const queued = request.beginS - request.arrivalS;
     if (queued > 0.001) lines.push(`waited ${seconds(queued)}`);
     if (request.firstTokenS !== null) lines.push(`first token after ${seconds(request.firstTokenS - request.arrivalS)}`);
@@ -302,13 +302,14 @@ export class Timeline {
 }
 
 /** Why no more of a prompt was in the prefix cache. */
-function missed({ reason, first_difference: firstDifference, checkpoint: numCached }) {
+function missed({ reason, first_difference: firstDifference, checkpoint: numCached }, numPrompt) {
   const why = {
     unseen: `token ${firstDifference} and on are new`,
     evicted: `what follows token ${numCached} was evicted`,
     no_checkpoint: `no state was kept after token ${numCached}, and the prompts differ from ${firstDifference} on`,
+    prompt_logprobs: "log probabilities of the prompt were asked for",
   }[reason];
-  return `${numCached} prompt tokens were cached: ${why}`;
+  return `reused ${numCached} of ${numPrompt} prompt tokens: ${why}`;
 }
 
 /** 1, 2 or 5 times a power of ten, at least `value`. */

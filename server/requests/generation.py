@@ -25,6 +25,7 @@ from runtime.engine.messages import (
     EngineRequest,
     ErrorCode,
     ImageItem,
+    MissReason,
     PrefixMiss,
     ProposalCounts,
     TokenLogprobs,
@@ -134,6 +135,8 @@ class Generation:
     max_kept_bytes  of pending outputs, about: beyond it the engine pauses the request until half of them are taken
 
     on_close        called once, by the first `close`
+    on_miss         called with a prompt and the first output of its first choice, if it missed the prefix cache; such
+                    outputs then have the tokens that the cache has instead
 
     `num_prompt_tokens`, `num_cached_tokens` (prompt tokens found in the prefix cache), `num_completion_tokens`
     and `num_reasoning_tokens` (of the completion's) and `proposals` count over all of them; `prefix_miss` is
@@ -162,6 +165,7 @@ class Generation:
     has_left: bool = False
     is_cancelled: bool = False
     on_close: list[Callable[[], object]] = field(default_factory=list)
+    on_miss: Callable[[list[int], EngineOutput], object] | None = None
     _prompts: list[_Prompt] = field(default_factory=list)
     _outputs: deque[tuple[_Prompt, EngineOutput]] = field(default_factory=deque)
     _arrived: Signal = field(default_factory=Signal)
@@ -208,6 +212,7 @@ class Generation:
                 prediction=list(self.scheduling.prediction),
                 images=self.images,
                 turn_start_id=turn_start_id(self.tokenizer) if self.client.info.has_states else None,
+                shows_difference=self.on_miss is not None,
             )
             try:
                 self.client.submit(request, self.bridge.sink(partial(self._receive, prompt)))
@@ -252,6 +257,12 @@ class Generation:
         counts = self.proposals
         kept = counts.num_kept_of_prediction
         return (kept, counts.num_tried_of_prediction - kept) if self.scheduling.prediction else ()
+
+    @property
+    def missed(self) -> tuple[MissReason, int] | tuple[()]:
+        """Why a prompt missed the prefix cache, and its first token that differs."""
+        miss = self.prefix_miss
+        return () if miss is None else (miss.reason, miss.first_difference)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -337,6 +348,8 @@ class Generation:
         if output.index == 0 and output.num_cached_tokens is not None:
             self.num_cached_tokens += output.num_cached_tokens
             self.prefix_miss = self.prefix_miss or output.prefix_miss
+            if output.prefix_miss is not None and self.on_miss is not None:
+                self.on_miss(prompt.token_ids, output)
         pipeline = prompt.pipelines[output.index]
         delta = pipeline.push(output)
         self.num_completion_tokens += len(delta.token_ids)

@@ -118,7 +118,7 @@ class RunningResponse(Answer):
         response.output = self.output.items
         response.usage = objects.ResponseUsage(
             input_tokens=generation.num_prompt_tokens,
-            input_tokens_details=objects.InputTokensDetails(generation.num_cached_tokens),
+            input_tokens_details=objects.InputTokensDetails(generation.num_cached_tokens, 0, *generation.missed),
             output_tokens=generation.num_completion_tokens,
             output_tokens_details=objects.OutputTokensDetails(generation.num_reasoning_tokens),
             total_tokens=generation.num_prompt_tokens + generation.num_completion_tokens,

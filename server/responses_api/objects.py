@@ -15,6 +15,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from runtime.engine.messages import MissReason
 from runtime.text.parts import ToolCallDelta
 from server.openai_api.answers import AnswerItems, ChatTokenLogprob
 from server.responses_api.schema import ResponsesTool, Status, TextOptions, ToolChoice
@@ -60,8 +61,12 @@ ContentPart = OutputText | ReasoningText
 
 
 class InputTokensDetails(msgspec.Struct):
+    """miss_reason, first_difference: as in chat's `PromptTokensDetails`."""
+
     cached_tokens: int
     cache_write_tokens: int = 0
+    miss_reason: MissReason | UnsetType = UNSET
+    first_difference: int | UnsetType = UNSET
 
 
 class OutputTokensDetails(msgspec.Struct):

@@ -88,6 +88,7 @@ class FakeEngineClient:
         self.step_s = 0.0
         self.proposals: ProposalCounts | None = None  # of each choice
         self.prefix_miss: PrefixMiss | None = None
+        self.cached_ids: list[int] = []
         self.step_gate = threading.Event()
         self.step_gate.set()
         self.is_dead = False
@@ -110,6 +111,7 @@ class FakeEngineClient:
         self.failing.clear()
         self.step_s = 0.0
         self.proposals = self.prefix_miss = None
+        self.cached_ids = []
         self.step_gate.set()
         self.revive()
 
@@ -250,6 +252,7 @@ class FakeEngineClient:
                 stop_reason=stop_reason,
                 proposals=None if finish_reason is None else self.proposals,
                 prefix_miss=self.prefix_miss if is_first else None,
+                cached_ids=self.cached_ids if is_first else [],
                 num_cached_tokens=self.prefix_miss.checkpoint if is_first and self.prefix_miss else None,
             )
             if finish_reason is not None:

@@ -34,6 +34,9 @@ from runtime.kv.kinds import FULL, CacheKind, findable_pages
 
 T = TypeVar("T")
 
+_MOST_SHOWN = 24
+"""Tokens of another prompt that are told at a difference."""
+
 _REMEMBERED = 4
 """Latest evicted contents that are remembered, for each block."""
 
@@ -59,6 +62,8 @@ class Hit:
     num_tokens   tokens of all pages
     num_pages    full pages of tokens
     num_known    the first tokens whose pages lie somewhere, whether or not a state after them does
+    difference   the first tokens that any prompt in the tree has, whether or not their pages lie somewhere
+    differing    a content that goes on otherwise there, and how many of its tokens are the same; or None
     reasons      why no state after these was found, and why no further pages were
     """
 
@@ -70,6 +75,8 @@ class Hit:
     num_tokens: int = 0
     num_pages: int = 0
     num_known: int = field(default=0, compare=False)
+    difference: int = field(default=0, compare=False)
+    differing: tuple[CachedBlock, int] | None = field(default=None, compare=False)
     reasons: tuple[MissReason, MissReason] = field(default=("no_checkpoint", "unseen"), compare=False)
 
     @classmethod
@@ -253,7 +260,11 @@ class BlockPool:
             self.counters.missed_tokens[reason] += count
         if sum(missed) <= 1 or not self.enable_prefix_caching:
             return None
-        return PrefixMiss(hit.reasons[missed[1] > missed[0]], known, hit.num_tokens)
+        return PrefixMiss(hit.reasons[missed[1] > missed[0]], max(known, hit.difference), hit.num_tokens)
+
+    def cached_instead(self, hit: Hit) -> list[int]:
+        """The tokens that another prompt of the same salt has where the one that was looked up differs."""
+        return [] if hit.differing is None else self._cache.following(*hit.differing, _MOST_SHOWN)
 
     def count_uses(self, hit: Hit) -> None:
         """A sequence starts with the states of a hit. A pool that also has pages of tokens counts them itself."""
@@ -326,8 +337,15 @@ class BlockPool:
                 ends = [path[num_pages - 1] if num_pages else None for path in paths]
                 partial, num_partial = self._find_partial(dict(enumerate(ends)), tokens[num_tokens:], salt)
                 hit = replace(hit, partial=partial, num_partial=num_partial, num_tokens=num_tokens + num_partial)
+        group = max(others or range(len(paths)), key=lambda each: len(paths[each]))
+        num_pages, end = len(paths[group]), paths[group][-1] if paths[group] else None
+        num_same, node = self._cache.difference(end, tokens[num_pages * self.block_size :], salt, group)
         return replace(
-            hit, num_known=num_known * self.block_size, reasons=self._why(hit, paths, num_known, tokens, salt)
+            hit,
+            num_known=num_known * self.block_size,
+            difference=num_pages * self.block_size + num_same,
+            differing=None if node is None else (node, num_same),
+            reasons=self._why(hit, paths, num_known, tokens, salt),
         )
 
     def _why(

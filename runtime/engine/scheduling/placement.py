@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -156,8 +156,9 @@ class Placement:
         pool.count_uses(hit)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = hit.num_tokens
-            miss = pool.count_query(sequence.num_tokens, hit)
-            sequence.miss = None if sequence.needs_prompt_logprobs else miss  # then nothing was looked up
+            sequence.miss = pool.count_query(sequence.num_tokens, hit)
+            if sequence.miss is not None and sequence.request.shows_difference:
+                sequence.cached_ids = pool.cached_instead(hit)
         sequence.checkpoints = checkpoints(sequence, hit, pool)
         sequence.first_pages, sequence.gives_up_at = list(hit.first_pages), 0
         sequence.num_computed = hit.num_tokens
@@ -192,13 +193,15 @@ def reusable(sequence: Sequence, pool: BlockPool, *, has_partial: bool = True) -
     pages unless ``has_partial``.
     """
     if sequence.needs_prompt_logprobs and not sequence.host_slots:
-        return Hit.none(len(pool.kinds))
+        return replace(Hit.none(len(pool.kinds)), reasons=("prompt_logprobs", "prompt_logprobs"))
     tokens = sequence.prefix_keys(0, sequence.num_tokens - 1)
     if sequence.host_slots:
         return _own(sequence, tokens, pool)
     hit = pool.find(tokens, sequence.chain.salt, has_partial=has_partial)
+    difference, differing = hit.difference, hit.differing
     while (end := sequence.cut(hit.num_tokens)) < hit.num_tokens:
         hit = pool.find(tokens[:end], sequence.chain.salt, has_partial=has_partial)
+        hit = replace(hit, difference=difference, differing=differing)
     most = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
     for sibling in sequence.request.sequences:
         is_alike = sibling.rotary_offset == sequence.rotary_offset

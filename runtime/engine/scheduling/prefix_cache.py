@@ -200,6 +200,28 @@ class PrefixCache:
                     found[page * width // _TOKEN_BYTES + child.num_tokens] = child
         return found
 
+    def difference(
+        self, node: CachedBlock | None, tokens: NDArray[np.int32], salt: Salt, group: int
+    ) -> tuple[int, CachedBlock | None]:
+        """How many of the ``tokens`` after ``node`` (None for the salt's root) some content has, wherever it lies, and
+        which one: the node itself if no content has any. None if there is none."""
+        node = node or self._roots.get(root_name(salt, group))
+        if node is None:
+            return 0, None
+        data = np.ascontiguousarray(tokens[: self._block_bytes // _TOKEN_BYTES], np.int32).tobytes()
+        found = [(_common_tokens(child.tokens, data), child) for child in _latest(node, data)] if data else []
+        return max(found, key=lambda each: each[0], default=(0, node))
+
+    def following(self, node: CachedBlock, skipped: int, count: int) -> list[int]:
+        """At most ``count`` tokens of contents after the first ``skipped`` of ``node``, or, with 0, after it: the
+        latest in each place."""
+        data = node.tokens[skipped * _TOKEN_BYTES :] if skipped else b""
+        while len(data) < count * _TOKEN_BYTES and node.children:
+            siblings = next(reversed(node.children.values()))
+            node = next(reversed(siblings))
+            data += node.tokens
+        return np.frombuffer(data[: count * _TOKEN_BYTES], np.int32).tolist()
+
     def has(self, node: CachedBlock) -> bool:
         """Whether a node is still in the tree."""
         return self._index.get(node.digest) is node

@@ -57,6 +57,7 @@ class Request:
     pictures        of the prompt, or None
     prefix_keys     [num_prompt_tokens] int32: the prompt's keys in the prefix cache
     boundaries      where later prompts may leave this one, such as ends of messages; ascending
+    shows_difference  its first output says which tokens the prefix cache has instead
     """
 
     __slots__ = (
@@ -78,6 +79,7 @@ class Request:
         "request_id",
         "seed",
         "sequences",
+        "shows_difference",
         "speculates",
         "stop_ids",
         "tpot_target_s",
@@ -102,8 +104,10 @@ class Request:
         prediction: NDArray[np.int32] = NO_IDS,
         pictures: Pictures | None = None,
         boundaries: tuple[int, ...] = (),
+        shows_difference: bool = False,
     ) -> None:
         self.boundaries = boundaries
+        self.shows_difference = shows_difference
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.params = params
@@ -170,12 +174,14 @@ class Sequence:
     proposals      the numbers of `ProposalCounts`, if tokens were speculated
     num_cached_tokens  tokens that were found when it first started; None before that
     miss           why no more were; None if there were no more
+    cached_ids     what another prompt has where this one differs, if the request shows it
     matcher        the state of its output in the request's grammar, or None
     """
 
     __slots__ = (
         "_output_buffer",
         "blocks",
+        "cached_ids",
         "chain",
         "checkpoints",
         "first_pages",
@@ -233,6 +239,7 @@ class Sequence:
         self.state_ends = (range(1), NO_STATE)
         self.checkpoints: list[int] = []
         self.miss: PrefixMiss | None = None
+        self.cached_ids: list[int] = []
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None

@@ -128,6 +128,26 @@ def test_a_line_and_usage_say_why_a_prefix_missed(
     assert "prefix_miss" not in without
 
 
+def test_both_texts_at_the_difference_where_prompts_are_logged(
+    tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path
+) -> None:
+    """And no text of the cache without the option, even if the engine sent some."""
+    shown, hidden = tmp_path / "shown", tmp_path / "hidden"
+    cached = tokenizer.encode("Another text")
+    fake_engine.prefix_miss, fake_engine.cached_ids = PrefixMiss("unseen", 3, 2), [*cached, -5, -5]
+    for file, log_prompts in ((shown, True), (hidden, False)):
+        with served_with_log(tokenizer, fake_engine, file, log_prompts=log_prompts) as (served, _):
+            served.http.post(CHAT, json={**HELLO, "max_tokens": 1})
+        assert fake_engine.requests[-1].shows_difference is log_prompts
+    (line,) = [line for line in lines_of(shown) if "cache_has" in line]
+    prompt = fake_engine.requests[-1].prompt_token_ids
+    assert line["cache_has"] == repr("Another text[picture]")
+    assert line["before"] == repr(tokenizer.decode(prompt[:3]))
+    assert line["prompt_has"] == repr(tokenizer.decode(prompt[3:27]))
+    assert line["message"] == f"reused 2 of {len(prompt)} tokens"
+    assert "Another" not in hidden.read_text()
+
+
 def test_prompts_where_they_are_asked_for(tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path) -> None:
     file = tmp_path / "log"
     with served_with_log(tokenizer, fake_engine, file, log_prompts=True) as (served, _):

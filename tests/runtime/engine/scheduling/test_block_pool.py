@@ -230,7 +230,7 @@ def test_counters() -> None:
     miss = pool.count_query(15, replace(Hit.none(1), num_tokens=4, num_known=8, reasons=("evicted", "unseen")))
     assert miss == PrefixMiss("unseen", 8, 4)
     assert (pool.counters.queried_tokens, pool.counters.hit_tokens) == (25, 13)
-    assert pool.counters.missed_tokens == {"unseen": 8, "evicted": 4, "no_checkpoint": 0}
+    assert pool.counters.missed_tokens == {"unseen": 8, "evicted": 4, "no_checkpoint": 0, "prompt_logprobs": 0}
 
 
 def test_reused_blocks_outlive_what_came_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runtime.engine.messages import PrefixMiss
-from runtime.kv.kinds import FULL, State
+from runtime.kv.kinds import FULL, AnyKind, State, Window, has_states
 from tests.runtime.engine.scheduler_cases import add, chunks_of, make_driver, run
 from tests.runtime.engine.scheduler_driver import Driver
 
@@ -49,19 +49,50 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     ("fields", "settings", "chunks", "miss"),
     [
         ({}, {}, [(0, 0, 8), (0, 8, 2)], PrefixMiss("unseen", 0, 0)),
-        ({"prompt_logprobs": 0}, {}, [(0, 0, 8), (0, 8, 2)], None),
+        ({"prompt_logprobs": 0}, {}, [(0, 0, 8), (0, 8, 2)], PrefixMiss("prompt_logprobs", 0, 0)),
         ({}, {"enable_prefix_caching": False}, [(0, 0, 10), (0, 10, 1)], None),
     ],
 )
 def test_states_cut_prompts_only_where_somebody_can_find_them(
     fields: dict[str, int], settings: dict[str, bool], chunks: list[tuple[int, int, int]], miss: PrefixMiss | None
 ) -> None:
-    """And a prompt that was not looked up missed nothing."""
+    """And a prompt that needs log probabilities says that this is why nothing was looked up."""
     driver = make_driver(cache_kinds=(FULL, State()), **settings)
     request = driver.add(PROMPT, max_tokens=2, **fields)
     assert request is not None
     assert [chunk for step in run(driver, 2) for chunk in chunks_of(step)] == chunks
     assert request.sequences[0].miss == miss
+    driver.drain()
+
+
+@pytest.mark.parametrize("kinds", [(FULL,), (FULL, Window(6)), (FULL, State()), (State(),)])
+def test_a_miss_names_the_first_token_that_differs(kinds: tuple[AnyKind, ...]) -> None:
+    """And what the cache has there, if the request may show it, of its own salt alone."""
+    driver = make_driver(cache_kinds=kinds, num_blocks=64)
+    first_prompt = [1, 2, 3, 0, 1, 2, 3, 3, 2, 1, 0, 1, 3, 3]
+    for salt in ("a", "b"):
+        driver.add(
+            first_prompt if salt == "a" else [1, 2, 3, 0, 1, 3, *first_prompt[6:]], max_tokens=1, cache_salt=salt
+        )
+        run(driver)
+    prompt = [1, 2, 3, 0, 1, 2, 0, 0, 0, 0, 0, 0]
+
+    def differs(salt: str | None, *, is_shown: bool = True) -> tuple[int, list[int]]:
+        request = driver.add(prompt, max_tokens=1, cache_salt=salt)
+        assert request is not None
+        request.shows_difference = is_shown
+        run(driver)
+        (sequence,) = request.sequences
+        assert sequence.miss is not None
+        assert sequence.miss.reason in ("unseen", "no_checkpoint" if has_states(kinds) else "unseen")
+        return sequence.miss.first_difference, sequence.cached_ids[:3]
+
+    assert differs("a", is_shown=False) == (6, [])
+    prompt[6] = 1
+    assert differs("a") in ((6, [0, 0, 0]), (6, [3, 3, 2])), "of one of the two prompts before"
+    prompt[5] = 0
+    assert differs("b") == (5, [3, 3, 3])
+    assert differs(None) == (0, []), "nobody's"
     driver.drain()
 
 
