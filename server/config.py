@@ -231,6 +231,18 @@ class ServerConfig:
         ),
     ] = True
 
+    remembered_call_bytes: Annotated[
+        int,
+        Option(
+            help="Memory for the text of tool calls, to render them as they were written; 0: none.",
+            about=(
+                "of the text of answers' tool calls: a call that a client sends back with the same arguments is "
+                "rendered as the model wrote it; 0, or an engine with `exact`: as the template writes it"
+            ),
+            heading=ANSWERS,
+            least=0,
+        ),
+    ] = 16 * 1024 * 1024
     keep_client_noise: Annotated[
         bool,
         Option(

@@ -45,6 +45,7 @@ from server.observing.meter import RequestMeter
 from server.observing.metrics import Metrics
 from server.pictures.reader import PictureReader
 from server.requests.bridge import LoopBridge
+from server.requests.call_memory import CallMemory
 from server.requests.generation import Generation, GenerationError
 from server.requests.structured import RequestSchemas
 from server.responses_api.store import Key as ResponseKey
@@ -137,6 +138,7 @@ class Service:
     default_sampling    the model's own sampling defaults, by `SamplingParams`' names
     running             running generations, to be cancelled by name
     responses           the store of `/v1/responses`; running_responses: those being generated
+    calls               past calls as models wrote them
     renderer            the colours of answers' code, for the page
     pictures            the picture reader, or None if the model reads none
     """
@@ -167,6 +169,7 @@ class Service:
             config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_ttl_s
         )
         self.running_responses: dict[ResponseKey, Running] = {}
+        self.calls = CallMemory(0 if info.exact else config.remembered_call_bytes)
         self.renderer = Renderer()
         self.bridge = LoopBridge(asyncio.get_running_loop())
         self.executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="xserv-tokenize")
@@ -253,6 +256,7 @@ class Service:
         )
         salt = self.salt_of(exchange.tenant, generation.scheduling.cache_salt)
         generation.scheduling = replace(generation.scheduling, cache_salt=salt)
+        generation.on_call = partial(self.calls.put, exchange.tenant)
         if self.config.log_prompts:
             self._log_prompts(generation)
             generation.on_miss = partial(self._log_difference, generation.request_id)

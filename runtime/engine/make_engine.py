@@ -456,6 +456,7 @@ def _info(
         longrope_threshold=limits.longrope_threshold,
         ranks=_ranks(model, config, limits, of_ranks),
         pooling=pooling_info(model, folder, read_layout(folder)),
+        exact=config.exact,
     )
 
 

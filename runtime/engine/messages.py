@@ -345,6 +345,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ranks           of a split model; empty for one in one piece
     mapped_bytes    of tables that are not among the weights: read a row a token, in their files or the host's memory
     pooling         how the model embeds and classifies
+    exact           log probabilities are the same in any batch
     """
 
     model_name: str
@@ -373,6 +374,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ranks: tuple[RankInfo, ...] = ()
     mapped_bytes: int = 0
     pooling: PoolingInfo = PoolingInfo()
+    exact: bool = False
 
     @property
     def has_states(self) -> bool:

@@ -14,6 +14,10 @@ from tokenizer import ChatTemplateError, Tokenizer
 from tokenizer.templates.chat_template import compile_template
 from tokenizer.warn import warn_once
 
+BLANKS, HARMONY_SPACING = (", ", ": "), (",", ":")
+"""The separators of items and of keys in the JSON of calls: Python's and most templates', and those of harmony for
+arguments that were sent as an object."""
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
@@ -75,6 +79,19 @@ def end_ids(
         ids = map(tokenizer.token_to_id, answer_format.tools.ends)
         ends += tuple(token_id for token_id in ids if token_id is not None)
     return tuple(dict.fromkeys((*eos_token_ids, *ends)))
+
+
+def json_spacing(answer_format: AnswerFormat, tokenizer: Tokenizer | None) -> tuple[str, str] | None:
+    """The separators of items and of keys in the JSON of past calls, as `TemplateForms.json_spacing` has them; None for
+    harmony's, which are rendered as they were sent."""
+    if answer_format.renders_harmony:
+        return None
+    if answer_format.tells_tools or tokenizer is None:
+        return BLANKS
+    try:
+        return tokenizer.template_forms(has_tools=True).json_spacing
+    except ChatTemplateError:
+        return None
 
 
 def _warn_of_broken_templates(tokenizer: Tokenizer) -> None:

@@ -106,6 +106,7 @@ def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequ
         harmony=harmony,
         eos_token_ids=end_ids(answer_format, service.tokenizer, service.client.info.eos_token_ids),
     )
+    exchange.num_replayed = prompt.num_replayed
     return Chat(
         service=service,
         created=int(time.time()),
@@ -142,7 +143,7 @@ def chat_grammar(
         if harmony is not None:
             free = in_final_channel(free, harmony)
         if schemas.field == "response_format" and tools is not None and notation is not None:
-            free = or_calls(free, free_calls_text(asked, tools, notation, service.tokenizer))
+            free = or_calls(free, free_calls_text(asked, tools, notation, service.answer_format, service.tokenizer))
         return free if harmony is None else after_analysis(free, harmony)
 
 

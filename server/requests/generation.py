@@ -118,6 +118,15 @@ class _Prompt:
     open_choices: set[int]
     running_choices: set[int] = field(default_factory=set)
     logprobs: list[TokenLogprobs | None] | None = None
+    calls: dict[int, dict[int, tuple[str, list[str]]]] = field(default_factory=dict)
+
+    def note_calls(self, choice: int, delta: TextDelta) -> None:
+        """Keeps the ids of a choice's calls, and their arguments in pieces, by the calls' numbers."""
+        calls = self.calls.setdefault(choice, {})
+        for piece in delta.tool_calls:
+            if piece.id is not None:
+                calls[piece.index] = (piece.id, [])
+            calls[piece.index][1].append(piece.arguments)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,6 +140,7 @@ class Generation:
     eos_token_ids   the ids that end a choice; the model's by default
     images          of the only prompt, until it is admitted
     meter           observes every output; `Service.admit` sets it
+    on_call         called with the id and the arguments of each whole call
 
     max_kept_bytes  of pending outputs, about: beyond it the engine pauses the request until half of them are taken
 
@@ -156,6 +166,7 @@ class Generation:
     eos_token_ids: tuple[int, ...] | None = None
     images: tuple[ImageItem, ...] = ()
     meter: RequestMeter | None = None
+    on_call: Callable[[str, str], None] | None = None
     max_kept_bytes: int = 1 << 62
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0
@@ -354,8 +365,13 @@ class Generation:
         delta = pipeline.push(output)
         self.num_completion_tokens += len(delta.token_ids)
         self.num_reasoning_tokens += delta.num_reasoning_tokens
+        if delta.tool_calls:
+            prompt.note_calls(output.index, delta)
         if delta.finish_reason is not None:
             prompt.open_choices.discard(output.index)
+            for call_id, pieces in prompt.calls.pop(output.index, {}).values():
+                if self.on_call is not None:
+                    self.on_call(call_id, "".join(pieces))
             if self.meter is not None:
                 self.meter.mended(pipeline.num_malformed_headers)
                 if delta.finish_reason == "stop":

@@ -5,12 +5,12 @@ pictures' sources beside it. Fields that templates do not use are left out."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import jinja2
-import msgspec
 
 from runtime.engine.admission import prompt_of
 from runtime.engine.errors import RequestError
@@ -19,6 +19,7 @@ from runtime.engine.prompt_images import image_places, place_images
 from runtime.engine.sampling_params import last_tokens
 from runtime.text.chat import chat_prompt
 from runtime.text.content import ImagePart, picture_text, plain_content, text_of
+from runtime.text.formats import BLANKS, HARMONY_SPACING
 from runtime.text.pooled_texts import prompted
 from server.errors import ApiError, engine_errors, from_engine, invalid, own_name
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Message, Prompt
@@ -30,13 +31,29 @@ from server.transport.typed import kinds_of
 
 
 def template_messages(
-    request: ChatCompletionRequest, pictures: PictureReader | None
+    request: ChatCompletionRequest, pictures: PictureReader | None, spacing: tuple[str, str] = BLANKS
 ) -> tuple[list[dict[str, Any]], list[PictureSource]]:
     """The conversation in Hugging Face's form, and its pictures in order; `pictures` is None if the model reads none.
+    `spacing`: the separators of items and of keys in arguments that were sent as an object.
     Raises `ApiError` 400 naming the message's field."""
     sources: list[PictureSource] = []
-    messages = [_message(message, f"messages[{i}]", pictures, sources) for i, message in enumerate(request.messages)]
+    messages = [
+        _message(message, f"messages[{i}]", pictures, sources, spacing) for i, message in enumerate(request.messages)
+    ]
     return messages, sources
+
+
+def _spell(service: Service, tenant: str | None, messages: list[dict[str, Any]]) -> int:
+    """Gives past calls' arguments their remembered spelling. Returns how many calls have it."""
+    num_spelled = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            spelled = service.calls.spelled(tenant, call.get("id"), function["arguments"])
+            if spelled is not None:
+                function["arguments"] = spelled
+                num_spelled += 1
+    return num_spelled
 
 
 def check_ending(request: ChatCompletionRequest) -> tuple[bool, bool]:
@@ -59,7 +76,11 @@ def echoed_text(request: ChatCompletionRequest, messages: list[dict[str, Any]]) 
 
 
 def _message(
-    message: Message, path: str, pictures: PictureReader | None, sources: list[PictureSource]
+    message: Message,
+    path: str,
+    pictures: PictureReader | None,
+    sources: list[PictureSource],
+    spacing: tuple[str, str],
 ) -> dict[str, Any]:
     is_assistant = message.role == "assistant"
     if message.audio is not None:
@@ -91,7 +112,7 @@ def _message(
             {
                 "type": "function",
                 **({"id": call.id} if call.id is not None else {}),
-                "function": {"name": call.function.name, "arguments": _json_of(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": _json_of(call.function.arguments, spacing)},
             }
             for call in message.tool_calls
         ]
@@ -100,9 +121,11 @@ def _message(
     return result
 
 
-def _json_of(arguments: str | dict[str, Any]) -> str:
+def _json_of(arguments: str | dict[str, Any], spacing: tuple[str, str]) -> str:
     """A call's arguments as text."""
-    return (arguments or "{}") if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    return json.dumps(arguments, ensure_ascii=False, separators=spacing)
 
 
 def _content(
@@ -211,13 +234,14 @@ def _given_ids(
 
 @dataclass(frozen=True, slots=True)
 class ConversationPrompt:
-    """A conversation's prompt, the text that `echo` puts before the answer, and the names of the fields that the chat
-    template leaves out."""
+    """A conversation's prompt, the text that `echo` puts before the answer, the names of the fields that the chat
+    template leaves out, and how many past calls are spelled as the model wrote them."""
 
     token_ids: list[int]
     images: tuple[ImageItem, ...]
     echo: str
     left_out: list[str]
+    num_replayed: int = 0
 
 
 def conversation_prompt(service: Service, tenant: str | None, request: ChatCompletionRequest) -> ConversationPrompt:
@@ -232,7 +256,9 @@ def conversation_prompt(service: Service, tenant: str | None, request: ChatCompl
 def whole_conversation(service: Service, tenant: str | None, request: ChatCompletionRequest) -> ConversationPrompt:
     """The same without a limit of length. `tenant` owns its pictures. Raises `ApiError` 400."""
     pictures = service.pictures
-    messages, sources = template_messages(request, pictures)
+    spacing = HARMONY_SPACING if service.answer_format.renders_harmony else BLANKS
+    messages, sources = template_messages(request, pictures, spacing)
+    num_replayed = _spell(service, tenant, messages)
     if sources and request.truncate_prompt_tokens is not None:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: a conversation with images is never cut.")
     if request.mm_processor_kwargs and pictures is None:
@@ -249,9 +275,8 @@ def whole_conversation(service: Service, tenant: str | None, request: ChatComple
             read = [pictures.read(source, rule, owner) for source in sources]
             ids, images = place_images(ids, read, pictures.support)
     own_names = {"chat_template_kwargs.documents": "documents"}
-    return ConversationPrompt(
-        ids, images, echoed_text(request, messages), [own_name(name, own_names) for name in left_out]
-    )
+    named = [own_name(name, own_names) for name in left_out]
+    return ConversationPrompt(ids, images, echoed_text(request, messages), named, num_replayed)
 
 
 def _rendered(

@@ -14,7 +14,7 @@ from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.grammar import Grammar, parse_json
 from runtime.engine.grammar.json_schema import TYPES, prepared
 from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
-from runtime.text.formats import AnswerFormat
+from runtime.text.formats import AnswerFormat, json_spacing
 from runtime.text.tools.grammar import marker_ids, tool_grammar
 from runtime.text.tools.table import Notation
 from runtime.text.tools.tagged_calls import types_of
@@ -217,11 +217,15 @@ def forced_calls(
             tool = {**tool, "function": {**function, "parameters": ready}}
         taken.append(tool)
     with grammar_errors("tool_choice"):
-        return Grammar(kind="lark", text=_calls_text(request, taken, notation, tokenizer, named))
+        return Grammar(kind="lark", text=_calls_text(request, taken, notation, answer_format, tokenizer, named))
 
 
 def free_calls_text(
-    request: ChatCompletionRequest, tools: list[dict[str, Any]], notation: Notation, tokenizer: Tokenizer | None
+    request: ChatCompletionRequest,
+    tools: list[dict[str, Any]],
+    notation: Notation,
+    answer_format: AnswerFormat,
+    tokenizer: Tokenizer | None,
 ) -> str:
     """The grammar, in Lark's notation, of optional calls. It enforces the notation and the tools' names, not the tools'
     schemas."""
@@ -232,7 +236,7 @@ def free_calls_text(
         declared = _properties_of(parameters) if notation.form.arguments != "json" else {}
         schema = {"type": "object"} | ({"properties": declared} if declared else {})
         free.append({**tool, "function": {**function, "parameters": schema}})
-    return _calls_text(request, free, notation, tokenizer, None)
+    return _calls_text(request, free, notation, answer_format, tokenizer, None)
 
 
 def _properties_of(parameters: Any) -> dict[str, Any]:
@@ -249,11 +253,13 @@ def _calls_text(
     request: ChatCompletionRequest,
     tools: list[dict[str, Any]],
     notation: Notation,
+    answer_format: AnswerFormat,
     tokenizer: Tokenizer | None,
     named: str | None,
 ) -> str:
     parallel = request.parallel_tool_calls is not False
-    return tool_grammar(notation, tools, named, parallel, marker_ids(notation, tokenizer))
+    spacing = json_spacing(answer_format, tokenizer)
+    return tool_grammar(notation, tools, named, parallel, marker_ids(notation, tokenizer), spacing)
 
 
 INVALID_JSON = "INVALID_JSON"

@@ -35,6 +35,7 @@ class Exchange:
     ignored       fields of the request that have no effect
     sent          fields sent under another server's name: the name here, and the sent one
     closed        places of its schemas in which objects were closed
+    num_replayed  past calls in its prompt that are spelled as the model wrote them
     normalized    lines of the client that its prompt was rendered without
     generation, meter  its generation in the engine, and the measurements
     """
@@ -49,6 +50,7 @@ class Exchange:
     sent: dict[str, str] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
     normalized: list[str] = field(default_factory=list)
+    num_replayed: int = 0
     generation: Generation | None = None
     meter: RequestMeter | None = None
 

@@ -125,6 +125,8 @@ def _begin(exchange: Exchange, message: Message, scope: Scope) -> None:
         headers.append((b"x-xserv-closed-schemas", _header_text(exchange.closed)))
     if exchange.normalized:
         headers.append((b"x-xserv-normalized", _header_text(exchange.normalized)))
+    if exchange.num_replayed:
+        headers.append((b"x-xserv-replayed-calls", str(exchange.num_replayed).encode("ascii")))
     message["headers"] = headers
 
 

@@ -98,6 +98,7 @@ def _is_loopback(host: str) -> bool:
 METHODS = ("GET", "POST", "DELETE")
 _EXPOSED = (
     "X-Request-Id", "Request-Id", "Retry-After", "X-Xserv-Ignored", "X-Xserv-Closed-Schemas", "X-Xserv-Normalized",
+    "X-Xserv-Replayed-Calls",
 )  # fmt: skip
 
 

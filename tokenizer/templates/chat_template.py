@@ -4,7 +4,7 @@ The templates are Jinja, with the environment of Hugging Face transformers (`uti
 the immutable sandbox, trimmed blocks, loop controls, the `{% generation %}` tag, `tojson` without HTML
 escapes,
 `raise_exception`, `strftime_now`. A template comes from the model's folder, so it sees plain data only:
-strings, numbers, lists and dictionaries, never an object of ours.
+strings, numbers, lists and dictionaries, never an object of ours (`written_json` has dictionaries that keep a text).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from runtime.later import later
 from tokenizer.errors import ChatTemplateError
+from tokenizer.templates.written_json import rebuilt
 
 jinja2, _meta = later("jinja2"), later("jinja2.meta")
 _environment = later("tokenizer.templates.environment")
@@ -140,9 +141,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return rebuilt(value, {_plain(key): _plain(item) for key, item in value.items()})
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return rebuilt(value, [_plain(item) for item in value])
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
     return f"<{type(value).__name__}>"

@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Any
 
 from tokenizer.errors import ChatTemplateError
+from tokenizer.templates.written_json import rebuilt, text_of
 
 _CANDIDATES = (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900))
 """Characters that mean nothing, then those for private use."""
@@ -112,6 +113,8 @@ def strings_of(value: Any) -> Iterator[str]:
     while level:
         following: list[Any] = []
         for each in level:
+            if (written := text_of(each)) is not None:
+                yield written
             if isinstance(each, str):
                 yield each
             elif isinstance(each, Mapping):
@@ -126,9 +129,9 @@ def mapped(value: Any, put: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return put(value)
     if isinstance(value, Mapping):
-        return {mapped(key, put): mapped(item, put) for key, item in value.items()}
+        return rebuilt(value, {mapped(key, put): mapped(item, put) for key, item in value.items()}, put)
     if isinstance(value, (list, tuple)):
-        return [mapped(item, put) for item in value]
+        return rebuilt(value, [mapped(item, put) for item in value], put)
     return value
 
 

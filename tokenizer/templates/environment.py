@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -13,6 +12,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
+
+from tokenizer.templates.written_json import dumps
 
 
 class Tools(list[Any]):
@@ -33,7 +34,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """The `tojson` filter: Jinja's own escapes HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -8,6 +8,7 @@ form works if the marks are in the text, and not inside the text of a list or ma
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -107,6 +108,17 @@ class TemplateForms:
         template without calls takes neither."""
         as_text = f'{{"{_ONE}": "{_TWO}"}}'
         return _written_as_json(self._call_of({_ONE: _TWO})), _written_as_json(self._call_of(as_text))
+
+    @functools.cached_property
+    def json_spacing(self) -> tuple[str, str] | None:
+        """The separators of items and of keys in the JSON that the template writes into a call; None if it writes none.
+        A template that takes text gets it with blanks."""
+        value = {_ONE: [1, 2], _TWO: 3}
+        text = self._call_of({"a": value}) or ""
+        for separators in ((", ", ": "), (",", ":"), (",", ": "), (", ", ":")):
+            if json.dumps(value, separators=separators) in text:
+                return separators
+        return (", ", ": ") if self.arguments[1] else None
 
     def _call_of(self, arguments: Any) -> str | None:
         answer = {"role": "tool", "content": "1", "name": "f", "tool_call_id": "callnine1"}

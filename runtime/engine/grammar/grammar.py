@@ -13,6 +13,9 @@ from runtime.engine.errors import RequestError
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
+SPACING = "x-guidance"
+"""The keyword that fixes the separators of items and of keys of a schema in a grammar, as llguidance has it."""
+
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_LARK_BYTES = 512 * 1024
 """Bytes of a grammar, which may hold the schemas of many tools."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from runtime.engine.grammar.grammar import Grammar, grammar_error, parse_json
+from runtime.engine.grammar.grammar import SPACING, Grammar, grammar_error, parse_json
 from runtime.engine.grammar.json_schema import prepared
 from runtime.engine.grammar.schema_strings import with_narrow_formats
 
@@ -26,6 +26,8 @@ _JSON_OPTIONS: dict[str, Any] = {
     "coerce_one_of": False,
     "lenient": False,
 }
+
+_SEPARATORS = {"item_separator": (",", ", "), "key_separator": (":", ": ")}
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -76,11 +78,14 @@ def _with_options(text: str) -> str:
 
 
 def _embedded(schema: Any) -> str:
-    """A schema as a part of a grammar: no whitespace except one blank after a comma or a colon."""
+    """A schema as a part of a grammar: no whitespace except one blank after a comma or a colon, or as it says."""
+    options = _JSON_OPTIONS
+    if isinstance(schema, dict) and isinstance(spacing := schema.get(SPACING), dict):
+        fixed = {name: spacing[name] for name, values in _SEPARATORS.items() if spacing.get(name) in values}
+        options, schema = options | fixed, {name: value for name, value in schema.items() if name != SPACING}
     ready = prepared(schema)
     if ready.schema is False:
         raise grammar_error("no value matches this schema; change it")
-    options = _JSON_OPTIONS
     if ready.has_control_characters:
         options = options | {"json_allowed_escapes": f"u{options['json_allowed_escapes']}"}
         for _, node in ready.nodes:

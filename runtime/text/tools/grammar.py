@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from runtime.engine.grammar.grammar import SPACING
 from runtime.text.tools.table import ArgumentStyle, CallForm, Notation
 from runtime.text.tools.tagged_calls import property_schema, resolved, types_of
 from tokenizer import Tokenizer
@@ -29,6 +30,7 @@ def tool_grammar(
     name: str | None = None,
     parallel: bool = True,
     markers: Mapping[str, int] | None = None,
+    spacing: tuple[str, str] | None = None,
 ) -> str:
     """A grammar, in llguidance's Lark notation, whose every text is a call that the parser reads.
 
@@ -36,14 +38,16 @@ def tool_grammar(
     name      the only function that may be called, or None for any
     parallel  further calls may follow the first, unless `name` is given
     markers   those that are special tokens, with their ids
+    spacing   the separators of items and of keys in JSON; None: a blank may follow both
     """
     functions = [tool["function"] for tool in tools if name is None or tool["function"]["name"] == name]
-    return _Writer(notation.form, markers or {}).grammar(functions, parallel and name is None)
+    return _Writer(notation.form, markers or {}, spacing).grammar(functions, parallel and name is None)
 
 
 class _Writer:
-    def __init__(self, form: CallForm, markers: Mapping[str, int]) -> None:
+    def __init__(self, form: CallForm, markers: Mapping[str, int], spacing: tuple[str, str] | None) -> None:
         self._form = form
+        self._spacing = {} if spacing is None else dict(zip(("item_separator", "key_separator"), spacing, strict=True))
         self._markers = markers
         self._split = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
         self._rules: list[str] = []
@@ -69,6 +73,12 @@ class _Writer:
             f"<[{self._markers[piece]}]>" if piece in self._markers else _quoted(piece) for piece in pieces if piece
         )
 
+    def _json(self, schema: Any) -> str:
+        """A value of the schema."""
+        if self._spacing and isinstance(schema, Mapping):
+            schema = {**schema, SPACING: self._spacing}
+        return f"%json {json.dumps(schema)}"
+
     def _rule(self, name: str, body: str) -> str:
         self._rules.append(f"{name}: {body}")
         return name
@@ -76,7 +86,7 @@ class _Writer:
     # The arguments' styles. Each makes the rules and returns the term.
 
     def json(self, rule: str, parameters: Any) -> str:
-        return self._rule(f"{rule}_arguments", f"%json {json.dumps(_object_schema(parameters))}")
+        return self._rule(f"{rule}_arguments", self._json(_object_schema(parameters)))
 
     def qwen3_coder(self, rule: str, parameters: Any) -> str:
         return self._one_by_one(rule, parameters, lambda key: f"<parameter={key}>\n", "\n</parameter>", "\n")
@@ -110,7 +120,7 @@ class _Writer:
                 value = self._free_text(f"{rule}_value_{i}", tail)
                 term = f"{text} {value} {self._texts(behind)}"
             else:
-                value = self._rule(f"{rule}_value_{i}", f"%json {json.dumps(_with_definitions(schema, parameters))}")
+                value = self._rule(f"{rule}_value_{i}", self._json(_with_definitions(schema, parameters)))
                 term = f"{text} {value} {end}"
             terms.append(self._rule(f"{rule}_argument_{i}", term) + ("" if is_required else "?"))
         return " ".join(terms)
@@ -141,7 +151,7 @@ class _Writer:
         if not quote and types == {"boolean"}:
             return self._rule(rule, '"True" | "False"')
         if not quote or (types and types <= {"integer", "number", "boolean", "null"}):
-            return self._rule(rule, f"%json {json.dumps(_with_definitions(schema, root))}")
+            return self._rule(rule, self._json(_with_definitions(schema, root)))
         mark = self._texts(quote)
         if (values := _text_values(schema)) is not None:
             return f"{mark} ({' | '.join(map(_quoted, values))}) {mark}"

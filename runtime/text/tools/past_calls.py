@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from runtime.engine.errors import RequestError
+from tokenizer.templates.written_json import WrittenText, written_object
 
 MAX_ARGUMENTS_DEPTH = 64
 """Deepest nesting of a call's arguments that is passed to a template as objects."""
@@ -88,7 +89,7 @@ def with_arguments(
 ) -> Sequence[Mapping[str, Any]]:
     """The arguments of calls in the template's form: objects, or JSON text. A template that takes both, or writes none,
     gets objects, except for a text that is not an object. Raises ``RequestError`` naming the call for such a text if
-    only objects are accepted."""
+    only objects are accepted. A `WrittenText` becomes an object that keeps the text."""
     if not any(map(has_calls, messages)):
         return messages
     prefers_text, keeps_text = takes_text and not takes_objects, takes_text or not takes_objects
@@ -111,7 +112,8 @@ def with_arguments(
 
 def _object(text: str, path: str, *, keeps_text: bool) -> Any:
     try:
-        value = json.loads(text) if text.strip() else {}
+        parse = written_object if isinstance(text, WrittenText) else json.loads
+        value = parse(text) if text.strip() else {}
         reason = None if isinstance(value, dict) else f"they are no object but {text.strip()[:40]!r}"
     except (ValueError, RecursionError) as error:
         value, reason = None, f"they are no JSON: {error}"

@@ -11,6 +11,7 @@ from runtime.text.content import around, beside
 from runtime.text.tools.past_calls import with_arguments
 from runtime.text.tools.table import Notation
 from tokenizer import ChatTemplateError, TemplateForms, Tokenizer
+from tokenizer.templates.written_json import dumps
 
 _PROBE = "probe_of_tools"
 
@@ -154,7 +155,7 @@ def _items(arguments: Any) -> list[tuple[str, Any]]:
 
 
 def _text_or_json(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else dumps(value, ensure_ascii=False)
 
 
 _WRITERS = {
