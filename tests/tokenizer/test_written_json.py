@@ -41,7 +41,7 @@ def test_other_texts_are_refused_as_json_refuses_them(text: str) -> None:
     if isinstance(value, dict):
         assert dict(written_object(text)) == value
     else:
-        with pytest.raises(ValueError, match="[a-z]"):
+        with pytest.raises(ValueError, match=r"[a-z]"):
             written_object(text)
 
 
