@@ -1,0 +1,35 @@
+"""What an agent's session of 40 turns reuses of what it could, over each API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import models
+from tests.server.agents.session import CLIENTS, recorded
+
+MODELS = Path(models.__file__).parent
+LEAST_REUSED = 0.98
+
+
+@pytest.mark.parametrize(
+    "is_tiny", [pytest.param(True, id="tiny"), pytest.param(False, id="bundled", marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize(
+    ("api", "model"),
+    [
+        *((api, "demo") for api in CLIENTS),
+        ("messages", "demo_hybrid"),
+        *(pytest.param(api, "demo_hybrid", marks=pytest.mark.exhaustive) for api in CLIENTS if api != "messages"),
+    ],
+)
+def test_a_session_reuses_what_it_could(
+    api: str, model: str, is_tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with recorded(MODELS / model, tmp_path, monkeypatch, is_tiny=is_tiny) as server:
+        CLIENTS[api](server)
+        assert len(server.turns) == 40
+        reused, could = server.reuse()
+    assert reused <= could
+    assert reused >= LEAST_REUSED * could, f"{reused} of {could} tokens were reused"
