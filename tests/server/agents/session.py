@@ -36,7 +36,8 @@ TEMPLATE = """\
 {%- for message in messages -%}
 {%- if loop.first and message.role == 'system' -%}
 {{- '<|system|>' ~ message.content -}}
-{%- if tools %}\n\nTools, one a line:\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>{% endif -%}
+{%- if tools %}{{ '\n\nTools, one a line:\n<tools>' }}{% endif -%}
+{%- if tools %}{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>{% endif -%}
 {%- elif message.role == 'assistant' -%}
 {{- '<|assistant|>' -}}
 {%- if message.reasoning_content %}{{ '<think>\n' ~ message.reasoning_content ~ '\n</think>\n\n' }}{% endif -%}
@@ -76,6 +77,21 @@ def answer_text(answer: Json) -> str:
         for call in answer["calls"]
     )
     return thought + "\n".join(part for part in (answer.get("text", ""), *calls) if part)
+
+
+def messages() -> list[Json]:
+    """The session as messages of a chat."""
+    found: list[Json] = [{"role": "system", "content": "\n\n".join(SESSION["system"])}]
+    for turn in SESSION["turns"]:
+        answer = turn["answer"]
+        if "user" in turn:
+            found.append({"role": "user", "content": turn["user"]})
+        found += ({"role": "tool", "content": result} for result in turn.get("results", ()))
+        calls = [{"type": "function", "function": call} for call in answer["calls"]]
+        reasoning = answer.get("reasoning", "")
+        content = answer.get("text", "")
+        found.append({"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls})
+    return found
 
 
 @dataclass

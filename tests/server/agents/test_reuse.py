@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import models
-from tests.server.agents.session import CLIENTS, recorded
+from runtime.bench.scheduling.state_cache import HYBRIDS, bench_conversation
+from runtime.text.load import load_tokenizer
+from tests.server.agents.session import CLIENTS, TEMPLATE, messages, recorded
 
 MODELS = Path(models.__file__).parent
 LEAST_REUSED = 0.98
@@ -33,3 +35,16 @@ def test_a_session_reuses_what_it_could(
         reused, could = server.reuse()
     assert reused <= could
     assert reused >= LEAST_REUSED * could, f"{reused} of {could} tokens were reused"
+
+
+def test_published_hybrids_hit_as_attention_does() -> None:
+    """With pages and states of their sizes, four times the session's bytes, a quarter of them for states."""
+    tokenizer = load_tokenizer(MODELS / "demo", TEMPLATE)
+    assert tokenizer is not None
+    report = bench_conversation(messages(), tokenizer, budgets=[4.0], state_share=0.25, report_progress=len)
+    attention, *hybrids = report["results"]
+    assert [each["model"] for each in hybrids] == list(HYBRIDS)
+    assert attention["hit_tokens"] > 200_000
+    for found in hybrids:
+        assert found["hits_of_attention"] >= 0.95
+        assert found["state_bytes_share"] <= 0.25
