@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from runtime.llm import ClassificationOutput as ClassificationOutput
     from runtime.llm import ClassificationRequestOutput as ClassificationRequestOutput
     from runtime.llm import CompletionOutput as CompletionOutput
+    from runtime.llm import DecisionOutput as DecisionOutput
     from runtime.llm import EmbeddingOutput as EmbeddingOutput
     from runtime.llm import EmbeddingRequestOutput as EmbeddingRequestOutput
     from runtime.llm import EngineArgs as EngineArgs
@@ -52,6 +53,7 @@ _HOME = {
     "PoolingRequestOutput": "runtime.llm",
     "ScoringOutput": "runtime.llm",
     "ScoringRequestOutput": "runtime.llm",
+    "DecisionOutput": "runtime.llm",
     "EmbeddingOutput": "runtime.llm",
     "BeamSearchOutput": "runtime.llm",
     "BeamSearchSequence": "runtime.llm",

@@ -22,13 +22,13 @@ MOST_LINES = {
     "runtime/linear": 2_305,
     "runtime/kv": 1_088,
     "runtime/engine": 20_385,
-    "runtime/text": 5_128,
-    "runtime/llm": 1_455,
+    "runtime/text": 5_440,
+    "runtime/llm": 1_661,
     "runtime/parallel": 1_107,
     "runtime/images": 965,
     "runtime/commands": 2_775,
     "runtime/bench": 9_199,
-    "runtime": 3_296,
+    "runtime": 3_299,
     "models": 18_244,
     "server": 18_213,
     "tokenizer": 6_929,
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 54_040
+MOST_WORDS = 54_250
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

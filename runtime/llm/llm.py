@@ -28,12 +28,23 @@ from runtime.engine.messages import EngineOutput
 from runtime.engine.option_names import known_options
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm.beam_search import BeamSearch, BeamSearchParams
+from runtime.llm.decisions import (
+    AskedQuestion,
+    Conversation,
+    DecisionInput,
+    Decisions,
+    asked_in,
+    conversations_of,
+    options_by_question,
+    questions_of,
+)
 from runtime.llm.job import Job
 from runtime.llm.loaded_model import AskedPooling, LoadedModel
 from runtime.llm.outputs import (
     BeamSearchOutput,
     ClassificationOutput,
     ClassificationRequestOutput,
+    DecisionOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
@@ -44,7 +55,8 @@ from runtime.llm.outputs import (
 from runtime.llm.progress import progress
 from runtime.llm.prompts import Prompt, as_list, one_each, take_images
 from runtime.pooling import PoolingTask, activated
-from runtime.text.formats import AnswerFormat
+from runtime.text.decisions import Options, content_start
+from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.pipeline import TextDelta
 
 T = TypeVar("T")
@@ -245,6 +257,47 @@ class LLM(LoadedModel):
             PoolingRequestOutput(self._new_id(), each.text, each.token_ids, PoolingOutput(numbers))
             for each, numbers in zip(asked, found, strict=True)
         ]
+
+    @known_options()
+    def decide(
+        self, inputs: DecisionInput | Sequence[DecisionInput], questions: Sequence[Any], *,
+        refusal_threshold: float = 0.0, cache_salt: str | None = None, use_tqdm: bool = True,
+    ) -> list[DecisionOutput]:  # fmt: skip
+        """The probabilities of answers to questions about each input; no text is generated. An input's tokens are
+        computed once for all of its questions.
+
+        inputs             a text or a conversation, or a list of them
+        questions          1 to 400, in the form of OpenAI's Decisions API: dicts with a ``type``, "predicate", "choice"
+                           (with ``choices``) or "score" (with ``levels``), with ``instructions`` and perhaps a ``name``
+        refusal_threshold  a question is answered by a refusal if all of its labels together have less probability
+
+        Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
+        """
+        if not 0 <= refusal_threshold <= 1:
+            problem = f"refusal_threshold must be from 0 to 1, got {refusal_threshold}"
+            raise RequestError(problem, param="refusal_threshold")
+        asked, conversations, tokenizer = questions_of(questions), conversations_of(inputs), self.get_tokenizer()
+        ends = end_ids(self._answer_format, tokenizer, self.client.info.eos_token_ids)
+        options = options_by_question(asked, tokenizer, ends)
+        prompts = [
+            [
+                self._decision(asked_in(each, question, own, f"questions[{index}]"), own, cache_salt)
+                for index, (question, own) in enumerate(zip(asked, options, strict=True))
+            ]
+            for each in conversations
+        ]
+        decisions = Decisions(asked, prompts)
+        decisions.ask(lambda given, params: self._run(self._jobs(given, params), use_tqdm))
+        return decisions.outputs(self._new_id, refusal_threshold)
+
+    def _decision(self, messages: Conversation, options: Options, cache_salt: str | None) -> AskedQuestion:
+        """The prompt of a conversation that ends with a question."""
+        tokenizer = self.get_tokenizer()
+        plain, images = take_images(messages, reads_images=self.client.info.images is not None)
+        thinks = tokenizer.has_chat_template and "enable_thinking" in tokenizer.chat_template()
+        ids = self.chat_prompt(plain, chat_template_kwargs={"enable_thinking": False} if thinks else None)
+        ids += content_start(tokenizer, self._answer_format, ids)
+        return AskedQuestion({"prompt_token_ids": ids, "images": images, "cache_salt": cache_salt}, options)
 
     def _scores(self, asked: Sequence[AskedPooling], use_activation: bool, use_tqdm: bool) -> list[list[float]]:
         """The labels' scores of each."""

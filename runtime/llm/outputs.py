@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from runtime.engine.messages import FinishReason, PrefixMiss, RequestTimes
+from runtime.text.decisions import DecisionAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,18 @@ class ScoringRequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: ScoringOutput
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class DecisionOutput:
+    """The answers to questions about an input, in their order. Of the ``num_prompt_tokens`` of all questions' prompts,
+    ``num_cached_tokens`` were in the prefix cache."""
+
+    request_id: str
+    answers: list[DecisionAnswer]
+    num_prompt_tokens: int
+    num_cached_tokens: int
     finished: bool = True
 
 

@@ -97,7 +97,7 @@ def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequ
         tokenizer=service.tokenizer,
         request_id=request_id,
         prompts=[token_ids],
-        images=prompt.images,
+        images=(prompt.images,),
         params=params,
         arrival_time_s=exchange.arrival_s,
         scheduling=replace(Scheduling.of(asked), prediction=prediction),

@@ -138,7 +138,7 @@ class Generation:
     reasoning, tools, harmony  how answers are parsed: whether the model may think between tags, how it writes calls,
                     and whether it writes harmony's messages
     eos_token_ids   the ids that end a choice; the model's by default
-    images          of the only prompt, until it is admitted
+    images          of each prompt, until they are admitted; none: no prompt has any
     meter           observes every output; `Service.admit` sets it
     on_call         called with the id and the arguments of each whole call
 
@@ -164,7 +164,7 @@ class Generation:
     tools: ToolReading | None = None
     harmony: bool = False
     eos_token_ids: tuple[int, ...] | None = None
-    images: tuple[ImageItem, ...] = ()
+    images: Sequence[tuple[ImageItem, ...]] = ()
     meter: RequestMeter | None = None
     on_call: Callable[[str, str], None] | None = None
     max_kept_bytes: int = 1 << 62
@@ -221,7 +221,7 @@ class Generation:
                 arrival_time_s=self.arrival_time_s,
                 speculates=self.scheduling.speculates,
                 prediction=list(self.scheduling.prediction),
-                images=self.images,
+                images=self.images[prompt.number] if self.images else (),
                 turn_start_id=turn_start_id(self.tokenizer) if self.client.info.has_states else None,
                 shows_difference=self.on_miss is not None,
             )

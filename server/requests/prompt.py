@@ -15,7 +15,7 @@ import jinja2
 from runtime.engine.admission import prompt_of
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import ImageItem
-from runtime.engine.prompt_images import image_places, place_images
+from runtime.engine.prompt_images import PreparedImage, image_places, place_images
 from runtime.engine.sampling_params import last_tokens
 from runtime.text.chat import chat_prompt
 from runtime.text.content import ImagePart, picture_text, plain_content, text_of
@@ -244,16 +244,25 @@ class ConversationPrompt:
     num_replayed: int = 0
 
 
-def conversation_prompt(service: Service, tenant: str | None, request: ChatCompletionRequest) -> ConversationPrompt:
-    """The conversation rendered by the model's template. Raises `ApiError` 400."""
-    prompt = whole_conversation(service, tenant, request)
+ReadPictures = dict[tuple[str | None, str | None, bool], PreparedImage]
+"""Pictures that a request's other prompts have, too, by their source."""
+
+
+def conversation_prompt(
+    service: Service, tenant: str | None, request: ChatCompletionRequest, known: ReadPictures | None = None
+) -> ConversationPrompt:
+    """The conversation rendered by the model's template. Pictures that are not `known` are read, and added to them.
+    Raises `ApiError` 400."""
+    prompt = whole_conversation(service, tenant, request, known)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     most, num_reserved = request.truncate_prompt_tokens, max(1, max_tokens or 1)
     ids = _cut(service, prompt.token_ids, most, num_reserved, "messages", has_answer=True)
     return replace(prompt, token_ids=ids)
 
 
-def whole_conversation(service: Service, tenant: str | None, request: ChatCompletionRequest) -> ConversationPrompt:
+def whole_conversation(
+    service: Service, tenant: str | None, request: ChatCompletionRequest, known: ReadPictures | None = None
+) -> ConversationPrompt:
     """The same without a limit of length. `tenant` owns its pictures. Raises `ApiError` 400."""
     pictures = service.pictures
     spacing = HARMONY_SPACING if service.answer_format.renders_harmony else BLANKS
@@ -272,8 +281,12 @@ def whole_conversation(service: Service, tenant: str | None, request: ChatComple
         owner = (tenant, request.cache_salt)
         with engine_errors({"images": "messages"}):
             image_places(ids, len(sources), pictures.support)  # checked before any is fetched
-            read = [pictures.read(source, rule, owner) for source in sources]
-            ids, images = place_images(ids, read, pictures.support)
+            known = {} if known is None else known
+            keys = [(source.url, source.uuid, source.is_low) for source in sources]
+            for key, source in zip(keys, sources, strict=True):
+                if key not in known:
+                    known[key] = pictures.read(source, rule, owner)
+            ids, images = place_images(ids, [known[key] for key in keys], pictures.support)
     own_names = {"chat_template_kwargs.documents": "documents"}
     named = [own_name(name, own_names) for name in left_out]
     return ConversationPrompt(ids, images, echoed_text(request, messages), named, num_replayed)

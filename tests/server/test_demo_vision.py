@@ -86,3 +86,31 @@ def test_two_hundred_questions_of_each_kind() -> None:
         scores, _ = evaluation.evaluate_vision(llm, 200, seed=0)
     assert [(score.task, score.num_questions) for score in scores] == [(task, 200) for task in picture_tasks.TASKS]
     assert tasks.missed_goals(scores, evaluation.VISION_GOALS) == []
+
+
+def test_questions_about_one_picture(real: Real) -> None:
+    """The picture is part of the prefix that all share; a question's own one is read for it alone. `LLM.decide` answers
+    the same."""
+    image: Any = {"type": "input_image", "image_url": URI, "detail": "auto"}
+    given: Any = [{"role": "user", "content": [image]}]
+    questions: list[Any] = [
+        {"type": "predicate", "instructions": f"Is the {colour} bar the largest?", "name": colour}
+        for colour in ("blue", "red", "green", "yellow")
+    ]
+    decision = real.openai.decisions.create(model=real.model, input=given, questions=questions)
+    details = decision.usage.input_tokens_details
+    assert details.cached_tokens >= 3 * NUM_TOKENS
+    alone = [
+        real.openai.decisions.create(model=real.model, input=given, questions=[each]).answers[0] for each in questions
+    ]
+    assert decision.answers == alone
+    mixed = [
+        {**questions[0], "instructions": [image, {"type": "input_text", "text": "Is this a chart?"}]},
+        questions[1],
+    ]
+    own = real.openai.decisions.create(model=real.model, input="Look.", questions=mixed).answers
+    assert own[0] == real.openai.decisions.create(model=real.model, input="Look.", questions=mixed[:1]).answers[0]
+    assert own[1] == real.openai.decisions.create(model=real.model, input="Look.", questions=mixed[1:]).answers[0]
+    with LLM(FOLDER, use_tqdm_on_load=False, **OPTIONS) as llm:
+        (found,) = llm.decide([{"role": "user", "content": [image]}], questions, use_tqdm=False)
+    assert [each.probability for each in found.answers] == [each.probability for each in decision.answers]  # type: ignore[union-attr]

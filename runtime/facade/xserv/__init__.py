@@ -39,6 +39,7 @@ __all__ = [  # noqa: RUF022 (as a reader meets them)
     "PoolingRequestOutput",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "DecisionOutput",
     "EmbeddingOutput",
     "BeamSearchOutput",
     "BeamSearchSequence",

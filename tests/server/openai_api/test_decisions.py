@@ -13,7 +13,7 @@ import pytest
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
-from tests.server.real_server import Real, serving_real
+from tests.server.real_server import Real, serving_real, write_tiny_model
 from tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
@@ -119,6 +119,8 @@ MANY = [{"value": str(number)} for number in range(256)]
         ({"questions": [{"type": "score", "instructions": "a", "levels": [{"label": "b"}]}]}, "questions[0].levels"),
         ({"questions": [{"type": "predicate", "instructions": [{"type": "input_json", "data": 3}]}]},
          "questions[0].instructions[0].data"),
+        ({"refusal_threshold": 2}, "refusal_threshold"),
+        ({"prompt_cache_options": 3}, "prompt_cache_options"),
         ({"input": []}, "input"),
         ({"input": "x" * 100_000}, "input"),
         ({"temperature": 1}, "temperature"),
@@ -130,17 +132,78 @@ def test_what_is_wrong_is_refused_by_name(demo: Real, fields: dict[str, Any], pa
     assert answer.json()["error"]["param"].startswith(param), answer.text
 
 
-def test_as_many_labels_as_the_tokenizer_has(demo: Real) -> None:
-    choices = MANY[:255]
-    answer = demo.http.post("/v1/decisions", json={
-        "model": demo.model, "input": "a", "questions": [{"type": "choice", "instructions": "b", "choices": choices}],
-    })  # fmt: skip
-    if answer.status_code == 400:
-        assert "labels of one token: send fewer" in answer.json()["error"]["message"]
-    else:
-        assert len(answer.json()["answers"][0]["probabilities"]) == 255
-    fewer = ask(demo, [{"type": "choice", "instructions": "b", "choices": choices[:30]}]).answers[0]
-    assert len(fewer.probabilities) == 30
+def test_255_choices(demo: Real, tmp_path: Path) -> None:
+    """The bundled model has 62 labels of one token, and then numbers; so has one whose tokens are bytes."""
+    choices = [{"value": chr(0x4E00 + number)} for number in range(255)]
+    fewer = ask(demo, [{"type": "choice", "instructions": "b", "choices": choices[:62]}]).answers[0]
+    assert len(fewer.probabilities) == 62
+    write_tiny_model(tmp_path)
+    with serving_real(tmp_path, load_format="dummy") as tiny:
+        questions = [{"type": "choice", "instructions": "b", "choices": choices}, QUESTIONS[0]]
+        decision = ask(tiny, questions, input="a")
+        assert [each.value for each in decision.answers[0].probabilities] == [each["value"] for each in choices]
+        assert sum(each.probability for each in decision.answers[0].probabilities) == pytest.approx(1)
+        assert decision.answers[1] == ask(tiny, questions[1:], input="a").answers[0]
+        assert decision.usage.input_tokens_details.cached_tokens < decision.usage.input_tokens
+    with LLM(tmp_path, load_format="dummy", use_tqdm_on_load=False, compile_ahead=False) as llm:
+        (found,) = llm.decide("a", questions, use_tqdm=False)
+    shares = [[each.probability for each in answers[0].probabilities] for answers in (found.answers, decision.answers)]
+    assert shares[0] == pytest.approx(shares[1], rel=1e-6)
+
+
+def test_400_questions(demo: Real) -> None:
+    """In their order, and each as it is alone; the input is computed once."""
+    questions = [{**QUESTIONS[number % 3], "name": str(number // 2)} for number in range(400)]
+    decision = ask(demo, questions)
+    assert [each.name for each in decision.answers] == [each["name"] for each in questions]
+    for number in range(3):
+        assert {each.to_json() for each in decision.answers[number::3]} == {
+            each.to_json() for each in decision.answers[number::3] if each.type == questions[number]["type"]
+        }
+    tokenizer = Tokenizer.from_pretrained(DEMO)
+    of_text = len(tokenizer.encode(TEXT, add_special_tokens=False))
+    assert decision.usage.input_tokens_details.cached_tokens >= 399 * of_text
+
+
+def test_a_refusal(demo: Real) -> None:
+    refused = ask(demo, QUESTIONS, extra_body={"refusal_threshold": 1}).answers
+    assert [(each.type, each.name) for each in refused] == [
+        ("refusal", "france"), ("refusal", None), ("refusal", "quality"),
+    ]  # fmt: skip
+
+
+def test_every_item_that_the_sdk_sends(tmp_path: Path) -> None:
+    """Calls of functions and custom tools with their results, phases, refusals, marks for a cache, nulls."""
+    write_tiny_model(tmp_path)
+    mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    given: list[Any] = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Judge.", **mark}]},
+        {"role": "user", "content": "One."},
+        {"type": "message", "role": "assistant", "phase": "commentary", "content": [
+            {"type": "output_text", "text": "I look."}, {"type": "refusal", "refusal": "No."}]},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}", "id": None, "namespace": None,
+         "status": "completed"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "seen", **mark}]},
+        {"type": "custom_tool_call", "call_id": "2", "name": "run", "input": "ls \"a\""},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": "b", "status": None},
+        {"role": "user", "content": [
+            {"type": "input_json", "data": [{"a": None}]}, {"type": "input_text", "text": "x"}]},
+    ]  # fmt: skip
+    with serving_real(tmp_path, load_format="dummy") as tiny:
+        assert (
+            len(ask(tiny, QUESTIONS, input=given, prompt_cache_options={"mode": "explicit", "ttl": "30m"}).answers) == 3
+        )
+        for wrong, param in (
+            ({"type": "custom_tool_call", "call_id": "2", "name": "run"}, "input[0].input"),
+            ({"type": "custom_tool_call_output", "call_id": "9", "output": "b"}, "input[0].call_id"),
+            ({"role": "user", "content": [{"type": "input_json", "data": 3}]}, "input[0].content[0].data"),
+            ({"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}, "input[0].content[0].type"),
+        ):
+            answer = tiny.http.post("/v1/decisions", json={"input": [wrong], "questions": QUESTIONS[:1]})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        mine = {**QUESTIONS[0], "instructions": [{"type": "input_text", "text": "a"}, {"type": "input_image"}]}
+        answer = tiny.http.post("/v1/decisions", json={"input": "a", "questions": [mine]})
+        assert answer.json()["error"]["param"] == "questions[0].instructions[1].type", answer.text
 
 
 def test_another_model_is_not_found(demo: Real) -> None:
