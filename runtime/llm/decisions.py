@@ -90,7 +90,7 @@ class Decisions:
     prompts: list[list[AskedQuestion]]
 
     def rounds(self) -> Iterator[list[tuple[AskedQuestion, Beginning]]]:
-        """The prompts that are asked at once: the first question brings an input into the prefix cache, the others bring
+        """The prompts that are asked at once: the first question brings an input into the cache, the others bring
         their own ends, and then come beginnings of labels."""
         yield [(each[0], ()) for each in self.prompts]
         yield [(asked, ()) for each in self.prompts for asked in each[1:]]
