@@ -231,6 +231,14 @@ class ServerConfig:
         ),
     ] = True
 
+    reasoning_budget_message: Annotated[
+        str | None,
+        Option(
+            help="What a model says when its budget of reasoning is spent; default: its maker's words.",
+            heading=ANSWERS,
+            flag=Flag(metavar="TEXT"),
+        ),
+    ] = None
     remembered_call_bytes: Annotated[
         int,
         Option(

@@ -25,6 +25,7 @@ from runtime.engine.messages import EngineOutput
 from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError
 from runtime.text.formats import AnswerFormat
+from runtime.text.reasoning import ReasoningEnd
 from runtime.version import release
 from server.code_colours import Renderer
 from server.config import ServerConfig
@@ -135,6 +136,7 @@ class Service:
 
     model_name          the first of model_names, the model's names in requests; answers have it
     answer_format       the parts of its answers beside content
+    reasoning_end       how reasoning is closed by a budget; None if it cannot have one
     default_sampling    the model's own sampling defaults, by `SamplingParams`' names
     running             running generations, to be cancelled by name
     responses           the store of `/v1/responses`; running_responses: those being generated
@@ -160,6 +162,9 @@ class Service:
         self.answer_format = AnswerFormat.of(
             tokenizer, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser
         )
+        self.reasoning_end: ReasoningEnd | None = None
+        if tokenizer is not None and self.answer_format.reasoning and not self.answer_format.harmony:
+            self.reasoning_end = ReasoningEnd.of(tokenizer, info.architecture, config.reasoning_budget_message)
         self.default_sampling = default_sampling
         self.config = config
         self.lifecycle = lifecycle

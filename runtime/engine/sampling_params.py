@@ -19,6 +19,7 @@ from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 from runtime.engine.option_names import KnownOptions
+from runtime.engine.reasoning_budget import ReasoningBudget
 from runtime.sampling_table import COLUMNS, DEFAULTS, PENALTIES, SamplingNumbers
 
 MAX_N = 128
@@ -79,6 +80,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     bad_words_token_ids     sequences of ids that the output will not hold: the last id of one cannot be sampled
                             after those before it
     grammar                 a constraint on the text; it ends ("stop") when nothing can follow
+    reasoning_budget        a bound on the tokens of reasoning, after which it is closed
     structured_outputs      a grammar in vLLM's form; it is kept as ``grammar``
     output_kind             the content of each output of ``AsyncLLM.generate``; ``LLM`` gives whole answers alone
 
@@ -105,6 +107,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     bad_words: list[str] | None = None
     bad_words_token_ids: list[list[int]] | None = None
     grammar: Grammar | None = None
+    reasoning_budget: ReasoningBudget | None = None
     structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
@@ -147,6 +150,9 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         self._bad_words()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise RequestError(f"grammar must be a Grammar or None, got {self.grammar!r:.80}", param="grammar")
+        if self.reasoning_budget is not None and not isinstance(self.reasoning_budget, ReasoningBudget):
+            problem = f"reasoning_budget must be a ReasoningBudget or None, got {self.reasoning_budget!r:.80}"
+            raise RequestError(problem, param="reasoning_budget")
         self._structured_outputs()
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(
@@ -182,6 +188,8 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
         check_token_ids("logprob_token_ids", self.logprob_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
+        budget = self.reasoning_budget
+        check_token_ids("reasoning_budget", () if budget is None else budget.ids, vocab_size)
         for word in self.bad_words_token_ids or ():
             check_token_ids("bad_words_token_ids", word, vocab_size)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.engine.grammar.grammar import Grammar, parse_json
+from runtime.engine.reasoning_budget import ReasoningBudget
 from runtime.later import later
 from runtime.text.parts import ContentParser, Part, PartParser, held_back
 from tokenizer import Tokenizer
@@ -42,6 +43,52 @@ GEMMA4 = ReasoningTags("<|channel>thought", "<channel|>", "thought")
 def tags_of(tokenizer: Tokenizer) -> ReasoningTags:
     """The tags that the model was taught, by its vocabulary."""
     return GEMMA4 if all(tokenizer.token_to_id(token) is not None for token in GEMMA4.tokens) else THINK
+
+
+_MESSAGES = {
+    "Qwen3": "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly "
+    "now.",
+}
+"""Words that a model's maker ends cut reasoning with, by the beginning of the architecture's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningEnd:
+    """How reasoning is closed when its budget is spent.
+
+    opening_id, closing_id  the tags' tokens
+    label_ids    those of the opening tag that follow its token
+    closing_ids  a message, the closing tag and the white space after it
+    """
+
+    opening_id: int
+    closing_id: int
+    label_ids: tuple[int, ...]
+    closing_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, architecture: str, message: str | None = None) -> ReasoningEnd | None:
+        """With this message instead of the model's own, if one is given. None if the tags are no tokens: then the
+        reasoning's end cannot be told by ids."""
+        tags = tags_of(tokenizer)
+        opening_id, closing_id = map(tokenizer.token_to_id, tags.tokens)
+        if opening_id is None or closing_id is None:
+            return None
+        if message is None:
+            message = next((text for name, text in _MESSAGES.items() if architecture.startswith(name)), "")
+        encode = tokenizer.encode_ordinary
+        after = encode("\n\n") if tags is THINK else []
+        return cls(opening_id, closing_id, tuple(encode(tags.label)), (*encode(f"{message}\n"), closing_id, *after))
+
+    def after(self, num_tokens: int, start: ReasoningStart) -> ReasoningBudget | None:
+        """Closes the reasoning after so many tokens; None if the prompt has closed it."""
+        if start == "closed":
+            return None
+        is_open = start == "open"
+        return ReasoningBudget(
+            num_tokens=num_tokens, closing_id=self.closing_id, closing_ids=self.closing_ids,
+            opening_id=None if is_open else self.opening_id, num_label=0 if is_open else len(self.label_ids),
+        )  # fmt: skip
 
 
 _TAIL = 32
@@ -150,8 +197,11 @@ class ReasoningParser:
             self._places = [place - length for place in self._places if place >= length]
 
 
-def after_reasoning(grammar: Grammar, start: ReasoningStart, tokenizer: Tokenizer | None = None) -> Grammar:
-    """The grammar with optional reasoning before it, if the prompt's end permits it.
+def after_reasoning(
+    grammar: Grammar, start: ReasoningStart, tokenizer: Tokenizer | None = None, *, is_bounded: bool = False
+) -> Grammar:
+    """The grammar with optional reasoning before it, if the prompt's end permits it. If it `is_bounded` by a budget,
+    which may close it within a character, it is any ids up to the closing one; else a text.
 
     In Lark's notation the first line of the grammar is the rule `start`, which no other rule may use. Raises
     ``RequestError`` if the text is then too long.
@@ -163,15 +213,33 @@ def after_reasoning(grammar: Grammar, start: ReasoningStart, tokenizer: Tokenize
     special = frozenset[int | None]() if tokenizer is None else tokenizer.all_special_ids
     first, last = (f"<[{i}]>" if i in special else json.dumps(tag) for i, tag in zip(ids, tags.tokens, strict=True))
     opening = "" if start == "open" else f"{first} {json.dumps(tags.label)} " if tags.label else f"{first} "
-    is_special = ids[1] in special
+    is_special = ids[1] in special or is_bounded
+    thought = r"thought: /(?s:.*)/"
+    if is_bounded:
+        last = f"<[{ids[1]}]>"
+        thought = f"any_id: <[^{_ranges({*special, ids[1]})}]>\nthought: any_id*"
     lines = [
         f"start: thinking{'?' if start == 'may_open' else ''} answer",
         f"thinking: {opening}thought line_ends",
-        f"thought: /(?s:.*)/ {last}" if is_special else f"thought[suffix={last}]: /(?s:.*)/",
+        f"{thought} {last}" if is_special else f"thought[suffix={last}]: /(?s:.*)/",
         r"line_ends: /\n{0,2}/",
         f"answer: {rule_body(grammar)}",
     ]
     return Grammar(kind="lark", text="\n".join(lines))
+
+
+def _ranges(ids: set[int | None]) -> str:
+    """The ids as llguidance writes a set of them."""
+    texts: list[str] = []
+    start = end = -2
+    for i in [*sorted(each for each in ids if each is not None), -2]:
+        if i == end + 1:
+            end = i
+            continue
+        if start >= 0:
+            texts.append(str(start) if start == end else f"{start}-{end}")
+        start = end = i
+    return ",".join(texts)
 
 
 def or_calls(grammar: Grammar, calls: str) -> Grammar:

@@ -250,6 +250,7 @@ RENAMED = {
     "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
     "reasoning_effort": "output_config.effort",
+    "thinking_budget": "thinking.budget_tokens",
 }
 """A chat's fields by the names that they have here."""
 
@@ -271,17 +272,19 @@ def chat_request(
     variables = thinking_variables(service, thinking, has_tools=has_tools)
     effort, name = (None if asked.output_config is None else asked.output_config.effort), "output_config.effort"
     check_agreement(effort, asked.chat_template_kwargs or {})
+    budget, has_budget = None, False
     if asked.thinking is not None:
         budget = asked.thinking.budget_tokens
+        has_budget = bool(thinking) and budget is not None and service.reasoning_end is not None
         takes_level = effort is None and has_variable(service, "reasoning_effort", has_tools=has_tools)
         if takes_level and thinking and budget is not None:
             name = "thinking.budget_tokens"
             effort = next(level for level, least in LEAST_BUDGETS.items() if budget >= least)
         elif takes_level and not thinking and not variables:
             effort, name = "none", "thinking"
-        elif not variables:
+        elif not variables and not has_budget:
             ignored.append("thinking")
-        elif budget is not None:
+        elif budget is not None and not has_budget:
             ignored.append("thinking.budget_tokens")
     num_ignored = len(ignored)
     variables |= asked.chat_template_kwargs or {}
@@ -300,6 +303,7 @@ def chat_request(
         parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         response_format=_response_format(asked),
         reasoning_effort=effort,
+        thinking_budget=budget if has_budget else None,
         continue_final_message=conversation.continues,
         chat_template_kwargs=variables or None,
         **own,

@@ -17,8 +17,8 @@ CacheControl = dict[str, Any]
 class ThinkingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the model may think: the chat template's variable `enable_thinking`.
 
-    budget_tokens  mapped to a level of effort, if the template has levels; not a limit of its own:
-                   `max_tokens` bounds thinking and answer together
+    budget_tokens  most tokens of thinking, after which it is closed; mapped to a level of effort, if the template has
+                   levels
     display        "omitted": the thinking blocks of the answer are empty
     """
 

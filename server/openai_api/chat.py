@@ -33,6 +33,7 @@ from server.requests.structured import (
     free_calls_text,
     grammar_errors,
 )
+from server.requests.thinking import effort_budget
 from server.service import Service
 from server.transport.exchange import Exchange
 from tokenizer import Tokenizer
@@ -86,8 +87,12 @@ def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequ
     answer_format = service.answer_format
     harmony = answer_format.harmony and not _is_of_whole_answer(asked)
     reasoning = answer_format.reasoning and not answer_format.harmony and not _is_of_whole_answer(asked)
-    if reasoning and grammar is not None:
-        params = _with_reasoning(params, service.tokenizer, token_ids, schemas.field)
+    if reasoning:
+        params = _with_budget(service, asked, exchange, params, token_ids)
+        if grammar is not None:
+            params = _with_reasoning(params, service.tokenizer, token_ids, schemas.field)
+    elif asked.thinking_budget is not None:
+        exchange.ignored.append(exchange.sent.get("thinking_budget", "thinking_budget"))
     prediction: tuple[int, ...] = ()
     if asked.prediction is not None and service.tokenizer is not None:
         prediction = tuple(service.tokenizer.encode_ordinary(asked.prediction.text))
@@ -184,5 +189,22 @@ def _with_reasoning(
     assert tokenizer is not None
     assert params.grammar is not None
     with grammar_errors(forced_by):
-        grammar = after_reasoning(params.grammar, reasoning_start(tokenizer, prompt_token_ids), tokenizer)
+        start, is_bounded = reasoning_start(tokenizer, prompt_token_ids), params.reasoning_budget is not None
+        grammar = after_reasoning(params.grammar, start, tokenizer, is_bounded=is_bounded)
     return msgspec.structs.replace(params, grammar=grammar)
+
+
+def _with_budget(
+    service: Service, asked: ChatCompletionRequest, exchange: Exchange, params: SamplingParams, token_ids: list[int]
+) -> SamplingParams:
+    """Bounds the reasoning by the request's budget, or by that of its effort."""
+    assert service.tokenizer is not None
+    num_tokens, end = asked.thinking_budget, service.reasoning_end
+    if end is None and num_tokens is not None:
+        exchange.ignored.append(exchange.sent.get("thinking_budget", "thinking_budget"))
+    if num_tokens is None:
+        num_tokens = effort_budget(service, asked.reasoning_effort, has_tools=bool(asked.tools))
+    if end is None or num_tokens is None or num_tokens == -1:
+        return params
+    budget = end.after(num_tokens, reasoning_start(service.tokenizer, token_ids))
+    return msgspec.structs.replace(params, reasoning_budget=budget)

@@ -31,6 +31,10 @@ SAME_AS: dict[str, str] = {
     "guided_grammar": "structured_outputs.grammar",
     "guided_json_object": "structured_outputs.json_object",
     "enable_thinking": "chat_template_kwargs.enable_thinking",
+    "thinking_budget_tokens": "thinking_budget",
+    "thinking_token_budget": "thinking_budget",
+    "reasoning_budget": "thinking_budget",
+    "reasoning_budget_tokens": "thinking_budget",
 }
 """Other names of fields, or of fields of objects, that there are."""
 
@@ -41,7 +45,7 @@ _AT_START = "decided when the server starts"
 _SAMPLER = "a sampler that is not built"
 _SHAPE = "the answer has one shape"
 _ROUTING = "there is one model, and its engines are routed to by load and prefixes"
-_BUDGET = "reasoning has no budget of its own"
+_BUDGET = "a text has no reasoning"
 _CACHE = "prefixes are cached without being asked for"
 _SEARCH = "there is no search"
 
@@ -141,7 +145,9 @@ def _rewrite_thinking(request: dict[str, Any], ignored: list[str], sent: dict[st
     if isinstance(thinking, dict) and thinking.get("type") in ("enabled", "disabled", "adaptive", "auto"):
         is_enabled = thinking["type"] != "disabled"
         _put(request, "thinking", "chat_template_kwargs.enable_thinking", is_enabled, sent)
-        ignored += _others("thinking", thinking, "type")
+        if thinking.get("budget_tokens") is not None:
+            _put(request, "thinking.budget_tokens", "thinking_budget", thinking["budget_tokens"], sent)
+        ignored += _others("thinking", thinking, "type", "budget_tokens")
     elif isinstance(thinking, bool):
         _put(request, "thinking", "chat_template_kwargs.enable_thinking", thinking, sent)
     elif thinking is not None:
@@ -158,7 +164,9 @@ def _rewrite_thinking(request: dict[str, Any], ignored: list[str], sent: dict[st
         elif enabled is not None:
             name = "reasoning.enabled"
             raise invalid(name, f"{name} must be true or false, got {json_text(enabled)}.", "invalid_type")
-        ignored += _others("reasoning", reasoning, "effort", "enabled")
+        if reasoning.get("max_tokens") is not None:
+            _put(request, "reasoning.max_tokens", "thinking_budget", reasoning["max_tokens"], sent)
+        ignored += _others("reasoning", reasoning, "effort", "enabled", "max_tokens")
     elif reasoning is not None:
         what = 'an object with "effort" or "enabled"'
         raise invalid("reasoning", f"reasoning must be {what}, got {json_text(reasoning)}.", "invalid_type")

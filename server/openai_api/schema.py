@@ -281,6 +281,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
                              function force a call; allowed_tools are the only ones that are given
     parallel_tool_calls      false: at most one call (default: true)
     reasoning_effort         the template's variable of that name
+    thinking_budget          most tokens of reasoning, after which it is closed; -1: no limit
     add_generation_prompt    the template ends with the opening of the assistant's turn (default: true)
     continue_final_message   the last message is left open and continued
     echo                     the answer begins with the content of the last message where that is the
@@ -299,6 +300,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    thinking_budget: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

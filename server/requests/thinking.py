@@ -66,11 +66,26 @@ def nearest_effort(
         ignored.append(f"{name}={nearest}")
         return nearest
     if has_switch:
-        if effort != "none":
+        if effort != "none" and (is_off or effort_budget(service, effort, has_tools=has_tools) is None):
             ignored.append(f"{name}={'off' if is_off else 'on'}")
         return effort
     ignored.append(name)
     return None
+
+
+EFFORT_BUDGETS: dict[ReasoningEffort, int] = {"minimal": 512, "low": 1024, "medium": 8192}
+"""Tokens of reasoning by the effort, for a template that has a switch instead of levels. Higher efforts are free."""
+
+
+def effort_budget(service: Service, effort: ReasoningEffort | None, *, has_tools: bool) -> int | None:
+    """Most tokens of reasoning by the effort; None if the effort is the template's matter, or has no bound."""
+    if (
+        effort is None
+        or service.reasoning_end is None
+        or has_variable(service, "reasoning_effort", has_tools=has_tools)
+    ):
+        return None
+    return EFFORT_BUDGETS.get(effort)
 
 
 def check_agreement(effort: ReasoningEffort | None, variables: Mapping[str, Any]) -> None:

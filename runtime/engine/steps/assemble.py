@@ -143,7 +143,8 @@ class Assembler:
         known = request.prompt_logprobs if sequence.needs_prompt_logprobs else None
         self._first_unknown[row] = sequence.num_prompt_tokens if known is None else len(known) - 1
         bias, ends = params.logit_bias or {}, {*request.eos_token_ids, *(params.stop_token_ids or ())}
-        has_outputs = params.has_penalties or bool(params.bad_words_token_ids)
+        reads_outputs = bool(params.bad_words_token_ids) or params.reasoning_budget is not None
+        has_outputs = params.has_penalties or reads_outputs
         return RowLoad(
             row=row,
             seed=request.seed,
@@ -163,6 +164,7 @@ class Assembler:
             end_ids=sorted(ends) if params.min_tokens else [],
             bad_words=params.bad_words_token_ids or [],
             allowed_ids=params.allowed_token_ids,
+            reasoning_budget=params.reasoning_budget,
             has_masks=sequence.matcher is not None,
             row_numbers={name: of(sequence) for name, of in _OF_SEQUENCES.items()},
         )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.engine.messages import TokenLogprobs
+from runtime.engine.reasoning_budget import ReasoningBudget
 from runtime.engine.sampling_params import MAX_BAD_WORD_TOKENS
 from runtime.engine.steps.step_input import RowLoad
 from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
@@ -65,6 +66,7 @@ class SamplingRows:
         self._num_bias = np.zeros(max_num_seqs, np.int64)  # of these, before the ids that min_tokens forbids
         self._bad_words: list[list[list[int]]] = [[]] * max_num_seqs
         self._allowed: list[NDArray[np.uint32] | None] = [None] * max_num_seqs
+        self._budgets: dict[int, ReasoningBudget] = {}
         self._broken: set[int] = set()
 
     def load(self, load: RowLoad) -> None:
@@ -87,9 +89,12 @@ class SamplingRows:
         self._bad_words[row] = load.bad_words
         self._allowed[row] = None if load.allowed_ids is None else _bit_mask(load.allowed_ids, self.vocab_size)
         has_penalties = any(numbers[name] != neutral for name, neutral in PENALTIES.items())
-        has_bias = bool(load.bias_ids or load.bad_words or (load.min_tokens and load.end_ids))
+        self._budgets.pop(row, None)
+        if load.reasoning_budget is not None:
+            self._budgets[row] = load.reasoning_budget
+        has_bias = bool(load.bias_ids or load.bad_words or (load.min_tokens and load.end_ids) or row in self._budgets)
         self._flags[:, row] = has_penalties, has_bias, load.allowed_ids is not None or load.has_masks
-        self.keeps_outputs[row] = keeps = has_penalties or bool(load.bad_words)
+        self.keeps_outputs[row] = keeps = has_penalties or bool(load.bad_words) or row in self._budgets
         self._outputs[row] = _NO_IDS
         if keeps:
             known = _NO_IDS if load.output_ids is None else load.output_ids
@@ -103,6 +108,7 @@ class SamplingRows:
         self.num_alternatives[load.row] = -1
         self.logprob_ids.pop(load.row, None)
         self.keeps_outputs[load.row] = False
+        self._budgets.pop(load.row, None)
         self._flags[:, load.row] = True
 
     @property
@@ -145,6 +151,8 @@ class SamplingRows:
             everything = np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)
             masks = [self._allowed[row] for row in rows]
             arrays.allowed_mask = np.stack([everything if mask is None else mask for mask in masks])
+        if self._budgets:
+            self._force(arrays, rows, positions)
         return arrays
 
     def gather_sound(self, rows: RowNumbers, positions: NDArray[np.int64]) -> tuple[SamplingArrays, list[int]]:
@@ -189,15 +197,19 @@ class SamplingRows:
         return sum(len(self._prompt_ids[rows[i]]) + int(positions[i]) for i in wanted.tolist())
 
     def are_plain(self, rows: RowNumbers) -> bool:
-        """Whether none of these rows has penalties, logit bias, bad words, ``min_tokens``, allowed ids or a grammar."""
+        """Whether none of these rows has penalties, logit bias, bad words, ``min_tokens``, allowed ids, a grammar or a
+        budget of reasoning."""
         return not self._flags.take(rows, axis=1).any()
 
     def masks(self, rows: RowNumbers, positions: NDArray[np.int64]) -> bool:
         """Whether one of these samples is under a logit bias, allowed ids, a grammar, bad words (which may forbid
-        none), or ids that ``min_tokens`` forbids."""
+        none), or ids that ``min_tokens`` forbids, or may be forced by a budget of reasoning."""
         may_mask, has_allowed = self._flags[1:].take(rows, axis=1)
         return bool(has_allowed.any()) or any(
-            self._num_bias[rows[i]] > 0 or len(self._bad_words[rows[i]]) > 0 or positions[i] < self._min_tokens[rows[i]]
+            self._num_bias[rows[i]] > 0
+            or len(self._bad_words[rows[i]]) > 0
+            or positions[i] < self._min_tokens[rows[i]]
+            or ((budget := self._budgets.get(int(rows[i]))) is not None and budget.may_force(int(positions[i])))
             for i in may_mask.nonzero()[0].tolist()
         )
 
@@ -210,6 +222,21 @@ class SamplingRows:
         for name, numbers in zip(_INTEGERS, self._integers):
             columns[name][batch_slots] = numbers.take(rows)
         columns["seed"][batch_slots] = self._seeds.take(rows).view(columns["seed"].dtype)
+
+    def _force(self, arrays: SamplingArrays, rows: RowNumbers, positions: NDArray[np.int64]) -> None:
+        """Samples that a budget of reasoning forces have one allowed id, and no bias."""
+        num_words = -(-self.vocab_size // 32)
+        for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
+            budget = self._budgets.get(row)
+            forced = None if budget is None else budget.forced(self._outputs[row][:position])
+            if forced is None:
+                continue
+            if arrays.allowed_mask is None:
+                arrays.allowed_mask = np.full((len(rows), num_words), 0xFFFFFFFF, np.uint32)
+            arrays.allowed_mask[i] = 0
+            arrays.allowed_mask[i, forced >> 5] = np.uint32(1 << (forced & 31))
+            if len(arrays.bias_ids):
+                arrays.bias_end[i] = arrays.bias_start[i]
 
     def _gather_bias(self, arrays: SamplingArrays, rows: RowNumbers, positions: NDArray[np.int64]) -> None:
         owners: list[int | None] = []

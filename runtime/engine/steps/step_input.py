@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.messages import TokenLogprobs
+from runtime.engine.reasoning_budget import ReasoningBudget
 
 LAST_TOKEN = -1
 """In ``token_ids``: the last token of the row, from its load or from the latest step that has the row."""
@@ -38,6 +39,7 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     min_tokens      outputs before which none of ``end_ids`` may be sampled
     bad_words       the last id of each may not be sampled after the others
     allowed_ids     the only ids that may be sampled, or None for all
+    reasoning_budget  forces the tokens that end the reasoning
     has_masks       each sample has a mask of a grammar, which is sent with the step
     row_numbers     of the batch's fields that have a number for each sequence, by name
     """
@@ -59,6 +61,7 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     end_ids: list[int] = []
     bad_words: list[list[int]] = []
     allowed_ids: list[int] | None = None
+    reasoning_budget: ReasoningBudget | None = None
     has_masks: bool = False
     row_numbers: dict[str, int] = {}
 

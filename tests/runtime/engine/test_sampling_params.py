@@ -48,6 +48,7 @@ def test_defaults_are_vllms() -> None:
         "bad_words": None,
         "bad_words_token_ids": None,
         "grammar": None,
+        "reasoning_budget": None,
         "structured_outputs": None,
         "output_kind": RequestOutputKind.CUMULATIVE.value,
     }
@@ -77,6 +78,7 @@ FIELDS_AND_BAD_VALUES = {
     "bad_words_token_ids": ["a", [1], [[]], [["a"]], [[True]], [[1] * 65], [[1]] * 257],
     "bad_words": ["a", [1], 5, [None], ["a"] * 257],
     "grammar": ["a", {"kind": "regex", "text": "a"}, 1],
+    "reasoning_budget": ["a", {"num_tokens": 1}, 1],
     "structured_outputs": ["a", {"regex": "a"}, 1],
     "output_kind": ["DELTA", 0, None],
     "logit_bias": [
