@@ -57,7 +57,7 @@ class KeptFormats:
             return None
         else:
             format = (GGML_FORMATS | GROUP_FORMATS).get(self.source[name].block_format or "")
-            if format is not None and (columns.whole % format.split or options.has_float_activations):
+            if format is not None and (columns.whole % format.multiple or options.has_float_activations):
                 return None
         if format is None:
             return None

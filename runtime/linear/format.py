@@ -29,6 +29,7 @@ class WeightFormat:
         activation_block: how many elements of K share a scale of x; 0 means none do. Results depend on where these
             blocks begin.
         split: K may be cut between ranks at multiples of so many elements.
+        multiple: of elements that K must be; a last block of panels may be padded.
         has_gpu_kernels: whether products on a GPU can read it.
         packing: the one of `numba_kernels.cuda.packing` that a GPU uses, or "" for rows of elements.
     """
@@ -41,6 +42,7 @@ class WeightFormat:
     activation: DType | None = None
     activation_block: int = 0
     split: int = 1
+    multiple: int = 1
     has_gpu_kernels: bool = True
     packing: str = ""
 
@@ -98,7 +100,8 @@ row. In exact mode the sum over groups is cut into segments of whole groups, and
 def _blocks(name: str, elements: int, size_bytes: int, *, rounds: bool = True) -> WeightFormat:
     return WeightFormat(
         name, uint8, elements / size_bytes, activation=int8_type if rounds else None,
-        activation_block=32 if rounds else 0, split=elements, has_gpu_kernels=False,
+        activation_block=32 if rounds else 0, split=elements, multiple=elements // BLOCKS[name].pairs,
+        has_gpu_kernels=False,
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def _stored_format(layout: QuantizedLayout) -> WeightFormat | None:
     if layout.kind == "fp8":
         return None if layout.block[1] % _FP8_GROUP else GROUP_FORMATS["fp8"]
     format = _block_format(layout)
-    return None if format is None or layout.shape[1] % format.split else format
+    return None if format is None or layout.shape[1] % format.multiple else format
 
 
 def _block_format(layout: QuantizedLayout) -> WeightFormat | None:

@@ -62,8 +62,9 @@ class BlockRows:
 
     def cut_columns(self, first: int, end: int) -> BlockRows:
         """Columns ``first`` up to ``end``, both between blocks."""
-        bytes_a_block = self.raw.shape[1] // (self.depth // self.format.split)
-        places = slice(first // self.format.split * bytes_a_block, end // self.format.split * bytes_a_block)
+        size = self.format.multiple
+        bytes_a_block = self.raw.shape[1] // (self.depth // size)
+        places = slice(first // size * bytes_a_block, end // size * bytes_a_block)
         return BlockRows(self.raw[:, places], self.format, end - first)
 
 
@@ -546,7 +547,7 @@ def _check(weights: list[MatrixSource], biases: list[Tensor | None], options: Lo
                 name, is_kept = part.layout.name, kept_format(part.layout, options) is not None
             else:
                 name = part.format.name
-                is_kept = not (options.dtype or options.format or part.shape[1] % part.format.split)
+                is_kept = not (options.dtype or options.format or part.shape[1] % part.format.multiple)
             if device.kind != "cpu" or not is_kept or part.shape[1] != weights[0].shape[1]:
                 raise InvalidArgumentError(
                     f"prepare_linear: weight {number} is {name} {part.shape}, which {device} cannot keep so, whole, or "

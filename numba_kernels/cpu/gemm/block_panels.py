@@ -30,11 +30,14 @@ FIELDS = Fields("*source row_bytes *panels blocks width first_column")
 
 
 def pack_blocks(stored: str, panels: np.ndarray, rows: np.ndarray, first_column: int, num_workers: int) -> None:
-    """Copies ``rows [n, row bytes]`` (uint8, rows contiguous) into the panels' columns from ``first_column`` on."""
+    """Copies ``rows [n, row bytes]`` (uint8, rows contiguous) into the panels' columns from ``first_column`` on. Half of
+    a last block may be missing; it becomes zeros."""
     block = BLOCKS[stored]
     if rows.size == 0:
         return
     assert address_of(panels) % _CACHE_LINE == 0, "panels begin on a cache line"
+    if missing := -rows.shape[1] % block.source_bytes:
+        rows = np.pad(rows, ((0, 0), (0, missing)))
     if rows.strides[1] != 1 or rows.strides[0] < 0:
         rows = np.ascontiguousarray(rows)
     count, row_bytes = rows.shape

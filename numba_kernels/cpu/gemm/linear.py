@@ -179,6 +179,10 @@ def product_parts(stored: Any) -> ProductParts:
             target += begin * (unpacked_group_words if is_unpacked else group_words) * rows * 4
             length, as_pairs = (end - begin) * X_GROUP, has_pairs and is_unpacked
             arrange_blocks(x, a.depth, length, rows, start, is_halved, as_pairs, target)
+            padding = words // unit_words * (elements // X_GROUP) - groups
+            if end == groups and padding:
+                size = unpacked_group_words if is_unpacked else group_words
+                float32_at(target + (end - begin) * size * rows * 4, padding * size * rows)[:] = np.float32(0)
         elif is_int8:
             arrange_groups(x, a.depth, rows, target)
         elif is_pairs:

@@ -30,6 +30,8 @@ RARELY |= {"Q3_K", "IQ4_XS", "IQ3_XXS"}
 NAMES = [pytest.param(each, marks=[pytest.mark.exhaustive] * (each in RARELY)) for each in KEPT]
 SHAPES = [(1, 50, 256), (2, 17, 512), (3, 48, 256), (4, 5, 1024), (5, 100, 768), (6, 16, 256), (7, 200, 256)]
 SHAPES += [(13, 70, 768), (33, 49, 512), (130, 33, 512), (0, 10, 256)]
+HALVES = [(1, 50, 352), (3, 48, 32), (9, 49, 96), (33, 49, 352)]
+"""Half of the last block of panels is padding."""
 
 
 def blocks(rng: np.random.Generator, name: str, width: int, depth: int) -> tuple[BlockRows, np.ndarray]:
@@ -60,7 +62,7 @@ class AllBytes(np.random.Generator):
 @pytest.mark.exhaustive_cases("Q5_K")
 def test_products_rows_and_tables(name: str) -> None:
     """A row has the same bits alone; a row of a table is what the package makes of it."""
-    for rows, width, depth in SHAPES:
+    for rows, width, depth in SHAPES + HALVES * (GGML_FORMATS[KEPT[name].kept].multiple == 32):
         rng = np.random.default_rng([rows, width, depth])
         weight, floats = blocks(rng, name, width, depth)
         x, bias, residual = normal(rng, (rows, depth)), normal(rng, width), normal(rng, (rows, width))
@@ -139,6 +141,7 @@ def test_activations_that_are_not_finite_stay_in_their_rows() -> None:
 def test_sizes_that_formats_tell() -> None:
     for format in (GGML_FORMATS | GROUP_FORMATS).values():
         block = BLOCKS[format.name]
+        assert format.multiple == block.elements // block.pairs
         assert (format.split, format.size_bytes(1, block.elements)) == (block.elements, block.words * 4)
 
 
