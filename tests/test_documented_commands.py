@@ -98,7 +98,7 @@ ELSEWHERE = {
         "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON --num-rounds 2",
         "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON "
         "--workloads WORKLOAD --num-rounds N",
-        "python -m tools.write_moe_gguf qwen3moe FILE --layers 8", "python -m tools.write_hybrid_gguf",
+        "python -m tools.write_moe_gguf qwen3moe FILE --layers 8", "python -m tools.write_random_gguf",
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
         "python -m tools.references.make_eagle3_goldens",

@@ -30,8 +30,8 @@ FIELDS = Fields("*source row_bytes *panels blocks width first_column")
 
 
 def pack_blocks(stored: str, panels: np.ndarray, rows: np.ndarray, first_column: int, num_workers: int) -> None:
-    """Copies ``rows [n, row bytes]`` (uint8, rows contiguous) into the panels' columns from ``first_column`` on. Half of
-    a last block may be missing; it becomes zeros."""
+    """Copies ``rows [n, row bytes]`` (uint8, rows contiguous) into the panels' columns from ``first_column`` on. Half
+    of a last block may be missing; it becomes zeros."""
     block = BLOCKS[stored]
     if rows.size == 0:
         return
