@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 35_262,
+    "numba_kernels": 35_269,
     "runtime/emulator": 17_012,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
     "runtime/backends": 3_007,
-    "runtime/linear": 2_305,
+    "runtime/linear": 2_309,
     "runtime/kv": 1_088,
     "runtime/engine": 20_495,
     "runtime/text": 5_508,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 18_244,
     "server": 18_213,
     "tokenizer": 6_929,
-    "tools": 15_952,
+    "tools": 15_973,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
