@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 from runtime import ops
 from runtime.backends import backend_of
-from runtime.backends.checks import check, fail
+from runtime.backends.checks import check_rows, fail
 from runtime.batch import NO_LONG_CHUNKS, Batch, LongChunk
 from runtime.linear.latent import LatentMaps
 from runtime.linear.norm import RmsNorm
 from runtime.rope_table import RopeTable
-from runtime.routing import HeadRouting
 from runtime.tensor.tensor import Tensor
 
 
@@ -30,50 +29,41 @@ class _Piece(NamedTuple):
 
 
 def latent_layer(
-    q: Tensor, latent: Tensor, maps: LatentMaps, routing: HeadRouting, *, pages: Tensor, batch: Batch, group: int,
-    rope: RopeTable, norm: RmsNorm, scale: float,
+    q: Tensor, latent: Tensor, maps: LatentMaps, *, pages: Tensor, batch: Batch, group: int, rope: RopeTable,
+    norm: RmsNorm, scale: float,
 ) -> Tensor:  # fmt: skip
     """Queries ``q [T, H head_dim]``, each head's rotated part last, and the latent projection ``[T, latent_dim +
-    rotary_dim]`` -> results ``[T, H value_dim]``. Writes the tokens' rows to the pages."""
+    rotary_dim]``, either of which may be columns of wider rows -> results ``[T, H value_dim]``. Writes the tokens' rows
+    to the pages."""
     op, tokens, heads = "latent_layer", q.shape[0], maps.num_heads
     backend = backend_of(q.device)
-    check(op, "q", q, q.device, backend.ACTIVATIONS, (None, heads * maps.head_dim))
-    check(op, "latent", latent, q.device, q.dtype, (tokens, maps.row_dim))
+    check_rows(op, "q", q, q.device, backend.ACTIVATIONS, (None, heads * maps.head_dim))
+    check_rows(op, "latent", latent, q.device, q.dtype, (tokens, maps.row_dim))
     if maps.expansion is None and batch.long_chunks.chunks:
         raise fail(op, "batch.long_chunks", "are given, but these maps have no expansion")
-    queries = attended = values = None
+    queries = attended = values = prepared = None
     if batch.long_chunks.chunks:
         values = Tensor.new((tokens, heads * maps.value_dim), q.dtype, q.device)
+        prepared = backend.latent_prepare(q, latent, maps, batch, group, rope, norm, pages)
         if batch.long_chunks.max_query_len:
-            queries = Tensor.new((tokens * heads, maps.row_dim), q.dtype, q.device)
+            queries = Tensor.new((tokens, heads, maps.row_dim), q.dtype, q.device)
             attended = Tensor.new((tokens, heads * maps.latent_dim), q.dtype, q.device)
     for piece in _pieces(batch):
         own, part = piece.tokens, piece.batch
-        rows = slice(own.start * heads, own.stop * heads)
         if piece.long is not None:
             assert values is not None
-            backend.latent_prepare(
-                q[own].view(-1, heads, maps.head_dim), latent[own], part.positions, rope, norm, pages,
-                part.slot_mappings[group], maps.key_dim,
-            )  # fmt: skip
-            backend.latent_expanded(q, pages, part, group, piece.long, maps, scale, values)
+            assert prepared is not None
+            backend.latent_expanded(prepared, pages, part, group, piece.long, maps, scale, values)
             continue
-        by_head = routing.of(own.stop - own.start)
-        given = ops.expert_linear(
-            q[own].view(-1, maps.head_dim), by_head, maps.keys, out=None if queries is None else queries[rows]
-        )
-        given = ops.latent_prepare(
-            given.view(-1, heads, maps.row_dim), latent[own], part.positions, rope=rope, norm=norm, pages=pages,
-            slot_mapping=part.slot_mappings[group],
+        given = ops.latent_queries(
+            q[own], latent[own], maps, part.positions, rope=rope, norm=norm, pages=pages,
+            slot_mapping=part.slot_mappings[group], out=None if queries is None else queries[own],
         )  # fmt: skip
-        whole = given if queries is None else queries.view(tokens, heads, maps.row_dim)
+        whole = given if queries is None else queries
         found = ops.latent_attention(whole, pages, part, group, scale=scale, value_dim=maps.latent_dim, out=attended)
-        found = ops.expert_linear(
-            found[own].view(-1, maps.latent_dim), by_head, maps.values,
-            out=None if values is None else values.view(tokens * heads, -1)[rows],
-        )  # fmt: skip
+        found = ops.latent_values(found[own], maps, out=None if values is None else values[own])
         if values is None:
-            return found.view(tokens, -1)
+            return found
     assert values is not None
     return values
 

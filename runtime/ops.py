@@ -19,11 +19,12 @@ import numpy as np
 
 from numba_kernels.split_k import SEGMENTS
 from runtime.backends import backend_of, cpu_sampling, cuda_tensor
-from runtime.backends.checks import check, check_chosen, check_sampling, fail
+from runtime.backends.checks import check, check_chosen, check_rows, check_sampling, fail
 from runtime.batch import Batch
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, NDArray, float32, int32, int64
 from runtime.linear.experts import ExpertsWeight
+from runtime.linear.latent import LatentMaps
 from runtime.linear.norm import RmsNorm
 from runtime.linear.shared_table import SharedTable
 from runtime.linear.stored_table import StoredTable
@@ -37,8 +38,8 @@ from runtime.tensor.tensor import Tensor, operation
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "clamp",
-    "delta_rule", "distributions", "embedding", "expert_linear", "experts", "forbid", "gather_rows", "gelu",
-    "gelu_gate", "glu", "keep_groups", "keep_proposals", "latent_attention", "latent_prepare", "layer_norm", "linear",
+    "delta_rule", "distributions", "embedding", "experts", "forbid", "gather_rows", "gelu", "gelu_gate", "glu",
+    "keep_groups", "keep_proposals", "latent_attention", "latent_queries", "latent_values", "layer_norm", "linear",
     "linear_glu", "linear_partial", "log_softmax_topk", "logits_linear", "mamba", "normed_route", "place",
     "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample", "sample_into", "short_conv", "sigmoid_gate",
     "silu", "squared_relu", "take_decode_inputs", "xielu",
@@ -485,21 +486,6 @@ def experts(
     )
 
 
-def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight, *, out: Tensor | None = None) -> Tensor:
-    """Each row times the matrix of its one expert, ``x [T, K]`` and ``weight [E, N, K]`` -> ``[T, N]``, `out` if it is
-    given, and times its weight. `routing` has one expert a row; see `HeadRouting`."""
-    op, backend = "expert_linear", _backend("expert_linear", "x", x)
-    tokens = x.shape[0]
-    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, weight.shape[2]))
-    check(op, "routing.ids", routing.ids, x.device, int32, (tokens, 1))
-    check(op, "routing.weights", routing.weights, x.device, float32, (tokens, 1))
-    if routing.rule.num_experts != weight.shape[0]:
-        raise fail(op, "weight", f"has {weight.shape[0]} experts, must have num_experts = {routing.rule.num_experts}")
-    if out is not None:
-        _check_written(op, "out", out, x.device, x.dtype, (tokens, weight.shape[1]))
-    return backend.expert_linear(x, routing, weight, out)  # type: ignore[no-any-return]
-
-
 # ------------------------------------------------------------------------------------------ attention
 
 
@@ -638,30 +624,46 @@ def _check_page_scales(op: str, k_cache: Tensor, shape: tuple[int, int, int], sc
         check(op, name, each, k_cache.device, float32, shape)
 
 
-def latent_prepare(
-    q: Tensor, latent: Tensor, positions: Tensor, *, rope: RopeTable, norm: RmsNorm, pages: Tensor, slot_mapping: Tensor
-) -> Tensor:
-    """Rotates the first R numbers of ``q [T, Hq, R + C]`` in place, multiplies all of them by `rope.q_scales` if there
-    are any, and writes each token's row of latent pages.
+def latent_queries(
+    q: Tensor, latent: Tensor, maps: LatentMaps, positions: Tensor, *, rope: RopeTable, norm: RmsNorm, pages: Tensor,
+    slot_mapping: Tensor, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Queries ``[T, H (key_dim + R)]``, each head's R rotated numbers last, as latent attention takes them, ``[T, H, R
+    + C]``: the R are rotated, the others go through the keys' map, and all are multiplied by `rope.q_scales` if there
+    are any. Writes each token's row of latent pages.
 
     ``latent [T, C + R]`` is the projection's output: C numbers, which are normalised, and R, which are rotated. The row
-    in the pages (`runtime.kv.cache`) has the R first. ``slot_mapping`` as in `qkv_prepare`.
+    in the pages (`runtime.kv.cache`) has the R first. ``slot_mapping`` as in `qkv_prepare`. Both may be columns of
+    wider rows. A GPU writes the queries to `out` if it is given.
     """
-    op, backend, device = "latent_prepare", _backend("latent_prepare", "q", q), q.device
-    check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))
-    tokens, _, width = q.shape
-    check(op, "latent", latent, device, q.dtype, (tokens, width))
+    op, backend, device = "latent_queries", _backend("latent_queries", "q", q), q.device
+    tokens, heads = q.shape[0], maps.num_heads
+    check_rows(op, "q", q, device, backend.ACTIVATIONS, (None, heads * maps.head_dim))
+    check_rows(op, "latent", latent, device, q.dtype, (tokens, maps.row_dim))
     check(op, "positions", positions, device, int32, (tokens,))
     check(op, "slot_mapping", slot_mapping, device, int64, (tokens,))
-    check(op, "rope.cos", rope.cos, device, float32, (None, None))
+    check(op, "rope.cos", rope.cos, device, float32, (None, maps.rotary_dim // 2))
     check(op, "rope.sin", rope.sin, device, float32, rope.cos.shape)
-    if (rest := width - 2 * rope.cos.shape[1]) < 1:
-        raise fail(op, "rope.cos", f"rotates {2 * rope.cos.shape[1]} dimensions, limit {width - 1} of q's {width}")
     if rope.q_scales is not None:
         check(op, "rope.q_scales", rope.q_scales, device, float32, (rope.cos.shape[0],))
-    check(op, "norm.weight", norm.weight, device, backend.NORM_WEIGHTS, (rest,))
-    _check_latent_pages(op, backend, pages, device, width)
-    return backend.latent_prepare(q, latent, positions, rope, norm, pages, slot_mapping)  # type: ignore[no-any-return]
+    check(op, "norm.weight", norm.weight, device, backend.NORM_WEIGHTS, (maps.latent_dim,))
+    _check_latent_pages(op, backend, pages, device, maps.row_dim)
+    if out is not None:
+        _check_written(op, "out", out, device, q.dtype, (tokens, heads, maps.row_dim))
+    given = () if out is None else (out,)  # on a GPU alone
+    return backend.latent_queries(  # type: ignore[no-any-return]
+        q, latent, maps, positions, rope, norm, pages, slot_mapping, *given
+    )
+
+
+def latent_values(x: Tensor, maps: LatentMaps, *, out: Tensor | None = None) -> Tensor:
+    """Results ``[T, H C]`` of latent attention times the values' maps, ``[T, H value_dim]``. A GPU writes them to `out`
+    if it is given."""
+    op, backend = "latent_values", _backend("latent_values", "x", x)
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, maps.num_heads * maps.latent_dim))
+    if out is not None:
+        _check_written(op, "out", out, x.device, x.dtype, (x.shape[0], maps.num_heads * maps.value_dim))
+    return backend.latent_values(x, maps, *(() if out is None else (out,)))  # type: ignore[no-any-return]
 
 
 def latent_attention(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -76,16 +76,11 @@ class RoutingRule:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The result of `ops.route`: experts ``ids [T, k]`` int32, and their ``weights [T, k]`` float32.
-
-    Attributes:
-        groupings: of heads, whose ids follow from their number: what a GPU has made of them by now; else None.
-    """
+    """The result of `ops.route`: experts ``ids [T, k]`` int32, and their ``weights [T, k]`` float32."""
 
     ids: Tensor
     weights: Tensor
     rule: RoutingRule
-    groupings: dict[Any, Any] | None = None
 
 
 class HeadRouting:
@@ -98,7 +93,6 @@ class HeadRouting:
         self._rule = RoutingRule(num_experts=num_heads, top_k=1)
         self._device = device
         self._num_tokens = 0
-        self._groupings: dict[Any, Any] = {}
 
     def reserve(self, num_tokens: int = MOST_HEAD_TOKENS) -> None:
         """Prepare `of` for up to so many tokens."""
@@ -113,4 +107,4 @@ class HeadRouting:
         if num_tokens > self._num_tokens:
             self.reserve(num_tokens)
         rows = slice(num_tokens * self._rule.num_experts)
-        return Routing(self._ids[rows], self._weights[rows], self._rule, self._groupings)
+        return Routing(self._ids[rows], self._weights[rows], self._rule)

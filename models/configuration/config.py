@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 from models.checkpoints.model_files import open_model
 from models.configuration.json_fields import REQUIRED, Fields
 from models.errors import ConfigError
-from models.makers.shards import Shard, equal_shard, shard_of_heads, shard_of_width
+from models.makers.shards import Shard, equal_shard, shard_of_heads, shard_of_width, whole_shard
 from runtime.dtype import DType, bfloat16, float16, float32
 from tokenizer.warn import warn_once
 
@@ -112,7 +112,7 @@ class ModelConfig:
     def shard(self, name: str) -> Shard:
         """This rank's part of a size: all of it where there is one rank."""
         size: int = getattr(self, name)
-        return dict(self.shards).get(name, Shard(size, 0, size))
+        return dict(self.shards).get(name, whole_shard(size))
 
 
 def read_common(

@@ -29,10 +29,12 @@ from models.decoder import DecoderConfig, Layer, PreNormLayer
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, check_groups
 from models.families.glm import read_grouped_rule
 from models.makers.maker import Maker
+from models.makers.shards import whole_shard
 from runtime import ops
 from runtime.batch import Batch, LongChunks
 from runtime.kv.cache import KVCache
 from runtime.latent_ops import latent_layer
+from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.ops import RopeTable
 from runtime.routing import RoutingRule
@@ -79,18 +81,25 @@ class LatentAttention:
         self.index, self.rope, self.form, self.num_heads = index, rope, form, heads.count
         self.scale, self.input_norm = config.attention_scales[index], input_norm
         query_size = heads.times(form.head_dim)
-        self.q_a_proj = None
+        name, width = ("q_a_proj", whole_shard(form.query_rank)) if form.query_rank else ("q_proj", query_size)
+        names, outputs = (name, "kv_a_proj_with_mqa"), (width, whole_shard(form.row_dim))
+        self.width, biases = width.count, (has_bias and form.query_rank > 0, has_bias)
+        # One product has both parts as columns. The cpu's kernels take arrays; one map's outputs have biases or not.
+        if maker.options.device.kind == "cpu" or len(set(biases)) > 1:
+            self.projections = [
+                maker.linear(each, outputs=size, inputs=hidden, has_bias=bias, split="outputs")
+                for each, size, bias in zip(names, outputs, biases, strict=True)
+            ]
+        else:
+            self.projections = [
+                maker.linear(names, outputs=outputs, inputs=hidden, has_bias=has_bias, split="outputs", norm=input_norm)
+            ]
+        self.q_b_proj: Linear | None = None
         if form.query_rank:
-            self.q_a_proj = maker.linear("q_a_proj", outputs=form.query_rank, inputs=hidden, has_bias=has_bias)
             norm = maker.rms_norm("q_a_layernorm.weight", form.query_rank, _INNER_EPS)
-            self.q_proj = maker.linear(
+            self.q_b_proj = maker.linear(
                 "q_b_proj", outputs=query_size, inputs=form.query_rank, split="outputs", norm=norm
             )
-        else:
-            self.q_proj = maker.linear("q_proj", outputs=query_size, inputs=hidden, split="outputs")
-        self.kv_a_proj = maker.linear(
-            "kv_a_proj_with_mqa", outputs=form.latent_dim + form.rotary_dim, inputs=hidden, has_bias=has_bias
-        )
         self.latent_norm = maker.rms_norm("kv_a_layernorm.weight", form.latent_dim, _INNER_EPS)
         self.maps = maker.latent_maps(
             "kv_b_proj", heads=heads, key_dim=form.key_dim, value_dim=form.value_dim, rotary_dim=form.rotary_dim,
@@ -99,18 +108,21 @@ class LatentAttention:
         self.o_proj = maker.linear(
             "o_proj", outputs=hidden, inputs=heads.times(form.value_dim), has_bias=has_bias, split="inputs"
         )
-        self.routing = maker.head_routing(heads.count)
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache, *, residual: Tensor | None = None) -> Tensor:
         group = kv_cache.group_of(self.index)
         (pages,) = kv_cache.layer(self.index)
-        x = ops.rms_norm(x, self.input_norm.weight, self.input_norm.eps)
-        q = self.q_proj(
-            x if self.q_a_proj is None else self.q_a_proj(x, batch), batch
-        )  # [num_tokens, heads * (key + rotary)]
+        if len(self.projections) == 1:
+            both = self.projections[0](x, batch)
+            q, latent = both[:, : self.width], both[:, self.width :]
+        else:
+            x = ops.rms_norm(x, self.input_norm.weight, self.input_norm.eps)
+            q, latent = (each(x, batch) for each in self.projections)
+        if self.q_b_proj is not None:
+            q = self.q_b_proj(q.contiguous(), batch)  # [num_tokens, heads * (key + rotary)]
         values = latent_layer(
-            q, self.kv_a_proj(x, batch), self.maps, self.routing, pages=pages, batch=batch, group=group, rope=self.rope,
-            norm=self.latent_norm, scale=self.scale,
+            q, latent, self.maps, pages=pages, batch=batch, group=group, rope=self.rope, norm=self.latent_norm,
+            scale=self.scale,
         )  # fmt: skip
         return self.o_proj(values, batch, residual=residual)
 

@@ -14,7 +14,7 @@ from models.configuration.rope_config import RopeConfig
 from models.makers.declaration import Array, LinearDeclaration
 from models.makers.kept_formats import KeptFormats, check_cut
 from models.makers.maker import Maker
-from models.makers.shards import Shard
+from models.makers.shards import Shard, whole_shard
 from models.rope import num_table_rows
 from runtime.dtype import DType, float32
 from runtime.linear.experts import ExpertsWeight
@@ -134,7 +134,7 @@ class DeclaringMaker(Maker):
         full_name, formats, device = f"{self._prefix}{name}.weight", self._formats, self.options.device
 
         def settled_bytes(source: Checkpoint) -> int:
-            format = replace(formats, source=source).kept(full_name, Shard(columns, 0, columns))
+            format = replace(formats, source=source).kept(full_name, whole_shard(columns))
             if format is None:
                 return floats_bytes(source)
             self._note_rounding(source, full_name, format)

@@ -23,7 +23,7 @@ from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
 from models.makers.declaration import Array, LinearDeclaration, Width, several, whole_width
 from models.makers.kept_formats import KeptFormats
-from models.makers.shards import Shard, equal_shard
+from models.makers.shards import Shard, equal_shard, whole_shard
 from runtime.communicator import begins_here, ends_here
 from runtime.dtype import DType
 from runtime.linear.addends import Addend
@@ -185,8 +185,8 @@ class Maker(ABC):
 
     def _share(self, width: Width, *, is_cut: bool) -> Shard:
         if isinstance(width, Shard):
-            return width if is_cut else Shard(width.count, 0, width.count)
-        return equal_shard(width, self.options.rank, self.options.num_ranks) if is_cut else Shard(width, 0, width)
+            return width if is_cut else whole_shard(width.count)
+        return equal_shard(width, self.options.rank, self.options.num_ranks) if is_cut else whole_shard(width)
 
     def experts(
         self, names: str | Sequence[str], *, count: int, outputs: Width | Sequence[Width], inputs: Width,
@@ -264,12 +264,11 @@ class Maker(ABC):
         self, name: str, *, heads: Shard, key_dim: int, value_dim: int, rotary_dim: int, latent_dim: int
     ) -> LatentMaps:
         """The map `name.weight [heads (key_dim + value_dim), latent_dim]` out of latent rows, absorbed into the maps
-        beside it: for each of this rank's heads one for queries, `[rotary_dim + latent_dim, key_dim + rotary_dim]`, and
-        one for results, `[value_dim, latent_dim]`.
+        beside it: for each of this rank's heads one for queries, and one for results (`LatentMaps`).
 
-        A query comes with the key's part first; it leaves with the rotated part first, unchanged, followed by the part
-        that is multiplied with the latent row. The maps are always floats. A GPU also gets the map that expands rows,
-        if it has kernels for heads of these sizes, and unless a token's bits may not depend on its chunk.
+        A query comes with the key's part first; it leaves with the rotated part first, followed by the part that is
+        multiplied with the latent row. The maps are always floats. A GPU also gets the map that expands rows, if it has
+        kernels for heads of these sizes, and unless a token's bits may not depend on its chunk.
         """
         if self.options.gemm != "auto":
             raise ModelLoadError(
@@ -280,12 +279,15 @@ class Maker(ABC):
         def maps_of(stored: Array) -> Iterator[Array]:
             """The maps of queries for these heads, then those of results."""
             parts = stored.reshape(heads.count, key_dim + value_dim, latent_dim)
-            for part in parts:
+            if not is_cpu:
+                yield np.ascontiguousarray(parts[:, :key_dim].transpose(0, 2, 1)).reshape(-1, key_dim)
+                yield np.ascontiguousarray(parts[:, key_dim:]).reshape(-1, latent_dim)
+            for part in parts if is_cpu else ():
                 keys = np.zeros((rotary_dim + latent_dim, key_dim + rotary_dim), stored.dtype)
                 keys[:rotary_dim, key_dim:] = np.eye(rotary_dim, dtype=np.float32)
                 keys[rotary_dim:, :key_dim] = part[:key_dim].T
                 yield keys
-            for part in parts:
+            for part in parts if is_cpu else ():
                 yield np.ascontiguousarray(part[key_dim:])
             if expands:
                 pairs = np.zeros((heads.count, head_dim + value_dim, row_dim), stored.dtype)
@@ -295,25 +297,25 @@ class Maker(ABC):
                 yield pairs.reshape(-1, row_dim)
 
         count, row_dim, head_dim = heads.count, rotary_dim + latent_dim, key_dim + rotary_dim
-        expands = (
-            self.options.device.kind != "cpu" and not self.options.exact
-            and can_expand(inner.dtype, head_dim, value_dim, row_dim)
-        )  # fmt: skip
-        shapes = [(row_dim, head_dim)] * count + [(value_dim, latent_dim)] * count
+        is_cpu = self.options.device.kind == "cpu"
+        expands = not is_cpu and not self.options.exact and can_expand(inner.dtype, head_dim, value_dim, row_dim)
+        if is_cpu:
+            shapes = [(row_dim, head_dim)] * count + [(value_dim, latent_dim)] * count
+        else:
+            shapes = [(count * latent_dim, key_dim), (count * value_dim, latent_dim)]
         shapes += [(count * (head_dim + value_dim), row_dim)] * expands
         made = inner._derived(
             f"{self._prefix}{name}.weight", heads.times(key_dim + value_dim), latent_dim, shapes, maps_of
         )
         for weight in made:
             self._count(weight.size_bytes)
-        if self.options.device.kind != "cpu":
-            self._count(2 * 16 * count)  # of the tables of their addresses
+        keys, values = (ExpertsWeight(made[:count]), ExpertsWeight(made[count:])) if is_cpu else made[:2]
         return LatentMaps(
-            ExpertsWeight(made[:count]), ExpertsWeight(made[count : 2 * count]), made[-1] if expands else None,
-            key_dim, rotary_dim, latent_dim, value_dim,
+            count, keys, values, made[-1] if expands else None, key_dim, rotary_dim, latent_dim, value_dim,
+            self._head_routing(count) if is_cpu else None,
         )  # fmt: skip
 
-    def head_routing(self, heads: int) -> HeadRouting:
+    def _head_routing(self, heads: int) -> HeadRouting:
         """Maps rows of so many heads to their heads' matrices; shared by all layers."""
         if heads not in self._head_routings:
             self._head_routings[heads] = self._new_head_routing(heads)
@@ -381,7 +383,7 @@ class Maker(ABC):
 
     def _word_table(self, name: str, rows: int, columns: int) -> Tensor | LinearWeight | SharedTable:
         """The token table `name.weight` of an untied model: quantised as it is stored, or its rows as floats."""
-        if self._formats.kept(f"{self._prefix}{name}.weight", Shard(columns, 0, columns)):
+        if self._formats.kept(f"{self._prefix}{name}.weight", whole_shard(columns)):
             return self.linear(name, outputs=rows, inputs=columns).weight
         return self._shared_table(f"{name}.weight", rows, columns)
 

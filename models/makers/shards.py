@@ -27,6 +27,11 @@ class Shard:
         return self.count < self.whole
 
 
+def whole_shard(width: int) -> Shard:
+    """Each rank has all of it."""
+    return Shard(width, 0, width)
+
+
 def equal_shard(count: int, rank: int, num_ranks: int) -> Shard:
     """A rank's share, equal for all ranks."""
     return Shard(count * num_ranks, count * rank, count)

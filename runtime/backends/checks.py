@@ -62,6 +62,18 @@ def check(
         recording.lives_on(tensor.storage, tensor.address, tensor.size_bytes, f"{op}: {argument}")
 
 
+def check_rows(
+    op: str, argument: str, tensor: Tensor, device: Device, dtype: DType | tuple[DType, ...],
+    shape: tuple[int | None, int],
+) -> None:  # fmt: skip
+    """`check` of ``[T, N]`` that may be columns of wider rows."""
+    if isinstance(tensor, Tensor) and tensor.ndim == 2 and not tensor.is_contiguous and tensor.strides[1] == 1:
+        if shape[0] not in (None, tensor.shape[0]):
+            raise fail(op, argument, f"has shape {tensor.shape}, must be [{shape[0]}, {shape[1]}]")
+        tensor, shape = tensor[:1], (1, shape[1])
+    check(op, argument, tensor, device, dtype, shape)
+
+
 def check_sampling(op: str, rows: int, vocab: int, params: SamplingArrays) -> None:
     """Raises InvalidArgumentError where an array of the parameters is not what ``logits [rows, vocab]`` need."""
     mask_words = -(-vocab // 32)

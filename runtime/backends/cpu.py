@@ -23,7 +23,7 @@ from runtime.backends.checks import fail
 from runtime.backends.cpu_attention import LATENT_ROW_MULTIPLE as LATENT_ROW_MULTIPLE
 from runtime.backends.cpu_attention import attention as attention
 from runtime.backends.cpu_attention import latent_attention as latent_attention
-from runtime.backends.cpu_attention import latent_prepare as latent_prepare
+from runtime.backends.cpu_attention import latent_prepare
 from runtime.backends.cpu_attention import page_shape as page_shape
 from runtime.backends.cpu_attention import qkv_prepare as qkv_prepare
 from runtime.backends.cpu_sampling import log_softmax_topk as log_softmax_topk
@@ -37,9 +37,11 @@ from runtime.backends.cpu_threads import new, new_int32, num_workers, share_amon
 from runtime.backends.cpu_threads import set_num_workers as set_num_workers
 from runtime.dtype import STORED, DType, NDArray, float32
 from runtime.linear.experts import ExpertsWeight
+from runtime.linear.latent import LatentMaps
 from runtime.linear.norm import RmsNorm
 from runtime.linear.stored_table import StoredTable
 from runtime.linear.weight import JoinedWeight, LinearWeight, PanelWeight
+from runtime.rope_table import RopeTable
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
 
@@ -364,10 +366,31 @@ def _some_experts(
     rows.add(y if gather is None else gather(y, out.shape[1]), added, out)
 
 
-def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight, out: Tensor | None = None) -> Tensor:
-    """See `ops.expert_linear`."""
+def latent_queries(
+    q: Tensor, latent: Tensor, maps: LatentMaps, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:  # fmt: skip
+    """See `ops.latent_queries`."""
+    heads = q.contiguous().view(-1, maps.head_dim)
+    absorbed = head_linear(heads, _head_routing(maps, q), maps.keys).view(-1, maps.num_heads, maps.row_dim)
+    return latent_prepare(absorbed, latent.contiguous(), positions, rope, norm, pages, slot_mapping)
+
+
+def latent_values(x: Tensor, maps: LatentMaps) -> Tensor:
+    """See `ops.latent_values`."""
+    found = head_linear(x.view(-1, maps.latent_dim), _head_routing(maps, x), maps.values)
+    return found.view(-1, maps.num_heads * maps.value_dim)
+
+
+def _head_routing(maps: LatentMaps, x: Tensor) -> Routing:
+    assert maps.routing is not None
+    return maps.routing.of(x.shape[0])
+
+
+def head_linear(x: Tensor, routing: Routing, weight: ExpertsWeight) -> Tensor:
+    """Each row of ``x [T heads, K]`` times its head's matrix; see `HeadRouting`."""
     tokens = x.shape[0]
-    result = new((tokens, weight.shape[1])) if out is None else out
+    result = new((tokens, weight.shape[1]))
     for first in range(0, tokens, _MOST_EXPERT_ROWS):
         some = slice(first, first + _MOST_EXPERT_ROWS)
         rows = _RowsByExpert(Routing(routing.ids[some], routing.weights[some], routing.rule))

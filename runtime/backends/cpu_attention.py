@@ -218,7 +218,8 @@ def attention(
 def latent_prepare(
     q: Tensor, latent: Tensor, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor, slot_mapping: Tensor
 ) -> Tensor:
-    """See `ops.latent_prepare`."""
+    """Rotates the first R numbers of absorbed queries ``q [T, H, R + C]`` in place, scales all of them, and writes the
+    tokens' rows; see `ops.latent_queries`."""
     tokens, heads, width = q.shape
     blocks, _, block_size, stride = pages.shape
     weight = _as_float32(norm.weight)

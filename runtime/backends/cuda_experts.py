@@ -17,7 +17,6 @@ from numba_kernels.cuda.specialisation import Launch
 from runtime.backends.checks import fail
 from runtime.backends.cuda_plans import Planned, list_rows, plan, plan_gathered
 from runtime.backends.cuda_tensor import alignment, remembered
-from runtime.device.allocator import DeviceBlock
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32, int32
 from runtime.linear.experts import ExpertsWeight
@@ -32,7 +31,6 @@ _plan_order = remembered(order.plan)
 _plan_router = remembered(router.plan)
 _plan_routing = remembered(routing.plan)
 
-_MOST_KEPT, _MOST_KEPT_ROWS = 64, 16384  # groupings of heads' rows, and rows of one: 8 MiB in all, at most 10
 _MOST_ROWS = 65536  # of experts at a time, each token with all of its experts
 
 
@@ -143,29 +141,8 @@ def _grouped(
     rows.add(y if gather is None else gather(y, x.shape[1]), places)
 
 
-def expert_linear(x: Tensor, chosen: Routing, weight: ExpertsWeight, out: Tensor | None = None) -> Tensor:
-    """See `ops.expert_linear`."""
-    tokens, width = x.shape[0], weight.shape[1]
-    result = Tensor.new((tokens, width), x.dtype, x.device) if out is None else out
-    if not (tokens and width):
-        return result
-    if chosen.groupings is not None and tokens == weight.shape[0] and out is None and not weight.exact:
-        rows = _RowsByExpert(x, chosen, (weight,))  # one token's heads: grouped, they lie as they did
-        return rows.product(x, weight, width, "", gathers=True)
-    squares = Tensor.new((tokens, combine.SQUARE_PARTS), float32, x.device)
-    for first in range(0, tokens, _MOST_ROWS):
-        some = slice(first, first + _MOST_ROWS)
-        groupings = chosen.groupings if first == 0 else None  # later rows may begin with another head
-        part = Routing(chosen.ids[some], chosen.weights[some], chosen.rule, groupings)
-        rows = _RowsByExpert(x[some], part, (weight,))
-        y = rows.product(x[some], weight, width, "", gathers=True)
-        rows.add(y, [0, 0, 0, result[some].address, squares[some].address])
-    return result
-
-
 class _RowsByExpert:
-    """Rows grouped by expert, for products with all of `weights`. Those of heads are the same in all layers and steps:
-    they are kept, and the launch that groups them is made once."""
+    """Rows grouped by expert, for products with all of `weights`."""
 
     def __init__(self, x: Tensor, chosen: Routing, weights: tuple[ExpertsWeight, ...]) -> None:
         self.chosen, self.gpu, self.dtype = chosen, Gpu.of(x.device), x.dtype
@@ -173,24 +150,17 @@ class _RowsByExpert:
         self.count = self.tokens * self.top_k
         self.list = list_rows(x, chosen, weights)
 
-        kept, key = chosen.groupings, (self.tokens, self.list, self.gpu.stream)
-        found: tuple[DeviceBlock, int, int, int, int] | None = None if kept is None else kept.get(key)
-        if found is None:
-            sizes = 4 * self.list.num_tiles, self.num_experts + 1, 1, self.count, self.count
-            places = [4 * sum(-(-size // 4) * 4 for size in sizes[:place]) for place in range(len(sizes) + 1)]
-            # Recordings hold the addresses of what is kept, which is made before they begin.
-            can_keep = kept is not None and len(kept) < _MOST_KEPT and self.count <= _MOST_KEPT_ROWS
-            is_kept = can_keep and not self.gpu.stream_is_captured
-            block = self.gpu.allocator.allocate(places[-1], self.gpu.stream, is_redirected=not is_kept)
-            tiles, starts, num_used, tokens_of, rows_of = (block.address + place for place in places[:-1])
-            found = block, tiles, num_used, tokens_of, rows_of
-            self.gpu.launch(
-                _plan_order(self.num_experts), chosen.ids.address, starts, tiles, num_used, tokens_of, rows_of,
-                self.count, self.top_k, self.num_experts, self.list.height,
-            )  # fmt: skip
-            if kept is not None and is_kept:
-                kept[key] = found
-        self.memory, self.tiles, self.num_used, self.tokens_of, self.rows_of = found
+        def integers(*shape: int) -> Tensor:
+            return Tensor.new(shape, int32, x.device)
+
+        self.starts, self.num_used = integers(self.num_experts + 1), integers(1)
+        self.tiles = integers(self.list.num_tiles, 4)
+        self.tokens_of, self.rows_of = integers(self.count), integers(self.tokens, self.top_k)
+        self.gpu.launch(
+            _plan_order(self.num_experts), chosen.ids.address, self.starts.address, self.tiles.address,
+            self.num_used.address, self.tokens_of.address, self.rows_of.address, self.count, self.top_k,
+            self.num_experts, self.list.height,
+        )  # fmt: skip
 
     def product(self, source: Tensor, weight: ExpertsWeight, columns: int, activation: str, *, gathers: bool) -> Tensor:
         """Each row times its expert's matrix; with `gathers` the source's rows are tokens'."""
@@ -205,8 +175,8 @@ class _RowsByExpert:
             )  # fmt: skip
             last = (rows.address,)
         self.gpu.launch(
-            planned.launch, source.address, weight.table_address, self.tiles, self.num_used,
-            self.tokens_of if gathers else 0, out.address, columns, depth, self.num_experts, *last,
+            planned.launch, source.address, weight.table_address, self.tiles.address, self.num_used.address,
+            self.tokens_of.address if gathers else 0, out.address, columns, depth, self.num_experts, *last,
         )  # fmt: skip
         return out
 
@@ -228,4 +198,6 @@ class _RowsByExpert:
         """Each token's weighted sum of ``y [T k, N]``; `places` as `_grouped` has them."""
         width = y.shape[1]
         launch = _plan_combine(self.tokens, width, self.dtype.ptx, alignment=alignment(y.address, *places[:4]))
-        self.gpu.launch(launch, y.address, self.chosen.weights.address, self.rows_of, *places, self.top_k, width)
+        self.gpu.launch(
+            launch, y.address, self.chosen.weights.address, self.rows_of.address, *places, self.top_k, width
+        )

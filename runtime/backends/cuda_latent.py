@@ -6,7 +6,7 @@ from numba_kernels.cuda import attention as _attention
 from numba_kernels.cuda import latent as _latent
 from runtime.backends.checks import fail
 from runtime.backends.cuda_linear import linear
-from runtime.backends.cuda_tensor import remembered, zeros
+from runtime.backends.cuda_tensor import alignment, remembered, zeros
 from runtime.batch import Batch, LongChunk
 from runtime.device.gpu import Gpu
 from runtime.linear.latent import LatentMaps
@@ -17,30 +17,62 @@ from runtime.tensor.tensor import Tensor
 
 LATENT_ROW_MULTIPLE = _latent.ROW_MULTIPLE
 
+_plan_absorb = remembered(_latent.plan_absorb)
+_plan_expanded = remembered(_attention.plan_expanded)
 _plan_prepare = remembered(_latent.plan_prepare)
 _plan_rows = remembered(_latent.plan_rows)
-_plan_expanded = remembered(_attention.plan_expanded)
+_plan_values = remembered(_latent.plan_values)
+
+
+def latent_queries(
+    q: Tensor, latent: Tensor, maps: LatentMaps, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor,
+    slot_mapping: Tensor, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `ops.latent_queries`."""
+    tokens, heads, width = q.shape[0], maps.num_heads, maps.row_dim
+    _check("latent_queries", q, width, pages)
+    result = Tensor.new((tokens, heads, width), q.dtype, q.device) if out is None else out
+    if tokens:
+        pitches = [each.strides[0] * each.dtype.itemsize for each in (q, latent)]
+        is_aligned = alignment(q.address, latent.address, maps.keys.address, result.address, *pitches) % 16 == 0
+        launch = _plan_absorb(
+            tokens, heads, width, q.dtype.ptx, rotary=maps.rotary_dim, interleaved=rope.interleaved,
+            key_dim=maps.key_dim, is_aligned=is_aligned,
+        )  # fmt: skip
+        Gpu.of(q.device).launch(
+            launch, q.address, maps.keys.address, result.address, latent.address, positions.address, rope.cos.address,
+            rope.sin.address, 0 if rope.q_scales is None else rope.q_scales.address, norm.weight.address,
+            slot_mapping.address, pages.address, q.strides[0], latent.strides[0], heads, tokens, norm.eps,
+        )  # fmt: skip
+    return result
+
+
+def latent_values(x: Tensor, maps: LatentMaps, out: Tensor | None = None) -> Tensor:
+    """See `ops.latent_values`."""
+    tokens, heads = x.shape[0], maps.num_heads
+    result = Tensor.new((tokens, heads * maps.value_dim), x.dtype, x.device) if out is None else out
+    if tokens:
+        is_aligned = alignment(x.address, maps.values.address, result.address) % 16 == 0
+        launch = _plan_values(tokens, heads, maps.latent_dim, maps.value_dim, x.dtype.ptx, is_aligned=is_aligned)
+        Gpu.of(x.device).launch(launch, x.address, maps.values.address, result.address, heads, tokens)
+    return result
 
 
 def latent_prepare(
-    q: Tensor, latent: Tensor, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor, slot_mapping: Tensor,
-    rotated_at: int | None = None,
-) -> Tensor:  # fmt: skip
-    """See `ops.latent_prepare`; with `rotated_at` queries are not absorbed, and have their rotated part there."""
-    (tokens, heads, q_width), width = q.shape, latent.shape[1]
-    if rotated_at is None:
-        _check("latent_prepare", q, pages)
-    if tokens:
-        launch = _plan_prepare(
-            tokens, width, q.dtype.ptx, rotary=2 * rope.cos.shape[1], interleaved=rope.interleaved,
-            query=None if rotated_at is None else (q_width, rotated_at),
-        )  # fmt: skip
-        Gpu.of(q.device).launch(
-            launch, q.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
-            0 if rope.q_scales is None else rope.q_scales.address, norm.weight.address, slot_mapping.address,
-            pages.address, heads, norm.eps,
-        )  # fmt: skip
-    return q
+    q: Tensor, latent: Tensor, maps: LatentMaps, batch: Batch, group: int, rope: RopeTable, norm: RmsNorm, pages: Tensor
+) -> Tensor:
+    """Queries that are not absorbed, rotated, ``[T, H (key_dim + R)]``; writes the tokens' rows."""
+    result = Tensor.new(q.shape, q.dtype, q.device)
+    launch = _plan_prepare(
+        q.shape[0], maps.row_dim, q.dtype.ptx, rotary=maps.rotary_dim, interleaved=rope.interleaved,
+        key_dim=maps.key_dim,
+    )  # fmt: skip
+    Gpu.of(q.device).launch(
+        launch, q.address, result.address, latent.address, batch.positions.address, rope.cos.address, rope.sin.address,
+        0 if rope.q_scales is None else rope.q_scales.address, norm.weight.address,
+        batch.slot_mappings[group].address, pages.address, q.strides[0], latent.strides[0], maps.num_heads, norm.eps,
+    )  # fmt: skip
+    return result
 
 
 def latent_attention(
@@ -48,7 +80,7 @@ def latent_attention(
 ) -> Tensor:
     """See `ops.latent_attention`."""
     op, (tokens, heads, width), table = "latent_attention", q.shape, batch.block_tables[group]
-    _check(op, q, pages)
+    _check(op, q, width, pages)
     block_size, table_width = pages.shape[2], table.shape[1]
     if batch.max_seq_len > table_width * block_size:
         limit = f"must be at most {table_width * block_size}, the tokens of a block table's row"
@@ -116,8 +148,8 @@ def latent_expanded(
         )  # fmt: skip
 
 
-def _check(op: str, q: Tensor, pages: Tensor) -> None:
+def _check(op: str, q: Tensor, width: int, pages: Tensor) -> None:
     if pages.dtype is not q.dtype:
         raise fail(op, "pages", f"are of {pages.dtype}, must be of q's {q.dtype}")
-    if why_not := _latent.why_not(q.shape[2]):
+    if why_not := _latent.why_not(width):
         raise fail(op, "q", f"has {why_not}")

@@ -8,7 +8,7 @@ from pathlib import Path
 GOLDENS = Path(__file__).parent / "goldens"
 ERRORS = GOLDENS / "bfloat16_errors.json"
 """By `tools/references/make_bfloat16_errors.py`."""
-CASES = ("qwen3_5_odd", "lfm2_odd", "granite_hybrid_odd")
+CASES = ("qwen3_5_odd", "lfm2_odd", "granite_hybrid_odd", "mistral4_odd")
 NUM_SEEDS = 24
 
 

@@ -110,8 +110,8 @@ def test_engine(tmp_path: Path, plans: list[tuple[int, int]], monkeypatch: pytes
 
 def test_when_it_pays() -> None:
     """DeepSeek's sizes: some 270 tokens with a long context, and some hundreds more for few heads without one."""
-    weight: Any = type("Weight", (), {"shape": (16, 576, 192)})()
-    maps = latent.LatentMaps(weight, weight, weight, 128, 64, 512, 128)
+    weight: Any = object()
+    maps = latent.LatentMaps(16, weight, weight, weight, 128, 64, 512, 128)
     assert maps.gain_s(200_000, 255) < 0 < maps.gain_s(200_000, 280)
     assert maps.gain_s(0, 400) < 0 < maps.gain_s(0, 1000)
     found = maps.long_chunks([0, 5, 70_000, 9], [2000, 1, 300, 7])

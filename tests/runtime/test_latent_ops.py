@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,37 @@ from runtime.device.device import Device
 from runtime.dtype import DType, bfloat16, float8_e4m3, float16, float32, int8
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.linear.experts import ExpertsWeight
+from runtime.linear.latent import LatentMaps
 from runtime.linear.norm import RmsNorm
+from runtime.linear.options import LoadOptions
 from runtime.ops import RopeTable
+from runtime.routing import HeadRouting
 from runtime.tensor.tensor import Tensor
 from tests.oracles.attention import attention as plain_attention
 
 EPS, SCALE = 1e-6, 0.17
 DEVICES = ["cpu", *(pytest.param(f"emulated:{arch}", marks=pytest.mark.emulator) for arch in ("sm_80", "sm_90a"))]
 CHUNKS = [(0, 9), (30, 1), (17, 4), (0, 1)]  # context and queries of each sequence
+
+
+def latent_maps(device: Device, dtype: DType, keys: Any, rotary: int, values: Any = None) -> LatentMaps:
+    """Maps of keys ``[H, latent, key]`` and of values ``[H, value, latent]`` (none: the first number)."""
+    (heads, latent, key), options = keys.shape, LoadOptions(device=device, dtype=dtype)
+    values = np.eye(1, latent)[None].repeat(heads, 0) if values is None else values
+
+    def kept(array: Any) -> Any:
+        tensor = Tensor.from_numpy(np.ascontiguousarray(array, np.float32)).to(dtype)
+        return ops.prepare_linear([tensor], None, options)
+
+    sizes = key, rotary, latent, values.shape[1]
+    if device.kind != "cpu":
+        return LatentMaps(heads, kept(keys.reshape(-1, key)), kept(values.reshape(-1, latent)), None, *sizes)
+    wide = np.zeros((heads, rotary + latent, key + rotary))
+    wide[:, :rotary, key:], wide[:, rotary:, :key] = np.eye(rotary), keys
+    weights = (ExpertsWeight([kept(each) for each in of_heads]) for of_heads in (wide, values))
+    routing = HeadRouting(heads, device)
+    return LatentMaps(heads, *weights, None, *sizes, routing)
 
 
 class Case:
@@ -48,6 +72,7 @@ class Case:
         angles = np.outer(np.arange(max(lengths)), 0.9 ** np.arange(rotary // 2))
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         self.q_scales = rng.uniform(1, 2, max(lengths)).astype(np.float32) if has_scales else None
+        self.maps = latent_maps(self.device, activations, np.stack([np.eye(rest)] * heads), rotary)
         spec = KVCacheSpec.uniform(1, 1, rotary + rest, block_size, dtype, self.device, latent_values=rest)
         widths = [-(-length // block_size) for length in lengths]
         blocks = rng.permutation(sum(widths) + 2)
@@ -74,8 +99,9 @@ class Case:
                 for seq, place in enumerate(places)
             ]
             rows = np.concatenate([self.latents[seq][place] for seq, place in enumerate(places)])
-            return ops.latent_prepare(
-                self.on_device(q, self.activations), self.on_device(rows, self.activations),
+            given = np.concatenate([q[..., self.rotary :], q[..., : self.rotary]], -1).reshape(len(q), -1)
+            return ops.latent_queries(
+                self.on_device(given, self.activations), self.on_device(rows, self.activations), self.maps,
                 self.on_device(np.concatenate(places).astype(np.int32)), rope=rope, norm=norm, pages=pages,
                 slot_mapping=self.on_device(np.concatenate(slots)),
             )  # fmt: skip
@@ -216,10 +242,10 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     turns = case.on_device(np.ones((3, 2), np.float32))
     short = RopeTable(turns, turns, True, case.on_device(case.norm))
     nothing, slots = case.on_device(np.zeros(3, np.int32)), case.on_device(np.zeros(3, np.int64))
-    with pytest.raises(InvalidArgumentError, match=r"latent_prepare: rope.q_scales .*12.*3"):
-        ops.latent_prepare(
-            q, case.on_device(case.latents[0]), nothing, rope=short, norm=RmsNorm(case.on_device(case.norm), EPS, 1.0),
-            pages=pages, slot_mapping=slots,
+    with pytest.raises(InvalidArgumentError, match=r"latent_queries: rope.q_scales .*12.*3"):
+        ops.latent_queries(
+            q.view(3, -1), case.on_device(case.latents[0]), case.maps, nothing, rope=short,
+            norm=RmsNorm(case.on_device(case.norm), EPS, 1.0), pages=pages, slot_mapping=slots,
         )  # fmt: skip
     for dtype in (int8, float8_e4m3):
         with pytest.raises(InvalidArgumentError, match=rf"dtype is {dtype.name}, must be one of float32"):
@@ -244,13 +270,66 @@ def test_queries_that_are_not_absorbed(
         case.on_device(case.cos), case.on_device(case.sin), interleaved,
         q_scales=case.on_device(scales) if is_scaled else None,
     )  # fmt: skip
-    given = case.on_device(q)
-    backend_of(case.device).latent_prepare(
-        given, case.on_device(case.latents[0][positions]), case.on_device(positions), rope,
-        RmsNorm(case.on_device(case.norm), EPS, 1.0), pages, case.on_device(np.full(5, -1, np.int64)), key,
-    )  # fmt: skip
-    found = given.to(Device.parse("cpu")).numpy()
+    wide = case.on_device(np.concatenate([q.reshape(5, -1), case.latents[0][positions]], 1))
+    maps = latent_maps(case.device, float32, np.zeros((3, rest, key)), rotary)
+    batch: Any = SimpleNamespace(positions=case.on_device(positions), slot_mappings=(case.on_device(np.arange(8, 13)),))
+    width = 3 * (key + rotary)
+    out = backend_of(case.device).latent_prepare(
+        wide[:, :width], wide[:, width:], maps, batch, 0, rope, RmsNorm(case.on_device(case.norm), EPS, 1.0), pages
+    )
+    found = out.to(Device.parse("cpu")).numpy().reshape(q.shape)
+    rows = pages.to(Device.parse("cpu")).numpy()[1, 0, :5, : rotary + rest]
+    c = case.latents[0][positions, :rest].astype(np.float64)
+    c = c / np.sqrt((c**2).mean(1, keepdims=True) + EPS) * case.norm
+    k = case.rotated(case.latents[0][positions, rest:].astype(np.float64), positions)
+    np.testing.assert_allclose(rows, np.concatenate([k, c], 1), rtol=1e-5, atol=1e-6)
     wanted = np.concatenate([q[..., :key], case.rotated(q[..., key:].astype(np.float64), positions)], -1)
     if is_scaled:
         wanted = wanted * scales[positions, None, None]
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "tokens", "tolerance"),
+    [
+        (float32, (3, 10, 6, 18, 13), 9, 2e-6), (bfloat16, (3, 24, 8, 32, 40), 3, 6e-3),
+        (bfloat16, (2, 40, 8, 144, 24), 67, 6e-3),
+        pytest.param(bfloat16, (5, 8, 4, 26, 13), 21, 6e-3, marks=pytest.mark.exhaustive),
+        pytest.param(float16, (3, 128, 64, 512, 128), 18, 1e-3, marks=pytest.mark.exhaustive),
+        pytest.param(bfloat16, (2, 192, 64, 512, 256), 130, 6e-3, marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
+@pytest.mark.exhaustive_cases("dtype0.*sm_90a", "dtype1.*sm_80", "dtype2.*sm_80")
+def test_maps_of_queries_and_results(
+    device: str, dtype: DType, sizes: tuple[int, ...], tokens: int, tolerance: float
+) -> None:
+    """Queries that are columns of wider rows through the keys' maps, results through the values', beside float64."""
+    heads, key, rotary, rest, value = sizes
+    rng, case = np.random.default_rng(tokens), Case(device, dtype, heads, rotary, rest, [(0, 80)], has_scales=True)
+    own = case.activations
+
+    def drawn(*shape: int) -> Any:
+        return Tensor.from_numpy(rng.standard_normal(shape, np.float32)).to(own).to(float32).numpy()
+
+    keys, values = drawn(heads, rest, key), drawn(heads, value, rest)
+    maps = latent_maps(case.device, own, keys, rotary, values)
+    q, attended = drawn(tokens, heads * (key + rotary) + rest + rotary), drawn(tokens, heads * rest)
+    positions = rng.integers(0, 80, tokens).astype(np.int32)
+    rope = RopeTable(case.on_device(case.cos), case.on_device(case.sin), True, q_scales=case.on_device(case.q_scales))
+    wide, width = case.on_device(q, own), heads * (key + rotary)
+    (pages,) = case.cache.layer(0)
+    found = ops.latent_queries(
+        wide[:, :width], wide[:, width:], maps, case.on_device(positions), rope=rope,
+        norm=RmsNorm(case.on_device(case.norm), EPS, 1.0), pages=pages,
+        slot_mapping=case.on_device(np.full(tokens, -1, np.int64)),
+    )  # fmt: skip
+    per_head = q[:, :width].reshape(tokens, heads, -1).astype(np.float64)
+    wanted = np.concatenate(
+        [case.rotated(per_head[..., key:], positions), np.einsum("thk,hck->thc", per_head[..., :key], keys)], -1
+    ) * case.q_scales[positions, None, None]  # fmt: skip
+    results = ops.latent_values(case.on_device(attended, own), maps)
+    expected = np.einsum("thc,hvc->thv", attended.reshape(tokens, heads, rest).astype(np.float64), values)
+    for ours, theirs in ((found, wanted), (results, expected.reshape(tokens, -1))):
+        numbers = ours.to(Device.parse("cpu")).to(float32).numpy()
+        assert np.abs(numbers - theirs).max() <= tolerance * np.abs(theirs).max()

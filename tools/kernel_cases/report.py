@@ -19,7 +19,7 @@ from numba_kernels.cuda.quantised_pages import PAGES
 from numba_kernels.cuda.specialisation import Launch
 from runtime import ops
 from runtime.bench.kernels.case import TOLERANCE, Array, Case, Inputs, Prepared
-from runtime.bench.kernels.latent import expanded_case, latent_case
+from runtime.bench.kernels.latent import expanded_case, head_map_case, latent_case
 from runtime.bench.kernels.operations import attention_case, norm_case, product_case, softmax_case, swiglu_case
 from runtime.bench.kernels.recurrent import delta_rule_case, mamba_case, short_conv_case
 from runtime.dtype import bfloat16
@@ -138,6 +138,8 @@ def _latents() -> Iterator[Case]:
     yield latent_case("hopper", "bf16", 1, 0, 256, 2, exact=True)
     for sizes in ((192, 128), (256, 256), (128, 128)):
         yield expanded_case("flash_hopper", "bf16", 0, 256, 2, *sizes)
+    for tokens in (1, 64):
+        yield from (head_map_case("bf16", tokens, 16, is_absorbing=each) for each in (True, False))
 
 
 # Row-wise kernels

@@ -7,7 +7,7 @@ from typing import Any
 
 from numba_kernels.cuda.gemm import hopper
 from runtime.bench.kernels.case import Case
-from runtime.bench.kernels.latent import expanded_case, latent_case
+from runtime.bench.kernels.latent import expanded_case, head_map_case, latent_case
 from runtime.bench.kernels.operations import (
     QWEN3_8B,
     attention_case,
@@ -138,7 +138,16 @@ def latent(is_quick: bool) -> Iterator[Case]:
     """Latent attention: sequences, context, queries, heads; tried tokens, a chunk, and rows of Mistral 4."""
     if is_quick:
         yield from (latent_case("auto", "bf16", *shape) for shape in ((1, 70, 1, 5), (2, 300, 1, 16)))
+        yield from (head_map_case("bf16", 3, 5, is_absorbing=each) for each in (True, False))
         return
+    for is_absorbing in (True, False):
+        yield from (
+            head_map_case(dtype, tokens, heads, is_absorbing=is_absorbing)
+            for heads in (16, 128) for tokens in (1, 32, 256) for dtype in ("bf16", "f16")
+        )  # fmt: skip
+        yield head_map_case("f32", 5, 16, is_absorbing=is_absorbing)
+        yield head_map_case("bf16", 2_000, 20, 192, 256, is_absorbing=is_absorbing)
+        yield head_map_case("bf16", 33, 32, 64, 128, 320, is_absorbing=is_absorbing)
     yield from (
         latent_case("auto", "bf16", seqs, context, queries, heads)
         for heads in (16, 128) for seqs, context, queries in ((1, 4095, 1), (32, 999, 1), (256, 333, 1), (3, 777, 4))

@@ -39,8 +39,6 @@ from numba_kernels.cuda.gemm import (
     w8a8,
 )  # fmt: skip
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.latent.hopper_steps import LatentPanels
-from numba_kernels.cuda.latent.tensor_core import LatentTiles
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.recurrent import chunk_factors, chunk_scan
 from numba_kernels.cuda.recurrent.chunk_layout import ChunkForm
@@ -266,10 +264,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     if "_chunk_" in name:
         form = ChunkForm(*(constants[each] for each in ("dtype", "rows", "columns", "has_delta")))
         return chunk_scan.shared_bytes(form) if "_chunk_scan_" in name else chunk_factors.shared_bytes(form)
-    if name.startswith("latent_attention"):
-        return LatentTiles(*(constants[each] for each in ("dtype", "width", "value_dim", "num_keys"))).shared_bytes
-    if name.startswith("latent_hopper"):
-        return LatentPanels(constants["value_dim"]).shared_bytes
+    if name.startswith("latent"):
+        return int(constants.get("shared_bytes", 0))
     if name == "logprobs":
         return logprobs.SHARED_BYTES
     if name.startswith(("attention_flash", "attention_decode")):

@@ -15,14 +15,20 @@ Long prompts expand rows to keys and values of all heads (`plan_rows`, a product
 Exact mode takes the first two, and does not split a sequence. Either way equal inputs give equal bits.
 """
 
+from numba_kernels.cuda.latent.head_maps import HeadMap, rows_of
 from numba_kernels.cuda.latent.planning import (
     ROW_MULTIPLE,
     LatentPlan,
+    plan_absorb,
     plan_attention,
     plan_prepare,
     plan_rows,
+    plan_values,
     specialisations,
     why_not,
 )
 
-__all__ = ["ROW_MULTIPLE", "LatentPlan", "plan_attention", "plan_prepare", "plan_rows", "specialisations", "why_not"]
+__all__ = [
+    "ROW_MULTIPLE", "HeadMap", "LatentPlan", "plan_absorb", "plan_attention", "plan_prepare", "plan_rows",
+    "plan_values", "rows_of", "specialisations", "why_not",
+]  # fmt: skip

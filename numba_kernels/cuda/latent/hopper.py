@@ -100,7 +100,10 @@ def map_layouts(
 
 def _specialisation(kernel: Any, dtype: str, value_dim: int, block_size: int) -> Specialisation:
     name = f"latent_hopper_{dtype}_v{value_dim}_b{block_size}"
-    constants = {"dtype": dtype, "width": ROTATED + value_dim, "value_dim": value_dim, "block_size": block_size}
+    constants = {
+        "dtype": dtype, "width": ROTATED + value_dim, "value_dim": value_dim, "block_size": block_size,
+        "shared_bytes": LatentPanels(value_dim).shared_bytes,
+    }  # fmt: skip
     pointer = types.CPointer(types.int32)
     arguments = (
         TENSOR_MAP, TENSOR_MAP, *(types.uint64,) * 3, pointer, pointer, pointer, *(types.uint32,) * 4, types.float32,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from numba_kernels.cuda.attention import parts
 from numba_kernels.cuda.intrinsics.element_types import DTYPES
-from numba_kernels.cuda.latent import hopper, hopper_steps, plain, rows, tensor_core
-from numba_kernels.cuda.latent.prepare import THREADS, latent_prepare
+from numba_kernels.cuda.latent import head_maps, hopper, hopper_steps, plain, prepare, rows, tensor_core
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 ROW_MULTIPLE = 8
@@ -58,18 +57,47 @@ def why_not(width: int) -> str:
     return "" if width <= plain.MAX_WIDTH else f"{width} numbers a row, limit {plain.MAX_WIDTH}"
 
 
-def plan_prepare(
-    num_tokens: int, width: int, dtype: str, *, rotary: int, interleaved: bool, query: tuple[int, int] | None = None
-) -> Launch:
-    """The launch for at least one token, and at least one head. `query` is a query's width and the place of its rotated
-    part, if it is not absorbed.
+def plan_prepare(num_tokens: int, width: int, dtype: str, *, rotary: int, interleaved: bool, key_dim: int) -> Launch:
+    """The launch for at least one token, and at least one head, whose queries are not absorbed.
 
-    Arguments: q [T, H, width], latent [T, width], positions (int32 [T]), cos, sin (float32 [P, rotary / 2]), q_scales
-    (float32 [P], or 0), norm (float32 [width - rotary]), slot_mapping (int64 [T]; negative if not stored), pages; H,
-    eps.
+    Arguments: q, out [T, H, key_dim + rotary], latent [T, width], positions (int32 [T]), cos, sin (float32 [P, rotary /
+    2]), q_scales (float32 [P], or 0), norm (float32 [width - rotary]), slot_mapping (int64 [T]; negative if not
+    stored), pages; numbers from one token to the next in q and latent, H, eps.
     """
-    kernel = latent_prepare(dtype, width, rotary, interleaved, *(query or (width, 0)))
-    return Launch(kernel, (num_tokens, 1, 1), (THREADS, 1, 1))
+    kernel = prepare.latent_prepare(dtype, width, rotary, interleaved, key_dim)
+    return Launch(kernel, (num_tokens, 1, 1), (prepare.THREADS, 1, 1))
+
+
+def plan_absorb(
+    num_tokens: int, num_heads: int, width: int, dtype: str, *, rotary: int, interleaved: bool, key_dim: int,
+    is_aligned: bool,
+) -> Launch:  # fmt: skip
+    """The launch for at least one token and head: queries as attention takes them, and the tokens' rows.
+
+    Arguments: q [T, H, key_dim + rotary], the keys' maps [H, width - rotary, key_dim], out [T, H, width], latent,
+    positions, cos, sin, q_scales, norm, slot_mapping, pages as in `plan_prepare`; numbers from one token to the next
+    in q and latent, H, T, eps. `is_aligned`: all rows of q, latent, the maps and out lie on 16-byte bounds.
+    """
+    head_map = head_maps.HeadMap(dtype, key_dim, width - rotary, key_dim + rotary, width, rotary, is_aligned)
+    rows = head_maps.rows_of(head_map, num_tokens)
+    kernel = head_maps.absorb(head_map, head_maps.Absorption(width, rotary, interleaved), rows)
+    blocks = -(-num_tokens // head_maps.WARPS) + head_map.column_tiles * num_heads * -(-num_tokens // rows)
+    return Launch(kernel, (blocks, 1, 1), (head_maps.THREADS, 1, 1), head_map.shared_bytes(rows))
+
+
+def plan_values(
+    num_tokens: int, num_heads: int, latent_dim: int, value_dim: int, dtype: str, *, is_aligned: bool
+) -> Launch:
+    """The launch for at least one token and head.
+
+    Arguments: results [T, H, latent_dim], the values' maps [H, value_dim, latent_dim], out [T, H, value_dim]; H, T.
+    `is_aligned`: all of them lie on 16-byte bounds.
+    """
+    head_map = head_maps.HeadMap(dtype, latent_dim, value_dim, latent_dim, value_dim, 0, is_aligned)
+    rows = head_maps.rows_of(head_map, num_tokens)
+    blocks = head_map.column_tiles * num_heads * -(-num_tokens // rows)
+    kernel = head_maps.values(head_map, rows)
+    return Launch(kernel, (blocks, 1, 1), (head_maps.THREADS, 1, 1), head_map.shared_bytes(rows))
 
 
 def plan_rows(num_rows: int, width: int, dtype: str, block_size: int) -> Launch:
@@ -144,12 +172,18 @@ def plan_attention(
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of DeepSeek's models, with rows of 64 and 512, and for 16 bits of Mistral 4's, of 64 and 256."""
+    """Those of DeepSeek's models and GLM's, with rows of 64 and 512, and of Mistral 4's, of 64 and 256."""
     for dtype in DTYPES:
         for interleaved in (False, True):
-            for query in ((576, 0), (192, 128)):
-                yield latent_prepare(dtype, 576, 64, interleaved, *query)
+            yield prepare.latent_prepare(dtype, 576, 64, interleaved, 128)
         yield rows.latent_rows(dtype, 576, 16)
+    for dtype in DTYPES:
+        for width, key_dim, value_dim in ((576, 128, 128), (576, 192, 256), (320, 64, 128)):
+            for count in (1, 64) if dtype != "f32" else (1,):
+                yield plan_absorb(
+                    count, 1, width, dtype, rotary=64, interleaved=True, key_dim=key_dim, is_aligned=True
+                ).specialisation  # fmt: skip
+                yield plan_values(count, 1, width - 64, value_dim, dtype, is_aligned=True).specialisation
     for width, value_dim in ((576, 512), (320, 256)):
         for dtype in DTYPES:
             found = {

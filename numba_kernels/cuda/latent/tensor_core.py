@@ -380,6 +380,7 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
     name = f"latent_attention_{dtype}_w{width}_v{value_dim}_b{block_size}_k{num_keys}"
     constants = {
         "dtype": dtype, "width": width, "value_dim": value_dim, "block_size": block_size, "num_keys": num_keys,
+        "shared_bytes": tiles.shared_bytes,
     }  # fmt: skip
     pointer = types.CPointer(types.int32)
     argument_types = (*(types.uint64,) * 5, pointer, pointer, pointer, *(types.uint32,) * 4, types.float32)

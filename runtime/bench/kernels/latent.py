@@ -13,7 +13,7 @@ from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
 from runtime.bench.kernels.case import TOLERANCE, Array, Case, Inputs, Prepared, numpy_dtype, sampled
 from runtime.bench.kernels.operations import BLOCK_SIZE
 
-SCALE = 0.07
+SCALE, ROTARY = 0.07, 64
 
 
 def latent_case(
@@ -121,6 +121,62 @@ def expanded_case(
         own_bytes + length * heads * pair_bytes,
         2 * heads * (queries * context + queries * (queries + 1) // 2) * (qk_dim + v_dim), TOLERANCE[dtype], prepare,
         "latent", own_bytes + keys * heads * pair_bytes, dtype != "f32", dtype != "f32",
+    )  # fmt: skip
+
+
+def head_map_case(
+    dtype: str, tokens: int, heads: int, key_dim: int = 128, value_dim: int = 128, width: int = 576, *,
+    is_absorbing: bool = True,
+) -> Case:  # fmt: skip
+    """The maps of heads before attention, with rotation and latent rows (`is_absorbing`), or after it."""
+    latent_dim, rotary, size = width - ROTARY, ROTARY, numpy_dtype(dtype).itemsize
+    head_dim, row = key_dim + rotary, heads * (key_dim + rotary) + width
+    depth, columns = (key_dim, latent_dim) if is_absorbing else (latent_dim, value_dim)
+    chosen = sampled(tokens)
+
+    def prepare(inputs: Inputs) -> Prepared:
+        x = inputs.normal((tokens, row if is_absorbing else heads * latent_dim), dtype)
+        maps = inputs.normal((heads, columns, depth), dtype)
+        given, weight = inputs.put(x), inputs.put(maps)
+        x, maps = x[chosen].astype(np.float32), maps.astype(np.float32)
+        if not is_absorbing:
+            plan = latent.plan_values(tokens, heads, latent_dim, value_dim, dtype, is_aligned=True)
+            out = inputs.result(tokens * heads * value_dim * size)
+            run = inputs.bind((plan, (given, weight, out, heads, tokens)))
+            expected = np.einsum("thc,hvc->thv", x.reshape(len(chosen), heads, latent_dim), maps)
+            return Prepared(run, out, (tokens, heads, value_dim), dtype, chosen, expected)
+        plan = latent.plan_absorb(
+            tokens, heads, width, dtype, rotary=rotary, interleaved=True, key_dim=key_dim, is_aligned=True
+        )
+        angles = np.outer(np.arange(tokens), 0.9 ** np.arange(rotary // 2)).astype(np.float32)
+        cos, sin = np.cos(angles), np.sin(angles)
+        out = inputs.result(tokens * heads * width * size)
+        blocks = -(-tokens // BLOCK_SIZE)
+        pages = inputs.put(np.zeros((blocks, BLOCK_SIZE, width), numpy_dtype(dtype)))
+        arguments = (
+            given, weight, out, given + heads * head_dim * size, inputs.put(np.arange(tokens, dtype=np.int32)),
+            inputs.put(cos), inputs.put(sin), 0, inputs.put(np.ones(latent_dim, np.float32)),
+            inputs.put(np.arange(tokens)), pages, row, row, heads, tokens, 1e-6,
+        )  # fmt: skip
+        q = x[:, : heads * head_dim].reshape(len(chosen), heads, head_dim)
+        low, high = q[..., key_dim::2], q[..., key_dim + 1 :: 2]
+        c, s = (each[chosen][:, None] for each in (cos, sin))
+        turned = np.stack([low * c - high * s, high * c + low * s], -1).reshape(*low.shape[:2], rotary)
+        expected = np.concatenate([turned, np.einsum("thk,hck->thc", q[..., :key_dim], maps)], -1)
+        return Prepared(inputs.bind((plan, arguments)), out, (tokens, heads, width), dtype, chosen, expected)
+
+    out_dim = width if is_absorbing else value_dim
+    x_size, maps_size, out_size = tokens * heads * depth, heads * columns * depth, tokens * heads * out_dim
+    rotated, tables, weights = 0, 0, 0
+    if is_absorbing:  # with the latent rows, read and written
+        rotated, tables, weights = tokens * (heads * rotary + 2 * width), tokens * rotary * 4, latent_dim * 4
+    sizes = latent.HeadMap(dtype, depth, columns, depth, out_dim, 0, True)
+    tiled = x_size * sizes.column_tiles + maps_size * -(-tokens // latent.rows_of(sizes, tokens)) + out_size + rotated
+    return Case(
+        f"latent {'absorb' if is_absorbing else 'values'} {dtype}", f"{tokens} x {heads} heads, {depth} to {columns}",
+        (x_size + maps_size + out_size + rotated) * size + tables + weights, 2 * tokens * heads * depth * columns,
+        TOLERANCE[dtype], prepare, "latent", tiled * size + (heads + 1) * tables + tokens * weights, dtype != "f32",
+        dtype != "f32",
     )  # fmt: skip
 
 

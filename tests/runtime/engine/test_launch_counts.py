@@ -219,18 +219,22 @@ def test_decode_steps_with_quantised_experts(num_seqs: int, most: int, tiers: di
     assert found[0] == found[1]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("num_seqs", "most"), [(1, 8), (8, 10)])
-def test_latent_attention_groups_no_heads_in_a_step(num_seqs: int, most: int) -> None:
-    """Norm, q, latent projection, keys' maps, preparation, attention, values' maps, o; several sequences' heads change
-    places after each kind of map. Which rows are a head's is found once."""
+@pytest.mark.parametrize(
+    ("num_seqs", "query_rank", "before"),
+    [
+        (8, None, []), pytest.param(1, None, [], marks=pytest.mark.exhaustive),
+        pytest.param(1, 1536, ["deferred_norm", "gemv"], marks=pytest.mark.exhaustive),
+        pytest.param(8, 1536, ["elementwise_copy", "deferred_norm", "gemm"], marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
+def test_a_decode_layer_of_latent_attention(num_seqs: int, query_rank: int | None, before: list[str]) -> None:
+    """Five launches: queries and latent rows after the norm in one product, the keys' maps with rotation and rows,
+    attention, the values' maps, o. A second product of queries has a norm, which sees rows of their own."""
     config = PUBLISHED["DeepSeek-V2-Lite"] | {
         "num_hidden_layers": 3, "first_k_dense_replace": 0, "n_routed_experts": 8, "vocab_size": 512,
-        "moe_intermediate_size": 256, "intermediate_size": 512,
+        "moe_intermediate_size": 256, "intermediate_size": 512, "q_lora_rank": query_rank,
     }  # fmt: skip
     launched = kernels_of_a_decode_layer(config, num_seqs=num_seqs)
-    first = next(i for i, name in enumerate(launched) if name.startswith("rms_norm"))
-    launched = launched[first:] + launched[:first]
-    own = launched[: next(i for i, name in enumerate(launched) if name.startswith("route"))]
-    assert len(own) <= most
-    assert not [name for name in own if name.startswith("experts_order")]
+    product = "gemv" if num_seqs == 1 else "gemm"
+    wanted = [product, *before, "latent_absorb", "latent_attention", "latent_values", product, "route_normed"]
+    assert [name[: len(start)] for name, start in zip(launched, wanted, strict=False)] == wanted

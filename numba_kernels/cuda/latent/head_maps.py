@@ -1,0 +1,412 @@
+"""Each head's map of its own numbers, for all heads in one launch: queries times the keys' maps before latent attention
+(`absorb`), results times the values' maps after it (`values`).
+
+    absorb    q[t, h] = [rotated part | W_h part] * q_scale;  blocks of their own write the tokens' latent rows
+    values    out[t, h] = W_h x[t, h]
+
+A block has a head, some columns of its map, all K, and 16 or 64 tokens: its part of the weight is on its way before the
+previous launch has ended, and x is read once for its columns. A row's sum runs over K in steps of 16, whatever the
+number of tokens, so bits depend on the token alone. Other types and sizes (`plain`) have a warp for each column, whose
+lanes go along K.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda, float32, types, uint32, uint64
+
+from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import element_loader, element_storer
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.math import minimum_u32
+from numba_kernels.cuda.intrinsics.memory import (
+    copy_async_16,
+    copy_async_commit,
+    copy_async_wait,
+    load_f32,
+    shared_address,
+    shared_load_4xb32,
+    shared_store_b32,
+    store_4xb32,
+)
+from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, product_adder
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import lane_index, warp_sum
+from numba_kernels.cuda.latent.prepare import query_rotator, row_writer
+from numba_kernels.cuda.specialisation import Specialisation
+
+WARPS = 4
+THREADS = 32 * WARPS
+ROWS = (16, 64)  # of a block
+_PLAIN_ROWS, _PLAIN_COLUMNS = 8, 32
+_MOST_WEIGHT_BYTES = 36 << 10  # of a block: several are on a multiprocessor
+_wait_for_copies = copy_async_wait(0)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMap:
+    """The sizes of one map a head.
+
+    Attributes:
+        depth, width: K, and columns.
+        x_head: numbers from one head's x to the next one's, in a token's.
+        out_head, out_first: the same of results, and before a head's first column.
+        is_aligned: whether all arrays and rows begin at 16-byte bounds, if the sizes let them.
+    """
+
+    dtype: str
+    depth: int
+    width: int
+    x_head: int
+    out_head: int
+    out_first: int
+    is_aligned: bool
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether all rows are whole 16-byte pieces for the tensor cores."""
+        sizes = self.depth, self.width, self.x_head, self.out_head, self.out_first
+        return self.dtype != "f32" and self.is_aligned and not any(size % 8 for size in sizes)
+
+    @property
+    def steps(self) -> int:
+        """Of 32 numbers of K."""
+        return -(-self.depth // 32)
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one row to the next in shared memory: neighbours' pieces lie in different banks."""
+        return (4 * self.steps + 1) * 16
+
+    @property
+    def columns(self) -> int:
+        """Of a block."""
+        if not self.is_vector:
+            return _PLAIN_COLUMNS
+        return next((each for each in (128, 64) if each * self.pitch <= _MOST_WEIGHT_BYTES), 32)
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.width // self.columns)
+
+    @property
+    def out_pitch(self) -> int:
+        """Bytes of a row of results in shared memory, whose 16-byte pieces are swizzled."""
+        return self.columns * 2
+
+    def shared_bytes(self, rows: int) -> int:
+        """Dynamic shared memory of a block: its part of the weight, and x or its results."""
+        return self.columns * self.pitch + rows * max(self.pitch, self.out_pitch) if self.is_vector else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Absorption:
+    """What queries and latent rows need besides the map: rows of `width` numbers, rotated parts of `rotary`."""
+
+    width: int
+    rotary: int
+    interleaved: bool
+
+
+def rows_of(head_map: HeadMap, num_tokens: int) -> int:
+    """Tokens of a block."""
+    if not head_map.is_vector:
+        return _PLAIN_ROWS
+    return ROWS[num_tokens > ROWS[0]]
+
+
+@functools.cache
+def _tile_product(head_map: HeadMap, rows: int) -> tuple[Any, Any, Any]:
+    """Device functions of a block on tensor cores: the weight on its way, x on its way, and the product, whose results
+    are stored."""
+    dtype, depth, width, pitch = head_map.dtype, head_map.depth, head_map.width, head_map.pitch
+    columns, steps, pieces, stored = head_map.columns, head_map.steps, 4 * head_map.steps, head_map.depth // 8
+    row_tiles, own_tiles, own_columns = rows // 16, columns // (8 * WARPS), columns // WARPS
+    x_head, out_head, out_first = head_map.x_head, head_map.out_head, head_map.out_first
+    out_pitch, x_at = head_map.out_pitch, columns * pitch
+    flip_shift, flips = (1, 3) if columns == 32 else (0, 7)  # two rows, or a part of one, are 128 bytes
+    add_product, pack = product_adder(dtype), pack_bf16 if dtype == "bf16" else pack_f16
+
+    @device_function
+    def copy_weight(shared, weight, head, first_column, thread):
+        index = thread
+        while index < uint32(columns * pieces):
+            row = uint32(index // uint32(pieces))
+            piece = uint32(index - row * uint32(pieces))
+            column = uint32(first_column + row)
+            size = uint32(0)
+            source = weight
+            if column < uint32(width) and piece < uint32(stored):
+                size = uint32(16)
+                own = uint64(head) * uint64(width) + uint64(column)
+                source = weight + own * uint64(2 * depth) + uint64(uint32(piece * uint32(16)))
+            copy_async_16(uint32(shared + row * uint32(pitch) + piece * uint32(16)), source, size)
+            index = uint32(index + uint32(THREADS))
+
+    @device_function
+    def copy_x(shared, x, x_pitch, head, first_token, num_tokens, thread):
+        index = thread
+        while index < uint32(rows * pieces):
+            row = uint32(index // uint32(pieces))
+            piece = uint32(index - row * uint32(pieces))
+            token = uint32(first_token + row)
+            size = uint32(0)
+            source = x
+            if token < num_tokens and piece < uint32(stored):
+                size = uint32(16)
+                first = uint64(token) * uint64(x_pitch) + uint64(uint32(head * uint32(x_head)))
+                source = x + (first + uint64(uint32(piece * uint32(8)))) * uint64(2)
+            copy_async_16(uint32(shared + uint32(x_at) + row * uint32(pitch) + piece * uint32(16)), source, size)
+            index = uint32(index + uint32(THREADS))
+
+    @device_function
+    def multiply(shared, out, factors, num_heads, head, first_column, first_token, num_tokens, thread):
+        """`factors`: of the lane's two rows of each 16."""
+        lane, warp = lane_index(), uint32(thread >> uint32(5))
+        sums = cuda.local.array((row_tiles, own_tiles, 4), float32)
+        for i in range(row_tiles):
+            for k in range(own_tiles):
+                for j in range(4):
+                    sums[i, k, j] = float32(0)
+        x_place = uint32(shared + uint32(x_at) + (lane & uint32(15)) * uint32(pitch) + (lane >> uint32(4)) * uint32(16))
+        own_row = uint32(warp * uint32(own_columns) + (lane & uint32(7)))
+        weight_place = uint32(shared + own_row * uint32(pitch) + (lane >> uint32(3)) * uint32(16))
+        step = uint32(0)
+        while step < uint32(steps):
+            for i in range(row_tiles):
+                a = load_matrix_x4(uint32(x_place + uint32(16 * i * pitch)))
+                b = load_matrix_x4(uint32(x_place + uint32(16 * i * pitch + 32)))
+                for k in range(own_tiles):
+                    w = load_matrix_x4(uint32(weight_place + uint32(8 * k * pitch)))
+                    add_product(sums[i, k], a, (w[0], w[1]))
+                    add_product(sums[i, k], b, (w[2], w[3]))
+            x_place = uint32(x_place + uint32(64))
+            weight_place = uint32(weight_place + uint32(64))
+            step = uint32(step + uint32(1))
+        sync_block()  # results take x's place
+        above, pair = uint32(lane >> uint32(2)), uint32((lane & uint32(3)) * uint32(2))
+        results = uint32(shared + uint32(x_at))
+        for i in range(row_tiles):
+            for j in range(2):
+                row = uint32(above + uint32(16 * i + 8 * j))
+                place = uint32(results + row * uint32(out_pitch) + pair * uint32(2))
+                flip = uint32((row >> uint32(flip_shift)) & uint32(flips))
+                for k in range(own_tiles):
+                    piece = uint32(warp * uint32(own_tiles) + uint32(k))
+                    two = pack(sums[i, k, 2 * j] * factors[i, j], sums[i, k, 2 * j + 1] * factors[i, j])
+                    shared_store_b32(uint32(place + (piece ^ flip) * uint32(16)), two)
+        sync_block()
+        index = thread
+        while index < uint32(rows * columns // 8):
+            row = uint32(index // uint32(columns // 8))
+            piece = uint32(index - row * uint32(columns // 8))
+            token = uint32(first_token + row)
+            column = uint32(first_column + piece * uint32(8))
+            if token < num_tokens and column < uint32(width):
+                flip = uint32((row >> uint32(flip_shift)) & uint32(flips))
+                values = shared_load_4xb32(uint32(results + row * uint32(out_pitch) + (piece ^ flip) * uint32(16)))
+                first = (uint64(token) * uint64(num_heads) + uint64(head)) * uint64(out_head) + uint64(out_first)
+                store_4xb32(out + (first + uint64(column)) * uint64(2), values)
+            index = uint32(index + uint32(THREADS))
+
+    return copy_weight, copy_x, multiply
+
+
+@functools.cache
+def _plain_product(head_map: HeadMap) -> Any:
+    """A device function of a block without tensor cores: `_PLAIN_ROWS` tokens, `_PLAIN_COLUMNS` columns."""
+    dtype, depth, width, columns = head_map.dtype, head_map.depth, head_map.width, head_map.columns
+    x_head, out_head, out_first = head_map.x_head, head_map.out_head, head_map.out_first
+    load, store, item = element_loader(dtype), element_storer(dtype), uint64(ITEM_BYTES[dtype])
+    rows = _PLAIN_ROWS
+
+    @device_function
+    def multiply(x, weight, out, x_pitch, factors, num_heads, head, first_column, first_token, num_tokens, thread):
+        """`factors`: of each row."""
+        lane = lane_index()
+        sums = cuda.local.array(rows, float32)
+        column = uint32(first_column + (thread >> uint32(5)))
+        last = minimum_u32(uint32(first_column + uint32(columns)), uint32(width))
+        while column < last:
+            for r in range(rows):
+                sums[r] = float32(0)
+            row = weight + (uint64(head) * uint64(width) + uint64(column)) * uint64(depth) * item
+            k = lane
+            while k < uint32(depth):
+                number = load(row + uint64(k) * item)
+                for r in range(rows):
+                    token = uint32(first_token + uint32(r))
+                    if token < num_tokens:
+                        first = uint64(token) * uint64(x_pitch) + uint64(uint32(head * uint32(x_head) + k))
+                        sums[r] += number * load(x + first * item)
+                k = uint32(k + uint32(32))
+            for r in range(rows):
+                token = uint32(first_token + uint32(r))
+                total = warp_sum(sums[r])
+                if lane == uint32(0) and token < num_tokens:
+                    first = (uint64(token) * uint64(num_heads) + uint64(head)) * uint64(out_head) + uint64(out_first)
+                    store(out + (first + uint64(column)) * item, total * factors[r])
+            column = uint32(column + uint32(WARPS))
+
+    return multiply
+
+
+@device_function
+def _scale_of(q_scales, positions, token, num_tokens):
+    factor = float32(1)
+    if q_scales != uint64(0) and token < num_tokens:
+        factor = load_f32(q_scales + uint64(uint32(positions[token])) * uint64(4))
+    return factor
+
+
+@functools.cache
+def absorb(head_map: HeadMap, absorption: Absorption, rows: int) -> Specialisation:
+    """Grid: a block for four tokens' latent rows each, then column tiles x heads x tokens by `rows`. Arguments: see
+    `planning.plan_absorb`."""
+    columns, column_tiles, is_vector = head_map.columns, head_map.column_tiles, head_map.is_vector
+    dtype, width, rotary, interleaved = head_map.dtype, absorption.width, absorption.rotary, absorption.interleaved
+    rotate = query_rotator(dtype, rotary, interleaved, is_vector)
+    write_row = row_writer(dtype, width, rotary, interleaved, is_vector)
+    x_head, depth = head_map.x_head, head_map.depth
+    row_tiles = max(1, rows // 16)
+    half, item = rotary // 2, uint64(ITEM_BYTES[dtype])
+    if is_vector:
+        copy_weight, copy_x, multiply_tile = _tile_product(head_map, rows)
+        multiply_plain = copy_weight  # not called
+    else:
+        multiply_plain = _plain_product(head_map)
+        copy_weight = copy_x = multiply_tile = multiply_plain  # not called
+
+    @cuda.jit
+    def kernel(
+        x, weight, out, latent, positions, cos, sin, q_scales, norm, slot_mapping, pages, x_pitch, latent_pitch,
+        num_heads, num_tokens, eps,
+    ):  # fmt: skip
+        shared = uint32(0)
+        if is_vector:
+            storage = cuda.shared.array(0, float32)
+            shared = shared_address(storage)
+        thread = uint32(cuda.threadIdx.x)
+        block = uint32(cuda.blockIdx.x)
+        num_row_blocks = uint32((num_tokens + uint32(WARPS - 1)) // uint32(WARPS))
+        if block < num_row_blocks:
+            wait_for_previous_grid()
+            launch_dependents()
+            token = uint32(block * uint32(WARPS) + (thread >> uint32(5)))
+            if token < num_tokens:
+                place = uint64(uint32(positions[token])) * uint64(4 * half)
+                source = latent + uint64(token) * uint64(latent_pitch) * item
+                write_row(source, cos + place, sin + place, norm, slot_mapping[token], pages, eps)
+            return
+        index = uint32(block - num_row_blocks)
+        tile = uint32(index // uint32(column_tiles))
+        first_column = uint32((index - tile * uint32(column_tiles)) * uint32(columns))
+        token_tile = uint32(tile // num_heads)
+        head = uint32(tile - token_tile * num_heads)
+        first_token = uint32(token_tile * uint32(rows))
+        if is_vector:
+            copy_weight(shared, weight, head, first_column, thread)
+        wait_for_previous_grid()  # the weight is immutable
+        launch_dependents()
+        if is_vector:
+            copy_x(shared, x, x_pitch, head, first_token, num_tokens, thread)
+            copy_async_commit()
+        if first_column == uint32(0):
+            place = thread
+            while place < uint32(rows * half):
+                row = uint32(place // uint32(half))
+                token = uint32(first_token + row)
+                if token < num_tokens:
+                    at = uint64(uint32(positions[token])) * uint64(4 * half)
+                    first = uint64(token) * uint64(x_pitch) + uint64(uint32(head * uint32(x_head) + uint32(depth)))
+                    target = (uint64(token) * uint64(num_heads) + uint64(head)) * uint64(width)
+                    factor = _scale_of(q_scales, positions, token, num_tokens)
+                    pair = uint32(place - row * uint32(half))
+                    rotate(x + first * item, out + target * item, pair, cos + at, sin + at, factor)
+                place = uint32(place + uint32(THREADS))
+        if is_vector:
+            factors = cuda.local.array((row_tiles, 2), float32)
+            for i in range(row_tiles):
+                for j in range(2):
+                    token = uint32(first_token + (lane_index() >> uint32(2)) + uint32(16 * i + 8 * j))
+                    factors[i, j] = _scale_of(q_scales, positions, token, num_tokens)
+            _wait_for_copies()
+            sync_block()
+            multiply_tile(shared, out, factors, num_heads, head, first_column, first_token, num_tokens, thread)
+        else:
+            own = cuda.local.array(rows, float32)
+            for r in range(rows):
+                own[r] = _scale_of(q_scales, positions, uint32(first_token + uint32(r)), num_tokens)
+            multiply_plain(x, weight, out, x_pitch, own, num_heads, head, first_column, first_token, num_tokens, thread)
+
+    kind = f"{rows}" if is_vector else "plain"
+    name = f"latent_absorb_{dtype}_k{depth}_w{width}_r{rotary}{'_interleaved' if interleaved else ''}_{kind}"
+    argument_types = (
+        *(types.uint64,) * 4, types.CPointer(types.int32), *(types.uint64,) * 4, types.CPointer(types.int64),
+        types.uint64, *(types.uint32,) * 4, types.float32,
+    )  # fmt: skip
+    constants = {
+        "dtype": dtype, "depth": depth, "width": width, "rotary": rotary, "interleaved": interleaved, "rows": rows,
+        "columns": columns, "shared_bytes": head_map.shared_bytes(rows),
+    }  # fmt: skip
+    return Specialisation(name, kernel, argument_types, THREADS, constants=constants)
+
+
+@functools.cache
+def values(head_map: HeadMap, rows: int) -> Specialisation:
+    """Grid: column tiles x heads x tokens by `rows`. Arguments: see `planning.plan_values`."""
+    columns, column_tiles, is_vector = head_map.columns, head_map.column_tiles, head_map.is_vector
+    dtype, depth, width = head_map.dtype, head_map.depth, head_map.width
+    row_tiles = max(1, rows // 16)
+    if is_vector:
+        copy_weight, copy_x, multiply_tile = _tile_product(head_map, rows)
+        multiply_plain = copy_weight  # not called
+    else:
+        multiply_plain = _plain_product(head_map)
+        copy_weight = copy_x = multiply_tile = multiply_plain  # not called
+
+    @cuda.jit
+    def kernel(x, weight, out, num_heads, num_tokens):
+        shared = uint32(0)
+        if is_vector:
+            storage = cuda.shared.array(0, float32)
+            shared = shared_address(storage)
+        thread = uint32(cuda.threadIdx.x)
+        index = uint32(cuda.blockIdx.x)
+        tile = uint32(index // uint32(column_tiles))
+        first_column = uint32((index - tile * uint32(column_tiles)) * uint32(columns))
+        token_tile = uint32(tile // num_heads)
+        head = uint32(tile - token_tile * num_heads)
+        first_token = uint32(token_tile * uint32(rows))
+        x_pitch = uint32(num_heads * uint32(depth))
+        if is_vector:
+            copy_weight(shared, weight, head, first_column, thread)
+        wait_for_previous_grid()  # the weight is immutable
+        launch_dependents()
+        if is_vector:
+            copy_x(shared, x, x_pitch, head, first_token, num_tokens, thread)
+            copy_async_commit()
+            factors = cuda.local.array((row_tiles, 2), float32)
+            for i in range(row_tiles):
+                for j in range(2):
+                    factors[i, j] = float32(1)
+            _wait_for_copies()
+            sync_block()
+            multiply_tile(shared, out, factors, num_heads, head, first_column, first_token, num_tokens, thread)
+        else:
+            own = cuda.local.array(rows, float32)
+            for r in range(rows):
+                own[r] = float32(1)
+            multiply_plain(x, weight, out, x_pitch, own, num_heads, head, first_column, first_token, num_tokens, thread)
+
+    name = f"latent_values_{dtype}_k{depth}_v{width}_{rows if is_vector else 'plain'}"
+    argument_types = (*(types.uint64,) * 3, types.uint32, types.uint32)
+    constants = {
+        "dtype": dtype, "depth": depth, "width": width, "rows": rows, "columns": columns,
+        "shared_bytes": head_map.shared_bytes(rows),
+    }  # fmt: skip
+    return Specialisation(name, kernel, argument_types, THREADS, constants=constants)
