@@ -74,7 +74,7 @@ class HeadMap:
 
     @property
     def steps(self) -> int:
-        """Of 32 numbers of K."""
+        """Steps of 32 numbers of K."""
         return -(-self.depth // 32)
 
     @property
@@ -84,7 +84,7 @@ class HeadMap:
 
     @property
     def columns(self) -> int:
-        """Of a block."""
+        """The columns of a block."""
         if not self.is_vector:
             return _PLAIN_COLUMNS
         return next((each for each in (128, 64) if each * self.pitch <= _MOST_WEIGHT_BYTES), 32)
@@ -105,7 +105,7 @@ class HeadMap:
 
 @dataclass(frozen=True, slots=True)
 class Absorption:
-    """What queries and latent rows need besides the map: rows of `width` numbers, rotated parts of `rotary`."""
+    """The sizes of latent rows, `width` numbers with a rotated part of `rotary`."""
 
     width: int
     rotary: int
