@@ -98,7 +98,7 @@ def application(deployment: Deployment) -> Any:
     serve = import_serve()
     options = dict(deployment.engine_options)
     config = EngineConfig(**options)
-    check_files(deployment.config)
+    check_files(deployment.config, config.prefix_cache_dir)
     num_engines = config.data_parallel_size * config.num_ranks
     device = config.device
     has_gpus = device.startswith("cuda") or (device == "auto" and _cluster_gpus() > 0)

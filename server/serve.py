@@ -99,7 +99,7 @@ def serve(
     with ExitStack() as stack:
         writer = open_log(config)
         stack.callback(close_log, writer)
-        check_files(config)
+        check_files(config, engine_options.get("prefix_cache_dir", ""))
         listener = stack.enter_context(closing(listen(host, port)))
         local_model(model)
         allow_connections(config.max_connections)
@@ -136,9 +136,15 @@ def _warm_up_tokenizer(device: str) -> None:
             tokenizer_warm_up.warm_up()
 
 
-def check_files(config: ServerConfig) -> None:
-    """Reads API keys and certificates once, to fail before the model is loaded. Raises `ServerConfigError`."""
-    ApiKeys(config.api_keys, config.api_key_files)
+def check_files(config: ServerConfig, prefix_cache_dir: str = "") -> None:
+    """Reads API keys and certificates once, to fail before the model is loaded. Raises `ServerConfigError`; also for a
+    folder of prefixes where keys separate tenants, since it holds their prompts in clear text."""
+    keys = ApiKeys(config.api_keys, config.api_key_files)
+    if prefix_cache_dir and keys.is_required and not config.share_prefix_cache:
+        raise ServerConfigError(
+            f"--prefix-cache-dir {prefix_cache_dir} would hold the prompts of all API keys in clear text: leave it "
+            "out, or let the keys share prefixes (--share-prefix-cache)"
+        )
     if config.ssl_certfile is not None:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)

@@ -20,8 +20,8 @@ MOST_LINES = {
     "runtime/tensor": 1_814,
     "runtime/backends": 3_054,
     "runtime/linear": 2_311,
-    "runtime/kv": 1_088,
-    "runtime/engine": 20_495,
+    "runtime/kv": 1_584,
+    "runtime/engine": 21_071,
     "runtime/text": 5_508,
     "runtime/llm": 1_661,
     "runtime/parallel": 1_107,
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 54_391
+MOST_WORDS = 54_628
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

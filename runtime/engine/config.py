@@ -344,6 +344,23 @@ class EngineConfig(SchedulingConfig):
             heading="Scheduling",
         ),
     ] = True
+    prefix_cache_dir: Annotated[
+        str,
+        Option(
+            help="Folder that keeps prefixes for the next start, in clear text, for its owner alone.",
+            about='a folder that keeps the pages of prefixes, and states, for the next start; "": none',
+            heading="Scheduling",
+            flag=Flag(kind=str, metavar="DIR"),
+        ),
+    ] = ""
+    prefix_cache_disk_bytes: Annotated[
+        int,
+        Option(
+            help="Most bytes of --prefix-cache-dir; the least recently used go first.",
+            about="most bytes of the files in `prefix_cache_dir`; the least recently used go first",
+            heading="Scheduling",
+        ),
+    ] = 16 * GIB
     swap_space_bytes: Annotated[
         int,
         Option(
@@ -564,6 +581,17 @@ class EngineConfig(SchedulingConfig):
             )
         if self.preemption == "swap" and self.swap_space_bytes == 0:
             raise RequestError("preemption='swap' needs swap_space_bytes", param="swap_space_bytes")
+        if self.prefix_cache_dir and not self.enable_prefix_caching:
+            raise RequestError(
+                f"prefix_cache_dir is {self.prefix_cache_dir!r:.80}, which needs enable_prefix_caching",
+                param="prefix_cache_dir",
+            )
+        if self.prefix_cache_dir and self.num_ranks > 1:
+            raise RequestError(
+                f"prefix_cache_dir is {self.prefix_cache_dir!r:.80}: pages of {self.num_ranks} ranks are not stored; "
+                f"leave out {self._split_by} or the folder",
+                param="prefix_cache_dir",
+            )
         self._check_chunks()
 
     def _check_chunks(self) -> None:

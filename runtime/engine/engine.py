@@ -33,6 +33,7 @@ from runtime.engine.scheduling.block_events import BlockChanges, BlockEvents, Sh
 from runtime.engine.scheduling.block_pool import pool_of
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request
+from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
 from runtime.engine.speculation.evidence import SpeculationCounters
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.assemble import Assembler
@@ -40,6 +41,8 @@ from runtime.engine.steps.embedder import Embedder, Embedding
 from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.step_input import Mode
 from runtime.engine.timeline import Timeline
+from runtime.kv.page_bytes import PageBytes
+from runtime.kv.page_store import PageStore
 
 logger = logging.getLogger("xserv.engine")
 
@@ -97,6 +100,7 @@ class Engine:
         if speculator is not None:
             self.use(speculator)
         self._block_events: BlockEvents | None = None
+        self.stored: StoredPrefixes | None = None
         self._last_step_s = time.monotonic()
 
     def use(self, speculator: Speculator | None) -> None:
@@ -115,6 +119,11 @@ class Engine:
         self.opened.on_end = speculator.end
         for request in self.requests.values():
             speculator.expect(request)
+
+    def store_prefixes(self, pages: PageBytes, store: PageStore, fingerprint: str) -> None:
+        """Keep prefixes in a store, too, whose pages have this fingerprint. To be called before the first request."""
+        picture_of = None if self.pictures is None else self.pictures.keys.known_digest
+        self.stored = self.scheduler.stored = StoredPrefixes(self.pool, pages, store, fingerprint, picture_of)
 
     @property
     def speculator(self) -> Speculator | None:
@@ -235,18 +244,24 @@ class Engine:
                 self.steps.start(self.steps.revise(following, outputs))
         else:
             self.steps.finish(opened, outputs)
+        if self.stored is not None:
+            self.stored.write_some()
         self.steps.counters.steps += 1
         self._last_step_s = time.monotonic()
         return outputs
 
     def rest(self) -> None:
-        """Do deferred work while idle: record the decode graph that the last step lacked."""
+        """Do deferred work while idle: record the decode graph that the last step lacked, and store prefixes."""
         if not self.has_work:
             self.executor.record()
+            if self.stored is not None:
+                self.stored.write_some(is_idle=True)
 
     def close(self) -> None:
         """Wait for the running step and drop it; no further step runs."""
         self.grammars.close()
+        if self.stored is not None:
+            self.stored.close()
         self.executor.close()
         self.steps.close()
 
@@ -287,6 +302,7 @@ class Engine:
             prefix_cache_hits=cache.hit_tokens,
             prefix_cache_evictions=cache.evictions,
             prefix_cache_missed=tuple(cache.missed_tokens.values()),
+            prefix_cache_restored=0 if self.stored is None else self.stored.num_restored,
             num_swaps=self.scheduler.num_swaps,
             swapped_out_blocks=counters.swapped_out_blocks,
             swapped_in_blocks=counters.swapped_in_blocks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from runtime.device.gpu import Gpu
 from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, MTP_PREFIX, OPTIONS, OWN_DRAFTER, EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
+from runtime.engine.fingerprint import fingerprint
 from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.limits import CPU_BATCHED_TOKENS, EngineLimits, available_memory_bytes, resolve
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, PoolInfo, RankInfo
@@ -49,8 +51,11 @@ from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel, RotatingModel
+from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache
 from runtime.kv.kinds import State
+from runtime.kv.page_bytes import PageBytes
+from runtime.kv.page_store import DiskPages, make_private
 from runtime.later import later
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
@@ -248,7 +253,29 @@ def engine_over(
         executor = ParallelExecutor(local, ranks, most_open_steps)
     # A request's own prediction is not tried if several steps are open.
     speculator = None if executor.depth > 1 else speculator_of(config, info.vocab_size, limits, draft, executor)
-    return Engine(executor, limits, info, config.seed, vocabulary, speculator)
+    engine = Engine(executor, limits, info, config.seed, vocabulary, speculator)
+    if config.prefix_cache_dir:
+        assert isinstance(executor, LocalExecutor), "refused for several ranks"
+        _store_prefixes(engine, executor, folder, config)
+    return engine
+
+
+def _store_prefixes(engine: Engine, executor: LocalExecutor, folder: Path, config: EngineConfig) -> None:
+    """Let an engine keep prefixes on the disk. Raises ``RequestError`` if the folder cannot be used."""
+    root = Path(config.prefix_cache_dir).expanduser()
+    try:
+        make_private(root)
+        name = fingerprint(folder, config, executor.kv_cache.spec, root)
+        pages = PageBytes(executor.kv_cache)
+        store = DiskPages(root, name, config.prefix_cache_disk_bytes, pages.page_bytes)
+    except InvalidArgumentError as error:
+        raise RequestError(str(error), param="prefix_cache_dir") from None
+    except OSError as error:
+        raise RequestError(
+            f"prefix_cache_dir {root}: the model's digest cannot be made: {error}", param="prefix_cache_dir"
+        ) from None
+    threading.Thread(target=pages.allocate, args=[store.num_pages()], name="xserv-allocate", daemon=True).start()
+    engine.store_prefixes(pages, store, name)
 
 
 def executor_over(

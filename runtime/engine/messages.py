@@ -178,7 +178,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_cached_blocks               free blocks whose content is in the prefix cache
     prefix_cache_queries, prefix_cache_hits  tokens of sequences that started for the first time, and how many of
                                 those were found; prefix_cache_evictions: cached blocks that were evicted;
-                                prefix_cache_missed: the tokens not found, by ``MISS_REASONS``
+                                prefix_cache_missed: the tokens not found, by ``MISS_REASONS``;
+                                prefix_cache_restored: those read back from a store
     num_swaps                       preemptions that swapped
     swapped_out_blocks, swapped_in_blocks  blocks moved to the host and back, evicted prefixes included
     num_host_blocks, num_free_host_blocks  the swap space, and the part that a swapped sequence could get
@@ -215,6 +216,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prefix_cache_hits: int = 0
     prefix_cache_evictions: int = 0
     prefix_cache_missed: tuple[int, ...] = ()
+    prefix_cache_restored: int = 0
     num_swaps: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0

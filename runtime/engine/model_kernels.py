@@ -63,7 +63,7 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
     Gpu(device, driver, kernel_cache=found).install()
     config = replace(
         config, device=device.type, load_format="dummy", num_blocks=None, kv_cache_bytes=None, swap_space_bytes=0,
-        preemption="auto", pipeline_parallel_size=1, pipeline_layers="",
+        preemption="auto", pipeline_parallel_size=1, pipeline_layers="", prefix_cache_dir="",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         copy = shallow_copy(folder, Path(scratch), config.hf_overrides, config.mmproj)

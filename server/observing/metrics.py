@@ -55,6 +55,7 @@ OWN: Table = (
     (COUNTER, "num_steps", "Steps of the engine.", "num_steps"),
     (COUNTER, "num_swaps", "Preemptions that swapped.", "num_swaps"),
     (COUNTER, "prefix_cache_evictions", "Cached blocks given up for others.", "prefix_cache_evictions"),
+    (COUNTER, "prefix_cache_restored", "Tokens read back from the folder of prefixes.", "prefix_cache_restored"),
     (COUNTER, "decode_graph_steps", "Steps of decodes that ran as a recorded graph.", "num_graph_steps"),
     (COUNTER, "recorded_forward_steps", "Other steps whose pass was recorded before.", "num_forward_steps"),
     (COUNTER, "failed_decode_graphs", "Recordings of steps that failed.", "num_failed_graphs"),

@@ -25,7 +25,7 @@ import server.serve
 from models.errors import ModelLoadError
 from runtime.cli import app
 from server.config import ServerConfig, ServerConfigError
-from server.serve import ServerStartError, listen, serve, served_names, warm_up
+from server.serve import ServerStartError, check_files, listen, serve, served_names, warm_up
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.running import serving_process
 from tests.server.starting import StartingServer, starting_server
@@ -238,6 +238,12 @@ def test_a_model_that_fails_on_its_first_request_is_not_served() -> None:
 )
 def test_served_names(given: str | list[str] | None, names: list[str]) -> None:
     assert served_names(given) == names
+
+
+def test_a_folder_of_prefixes_that_keys_do_not_share_is_refused() -> None:
+    check_files(ServerConfig(api_keys=("sk-one",), share_prefix_cache=True), "prefixes")
+    with pytest.raises(ServerConfigError, match=r"would hold the prompts of all API keys .*--share-prefix-cache"):
+        check_files(ServerConfig(api_keys=("sk-one",)), "prefixes")
 
 
 @pytest.mark.parametrize("given", ["a b", "", ["a", ""], "a,,b"])

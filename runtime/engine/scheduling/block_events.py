@@ -40,13 +40,13 @@ class SharedDigest:
 
     def __call__(self, parent: int, tokens: bytes) -> int:
         if parent and self.picture_of is not None:
-            tokens = _with_pictures(tokens, self.picture_of)
+            tokens = with_pictures(tokens, self.picture_of)
         state = self._start.copy()
         state.update(parent.to_bytes(8, "little") + tokens)
         return int.from_bytes(state.digest(), "little")
 
 
-def _with_pictures(tokens: bytes, picture_of: Callable[[int], bytes]) -> bytes:
+def with_pictures(tokens: bytes, picture_of: Callable[[int], bytes]) -> bytes:
     """A page's tokens with each image key replaced by its number on the page, and the images' digests."""
     keys = np.frombuffer(tokens, np.int32)
     if keys.min(initial=0) >= 0:

@@ -274,12 +274,12 @@ class BlockPool:
                 node.times_reused += 1
                 node.is_spare = False
 
-    def allocate(self, count: int, pool: int = 0) -> list[int]:
+    def allocate(self, count: int, pool: int = 0, *, offloads: bool = True) -> list[int]:
         """Take ``count`` free blocks of a pool, each with reference count 1: empty ones first, then cached ones, whose
-        content goes to the host pool if there is room. The caller has checked ``has_room``."""
+        content goes to the host pool if there is room and it ``offloads``. The caller has checked ``has_room``."""
         part = self._parts[pool]
         assert count <= part.num_free, f"{count} blocks wanted, {part.num_free} are free"
-        block_ids = [part.empty.pop() if part.empty else self._evict(pool) for _ in range(count)]
+        block_ids = [part.empty.pop() if part.empty else self._evict(pool, offloads=offloads) for _ in range(count)]
         for block_id in block_ids:
             self.ref_counts[block_id] = 1
         return block_ids
@@ -322,7 +322,7 @@ class BlockPool:
         """
         if not self.enable_prefix_caching:
             return Hit.none(len(self.kinds))
-        paths = [self._cache.walk(tokens, salt, group) for group in range(len(self.kinds))]
+        paths = self.paths(tokens, salt)
         others = [group for group, kind in enumerate(self.kinds) if kind.follows_tokens]
         stored = [[node.lies_somewhere for node in paths[group]] for group in others]
         num_known = len(paths[0])
@@ -426,6 +426,14 @@ class BlockPool:
                     hit.host_slots[group] = [node.host_slot]
             return replace(hit, partial=partial, num_partial=rest, num_tokens=num_tokens)
         return Hit.none(len(self.kinds))
+
+    def paths(self, tokens: NDArray[np.int32], salt: Salt) -> list[list[CachedBlock]]:
+        """By group: the known full pages with which ``tokens`` begin, wherever they lie."""
+        return [self._cache.walk(tokens, salt, group) for group in range(len(self.kinds))]
+
+    def pool_number(self, block_id: int) -> int:
+        """The pool of a block."""
+        return self._parts.index(self._part_of[block_id])
 
     def on_device(
         self, tokens: NDArray[np.int32], salt: Salt, first_pages: list[int], num_pages: int
@@ -723,12 +731,12 @@ class BlockPool:
         if len(self._evicted) > _REMEMBERED * self.num_blocks:
             self._evicted.popitem(last=False)
 
-    def _evict(self, pool: int) -> int:
+    def _evict(self, pool: int, *, offloads: bool = True) -> int:
         node = self._parts[pool].idle.pop()
         block_id = node.block_id
         assert block_id is not None
         self.counters.evictions += 1
-        if self.host_pool is not None and (self.states or node.num_tokens == self.block_size):
+        if offloads and self.host_pool is not None and (self.states or node.num_tokens == self.block_size):
             slot = self.host_pool.store(node, pool)
             if slot is not None:
                 self.counters.offloads += 1

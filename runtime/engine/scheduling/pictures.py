@@ -137,6 +137,10 @@ class PictureKeys:
         self._keys.move_to_end(digest)
         return key
 
+    def known_digest(self, key: int) -> bytes | None:
+        """The digest of the image that a key stands for; None if it was forgotten."""
+        return self._digests.get(key)
+
     def digest_of(self, key: int) -> bytes:
         """The digest of the image that a key stands for; the key itself if it was forgotten."""
         return self._digests.get(key) or key.to_bytes(4, "little", signed=True)

@@ -60,6 +60,7 @@ class CachedBlock:
                the last one left
     is_spare   of a state: it is kept inside a prompt, where no other prompt is known to go on, and was not used yet
     twins      of models with states: the nodes of the same prefix in all cache groups, this one included
+    stored_key, is_noted  for a store of prefixes: the key of the prefix, once it was made; it lies there, or will soon
     """
 
     __slots__ = (
@@ -68,10 +69,12 @@ class CachedBlock:
         "copies",
         "digest",
         "host_slot",
+        "is_noted",
         "is_spare",
         "last_used",
         "num_pins",
         "parent",
+        "stored_key",
         "times_reused",
         "tokens",
         "twins",
@@ -89,6 +92,8 @@ class CachedBlock:
         self.times_reused = 0
         self.last_used = 0
         self.is_spare = False
+        self.stored_key = b""
+        self.is_noted = False
         self.twins: list[CachedBlock] | tuple[()] = ()
 
     @property
@@ -220,7 +225,7 @@ class PrefixCache:
             siblings = next(reversed(node.children.values()))
             node = next(reversed(siblings))
             data += node.tokens
-        return np.frombuffer(data[: count * _TOKEN_BYTES], np.int32).tolist()
+        return [int(token_id) for token_id in np.frombuffer(data[: count * _TOKEN_BYTES], np.int32)]
 
     def has(self, node: CachedBlock) -> bool:
         """Whether a node is still in the tree."""

@@ -33,6 +33,7 @@ from runtime.engine.scheduling.policy import Order, policy_of
 from runtime.engine.scheduling.preemption import VICTIM_RULES, CostModel
 from runtime.engine.scheduling.sequence import Request, Sequence, State, choose_rotation, is_at_switch, within_switch
 from runtime.engine.scheduling.step import PreemptionWay, Step
+from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
 
 
 class Scheduler:
@@ -44,6 +45,7 @@ class Scheduler:
     costs, prompt_times  of steps and transfers, and of chunks of prompts; the engine records them
     drafts      draft tokens of running sequences, for the next step that decodes them
     paused      requests whose sequences are held from the next step on, until they are added again
+    stored      prefixes that are kept elsewhere, or None
     """
 
     def __init__(self, limits: EngineLimits, pool: BlockPool, depth: int = 1) -> None:
@@ -60,6 +62,7 @@ class Scheduler:
         self.costs = CostModel()
         self.drafts: dict[Sequence, list[int]] = {}
         self.paused: set[Request] = set()
+        self.stored: StoredPrefixes | None = None
         self.policy = policy_of(config, self.costs.compute_s)
         self._batching = BATCHING_STYLES[config.batching]()
         self.prompt_times = PromptTimes()
@@ -240,6 +243,8 @@ class Scheduler:
                 return  # it ran: its tokens are known when that step is over
             if self.limits.longrope_threshold is not None:
                 choose_rotation(sequence, self.limits.longrope_threshold, self.pool.host_pool)
+            if self.stored is not None:
+                self._restore(self.stored, sequence, step)
             count = self._placement.start(sequence, step, len(self.running))
             if not count:
                 return
@@ -249,6 +254,15 @@ class Scheduler:
             insort(self.running, sequence, key=_order)
             step.add(sequence, count, is_first=True)
             most = None if most is None else most - 1
+
+    def _restore(self, stored: StoredPrefixes, sequence: Sequence, step: Step) -> None:
+        """Read what a store has of a new sequence's prefix, unless a block that is free now is still to be copied from,
+        or written by a step that runs."""
+        if sequence.num_cached_tokens is not None or sequence.host_slots or sequence.needs_prompt_logprobs:
+            return
+        has_copies = self.pool.offloads or any(each.swap_out for each in (step, *self.open_steps))
+        if not (has_copies or (self.open_steps and not stored.is_ordered)):
+            stored.restore(sequence, len(self.running))
 
     def _idle(self) -> list[Sequence]:
         """The running sequences that a step may be planned for."""
@@ -377,6 +391,8 @@ class Scheduler:
             sequence,
             is_final=True,
         )
+        if self.stored is not None:
+            self.stored.note(sequence)
         self.pool.release(sequence.held_blocks)
         self.pool.forget(sequence.chain)
         heapq.heappush(self.free_rows, sequence.row)

@@ -1,0 +1,107 @@
+"""A digest of all that makes the bits of an engine's pages beside their tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import msgspec
+
+import models
+import numba_kernels
+import runtime
+from numba_kernels.cpu.target import TILES
+from runtime.device.device import Device
+from runtime.device.gpu import Gpu
+from runtime.engine.config import EngineConfig, SchedulingConfig
+from runtime.kv.cache import KVCacheSpec
+from runtime.later import later
+from runtime.version import release
+
+_llvm = later("llvmlite.binding")
+
+_WITHOUT_EFFECT = {
+    *(each.name for each in fields(SchedulingConfig)),
+    "device", "enable_prefix_caching", "kv_cache_bytes", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
+    "max_waiting", "max_waiting_tokens", "num_blocks", "overlap", "prefix_cache_dir", "prefix_cache_disk_bytes",
+    "swap_space_bytes",
+}  # fmt: skip
+"""Options that change no page of a model: all others count, though few of them do."""
+
+_SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5}\.gguf)")
+_NOTES = "digests.json"
+
+
+def fingerprint(model: Path, config: EngineConfig, spec: KVCacheSpec, notes: Path) -> str:
+    """Covers the model's files and the program's by their contents, the options, the pages' form, and the processor.
+    Digests of the model's large files are kept in the folder ``notes``, by path, size, and times of change.
+
+    Raises OSError if a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    options = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _WITHOUT_EFFECT}
+    for part in (
+        release(),
+        repr(sorted(options.items(), key=str)),
+        repr(spec),
+        repr(spec.planes),
+        _device(spec.device),
+    ):
+        digest.update(f"{part}\0".encode())
+    for package in (numba_kernels, models, runtime):
+        folder = Path(str(package.__file__)).parent
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    known = _read(notes / _NOTES)
+    kept: dict[str, str] = {}
+    files = [*_files(model), *([Path(config.mmproj)] if config.mmproj not in ("", "none") else [])]
+    for file in files:
+        found = file.stat()
+        note = f"{file.resolve()} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
+        kept[note] = known.get(note) or _digest(file)
+        digest.update(f"{file.name}\0{kept[note]}\0".encode())
+    if kept.items() - known.items():
+        _write(notes / _NOTES, known | kept)
+    return digest.hexdigest()
+
+
+def _device(device: Device) -> str:
+    if device.kind == "cpu":
+        return f"cpu {TILES} {_llvm.get_host_cpu_name()}"
+    gpu = Gpu.of(device)
+    return f"{device.kind} {gpu.arch}"
+
+
+def _files(model: Path) -> Iterator[Path]:
+    """A folder's own files; or a GGUF file, the others that it was split into, and the towers beside it."""
+    if model.is_dir():
+        yield from sorted(each for each in model.iterdir() if each.is_file() and not each.name.startswith("."))
+    elif (parts := _SPLIT.fullmatch(model.name)) is not None:
+        yield from sorted(model.parent.glob(f"{parts[1]}-?????-of-{parts[2]}"))
+    else:
+        yield model
+    if not model.is_dir():
+        yield from sorted(model.parent.glob("*mmproj*.gguf"))
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _read(file: Path) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _write(file: Path, notes: dict[str, str]) -> None:
+    """In one piece: another process may read or write it at the same time."""
+    unfinished = file.with_suffix(".tmp")
+    unfinished.touch(mode=0o600)
+    unfinished.write_bytes(msgspec.json.encode(notes))
+    unfinished.replace(file)

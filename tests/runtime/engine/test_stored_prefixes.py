@@ -1,0 +1,268 @@
+"""Prefixes on the disk change no bit of an answer: over restarts, kills, two engines on a folder, torn files, full
+disks and folders of other models."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import runtime.kv.page_store as page_store
+from runtime.engine.config import EngineConfig
+from runtime.engine.engine import Engine
+from runtime.engine.errors import RequestError
+from runtime.engine.make_engine import build_engine
+from runtime.engine.messages import EngineRequest
+from runtime.engine.sampling_params import SamplingParams
+from runtime.kv.kinds import State
+from tests.models.folders import load_golden, write_model
+from tests.runtime.engine.storing_engine import SETTINGS, VOCAB_SIZE, answers, make_requests
+from tests.runtime.engine.test_window_groups import MIXED
+from tests.runtime.engine.test_window_groups import write_model as write_windows
+
+BYTES = 1 << 30
+SCHEDULES: tuple[dict[str, Any], ...] = (
+    {"num_blocks": 200},
+    {"num_blocks": 60, "preemption": "swap", "swap_space_bytes": 1 << 22, "max_num_batched_tokens": 13},
+    {"num_blocks": 60, "overlap": "on", "preemption": "swap", "swap_space_bytes": 1 << 18},
+    {"num_blocks": 60, "preemption": "recompute", "speculation": "suffix"},
+)
+
+
+def write_full(folder: Path) -> Path:
+    """A Qwen3 of full attention, with dummy weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_windows(folder, ("full_attention",) * 2)
+
+
+@contextmanager
+def engine_on(model: Path, folder: Path | None, **settings: Any) -> Iterator[Engine]:
+    options = {**SETTINGS, "num_blocks": 200, "prefix_cache_disk_bytes": BYTES, **settings}
+    engine = build_engine(model, prefix_cache_dir="" if folder is None else str(folder), **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def restored(engine: Engine) -> int:
+    return engine.stats().prefix_cache_restored
+
+
+def write_case(folder: Path, case: str) -> tuple[Path, dict[str, Any]]:
+    """A model of this kind, and its options."""
+    if case == "full":
+        return write_full(folder), {}
+    if case == "windows":
+        folder.mkdir()
+        return write_windows(folder, MIXED), {}
+    return write_model(folder, load_golden("qwen3_5_odd")), {"load_format": "auto"}
+
+
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(60, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("case", ["full", "windows", "states"])
+def test_no_restart_changes_a_bit(case: str, num_rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of several schedules, one after another, each with the prefixes of those before."""
+    monkeypatch.setattr(State, "most_pages", lambda *_: 8)  # more states than pages of tokens
+    model, own = write_case(tmp_path / "model", case)
+    lone = {**own, "max_num_seqs": 1, "enable_prefix_caching": False}
+    found = 0
+    with engine_on(model, None, **lone) as alone:
+        for number in range(num_rounds):
+            requests = make_requests(number // 3, 24, alone.info.vocab_size)
+            known = answers(alone, requests)
+            for settings in SCHEDULES:
+                with engine_on(model, tmp_path / "prefixes", **{**own, **settings}) as engine:
+                    assert answers(engine, requests) == known, (number, settings)
+                    found += restored(engine)
+    assert found > 100 * num_rounds
+
+
+def test_a_prompt_is_read_back_up_to_its_last_page(tmp_path: Path) -> None:
+    model = write_full(tmp_path / "model")
+    prompt = [random.Random(1).randrange(VOCAB_SIZE) for _ in range(90)]
+
+    def ask(engine: Engine) -> tuple[int | None, Any]:
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        engine.add(EngineRequest(request_id="x", prompt_token_ids=prompt, params=params))
+        outputs = [output for _ in range(100) if engine.has_work for output in engine.step()]
+        engine.rest()
+        return outputs[0].num_cached_tokens, [output.new_token_ids for output in outputs]
+
+    with engine_on(model, tmp_path / "prefixes") as first:
+        assert (found := ask(first))[0] == 0
+    with engine_on(model, tmp_path / "prefixes", num_blocks=40) as second:
+        assert ask(second) == (88, found[1])
+        assert restored(second) == 88
+        assert ask(second) == (89, found[1])
+        assert restored(second) == 88, "nothing is read twice"
+    with engine_on(model, tmp_path / "prefixes", kv_cache_dtype="bfloat16") as other:
+        assert ask(other)[0] == 0, "pages of another type"
+    files = list((tmp_path / "prefixes").rglob("*"))
+    assert all(file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "prefixes", *files))
+
+
+def test_salts_and_other_models_find_nothing(tmp_path: Path) -> None:
+    """Nor does a model into whose folder another one's files were moved."""
+    model, other = write_full(tmp_path / "model"), write_full(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 12345.0}))
+    requests = [each for each in make_requests(3, 20) if each.cache_salt is None]
+    with engine_on(model, tmp_path / "prefixes") as engine:
+        answers(engine, requests)
+    (of_model,) = (each for each in (tmp_path / "prefixes").iterdir() if each.is_dir())
+    with engine_on(other, None) as alone:
+        expected = answers(alone, requests)
+    for is_moved in (False, True):
+        with engine_on(other, tmp_path / "prefixes") as engine:
+            (of_other,) = {each for each in (tmp_path / "prefixes").iterdir() if each.is_dir()} - {of_model}
+            assert answers(engine, requests) == expected
+            assert restored(engine) == 0
+        shutil.rmtree(of_other)
+        if not is_moved:
+            shutil.copytree(of_model, of_other)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.pages"))
+
+
+@pytest.mark.parametrize("num_cuts", [6, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_torn_and_changed_files_are_misses(num_cuts: int, tmp_path: Path) -> None:
+    model, rng = write_full(tmp_path / "model"), random.Random(0)
+    requests = make_requests(1, 12)
+    with engine_on(model, None) as alone:
+        expected = answers(alone, requests)
+    with engine_on(model, tmp_path / "whole") as engine:
+        answers(engine, requests)
+    for number in range(num_cuts):
+        folder = tmp_path / f"torn {number}"
+        shutil.copytree(tmp_path / "whole", folder)
+        for file in files_of(folder):
+            data = bytearray(file.read_bytes())
+            place = rng.choice((rng.randrange(200), rng.randrange(len(data))))
+            match number % 3:
+                case 0:
+                    del data[place:]
+                case 1:
+                    data[place] ^= 1 << rng.randrange(8)
+                case _:
+                    data[place:] = bytes(len(data) - place)  # what a system may leave that lost its power
+            file.write_bytes(bytes(data))
+        with engine_on(model, folder) as engine:
+            assert answers(engine, requests) == expected, number
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("num_kills", [3, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_killed_while_it_writes(num_kills: int, tmp_path: Path) -> None:
+    """At any moment, with a folder so small that files are deleted and written all the time."""
+    model, rng, folder = write_full(tmp_path / "model"), random.Random(num_kills), tmp_path / "prefixes"
+    sets = [make_requests(seed, 10) for seed in range(4)]
+    with engine_on(model, None) as alone:
+        expected = [answers(alone, requests) for requests in sets]
+    found = 0
+    for number in range(num_kills):
+        command = [sys.executable, "-m", "tests.runtime.engine.storing_engine", str(model), str(folder), "600000"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "ready\n"
+            time.sleep(rng.random() ** 2 * 3)
+            child.kill()
+        with engine_on(model, folder, num_blocks=60, prefix_cache_disk_bytes=600_000) as engine:
+            for requests, known in zip(sets, expected):
+                assert answers(engine, requests) == known, number
+            found += restored(engine)
+    assert found > 0
+
+
+def test_two_engines_on_one_folder(tmp_path: Path) -> None:
+    """Each deletes what the other has written, and reads it."""
+    model, folder = write_full(tmp_path / "model"), tmp_path / "prefixes"
+    sets = [make_requests(seed, 10) for seed in range(3)]
+    with engine_on(model, None) as alone:
+        expected = [answers(alone, requests) for requests in sets]
+    failures: list[str] = []
+    counts: list[int] = []
+
+    def serve(first: int) -> None:
+        with engine_on(model, folder, num_blocks=60, prefix_cache_disk_bytes=700_000) as engine:
+            for number in range(9):
+                place = (first + number) % 3
+                if answers(engine, sets[place]) != expected[place]:
+                    failures.append(f"engine {first}, round {number}")
+                engine.reset_prefix_cache()
+            counts.append(restored(engine))
+
+    threads = [threading.Thread(target=serve, args=[first]) for first in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(counts) == 2
+    assert sum(counts) > 0
+    assert sum(file.stat().st_size for file in files_of(folder)) <= 2 * 700_000
+
+
+def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unfinished files go, and it is tried again later."""
+    model, folder = write_full(tmp_path / "model"), tmp_path / "prefixes"
+    requests = make_requests(2, 12)
+    with engine_on(model, None) as alone:
+        expected = answers(alone, requests)
+    room = [5000]
+
+    def write(descriptor: int, data: Any) -> int:
+        if room[0] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = plain(descriptor, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    plain = os.write
+    monkeypatch.setattr(page_store.os, "write", write)
+    monkeypatch.setattr(page_store, "_REST_S", 0.0)
+    with engine_on(model, folder) as engine:
+        assert answers(engine, requests) == expected
+    assert not [file for file in folder.rglob("*") if file.name.endswith((".pages", ".tmp"))]
+    room[0] = BYTES
+    with engine_on(model, folder) as engine:
+        assert answers(engine, requests) == expected
+    assert files_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"enable_prefix_caching": False}, "prefix_cache_dir is 'x', which needs enable_prefix_caching"),
+        ({"tensor_parallel_size": 2}, "pages of 2 ranks are not stored; leave out tensor_parallel_size or the folder"),
+        ({"prefix_cache_disk_bytes": 0}, "prefix_cache_disk_bytes must be"),
+    ],
+)
+def test_options_that_contradict_it(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        EngineConfig(prefix_cache_dir="x", **options)
+
+
+def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    model = write_full(tmp_path / "model")
+    folder = tmp_path / "open"
+    folder.mkdir(mode=0o755)
+    with pytest.raises(RequestError, match=r"has mode 755 .* .chmod 700"), engine_on(model, folder):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match="file cannot be used"), engine_on(model, tmp_path / "file"):
+        pass
