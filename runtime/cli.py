@@ -25,6 +25,7 @@ from runtime.commands.group import Command, CommandGroup
 from runtime.commands.kernels import kernels
 from runtime.commands.look import info, perplexity, quantize, tokenize
 from runtime.commands.options import with_options
+from runtime.commands.run_batch import run_batch
 from runtime.commands.serve import deploy, serve
 from runtime.commands.vectors import embed, rank
 
@@ -78,6 +79,7 @@ for _command, _panel, _is_positional in (
     (chat, USE, True),
     (generate, USE, True),
     (serve, USE, True),
+    (run_batch, USE, False),
     (deploy, USE, False),
     (embed, USE, False),
     (rank, USE, False),
