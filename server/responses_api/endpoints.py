@@ -26,6 +26,7 @@ from server.responses_api.objects import Event, Response, ResponseOutput
 from server.responses_api.request import (
     LOGPROBS,
     RENAMED,
+    absent_tools,
     begun_response,
     chat_request,
     flat_tools,
@@ -34,7 +35,7 @@ from server.responses_api.request import (
     names_of_tools,
     output_messages,
 )
-from server.responses_api.schema import ResponsesRequest
+from server.responses_api.schema import CustomTool, ResponsesRequest
 from server.responses_api.store import StoredResponse
 from server.service import Service
 from server.transport.body import decode_body, read_body
@@ -155,6 +156,7 @@ def _prepare(service: Service, exchange: Exchange, asked: ResponsesRequest, befo
     names = RENAMED | of_tools
     with in_own_names(names):
         tools, namespaced = flat_tools(asked.tools or ())
+        ignored += [f"{place}.type={kind}" for place, kind in absent_tools(asked.tools or ()).items()]
         request = chat_request(asked, conversation, tools)
         settle_thinking(service, request, ignored, RENAMED)
         of_items = names_of_items(items, len(request.messages))
@@ -170,7 +172,9 @@ def _prepare(service: Service, exchange: Exchange, asked: ResponsesRequest, befo
         response=begun_response(
             asked, response_id, int(time.time()), service.model_name, params.temperature, params.top_p
         ),
-        output=ResponseOutput(namespaced),
+        output=ResponseOutput(
+            namespaced, frozenset(tool.name for tool in asked.tools or () if isinstance(tool, CustomTool))
+        ),
         input_items=[{"id": f"{_kind(item)}_{uuid4().hex}", **item} for item in given],
         conversation=conversation,
         has_logprobs=LOGPROBS in (asked.include or ()),
@@ -178,7 +182,8 @@ def _prepare(service: Service, exchange: Exchange, asked: ResponsesRequest, befo
 
 
 def _kind(item: dict[str, Any]) -> str:
-    return {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}.get(item.get("type", ""), "msg")
+    ids = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs", "custom_tool_call": "ctc"}
+    return {**ids, "custom_tool_call_output": "ctco"}.get(item.get("type", ""), "msg")
 
 
 async def get_response(request: Request) -> HttpResponse:

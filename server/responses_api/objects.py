@@ -18,6 +18,7 @@ from msgspec import UNSET, UnsetType
 from runtime.engine.messages import MissReason
 from runtime.text.parts import ToolCallDelta
 from server.openai_api.answers import AnswerItems, ChatTokenLogprob
+from server.requests.structured import tool_input
 from server.responses_api.schema import ResponsesTool, Status, TextOptions, ToolChoice
 
 
@@ -56,7 +57,15 @@ class OutputFunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
     namespace: str | UnsetType = UNSET
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
+class OutputCustomToolCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    status: Status = "in_progress"
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomToolCall
 ContentPart = OutputText | ReasoningText
 
 
@@ -233,6 +242,14 @@ class ArgumentsDone(_OfItem, tag="response.function_call_arguments.done"):
     arguments: str
 
 
+class CustomInputDelta(_OfItem, tag="response.custom_tool_call_input.delta"):
+    delta: str
+
+
+class CustomInputDone(_OfItem, tag="response.custom_tool_call_input.done"):
+    input: str
+
+
 class ErrorEvent(_Event, tag="error"):
     code: str | None
     message: str
@@ -255,6 +272,8 @@ Event = (
     | ReasoningTextDone
     | ArgumentsDelta
     | ArgumentsDone
+    | CustomInputDelta
+    | CustomInputDone
     | ErrorEvent
 )
 
@@ -264,11 +283,12 @@ Names = Mapping[str, tuple[str, str]]
 
 
 class ResponseOutput(AnswerItems[OutputItem, Event]):
-    """`namespaced`: functions in namespaces, by the model's names for them."""
+    """`namespaced`: functions in namespaces, by the model's names for them. `custom`: the names of custom tools."""
 
-    def __init__(self, namespaced: Names) -> None:
+    def __init__(self, namespaced: Names, custom: frozenset[str] = frozenset()) -> None:
         super().__init__()
-        self._namespaced = namespaced
+        self._namespaced, self._custom = namespaced, custom
+        self._arguments: list[str] = []  # of the last call of a custom tool
 
     def complete(self, *, is_complete: bool) -> Iterator[Event]:
         """Ends the output: an answer has at least one item."""
@@ -279,6 +299,9 @@ class ResponseOutput(AnswerItems[OutputItem, Event]):
     def _new(self, kind: str, call: ToolCallDelta | None) -> OutputItem:
         if call is None:
             return OutputMessage(_new_id("msg")) if kind == "text" else OutputReasoning(_new_id("rs"))
+        if call.name in self._custom:
+            self._arguments = []
+            return OutputCustomToolCall(_new_id("ctc"), call.id or _new_id("call"), call.name or "")
         namespace, name = self._namespaced.get(call.name or "", (UNSET, call.name or ""))
         return OutputFunctionCall(_new_id("fc"), call.id or _new_id("call"), name, namespace=namespace)
 
@@ -300,6 +323,8 @@ class ResponseOutput(AnswerItems[OutputItem, Event]):
         elif isinstance(item, OutputReasoning):
             item.content[0].text += text
             yield ReasoningTextDelta(item.id, self.index, 0, text)
+        elif isinstance(item, OutputCustomToolCall):
+            self._arguments.append(text)
         else:
             item.arguments += text
             yield ArgumentsDelta(item.id, self.index, text)
@@ -313,10 +338,21 @@ class ResponseOutput(AnswerItems[OutputItem, Event]):
             thought = item.content[0]
             yield ReasoningTextDone(item.id, self.index, 0, thought.text)
             yield ContentPartDone(item.id, self.index, 0, thought)
+        elif isinstance(item, OutputCustomToolCall):
+            item.input = _text_of("".join(self._arguments))
+            yield CustomInputDelta(item.id, self.index, item.input)
+            yield CustomInputDone(item.id, self.index, item.input)
         else:
             yield ArgumentsDone(item.id, self.index, item.name, item.arguments)
         item.status = "completed" if is_complete else "incomplete"
         yield OutputItemDone(self.index, item)
+
+
+def _text_of(arguments: str) -> str:
+    """The input of a custom tool's call; arguments of another form stay as they are."""
+    fields = tool_input(arguments)
+    text = fields.get("input")
+    return text if isinstance(text, str) and len(fields) == 1 else arguments
 
 
 def _new_id(kind: str) -> str:

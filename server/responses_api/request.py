@@ -7,6 +7,7 @@ also contain "__"."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from server.openai_api.schema import (
 from server.responses_api import schema
 from server.responses_api.objects import (
     Names,
+    OutputCustomToolCall,
     OutputFunctionCall,
     OutputItem,
     OutputMessage,
@@ -37,6 +39,21 @@ from server.transport.typed import converted
 def flat_name(namespace: str | None, name: str) -> str:
     """A function's name for the model."""
     return name if namespace is None else f"{namespace}__{name}"
+
+
+_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""The parameters of a custom tool."""
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments of a custom tool's call with this input."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def absent_tools(tools: Iterable[ResponsesTool]) -> dict[str, str]:
+    """The kinds of the tools that cannot be run here, by their places."""
+    kinds = {schema.WebSearchTool: "web_search", schema.WebSearchPreviewTool: "web_search_preview"}
+    return {f"tools[{i}]": kinds[type(tool)] for i, tool in enumerate(tools) if isinstance(tool, schema.AbsentTool)}
 
 
 def flat_tools(tools: Iterable[ResponsesTool]) -> tuple[list[dict[str, Any]], Names]:
@@ -74,9 +91,23 @@ def _functions(tools: Iterable[ResponsesTool]) -> Iterator[tuple[str, NamespaceT
     for i, tool in enumerate(tools):
         if isinstance(tool, FunctionTool):
             yield f"tools[{i}]", None, tool
-        else:
+        elif isinstance(tool, schema.CustomTool):
+            yield f"tools[{i}]", None, _function_of(tool)
+        elif isinstance(tool, NamespaceTool):
             for j, function in enumerate(tool.tools):
                 yield f"tools[{i}].tools[{j}]", tool, function
+
+
+def _function_of(tool: schema.CustomTool) -> FunctionTool:
+    """A custom tool as a function of one text, whose description has the form of the text."""
+    form = tool.format or {}
+    told = (
+        f"The input is a text of this {form.get('syntax', '')} grammar:\n{form['definition']}"
+        if "definition" in form
+        else None
+    )
+    about = "\n\n".join(filter(None, (tool.description, told)))
+    return FunctionTool(tool.name, _TEXT, description=about or None)
 
 
 def _chat_tool(tool: FunctionTool, name: str, namespace: NamespaceTool | None) -> dict[str, Any]:
@@ -91,12 +122,21 @@ def _chat_tool(tool: FunctionTool, name: str, namespace: NamespaceTool | None) -
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 
-Item = schema.InputMessage | schema.InputFunctionCall | schema.InputFunctionCallOutput | schema.InputReasoning
+Item = (
+    schema.InputMessage
+    | schema.InputFunctionCall
+    | schema.InputFunctionCallOutput
+    | schema.InputCustomToolCall
+    | schema.InputCustomToolCallOutput
+    | schema.InputReasoning
+)
 
 _SCHEMAS: dict[str, type[Item]] = {
     "message": schema.InputMessage,
     "function_call": schema.InputFunctionCall,
     "function_call_output": schema.InputFunctionCallOutput,
+    "custom_tool_call": schema.InputCustomToolCall,
+    "custom_tool_call_output": schema.InputCustomToolCallOutput,
     "reasoning": schema.InputReasoning,
 }
 _NOT_READ = (
@@ -160,20 +200,22 @@ def _item(fields: dict[str, Any], path: str) -> Item:
 
 
 def _append(found: ItemMessages, item: Item, path: str) -> None:
-    if isinstance(item, schema.InputFunctionCallOutput):
+    if isinstance(item, (schema.InputFunctionCallOutput, schema.InputCustomToolCallOutput)):
         output = _content(item.output, f"{path}.output")
         found.add(Message(role="tool", tool_call_id=item.call_id, content=output), path)
         found.name("content", f"{path}.output")
     elif isinstance(item, schema.InputReasoning):
         if text := "".join(part.text for part in item.content or item.summary):
             found.add(Message(role="assistant", reasoning_content=text), path)
-    elif isinstance(item, schema.InputFunctionCall):
-        call = ToolCall(function=FunctionCall(flat_name(item.namespace, item.name), item.arguments), id=item.call_id)
+    elif isinstance(item, (schema.InputFunctionCall, schema.InputCustomToolCall)):
+        is_custom = isinstance(item, schema.InputCustomToolCall)
+        arguments = custom_arguments(item.input) if isinstance(item, schema.InputCustomToolCall) else item.arguments
+        call = ToolCall(function=FunctionCall(flat_name(item.namespace, item.name), arguments), id=item.call_id)
         turn = _open_turn(found, path)
         turn.tool_calls = [*(turn.tool_calls or ()), call]
         own = f"tool_calls[{len(turn.tool_calls) - 1}]"
         found.name(own, path)
-        found.name(f"{own}.function.arguments", f"{path}.arguments")
+        found.name(f"{own}.function.arguments", f"{path}.{'input' if is_custom else 'arguments'}")
     elif item.role == "assistant":
         turn = _open_turn(found, path, is_open=lambda last: last.content is None and not last.tool_calls)
         turn.content = _content(item.content, f"{path}.content")
@@ -229,7 +271,10 @@ def chat_request(
     has_logprobs = LOGPROBS in (asked.include or ())
     if asked.top_logprobs and not has_logprobs:
         raise invalid("top_logprobs", f'top_logprobs asks for include to have "{LOGPROBS}".')
-    instructions = [] if asked.instructions is None else [Message(role="system", content=asked.instructions)]
+    told = asked.instructions
+    if absent := sorted(set(absent_tools(asked.tools or ()).values())):
+        told = "\n\n".join(filter(None, (told, f"These tools are not available here: {', '.join(absent)}.")))
+    instructions = [] if told is None else [Message(role="system", content=told)]
     return ChatCompletionRequest(
         model=asked.model,
         messages=[*instructions, *conversation],
@@ -303,9 +348,12 @@ def begun_response(
 def output_messages(items: Sequence[OutputItem]) -> list[Message]:
     """The assistant's turn for the next request's conversation, without reasoning."""
     text = "".join(part.text for item in items if isinstance(item, OutputMessage) for part in item.content)
-    calls = [
-        ToolCall(function=FunctionCall(flat_name(item.namespace or None, item.name), item.arguments), id=item.call_id)
-        for item in items
-        if isinstance(item, OutputFunctionCall)
-    ]
+    calls = []
+    for item in items:
+        if isinstance(item, OutputFunctionCall):
+            function = FunctionCall(flat_name(item.namespace or None, item.name), item.arguments)
+            calls.append(ToolCall(function=function, id=item.call_id))
+        elif isinstance(item, OutputCustomToolCall):
+            function = FunctionCall(item.name, custom_arguments(item.input))
+            calls.append(ToolCall(function=function, id=item.call_id))
     return [Message(role="assistant", content=text, tool_calls=calls or None)]

@@ -65,7 +65,26 @@ class NamespaceTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     tools: Annotated[list[FunctionTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
-ResponsesTool = FunctionTool | NamespaceTool
+class CustomTool(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="type", tag="custom"
+):
+    """A function whose one argument is a text. format: what the text looks like, which the model is told."""
+
+    name: Name
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class WebSearchTool(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="web_search"):
+    """A tool that OpenAI runs. The model is told that it is absent."""
+
+
+class WebSearchPreviewTool(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="web_search_preview"):
+    """The same by an older name."""
+
+
+AbsentTool = WebSearchTool | WebSearchPreviewTool
+ResponsesTool = FunctionTool | NamespaceTool | CustomTool | WebSearchTool | WebSearchPreviewTool
 """The other kinds of OpenAI's tools are run by OpenAI."""
 
 
@@ -178,6 +197,26 @@ class InputFunctionCallOutput(msgspec.Struct, frozen=True, forbid_unknown_fields
     status: Status | None = None
 
 
+class InputCustomToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: Name
+    input: str
+    namespace: Name | None = None
+    id: str | None = None
+    status: Status | None = None
+
+
+class InputCustomToolCallOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["custom_tool_call_output"]
+    call_id: str
+    output: str | Annotated[list[dict[str, Any]], held(InputPart)]
+    id: str | None = None
+    status: Status | None = None
+
+
 class InputReasoningPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -205,4 +244,7 @@ class InputPart(msgspec.Struct):
     logprobs: list[Any] | None = None
 
 
-INPUT_ITEMS = (InputMessage, InputFunctionCall, InputFunctionCallOutput, InputReasoning)
+INPUT_ITEMS = (
+    InputMessage, InputFunctionCall, InputFunctionCallOutput, InputCustomToolCall, InputCustomToolCallOutput,
+    InputReasoning,
+)  # fmt: skip
