@@ -113,7 +113,7 @@ ELSEWHERE = {
         "xserv chat /path/to/model-Q4_K_M.gguf", "xserv chat /path/to/base-model --chat-template template.jinja",
         "xserv perplexity TEXT",
         "xserv embed TEXTS.txt --model MODEL --output vectors.npy", 'xserv rank "a query" TEXTS.txt --model MODEL',
-        "xserv run-batch INPUT.jsonl OUTPUT.jsonl --model MODEL", "xserv run-batch",
+        "xserv run-batch INPUT.jsonl OUTPUT.jsonl --model MODEL",
         "python -m tools.plot_attention MODEL PROMPT", "python -m tools.plot_timeline",
         "python -m tools.simulate", "xserv perplexity TEXT --model FOLDER [--quantization int8]",
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --gpu h200",
