@@ -26,11 +26,11 @@ MOST_LINES = {
     "runtime/llm": 1_661,
     "runtime/parallel": 1_107,
     "runtime/images": 965,
-    "runtime/commands": 2_775,
+    "runtime/commands": 2_824,
     "runtime/bench": 9_250,
     "runtime": 3_299,
     "models": 18_253,
-    "server": 18_213,
+    "server": 18_620,
     "tokenizer": 6_929,
     "tools": 15_994,
 }
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 54_628
+MOST_WORDS = 54_756
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
