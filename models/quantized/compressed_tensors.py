@@ -11,6 +11,9 @@
     mxfp4-pack-quantized   X.weight_packed uint8 [N, K / 2]                               X.weight_scale e8m0
     mxfp8-quantized        X.weight e4m3 [N, K]                                           X.weight_scale e8m0
 
+`nvfp4-e5m3-pack-quantized` is `nvfp4-pack-quantized` without a scale for all; `X.weight_scale` is uint8, numbers of 5
+bits of exponent and 3 of mantissa, without a sign.
+
 By `strategy` there is a scale for all (`tensor`), one a row (`channel`), a group of a row (`group`, `tensor_group`) or
 a block. Integers without `symmetric` have `X.weight_zero_point`, packed along N where the weight is packed. With
 `X.weight_g_idx` columns are in any order of groups.
@@ -27,13 +30,13 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from models.configuration.json_fields import Fields
 from models.quantized.fp8 import SCALES, as_bytes, scale_part
-from models.quantized.gptq import unpacked
+from models.quantized.gptq import unpacked, widened
 from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, compiled, refusal, unchanged
 from runtime.linear.quantized import ActivationScheme, NumberKind, QuantizedLayout
 
@@ -104,8 +107,9 @@ class CompressedTensorsScheme:
     @classmethod
     def read(cls, fields: Fields) -> Self:
         """From `quantization_config`. Raises `ConfigError`."""
-        for name in ("global_compression_ratio", "quantization_status", "version"):
+        for name in ("global_compression_ratio", "moe_sparsity_config", "provider", "quantization_status", "version"):
             fields.raw(name)
+        fields.raw("attention_input_activations")  # of queries and pages, which are floats here, or have own scales
         fields.expect("transform_config", {})
         if fields.has("sparsity_config"):
             sparsity = fields.object("sparsity_config")
@@ -143,8 +147,8 @@ class CompressedTensorsScheme:
         found += [target.group for target in self.targets if target.text in _CLASSES]
         if not found or found[0] is None:
             raise refusal(stored, f"is {stored.type_name}, but no target of config_groups names the module")
-        form = _FORMS[found[0].format]
-        return _matrix(module, found[0], form) if form.part else _packed_integers(module, found[0])
+        form = FORMS[found[0].format]
+        return matrix_in_form(module, found[0], form) if form.part else _packed_integers(module, found[0])
 
 
 def _packed_integers(module: ModuleTensors, group: Group) -> MatrixParts:
@@ -155,7 +159,8 @@ def _packed_integers(module: ModuleTensors, group: Group) -> MatrixParts:
     wanted = width, -(-depth * numbers.bits // 32)
     if packed.shape != wanted or depth < 1:
         raise refusal(packed, f"is {list(packed.shape)}, must be {list(wanted)}: {shape.name!r} is {[width, depth]}")
-    layout, scales = _layout(module, group, f"int{numbers.bits}", (width, depth), FLOATS)
+    form = FORMS[group.format]
+    layout, scales = _layout(module, group, "int4" if numbers.bits <= 4 else "int8", (width, depth), form)
     zeros = None
     if layout.has_zeros:
         rows, columns = layout.scale_shape
@@ -167,7 +172,9 @@ def _packed_integers(module: ModuleTensors, group: Group) -> MatrixParts:
         zeros = Part(stored, zeros_of)
 
     def codes_of(words: Array) -> Array:
-        return np.ascontiguousarray(words).view(np.uint8)[:, : layout.code_shape[1]]
+        if numbers.bits in (4, 8):
+            return np.ascontiguousarray(words).view(np.uint8)[:, : layout.code_shape[1]]
+        return widened(unpacked(words, numbers.bits)[:, :depth], numbers.bits, is_centred=not layout.has_zeros)
 
     order = Part(module.take("weight_g_idx", ("I32", "I64"), (depth,))) if layout.has_order else None
     return MatrixParts(layout, Part(packed, codes_of), scales, zeros, order)
@@ -179,13 +186,14 @@ def _above_smallest(array: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class Form:
     """A format: the kind, bits and strategies that the config may name, and the tensors of a matrix.
 
     Attributes:
         part, stored: the weight's name and type; "" for integers in words, which are read otherwise.
         number, scales: the kind of its numbers, and types of their scales.
         convert: from the stored weight, or zeros, to codes.
+        meanings: float32 [256], what a byte of a scale means; None if its type says it.
     """
 
     kind: str
@@ -196,30 +204,43 @@ class _Form:
     number: NumberKind = "int8"
     scales: tuple[str, ...] = FLOATS
     convert: Callable[[Array], Array] = unchanged
+    meanings: Array | None = None
+
+
+def _unsigned_e5m3() -> Array:
+    """Of each byte; the largest is NaN."""
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 3, (byte & 7) / 8
+    values = np.where(exponent == 0, np.ldexp(mantissa, -14), np.ldexp(1 + mantissa, exponent - 15)).astype(np.float32)
+    values[255] = np.nan
+    return values
 
 
 _EXPONENTS = ("U8", "F8_E8M0")
-_FORMS = {
-    "int-quantized": _Form("int", (8,), ("tensor", "channel", "group"), "weight", "I8", convert=_above_smallest),
-    "float-quantized": _Form(
+FORMS = {
+    "int-quantized": Form("int", (8,), ("tensor", "channel", "group"), "weight", "I8", convert=_above_smallest),
+    "float-quantized": Form(
         "float", (8,), ("tensor", "channel", "group", "block"), "weight", "F8_E4M3", "fp8", convert=as_bytes
     ),
-    "pack-quantized": _Form("int", (4, 8), ("channel", "group")),
-    "nvfp4-pack-quantized": _Form("float", (4,), ("tensor_group",), "weight_packed", "U8", "fp4", ("F8_E4M3",)),
-    "mxfp4-pack-quantized": _Form("float", (4,), ("group",), "weight_packed", "U8", "fp4", _EXPONENTS),
-    "mxfp8-quantized": _Form("float", (8,), ("group",), "weight", "F8_E4M3", "fp8", _EXPONENTS, as_bytes),
+    "pack-quantized": Form("int", (2, 3, 4, 5, 6, 7, 8), ("channel", "group")),
+    "nvfp4-pack-quantized": Form("float", (4,), ("tensor_group",), "weight_packed", "U8", "fp4", ("F8_E4M3",)),
+    "nvfp4-e5m3-pack-quantized": Form(
+        "float", (4,), ("tensor_group",), "weight_packed", "U8", "fp4", ("U8",), meanings=_unsigned_e5m3()
+    ),
+    "mxfp4-pack-quantized": Form("float", (4,), ("group",), "weight_packed", "U8", "fp4", _EXPONENTS),
+    "mxfp8-quantized": Form("float", (8,), ("group",), "weight", "F8_E4M3", "fp8", _EXPONENTS, as_bytes),
 }
-_FORMATS = (*_FORMS, "naive-quantized")
+_FORMATS = (*FORMS, "naive-quantized")
 
 
-def _matrix(module: ModuleTensors, group: Group, form: _Form) -> MatrixParts:
+def matrix_in_form(module: ModuleTensors, group: Group, form: Form) -> MatrixParts:
     """A matrix whose codes are stored one by one, or in pairs; or those of all experts, one under another."""
     weight, is_nvfp4 = module.take(form.part, (form.stored,)), group.format == "nvfp4-pack-quantized"
     stack_shape = weight.shape if len(weight.shape) == 3 and group.weights.strategy == "channel" else None
     if stack_shape is None:
         module.take(form.part, (form.stored,), (None, None))
-    shape = math.prod(weight.shape[:-1]), weight.shape[-1] * (2 if form.number == "fp4" else 1)
-    layout, scales = _layout(module, group, form.number, shape, form.scales, has_divisor=is_nvfp4)
+    shape = math.prod(weight.shape[:-1]), weight.shape[-1] * (2 if form.number in ("fp4", "int4") else 1)
+    layout, scales = _layout(module, group, form.number, shape, form, has_divisor=is_nvfp4)
     zeros = input_scale = None
     if layout.has_zeros:
         zeros = Part(module.take("weight_zero_point", ("I8",), layout.scale_shape), form.convert)
@@ -235,14 +256,15 @@ def _matrix(module: ModuleTensors, group: Group, form: _Form) -> MatrixParts:
 
 
 def _layout(
-    module: ModuleTensors, group: Group, kind: Any, shape: tuple[int, ...], types: tuple[str, ...],
+    module: ModuleTensors, group: Group, kind: NumberKind, shape: tuple[int, ...], form: Form,
     *, has_divisor: bool = False,
 ) -> tuple[QuantizedLayout, Part]:  # fmt: skip
     """The layout by the config, and the scales, which must fit it."""
-    scale, block = module.take("weight_scale", types), group.weights.scale_block
+    scale, block = module.take("weight_scale", form.scales), group.weights.scale_block
+    dtype = SCALES[scale.type_name] if form.meanings is None else form.meanings.dtype
     has_order = module.has("weight_g_idx")
     layout = QuantizedLayout(
-        kind, (shape[0], shape[1]), block, SCALES[scale.type_name], has_zeros=not group.weights.is_symmetric,
+        kind, (shape[0], shape[1]), block, dtype, has_zeros=not group.weights.is_symmetric,
         has_order=has_order, has_divisor=has_divisor, activation=group.activation,
     )  # fmt: skip
     wanted = layout.scale_shape
@@ -250,6 +272,8 @@ def _layout(
     if not (scale.shape == wanted or of_experts or (block[1] == 0 and scale.shape in ((), wanted[:1]))):
         raise refusal(scale, f"is {list(scale.shape)}, must be {list(wanted)} for a matrix {list(shape)} by"
                       f" {group.name}'s strategy {group.weights.strategy}")  # fmt: skip
+    if (meanings := form.meanings) is not None:
+        return layout, Part(scale, lambda array: meanings[array].reshape(wanted))
     return layout, scale_part(scale, wanted)
 
 
@@ -263,7 +287,7 @@ def _group(fields: Fields, name: str, usual: str | None) -> Group:
     weights = _numbers(fields.object("weights"))
     if format == "naive-quantized":
         format = "float-quantized" if weights.kind == "float" else "int-quantized"
-    form = _FORMS[format]
+    form = FORMS[format]
     section = fields.object("weights")
     for field, found, allowed in (
         ("type", weights.kind, (form.kind,)), ("num_bits", weights.bits, form.bits),

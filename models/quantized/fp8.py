@@ -53,6 +53,14 @@ def as_bytes(array: Array) -> Array:
     return array.view(np.uint8)
 
 
+_REPEATED = (
+    "act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym", "autoround_version",
+    "block_name_to_quantize", "data_type", "dequantize", "enable_quanted_input", "extra_config", "group_size", "iters",
+    "nsamples", "seqlen",
+)  # fmt: skip
+"""auto-round's fields, which say the same by other names; `dequantize` makes transformers dequantise while loading."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
     """See the module.
@@ -76,7 +84,10 @@ class Fp8Scheme:
         fields.expect("expert_dtype", "fp8")
         fields.expect("modules_to_convert", [])
         fields.expect("kv_cache_scheme", "static", "dynamic")
-        fields.raw("dequantize")  # makes transformers dequantise while loading
+        for name in _REPEATED:
+            fields.raw(name)
+        fields.expect("bits", 8)
+        fields.expect("sym", True)
         scheme = fields.string("activation_scheme", "dynamic")
         if scheme not in ("dynamic", "static"):
             raise fields.error("activation_scheme", f"is {scheme!r:.80}, must be 'dynamic' or 'static'")

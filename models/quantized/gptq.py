@@ -152,7 +152,15 @@ def _codes(words: Array, said: GptqModule, layout: QuantizedLayout) -> Array:
     if said.bits >= 4:
         return along_k(words, layout.code_shape[1])
     numbers = unpacked(np.ascontiguousarray(words.T), said.bits)[:, : layout.shape[1]]
-    return pack_halves(numbers + np.uint8(8 - (1 << (said.bits - 1)) if said.is_symmetric else 0))
+    return widened(numbers, said.bits, is_centred=said.is_symmetric)
+
+
+def widened(numbers: Array, bits: int, *, is_centred: bool) -> Array:
+    """Codes of int4 or int8 of numbers of fewer bits; centred ones are moved, so that their middle is 8 or 128."""
+    kept = 4 if bits <= 4 else 8
+    if is_centred and bits < kept:
+        numbers = numbers + np.uint8((1 << (kept - 1)) - (1 << (bits - 1)))
+    return pack_halves(numbers) if kept == 4 else numbers
 
 
 def along_k(words: Array, num_bytes: int) -> Array:
@@ -161,10 +169,10 @@ def along_k(words: Array, num_bytes: int) -> Array:
 
 
 def unpacked(words: Array, bits: int) -> Array:
-    """Words ``[..., n]`` to the numbers of 2, 3, 4 or 8 bits in them, the lowest first: ``[..., n * 32 / bits]`` uint8,
-    less a rest of bits."""
+    """Words ``[..., n]`` to the numbers of 2 to 8 bits in them, the lowest first: ``[..., n * 32 / bits]`` uint8, less
+    a rest of bits."""
     numbers = np.ascontiguousarray(words).view(np.uint8)
-    if bits < 4:
+    if bits not in (4, 8):
         stream = np.unpackbits(numbers, axis=-1, bitorder="little")
         whole = stream.shape[-1] // bits * bits
         split = stream[..., :whole].reshape(*stream.shape[:-1], -1, bits)

@@ -90,7 +90,11 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("ct_w4_group", {"config_groups": {}}, "config_groups is missing or empty"),
     ("ct_w4_group", {"transform_config": {"x": 1}}, "transform_config = {'x': 1} is not supported"),
     ("ct_w4_group", {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config: format = 'sparse-24' is not"),
-    ("ct_w4_group", no_groups(num_bits=3), r"group_0: weights: num_bits is 3, must be 4 or 8 for pack-quantized"),
+    (
+        "ct_w4_group",
+        no_groups(num_bits=9),
+        r"weights: num_bits is 9, must be 2 or 3 or 4 or 5 or 6 or 7 or 8 for pack-q",
+    ),
     ("ct_w4_group", no_groups(type="float"), "weights: type is 'float', must be 'int' for pack-quantized"),
     ("ct_w4_group", no_groups(strategy="block"), r"block_structure must be \[rows, elements\], not None"),
     ("ct_w4_group", no_groups(group_size=None), "group_size is None, must be more than 0 for the strategy 'group'"),
