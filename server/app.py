@@ -91,8 +91,9 @@ class Application(Starlette):
 
     def description(self) -> Json:
         """`/openapi.json`, of the loaded model. Raises `ApiError` until there is one."""
-        info = self.state.service.client.info
-        return description(self.model_names, info.vocab_size, reads_images=info.images is not None)
+        service = self.state.service
+        info, fills_in = service.client.info, service.fill_in is not None
+        return description(self.model_names, info.vocab_size, reads_images=info.images is not None, fills_in=fills_in)
 
     def _begin_service(self) -> None:
         if self._model is None:

@@ -24,6 +24,7 @@ from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.messages import EngineOutput
 from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError
+from runtime.text.fill_in import fill_in_tokens
 from runtime.text.formats import AnswerFormat
 from runtime.text.reasoning import ReasoningEnd
 from runtime.version import release
@@ -137,6 +138,7 @@ class Service:
     model_name          the first of model_names, the model's names in requests; answers have it
     answer_format       the parts of its answers beside content
     reasoning_end       how reasoning is closed by a budget; None if it cannot have one
+    fill_in             the tokens for a text between two others; None if the model was not taught to fill in
     default_sampling    the model's own sampling defaults, by `SamplingParams`' names
     running             running generations, to be cancelled by name
     responses           the store of `/v1/responses`; running_responses: those being generated
@@ -165,6 +167,7 @@ class Service:
         self.reasoning_end: ReasoningEnd | None = None
         if tokenizer is not None and self.answer_format.reasoning and not self.answer_format.harmony:
             self.reasoning_end = ReasoningEnd.of(tokenizer, info.architecture, config.reasoning_budget_message)
+        self.fill_in = None if tokenizer is None else fill_in_tokens(tokenizer)
         self.default_sampling = default_sampling
         self.config = config
         self.lifecycle = lifecycle

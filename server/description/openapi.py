@@ -30,7 +30,7 @@ _EVERYWHERE = (401, 403, 405, 431, 500, 503)
 
 
 @functools.cache
-def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: bool) -> Json:
+def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: bool, fills_in: bool = False) -> Json:
     """The whole document, OpenAPI 3.1, of a server of this model."""
     types = {operation.request for operation in OPERATIONS if operation.request is not None}
     answers = [operation.answer for operation in OPERATIONS if operation.answer not in (None, Json)]
@@ -43,6 +43,8 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
     named = dict(zip(map(repr, ordered), references, strict=True))
     for request in (*types, OllamaOptions):
         complete(components[request.__name__], request, model_names, vocab_size)
+    if not fills_in:
+        components["CompletionRequest"]["properties"]["suffix"] = {**NULL, "default": None}
     of_chats = IMAGES_OF_CHATS if reads_images else ()
     components["Message"]["properties"]["content"] = content_schema("text", images=of_chats)
     pixels: Json = {"type": "integer", "minimum": 1}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
+from runtime.text.fill_in import fill_in_end_ids
 from runtime.text.pipeline import TextDelta
 from server.errors import invalid
 from server.openai_api.answers import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -132,6 +133,7 @@ def prepare_completion(
         params=params,
         arrival_time_s=exchange.arrival_s,
         scheduling=Scheduling.of(asked),
+        eos_token_ids=_end_ids(service) if asked.suffix is not None else None,
     )
     echoes = None
     if asked.echo:
@@ -149,6 +151,14 @@ def prepare_completion(
         has_running_usage=has_running_usage,
         has_token_ids=bool(asked.return_token_ids) or service.tokenizer is None,
     )
+
+
+def _end_ids(service: Service) -> tuple[int, ...]:
+    """The ids that end a text between two others."""
+    assert service.tokenizer is not None
+    assert service.fill_in is not None
+    own = service.client.info.eos_token_ids
+    return tuple(dict.fromkeys((*own, *fill_in_end_ids(service.tokenizer, service.fill_in))))
 
 
 def _echoes(given: Prompt, prompts: list[list[int]], tokenizer: Tokenizer | None, *, has_offsets: bool) -> list[Echo]:

@@ -53,7 +53,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
     # OpenAI's
     "functions": NotBuilt("the older form of tools; send tools"),
     "function_call": NotBuilt("the older form of tool_choice", ("none",)),
-    "suffix": NotBuilt("insertion before a suffix is not built"),
+    "suffix": NotBuilt("a field of /v1/completions"),
     "best_of": NotBuilt("choosing the best of several candidates is not built", (1,)),
     "modalities": NotBuilt("only text is made", (["text"],)),
     "audio": NotBuilt("only text is made"),
@@ -156,6 +156,10 @@ _TABLES: dict[str, Tables] = {
     "CountTokensRequest": (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),
     "OllamaChatRequest": ({}, NOT_BUILT_IN_OLLAMA_CHAT),
     "OllamaGenerateRequest": ({}, NOT_BUILT_IN_GENERATE),
+    "CompletionRequest": (
+        ACCEPTED_WITHOUT_EFFECT,
+        {name: reason for name, reason in NOT_BUILT.items() if name != "suffix"},
+    ),
     "OllamaOptions": ({}, {}),
     "OllamaEmbedRequest": ({}, {}),
     "OllamaEmbeddingsRequest": ({}, {}),

@@ -316,9 +316,11 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     logprobs            alternatives beside each token (0 … 20)
     echo                the answer begins with the prompt; with logprobs, with those of the prompt
     add_special_tokens  the encoding adds the tokenizer's own BOS and the like (default: true)
+    suffix              the text after the answer, for a model that was taught to fill in
     """
 
     prompt: Prompt
+    suffix: str | None = None
     logprobs: Int | None = None
     add_special_tokens: bool | None = None
 

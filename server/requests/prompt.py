@@ -19,6 +19,7 @@ from runtime.engine.prompt_images import PreparedImage, image_places, place_imag
 from runtime.engine.sampling_params import last_tokens
 from runtime.text.chat import chat_prompt
 from runtime.text.content import ImagePart, picture_text, plain_content, text_of
+from runtime.text.fill_in import FillInTokens, fill_in_prompt
 from runtime.text.formats import BLANKS, HARMONY_SPACING
 from runtime.text.pooled_texts import prompted
 from server.errors import ApiError, engine_errors, from_engine, invalid, own_name
@@ -159,14 +160,35 @@ def completion_prompts(service: Service, request: CompletionRequest) -> list[lis
     """The token ids of each prompt. Raises `ApiError` 400."""
     most, num_reserved = request.truncate_prompt_tokens, max(1, request.max_tokens or 1)
 
+    adds = request.add_special_tokens is not False
+    family = _fill_in_family(service, request)
+
     def encode(text: str) -> list[int]:
         assert service.tokenizer is not None
-        return service.tokenizer.encode(text, add_special_tokens=request.add_special_tokens is not False)
+        if family is not None and request.suffix is not None:
+            return fill_in_prompt(service.tokenizer, family, text, request.suffix, add_special_tokens=adds)
+        return service.tokenizer.encode(text, add_special_tokens=adds)
 
     return [
         _cut(service, ids, most, num_reserved, "prompt", has_answer=True)
         for ids in _given_ids(service, request.prompt, "prompt", encode, service.config.max_prompts)
     ]
+
+
+def _fill_in_family(service: Service, request: CompletionRequest) -> FillInTokens | None:
+    """The tokens for a request with a suffix. Raises `ApiError` 400 if the model has none, or for a prompt of ids."""
+    if request.suffix is None:
+        return None
+    if service.fill_in is None:
+        why = "Unsupported parameter: suffix (the model's vocabulary has no tokens for filling in)."
+        raise invalid("suffix", why, "unsupported_parameter")
+    given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if not all(isinstance(each, str) for each in given):
+        raise invalid("suffix", "suffix is for prompts that are texts, not for token ids.")
+    if request.echo or request.truncate_prompt_tokens is not None:
+        name = "echo" if request.echo else "truncate_prompt_tokens"
+        raise invalid(name, f"{name} and suffix exclude each other.")
+    return service.fill_in
 
 
 def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[int]]:
