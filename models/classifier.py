@@ -26,11 +26,17 @@ class Classifier(Model):
         self.classifier = (Dense(maker.table("score.weight", len(config.labels), config.hidden_size)),)
 
 
+def base_of(name: str) -> str:
+    """The decoder's name of a classifier's: that of Gemma 3's text model says "Text"."""
+    if name == f"GPT2{CLASSIFYING}":
+        return "GPT2LMHeadModel"
+    return name.replace(f"Text{CLASSIFYING}", CLASSIFYING).replace(CLASSIFYING, CAUSAL)
+
+
 @cache
-def classifier_of(base: Architecture) -> Architecture:
-    """The architecture of a decoder's classifier."""
+def classifier_of(base: Architecture, name: str) -> Architecture:
+    """The architecture of a decoder's classifier, by its name."""
     kind: Any = type(f"{base.model_class.__name__}Classifier", (Classifier, base.model_class), {})
-    name = base.name.replace(CAUSAL, CLASSIFYING)
     return Architecture(name, base.model_type, partial(_read, base), kind)
 
 

@@ -14,7 +14,7 @@ from models.checkpoints.checkpoint import Checkpoint, TensorLayout
 from models.checkpoints.dummy import dummy_checkpoint
 from models.checkpoints.model_files import ModelFiles, open_model
 from models.checkpoints.stacked import take_apart
-from models.classifier import CAUSAL, CLASSIFYING
+from models.classifier import base_of
 from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import ModelConfig
 from models.configuration.harmless_fields import is_harmless
@@ -100,7 +100,7 @@ def find_architecture(fields: Fields) -> Architecture:
     An unknown `model_type`, such as kimi_k2, is ignored beside a known architecture."""
     names, model_type = fields.strings("architectures"), fields.string("model_type", None)
     if fields.has("classifier_from_token"):  # scored by a decoder's own head
-        names = [name.replace(CLASSIFYING, CAUSAL) for name in names or ()]
+        names = [base_of(name) for name in names or ()]
     known = architectures_naming(*(names or ()), *([model_type] if model_type else []))
     if known.keys().isdisjoint(names or ()):
         known = known_architectures()

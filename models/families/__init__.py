@@ -12,7 +12,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 from models.base import Architecture
-from models.classifier import CAUSAL, CLASSIFYING, classifier_of
+from models.classifier import CLASSIFYING, base_of, classifier_of
 
 
 @cache
@@ -24,12 +24,12 @@ def known_architectures() -> dict[str, Architecture]:
 def architectures_naming(*words: str) -> dict[str, Architecture]:
     """The architectures of those files that have one of the words, in quotes, and the classifiers of decoders among
     them: a start imports one family, not all."""
-    causal = {word.replace(CLASSIFYING, CAUSAL): word for word in words if word.endswith(CLASSIFYING)}
-    quoted = [f'"{word}"'.encode(errors="replace") for word in (*words, *causal)]
+    causal = {word: base_of(word) for word in words if word.endswith(CLASSIFYING)}
+    quoted = [f'"{word}"'.encode(errors="replace") for word in (*words, *causal.values())]
     found = _of_modules(name for name, source in _sources() if any(word in source for word in quoted))
-    for base, word in causal.items():
+    for word, base in causal.items():
         if word not in found and base in found:
-            found[word] = classifier_of(found[base])
+            found[word] = classifier_of(found[base], word)
     return found
 
 

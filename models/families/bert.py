@@ -33,6 +33,9 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.tensor.tensor import Tensor
 
+ACTIVATIONS = {**GELU_NAMES, "silu": "silu", "swish": "silu"}
+"""Names of what stands between an MLP's maps, as `activated` knows them."""
+
 LabelHead = Literal["", "pooler", "dense"]
 """A classifier's way to the first token: BERT's pooler, RoBERTa's own map; "" for a model without one."""
 
@@ -94,7 +97,7 @@ class BertLayer:
     def __init__(self, config: BertConfig, index: int, maker: Maker) -> None:
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.scale = config.attention_scales[index]
-        self.kind = cast(Literal["erf", "tanh", "sigmoid"], config.activation)
+        self.activation = config.activation
         hidden, inner = config.hidden_size, config.shard("intermediate_size")
         heads = config.shard("num_heads").times(config.head_dim)
         linear = partial(maker.linear, has_bias=True)
@@ -117,7 +120,12 @@ class BertLayer:
         attended = ops.attention(q, k_cache, v_cache, batch, group, scale=self.scale, scales=scales)
         x = self.norm(self.proj(attended, batch, residual=x))
         inner = self.up(x, batch)
-        return self.mlp_norm(self.down(ops.gelu(inner, self.kind, out=inner), batch, residual=x))
+        return self.mlp_norm(self.down(activated(inner, self.activation), batch, residual=x))
+
+
+def activated(x: Tensor, name: str) -> Tensor:
+    """One of `ACTIVATIONS`, in place."""
+    return ops.silu(x, out=x) if name == "silu" else ops.gelu(x, cast(Literal["erf", "tanh", "sigmoid"], name), out=x)
 
 
 def read_encoder(fields: Fields, *, eps_name: str, default_eps: float, activation_name: str) -> dict[str, Any]:
@@ -138,7 +146,7 @@ def read_encoder(fields: Fields, *, eps_name: str, default_eps: float, activatio
         "intermediate_size": fields.integer("intermediate_size", most=1 << 24),
         "vocab_size": read_vocab_size(fields),
         "norm_eps": fields.number(eps_name, default_eps, least=0.0, most=1.0),
-        "activation": read_choice(fields, activation_name, "gelu", GELU_NAMES),
+        "activation": read_choice(fields, activation_name, "gelu", ACTIVATIONS),
         "tie_word_embeddings": True,  # nothing is stored of a head
         "layer_windows": (None,) * num_layers,
         "attention_scales": (head_dim**-0.5,) * num_layers,

@@ -1,7 +1,7 @@
 """ModernBERT (Warner et al. 2024, https://arxiv.org/abs/2412.13663).
 
     x = norm(word[ids])
-    for each layer:   x = x + attention(norm(x));   x = x + down(gelu(input) * gate)
+    for each layer:   x = x + attention(norm(x));   x = x + down(gelu(input) * gate)      or SiLU, as in Granite's
     x = norm(x)
 
 The first layer's attention reads x itself. Full layers and layers with a window, half of it on each side, have
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any
 
 from models.base import Architecture
 from models.classifier import read_labels
@@ -21,7 +21,7 @@ from models.configuration.config import GELU_NAMES, read_choice
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.encoder import Encoder, EncoderConfig
-from models.families.bert import read_encoder
+from models.families.bert import activated, read_encoder
 from models.head import Dense, RowNorm
 from models.layer_norm import LayerNorm
 from models.makers.maker import Maker
@@ -81,7 +81,7 @@ class ModernBertLayer:
         attention_bias, mlp_bias, norm_bias = config.has_bias
         self.num_heads, self.head_dim, self.rope = config.num_heads, config.head_dim, rope
         self.scale, self.window = config.attention_scales[index], config.layer_windows[index]
-        self.kind = cast(Literal["erf", "tanh", "sigmoid"], config.activation)
+        self.activation = config.activation
         hidden, inner = config.hidden_size, config.shard("intermediate_size")
         heads = config.shard("num_heads").times(config.head_dim)
         norm = partial(LayerNorm, config, has_bias=norm_bias)
@@ -107,7 +107,7 @@ class ModernBertLayer:
         x = self.proj(attended, batch, residual=x)
         both = self.up(self.mlp_norm(x), batch)
         inner = both.shape[1] // 2
-        h = ops.gelu(both[:, :inner].contiguous(), self.kind) * both[:, inner:].contiguous()
+        h = activated(both[:, :inner].contiguous(), self.activation) * both[:, inner:].contiguous()
         return self.down(h, batch, residual=x)
 
 
@@ -145,14 +145,15 @@ def read_modernbert(fields: Fields, *, has_labels: bool) -> ModernBertConfig:
         pooling=read_choice(fields, "classifier_pooling", "cls", {"cls": "cls", "mean": "mean"}),  # type: ignore[arg-type]
         labels=read_labels(fields) if has_labels else (),
         head_bias=fields.boolean("classifier_bias", False),
-        head_activation=read_choice(
-            fields, "classifier_activation", "gelu", {**{name: _HEAD[kind] for name, kind in GELU_NAMES.items()}}
-        ),
+        head_activation=read_choice(fields, "classifier_activation", "gelu", _HEAD_ACTIVATIONS),
     )
 
 
-_HEAD = {"erf": "erf", "tanh": "gelu_tanh", "sigmoid": "gelu_sigmoid"}
-"""The names of GELUs among `models.head.ACTIVATIONS`."""
+_GELUS = {"erf": "erf", "tanh": "gelu_tanh", "sigmoid": "gelu_sigmoid"}
+_HEAD_ACTIVATIONS = {
+    **{name: _GELUS[kind] for name, kind in GELU_NAMES.items()}, "silu": "silu", "relu": "relu", "tanh": "tanh",
+}  # fmt: skip
+"""Names of config.json by those of `models.head.ACTIVATIONS`."""
 
 ARCHITECTURES = tuple(
     Architecture(name, "modernbert", partial(read_modernbert, has_labels=has_labels), ModernBertModel)

@@ -17,6 +17,9 @@ blocks, so that prefixes are found and sequences preempted), and on one of the e
 - the same requests alone, together and again, if the arithmetic is deterministic (cpu, or exact): tokens and the bits
   of log probabilities, greedy and sampled, in every run of the device.
 
+Of models that generate nothing it compares hidden states or labels' scores, within 1e-5 in float32, alone, in batches
+and through an engine.
+
 Each failure is shrunk and printed as JSON for `--case`. The exit status is 1 if there was any.
 """
 
@@ -47,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from runtime.bench.peers.child_process import ChildProcess  # noqa: E402
-from tools.comparing.fuzzing.cases import Case, classes_of, draw_case, families  # noqa: E402
+from tools.comparing.fuzzing.cases import POOLED, Case, classes_of, draw_case, families  # noqa: E402
 from tools.comparing.fuzzing.check import Findings, check  # noqa: E402
 
 ORACLE = ROOT / "tools" / "comparing" / "fuzzing" / "oracle.py"
@@ -72,7 +75,7 @@ class Oracle:
         folder.mkdir()
         config_class, architecture = classes_of(case["family"])
         request = {"config_class": config_class, "architecture": architecture, "folder": str(folder)}
-        passed = ("fields", "dtype", "weights", "prompts", "num_new", "fuses_experts", "texts")
+        passed = ("fields", "dtype", "weights", "prompts", "num_new", "fuses_experts", "texts", "types")
         request |= {name: case[name] for name in passed if name in case}
         answer = self._peer.ask("make", HANG_S, **request)
         if case.get("notes") and "refused" not in answer:
@@ -144,7 +147,8 @@ def smaller(case: Case) -> Iterator[Case]:
             yield {**case, "runs": case["runs"][:index] + case["runs"][index + 1 :]}
     for index in range(len(case["prompts"])):
         if len(case["prompts"]) > 1:
-            yield {**case, "prompts": case["prompts"][:index] + case["prompts"][index + 1 :]}
+            kept = {name: case[name][:index] + case[name][index + 1 :] for name in ("prompts", "types") if name in case}
+            yield {**case, **kept}
     if case["num_new"] > 1:
         yield {**case, "num_new": 1}
     if case["dtype"] != "float32":
@@ -235,7 +239,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=20, help="models")
     parser.add_argument("--first", type=int, default=0, help="number of the first model")
-    parser.add_argument("--family", nargs="*", choices=families(), default=families())
+    parser.add_argument("--family", nargs="*", choices=[*families(), *POOLED], default=families())
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of all models")
     parser.add_argument("--device", nargs="*", default=["emulated:sm_80", "emulated:sm_90a"])
     parser.add_argument("--emulated-share", type=float, default=0.4, help="of models that run on a device, too")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tools.comparing.fuzzing.draw import Draw, Fields
+from tools.comparing.fuzzing.encoder_families import draw_pooled, pooled_families
 from tools.comparing.fuzzing.gemma4_families import GEMMA4, PICTURE_TOKENS
 from tools.comparing.fuzzing.latent_families import LATENT
 from tools.comparing.fuzzing.later_families import LATER
@@ -47,6 +48,8 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
     max_model_len = max(lengths) + num_new + rng.randint(0, 8)
     groups = text["num_hidden_layers"] if text.get("sliding_window") else 1  # of pages, at most
     has_states = family in STATES
+    if family in POOLED:
+        return _pooled_case(rng, family, fields, is_short, device)
     runs = [_draw_run(rng, "cpu", max_model_len, groups, is_tight, has_states) for is_tight in (False, True)]
     if device is not None:
         runs.append(_draw_run(rng, device, max_model_len, groups, rng.random() < 0.6, has_states))
@@ -60,6 +63,20 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
         "notes": {name: rng.choice(values) for name, values in _NOTES.items() if rng.random() < 0.3},
         "texts": rng.sample(_TEXTS, 2),
     }  # fmt: skip
+
+
+def _pooled_case(rng: random.Random, family: str, fields: Fields, is_short: bool, device: str | None) -> Case:
+    """A case of a family that generates nothing. Its engines have room for a whole prompt in each step."""
+    case = draw_pooled({"family": family, "fields": fields, "weights": rng.randrange(1 << 16)}, rng, is_short)
+    longest = max(map(len, case["prompts"]))
+    case |= {"dtype": rng.choice(("float32", "float32", "bfloat16", "float16")), "num_new": 0, "runs": []}
+    for name in ("cpu", "cpu", *([device] if device else [])):
+        block_size = rng.choice((8, 16, 32) if name == "cpu" else (16, 16, 16, 8, 32))
+        tight = {"max_num_seqs": rng.randint(1, 4), "max_num_batched_tokens": longest + rng.choice((0, 7, 100))}
+        case["runs"].append(
+            {"device": name, "block_size": block_size, "exact": rng.random() < 0.5, **(tight if case["runs"] else {})}
+        )
+    return {**case, "max_model_len": longest, "fuses_experts": rng.random() < 0.5}
 
 
 _NOTES: dict[str, tuple[Any, ...]] = {
@@ -91,7 +108,8 @@ def has_choice(fields: Fields) -> bool:
 
 
 def families() -> list[str]:
-    return list(_FAMILIES)
+    """Those that generate text."""
+    return [name for name in _FAMILIES if name not in POOLED]
 
 
 def _draw_run(
@@ -382,3 +400,7 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "llava": ("LlavaConfig", "LlavaForConditionalGeneration", _llava),
     "gemma3_vision": ("Gemma3Config", "Gemma3ForConditionalGeneration", _gemma3_vision),
 }
+POOLED = pooled_families(_FAMILIES)
+"""Families that generate nothing."""
+
+_FAMILIES |= POOLED

@@ -7,7 +7,8 @@ saved after use with truncation and padding, and `oracle.npz`: for each prompt i
 and the logits of both (`logits_0` …, `[tokens, vocabulary]`, float32 arithmetic over the rounded weights). The answer
 has the error of the model in its own type, or, in float32, against products in float64 (`noise`, relative to the
 largest logit), names and shapes of the weights, and the ids of the texts; or the reason why transformers refuses the
-configuration.
+configuration. Of models that generate nothing, `oracle.npz` has each prompt's result instead (`output_0` …): hidden
+states, labels' scores, or the last token's logits.
 """
 
 from __future__ import annotations
@@ -62,11 +63,17 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
             folder, dtype=wanted, attn_implementation="eager", experts_implementation="eager"
         ).eval()
 
-    arrays, noise = {}, 0.0
+    arrays: dict[str, Any] = {}
+    noise = 0.0
     try:
         reference = loaded(torch.float32)
         own = loaded(torch.float64 if dtype is torch.float32 else dtype)
         for index, prompt in enumerate(request["prompts"]):
+            if "types" in request:
+                output, other = (_output(model, prompt, request["types"][index]) for model in (reference, own))
+                arrays[f"output_{index}"] = output
+                noise = max(noise, float(np.abs(other - output).max() / np.abs(output).max()))
+                continue
             greedy, logits = _continued(reference, prompt, request["num_new"])
             arrays[f"greedy_{index}"], arrays[f"logits_{index}"] = np.array(greedy), logits
             difference = np.abs(_continued(own, prompt, request["num_new"], greedy)[1] - logits).max()
@@ -105,6 +112,15 @@ def _continued(
             rows = np.concatenate((rows, _logits(model, ids)[-1:]))
         ids.append(int(rows[-1].argmax()) if forced is None else forced[at])
     return ids[len(prompt) :], rows
+
+
+def _output(model: Any, ids: list[int], types: list[int] | None) -> np.ndarray:
+    """The labels' scores of a classifier, the logits of a generator's last token, else the hidden states."""
+    given = {} if types is None else {"token_type_ids": torch.tensor([types])}
+    with torch.inference_mode():
+        result = model(input_ids=torch.tensor([ids]), **given)
+    rows = (result.last_hidden_state if hasattr(result, "last_hidden_state") else result.logits)[0].float().numpy()
+    return rows[-1] if type(model).__name__.endswith("ForCausalLM") else rows
 
 
 def _logits(model: Any, ids: list[int]) -> np.ndarray:
