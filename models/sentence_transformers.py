@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from models.base import Model
+from models.checkpoints.model_files import open_model
 from models.checkpoints.safetensors_file import SafetensorsFile
 from models.checkpoints.weight_files import SINGLE_FILE
 from models.configuration.config import ModelConfig
 from models.encoder import BothWays, EncoderConfig
 from models.errors import ConfigError
+from models.gguf.model_file import GgufModel
 from models.head import Dense, Stage
 from runtime.pooling import Pooling, PoolingInfo, ScoreActivation
 
@@ -52,7 +54,7 @@ _STORED = ("F32", "F16", "BF16", "F64")
 @dataclass(frozen=True, slots=True)
 class SentenceLayout:
     """`stages` follow the pooling. `max_tokens`: of the longest text, or None. `is_declared`: the folder names its
-    modules."""
+    modules. `pair_template`: a GGUF file's text of a query and a document."""
 
     pooling: Pooling | None = None
     stages: tuple[Stage, ...] = ()
@@ -63,12 +65,18 @@ class SentenceLayout:
     default_prompt: str = ""
     score_token_ids: tuple[int, ...] = ()
     is_declared: bool = False
+    pair_template: str = ""
 
 
 def read_layout(folder: Path) -> SentenceLayout:
-    """The layout of a model's folder. Raises `ConfigError` that names file and field."""
+    """The layout of a model's folder, or what a GGUF file says of it. Raises `ConfigError` that names file and
+    field."""
+    if isinstance(files := open_model(folder), GgufModel):
+        maps = files.maps_behind()
+        size = len(maps[-1]) if maps else None
+        return SentenceLayout(files.pooling(), tuple(map(Dense, maps)), size, pair_template=files.pair_template())
     modules = _read(folder / "modules.json")
-    if not folder.is_dir() or modules is None:
+    if modules is None:
         return SentenceLayout()
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise ConfigError(f"{folder / 'modules.json'}: must be a list of modules")
@@ -168,6 +176,8 @@ def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingI
                 f"{folder}: {config.architecture} scores pairs by tokens' logits, but its prompt is not known; known"
                 f" are those of {', '.join(PAIR_TEMPLATES)}"
             )
+    if layout.pair_template and labels:
+        template = _parts_of_template(layout.pair_template, folder)
     own: Pooling = "last" if encoder is None else encoder.pooling
     return PoolingInfo(
         generates=model.generates,
@@ -182,6 +192,15 @@ def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingI
         reads_types=encoder is not None and encoder.type_vocab_size > 1,
         pair_template=template,
     )
+
+
+def _parts_of_template(text: str, folder: Path) -> tuple[str, str, str]:
+    """A pair's prompt in three parts: a document that is cut loses its own end, not the prompt's."""
+    before, query, rest = text.partition("{query}")
+    between, document, after = rest.partition("{document}")
+    if not query or not document:
+        raise ConfigError(f"{folder}: tokenizer.chat_template.rerank = {text!r:.80} lacks {{query}} and {{document}}")
+    return "", f"{before}{query}{between}{document}", after
 
 
 def score_activation(folder: Path, labels: tuple[str, ...]) -> ScoreActivation:

@@ -36,7 +36,8 @@ def known_ends(named: Mapping[int, str], special: Mapping[int, str]) -> tuple[in
 def end_tokens(files: TokenizerFiles) -> EndTokens:
     """The end tokens of a folder's files. Raises `TokenizerFileError`."""
     model = files.tokenizer.optional_object("model")
-    vocab = model.optional_object("vocab") if model is not None else None
+    is_listed = model is None or isinstance(model.get("vocab"), list)  # Unigram's pieces with scores
+    vocab = None if model is None or is_listed else model.optional_object("vocab")
     special: dict[int, str] = {}
     ids: dict[str, int] = {}
 

@@ -182,14 +182,15 @@ def spaces_as_marks(*, has_prefix: bool = False) -> dict[str, Any]:
 
 
 def added_tokens(
-    tokens: Sequence[str], types: Sequence[int], strips_right: Collection[str] = ()
+    tokens: Sequence[str], types: Sequence[int], strips_right: Collection[str] = (), strips_left: Collection[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Entries of `added_tokens`; `strips_right` names those that swallow the blanks after them."""
+    """Entries of `added_tokens`; `strips_right` names those that swallow the blanks after them, `strips_left` those
+    before them."""
     for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind in (CONTROL, USER_DEFINED):
             yield {
                 "id": i, "content": token, "special": kind == CONTROL, "normalized": False, "single_word": False,
-                "lstrip": False, "rstrip": token in strips_right,
+                "lstrip": token in strips_left, "rstrip": token in strips_right,
             }  # fmt: skip
 
 

@@ -163,6 +163,7 @@ def _read(fields: Fields, label_head: LabelHead, default_eps: float) -> BertConf
     rows, first = fields.integer("max_position_embeddings", 512), 0
     if label_head == "dense" or fields.string("model_type", "") != "bert":
         first = fields.integer("pad_token_id", 1, least=0) + 1
+    first = fields.integer("position_offset", first, least=0)  # of a GGUF file, whose table begins at the first token
     if rows <= first:
         raise fields.error("max_position_embeddings", f"= {rows} must exceed {first}, the row of the first token")
     labels = read_labels(fields) if label_head else ()

@@ -134,8 +134,9 @@ def read_modernbert(fields: Fields, *, has_labels: bool) -> ModernBertConfig:
         fields, head_dim, positions, layer_type="sliding_attention", default_theta=10_000.0,
         theta_name="local_rope_theta",
     )  # fmt: skip
-    for name in ("decoder_bias", "sparse_prediction", "sparse_pred_ignore_index"):  # of the head of masked tokens
+    for name in _NOTES:
         fields.raw(name)
+    fields.expect("position_embedding_type", "absolute")  # older files' word for any that the code does not read
     bias = tuple(fields.boolean(name, False) for name in ("attention_bias", "mlp_bias", "norm_bias"))
     return ModernBertConfig(
         **{**values, "layer_windows": tuple(None if kind == "full_attention" else half + 1 for kind in kinds)},
@@ -149,6 +150,10 @@ def read_modernbert(fields: Fields, *, has_labels: bool) -> ModernBertConfig:
     )
 
 
+_NOTES = (
+    "decoder_bias", "sparse_prediction", "sparse_pred_ignore_index",  # of the head of masked tokens
+    "layer_norm_eps", "repad_logits_with_grad", "reference_compile", "deterministic_flash_attn",
+)  # fmt: skip
 _GELUS = {"erf": "erf", "tanh": "gelu_tanh", "sigmoid": "gelu_sigmoid"}
 _HEAD_ACTIVATIONS = {
     **{name: _GELUS[kind] for name, kind in GELU_NAMES.items()}, "silu": "silu", "relu": "relu", "tanh": "tanh",

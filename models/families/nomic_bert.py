@@ -114,6 +114,8 @@ _NOTES = (
 
 def read_nomic_bert(fields: Fields) -> NomicBertConfig:
     def name(own: str) -> str:
+        if fields.has(own) and fields.has(_OLDER[own]) and own != "hidden_act":  # a file saved by both codes
+            fields.expect(_OLDER[own], fields.raw(own))
         return _OLDER[own] if fields.has(_OLDER[own]) and not fields.has(own) else own
 
     for own, values in _FIXED.items():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.gguf import fields
+from models.gguf import encoders, fields
 from models.gguf.fields import Keys
 from models.gguf.gemma4 import read_assistant, read_gemma4
 
@@ -171,6 +171,7 @@ class GgufArchitecture:
         differs_by_layer: numbers of heads and columns are lists, which `read` reads; the common fields take the first.
         names: of tensors outside of layers, and of the layers ("blk"), here.
         transposed: parts of a layer whose matrices are stored inputs first here.
+        differences: tensors whose first row less the second is the one row there.
         layer_numbers: metadata with a number for each layer: the tensor and its shape that a layer has here.
         pictures: its name if a second file has its tower, by the projector's type (`models.gguf.mmproj`); empty if it
             reads no pictures.
@@ -191,6 +192,7 @@ class GgufArchitecture:
     differs_by_layer: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     transposed: frozenset[str] = frozenset()
+    differences: frozenset[str] = frozenset()
     layer_numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     pictures: Mapping[str, str] = field(default_factory=dict)
     epsilon: tuple[str, str] = ("layer_norm_rms_epsilon", "rms_norm_eps")
@@ -207,7 +209,41 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         "LlamaForCausalLM", {**LLAMA, **MIXTRAL}, has_permuted_heads=True, read=fields.read_llama
     ),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", LLAMA),
-    "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**LLAMA, **HEAD_NORMS}),
+    "qwen3": GgufArchitecture(
+        "Qwen3ForCausalLM",
+        {**LLAMA, **HEAD_NORMS},
+        names={**NAMES, "cls.output": "score"},
+        differences=frozenset(("cls.output",)),
+        read=encoders.read_qwen3,
+    ),
+    "bert": GgufArchitecture(
+        "BertModel",
+        encoders.BERT,
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
+        names=encoders.BERT_NAMES,
+        read=encoders.read_bert,
+    ),
+    "modern-bert": GgufArchitecture(
+        "ModernBertModel",
+        encoders.MODERN_BERT,
+        epsilon=("layer_norm_rms_epsilon", "norm_eps"),
+        has_other_epsilon=True,
+        names=encoders.MODERN_BERT_NAMES,
+        read=encoders.read_modern_bert,
+    ),
+    "nomic-bert": GgufArchitecture(
+        "NomicBertModel",
+        encoders.NOMIC_BERT,
+        epsilon=(_LAYER_NORM, "layer_norm_eps"),
+        names=encoders.NOMIC_BERT_NAMES,
+        read=encoders.read_nomic_bert,
+    ),
+    "gemma-embedding": GgufArchitecture(
+        "Gemma3TextModel",
+        {**GEMMA, **HEAD_NORMS},
+        norm_offset=1.0,
+        read=encoders.read_gemma_embedding,
+    ),
     "qwen2moe": GgufArchitecture(
         "Qwen2MoeForCausalLM", {**LLAMA, **ROUTER, **EXPERTS, **SHARED}, read=fields.read_qwen2_moe
     ),

@@ -17,9 +17,11 @@ from models.configuration.overrides import overridden
 from models.errors import ConfigError, WeightsError
 from models.gguf.architectures import FUSED, ROWS, GgufArchitecture
 from models.gguf.config import config_values, find_architecture, plain
+from models.gguf.encoders import DENSE_PARTS, pooling_of
 from models.gguf.mmproj import find_mmproj
 from models.gguf.reader import GgufFile, GgufTensor
-from models.gguf.weights import GgufHeadMaps, GgufNumber, GgufWeight
+from models.gguf.weights import GgufHeadMaps, GgufNumber, GgufWeight, Rearranged
+from runtime.pooling import Pooling
 from tokenizer.ends import EndTokens
 from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.vocabulary import GgufVocabulary
@@ -90,7 +92,7 @@ class GgufModel:
         heads = sum(config.integer(f"num_{name}_heads", 0) for name in ("attention", "key_value"))
         tensors: dict[str, StoredTensor] = dict(self._layer_numbers(rules, config.integer("num_hidden_layers", 0)))
         for name, file in self._file_of.items():
-            if name in _FACTORS or self._is_scale(name):
+            if name in _FACTORS or name.rpartition(".")[0] in DENSE_PARTS or self._is_scale(name):
                 continue
             part, ours = _part(name), _name_in_checkpoint(name, rules)
             if "{keys}" in ours or "{values}" in ours:
@@ -111,6 +113,9 @@ class GgufModel:
                     is_convolution=part in rules.convolutions and name.endswith(".weight"),
                     is_flat=part in rules.flat, is_decay=part in rules.decays, is_row=part in ROWS,
                 )  # fmt: skip
+                if part in rules.differences and file.tensors[name].shape[0] == 2:
+                    shape = (1, *file.tensors[name].shape[1:])
+                    tensors[ours] = Rearranged(GgufWeight(file, name), shape, lambda rows: rows[:1] - rows[1:])
         if self._tower is not None:
             tensors = {re.sub("^model[.]", "model.language_model.", name): each for name, each in tensors.items()}
             tensors |= self._tower.tensors()
@@ -151,6 +156,20 @@ class GgufModel:
                 raise WeightsError(f"{self.path}: tensor {part!r} is missing, but there is {name!r}")
         keys, values = (GgufWeight(self._file_of[part], part) for part in names)
         return GgufHeadMaps(keys, values)
+
+    def pooling(self) -> Pooling | None:
+        """The pooling of hidden states that the file names, if any."""
+        return pooling_of(self._first.metadata, str(self.path))
+
+    def maps_behind(self) -> list[np.ndarray[Any, Any]]:
+        """The maps between a pooled row and a vector, in order: `[outputs, inputs]`."""
+        names = (f"{part}.weight" for part in DENSE_PARTS)
+        return [np.array(file.array(name), np.float32) for name in names if (file := self._file_of.get(name))]
+
+    def pair_template(self) -> str:
+        """The text of a query and a document for a reranker; empty if the file has none."""
+        template = self._first.metadata.get("tokenizer.chat_template.rerank", "")
+        return template if isinstance(template, str) else ""
 
     def has_tokenizer(self) -> bool:
         """Whether the file has a vocabulary."""

@@ -87,6 +87,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2", "jais", "trillion", "exaone4"), _GPT2),
     **dict.fromkeys(("olmo", "mpt"), PreTokenizer(_GPT2.steps, normalizer=_NFC)),
     **dict.fromkeys(("starcoder", "refact", "smollm", "codeshell", "exaone", "minerva-7b"), _SINGLE_DIGITS),
+    "modern-bert": PreTokenizer(_GPT2.steps, normalizer=_NFC),
+    "roberta-bpe": _GPT2,
     "command-r": PreTokenizer(_SINGLE_DIGITS.steps, normalizer=_NFC),
     "tekken": _words(_TEKKEN, ignores_merges=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _words(_O200K)),

@@ -1,7 +1,8 @@
 """Converts GGUF's metadata to the files of a tokenizer's folder: tokens, merges, special tokens, templates.
 
-Three kinds of vocabulary become one: byte-level BPE has its merges in the file, as has Gemma 4's BPE of characters;
-SentencePiece's has scores (`tokenizer.sentencepiece`).
+Kinds of vocabulary become one: byte-level BPE has its merges in the file, as has Gemma 4's BPE of characters;
+SentencePiece's has scores (`tokenizer.sentencepiece`); WordPiece's tokens that begin a word are written with "▁" in
+front, its others without "##"; Unigram's are XLM-R's.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.pre_tokenizers import PRE_TOKENIZERS, byte_level
 from tokenizer.json_fields import Fields, shown
 from tokenizer.loading import TokenizerFiles, refusing_template
+from tokenizer.piece_classes import pair_template, xlm_roberta_content
 from tokenizer.sentencepiece import added_tokens, content_of, spaces_as_marks
-from tokenizer.unigram.model import CONTROL, NORMAL
+from tokenizer.unigram.model import CONTROL, NORMAL, UNUSED
 from tokenizer.warn import warn_once
 
 _PREFIX = "tokenizer.ggml."
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+_KINDS = {
+    "gpt2": "byte-level BPE", "llama": "SentencePiece", "gemma4": "BPE of characters", "bert": "WordPiece",
+    "t5": "Unigram",
+}  # fmt: skip
+_ENCODERS = ("bert", "modern-bert", "nomic-bert")
+"""Architectures whose texts begin and end with a token each, and pairs have them between, too."""
 _BEGINS_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")  # if the file does not say
 
 
@@ -38,10 +46,11 @@ class GgufVocabulary:
     def __init__(self, metadata: Mapping[str, Any], file: str) -> None:
         self._metadata, self._file = metadata, file
         kind = self._get("model", str, "")
-        if kind not in ("gpt2", "llama", "gemma4"):
-            known = "gpt2 (byte-level BPE), llama (SentencePiece) and gemma4 (BPE of characters)"
+        if kind not in _KINDS:
+            known = ", ".join(f"{name} ({what})" for name, what in _KINDS.items())
             self._fail("model", f"{kind!r} is not supported; supported are {known}")
-        self._is_sentencepiece, self._is_gemma4 = kind == "llama", kind == "gemma4"
+        self._kind, self._is_sentencepiece, self._is_gemma4 = kind, kind == "llama", kind == "gemma4"
+        self._is_encoder = metadata.get("general.architecture") in _ENCODERS
         self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(self._list("tokens"))]
         self._vocab = {token: i for i, token in enumerate(self.tokens)}
         if len(self._vocab) != len(self.tokens) and not self._is_gemma4:  # it has three tokens twice: the later counts
@@ -50,6 +59,18 @@ class GgufVocabulary:
         self.types: list[int] = [NORMAL] * len(self.tokens)
         if _PREFIX + "token_type" in metadata:
             self.types = self._numbers("token_type", (int,))
+        if kind == "t5" and self._is_encoder and "<mask>" not in self._vocab:
+            # The converter pads a SentencePiece model's tokens, of which XLM-R's mask is none; it comes next.
+            for i, token in enumerate(self.tokens):
+                if self.types[i] == UNUSED and token.startswith("[PAD"):
+                    self.tokens[i], self.types[i] = "<mask>", CONTROL
+                    break
+        if kind == "bert":
+            self.tokens = [
+                token if own == CONTROL else token[1:] if token[0] == "▁" and len(token) > 1 else f"##{token}"
+                for token, own in zip(self.tokens, self.types, strict=True)
+            ]
+            self._vocab = {token: i for i, token in enumerate(self.tokens)}
 
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end an answer: those that the file names, and control tokens known to."""
@@ -67,10 +88,15 @@ class GgufVocabulary:
 
     def files(self) -> TokenizerFiles:
         """The equivalent of a folder with a `tokenizer.json`."""
-        content = self._characters() if self._is_gemma4 else None
-        content = content or (self._sentencepiece() if self._is_sentencepiece else self._byte_level())
+        made = {
+            "gemma4": self._characters, "llama": self._sentencepiece, "bert": self._word_piece, "t5": self._unigram,
+            "gpt2": self._byte_level,
+        }  # fmt: skip
+        content = made[self._kind]()
         content["version"] = "1.0"
         content["added_tokens"] = list(self._added_tokens())
+        if self._is_encoder:
+            content["post_processor"] = self._around()
         files = TokenizerFiles(Fields(content, self._file), passes_over_merges=True)
         for name, key in _NAMED.items():
             default = {"bos": 1, "eos": 2, "unk": 0}.get(name) if self._is_sentencepiece else None
@@ -78,8 +104,9 @@ class GgufVocabulary:
             if token_id is not None:
                 files.named_tokens[f"{name}_token"] = AddedToken(self.tokens[token_id], is_special=True)
         has_bos = self._is_sentencepiece or self._is_gemma4 or self._get("pre", str, "") in _BEGINS_WITH_BOS
-        files.add_bos_token = self._get("add_bos_token", bool, has_bos)
-        files.add_eos_token = self._get("add_eos_token", bool, False)
+        if not self._is_encoder:
+            files.add_bos_token = self._get("add_bos_token", bool, has_bos)
+            files.add_eos_token = self._get("add_eos_token", bool, False)
         self._add_templates(files)
         return files
 
@@ -87,7 +114,9 @@ class GgufVocabulary:
         # Phi-3's special tokens swallow the blanks after them, which the file does not say.
         strips = self._is_sentencepiece and self._metadata.get("general.architecture") == "phi3"
         strips_right = frozenset(self.tokens) - {"<unk>", "<s>", "<|endoftext|>"} if strips else frozenset()
-        return added_tokens(self.tokens, self.types, strips_right)
+        # Masks of RoBERTa's kin and ModernBERT swallow the blanks before them, which the file does not say either.
+        strips_left = {"<mask>", "[MASK]"} if self._is_encoder and self._kind != "bert" else frozenset()
+        return added_tokens(self.tokens, self.types, strips_right, strips_left)
 
     def _byte_level(self) -> dict[str, Any]:
         name = self._get("pre", str, "")
@@ -110,6 +139,43 @@ class GgufVocabulary:
         has_prefix = self._get("add_space_prefix", bool, True)
         unknown = self._id("unknown_token_id", 0)
         return content_of(self.tokens, scores, self.types, unknown=unknown, has_prefix=has_prefix)
+
+    def _word_piece(self) -> dict[str, Any]:
+        lowers = self._get("normalizer.lowercase", bool, True)
+        unknown = self._id("unknown_token_id", self._vocab.get("[UNK]"))
+        if unknown is None:
+            self._fail("unknown_token_id", "is missing, and there is no token '[UNK]'")
+        return {
+            "normalizer": {
+                "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
+                "strip_accents": self._get("normalizer.strip_accents", bool, None), "lowercase": lowers,
+            },
+            "pre_tokenizer": {"type": "BertPreTokenizer"},
+            "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+            "model": {"type": "WordPiece", "vocab": self._vocab, "unk_token": self.tokens[unknown]},
+        }  # fmt: skip
+
+    def _unigram(self) -> dict[str, Any]:
+        if not self._is_encoder:
+            self._fail("model", "'t5' is read of encoders alone (XLM-R's Unigram)")
+        charsmap: Any = self._metadata.get(_PREFIX + "precompiled_charsmap")
+        if charsmap is not None and not (hasattr(charsmap, "dtype") and charsmap.dtype.itemsize == 1):
+            self._fail("precompiled_charsmap", f"must be a list of bytes, found {shown(charsmap)}")
+        scores = self._numbers("scores", (int, float))
+        return xlm_roberta_content(
+            list(zip(self.tokens, scores, strict=True)), b"" if charsmap is None else charsmap.tobytes(),
+            self._id("unknown_token_id", 3), types=self.types,
+            has_prefix=self._get("add_space_prefix", bool, True),
+        )  # fmt: skip
+
+    def _around(self) -> dict[str, Any]:
+        """The tokens around a text and a pair. Only RoBERTa's kin have two between texts, and no types."""
+        first, last = self._id("bos_token_id", self._vocab.get("[CLS]")), self._id("seperator_token_id")
+        last = self._id("eos_token_id") if last is None else last
+        if first is None or last is None:
+            self._fail("bos_token_id" if first is None else "seperator_token_id", "is missing: an encoder needs it")
+        is_roberta = self._kind == "t5" or (self._kind == "gpt2" and self._get("pre", str, "") == "roberta-bpe")
+        return pair_template(self.tokens[first], first, self.tokens[last], last, is_roberta=is_roberta)
 
     def _characters(self) -> dict[str, Any]:
         """Gemma 4's: merges of characters, in lines whose blanks are "▁"; bytes encode what has no token."""
