@@ -72,7 +72,7 @@ def read_layout(folder: Path) -> SentenceLayout:
     """The layout of a model's folder, or what a GGUF file says of it. Raises `ConfigError` that names file and
     field."""
     if isinstance(files := open_model(folder), GgufModel):
-        maps = files.maps_behind()
+        maps = files.embedding_maps()
         size = len(maps[-1]) if maps else None
         return SentenceLayout(files.pooling(), tuple(map(Dense, maps)), size, pair_template=files.pair_template())
     modules = _read(folder / "modules.json")

@@ -74,7 +74,9 @@ def _template(
     single: tuple[tuple[str, int], ...], pair: tuple[tuple[str, int], ...], special: dict[str, int]
 ) -> dict[str, Any]:  # fmt: skip
     def parts(named: tuple[tuple[str, int], ...]) -> list[dict[str, Any]]:
-        return [{"Sequence" if name in ("A", "B") else "SpecialToken": {"id": name, "type_id": own}} for name, own in named]
+        return [
+            {"Sequence" if name in ("A", "B") else "SpecialToken": {"id": name, "type_id": own}} for name, own in named
+        ]
 
     return {
         "type": "TemplateProcessing", "single": parts(single), "pair": parts(pair),

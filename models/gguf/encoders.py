@@ -48,7 +48,7 @@ _NOT_OF_BERT = (
 )  # fmt: skip
 _POOLINGS: dict[int, Pooling | None] = {0: None, 1: "mean", 2: "cls", 3: "last", 4: None}
 DENSE_PARTS = ("dense_2", "dense_3")
-"""Maps behind the pooling, in order."""
+"""Maps that follow the pooling, in order."""
 
 
 def read_bert(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def read_nomic_bert(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_gemma_embedding(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """EmbeddingGemma's fields. The Dense modules behind it are read with its pooling."""
+    """EmbeddingGemma's fields. Its Dense modules are read with its pooling."""
     keys.fields.expect(keys("attention.causal"), False)
     for part in DENSE_PARTS:
         for side in ("in", "out"):

@@ -161,7 +161,7 @@ class GgufModel:
         """The pooling of hidden states that the file names, if any."""
         return pooling_of(self._first.metadata, str(self.path))
 
-    def maps_behind(self) -> list[np.ndarray[Any, Any]]:
+    def embedding_maps(self) -> list[np.ndarray[Any, Any]]:
         """The maps between a pooled row and a vector, in order: `[outputs, inputs]`."""
         names = (f"{part}.weight" for part in DENSE_PARTS)
         return [np.array(file.array(name), np.float32) for name in names if (file := self._file_of.get(name))]

@@ -186,7 +186,7 @@ def test_templates() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model": "bert"}, "model: 'bert' is not supported; supported are gpt2"),
+    ({"model": "rwkv"}, "model: 'rwkv' is not supported; supported are gpt2"),
     ({"model": 3}, "model: must be a str, found 3"),
     ({"pre": "whitespace"}, "pre: 'whitespace' is not supported; supported are chatglm-bpe, "),
     ({"pre": ...}, "pre: is missing, and words cannot be cut without it; supported are"),

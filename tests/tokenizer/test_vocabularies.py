@@ -9,23 +9,28 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from models.checkpoints.model_files import open_model
-from tests.tokenizer.support import FIXTURES, added_token, content_of, library
+from tests.tokenizer.support import FIXTURES, added_token, assigned_codes, content_of, library
 from tests.tokenizer.test_sentencepiece import AS_IT_IS, BPE, message
 from tokenizer import IncrementalDecoder, Tokenizer
 from tokenizer.byte_ranks import FAMILIES
 from tokenizer.components.normalizers import build_normalizer
 from tokenizer.errors import TokenizerFileError
+from tokenizer.gguf.vocabulary import GgufVocabulary
 from tokenizer.json_fields import Fields
 from tokenizer.loading import TokenizerFiles, read_folder
 from tokenizer.sentencepiece import read_pieces
 from tokenizer.unigram.charsmap import Charsmap
 
 FOLDER = FIXTURES / "vocabularies"
+XLM_ROBERTA_GGUF = Path(__file__).parents[1] / "models" / "gguf" / "encoders" / "xlm_roberta.json"
+"""llama.cpp's metadata of the same pieces."""
 CASES: dict[str, list[dict[str, Any]]] = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))["cases"]
 PIECES = tuple(name for name in CASES if (FOLDER / name / "tokenizer.model").is_file() and name[0].islower())
 
@@ -281,6 +286,51 @@ def test_fairseq_and_t5_have_ids_of_their_own(tmp_path: Path) -> None:
         assert tokenizer.encode("the cat") == ids
         assert tokenizer.decode(ids, skip_special_tokens=True) == "the cat"
     assert Tokenizer.from_pretrained(tmp_path / "T5Tokenizer").encode("<extra_id_0>")[0] == len(pieces.tokens) + 99
+
+
+def xlm_roberta_of_the_library(source: Path) -> Any:
+    """As transformers' XLMRobertaTokenizer makes it of a SentencePiece model."""
+    pieces = read_pieces(source)
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    own = list(zip(pieces.tokens, pieces.scores, strict=True))[3:]
+    vocab = [*((token, 0.0) for token in special), *own, ("<mask>", 0.0)]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram(vocab, unk_id=3, byte_fallback=False))
+    made.normalizer = tokenizers.normalizers.Precompiled(pieces.charsmap)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.WhitespaceSplit(),
+        tokenizers.pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always"),
+    ])  # fmt: skip
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    made.add_special_tokens([*special, tokenizers.AddedToken("<mask>", lstrip=True, normalized=False, special=True)])
+    return made
+
+
+def test_xlm_roberta_beside_the_library(tmp_path: Path) -> None:
+    """Out of its SentencePiece model and out of GGUF's metadata of it: texts of all scripts, and pairs."""
+    source = FOLDER / "unigram" / "tokenizer.model"
+    theirs = xlm_roberta_of_the_library(source)
+    shutil.copy(source, tmp_path / "sentencepiece.bpe.model")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "XLMRobertaTokenizer"}')
+    metadata: dict[str, Any] = {
+        key: np.array(value) if key.endswith(("scores", "token_type")) else value
+        for key, (_, value) in json.loads(XLM_ROBERTA_GGUF.read_text(encoding="utf-8"))["metadata"].items()
+    }  # fmt: skip
+    metadata["tokenizer.ggml.precompiled_charsmap"] = np.frombuffer(read_pieces(source).charsmap, np.uint8)
+    metadata["general.architecture"] = "bert"
+    of_gguf = Tokenizer.from_files(GgufVocabulary(metadata, "m.gguf").files())
+    codes = assigned_codes()
+    texts = [
+        *(case["text"] for case in CASES["unigram"]), "a <mask> b", "", " ", "<s> a", "\u00a0x\u3000y\u2028z",
+        *("".join(map(chr, codes[at : at + 50])) for at in range(0, len(codes), 50)),
+        *(f"a{chr(code)}b" for code in codes[::7]),
+    ]  # fmt: skip
+    for ours in (Tokenizer.from_pretrained(tmp_path), of_gguf):
+        for text in texts:
+            assert ours.encode(text) == theirs.encode(text).ids, ascii(text)
+        for text in texts[:150]:
+            assert ours.encode_pair("the cat", text) == (theirs.encode("the cat", text).ids, None), ascii(text)
 
 
 def test_tokenizer_json_wins(tmp_path: Path) -> None:

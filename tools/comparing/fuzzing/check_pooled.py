@@ -86,7 +86,7 @@ def _pooled(rows: Array, pooling: str) -> Array:
 
 
 def _result(model: Model, rows: Array) -> Array:
-    """What transformers gives for those hidden states."""
+    """The rows, or the labels' scores of a model with a head."""
     if model.classifier is None and not model.score_token_ids:
         return rows
     return np.array(model.head("classify", _pooled(rows, getattr(model.config, "pooling", "last"))))
