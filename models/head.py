@@ -39,11 +39,14 @@ def host_array(tensor: Tensor) -> Array:
 
 @dataclass(slots=True)
 class Dense:
-    """`activation(weight x + bias)`; `weight [outputs, inputs]`."""
+    """`activation(weight x + bias)`; `weight [outputs, inputs]`. Added to it is `residual x`, or x if it
+    `adds_input`."""
 
     weight: Tensor | Array
     bias: Tensor | Array | None = None
     activation: str = "identity"
+    residual: Array | None = None
+    adds_input: bool = False
     _arrays: tuple[Array, Array | None] | None = None
 
     def __call__(self, row: Array) -> Array:
@@ -56,7 +59,12 @@ class Dense:
         x = weight @ row.astype(np.float64)
         if bias is not None:
             x = x + bias
-        return np.asarray(ACTIVATIONS[self.activation](x), np.float32)
+        x = ACTIVATIONS[self.activation](x)
+        if self.adds_input:
+            x = x + row
+        elif self.residual is not None:
+            x = x + self.residual.astype(np.float64) @ row.astype(np.float64)
+        return np.asarray(x, np.float32)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from models.encoder import BothWays, EncoderConfig
 from models.errors import ConfigError
 from models.gguf.model_file import GgufModel
 from models.head import Dense, Stage
-from runtime.pooling import Pooling, PoolingInfo, ScoreActivation
+from runtime.pooling import Pooling, PoolingInfo, ScoreActivation, poolings_of
 
 _POOLINGS: dict[str, Pooling] = {
     "cls": "cls", "max": "max", "mean": "mean", "mean_sqrt_len_tokens": "mean_sqrt_len",
@@ -56,7 +56,7 @@ class SentenceLayout:
     """`stages` follow the pooling. `max_tokens`: of the longest text, or None. `is_declared`: the folder names its
     modules. `pair_template`: a GGUF file's text of a query and a document."""
 
-    pooling: Pooling | None = None
+    pooling: str | None = None
     stages: tuple[Stage, ...] = ()
     size: int | None = None
     normalize: bool = False
@@ -80,7 +80,7 @@ def read_layout(folder: Path) -> SentenceLayout:
         return SentenceLayout()
     if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
         raise ConfigError(f"{folder / 'modules.json'}: must be a list of modules")
-    pooling: Pooling | None = None
+    pooling: str | None = None
     stages: list[Stage] = []
     size, normalize = None, False
     score_token_ids: tuple[int, ...] = ()
@@ -184,7 +184,7 @@ def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingI
         pooling=layout.pooling or ("mean" if is_encoder and not labels else own),
         head_pooling=own,
         normalize=layout.normalize or not layout.is_declared,
-        size=layout.size or config.hidden_size,
+        size=layout.size or config.hidden_size * len(poolings_of(layout.pooling or own)),
         prompts=layout.prompts or {},
         default_prompt=layout.default_prompt,
         labels=labels,
@@ -252,7 +252,7 @@ def _inside(folder: Path, module: dict[str, Any], where: str) -> Path:
     return folder / path if path else folder
 
 
-def _read_pooling(file: Path) -> Pooling:
+def _read_pooling(file: Path) -> str:
     fields = _read(file)
     if not isinstance(fields, dict):
         raise ConfigError(f"{file}: is missing, or is no object")
@@ -260,12 +260,14 @@ def _read_pooling(file: Path) -> Pooling:
     modes = [given] if isinstance(given, str) else list(given or ())
     if not modes:
         modes = [mode for name, mode in _OLDER_MODES.items() if fields.get(name)] or ["mean"]
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
+    if not all(mode in _POOLINGS for mode in modes) or len(set(modes)) != len(modes):
         known = ", ".join(_POOLINGS)
-        raise ConfigError(f"{file}: pooling_mode = {', '.join(map(str, modes))!r:.80} must be one of {known}")
+        raise ConfigError(
+            f"{file}: pooling_mode = {', '.join(map(str, modes))!r:.80} must be some of {known}, each once"
+        )
     if fields.get("include_prompt") is False:
         raise ConfigError(f"{file}: include_prompt = false is not implemented: a prompt's tokens are pooled, too")
-    return _POOLINGS[modes[0]]
+    return "+".join(_POOLINGS[mode] for mode in modes)
 
 
 def _read_logit_score(file: Path) -> tuple[int, ...]:
@@ -292,8 +294,6 @@ def _read_dense(folder: Path) -> Dense:
     for field in ("module_input_name", "module_output_name"):
         if fields.get(field, "sentence_embedding") != "sentence_embedding":
             raise ConfigError(f"{folder / 'config.json'}: {field} = {fields[field]!r:.80} must be 'sentence_embedding'")
-    if fields.get("use_residual"):
-        raise ConfigError(f"{folder / 'config.json'}: use_residual = true is not implemented")
     path = folder / SINGLE_FILE
     if not path.is_file():
         raise ConfigError(f"{path}: is missing; a pickle is not read: save the layer as safetensors")
@@ -305,4 +305,10 @@ def _read_dense(folder: Path) -> Dense:
     weight, bias = arrays.get("linear.weight"), arrays.get("linear.bias")
     if weight is None or weight.shape != shape or (bias is None) == bool(fields.get("bias", True)):
         raise ConfigError(f"{path}: must hold linear.weight {list(shape)}, and linear.bias as config.json says")
-    return Dense(weight, bias, _ACTIVATIONS[kind])
+    residual = arrays.get("residual.weight")
+    has_residual = bool(fields.get("use_residual"))
+    if (residual is not None) != (has_residual and shape[0] != shape[1]) or (
+        residual is not None and residual.shape != shape
+    ):
+        raise ConfigError(f"{path}: must hold residual.weight {list(shape)} if use_residual is true and sizes differ")
+    return Dense(weight, bias, _ACTIVATIONS[kind], residual=residual, adds_input=has_residual and residual is None)

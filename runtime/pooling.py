@@ -18,6 +18,11 @@ weights 1, 2, 3 ..., or the sum over the square root of the number of tokens; af
 POOLINGS: tuple[Pooling, ...] = ("cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_len")
 
 
+def poolings_of(name: str) -> tuple[str, ...]:
+    """The poolings of a name such as "cls+mean", whose rows are concatenated."""
+    return tuple(name.split("+"))
+
+
 PoolingTask = Literal["embed", "classify"]
 """The result for a pooled row: a vector, or the labels' scores before an activation."""
 
@@ -28,7 +33,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How a model embeds and scores by default.
 
     generates       the model also generates text, as a decoder with an output head
-    pooling         of hidden states, for a vector; head_pooling: for the classifier
+    pooling         of hidden states, for a vector, or several ("cls+mean"); head_pooling: for the classifier
     normalize       whether a vector's length becomes one
     size            numbers of a vector
     prompts         texts that stand before an input, by name, such as "query"
@@ -41,7 +46,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     generates: bool = True
-    pooling: Pooling = "last"
+    pooling: str = "last"
     head_pooling: Pooling = "last"
     normalize: bool = True
     size: int = 0

@@ -75,6 +75,7 @@ def read_folder(folder: Path) -> TokenizerFiles:
     source = vocabulary_file(folder)
     if source is None:
         raise TokenizerFileError(folder.name, "", f"holds no tokenizer: none of {', '.join(VOCABULARIES)}")
+    lowers = _read_optional(folder / "sentence_bert_config.json").boolean("do_lower_case", False)
     has_json = source.name == "tokenizer.json"
     if has_json:
         files = TokenizerFiles(as_class_has_it(Fields.read(source), name, config))
@@ -89,6 +90,8 @@ def read_folder(folder: Path) -> TokenizerFiles:
     if not has_json and files.tokenizer.get("post_processor") is None:  # else that has the tokens added to a text
         files.add_bos_token = config.boolean("add_bos_token", files.add_bos_token)
         files.add_eos_token = config.boolean("add_eos_token", False)
+    if lowers:
+        files.tokenizer = _lowering(files.tokenizer)
     files.num_embeddings = _num_embeddings(model_config)
     is_gpt2 = source.name == "vocab.json" and not name
     _read_special_tokens(folder, config, files, tokens_of_class(GPT2 if is_gpt2 else name))
@@ -97,6 +100,16 @@ def read_folder(folder: Path) -> TokenizerFiles:
         template = mistral_template(files.tokenizer)
         files.chat_templates |= {} if template is None else {"default": template}
     return files
+
+
+def _lowering(content: Fields) -> Fields:
+    """The same tokenizer over small letters, as sentence-transformers has it by `do_lower_case`."""
+    own = content.get("normalizer")
+    parts = own["normalizers"] if isinstance(own, dict) and own.get("type") == "Sequence" else [own] if own else []
+    if any(part.get("type") == "Lowercase" or part.get("lowercase") is True for part in parts):
+        return content
+    normalizer = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *parts]}
+    return Fields({**content.values, "normalizer": normalizer}, content.file)
 
 
 def vocabulary_file(folder: Path) -> Path | None:

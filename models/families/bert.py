@@ -4,13 +4,13 @@
     for each layer:   x = norm(x + attention(x));   x = norm(x + down(gelu(up(x))))
 
 RoBERTa's positions begin after the padding's id, and it has one type. A classifier reads the first token: BERT's
-through the pooler, RoBERTa's through a map of its own.
+through the pooler, RoBERTa's and DistilBERT's through a map of their own.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -36,8 +36,8 @@ from runtime.tensor.tensor import Tensor
 ACTIVATIONS = {**GELU_NAMES, "silu": "silu", "swish": "silu"}
 """Names of what stands between an MLP's maps, as `activated` knows them."""
 
-LabelHead = Literal["", "pooler", "dense"]
-"""A classifier's way to the first token: BERT's pooler, RoBERTa's own map; "" for a model without one."""
+LabelHead = Literal["", "pooler", "dense", "distil"]
+"""A classifier's way to the first token: BERT's pooler, RoBERTa's own map, DistilBERT's; "" for a model without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +63,24 @@ class BertModel(Encoder):
         tables = inner.under("embeddings")
         self.words = tables.table("word_embeddings.weight", config.vocab_size, hidden)
         self.positions = tables.table("position_embeddings.weight", config.position_rows, hidden)
-        self.types = tables.table("token_type_embeddings.weight", config.type_vocab_size, hidden)
+        self.types: Tensor | None = None
+        if config.type_vocab_size:
+            self.types = tables.table("token_type_embeddings.weight", config.type_vocab_size, hidden)
         self.norm = LayerNorm(config, tables.under("LayerNorm"))
         self.layers = inner.under("encoder").layers(
             "layer", config.num_layers, lambda index, maker: BertLayer(config, index, maker)
         )
-        if config.label_head == "pooler":
+        if config.label_head == "distil":
+            dense, last = maker.under("pre_classifier"), maker.under("classifier")
+        elif config.label_head == "pooler":
             dense, last = inner.under("pooler.dense"), maker.under("classifier")
         elif config.label_head:
             dense, last = maker.under("classifier.dense"), maker.under("classifier.out_proj")
         else:
             return
         self.classifier = (
-            Dense(dense.table("weight", hidden, hidden), dense.vector("bias", hidden), "tanh"),
+            Dense(dense.table("weight", hidden, hidden), dense.vector("bias", hidden),
+                  "relu" if config.label_head == "distil" else "tanh"),
             Dense(last.table("weight", len(config.labels), hidden), last.vector("bias", len(config.labels))),
         )  # fmt: skip
 
@@ -83,12 +88,30 @@ class BertModel(Encoder):
         assert batch.token_types is not None, "a pass of an encoder has them"
         x = ops.embedding(batch.token_ids, self.words)
         x = ops.add_embedding(x, batch.positions, self.positions[self.config.first_position :])
+        if self.types is None:
+            return self.norm(x)
         return self.norm(ops.add_embedding(x, batch.token_types, self.types))
 
 
 class XlmRobertaModel(BertModel):
     prefix = "roberta."
     root = "roberta"
+
+
+class DistilBertModel(BertModel):
+    """Without types (Sanh et al. 2019, https://arxiv.org/abs/1910.01108)."""
+
+    prefix = "distilbert."
+    root = "distilbert"
+    harmless = re.compile(r"vocab_(transform|layer_norm|projector)\..*|.*\.position_ids")
+    renames = MappingProxyType({
+        "transformer.": "distilbert.encoder.", "distilbert.transformer.": "distilbert.encoder.",
+        "embeddings.": "distilbert.embeddings.", ".attention.q_lin.": ".attention.self.query.",
+        ".attention.k_lin.": ".attention.self.key.", ".attention.v_lin.": ".attention.self.value.",
+        ".attention.out_lin.": ".attention.output.dense.", ".sa_layer_norm.": ".attention.output.LayerNorm.",
+        ".ffn.lin1.": ".intermediate.dense.", ".ffn.lin2.": ".output.dense.",
+        ".output_layer_norm.": ".output.LayerNorm.",
+    })  # fmt: skip
 
 
 class BertLayer:
@@ -155,13 +178,13 @@ def read_encoder(fields: Fields, *, eps_name: str, default_eps: float, activatio
     }
 
 
-def _read(fields: Fields, label_head: LabelHead, default_eps: float) -> BertConfig:
+def _read(fields: Fields, label_head: LabelHead, default_eps: float, *, has_types: bool = True) -> BertConfig:
     values = read_encoder(fields, eps_name="layer_norm_eps", default_eps=default_eps, activation_name="hidden_act")
     fields.expect("position_embedding_type", "absolute")
     fields.expect("is_decoder", False)
     fields.expect("add_cross_attention", False)
     rows, first = fields.integer("max_position_embeddings", 512), 0
-    if label_head == "dense" or fields.string("model_type", "") != "bert":
+    if has_types and (label_head == "dense" or fields.string("model_type", "") != "bert"):
         first = fields.integer("pad_token_id", 1, least=0) + 1
     first = fields.integer("position_offset", first, least=0)  # of a GGUF file, whose table begins at the first token
     if rows <= first:
@@ -169,11 +192,32 @@ def _read(fields: Fields, label_head: LabelHead, default_eps: float) -> BertConf
     labels = read_labels(fields) if label_head else ()
     return BertConfig(
         **values, max_position_embeddings=rows - first, first_position=first, position_rows=rows,
-        type_vocab_size=fields.integer("type_vocab_size", 2, most=1 << 10), label_head=label_head, labels=labels,
+        type_vocab_size=fields.integer("type_vocab_size", 2, least=0, most=1 << 10) if has_types else 0,
+        label_head=label_head, labels=labels,
     )  # fmt: skip
 
 
+_DISTIL_NAMES = {
+    "dim": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers",
+    "hidden_dim": "intermediate_size", "activation": "hidden_act",
+}  # fmt: skip
+
+
+def _read_distil(fields: Fields, label_head: LabelHead) -> BertConfig:
+    fields.default({ours: fields.raw(own) for own, ours in _DISTIL_NAMES.items() if fields.has(own)})
+    for note in ("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "dropout", "tie_weights_"):
+        fields.raw(note)  # the positions' table is stored
+    return replace(_read(fields, label_head, 1e-12, has_types=False), first_position=0)
+
+
 ARCHITECTURES = tuple(
+    Architecture(name, "distilbert", partial(_read_distil, label_head=cast(LabelHead, label_head)), DistilBertModel)
+    for name, label_head in (
+        ("DistilBertModel", ""),
+        ("DistilBertForMaskedLM", ""),
+        ("DistilBertForSequenceClassification", "distil"),
+    )
+) + tuple(
     Architecture(name, model_type, partial(_read, label_head=cast(LabelHead, label_head), default_eps=eps), model_class)
     for name, model_type, label_head, eps, model_class in (
         ("BertModel", "bert", "", 1e-12, BertModel),
@@ -185,5 +229,8 @@ ARCHITECTURES = tuple(
         ("RobertaModel", "roberta", "", 1e-5, XlmRobertaModel),
         ("RobertaForMaskedLM", "roberta", "", 1e-5, XlmRobertaModel),
         ("RobertaForSequenceClassification", "roberta", "dense", 1e-5, XlmRobertaModel),
+        ("CamembertModel", "camembert", "", 1e-5, XlmRobertaModel),
+        ("CamembertForMaskedLM", "camembert", "", 1e-5, XlmRobertaModel),
+        ("CamembertForSequenceClassification", "camembert", "dense", 1e-5, XlmRobertaModel),
     )
 )

@@ -87,6 +87,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "max": {"pooling": "max", "default_prompt": "query"},
     "last": {"pooling": "lasttoken", "normalize": True},
     "sqrt": {"pooling": "mean_sqrt_len_tokens"},
+    "several": {"pooling": "max+cls+lasttoken", "dense": [(144, 48, True, "Tanh", True), (48, 48, False, "Tanh", True)]},
 }  # fmt: skip
 PROMPTS = {"query": "query: ", "document": "passage: "}
 
@@ -122,15 +123,18 @@ def write_layout(folder: Path, name: str, case: str = "bert") -> Path:
     write_encoder(folder, case)
     layout, prefix = LAYOUTS[name], "sentence_transformers.models."
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    pooling = {"word_embedding_dimension": 48, f"pooling_mode_{_OLDER.get(layout['pooling'], layout['pooling'])}": True}
+    modes = layout["pooling"].split("+")
+    pooling = {"word_embedding_dimension": 48, **{f"pooling_mode_{_OLDER.get(mode, mode)}": True for mode in modes}}
     _write(folder / "1_Pooling" / "config.json", pooling)
-    for place, (inputs, outputs, has_bias, activation) in enumerate(layout.get("dense", ()), 2):
+    for place, (inputs, outputs, has_bias, activation, *residual) in enumerate(layout.get("dense", ()), 2):
         modules.append((f"{place}_Dense", "Dense"))
         _write(folder / f"{place}_Dense" / "config.json", {
             "in_features": inputs, "out_features": outputs, "bias": has_bias,
             "activation_function": f"torch.nn.modules.{_PLACES[activation]}.{activation}",
+            "use_residual": bool(residual),
         })  # fmt: skip
-        write_safetensors(folder / f"{place}_Dense" / "model.safetensors", dense_tensors(inputs, outputs, has_bias))
+        tensors = dense_tensors(inputs, outputs, has_bias, has_residual=bool(residual) and inputs != outputs)
+        write_safetensors(folder / f"{place}_Dense" / "model.safetensors", tensors)
     if layout.get("normalize"):
         modules.append((f"{len(modules)}_Normalize", "Normalize"))
     _write(folder / "modules.json", [
@@ -149,10 +153,14 @@ _OLDER = {
 _PLACES = {"Identity": "linear", "Tanh": "activation"}
 
 
-def dense_tensors(inputs: int, outputs: int, has_bias: bool) -> dict[str, np.ndarray[Any, Any]]:
+def dense_tensors(
+    inputs: int, outputs: int, has_bias: bool, *, has_residual: bool = False
+) -> dict[str, np.ndarray[Any, Any]]:  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {"linear.weight": (outputs, inputs)}
     if has_bias:
         shapes["linear.bias"] = (outputs,)
+    if has_residual:
+        shapes["residual.weight"] = (outputs, inputs)
     return {name: golden_tensor(name, shape, SEED + inputs) for name, shape in shapes.items()}
 
 

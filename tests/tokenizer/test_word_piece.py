@@ -124,3 +124,15 @@ def test_a_wrong_model_is_refused_by_name(
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(TokenizerFileError, match=field):
         Tokenizer.from_file(tmp_path / "tokenizer.json")
+
+
+def test_small_letters_by_sentence_transformers_file(both: tuple[Any, Tokenizer], tmp_path: Path) -> None:
+    """`do_lower_case` puts a normalizer before the others, if they have none; special tokens stay."""
+    theirs = tokenizers.Tokenizer.from_str(both[0].to_str())
+    theirs.normalizer = normalizers.NFC()
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": true}')
+    theirs.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.NFC()])
+    ours = Tokenizer.from_pretrained(tmp_path)
+    for text in (*TEXTS, "THE FOX [SEP] İstanbul"):
+        assert ours.encode(text) == theirs.encode(text).ids

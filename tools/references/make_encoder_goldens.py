@@ -38,7 +38,8 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    write_tokenizer()
+    if not TOKENIZER.is_file():  # trained anew it has other ids
+        write_tokenizer()
     outputs: dict[str, Any] = {}
     shapes: dict[str, Any] = {}
     for case, fields in CASES.items():

@@ -12,8 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ from runtime.engine.steps.assemble import chunk_spans
 from runtime.engine.steps.executor import Executor, ExecutorLostError, SidePass
 from runtime.engine.steps.step_input import PassPictures
 from runtime.errors import XservError
-from runtime.pooling import POOLINGS, Pooling, PoolingInfo, PoolingTask
+from runtime.pooling import POOLINGS, PoolingInfo, PoolingTask, poolings_of
 from runtime.tensor.tensor import Tensor
 
 logger = logging.getLogger("xserv.engine")
@@ -49,19 +48,20 @@ class Embedding:
                   is run for it
     task          "embed" or "classify"
     second_from   the first token of the second of two texts; None for one
+    pooling       a pooling, or several ("cls+mean")
     num_computed  tokens whose keys and values are in the pages
-    total         what the pooling has of their hidden states, ``[hidden_size]`` float64
+    totals        what each pooling has of their hidden states, ``[hidden_size]`` float64
     pictures      of the prompt, or None
     cache_salt    encoded images are shared within it
     """
 
     token_ids: NDArray[np.int32]
-    pooling: Pooling
+    pooling: str
     future: Future[NDArray[np.float32]]
     task: PoolingTask = "embed"
     second_from: int | None = None
     num_computed: int = 0
-    total: NDArray[np.float64] | None = None
+    totals: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     pictures: Pictures | None = None
     cache_salt: str | None = None
 
@@ -73,28 +73,30 @@ class Embedding:
         return (np.arange(len(self.token_ids)) >= self.second_from).astype(np.int32)
 
     def absorb(self, hidden: NDArray[np.float32], count: int) -> None:
-        """Take the hidden states ``[count, hidden_size]`` of its next tokens into ``total``, or the one of them that
+        """Take the hidden states ``[count, hidden_size]`` of its next tokens into ``totals``, or the one of them that
         the pooling reads."""
         first, rows = self.num_computed, hidden.astype(np.float64)
-        if self.pooling == "cls":
-            found = rows[0] if self.total is None else self.total
-        elif self.pooling == "last":
-            found = rows[-1]
-        elif self.pooling == "max":
-            found = rows.max(axis=0) if self.total is None else np.maximum(self.total, rows.max(axis=0))
-        else:
-            if self.pooling == "weighted_mean":
-                rows *= np.arange(first + 1, first + 1 + len(rows))[:, None]
-            found = np.add.reduce(rows, axis=0, initial=0.0) + (0.0 if self.total is None else self.total)
-        self.total, self.num_computed = found, first + count
+        for pooling in poolings_of(self.pooling):
+            before = self.totals.get(pooling)
+            if pooling == "cls":
+                found = rows[0] if before is None else before
+            elif pooling == "last":
+                found = rows[-1]
+            elif pooling == "max":
+                found = rows.max(axis=0) if before is None else np.maximum(before, rows.max(axis=0))
+            else:
+                weights = np.arange(first + 1, first + 1 + len(rows))[:, None] if pooling == "weighted_mean" else 1.0
+                found = np.add.reduce(rows * weights, axis=0, initial=0.0) + (0.0 if before is None else before)
+            self.totals[pooling] = found
+        self.num_computed = first + count
 
     @property
     def pooled(self) -> NDArray[np.float32]:
         """The pooled row, once all tokens are computed."""
-        assert self.total is not None, "it has at least one token"
         count = len(self.token_ids)
         divisor = {"mean": count, "weighted_mean": count * (count + 1) / 2, "mean_sqrt_len": count**0.5}
-        return np.asarray(self.total / divisor.get(self.pooling, 1), np.float32)
+        rows = [total / divisor.get(pooling, 1) for pooling, total in self.totals.items()]
+        return np.asarray(np.concatenate(rows), np.float32)
 
     @property
     def request_id(self) -> str:
@@ -146,10 +148,11 @@ class Embedder:
                 )
             pooling = own.head_pooling
         pooling = own.pooling if pooling is None else pooling
-        check_one_of("pooling", pooling, POOLINGS)
+        for each in poolings_of(pooling):
+            check_one_of("pooling", each, POOLINGS)
         ids = prompt_of("token_ids", token_ids, self._vocab_size, self._limits.max_model_len, has_answer=False)
         return Embedding(
-            ids, cast("Pooling", pooling), Future(), task, second_from if own.reads_types else None,
+            ids, pooling, Future(), task, second_from if own.reads_types else None,
             pictures=pictures_of(images, ids, self._images), cache_salt=cache_salt,
         )  # fmt: skip
 

@@ -71,6 +71,16 @@ def _nomic_bert(draw: Draw) -> Fields:
     }  # fmt: skip
 
 
+def _distilbert(draw: Draw) -> Fields:
+    fields = _bert(draw)
+    names = {
+        "hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
+        "intermediate_size": "hidden_dim", "hidden_act": "activation",
+    }  # fmt: skip
+    kept = {name: value for name, value in fields.items() if name not in ("type_vocab_size", "layer_norm_eps")}
+    return {names.get(name, name): value for name, value in kept.items()}
+
+
 def with_labels(drawn: Callable[[Draw], Fields]) -> Callable[[Draw], Fields]:
     """The same fields with names of labels. Padding has no id: the last token is the last of a row."""
     return lambda draw: {"pad_token_id": None, **drawn(draw), **_labels(draw)}
@@ -114,6 +124,10 @@ ENCODERS: dict[str, _Family] = {
     "roberta_labels": ("RobertaConfig", "RobertaForSequenceClassification", with_labels(_roberta)),
     "xlm_roberta": ("XLMRobertaConfig", "XLMRobertaModel", _roberta),
     "xlm_roberta_labels": ("XLMRobertaConfig", "XLMRobertaForSequenceClassification", with_labels(_roberta)),
+    "camembert": ("CamembertConfig", "CamembertModel", _roberta),
+    "camembert_labels": ("CamembertConfig", "CamembertForSequenceClassification", with_labels(_roberta)),
+    "distilbert": ("DistilBertConfig", "DistilBertModel", _distilbert),
+    "distilbert_labels": ("DistilBertConfig", "DistilBertForSequenceClassification", with_labels(_distilbert)),
     "modernbert": ("ModernBertConfig", "ModernBertModel", _modernbert),
     "modernbert_labels": ("ModernBertConfig", "ModernBertForSequenceClassification", with_labels(_modernbert)),
     "nomic_bert": ("NomicBertConfig", "NomicBertModel", _nomic_bert),
