@@ -56,7 +56,7 @@ def read_bert(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     RoBERTa's: BERT's own reads the pooler, which the converter leaves out."""
     keys.fields.expect(keys("attention.causal"), False)
     types = keys.tensors.get("token_types.weight")
-    found = {
+    found: dict[str, Any] = {
         **dict.fromkeys(_NOT_OF_BERT), "position_offset": 0, "architectures": ["XLMRobertaModel"],
         "type_vocab_size": 0 if types is None else types.shape[0],
     }  # fmt: skip

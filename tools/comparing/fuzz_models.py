@@ -147,7 +147,9 @@ def smaller(case: Case) -> Iterator[Case]:
             yield {**case, "runs": case["runs"][:index] + case["runs"][index + 1 :]}
     for index in range(len(case["prompts"])):
         if len(case["prompts"]) > 1:
-            kept = {name: case[name][:index] + case[name][index + 1 :] for name in ("prompts", "types") if name in case}
+            kept: dict[str, Any] = {
+                name: case[name][:index] + case[name][index + 1 :] for name in ("prompts", "types") if name in case
+            }
             yield {**case, **kept}
     if case["num_new"] > 1:
         yield {**case, "num_new": 1}
