@@ -87,7 +87,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "max": {"pooling": "max", "default_prompt": "query"},
     "last": {"pooling": "lasttoken", "normalize": True},
     "sqrt": {"pooling": "mean_sqrt_len_tokens"},
-    "several": {"pooling": "max+cls+lasttoken", "dense": [(144, 48, True, "Tanh", True), (48, 48, False, "Tanh", True)]},
+    "several": {
+        "pooling": "max+cls+lasttoken",
+        "dense": [(144, 48, True, "Tanh", True), (48, 48, False, "Tanh", True)],
+    },
 }  # fmt: skip
 PROMPTS = {"query": "query: ", "document": "passage: "}
 
