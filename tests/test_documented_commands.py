@@ -71,6 +71,8 @@ ELSEWHERE = {
         "xserv serve MODEL --device emulated:sm_90a --tensor-parallel-size 2",
         "xserv serve MODEL --data-parallel-size 4 --ray-address auto",
         "xserv serve --data-parallel-size N --ray-address …",
+        "xserv serve BAAI/bge-small-en-v1.5", "xserv serve BAAI/bge-reranker-v2-m3",
+        "xserv serve FOLDER-OF-A-CLASSIFIER", "xserv serve Qwen/Qwen3-0.6B",
         "xserv deploy ray", "xserv serve --ray-address",
         "xserv deploy ray --model MODEL --min-replicas 1 --max-replicas 4",
         "xserv serve MODEL --data-parallel-size 2", "xserv serve /path/to/folder --data-parallel-size 2",

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from runtime.commands import calculator
 from runtime.commands.answers import sampling_params
 from runtime.commands.options import SamplingOptions
+from runtime.engine.admission import check_generates
 from runtime.engine.prompt_images import PreparedImage, place_images, prepare_image
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import InvalidArgumentError, XservError
@@ -132,6 +133,7 @@ class ChatSession:
         calculates: bool = False,
         on_call: Callable[[str], None] = lambda text: None,
     ) -> None:
+        check_generates(llm.client.info)
         self.llm = llm
         self.on_call = on_call
         self.tools = [calculator.TOOL] if calculates else None

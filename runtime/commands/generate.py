@@ -16,6 +16,7 @@ from runtime.text_files import read_text_file
 
 _llm = later("runtime.llm")
 _answers = later("runtime.commands.answers")
+_admission = later("runtime.engine.admission")
 
 
 def generate(
@@ -46,6 +47,7 @@ def generate(
 
     with _llm.LLM(**llm_options.arguments()) as llm:
         collector.resume()
+        _admission.check_generates(llm.client.info)
         params = _answers.sampling_params(llm, {**sampling.given(), "n": n, "logprobs": logprobs}, max_tokens=128)
         if chat:
             prompts = [

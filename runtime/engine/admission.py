@@ -20,6 +20,13 @@ from runtime.engine.scheduling.sequence import NO_IDS, Request
 from runtime.images.decoding import ImageError
 
 
+def check_generates(info: EngineInfo) -> None:
+    """Raises ``RequestError`` for a model that only embeds or classifies."""
+    if not info.pooling.generates:
+        others = "embeddings or scores" if info.pooling.labels else "embeddings"
+        raise RequestError(f"{info.architecture} generates no text: ask for {others}", param="model")
+
+
 def prepare(request: EngineRequest, info: EngineInfo) -> Request:
     """Check a request and make the engine's record of it; ``max_tokens`` is capped at the end of the context.
 
@@ -30,9 +37,7 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
         raise RequestError(f"request_id must be a string, not empty, got {given!r:.80}", param="request_id")
     if not isinstance(request.params, SamplingParams):
         raise RequestError(f"params must be SamplingParams, got {type(request.params)}", param="params")
-    if not info.pooling.generates:
-        others = "embeddings or scores" if info.pooling.labels else "embeddings"
-        raise RequestError(f"{info.architecture} generates no text: ask for {others}", param="model")
+    check_generates(info)
     _check_scheduling(request, info.scheduling_policy)
     prompt_ids = prompt_of("prompt", request.prompt_token_ids, info.vocab_size, info.max_model_len)
     request.params.validate(info.vocab_size)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.admission import prepare
+from runtime.engine.admission import check_generates, prepare
 from runtime.engine.errors import QueueFullError, RequestError
 from runtime.engine.messages import EngineOutput
 from runtime.engine.option_names import known_options
@@ -122,6 +122,7 @@ class LLM(LoadedModel):
         ``priority`` are the request's. Messages may be objects of an SDK, and a message's content a list of parts, in
         the forms of OpenAI, Anthropic and transformers; ``{"type": "image", "image": ...}`` takes the values of a
         prompt's "images"."""
+        check_generates(self.client.info)
         is_one = bool(messages) and not isinstance(messages[0], (list, tuple))
         conversations: Sequence[Any] = [messages] if is_one else messages
         reads_images = self.client.info.images is not None
@@ -276,6 +277,7 @@ class LLM(LoadedModel):
         if not 0 <= refusal_threshold <= 1:
             problem = f"refusal_threshold must be from 0 to 1, got {refusal_threshold}"
             raise RequestError(problem, param="refusal_threshold")
+        check_generates(self.client.info)
         asked, conversations, tokenizer = questions_of(questions), conversations_of(inputs), self.get_tokenizer()
         ends = end_ids(self._answer_format, tokenizer, self.client.info.eos_token_ids)
         options = options_by_question(asked, tokenizer, ends)

@@ -30,6 +30,7 @@ from server.requests.answering import cancel_request
 from server.responses_api import endpoints as responses
 from server.responses_api import objects
 from server.responses_api.schema import ResponsesRequest
+from server.tei_api import endpoints as tei
 from server.vllm_api import operating, scoring
 
 Json = dict[str, Any]
@@ -182,8 +183,8 @@ OPERATIONS = (
         for path in ("/score", "/v1/score")
     ),
     *(
-        _post(path, scoring.create_ranking, "Documents by relevance", scoring.RerankRequest, scoring.RerankAnswer,
-              errors=_EMBEDS)
+        _post(path, scoring.create_ranking, "Documents by relevance", scoring.RerankRequest,
+              scoring.RerankAnswer | list[scoring.TeiRanked], errors=_EMBEDS)
         for path in ("/rerank", "/v1/rerank")
     ),
     _post("/v2/rerank", scoring.create_cohere_ranking, "Documents by relevance, in Cohere's shapes",
@@ -191,7 +192,13 @@ OPERATIONS = (
     _post("/classify", scoring.create_classes, "The labels of texts", scoring.ClassifyRequest, scoring.ClassifyAnswer,
           errors=_EMBEDS),
     _post("/similarity", scoring.create_similarities, "How near texts are", scoring.SimilarityRequest,
-          scoring.ScoreAnswer, errors=_EMBEDS),
+          scoring.ScoreAnswer | list[float], errors=_EMBEDS),
+    _post("/embed", tei.create_embed, "Vectors of texts, in text-embeddings-inference's shapes", tei.TeiEmbedRequest,
+          list[list[float] | str], errors=_EMBEDS),
+    _post("/predict", tei.create_prediction, "The labels of texts, in text-embeddings-inference's shapes",
+          tei.TeiPredictRequest, list[tei.TeiLabel | list[tei.TeiLabel]], errors=_EMBEDS),
+    _post("/", tei.create_any, "Either, as the model is", tei.TeiRequest,
+          list[list[tei.TeiLabel | float] | str], errors=_EMBEDS),
     _get("/tokenizer_info", operating.get_tokenizer_info, "Special tokens and the chat template",
          operating.TokenizerInfo, errors=(400,)),
     _get("/load", operating.get_load, "How many requests are open", operating.ServerLoad),

@@ -24,7 +24,7 @@ from server.transport.json_answer import JsonAnswer
 API_VERSION = "0.12.11"
 """The release of Ollama whose API this is, log probabilities included. Some clients want at least a certain one."""
 
-Capability = Literal["completion", "tools", "thinking"]
+Capability = Literal["completion", "embedding", "tools", "thinking"]
 
 
 class ModelDetails(msgspec.Struct, kw_only=True):
@@ -128,10 +128,10 @@ def _shown(service: Service, body: Body) -> ShownModel:
         raise invalid("model", "Missing required parameter: model.", "missing_required_parameter")
     service.check_model(own_model(service, name))
     info, tokenizer, form = service.client.info, service.tokenizer, service.answer_format
-    abilities: list[Capability] = ["completion"]
-    if form.tools is not None:
+    abilities: list[Capability] = ["completion" if info.pooling.generates else "embedding"]
+    if info.pooling.generates and form.tools is not None:
         abilities.append("tools")
-    if form.reasoning:
+    if info.pooling.generates and form.reasoning:
         abilities.append("thinking")
     return ShownModel(
         parameters="\n".join(f"{name:<30} {value}" for name, value in service.default_sampling.items()),

@@ -45,6 +45,7 @@ class AskedEmbeddings(Pending):
     task         what the engine makes of each input
     second_from  the first token of the second of two texts, of each input; empty: they have one text
     answer       makes the answer of the engine's vectors, or of the labels' scores
+    field        the request's name of its inputs
     """
 
     service: Service
@@ -55,6 +56,7 @@ class AskedEmbeddings(Pending):
     images: tuple[ImageItem, ...]
     cache_salt: str | None
     answer: Callable[[AskedEmbeddings, list[Vector]], Any]
+    field: str = "input"
 
     @property
     def num_tokens(self) -> int:
@@ -104,7 +106,7 @@ class AskedEmbeddings(Pending):
                 raise ClientDisconnect from None
             raise
         except (EngineDeadError, QueueFullError, RequestError) as error:
-            raise from_engine(error, {"token_ids": "input", "images": "messages"}) from None
+            raise from_engine(error, {"token_ids": self.field, "images": "messages"}) from None
         except XservError as error:
             logger.error("an embedding failed: %s", error)
             raise internal_error() from None

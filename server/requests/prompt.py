@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import jinja2
 
-from runtime.engine.admission import prompt_of
+from runtime.engine.admission import check_generates, prompt_of
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import ImageItem
 from runtime.engine.prompt_images import PreparedImage, image_places, place_images
@@ -158,6 +158,8 @@ def _unsupported(param: str, reason: str) -> ApiError:
 
 def completion_prompts(service: Service, request: CompletionRequest) -> list[list[int]]:
     """The token ids of each prompt. Raises `ApiError` 400."""
+    with engine_errors():
+        check_generates(service.client.info)
     most, num_reserved = request.truncate_prompt_tokens, max(1, request.max_tokens or 1)
 
     adds = request.add_special_tokens is not False
@@ -275,6 +277,8 @@ def conversation_prompt(
 ) -> ConversationPrompt:
     """The conversation rendered by the model's template. Pictures that are not `known` are read, and added to them.
     Raises `ApiError` 400."""
+    with engine_errors():
+        check_generates(service.client.info)
     prompt = whole_conversation(service, tenant, request, known)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     most, num_reserved = request.truncate_prompt_tokens, max(1, max_tokens or 1)

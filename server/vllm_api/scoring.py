@@ -1,5 +1,6 @@
-"""`POST /classify`, `/score`, `/rerank` and `/pooling` in vLLM's shapes, `/rerank` in Jina's and `/v2/rerank` in
-Cohere's; `/similarity`, the cosine of embeddings.
+"""`POST /classify`, `/score`, `/rerank` and `/pooling` in vLLM's shapes, `/rerank` in Jina's, too, and `/v2/rerank` in
+Cohere's; `/similarity`, the cosine of embeddings. `/rerank` and `/similarity` also read those of
+text-embeddings-inference, which have other fields.
 
 A score is the one label's of a model that was trained to rank: it reads both texts at once. Other models are refused:
 nearness of embeddings is not relevance."""
@@ -83,6 +84,11 @@ class ScoreRequest(PairsRequest, kw_only=True, forbid_unknown_fields=True):
     use_activation: bool | None = None
 
 
+class SimilarityInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    source_sentence: str
+    sentences: Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
 class SimilarityRequest(PairsRequest, kw_only=True, forbid_unknown_fields=True):
     """`POST /similarity`: how near texts are, as the cosine of their embeddings.
 
@@ -90,9 +96,13 @@ class SimilarityRequest(PairsRequest, kw_only=True, forbid_unknown_fields=True):
                             their other names)
     pooling                 as of an embedding
     truncate_prompt_tokens  only so many tokens of each text are read
+    inputs                  instead of texts: a sentence and others; the answer is a list of numbers, as
+                            text-embeddings-inference gives it
     """
 
     pooling: Pooling | None = None
+    inputs: SimilarityInputs | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class RerankText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,22 +113,29 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`POST /rerank`: documents sorted by their relevance to a query, the most relevant first, by a model that was
     trained to rank.
 
-    documents         texts, or objects with a text
+    documents         texts, or objects with a text; or send `texts`
     top_n             only the first so many (0 and null: all)
     return_documents  with the texts (default: true)
     truncate_prompt_tokens  a query and a document have at most so many tokens together, special ones included; the
                             document is cut; -1: as many as fit
     use_activation    scores from 0 to 1, if the model has such (default: true)
+    texts             instead of documents: the request and its answer have the shapes of text-embeddings-inference,
+                      with raw_scores, return_text and truncate (default: false)
     """
 
     query: str
-    documents: Annotated[list[str | RerankText], msgspec.Meta(min_length=1)]
+    documents: Annotated[list[str | RerankText], msgspec.Meta(min_length=1)] | None = None
     model: str | None = None
     top_n: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     use_activation: bool | None = None
     request_id: RequestId | None = None
+    texts: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: Literal["Right", "right", "Left", "left"] | None = None
 
 
 class CohereRerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -198,6 +215,12 @@ class RerankAnswer(msgspec.Struct, kw_only=True):
     results: list[Ranked]
 
 
+class TeiRanked(msgspec.Struct, omit_defaults=True):
+    index: int
+    score: float
+    text: str | None = None
+
+
 class CohereRanked(msgspec.Struct):
     index: int
     relevance_score: float
@@ -237,7 +260,7 @@ def _pooled(asked: AskedEmbeddings, vectors: list[Vector]) -> PoolingAnswer:
 def _scored(use_activation: bool | None) -> Callable[[AskedEmbeddings, list[Vector]], PoolingAnswer]:
     def answer(asked: AskedEmbeddings, scores: list[Vector]) -> PoolingAnswer:
         data = [
-            Pooled(index=index, data=_probabilities(asked.service, each, use_activation).tolist())
+            Pooled(index=index, data=probabilities(asked.service, each, use_activation).tolist())
             for index, each in enumerate(scores)
         ]
         return PoolingAnswer(id=new_id("pool"), **_common(asked), data=data)
@@ -253,17 +276,28 @@ def _prepare_classes(service: Service, body: Body) -> AskedEmbeddings:
     def answer(prepared: AskedEmbeddings, scores: list[Vector]) -> ClassifyAnswer:
         data = []
         for index, each in enumerate(scores):
-            found = _probabilities(service, each, asked.use_activation)
+            found = probabilities(service, each, asked.use_activation)
             label = labels[int(np.argmax(found))]
             data.append(Classified(index=index, label=label, probs=found.tolist(), num_classes=len(labels)))
         return ClassifyAnswer(id=new_id("classify"), **_common(prepared), data=data)
 
+    return prepare_labels(service, asked, answer, body.exchange.tenant)
+
+
+def prepare_labels(
+    service: Service,
+    asked: ClassifyRequest,
+    answer: Callable[[AskedEmbeddings, list[Vector]], Any],
+    tenant: str | None = None,
+) -> AskedEmbeddings:
+    """A decoded request's inputs for the classifier. Raises `ApiError`."""
+    service.check_model(asked.model)
+    _check_labels(service, "model")
     given = EmbeddingRequest(
         model=asked.model, input=asked.input, truncate_prompt_tokens=asked.truncate_prompt_tokens,
         add_special_tokens=asked.add_special_tokens, prompt_name="",
     )  # fmt: skip
-    prepared = prepare_embeddings(service, given, answer, body.exchange.tenant)
-    _check_labels(service, "model")
+    prepared = prepare_embeddings(service, given, answer, tenant)
     prepared.task = "classify"
     return prepared
 
@@ -275,7 +309,7 @@ def _check_labels(service: Service, field: str) -> None:
         )
 
 
-def _probabilities(service: Service, scores: Vector, use_activation: bool | None) -> Vector:
+def probabilities(service: Service, scores: Vector, use_activation: bool | None) -> Vector:
     return scores if use_activation is False else activated(scores, service.client.info.pooling.activation)
 
 
@@ -286,7 +320,7 @@ def _prepare_scores(service: Service, body: Body) -> AskedEmbeddings:
 
     def answer(prepared: AskedEmbeddings, scores: list[Vector]) -> ScoreAnswer:
         data = [
-            Score(index=index, score=float(_probabilities(service, each, asked.use_activation)[0]))
+            Score(index=index, score=float(probabilities(service, each, asked.use_activation)[0]))
             for index, each in enumerate(scores)
         ]
         return ScoreAnswer(id=new_id("score"), **_common(prepared), data=data)
@@ -298,20 +332,33 @@ def _prepare_scores(service: Service, body: Body) -> AskedEmbeddings:
 def _prepare_similarities(service: Service, body: Body) -> AskedEmbeddings:
     """The cosine of each pair's embeddings."""
     asked = decode_body(body, SimilarityRequest, service.config)
-    first, second = _pairs(asked)
+    if asked.parameters:
+        raise invalid("parameters", "parameters must be empty: its fields are not built.", "unsupported_parameter")
+    if asked.inputs is None:
+        first, second = _pairs(asked)
+    else:
+        for name in ("text_1", "text_2", "queries", "documents"):
+            if getattr(asked, name) is not None:
+                raise invalid(name, f"{name} is sent without inputs.", "unsupported_parameter")
+        first, second = [asked.inputs.source_sentence], asked.inputs.sentences
 
-    def answer(prepared: AskedEmbeddings, vectors: list[Vector]) -> ScoreAnswer:
+    def answer(prepared: AskedEmbeddings, vectors: list[Vector]) -> ScoreAnswer | list[float]:
         lefts, rights = vectors[: len(first)], vectors[len(first) :]
-        pairs = zip(lefts * (len(rights) // len(lefts)), rights, strict=True)
-        data = [Score(index=index, score=cosine(left, right)) for index, (left, right) in enumerate(pairs)]
+        found = [cosine(*pair) for pair in zip(lefts * (len(rights) // len(lefts)), rights, strict=True)]
+        if asked.inputs is not None:
+            return found
+        data = [Score(index=index, score=each) for index, each in enumerate(found)]
         return ScoreAnswer(id=new_id("score"), **_common(prepared), data=data)
 
     given = EmbeddingRequest(
         model=asked.model, input=[*first, *second], pooling=asked.pooling,
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
     )  # fmt: skip
-    with in_own_names({"input": "text_2"}):
-        return prepare_embeddings(service, given, answer)
+    field = "text_2" if asked.inputs is None else "inputs"
+    with in_own_names({"input": field}):
+        prepared = prepare_embeddings(service, given, answer)
+    prepared.field = field
+    return prepared
 
 
 def _pairs(asked: PairsRequest) -> tuple[list[str], list[str]]:
@@ -335,6 +382,14 @@ def _either(asked: PairsRequest, name: str, other: str) -> list[str]:
 def _prepare_ranking(service: Service, body: Body) -> AskedEmbeddings:
     """The documents most relevant to the query, sorted; ties keep their order."""
     asked = decode_body(body, RerankRequest, service.config)
+    if (asked.texts is None) == (asked.documents is None):
+        raise invalid("documents", "Send either documents or texts.", "missing_required_parameter")
+    for field in _OF_DOCUMENTS if asked.documents is None else _OF_TEXTS:
+        if getattr(asked, field) is not None:
+            own, given = ("documents", "texts") if asked.documents is None else ("texts", "documents")
+            raise invalid(field, f"{field} is sent with {own}, not with {given}.", "unsupported_parameter")
+    if asked.documents is None:
+        return _tei_ranking(service, asked)
     texts = [document if isinstance(document, str) else document.text for document in asked.documents]
     has_texts = asked.return_documents is not False
 
@@ -347,6 +402,27 @@ def _prepare_ranking(service: Service, body: Body) -> AskedEmbeddings:
 
     pairs = [(asked.query, text) for text in texts]
     return _ranking(service, asked.model, pairs, "documents", asked.truncate_prompt_tokens, answer)
+
+
+_OF_DOCUMENTS = ("top_n", "return_documents", "truncate_prompt_tokens", "use_activation")
+_OF_TEXTS = ("raw_scores", "return_text", "truncate", "truncation_direction")
+
+
+def _tei_ranking(service: Service, asked: RerankRequest) -> AskedEmbeddings:
+    """The same in text-embeddings-inference's shape."""
+    texts = asked.texts or []
+    if asked.truncate and (asked.truncation_direction or "right").lower() == "left":
+        problem = "truncation_direction 'Left' is not built: texts are cut at their end ('Right')."
+        raise invalid("truncation_direction", problem, "unsupported_value")
+
+    def answer(prepared: AskedEmbeddings, scores: list[Vector]) -> list[TeiRanked]:
+        return [
+            TeiRanked(index, score, texts[index] if asked.return_text else None)
+            for index, score in _ranked(service, scores, not asked.raw_scores, None)
+        ]
+
+    pairs = [(asked.query, text) for text in texts]
+    return _ranking(service, asked.model, pairs, "texts", -1 if asked.truncate else None, answer)
 
 
 def _prepare_cohere_ranking(service: Service, body: Body) -> AskedEmbeddings:
@@ -374,7 +450,7 @@ def _ranked(
     service: Service, scores: list[Vector], use_activation: bool | None, most: int | None
 ) -> list[tuple[int, float]]:
     """The numbers of the documents with their scores, the most relevant first."""
-    found = [float(_probabilities(service, each, use_activation)[0]) for each in scores]
+    found = [float(probabilities(service, each, use_activation)[0]) for each in scores]
     order = sorted(range(len(found)), key=lambda index: -found[index])[: most or None]
     return [(index, found[index]) for index in order]
 
@@ -405,6 +481,7 @@ def _ranking(
     found = [pair_of(service.tokenizer, info.pooling, *pair, room) for pair in pairs]
     with in_own_names({"input": field}):
         prepared = prepare_embeddings(service, EmbeddingRequest(model=model, input=[ids for ids, _ in found]), answer)
+    prepared.field = field
     prepared.task, prepared.second_from = "classify", [second_from for _, second_from in found]
     return prepared
 

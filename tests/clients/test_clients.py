@@ -178,6 +178,8 @@ PYTHON = {
     "llm": "llm",
     "lm-eval": "lm-eval",
     "guidellm": "guidellm",
+    "cohere": "cohere",
+    "huggingface_hub (`InferenceClient`)": "huggingface-hub",
 }
 """A row of the table: its package."""
 OF_NODE = {"openai (Node)": "openai", "AI SDK (Vercel)": "ai", "Codex CLI": "@openai/codex"}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from runtime.engine.sampling_params import SamplingParams
+from runtime.pooling import PoolingInfo
 from runtime.text.formats import AnswerFormat
 from runtime.text.pipeline import TextDelta
 from tokenizer.templates.template_forms import TemplateForms, forms_of
@@ -53,6 +54,7 @@ class FakeLLM:
             max_model_len=self.max_model_len,
             device="cpu",
             images=None,
+            pooling=PoolingInfo(),
         )
         stats = SimpleNamespace(num_steps=1, prompt_tokens=2, generation_tokens=3, kv_cache_usage=0.25)
         return SimpleNamespace(info=info, stats=lambda: stats)

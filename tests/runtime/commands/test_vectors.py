@@ -60,3 +60,15 @@ def test_wrong_arguments(tmp_path: Path, texts: Path) -> None:
         result = CliRunner().invoke(app, [*map(str, arguments)])
         assert result.exit_code == 2
         assert message in " ".join(result.output.split())
+
+
+def test_an_encoder_does_not_chat(tmp_path: Path) -> None:
+    """One line at the start, for each command and call."""
+    folder = write_encoder(tmp_path / "model", "bert")
+    for arguments in (["chat"], ["generate", "--prompt", "a"], ["generate", "--chat", "--prompt", "a"]):
+        result = CliRunner().invoke(app, [*arguments, "--model", str(folder)], input="one\ntwo\n")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.splitlines()[-1] == (
+            "xserv: error: BertModel generates no text: ask for embeddings"
+        ), result.stderr  # fmt: skip
+        assert result.stderr.count("generates no text") == 1
