@@ -55,9 +55,11 @@ from runtime.llm.outputs import (
 from runtime.llm.progress import progress
 from runtime.llm.prompts import Prompt, as_list, one_each, take_images
 from runtime.pooling import PoolingTask, activated
-from runtime.text.decisions import Options, content_start
+from runtime.text.classifier_decisions import read_by_classifier, reading_of, text_of_input
+from runtime.text.decisions import Options, Question, content_start
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.pipeline import TextDelta
+from tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -269,7 +271,8 @@ class LLM(LoadedModel):
 
         inputs             a text or a conversation, or a list of them
         questions          1 to 400, in the form of OpenAI's Decisions API: dicts with a ``type``, "predicate", "choice"
-                           (with ``choices``) or "score" (with ``levels``), with ``instructions`` and perhaps a ``name``
+                           (with ``choices``) or "score" (with ``levels``), with ``instructions`` and perhaps a
+                           ``name``. A classifier answers those that its labels fit (docs/server.md)
         refusal_threshold  a question is answered by a refusal if all of its labels together have less probability
 
         Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
@@ -277,8 +280,13 @@ class LLM(LoadedModel):
         if not 0 <= refusal_threshold <= 1:
             problem = f"refusal_threshold must be from 0 to 1, got {refusal_threshold}"
             raise RequestError(problem, param="refusal_threshold")
-        check_generates(self.client.info)
         asked, conversations, tokenizer = questions_of(questions), conversations_of(inputs), self.get_tokenizer()
+        if not self.client.info.pooling.generates and self.client.info.pooling.labels:
+            if refusal_threshold:
+                problem = "refusal_threshold is for a model that chats: a classifier always answers"
+                raise RequestError(problem, param="refusal_threshold")
+            return [self._classified(asked, each, tokenizer, use_tqdm) for each in conversations]
+        check_generates(self.client.info)
         ends = end_ids(self._answer_format, tokenizer, self.client.info.eos_token_ids)
         options = options_by_question(asked, tokenizer, ends)
         prompts = [
@@ -291,6 +299,18 @@ class LLM(LoadedModel):
         decisions = Decisions(asked, prompts)
         decisions.ask(lambda given, params: self._run(self._jobs(given, params), use_tqdm))
         return decisions.outputs(self._new_id, refusal_threshold)
+
+    def _classified(
+        self, questions: Sequence[Question], messages: Conversation, tokenizer: Tokenizer, use_tqdm: bool
+    ) -> DecisionOutput:  # fmt: skip
+        """A classifier's answers about an input."""
+        pooling, text = self.client.info.pooling, text_of_input(messages, "inputs")
+        readings = [reading_of(each, text, pooling, f"questions[{at}]") for at, each in enumerate(questions)]
+        rows = [read_by_classifier(tokenizer, pooling, *pair) for reading in readings for pair in reading.pairs]
+        asked = [AskedPooling(None, ids, (), None, second_from) for ids, second_from in rows]
+        scores = iter(self._pooled(asked, None, "classify", use_tqdm))
+        answers = [reading.answer([next(scores) for _ in reading.pairs], pooling) for reading in readings]
+        return DecisionOutput(self._new_id(), answers, sum(len(ids) for ids, _ in rows), 0)
 
     def _decision(self, messages: Conversation, options: Options, cache_salt: str | None) -> AskedQuestion:
         """The prompt of a conversation that ends with a question."""

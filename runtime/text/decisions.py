@@ -234,11 +234,8 @@ def options_of(question: Question, tokenizer: Tokenizer, end_ids: Sequence[int],
         return Options(f"\n\nAnswer with {yes} or {no} alone{meaning}.", tuple((each,) for each in ids))
     if isinstance(question, ChoiceQuestion):
         kind, field = "options", f"{path}.choices"
-        options = [(_shown(each.value), each.description) for each in question.choices]
-        values = [(type(each.value), each.value) for each in question.choices]
-        for place, value in enumerate(values):
-            if value in values[:place]:
-                raise RequestError(f"{field} has the value {value[1]!r:.80} twice", param=field)
+        options = [(shown(each.value), each.description) for each in question.choices]
+        check_choices(question, field)
     else:
         kind, field = "levels, from the lowest to the highest", f"{path}.levels"
         options = [(each.label, each.description) for each in question.levels]
@@ -255,7 +252,16 @@ def options_of(question: Question, tokenizer: Tokenizer, end_ids: Sequence[int],
     return Options(text, tuple(labels.values()), () if has_single else tuple(end_ids))
 
 
-def _shown(value: str | bool) -> str:
+def check_choices(question: ChoiceQuestion, field: str) -> None:
+    """Raises ``RequestError`` if two choices are the same."""
+    values = [(type(each.value), each.value) for each in question.choices]
+    for place, value in enumerate(values):
+        if value in values[:place]:
+            raise RequestError(f"{field} has the value {value[1]!r:.80} twice", param=field)
+
+
+def shown(value: str | bool) -> str:
+    """A choice's value as text."""
     return value if isinstance(value, str) else "true" if value else "false"
 
 

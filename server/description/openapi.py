@@ -21,7 +21,14 @@ from server.openai_api.schema import CompletionRequest, DetokenizeRequest, Embed
 from server.pictures.reader import DETAILS, MAX_UUID_LENGTH
 from server.responses_api import schema as responses
 from server.transport.typed import held_in, struct_of
-from server.vllm_api.scoring import PoolingRequest, ScoreRequest
+from server.vllm_api.scoring import (
+    OF_DOCUMENTS,
+    OF_TEXTS,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+    SimilarityRequest,
+)
 
 _OUTPUTS = (responses.InputFunctionCallOutput, responses.InputCustomToolCallOutput)
 
@@ -79,6 +86,12 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
+
+
+def _without(required: str, others: Sequence[str]) -> Json:
+    """An object with the one field, not null, and without the others, or with null in their places."""
+    absent = dict.fromkeys(others, NULL)
+    return {"required": [required], "properties": {required: {"not": NULL}, **absent}}
 
 
 def _operation(operation: Operation, path: str, named: dict[str, Json]) -> Json:
@@ -239,8 +252,13 @@ def complete(schema: Json, request: type[msgspec.Struct], model_names: tuple[str
             {"required": ["input"], "properties": of_messages},
             {"required": ["messages"], "properties": {"messages": {"type": "array"}, **of_input}},
         ]
-    if request is ScoreRequest:
+    if request in (ScoreRequest, SimilarityRequest):
         schema["oneOf"] = [{"required": ["text_1", "text_2"]}, {"required": ["queries", "documents"]}]
+    if request is SimilarityRequest:
+        schema["oneOf"].append({"required": ["inputs"]})
+        fields["parameters"] = {"anyOf": [{"type": "object", "maxProperties": 0}, NULL], "default": None}
+    if request is RerankRequest:
+        schema["oneOf"] = [_without("documents", OF_TEXTS), _without("texts", OF_DOCUMENTS)]
     for field in struct_of(request).fields:
         references = [{"$ref": f"#/components/schemas/{each.__name__}"} for each in held_in(field.type) or ()]
         for each in (fields[field.name], *fields[field.name].get("anyOf", ())) if references else ():

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from runtime.engine.messages import ImageItem
 from runtime.engine.sampling_params import SamplingParams
+from runtime.text.classifier_decisions import read_by_classifier, reading_of, text_of_input
 from runtime.text.decisions import (
     MOST_QUESTIONS,
     Beginning,
@@ -32,7 +33,8 @@ from runtime.text.decisions import (
 )
 from runtime.text.formats import end_ids
 from server.errors import engine_errors, in_own_names, invalid
-from server.openai_api.schema import ChatCompletionRequest, Message
+from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
+from server.openai_api.schema import ChatCompletionRequest, EmbeddingRequest, Message
 from server.requests.answering import Pending, answered
 from server.requests.generation import Generation, GenerationError, Scheduling
 from server.requests.prompt import ReadPictures, conversation_prompt
@@ -156,12 +158,15 @@ class PreparedDecisions(Pending):
             self.num_cached_tokens += generation.num_cached_tokens
 
 
-def _prepare(service: Service, body: Body) -> PreparedDecisions:
+def _prepare(service: Service, body: Body) -> Pending:
     asked = decode_body(body, DecisionRequest, service.config)
     service.check_model(asked.model)
     tokenizer = service.tokenizer
     if tokenizer is None:
         raise invalid("questions", "This model has no tokenizer: it has no labels for answers.")
+    pooling = service.client.info.pooling
+    if not pooling.generates and pooling.labels:
+        return _classified(service, tokenizer, asked)
     items = _items(asked.input)
     tenant, pictures = body.exchange.tenant, ReadPictures()
     prompts = [
@@ -169,6 +174,35 @@ def _prepare(service: Service, body: Body) -> PreparedDecisions:
         for index, question in enumerate(asked.questions)
     ]
     return PreparedDecisions(service=service, arrival_s=body.exchange.arrival_s, asked=asked, prompts=prompts)
+
+
+def _classified(service: Service, tokenizer: Tokenizer, asked: DecisionRequest) -> AskedEmbeddings:
+    """The questions of a classifier. Raises `ApiError` 400."""
+    info = service.client.info
+    if asked.refusal_threshold:
+        problem = "refusal_threshold is for a model that chats: a classifier always answers."
+        raise invalid("refusal_threshold", problem, "unsupported_parameter")
+    with engine_errors():
+        text = text_of_input(asked.input, "input")
+        readings = [
+            reading_of(question, text, info.pooling, f"questions[{index}]")
+            for index, question in enumerate(asked.questions)
+        ]
+    pairs = [pair for reading in readings for pair in reading.pairs]
+    if len(pairs) > service.config.max_inputs:
+        problem = f"questions are {len(pairs)} texts for this model: at most {service.config.max_inputs} are allowed."
+        raise invalid("questions", problem)
+    rows = [read_by_classifier(tokenizer, info.pooling, *pair) for pair in pairs]
+
+    def answers(prepared: AskedEmbeddings, scores: list[Vector]) -> Decision:
+        left, total = iter(scores), prepared.num_tokens
+        found = [reading.answer([next(left) for _ in reading.pairs], info.pooling) for reading in readings]
+        usage = ResponseUsage(total, InputTokensDetails(0, total), 0, OutputTokensDetails(0), total)
+        return Decision(answers=found, model=service.model_name, usage=usage)
+
+    prepared = prepare_embeddings(service, EmbeddingRequest(input=[ids for ids, _ in rows]), answers)
+    prepared.task, prepared.second_from = "classify", [second for _, second in rows]
+    return prepared
 
 
 _CUSTOM = {"custom_tool_call": "function_call", "custom_tool_call_output": "function_call_output"}

@@ -10,7 +10,7 @@ import msgspec
 
 from server.errors import in_own_names, invalid
 from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
-from server.openai_api.schema import EmbeddingRequest
+from server.openai_api.schema import EmbeddingInput, EmbeddingRequest
 from server.requests.answering import answered
 from server.service import Service
 from server.transport.body import Body, decode_body
@@ -86,13 +86,17 @@ def _truncated(truncate: bool, direction: Direction) -> int | None:
     return -1 if truncate else None
 
 
+def _given(inputs: Texts) -> EmbeddingInput:
+    return inputs if isinstance(inputs, str) else [*inputs]
+
+
 def _prepare_embed(service: Service, body: Body) -> AskedEmbeddings:
     return _embedding(service, body, decode_body(body, TeiEmbedRequest, service.config))
 
 
 def _embedding(service: Service, body: Body, asked: TeiEmbedRequest) -> AskedEmbeddings:
     given = EmbeddingRequest(
-        model=asked.model, input=asked.inputs, normalize=asked.normalize, dimensions=asked.dimensions,
+        model=asked.model, input=_given(asked.inputs), normalize=asked.normalize, dimensions=asked.dimensions,
         prompt_name=asked.prompt_name, encoding_format=asked.encoding_format,
         truncate_prompt_tokens=_truncated(asked.truncate, asked.truncation_direction),
     )  # fmt: skip
@@ -130,7 +134,7 @@ def _prediction(service: Service, body: Body, asked: TeiPredictRequest, *, is_fl
         return one(scores[0]) if is_flat else [one(each) for each in scores]
 
     given = ClassifyRequest(
-        model=asked.model, input=asked.inputs,
+        model=asked.model, input=_given(asked.inputs),
         truncate_prompt_tokens=_truncated(asked.truncate, asked.truncation_direction),
     )  # fmt: skip
     with in_own_names({"input": "inputs"}):

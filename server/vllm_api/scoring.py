@@ -384,7 +384,7 @@ def _prepare_ranking(service: Service, body: Body) -> AskedEmbeddings:
     asked = decode_body(body, RerankRequest, service.config)
     if (asked.texts is None) == (asked.documents is None):
         raise invalid("documents", "Send either documents or texts.", "missing_required_parameter")
-    for field in _OF_DOCUMENTS if asked.documents is None else _OF_TEXTS:
+    for field in OF_DOCUMENTS if asked.documents is None else OF_TEXTS:
         if getattr(asked, field) is not None:
             own, given = ("documents", "texts") if asked.documents is None else ("texts", "documents")
             raise invalid(field, f"{field} is sent with {own}, not with {given}.", "unsupported_parameter")
@@ -404,8 +404,8 @@ def _prepare_ranking(service: Service, body: Body) -> AskedEmbeddings:
     return _ranking(service, asked.model, pairs, "documents", asked.truncate_prompt_tokens, answer)
 
 
-_OF_DOCUMENTS = ("top_n", "return_documents", "truncate_prompt_tokens", "use_activation")
-_OF_TEXTS = ("raw_scores", "return_text", "truncate", "truncation_direction")
+OF_DOCUMENTS = ("top_n", "return_documents", "truncate_prompt_tokens", "use_activation")
+OF_TEXTS = ("raw_scores", "return_text", "truncate", "truncation_direction")
 
 
 def _tei_ranking(service: Service, asked: RerankRequest) -> AskedEmbeddings:
