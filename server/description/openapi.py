@@ -7,6 +7,7 @@ allows is accepted, or refused for a reason that no schema can express (a token 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import msgspec
 
