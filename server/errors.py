@@ -100,7 +100,6 @@ NOT_BUILT = {
     "/invocations": "POST /v1/chat/completions",
     "/generate": "POST /v1/completions",
     "/completion": "POST /v1/completions",
-    "/infill": "insertion is not built",
     "/slots": "GET /live",
     "/props": "GET /server_info",
     "/sleep": "the engine does not sleep",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenizer import Tokenizer
@@ -22,7 +23,8 @@ class FillInTokens:
     ends: tuple[str, ...] = ()
 
 
-_FILES = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<file_sep>")
+_SEPARATORS, _REPOSITORIES = ("<|file_sep|>", "<|file_separator|>", "<file_sep>"), ("<|repo_name|>", "<repo_name>")
+_FILES = ("<|fim_pad|>", *_REPOSITORIES, *_SEPARATORS)
 
 FAMILIES = (
     FillInTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", ends=_FILES),  # Qwen's coders, CodeGemma
@@ -47,9 +49,16 @@ def fill_in_tokens(tokenizer: Tokenizer) -> FillInTokens | None:
 
 
 def fill_in_prompt(
-    tokenizer: Tokenizer, family: FillInTokens, before: str, after: str, *, add_special_tokens: bool = True
+    tokenizer: Tokenizer,
+    family: FillInTokens,
+    before: str,
+    after: str,
+    *,
+    add_special_tokens: bool = True,
+    files: Sequence[tuple[str | None, str]] = (),
 ) -> list[int]:
-    """The ids of a prompt for the text between these two, in which special tokens' texts are text."""
+    """The ids of a prompt for the text between these two, in which special tokens' texts are text. `files`: names and
+    texts of other files, which come first."""
 
     def part(token: str, text: str) -> list[int]:
         token_id = tokenizer.token_to_id(token)
@@ -57,6 +66,16 @@ def fill_in_prompt(
         return [token_id, *tokenizer.encode_ordinary(text)]
 
     first = tokenizer.encode("") if add_special_tokens else []
+    if files:
+        separator = next((each for each in _SEPARATORS if tokenizer.token_to_id(each) is not None), None)
+        if separator is None:
+            before = "".join(f"{text}\n\n" for _, text in files) + before
+        else:
+            repository = next((each for each in _REPOSITORIES if tokenizer.token_to_id(each) is not None), None)
+            first = [*first, *([] if repository is None else part(repository, "project\n"))]
+            for number, (name, text) in enumerate(files):
+                first += part(separator, f"{name or f'file{number + 1}'}\n{text}\n")
+            first += part(separator, "current\n")
     parts = [part(family.before, before), part(family.after, after)]
     if family.after_comes_first:
         parts.reverse()

@@ -24,7 +24,7 @@ from server.observing import live
 from server.ollama_api import endpoints as ollama
 from server.ollama_api import models as ollama_models
 from server.ollama_api import schema as of_ollama
-from server.openai_api import answers, chat_answer, completions, decisions, embeddings, models
+from server.openai_api import answers, chat_answer, completions, decisions, embeddings, infill, models
 from server.openai_api import schema as of_openai
 from server.requests.answering import cancel_request
 from server.responses_api import endpoints as responses
@@ -137,6 +137,8 @@ OPERATIONS = (
           of_openai.ChatCompletionRequest, answers.ChatCompletion, answers.ChatChunk, errors=_GENERATES),
     _post("/v1/completions", completions.create_completion, "The continuation of prompts", of_openai.CompletionRequest,
           answers.Completion, answers.Completion, errors=_GENERATES),
+    _post("/infill", infill.create_infill, "The text between two others, in llama.cpp's shapes", infill.InfillRequest,
+          infill.InfillAnswer, infill.InfillAnswer, errors=_GENERATES),
     _post("/v1/responses", responses.create_response, "The answer to a conversation, stored", ResponsesRequest,
           objects.Response, objects.Event, errors=_GENERATES),
     _post("/v1/messages", anthropic.create_message, "The answer to a conversation, in Anthropic's shapes",

@@ -133,7 +133,7 @@ def prepare_completion(
         params=params,
         arrival_time_s=exchange.arrival_s,
         scheduling=Scheduling.of(asked),
-        eos_token_ids=_end_ids(service) if asked.suffix is not None else None,
+        eos_token_ids=fill_in_ends(service) if asked.suffix is not None else None,
     )
     echoes = None
     if asked.echo:
@@ -153,7 +153,7 @@ def prepare_completion(
     )
 
 
-def _end_ids(service: Service) -> tuple[int, ...]:
+def fill_in_ends(service: Service) -> tuple[int, ...]:
     """The ids that end a text between two others."""
     assert service.tokenizer is not None
     assert service.fill_in is not None

@@ -69,7 +69,7 @@ _REASONS: dict[str, str] = {
     "the context is never shifted": "n_keep n_discard num_keep context_shift",
     "llguidance writes every grammar, compactly": "guided_decoding_backend guided_whitespace_pattern",
     "the model reads text only": "media_io_kwargs",
-    "there is no time limit but the client's": "t_max_predict_ms",
+    "there is no time limit but the client's": "t_max_predict_ms t_max_prompt_ms",
     "lines are not indented": "n_indent",
     "stop strings are cut unless include_stop_str_in_output is true": "no_stop_trim",
     "a prompt of the provider's own": "safe_prompt prompt_mode",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -87,3 +88,65 @@ def test_a_model_without_such_tokens_refuses_it(served: Served, tmp_path: Path) 
     answer = served.http.post("/v1/completions", json=ASKED)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")
     assert "no tokens for filling in" in answer.json()["error"]["message"]
+
+
+def test_infill_is_llama_cpps(coder: Served) -> None:
+    asked = {
+        "input_prefix": "def ", "prompt": "f(", "input_suffix": "):", "n_predict": 50, "cache_prompt": True,
+        "t_max_prompt_ms": 500, "samplers": ["top_k"],
+    }  # fmt: skip
+    answer = coder.http.post("/infill", json=asked)
+    assert answer.status_code == 200, answer.text
+    assert coder.engine.requests[-1].prompt_token_ids == [259, *b"def f(", 260, *b"):", 261]
+    told = answer.json()
+    assert (told["content"], told["stop"], told["stop_type"]) == ("x", True, "eos")
+    assert told["tokens_evaluated"] == 11
+    assert told["timings"]["predicted_n"] == told["tokens_predicted"] == 2
+    assert "t_max_prompt_ms" in answer.headers["x-xserv-ignored"]
+    streamed = coder.http.post("/infill", json={**asked, "stream": True}).text.removesuffix("\n\n").split("\n\n")
+    pieces = [json.loads(frame.removeprefix("data: ")) for frame in streamed]
+    assert "".join(piece["content"] for piece in pieces) == "x"
+    assert [piece["stop"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_an_infill_ends_at_a_stop_string_or_a_limit(coder: Served) -> None:
+    told = coder.http.post("/infill", json={"input_prefix": "a", "stop": ["x"]}).json()
+    assert (told["content"], told["stop_type"], told["stopping_word"]) == ("", "word", "x")
+    told = coder.http.post("/infill", json={"input_prefix": "a", "n_predict": 1}).json()
+    assert (told["content"], told["stop_type"]) == ("x", "limit")
+
+
+def test_infill_reads_other_files_first(coder: Served) -> None:
+    files = [{"filename": "a.py", "text": "A"}, {"text": "B"}]
+    asked = {"input_prefix": "x", "input_suffix": "y", "input_extra": files, "n_predict": 0}
+    told = coder.http.post("/infill", json=asked).json()
+    assert (told["content"], told["stop"]) == ("", True)
+    assert coder.engine.requests[-1].params.max_tokens == 1
+    names = [*FAMILIES[0].ends]
+    separator, repository = (259 + 3 + names.index(name) for name in ("<|file_sep|>", "<|repo_name|>"))
+    expected = [repository, *b"project\n", separator, *b"a.py\nA\n", separator, *b"file2\nB\n"]
+    found = coder.engine.requests[-1].prompt_token_ids
+    assert found == [*expected, separator, *b"current\n", 259, *b"x", 260, *b"y", 261]
+    tokenizer = coder_of_code_llama()
+    family = fill_in_tokens(tokenizer)
+    assert family is not None
+    ids = fill_in_prompt(tokenizer, family, "x", "y", files=[("a", "A"), (None, "B")])
+    assert ids[1:-3] == [*b"A\n\nB\n\nx"]
+
+
+def coder_of_code_llama() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        return taught(Path(folder), FillInTokens("▁<PRE>", "▁<SUF>", "▁<MID>"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"n": 2}, "n"), ({"echo": True}, "echo"), ({"input_prefix": 3}, "input_prefix")]
+)
+def test_bad_infills(coder: Served, fields: dict[str, Any], param: str) -> None:
+    answer = coder.http.post("/infill", json={"input_prefix": "a", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_infill_without_such_tokens(served: Served) -> None:
+    answer = served.http.post("/infill", json={"input_prefix": "a"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_prefix")
