@@ -22,7 +22,7 @@ MOST_LINES = {
     "runtime/linear": 2_311,
     "runtime/kv": 1_584,
     "runtime/engine": 21_079,
-    "runtime/text": 5_736,
+    "runtime/text": 5_755,
     "runtime/llm": 1_683,
     "runtime/parallel": 1_107,
     "runtime/images": 965,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "runtime/bench": 9_250,
     "runtime": 3_299,
     "models": 18_724,
-    "server": 18_970,
+    "server": 19_148,
     "tokenizer": 7_048,
     "tools": 16_657,
 }
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 55_256
+MOST_WORDS = 55_283
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
