@@ -34,6 +34,8 @@ Complete = Callable[[list[Prompt], SamplingParams], list[RequestOutput]]
 
 def questions_of(questions: Sequence[Any]) -> list[Question]:
     """Questions given as dicts, or as an SDK's objects. Raises ``RequestError``."""
+    if not isinstance(questions, (list, tuple)):
+        raise RequestError(f"questions must be a list, got {type(questions).__name__}", param="questions")
     if not 1 <= len(questions) <= MOST_QUESTIONS:
         problem = f"questions must have 1 to {MOST_QUESTIONS} entries, got {len(questions)}"
         raise RequestError(problem, param="questions")
@@ -48,13 +50,20 @@ def questions_of(questions: Sequence[Any]) -> list[Question]:
 
 def conversations_of(inputs: DecisionInput | Sequence[DecisionInput]) -> list[list[Mapping[str, Any]]]:
     """One input, or several, as conversations. Raises ``RequestError``."""
+    if not isinstance(inputs, (str, list, tuple)):
+        problem = f"inputs must be a text, a conversation, or a list of them, got {inputs!r:.80}"
+        raise RequestError(problem, param="inputs")
     is_one = isinstance(inputs, str) or (inputs and not isinstance(inputs[0], (str, list, tuple)))
     several: Sequence[Any] = [inputs] if is_one else inputs
     found = []
     for index, each in enumerate(several):
+        plain = plain_data(each)
+        if not (isinstance(plain, str) or (isinstance(plain, list) and all(isinstance(one, Mapping) for one in plain))):
+            problem = f"inputs[{index}] must be a text or a list of messages, got {each!r:.80}"
+            raise RequestError(problem, param="inputs")
         if not each and not isinstance(each, str):
             raise RequestError(f"inputs[{index}] has no messages", param="inputs")
-        found.append([{"role": "user", "content": each}] if isinstance(each, str) else list(plain_data(each)))
+        found.append([{"role": "user", "content": each}] if isinstance(each, str) else plain)
     return found
 
 

@@ -53,7 +53,7 @@ from runtime.llm.outputs import (
     ScoringRequestOutput,
 )
 from runtime.llm.progress import progress
-from runtime.llm.prompts import Prompt, as_list, one_each, take_images
+from runtime.llm.prompts import Prompt, as_list, one_each, take_images, texts_of
 from runtime.pooling import PoolingTask, activated
 from runtime.text.classifier_decisions import read_by_classifier, reading_of, text_of_input
 from runtime.text.decisions import Options, Question, content_start
@@ -222,7 +222,7 @@ class LLM(LoadedModel):
 
         Raises ``RequestError``, ``EngineDeadError``, ``EmbeddingError``.
         """
-        firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (data_1, data_2))
+        firsts, seconds = (texts_of(name, each) for name, each in (("data_1", data_1), ("data_2", data_2)))
         if len(firsts) not in (1, len(seconds)):
             raise RequestError(
                 f"data_1 must have one text, or as many as data_2: they have {len(firsts)} and {len(seconds)}",
@@ -277,8 +277,8 @@ class LLM(LoadedModel):
 
         Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
         """
-        if not 0 <= refusal_threshold <= 1:
-            problem = f"refusal_threshold must be from 0 to 1, got {refusal_threshold}"
+        if not (isinstance(refusal_threshold, (int, float)) and 0 <= refusal_threshold <= 1):
+            problem = f"refusal_threshold must be from 0 to 1, got {refusal_threshold!r:.80}"
             raise RequestError(problem, param="refusal_threshold")
         asked, conversations, tokenizer = questions_of(questions), conversations_of(inputs), self.get_tokenizer()
         if not self.client.info.pooling.generates and self.client.info.pooling.labels:

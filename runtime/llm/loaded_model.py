@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.configuration.generation_config import recommended_sampling
+from runtime.engine.checks import is_integer
 from runtime.engine.config import OPTIONS, EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiling import GrammarChecker
@@ -36,7 +37,7 @@ from runtime.text.chat import chat_prompt
 from runtime.text.content import PictureText, picture_text, with_picture_texts
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
-from runtime.text.pooled_texts import pair_of, prompted
+from runtime.text.pooled_texts import check_cut, pair_of, prompted
 from runtime.text.stop import bad_words_token_ids
 from runtime.text.turns import turn_start_id
 from tokenizer import Tokenizer
@@ -265,7 +266,9 @@ class LoadedModel:
         if isinstance(prompt, str):
             prompt = prompted(prompt, pooling, prompt_name)
             if (room := self._room(most)) is not None and self.tokenizer is not None:
-                return AskedPooling(prompt, self.tokenizer.encode_first(prompt, room), (), None, None)
+                ids = self.tokenizer.encode_first(prompt, room)
+                check_cut(ids, most)
+                return AskedPooling(prompt, ids, (), None, None)
         elif prompt_name:
             raise RequestError("prompt_name is for prompts that are texts", param="prompt_name")
         text, token_ids = self._encode(prompt, takes_images=True)
@@ -276,9 +279,10 @@ class LoadedModel:
         """The tokens that `truncate_prompt_tokens` leaves of a text."""
         if most is None:
             return None
-        if most < -1 or most == 0:
+        if not is_integer(most) or most < -1 or most == 0:
             raise RequestError(
-                f"truncate_prompt_tokens must be -1 or above 0, got {most}", param="truncate_prompt_tokens"
+                f"truncate_prompt_tokens must be an integer, -1 or above 0, got {most!r:.80}",
+                param="truncate_prompt_tokens",
             )
         longest = self.client.info.max_model_len
         return longest if most == -1 else min(most, longest)
@@ -288,6 +292,7 @@ class LoadedModel:
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer: it has no scores of texts", param="data_1")
         token_ids, second_from = pair_of(self.tokenizer, self.client.info.pooling, query, document, self._room(most))
+        check_cut(token_ids, most)
         return AskedPooling(None, token_ids, (), None, second_from)
 
     def _new_id(self) -> str:
@@ -297,8 +302,9 @@ class LoadedModel:
         self, vector: NDArray[np.float32], normalize: bool | None, dimensions: int | None
     ) -> NDArray[np.float32]:  # fmt: skip
         """A vector cut and normalised, by default as the model's folder says."""
-        if dimensions is not None and not 1 <= dimensions <= len(vector):
-            raise RequestError(f"dimensions must be from 1 to {len(vector)}, got {dimensions}", param="dimensions")
+        if dimensions is not None and not (is_integer(dimensions) and 1 <= dimensions <= len(vector)):
+            problem = f"dimensions must be an integer from 1 to {len(vector)}, got {dimensions!r:.80}"
+            raise RequestError(problem, param="dimensions")
         if normalize is None:
             normalize = self.client.info.pooling.normalize or dimensions is not None
         return normalized(vector[:dimensions]) if normalize else vector[:dimensions]

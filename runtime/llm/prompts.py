@@ -30,6 +30,10 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list. Raises ``RequestError`` for anything else."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts must be a text, token ids, or a list of them, got {prompts!r:.80}", param="prompts"
+        )
     listed: list[Any] = list(prompts)
     if listed and all(is_integer(item) for item in listed):
         return [listed]
@@ -37,6 +41,14 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not isinstance(item, (str, Mapping)) and not hasattr(item, "__iter__"):
             raise RequestError(f"a prompt is a text or a list of token ids, got {item!r:.80}", param="prompts")
     return listed
+
+
+def texts_of(name: str, given: str | Sequence[str]) -> list[str]:
+    """One text or several, at least one, as a list. Raises ``RequestError`` for anything else."""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(each, str) for each in texts):
+        raise RequestError(f"{name} must be a text, or a list of one text or more, got {given!r:.80}", param=name)
+    return list(texts)
 
 
 def scheduling_of(prompt: Prompt) -> dict[str, Any]:

@@ -18,6 +18,17 @@ def prompted(text: str, pooling: PoolingInfo, prompt_name: str | None = None) ->
     return pooling.prompts[name] + text
 
 
+def check_cut(token_ids: list[int], truncate_prompt_tokens: int | None) -> None:
+    """Raises ``RequestError`` if a text that was cut to so many tokens still has more: the special ones around it and a
+    pair's first text, are never cut."""
+    if truncate_prompt_tokens is not None and 0 < truncate_prompt_tokens < len(token_ids):
+        raise RequestError(
+            f"truncate_prompt_tokens is {truncate_prompt_tokens}, and {len(token_ids)} tokens cannot be cut: send at"
+            f" least {len(token_ids)}",
+            param="truncate_prompt_tokens",
+        )
+
+
 def pair_of(
     tokenizer: Tokenizer, pooling: PoolingInfo, query: str, document: str, most: int | None = None
 ) -> tuple[list[int], int | None]:  # fmt: skip

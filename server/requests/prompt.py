@@ -21,7 +21,7 @@ from runtime.text.chat import chat_prompt
 from runtime.text.content import ImagePart, picture_text, plain_content, text_of
 from runtime.text.fill_in import FillInTokens, fill_in_prompt
 from runtime.text.formats import BLANKS, HARMONY_SPACING
-from runtime.text.pooled_texts import prompted
+from runtime.text.pooled_texts import check_cut, prompted
 from server.errors import ApiError, engine_errors, from_engine, invalid, own_name
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Message, Prompt
 from server.pictures.reader import PictureReader, PictureSource, picture_source
@@ -218,7 +218,10 @@ def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[i
         with engine_errors():
             text = prompted(text, info.pooling, request.prompt_name)
         if room is not None:
-            return service.tokenizer.encode_first(text, room, adds)
+            ids = service.tokenizer.encode_first(text, room, adds)
+            with engine_errors():
+                check_cut(ids, request.truncate_prompt_tokens)
+            return ids
         return service.tokenizer.encode(text, add_special_tokens=adds)
 
     has_ids = not isinstance(request.input, str) and not all(isinstance(each, str) for each in request.input)

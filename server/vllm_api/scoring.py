@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from runtime.pooling import Pooling, activated
-from runtime.text.pooled_texts import pair_of
-from server.errors import in_own_names, invalid
+from runtime.text.pooled_texts import check_cut, pair_of
+from server.errors import engine_errors, in_own_names, invalid
 from server.openai_api.answers import EmbeddingUsage
 from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
 from server.openai_api.schema import EmbeddingRequest, RequestId
@@ -479,6 +479,9 @@ def _ranking(
         raise invalid(field, f"{field} must have at most {service.config.max_inputs} entries, got {len(pairs)}.")
     room = None if most is None else info.max_model_len if most == -1 else min(most, info.max_model_len)
     found = [pair_of(service.tokenizer, info.pooling, *pair, room) for pair in pairs]
+    with engine_errors():
+        for ids, _ in found:
+            check_cut(ids, most)
     with in_own_names({"input": field}):
         prepared = prepare_embeddings(service, EmbeddingRequest(model=model, input=[ids for ids, _ in found]), answer)
     prepared.field = field
