@@ -5,13 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from runtime.device.device import Device
 from runtime.errors import InvalidArgumentError
 from runtime.tensor.tensor import Tensor
-
-MOST_HEAD_TOKENS = 8192  # tokens of a step with a prepared routing of heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,30 +76,3 @@ class Routing:
     ids: Tensor
     weights: Tensor
     rule: RoutingRule
-
-
-class HeadRouting:
-    """Heads as experts: rows ``[T, heads, K]`` are viewed as ``[T heads, K]``, and each goes to its head's matrix.
-
-    A recorded step needs it to exist already: `reserve` makes it for so many tokens.
-    """
-
-    def __init__(self, num_heads: int, device: Device) -> None:
-        self._rule = RoutingRule(num_experts=num_heads, top_k=1)
-        self._device = device
-        self._num_tokens = 0
-
-    def reserve(self, num_tokens: int = MOST_HEAD_TOKENS) -> None:
-        """Prepare `of` for up to so many tokens."""
-        heads = self._rule.num_experts
-        ids = np.tile(np.arange(heads, dtype=np.int32), num_tokens).reshape(-1, 1)
-        self._ids = Tensor.from_numpy(ids).to(self._device)
-        self._weights = Tensor.from_numpy(np.ones(ids.shape, np.float32)).to(self._device)
-        self._num_tokens = num_tokens
-
-    def of(self, num_tokens: int) -> Routing:
-        """The routing of so many tokens."""
-        if num_tokens > self._num_tokens:
-            self.reserve(num_tokens)
-        rows = slice(num_tokens * self._rule.num_experts)
-        return Routing(self._ids[rows], self._weights[rows], self._rule)

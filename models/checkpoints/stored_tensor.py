@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ class StoredTensor(ABC):
         size_bytes: in the file.
         block_format: the name of the blocks that `blocks` gives, ggml's or ours; None if there are none.
         quantized: how `matrix`'s result is quantised; None if it is not.
+        head_formats: of a map of heads' "keys" and "values" that a file has by head: the names of the blocks that
+            `head_blocks` gives; None if there are none.
     """
 
     file: str
@@ -35,6 +39,7 @@ class StoredTensor(ABC):
     size_bytes: int
     block_format: str | None = None
     quantized: QuantizedLayout | None = None
+    head_formats: Mapping[str, str | None] = MappingProxyType({})
 
     @abstractmethod
     def array(self) -> Array:
@@ -51,6 +56,11 @@ class StoredTensor(ABC):
     def blocks(self) -> Array:
         """The bytes of the rows, `[rows, row bytes]`, of a matrix in a `block_format`."""
         raise AssertionError(f"{self.name} is not stored in blocks")
+
+    def head_blocks(self, part: str, head: int) -> Array:
+        """The bytes of the rows of a head's keys or values, `[rows, row bytes]`, if they are in blocks: keys
+        `[latent, keys]`, values `[values, latent]`."""
+        raise AssertionError(f"{self.name} is not stored by head")
 
     def order(self) -> Array | None:
         """The order of a `quantized` matrix's columns, as `QuantizedMatrix` has it; the matrix itself is not read."""

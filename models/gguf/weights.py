@@ -37,6 +37,7 @@ class GgufWeight(StoredTensor):
         self.dtype: DType | None = entry.format.dtype
         self.size_bytes = entry.size_bytes
         is_in_blocks = entry.format.decode and len(entry.shape) == 2 and not is_transposed
+        self.kept_format = entry.format.kept if entry.format.decode and not is_transposed else None
         self.block_format = entry.format.kept if is_in_blocks else None
         self._file, self._index, self._pairs_of, self._rotated_rows = file, index, pairs_of, rotated_rows
         self._norm_offset, self._is_transposed = norm_offset, is_transposed
@@ -72,6 +73,10 @@ class GgufWeight(StoredTensor):
         assert not self._pairs_of, "rows of heads are looked up in no table"
         assert self._format.keep is None, "rows become other blocks"
         return self._file.raw(self.name, self._index)
+
+    def part_blocks(self, index: int) -> Array:
+        """The blocks of one of the matrices that are stacked in this tensor."""
+        return self._file.blocks(self.name, index)
 
     def blocks(self) -> Array:
         blocks = self._in_halves(self._file.blocks(self.name, self._index))
@@ -109,6 +114,10 @@ class GgufHeadMaps(StoredTensor):
         self.dtype: DType | None = keys.dtype if keys.dtype == values.dtype else float32
         self.size_bytes = keys.size_bytes + values.size_bytes
         self._keys, self._values = keys, values
+        self.head_formats = {"keys": keys.kept_format, "values": values.kept_format}
+
+    def head_blocks(self, part: str, head: int) -> Array:
+        return {"keys": self._keys, "values": self._values}[part].part_blocks(head)
 
     def array(self) -> Array:
         """The elements, made anew."""

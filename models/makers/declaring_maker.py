@@ -122,11 +122,15 @@ class DeclaringMaker(Maker):
     def _note_rounding(self, source: Checkpoint, name: str, format: WeightFormat | None) -> None:
         layout: QuantizedLayout | None = source[name].quantized
         stored = layout.name if layout else source[name].type_name if source[name].block_format else None
-        if format is not None and self.options.rounds_x(format) and format.activation is not None:
-            how = f"{format.activation.name}, {format.activation_block} of a row by one scale"
-            self.rounded_activations[stored or format.name] = how
+        if format is not None and self.options.rounds_x(format):
+            self._note_blocks(stored or format.name, format)
         elif layout is not None and layout.activation is not None and self.options.rounds_long_steps:
             self.rounded_activations[layout.name] = f"{layout.activation.kind} in steps of many rows, else 16 bits"
+
+    def _note_blocks(self, stored: str, format: WeightFormat) -> None:
+        assert format.activation is not None
+        how = f"{format.activation.name}, {format.activation_block} of a row by one scale"
+        self.rounded_activations[stored] = how
 
     def _word_table(self, name: str, rows: int, columns: int) -> Tensor | LinearWeight | SharedTable:
         table = super()._word_table(name, rows, columns)
@@ -145,17 +149,26 @@ class DeclaringMaker(Maker):
 
     def _derived(
         self, name: str, rows: Shard, columns: int, shapes: Sequence[tuple[int, int]],
-        make: Callable[[Array], Iterator[Array]],
+        make: Callable[[Array], Iterator[Array]], formats: KeptFormats, places: Sequence[tuple[str, int]] = (),
     ) -> list[LinearWeight]:  # fmt: skip
         self._shapes[name] = (rows.whole, columns)
         self.matrices.add(name)
-        return [self._derived_map(name, shape, after) for after, shape in enumerate(shapes)]
+        parts = [part for part, _ in places] or [""] * len(shapes)
+        return [
+            self._derived_map(name, shape, after, formats, part)
+            for after, (shape, part) in enumerate(zip(shapes, parts))
+        ]
 
-    def _derived_map(self, name: str, shape: tuple[int, int], after: int) -> LinearWeight:
+    def _derived_map(
+        self, name: str, shape: tuple[int, int], after: int, formats: KeptFormats, part: str
+    ) -> LinearWeight:
         weight = LinearWeight(shape, self.options.format_of(self.dtype), self.options.device, 0)
 
         def settled_bytes(source: Checkpoint) -> int:
-            weight.format = self.options.format_of(source.dtype(name))
+            format = formats.kept_part(source, name, part, shape[1])
+            if format is not None:
+                self._note_blocks(source[name].head_formats[part] or "", format)
+            weight.format = format or self.options.format_of(source.dtype(name))
             weight.size_bytes = packed_bytes(
                 [KeptRows(shape[0], weight.format)], shape[1], weight.device, has_bias=False, activations=self.dtype
             )

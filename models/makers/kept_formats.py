@@ -66,6 +66,14 @@ class KeptFormats:
             return format if all(is_at_borders(columns, each) for each in (unit, step)) else None
         return format
 
+    def kept_part(self, source: Checkpoint, name: str, part: str, inputs: int) -> WeightFormat | None:
+        """The same for the keys or values of heads, which a file may have by head."""
+        options = self.options
+        if options.device.kind != "cpu" or options.dtype or options.format or options.has_float_activations:
+            return None
+        format = GGML_FORMATS.get(source[name].head_formats.get(part) or "")
+        return None if format is None or inputs % format.multiple else format
+
     def packing(self, declaration: LinearDeclaration) -> Packing | None:
         """A GPU's packing of a quantised map as stored; None if it is dequantised. Its parts must agree."""
         if self.source is None or self.options.device.kind == "cpu":

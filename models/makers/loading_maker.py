@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,7 +12,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError, WeightsError
 from models.makers.declaration import Array, LinearDeclaration
-from models.makers.kept_formats import check_cut
+from models.makers.kept_formats import KeptFormats, check_cut
 from models.makers.maker import Maker
 from models.makers.shards import Shard
 from models.rope import make_rope_table
@@ -27,7 +28,6 @@ from runtime.linear.weight import (
     MatrixSource,
 )
 from runtime.ops import RopeTable
-from runtime.routing import HeadRouting
 from runtime.tensor.cast import cast_array
 from runtime.tensor.tensor import Tensor
 
@@ -59,11 +59,6 @@ class LoadingMaker(Maker):
     def _count(self, size_bytes: int) -> None:
         super()._count(size_bytes)
         self._tell(self.size_bytes)
-
-    def _new_head_routing(self, heads: int) -> HeadRouting:
-        made = super()._new_head_routing(heads)
-        made.reserve()
-        return made
 
     def rope(self, rope: RopeConfig) -> RopeTable:
         return make_rope_table(rope, self.max_positions, self.options.device)
@@ -130,10 +125,23 @@ class LoadingMaker(Maker):
 
     def _derived(
         self, name: str, rows: Shard, columns: int, shapes: Sequence[tuple[int, int]],
-        make: Callable[[Array], Iterator[Array]],
+        make: Callable[[Array], Iterator[Array]], formats: KeptFormats, places: Sequence[tuple[str, int]] = (),
     ) -> list[LinearWeight]:  # fmt: skip
-        maps = make(self._array(name, (slice(rows.first, rows.first + rows.count), slice(0, columns))))
-        made = [ops.prepare_linear([Tensor.from_numpy(each)], None, self.options) for each in maps]
+        source, made = self._source[name], []
+        kept = [
+            formats.kept_part(self._source, name, part, inputs) for (part, _), (_, inputs) in zip(places, shapes)
+        ] or [None] * len(shapes)
+        maps: Iterator[Array | None] = itertools.repeat(None)
+        if None in kept:
+            maps = make(self._array(name, (slice(rows.first, rows.first + rows.count), slice(0, columns))))
+        for number, (format, floats) in enumerate(zip(kept, maps, strict=None in kept)):
+            matrix: MatrixSource
+            if format is None:
+                assert floats is not None
+                matrix = Tensor.from_numpy(np.ascontiguousarray(floats))
+            else:
+                matrix = BlockRows(source.head_blocks(*places[number]), format, shapes[number][1])
+            made.append(ops.prepare_linear([matrix], None, self.options))
         self._source[name].release()
         return made
 

@@ -41,7 +41,6 @@ from runtime.linear.weight import (
     logits_share,
 )
 from runtime.ops import RopeTable
-from runtime.routing import MOST_HEAD_TOKENS, HeadRouting
 from runtime.tensor.tensor import Tensor
 
 T = TypeVar("T")
@@ -74,7 +73,6 @@ class Maker(ABC):
         self._is_expert = False
         self._keeps_order = True
         self._copies: dict[str, str] = {}  # may be stored besides, or instead of, the tensor that they must equal
-        self._head_routings: dict[int, HeadRouting] = {}  # shared with the makers below
         self._stacks: dict[str, Stack | RowStack] = {}  # may be stored instead of the tensors that they hold
 
     def under(self, name: str) -> Self:
@@ -267,8 +265,9 @@ class Maker(ABC):
         beside it: for each of this rank's heads one for queries, and one for results (`LatentMaps`).
 
         A query comes with the key's part first; it leaves with the rotated part first, followed by the part that is
-        multiplied with the latent row. The maps are always floats. A GPU also gets the map that expands rows, if it has
-        kernels for heads of these sizes, and unless a token's bits may not depend on its chunk.
+        multiplied with the latent row. On the cpu the maps stay in blocks where a file has them by head. Else they are
+        floats. A GPU also gets the map that expands rows, if it has kernels for heads of these sizes, and unless a
+        token's bits may not depend on its chunk.
         """
         if self.options.gemm != "auto":
             raise ModelLoadError(
@@ -276,54 +275,41 @@ class Maker(ABC):
             )
         inner = self._with(options=replace(self.options, format=None, rounding=""))
 
+        count, row_dim, head_dim = heads.count, rotary_dim + latent_dim, key_dim + rotary_dim
+        is_cpu, full_name = self.options.device.kind == "cpu", f"{self._prefix}{name}.weight"
+        expands = not is_cpu and not self.options.exact and can_expand(inner.dtype, head_dim, value_dim, row_dim)
+
         def maps_of(stored: Array) -> Iterator[Array]:
             """The maps of queries for these heads, then those of results."""
-            parts = stored.reshape(heads.count, key_dim + value_dim, latent_dim)
-            if not is_cpu:
-                yield np.ascontiguousarray(parts[:, :key_dim].transpose(0, 2, 1)).reshape(-1, key_dim)
-                yield np.ascontiguousarray(parts[:, key_dim:]).reshape(-1, latent_dim)
-            for part in parts if is_cpu else ():
-                keys = np.zeros((rotary_dim + latent_dim, key_dim + rotary_dim), stored.dtype)
-                keys[:rotary_dim, key_dim:] = np.eye(rotary_dim, dtype=np.float32)
-                keys[rotary_dim:, :key_dim] = part[:key_dim].T
-                yield keys
-            for part in parts if is_cpu else ():
-                yield np.ascontiguousarray(part[key_dim:])
+            parts = stored.reshape(count, key_dim + value_dim, latent_dim)
+            keys, values = np.ascontiguousarray(parts[:, :key_dim].swapaxes(1, 2)), parts[:, key_dim:]
+            if is_cpu:
+                yield from keys
+                yield from values
+                return
+            yield keys.reshape(-1, key_dim)
+            yield np.ascontiguousarray(values).reshape(-1, latent_dim)
             if expands:
-                pairs = np.zeros((heads.count, head_dim + value_dim, row_dim), stored.dtype)
+                pairs = np.zeros((count, head_dim + value_dim, row_dim), stored.dtype)
                 pairs[:, :key_dim, rotary_dim:] = parts[:, :key_dim]
                 pairs[:, key_dim:head_dim, :rotary_dim] = np.eye(rotary_dim, dtype=np.float32)
-                pairs[:, head_dim:, rotary_dim:] = parts[:, key_dim:]
+                pairs[:, head_dim:, rotary_dim:] = values
                 yield pairs.reshape(-1, row_dim)
 
-        count, row_dim, head_dim = heads.count, rotary_dim + latent_dim, key_dim + rotary_dim
-        is_cpu = self.options.device.kind == "cpu"
-        expands = not is_cpu and not self.options.exact and can_expand(inner.dtype, head_dim, value_dim, row_dim)
+        rows = heads.times(key_dim + value_dim)
         if is_cpu:
-            shapes = [(row_dim, head_dim)] * count + [(value_dim, latent_dim)] * count
+            shapes = [(latent_dim, key_dim)] * count + [(value_dim, latent_dim)] * count
+            places = [(part, heads.first + head) for part in ("keys", "values") for head in range(count)]
         else:
             shapes = [(count * latent_dim, key_dim), (count * value_dim, latent_dim)]
-        shapes += [(count * (head_dim + value_dim), row_dim)] * expands
-        made = inner._derived(
-            f"{self._prefix}{name}.weight", heads.times(key_dim + value_dim), latent_dim, shapes, maps_of
-        )
+            shapes, places = shapes + [(count * (head_dim + value_dim), row_dim)] * expands, []
+        made = inner._derived(full_name, rows, latent_dim, shapes, maps_of, self._formats, places)
         for weight in made:
             self._count(weight.size_bytes)
         keys, values = (ExpertsWeight(made[:count]), ExpertsWeight(made[count:])) if is_cpu else made[:2]
         return LatentMaps(
-            count, keys, values, made[-1] if expands else None, key_dim, rotary_dim, latent_dim, value_dim,
-            self._head_routing(count) if is_cpu else None,
-        )  # fmt: skip
-
-    def _head_routing(self, heads: int) -> HeadRouting:
-        """Maps rows of so many heads to their heads' matrices; shared by all layers."""
-        if heads not in self._head_routings:
-            self._head_routings[heads] = self._new_head_routing(heads)
-            self._count(2 * 4 * heads * MOST_HEAD_TOKENS)
-        return self._head_routings[heads]
-
-    def _new_head_routing(self, heads: int) -> HeadRouting:
-        return HeadRouting(heads, self.options.device)
+            count, keys, values, made[-1] if expands else None, key_dim, rotary_dim, latent_dim, value_dim
+        )
 
     def unrounded(self) -> Self:
         """This maker for maps that are never quantised."""
@@ -479,9 +465,10 @@ class Maker(ABC):
     @abstractmethod
     def _derived(
         self, name: str, rows: Shard, columns: int, shapes: Sequence[tuple[int, int]],
-        make: Callable[[Array], Iterator[Array]],
+        make: Callable[[Array], Iterator[Array]], formats: KeptFormats, places: Sequence[tuple[str, int]] = (),
     ) -> list[LinearWeight]:  # fmt: skip
-        """Maps of these shapes, made by `make` from these rows of a stored matrix in floats, in its type."""
+        """Maps of these shapes, made by `make` from these rows of a stored matrix in floats, in its type. With
+        `places`, (part, head) of each, a map stays in blocks if the source has it so, and if `formats` allow that."""
 
     @abstractmethod
     def _vector(

@@ -18,6 +18,7 @@ from numba_kernels.cpu import norm as _norm
 from numba_kernels.cpu.gemm import experts as _grouped
 from numba_kernels.cpu.gemm import linear as _linear
 from numba_kernels.cpu.ggml_rows import stored_rows_kernel as _stored_rows
+from numba_kernels.cpu.latent import head_maps as _head_maps
 from numba_kernels.cpu.running.launch import address_of, hold, new_array
 from runtime.backends.checks import fail
 from runtime.backends.cpu_attention import LATENT_ROW_MULTIPLE as LATENT_ROW_MULTIPLE
@@ -371,31 +372,30 @@ def latent_queries(
     slot_mapping: Tensor,
 ) -> Tensor:  # fmt: skip
     """See `ops.latent_queries`."""
-    heads = q.contiguous().view(-1, maps.head_dim)
-    absorbed = head_linear(heads, _head_routing(maps, q), maps.keys).view(-1, maps.num_heads, maps.row_dim)
-    return latent_prepare(absorbed, latent.contiguous(), positions, rope, norm, pages, slot_mapping)
+    by_head = q.contiguous().view(-1, maps.num_heads, maps.head_dim)
+    out = new((len(by_head), maps.num_heads, maps.row_dim))
+    head_linear(by_head, maps.keys, out, maps.rotary_dim)
+    latent_prepare(by_head, out, latent.contiguous(), positions, rope, norm, pages, slot_mapping)
+    return out
 
 
 def latent_values(x: Tensor, maps: LatentMaps) -> Tensor:
     """See `ops.latent_values`."""
-    found = head_linear(x.view(-1, maps.latent_dim), _head_routing(maps, x), maps.values)
-    return found.view(-1, maps.num_heads * maps.value_dim)
+    out = new((x.shape[0], maps.num_heads, maps.value_dim))
+    head_linear(x.view(-1, maps.num_heads, maps.latent_dim), maps.values, out, 0)
+    return out.view(-1, maps.num_heads * maps.value_dim)
 
 
-def _head_routing(maps: LatentMaps, x: Tensor) -> Routing:
-    assert maps.routing is not None
-    return maps.routing.of(x.shape[0])
-
-
-def head_linear(x: Tensor, routing: Routing, weight: ExpertsWeight) -> Tensor:
-    """Each row of ``x [T heads, K]`` times its head's matrix; see `HeadRouting`."""
-    tokens = x.shape[0]
-    result = new((tokens, weight.shape[1]))
-    for first in range(0, tokens, _MOST_EXPERT_ROWS):
-        some = slice(first, first + _MOST_EXPERT_ROWS)
-        rows = _RowsByExpert(Routing(routing.ids[some], routing.weights[some], routing.rule))
-        rows.add(rows.product(rows.gather(x[some]), weight), [0, 0, 0], result[some])
-    return result
+def head_linear(x: Tensor, weight: ExpertsWeight, out: Tensor, first: int) -> None:
+    """The first K numbers of each head of ``x [T, H, ...]`` times the head's matrix of ``weight [H, N, K]``, written to
+    ``out [T, H, ...]`` from number ``first`` on."""
+    (tokens, heads, depth), width = x.shape, out.shape[2]
+    [part], [table] = weight.parts[0], weight.tables
+    hold(table)
+    _head_maps.multiply_heads(
+        part.stored, x.address, address_of(table), out.address + first * 4, tokens, heads, *reversed(part.shape),
+        (heads * depth, depth), (heads * width, width), num_workers(),
+    )  # fmt: skip
 
 
 class _RowsByExpert:

@@ -216,24 +216,24 @@ def attention(
 
 
 def latent_prepare(
-    q: Tensor, latent: Tensor, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor, slot_mapping: Tensor
-) -> Tensor:
-    """Rotates the first R numbers of absorbed queries ``q [T, H, R + C]`` in place, scales all of them, and writes the
-    tokens' rows; see `ops.latent_queries`."""
-    tokens, heads, width = q.shape
+    q: Tensor, out: Tensor, latent: Tensor, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor,
+    slot_mapping: Tensor,
+) -> None:  # fmt: skip
+    """Rotates the last R numbers of ``q [T, H, key + R]`` into ``out [T, H, R + C]``, which has the C already; scales
+    all of them, and writes the tokens' rows; see `ops.latent_queries`."""
+    (tokens, heads, width), rotary = out.shape, 2 * rope.cos.shape[1]
     blocks, _, block_size, stride = pages.shape
     weight = _as_float32(norm.weight)
     assert weight is not None
     work_items, workers, tokens_a_work_item = share_among(tokens, (heads + 2) * width)
     q_scales = 0 if rope.q_scales is None else rope.q_scales.address
     latent_kernel(STORED[pages.dtype])(
-        work_items, workers, q.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
-        q_scales, address_of(weight), pages.address, slot_mapping.address, tokens, heads, width,
-        2 * rope.cos.shape[1], int(rope.interleaved), rope.cos.shape[0], blocks, block_size, stride,
+        work_items, workers, q.address, out.address, latent.address, positions.address, rope.cos.address,
+        rope.sin.address, q_scales, address_of(weight), pages.address, slot_mapping.address, tokens, heads,
+        q.shape[2] - rotary, width, rotary, int(rope.interleaved), rope.cos.shape[0], blocks, block_size, stride,
         tokens_a_work_item, norm.eps,
         explain=_explain_places("latent_prepare", positions, rope.cos.shape[0], slot_mapping, blocks * block_size),
     )  # fmt: skip
-    return q
 
 
 def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, scale: float, value_dim: int) -> Tensor:

@@ -10,7 +10,6 @@ from runtime.batch import NO_LONG_CHUNKS, LongChunk, LongChunks
 from runtime.dtype import DType
 from runtime.later import later
 from runtime.linear.weight import LinearWeight
-from runtime.routing import HeadRouting
 
 _attention = later("numba_kernels.cuda.attention")
 """It brings Numba's compiler for GPUs, which the cpu does without."""
@@ -35,14 +34,13 @@ class LatentMaps:
 
     Attributes:
         num_heads: of this rank.
-        keys: on a GPU ``[heads latent_dim, key_dim]``, a `RowWeight`; on the cpu an `ExpertsWeight` of each head's
-            ``[rotary_dim + latent_dim, key_dim + rotary_dim]``, which leaves rotated parts as they are.
+        keys: each head's ``[latent_dim, key_dim]``: on a GPU one after another in a `RowWeight`, on the cpu an
+            `ExpertsWeight`.
         values: each head's ``[value_dim, latent_dim]``, kept alike.
         expansion: ``[heads (key_dim + rotary_dim + value_dim), rotary_dim + latent_dim]``: each head's key, with its
             rotated part last, and its value, of a latent row; None where rows are not expanded.
         key_dim, rotary_dim, latent_dim, value_dim: numbers of a head's key without its rotated part, of that, of a
             row without it, and of a head's value.
-        routing: on the cpu, rows to their heads' matrices; else None.
     """
 
     num_heads: int
@@ -53,7 +51,6 @@ class LatentMaps:
     rotary_dim: int
     latent_dim: int
     value_dim: int
-    routing: HeadRouting | None = None
 
     @property
     def row_dim(self) -> int:

@@ -21,7 +21,6 @@ from runtime.linear.latent import LatentMaps
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.ops import RopeTable
-from runtime.routing import HeadRouting
 from runtime.tensor.tensor import Tensor
 from tests.oracles.attention import attention as plain_attention
 
@@ -42,11 +41,8 @@ def latent_maps(device: Device, dtype: DType, keys: Any, rotary: int, values: An
     sizes = key, rotary, latent, values.shape[1]
     if device.kind != "cpu":
         return LatentMaps(heads, kept(keys.reshape(-1, key)), kept(values.reshape(-1, latent)), None, *sizes)
-    wide = np.zeros((heads, rotary + latent, key + rotary))
-    wide[:, :rotary, key:], wide[:, rotary:, :key] = np.eye(rotary), keys
-    weights = (ExpertsWeight([kept(each) for each in of_heads]) for of_heads in (wide, values))
-    routing = HeadRouting(heads, device)
-    return LatentMaps(heads, *weights, None, *sizes, routing)
+    weights = (ExpertsWeight([kept(each) for each in of_heads]) for of_heads in (keys, values))
+    return LatentMaps(heads, *weights, None, *sizes)
 
 
 class Case:

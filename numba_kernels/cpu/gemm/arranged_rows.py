@@ -84,29 +84,29 @@ def are_pairs(stored: Any) -> bool:
 
 
 @njit(nogil=True)
-def arrange_floats(x, depth, rows, words, target):
-    """A tile's ``words`` elements; those past ``depth`` are zeros."""
+def arrange_floats(x, stride, depth, rows, words, target):
+    """A tile's ``words`` elements, of rows ``stride`` apart; those past ``depth`` are zeros."""
     end = target + words * rows * 4
     for word in range(0, depth, LANES):
-        arrange_words(x + word * 4, depth * 4, rows, min(LANES, depth - word), target + word * rows * 4, end)
+        arrange_words(x + word * 4, stride * 4, rows, min(LANES, depth - word), target + word * rows * 4, end)
     for i in range(depth * rows, words * rows):
         float32_at(target, words * rows)[i] = 0.0
 
 
 @njit(nogil=True)
-def arrange_pairs(x, depth, rows, words, target):
+def arrange_pairs(x, stride, depth, rows, words, target):
     """A tile's pairs of bfloat16, in so many words."""
     pairs = block_on_stack()
     end = target + words * rows * 4
     for word in range(0, words, LANES):
         for row in range(rows):
             element = word * 2
-            round_pairs(x + (row * depth + element) * 4, min(2 * LANES, depth - element), pairs + row * LANES * 4)
+            round_pairs(x + (row * stride + element) * 4, min(2 * LANES, depth - element), pairs + row * LANES * 4)
         arrange_words(pairs, LANES * 4, rows, min(LANES, words - word), target + word * rows * 4, end)
 
 
 @njit(nogil=True)
-def arrange_groups(x, depth, rows, target):
+def arrange_groups(x, stride, depth, rows, target):
     """A tile's quantised groups."""
     quads, tails = block_on_stack(), block_on_stack()
     evens_and_odds = block_on_stack()
@@ -115,7 +115,7 @@ def arrange_groups(x, depth, rows, target):
     for element in range(0, depth, GROUP):
         count = min(GROUP, depth - element)
         for row in range(rows):
-            source = x + (row * depth + element) * 4
+            source = x + (row * stride + element) * 4
             bits = largest_bits(np.float32, source, count)
             total = quantize_words(np.float32, source, count, inverse_of(bits), np.int32(0), quads + row * line)
             float32_at(tails + row * line, 1)[0] = scale_of(bits)
@@ -133,9 +133,9 @@ def arrange_groups(x, depth, rows, target):
 
 
 @njit(nogil=True)
-def arrange_blocks(x, depth, length, rows, start, is_halved, as_pairs, target):
+def arrange_blocks(x, stride, length, rows, start, is_halved, as_pairs, target):
     """A tile's quantised groups for weights in blocks, whose integer sums begin at ``start`` times the sum of x: the
-    first ``length`` elements of rows of ``depth``; ``as_pairs`` of int16."""
+    first ``length`` elements of rows ``stride`` apart; ``as_pairs`` of int16."""
     groups = block_on_stack()
     evens = block_on_stack()
     odds = block_on_stack()
@@ -145,7 +145,7 @@ def arrange_blocks(x, depth, length, rows, start, is_halved, as_pairs, target):
     for element in range(0, length, X_GROUP):
         for row in range(rows):
             place = target if rows == 1 and not as_pairs else groups + row * line
-            quantize_block(x + (row * depth + element) * 4, place, start, is_halved)
+            quantize_block(x + (row * stride + element) * 4, place, start, is_halved)
             if as_pairs:
                 split_pairs(place, evens + row * line, odds + row * line)
         if as_pairs:

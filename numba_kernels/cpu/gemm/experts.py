@@ -66,7 +66,8 @@ def experts_kernel(stored: Any) -> Kernel:
         b.out = a.out + first * a.out_width * 4
         b.operands = a.operands + first * a.row_words * 4
         b.partials = 0
-        b.num_rows, b.depth, b.width, b.out_width = rows, a.depth, a.width, a.out_width
+        b.num_rows, b.depth, b.x_stride = rows, a.depth, a.depth
+        b.width, b.out_width = a.width, a.out_width
         b.num_segments, b.step_elements = 1, 1
         b.panels_a_work_item, b.row_work_items, b.num_tiles = a.panels_a_work_item, 1, -(-rows // GEMM_ROWS)
         b.arranging_parts = 1

@@ -63,7 +63,7 @@ _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
 _NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
 
 FIELDS = Fields(
-    "*x *panels *scales *bias *residual *out *operands *partials num_rows depth width out_width num_segments "
+    "*x *panels *scales *bias *residual *out *operands *partials num_rows depth x_stride width out_width num_segments "
     "step_elements panels_a_work_item row_work_items num_tiles num_arranging "
     "arranging_parts num_work_items arranged finished"
 )
@@ -168,7 +168,7 @@ def product_parts(stored: Any) -> ProductParts:
         tile, part = work_item // a.arranging_parts, work_item % a.arranging_parts
         first = _first_row(a, tile)
         rows = _first_row(a, tile + 1) - first
-        x = a.x + first * a.depth * 4
+        x = a.x + first * a.x_stride * 4
         is_unpacked = unpacks and a.num_rows > most_at_once
         row_words = unpacked_span_row_words if is_unpacked else span_row_words
         target = a.operands + first * (-(-words // span)) * row_words * 4
@@ -178,17 +178,17 @@ def product_parts(stored: Any) -> ProductParts:
             x += begin * X_GROUP * 4
             target += begin * (unpacked_group_words if is_unpacked else group_words) * rows * 4
             length, as_pairs = (end - begin) * X_GROUP, has_pairs and is_unpacked
-            arrange_blocks(x, a.depth, length, rows, start, is_halved, as_pairs, target)
+            arrange_blocks(x, a.x_stride, length, rows, start, is_halved, as_pairs, target)
             padding = words // unit_words * (elements // X_GROUP) - groups
             if end == groups and padding:
                 size = unpacked_group_words if is_unpacked else group_words
                 float32_at(target + (end - begin) * size * rows * 4, padding * size * rows)[:] = np.float32(0)
         elif is_int8:
-            arrange_groups(x, a.depth, rows, target)
+            arrange_groups(x, a.x_stride, a.depth, rows, target)
         elif is_pairs:
-            arrange_pairs(x, a.depth, rows, words // unit_words * elements // 2, target)
+            arrange_pairs(x, a.x_stride, a.depth, rows, words // unit_words * elements // 2, target)
         else:
-            arrange_floats(x, a.depth, rows, words // unit_words * elements, target)
+            arrange_floats(x, a.x_stride, a.depth, rows, words // unit_words * elements, target)
 
     @njit(nogil=True)
     @name_by_content
@@ -332,8 +332,8 @@ def multiply(
         added = residual + first * out_width * 4 if residual else 0
         linear_kernel(stored)(
             total, work_items.num_workers, start, panels, scales, bias, added, out + first * out_width * 4, operands, 0,
-            count, depth, width, out_width, num_segments, step_elements, work_items.panels, work_items.row_work_items,
-            work_items.num_tiles, num_arranging, parts, total, 0, 0,
+            count, depth, depth, width, out_width, num_segments, step_elements, work_items.panels,
+            work_items.row_work_items, work_items.num_tiles, num_arranging, parts, total, 0, 0,
         )  # fmt: skip
 
 
@@ -345,8 +345,8 @@ def add_partials(
     of K, as `multiply` leaves them where scales are 1 and biases -0; else as there."""
     work_items = work_items_of(rows, num_partials, width, num_workers)
     linear_kernel(stored)(
-        work_items.count, work_items.num_workers, 0, 0, scales, bias, residual, out, 0, partials, rows, 0, width,
-        out_width, num_partials, 1, work_items.panels, work_items.row_work_items, work_items.num_tiles, 0, 1,
+        work_items.count, work_items.num_workers, 0, 0, scales, bias, residual, out, 0, partials, rows, 0, 0,
+        width, out_width, num_partials, 1, work_items.panels, work_items.row_work_items, work_items.num_tiles, 0, 1,
         work_items.count, 0, 0,
     )  # fmt: skip
 

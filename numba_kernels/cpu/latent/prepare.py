@@ -1,11 +1,12 @@
 """Prepares queries and a token's latent row between their projections and attention (MLA, DeepSeek-V2,
 https://arxiv.org/abs/2405.04434), in one pass over the tokens.
 
-    q[t, h]  = [rotated q[t, h, :R] | q[t, h, R:]] * q_scales[position]
+    out[t, h] = [rotated q[t, h, -R:] | out[t, h, R:]] * q_scales[position]
     row[t]   = [rotated k[t] | RMSNorm(c[t]) * weight]        written to the token's slot
 
-``latent [T, C + R]`` holds c, then k, as the projection gives them; queries ``[T, H, R + C]`` begin with the rotated
-part, and so do rows of pages. Queries are changed in place; `q_scales` may be 0 for none. A slot of -1 is not written.
+``latent [T, C + R]`` holds c, then k, as the projection gives them; ``q [T, H, key + R]`` ends with the part to be
+rotated. Queries ``out [T, H, R + C]`` begin with it, and so do rows of pages; their other numbers are there already
+(`head_maps`). `q_scales` may be 0 for none. A slot of -1 is not written.
 
 Status 1: a position without a row in the rotation table. Status 2: a slot beyond the pages.
 """
@@ -22,7 +23,7 @@ from numba_kernels.cpu.qkv import BAD_POSITION, BAD_SLOT, norm_scale, rotate
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at, int64_at
 
 FIELDS = Fields(
-    "*q *latent *positions *cos *sin *q_scales *norm *pages *slots num_tokens heads width rotary interleaved "
+    "*q *out *latent *positions *cos *sin *q_scales *norm *pages *slots num_tokens heads key width rotary interleaved "
     "num_positions num_blocks block_size row_stride tokens_a_work_item",
     "eps",
 )
@@ -59,7 +60,9 @@ def latent_kernel(stored: type) -> Kernel:
             cos = float32_at(a.cos + positions[token] * half * 4, half)
             sin = float32_at(a.sin + positions[token] * half * 4, half)
             for head in range(a.heads):
-                query = float32_at(a.q + (token * a.heads + head) * a.width * 4, a.width)
+                pair = token * a.heads + head
+                query = float32_at(a.out + pair * a.width * 4, a.width)
+                _copy(float32_at(a.q + (pair * (a.key + a.rotary) + a.key) * 4, a.rotary), query[: a.rotary])
                 rotate(query, cos, sin, a.rotary, a.rotary // 2, interleaved)
                 if a.q_scales != 0:
                     factor = float32_at(a.q_scales, a.num_positions)[positions[token]]

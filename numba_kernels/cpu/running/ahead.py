@@ -13,6 +13,9 @@ from numba_kernels.cpu import experts as _experts
 from numba_kernels.cpu.attention import kernel as attention
 from numba_kernels.cpu.gemm import block_panels, linear, panels
 from numba_kernels.cpu.gemm.experts import experts_kernel
+from numba_kernels.cpu.latent import attention as latent_attention
+from numba_kernels.cpu.latent.head_maps import head_maps_kernel
+from numba_kernels.cpu.latent.prepare import latent_kernel
 from numba_kernels.cpu.recurrent import convolution, prepare, scan
 
 
@@ -25,6 +28,7 @@ def kernels_of(
     has_experts: bool = False,
     recurrence: str = "",
     states: str = "float32",
+    has_latents: bool = False,
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Factories and arguments of all that a model's forward passes and draws use, those first that take longest.
 
@@ -36,18 +40,26 @@ def kernels_of(
     has_experts whether there are mixtures of experts
     recurrence  the operation of its layers with a state, if any: "short_conv", "delta_rule", "mamba"
     states      carrier of the bits of its states
+    has_latents whether its pages are latent attention's
     """
     kind = np.dtype(stored).type
     paged = np.dtype(pages or stored).type
     matrices = np.uint8 if is_int8 else kind
     yield sampling.sampling_kernel, ()
-    yield attention.attention_kernel, (paged, attention.span_of(block_size))
+    if has_latents:
+        yield latent_attention.latent_attention_kernel, (paged,)
+        yield latent_kernel, (paged,)
+    else:
+        yield attention.attention_kernel, (paged, attention.span_of(block_size))
     yield linear.linear_kernel, (matrices,)
     yield panels.pack_kernel, (kind, matrices)
     in_blocks = [each for each in BLOCKS if each in formats]
     for each in in_blocks:
         yield linear.linear_kernel, (each,)
         yield block_panels.pack_blocks_kernel, (each,)
+    if has_latents:
+        for kept in (kind, *in_blocks):
+            yield head_maps_kernel, (kept,)
     if formats:
         yield embedding.take_columns_kernel, ()  # of matrices whose columns have another order
     if has_experts:

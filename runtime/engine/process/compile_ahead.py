@@ -95,6 +95,7 @@ def wanted_of_cpu(path: Path, config: EngineConfig) -> WantedOfCpu | None:
         formats=sorted(_block_formats(path, config) & (GGML_FORMATS.keys() | GROUP_FORMATS.keys())),
         recurrence=model_config.recurrence,
         states=STORED[DType.parse(config.state_dtype)].__name__,
+        has_latents=model_config.latent_values > 0,
     )
 
 
@@ -108,6 +109,7 @@ def _block_formats(path: Path, config: EngineConfig) -> set[str]:
     checkpoint = open_model(path, config.hf_overrides, config.mmproj).checkpoint()
     if path.is_file():
         kept = {checkpoint[name].block_format or "" for name in checkpoint.tensors}
+        kept |= {kind or "" for name in checkpoint.tensors for kind in checkpoint[name].head_formats.values()}
         return set() if options.has_float_activations else kept
     layouts = [layout for name in checkpoint.tensors if (layout := checkpoint[name].quantized)]
     return {format.name for layout in layouts if (format := kept_format(layout, options))}

@@ -137,6 +137,7 @@ class WantedOfCpu(msgspec.Struct, frozen=True, tag=True):
     formats: list[str] = []
     recurrence: str = ""
     states: str = "float32"
+    has_latents: bool = False
 
     def tasks(self) -> Iterator[Callable[[], Compiled]]:
         """First the loops, which a process can start before it imports the kernels; then these, the slowest first."""
@@ -150,6 +151,7 @@ class WantedOfCpu(msgspec.Struct, frozen=True, tag=True):
             has_experts=self.has_experts,
             recurrence=self.recurrence,
             states=self.states,
+            has_latents=self.has_latents,
         ):
             yield partial(_done, factory, *values)
 
