@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from numba_kernels.blocks import BLOCKS
 from runtime import ops
 from runtime.backends import cpu
 from runtime.backends.cpu import head_linear
 from runtime.linear.weight import JoinedWeight
 from runtime.ops import LinearWeight, experts, linear
 from runtime.tensor.tensor import Tensor
-from tests.models.driver import relative_error
+from tests.models.driver import logits_of, relative_error
+from tests.oracles import int8
 from tests.oracles.tiles import as_multiplied
 
 
@@ -49,7 +51,11 @@ def compared_products() -> Iterator[list[float]]:
             parts = [linear(x, part).numpy() for part in weight.parts]
             np.testing.assert_array_equal(linear(x, weight).numpy(), np.concatenate(parts, 1))
             return op(x, twin, *more, **rest)
-        rounded = Tensor.from_numpy(as_multiplied(x.numpy(), weight.format.element.numpy))
+        if weight.format.name in BLOCKS and weight.format.activation is not None:
+            rows = int8.rounded_by_blocks(x.numpy()).astype(np.float32)
+        else:
+            rows = as_multiplied(x.numpy(), weight.format.element.numpy)
+        rounded = Tensor.from_numpy(rows)
         errors.append(relative_error(op(x, weight, *more, **rest).numpy(), op(rounded, twin, *more, **rest).numpy()))
         return op(x, twin, *more, **rest)
 
@@ -77,6 +83,15 @@ def compared_products() -> Iterator[list[float]]:
         patch.setattr(ops, "experts", experts_compared)
         patch.setattr(cpu, "head_linear", heads_compared)
         yield errors
+
+
+def check_products(model: Any, ids: list[int], expected: Any) -> None:
+    """Each product of a model with blocks is that of its dequantised twin, x rounded as the product rounds it; with
+    products that round nothing its logits are the twin's, ``expected``."""
+    with compared_products() as errors:
+        logits = logits_of(model, ids)
+    assert 0 < max(errors) <= 5e-6
+    assert relative_error(logits, expected) <= 1e-5
 
 
 def experts_by(

@@ -19,6 +19,7 @@ from runtime.linear.format import GGML_FORMATS
 from tests.models.driver import logits_of, relative_error
 from tests.models.folders import golden_tensors, load_golden, write_safetensors
 from tests.models.gguf.files import Array, random_blocks, write_gguf
+from tests.models.products import check_products
 
 COUNT, HIDDEN, INNER = 5, 256, 512
 CONFIG: dict[str, Any] = {
@@ -167,6 +168,7 @@ def test_quantised_is_its_dequantised_twin(tmp_path: Path, kind: str, type_of: C
         assert isinstance(layer.mlp, Experts)
         parts = layer.mlp.gate_up.parts
         assert {part.format.name for each in parts for part in each} == {ggml}
+    check_products(kept, ids, twin)
     errors = [relative_error(row, other) for row, other in zip(logits_of(kept, ids), twin, strict=True)]
     assert 0 < np.median(errors) < 0.15  # activations are rounded; where two experts are as good, another is chosen
     whole, alone = logits_of(kept, ids), logits_of(kept, ids, [1] * len(ids))

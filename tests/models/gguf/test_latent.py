@@ -19,6 +19,7 @@ from tests.models.folders import golden_tensors, load_golden, write_safetensors
 from tests.models.gguf.files import Array, random_blocks, split_maps, write_gguf
 from tests.models.gguf.test_experts import changing
 from tests.models.gguf.test_model import comparable
+from tests.models.products import check_products
 
 TOLD: dict[str, dict[str, Any]] = {
     "deepseek_v2_odd": {"mscale": 0.9},  # a file tells one of both
@@ -147,6 +148,7 @@ def test_quantised_is_its_dequantised_twin(tmp_path: Path, has_whole_maps: bool)
     np.testing.assert_array_equal(logits_of(load_model(path, dtype="float32"), ids), logits_of(twin, ids))
     kept = load_model(path)
     assert declare_model(path).weight_bytes == kept.weight_bytes < twin.weight_bytes / 2
+    check_products(kept, ids, logits_of(twin, ids))
     assert 0 < relative_error(logits_of(kept, ids), logits_of(twin, ids)) < 0.15  # activations are rounded
 
 

@@ -24,6 +24,7 @@ from runtime.linear.format import GGML_FORMATS
 from tests.models.driver import logits_of, relative_error
 from tests.models.folders import golden_tensors, load_golden, write_safetensors
 from tests.models.gguf.files import Array, random_blocks, write_gguf
+from tests.models.products import check_products
 
 # Cases, and what the converter leaves out of its files: their twins have what llama.cpp takes instead.
 CASES: dict[str, dict[str, Any]] = {
@@ -252,10 +253,10 @@ def test_quantised_is_its_dequantised_twin(tmp_path: Path, ggml: Ggml) -> None:
         assert kept.lm_head.format is GGML_FORMATS[ggml.name]
         assert kept.weight_bytes < twin.weight_bytes / 2
         assert declare_model(path).weight_bytes == kept.weight_bytes
+        expected = logits_of(twin, ids)
+        check_products(kept, ids, expected)
         # Activations are rounded; scores of such random weights are large: a position may attend to another one.
-        errors = [
-            relative_error(row, other) for row, other in zip(logits_of(kept, ids), logits_of(twin, ids), strict=True)
-        ]
+        errors = [relative_error(row, other) for row, other in zip(logits_of(kept, ids), expected, strict=True)]
         assert 0 < np.median(errors) < 0.06
         assert max(errors) < 0.3
     else:
@@ -281,6 +282,7 @@ def test_mixed_types(tmp_path: Path) -> None:
     expected = logits_of(load_model(tmp_path), ids)
     np.testing.assert_array_equal(logits_of(load_model(path, dtype="float32"), ids), expected)
     np.testing.assert_array_equal(logits_of(load_model(path, activations="float"), ids), expected)
+    check_products(load_model(path), ids, expected)
     assert relative_error(logits_of(load_model(path), ids), expected) < 0.15
     assert list(open_model(path).checkpoint().bytes_by_format()) == ["Q4_K", "Q6_K", "F32"]
 
@@ -343,6 +345,7 @@ def test_nine_types_multiplied_as_stored(tmp_path: Path) -> None:
     assert declare_model(path).weight_bytes == kept.weight_bytes
     whole = logits_of(kept, ids)
     np.testing.assert_array_equal(whole, logits_of(kept, ids, [1] * len(ids)))
+    check_products(kept, ids, logits_of(twin, ids))
     assert relative_error(whole, logits_of(twin, ids)) < 0.15
 
 
