@@ -91,6 +91,11 @@ def test_pages_behind_windows_are_given_up(tmp_path: Path, case: str) -> None:
         assert is_given_up.tolist() == [not kind.is_whole for kind in driver.kinds]
 
 
+LOSS = {"mistral4_odd": 0.0326}
+"""Transformers' own largest error in bfloat16 over 24 seeds, where it is above 2e-2 for ours at the golden's: 0.030. On
+average over the seeds ours is 0.0165, transformers' 0.0214 (`test_goldens_gpu.test_bfloat16_over_seeds`)."""
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("stored_as", "dtype"), [("BF16", "auto"), ("F32", "bfloat16")])
 def test_bfloat16(tmp_path: Path, case: str, stored_as: str, dtype: str) -> None:
@@ -99,7 +104,7 @@ def test_bfloat16(tmp_path: Path, case: str, stored_as: str, dtype: str) -> None
     assert model.kv_cache_spec(16).dtype is bfloat16
     theirs = golden.logits["bfloat16"]
     ours = logits_of(model, golden.prompt_ids)
-    assert relative_error(ours, theirs) <= 2e-2
+    assert relative_error(ours, theirs) <= LOSS.get(case, 2e-2)
     # A best token may only change where the two best lie closer together than the allowed error.
     margin = np.diff(np.partition(theirs, -2, axis=1)[:, -2:], axis=1)[:, 0]
     is_clear = margin > 4e-2 * np.abs(theirs).max()
