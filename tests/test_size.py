@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 35_750,
+    "numba_kernels": 35_845,
     "runtime/emulator": 17_012,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
     "runtime/backends": 3_054,
     "runtime/linear": 2_311,
     "runtime/kv": 1_584,
-    "runtime/engine": 21_079,
+    "runtime/engine": 21_083,
     "runtime/text": 5_766,
     "runtime/llm": 1_710,
     "runtime/parallel": 1_107,
@@ -29,7 +29,7 @@ MOST_LINES = {
     "runtime/commands": 2_828,
     "runtime/bench": 9_250,
     "runtime": 3_299,
-    "models": 18_724,
+    "models": 18_759,
     "server": 19_154,
     "tokenizer": 7_048,
     "tools": 16_657,
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 55_283
+MOST_WORDS = 55_301
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
