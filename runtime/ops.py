@@ -48,6 +48,8 @@ __all__ = [
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
 ExpertsActivation = Literal[GluActivation, "squared_relu"]
 GLU_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
+Gate = Literal[GluActivation, "gelu_erf", "gelu_sigmoid"]
+GATES = (*GLU_ACTIVATIONS, "gelu_erf", "gelu_sigmoid")
 QkNorm = Literal["before", "after", "centred"]
 QK_NORMS = ("before", "after", "centred")
 Values = Literal["own", "normed", "keys"]
@@ -394,20 +396,23 @@ def _activate(op: str, function: str, x: Tensor, out: Tensor | None, factors: tu
     return backend.activate(function, x, out, factors)  # type: ignore[no-any-return]
 
 
-def glu(gate_up: Tensor, activation: GluActivation) -> Tensor:
-    """``f(gate) * up`` of ``[T, 2 I]``, gate first -> ``[T, I]``; f is SiLU or GELU by its tanh approximation.
+def glu(gate_up: Tensor, activation: Gate) -> Tensor:
+    """``f(gate) * up`` of ``[T, 2 I]``, gate first -> ``[T, I]``; f is SiLU or a GELU.
 
     "clamped_silu" is gpt-oss's: ``g sigmoid(1.702 g) (u + 1)`` with ``g = min(gate, 7)``, ``u = max(-7, min(up, 7))``.
     """
     backend = _backend("glu", "gate_up", gate_up)
     check("glu", "gate_up", gate_up, gate_up.device, backend.ACTIVATIONS, (None, None))
-    _check_glu("glu", "gate_up", gate_up.shape[1], activation, backend.GLU_ACTIVATIONS)
+    _check_glu("glu", "gate_up", gate_up.shape[1], activation, backend.GATES, GATES)
     return backend.glu(gate_up, activation)  # type: ignore[no-any-return]
 
 
-def _check_glu(op: str, argument: str, both: int, activation: str, kernels: Sequence[str] = GLU_ACTIVATIONS) -> None:
-    if activation not in GLU_ACTIVATIONS:
-        raise fail(op, "activation", f"is {activation!r}, must be one of {', '.join(GLU_ACTIVATIONS)}")
+def _check_glu(
+    op: str, argument: str, both: int, activation: str, kernels: Sequence[str] = GLU_ACTIVATIONS,
+    known: Sequence[str] = GLU_ACTIVATIONS,
+) -> None:  # fmt: skip
+    if activation not in known:
+        raise fail(op, "activation", f"is {activation!r}, must be one of {', '.join(known)}")
     if activation not in kernels:
         raise fail(op, "activation", f"is {activation!r}, for which a GPU has a kernel between experts' maps alone")
     if both % 2:

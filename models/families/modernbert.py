@@ -21,7 +21,7 @@ from models.configuration.config import GELU_NAMES, read_choice
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.encoder import Encoder, EncoderConfig
-from models.families.bert import activated, read_encoder
+from models.families.bert import read_encoder
 from models.head import Dense, RowNorm
 from models.layer_norm import LayerNorm
 from models.makers.maker import Maker
@@ -81,7 +81,8 @@ class ModernBertLayer:
         attention_bias, mlp_bias, norm_bias = config.has_bias
         self.num_heads, self.head_dim, self.rope = config.num_heads, config.head_dim, rope
         self.scale, self.window = config.attention_scales[index], config.layer_windows[index]
-        self.activation = config.activation
+        name = config.activation
+        self.gate = cast(ops.Gate, name if name == "silu" else f"gelu_{name}")
         hidden, inner = config.hidden_size, config.shard("intermediate_size")
         heads = config.shard("num_heads").times(config.head_dim)
         norm = partial(LayerNorm, config, has_bias=norm_bias)
@@ -105,10 +106,7 @@ class ModernBertLayer:
         )  # fmt: skip
         attended = ops.attention(q, k_cache, v_cache, batch, group, scale=self.scale, window=self.window, scales=scales)
         x = self.proj(attended, batch, residual=x)
-        both = self.up(self.mlp_norm(x), batch)
-        inner = both.shape[1] // 2
-        h = activated(both[:, :inner].contiguous(), self.activation) * both[:, inner:].contiguous()
-        return self.down(h, batch, residual=x)
+        return self.down(ops.glu(self.up(self.mlp_norm(x), batch), self.gate), batch, residual=x)
 
 
 def read_modernbert(fields: Fields, *, has_labels: bool) -> ModernBertConfig:

@@ -41,7 +41,8 @@ from numba_kernels.cuda.intrinsics.warp import lane_index, warp_sum
 from numba_kernels.cuda.specialisation import THREADS, Launch, Specialisation, access_width, flat_grid, row_grid
 
 ACTIVATIONS = ("gelu_erf", "gelu_tanh", "gelu_sigmoid", "silu", "squared_relu")
-GLU_ACTIVATIONS = ("silu", "gelu_tanh")  # of a gate: SwiGLU and GeGLU
+GLU_ACTIVATIONS = ("silu", "gelu_tanh")  # of a gate, also in a product's epilogue: SwiGLU and GeGLU
+GATES = (*GLU_ACTIVATIONS, "gelu_erf", "gelu_sigmoid")
 
 _ERFCX = (
     1.2375125885009766, -0.14024055004119873, 0.0035847111139446497, 0.08227401226758957, -0.10879048705101013,
@@ -226,7 +227,7 @@ def plan_activation(name: str, num_elements: int, dtype: str, *, alignment: int 
 
 
 def plan_glu(name: str, num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
-    """(launch, accesses a row) for gate_up [num_rows, 2 size] -> out [num_rows, size], by one of `GLU_ACTIVATIONS`.
+    """(launch, accesses a row) for gate_up [num_rows, 2 size] -> out [num_rows, size], by one of `GATES`.
 
     Arguments: gate_up, out, num_rows, accesses a row.
     """
@@ -412,7 +413,7 @@ def specialisations() -> Iterator[Specialisation]:
         for name in SHAPED:
             yield _activation(name, dtype, VECTOR_WIDTH[dtype])
         for width in (1, VECTOR_WIDTH[dtype]):
-            for name in GLU_ACTIVATIONS:
+            for name in GATES:
                 yield _glu(name, dtype, width)
             for name in ACTIVATIONS:
                 yield _activation(name, dtype, width)

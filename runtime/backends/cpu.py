@@ -48,6 +48,7 @@ from runtime.tensor.tensor import Tensor
 
 _MOST_EXPERT_ROWS = 8192  # of experts at a time, each token with all of its experts
 GLU_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
+GATES = (*GLU_ACTIVATIONS, "gelu_erf", "gelu_sigmoid")
 ACTIVATIONS = float32
 WEIGHT = (PanelWeight, JoinedWeight)
 TABLE = PanelWeight

@@ -123,7 +123,6 @@ def _attention_plan(
         tensor.array for tensor in (batch.query_start, batch.seq_lens, batch.block_tables[group])
     )
     if current() is not None:
-        assert batch.bidirectional_until is None, "a step with pictures is recorded"
         batch.plans[key] = plan = _recorded_plan(batch, group, tokens, group_tokens, table.shape[1], op)
         return plan
     query_lens = np.diff(starts)

@@ -52,7 +52,7 @@ from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "ACTIVATIONS", "GLU_ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
+    "ACTIVATIONS", "GATES", "GLU_ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
     "add_embedding", "add_partials", "add_scaled", "attention", "deferred_norm", "delta_rule", "elementwise",
     "embedding", "experts", "forbid", "gather_rows", "gelu_gate", "glu", "join_columns", "keep_groups",
     "latent_attention", "latent_expanded", "latent_prepare", "latent_queries", "latent_values", "layer_norm", "linear",
@@ -62,7 +62,7 @@ __all__ = [
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)
-GLU_ACTIVATIONS = _activation.GLU_ACTIVATIONS
+GATES, GLU_ACTIVATIONS = _activation.GATES, _activation.GLU_ACTIVATIONS
 WEIGHT = TABLE = GpuWeight
 NORM_WEIGHTS = float32
 

@@ -13,10 +13,12 @@ import pytest
 
 from models.errors import ConfigError, ModelLoadError
 from models.registry import load_model
-from runtime.device.device import Device
+from runtime.device.device import CPU, Device
 from runtime.engine.errors import RequestError
 from runtime.engine.limits import EngineLimits
+from runtime.engine.steps.encoder_passes import EncoderPasses
 from runtime.engine.steps.pooling_pass import PagedSidePass
+from runtime.engine.steps.recorder import open_recorder
 from runtime.errors import InvalidArgumentError
 from runtime.llm import LLM
 from tests.models.driver import relative_error
@@ -44,9 +46,9 @@ LIMITS = EngineLimits(
 TYPES = (np.arange(len(IDS)) >= SECOND_FROM).astype(np.int32)
 
 
-def passes_of(model: Any) -> Pass:
+def passes_of(model: Any, recorded: EncoderPasses | None = None) -> Pass:
     def run(ids: list[list[int]], types: list[Array | None] | None = None) -> Array:
-        side = PagedSidePass(model, LIMITS, [len(each) for each in ids], lambda: None)
+        side = PagedSidePass(model, LIMITS, [len(each) for each in ids], lambda: None, passes=recorded)
         rows = [np.array(each, np.int32) for each in ids]
         hidden = side.run(rows, [0] * len(ids), None, types or [None] * len(ids))
         return np.array(hidden.to("cpu").array)
@@ -74,6 +76,32 @@ def test_transformers_results(tmp_path: Path, case: str) -> None:
         assert relative_error(made_of(model, pair), expected(f"{case} pair")) <= 1e-5
     beside = run([IDS[:5], IDS, IDS[:1]], [None, None, None])  # the same bits in any batch
     np.testing.assert_array_equal(beside[5:21], hidden)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if not CASES[case]["architectures"][0].startswith(("Llama", "Qwen"))]
+)
+def test_replays_have_the_bits_of_the_passes_that_they_replace(tmp_path: Path, case: str) -> None:
+    model = load_model(write_encoder(tmp_path, case))
+    recorded = EncoderPasses(model, LIMITS, open_recorder(CPU))
+    run, replay = passes_of(model), passes_of(model, recorded)
+    other, second = IDS[::-1], TYPES if CASES[case]["model_type"] == "bert" else None
+    for ids, types in (
+        ([IDS], [second]), ([other], [None]), ([IDS[:5], other, IDS[:1]], [None, second, None]),
+        ([other[:9], IDS[:9], IDS[:4]], [None] * 3), ([IDS] * 4, [None] * 4),
+    ):  # fmt: skip
+        np.testing.assert_array_equal(replay(ids, types), run(ids, types))
+    assert recorded.num_recorded == 3, "texts of as many tokens in all share one"
+    with pytest.raises(InvalidArgumentError, match="token"):
+        replay([[10**6, *IDS[1:]]])
+    np.testing.assert_array_equal(replay([IDS], [second]), run([IDS], [second]))
+
+
+def test_long_passes_are_not_recorded(tmp_path: Path) -> None:
+    recorded = EncoderPasses(load_model(write_encoder(tmp_path, "bert")), LIMITS, open_recorder(CPU))
+    assert recorded.takes([64] * 4)
+    assert not recorded.takes([64, 64, 64, 65])
+    assert not recorded.takes([1] * 5), "more texts than a step has sequences"
 
 
 def test_nomic_bert_as_it_is_published(tmp_path: Path) -> None:

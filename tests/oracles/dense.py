@@ -123,7 +123,7 @@ def glu(gate_up, activation):
     if activation == "clamped_silu":
         gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
         return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
-    return (silu(gate) if activation == "silu" else gelu(gate, "tanh")) * up
+    return (silu(gate) if activation == "silu" else gelu(gate, activation.removeprefix("gelu_"))) * up
 
 
 def rotate(x, cos, sin, interleaved):

@@ -6,10 +6,13 @@ line, and the peer's threads sleep.
 
 Requests (`op`):
 
-- `load` {folder, threads, dtype, clock} → {versions …, threads, num_parameters, variants}
+- `load` {folder, threads, dtype, clock, task} → {versions …, threads, num_parameters, variants}; `task` is "generate",
+  also without one, or "embed"
 - `logits` {token_ids: [int], path} → {path}: float32 `[num_tokens, vocab]`, saved there with numpy
 - `generate` {prompts: [[int]], new_tokens, variant} → {token_ids, prefill_s, decode_s, total_s}; a variant is a setting
   of the peer, one of those in `load`'s answer
+- `embed` {prompts: [[int]], pooling, variant, path} → {path, wall_s, used_s}: vectors of length one, float32
+  `[num_prompts, size]`, saved there with numpy; the clock's time, and the processor's
 - `clock` → {}
 - `quit`
 
@@ -36,6 +39,7 @@ def answer(peer: Any) -> None:
         "load": peer.load,
         "logits": peer.logits,
         "generate": peer.generate,
+        "embed": peer.embed,
     }
     for line in sys.stdin:
         request = json.loads(line)

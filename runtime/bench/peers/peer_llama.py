@@ -7,6 +7,9 @@ attention or not) and the tokens of one graph (`n_ubatch`), such as "flash-512".
 Batches use the low-level API like llama.cpp's own batched benchmark: every sequence has its own part of the cache,
 logits are requested only for sampled tokens, and numpy's argmax is used, which is faster than a greedy sampler. The
 cache holds float16, llama.cpp's default. Contexts are made, and a prompt's batch is filled, before the clock starts.
+
+Texts to embed are decoded as many at a time as fit a graph, in their order; a variant's number is its tokens, or those
+of the longest text.
 """
 
 import ctypes
@@ -21,6 +24,7 @@ import numpy as np
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 VARIANTS = ("flash-512", "plain-512", "flash-128", "plain-128")
+EMBED_VARIANTS = ("flash-512", "plain-512", "flash-128")
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 GPT2_FIELDS = {
     "block_count": "n_layer", "context_length": "n_positions", "embedding_length": "n_embd",
@@ -31,6 +35,11 @@ QWEN3_FIELDS = {
     "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads",
     "head_count_kv": "num_key_value_heads", "key_length": "head_dim", "value_length": "head_dim",
     "layer_norm_rms_eps": "rms_norm_eps", "rope_freq_base": "rope_theta",
+}  # fmt: skip
+BERT_FIELDS = {
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads", "layer_norm_eps": "layer_norm_eps",
+    "token_type_count": "type_vocab_size",
 }  # fmt: skip
 """gguf's writer's methods, and the fields of config.json that they take."""
 
@@ -59,12 +68,16 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     import gguf
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = config["model_type"]
-    writer = gguf.GGUFWriter(path, kind)
-    names = {"gpt2": GPT2_FIELDS, "qwen3": QWEN3_FIELDS}.get(kind)
+    kind = {"xlm-roberta": "bert"}.get(config["model_type"], config["model_type"])
+    names = {"gpt2": GPT2_FIELDS, "qwen3": QWEN3_FIELDS, "bert": BERT_FIELDS}.get(kind)
     if names is None:
-        raise ValueError(f"model_type {kind!r} is neither gpt2 nor qwen3")
+        raise ValueError(f"model_type {kind!r} is none of gpt2, qwen3, bert and xlm-roberta")
+    writer = gguf.GGUFWriter(path, kind)
     fields = {**config, "n_inner": 4 * config.get("n_embd", 0)}
+    first_position = config["pad_token_id"] + 1 if config["model_type"] == "xlm-roberta" else 0
+    if kind == "bert":
+        writer.add_causal_attention(False)
+        fields["max_position_embeddings"] -= first_position
     for name, field in names.items():
         getattr(writer, f"add_{name}")(fields[field])
     layers = fields[names["block_count"]]
@@ -75,10 +88,14 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     for name, values in stored_tensors(folder / "model.safetensors"):
         if ".c_" in name and values.ndim == 2:
             values = values.T  # GPT-2 stores its maps as [in, out]
-        theirs = tensor_names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name.endswith("position_embeddings.weight"):
+            values = values[first_position:]
+        theirs = tensor_names.get_name(
+            name.removeprefix("bert.").removeprefix("roberta."), try_suffixes=(".weight", ".bias")
+        )
         assert theirs is not None, name
         data = np.ascontiguousarray(values, np.float32)
-        if values.ndim == 2 and name != "transformer.wpe.weight":
+        if values.ndim == 2 and not theirs.startswith(("position_embd", "token_types")):
             writer.add_tensor(theirs, gguf.quants.quantize(data, matrix_type), raw_dtype=matrix_type)
         else:
             writer.add_tensor(theirs, data)
@@ -118,8 +135,9 @@ class Peer:
         self.threads = 0
         self.vocab_size = 0
         self.clock = time.perf_counter
+        self.size = 0
 
-    def load(self, folder: str, threads: int, dtype: str, clock: str) -> dict[str, Any]:
+    def load(self, folder: str, threads: int, dtype: str, clock: str, task: str = "generate") -> dict[str, Any]:
         import llama_cpp
 
         self.api, self.threads = llama_cpp, threads
@@ -135,18 +153,19 @@ class Peer:
         if not self.model:
             raise RuntimeError(f"llama.cpp does not load {path.name}")
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.size = llama_cpp.llama_model_n_embd(self.model)
         return {
             "llama_cpp_python": llama_cpp.__version__,
             "system": llama_cpp.llama_print_system_info().decode(),
             "threads": threads,
             "num_parameters": llama_cpp.llama_model_n_params(self.model),
-            "variants": VARIANTS,
+            "variants": EMBED_VARIANTS if task == "embed" else VARIANTS,
         }
 
-    def _open(self, num_sequences: int, length: int, variant: str, batch_tokens: int) -> Any:
-        """A context with an empty cache for so many sequences of `length` tokens."""
+    def _open(self, num_sequences: int, length: int, variant: str, batch_tokens: int, embeds: bool = False) -> Any:
+        """A context with an empty cache for so many sequences of `length` tokens, or one that embeds."""
         api = self.api
-        key = (num_sequences, length, variant, batch_tokens)
+        key = (num_sequences, length, variant, batch_tokens, embeds)
         if key != self.context_key:
             if self.context:
                 api.llama_free(self.context)
@@ -157,6 +176,9 @@ class Peer:
             params.n_batch = max(batch_tokens, int(ubatch))
             params.n_ubatch = int(ubatch)
             params.n_threads = params.n_threads_batch = self.threads
+            if embeds:  # texts are whole in a graph
+                params.embeddings, params.pooling_type = True, 0  # every token's
+                params.n_ubatch = params.n_batch = max(params.n_ubatch, length)
             if hasattr(params, "n_outputs_max_per_seq"):
                 params.n_outputs_max = params.n_outputs_max_per_seq = params.n_batch
             is_flash = attention == "flash"
@@ -167,7 +189,8 @@ class Peer:
             self.context, self.context_key = api.llama_init_from_model(self.model, params), key
             if not self.context:
                 raise RuntimeError(f"llama.cpp makes no context for {key}")
-        api.llama_memory_clear(api.llama_get_memory(self.context), True)
+        if not embeds:
+            api.llama_memory_clear(api.llama_get_memory(self.context), True)
         return self.context
 
     def _decode(self, context: Any, batch: Batch, num_outputs: int) -> Any:
@@ -211,6 +234,42 @@ class Peer:
             "decode_s": end - first,
             "total_s": end - start,
         }
+
+    def embed(self, prompts: list[list[int]], pooling: str, variant: str, path: str) -> dict[str, Any]:
+        """Vectors by "cls" or "mean" pooling."""
+        lengths = [len(prompt) for prompt in prompts]
+        most = max(int(variant.split("-")[1]), *lengths)
+        parts: list[list[int]] = [[]]
+        for index, length in enumerate(lengths):
+            if parts[-1] and sum(lengths[each] for each in parts[-1]) + length > most:
+                parts.append([])
+            parts[-1].append(index)
+        context = self._open(max(map(len, parts)), max(lengths), variant, most, embeds=True)
+        batches = []
+        for part in parts:
+            sequences = [place for place, index in enumerate(part) for _ in range(lengths[index])]
+            batch = Batch(self.api, sequences, [True] * len(sequences))
+            batch.token[:] = np.concatenate([prompts[index] for index in part])
+            batch.position[:] = np.concatenate([np.arange(lengths[index]) for index in part])
+            batches.append(batch)
+        vectors = np.empty((len(prompts), self.size), np.float32)
+        start, used = self.clock(), time.process_time()
+        for part, batch in zip(parts, batches):
+            status = self.api.llama_encode(context, batch.batch)
+            if status != 0:
+                raise RuntimeError(f"llama_encode returned {status}")
+            pointer = ctypes.cast(self.api.llama_get_embeddings(context), ctypes.POINTER(ctypes.c_float))
+            rows, first = np.ctypeslib.as_array(pointer, (batch.batch.n_tokens, self.size)), 0
+            for index in part:
+                end = first + lengths[index]
+                row = rows[first] if pooling == "cls" else rows[first:end].mean(axis=0)
+                vectors[index] = row / np.linalg.norm(row)
+                first = end
+        wall_s, used_s = self.clock() - start, time.process_time() - used
+        for batch in batches:
+            batch.free()
+        np.save(path, vectors)
+        return {"path": path, "wall_s": wall_s, "used_s": used_s}
 
 
 if __name__ == "__main__":

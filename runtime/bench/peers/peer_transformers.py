@@ -6,6 +6,9 @@ The interpreter has torch, transformers and numpy, and need not have this projec
 Prompts of one request are equally long, so that the peer needs neither padding nor a mask. The loop is the leanest
 around the model's own forward: `logits_to_keep=1`, argmax on the tensor, tokens read back once at the end, no
 `generate()` machinery around it.
+
+Texts to embed are sorted by length and padded in batches, as sentence-transformers does; the variant is the size of a
+batch. Equally long ones need no mask.
 """
 
 import time
@@ -14,6 +17,7 @@ from typing import Any
 import numpy
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+BATCH_SIZES = ("32", "64", "8", "1")
 
 
 class Peer:
@@ -24,22 +28,24 @@ class Peer:
         self.torch: Any = None
         self.clock = time.perf_counter
 
-    def load(self, folder: str, threads: int, dtype: str, clock: str) -> dict[str, Any]:
+    def load(self, folder: str, threads: int, dtype: str, clock: str, task: str = "generate") -> dict[str, Any]:
         import torch
         import transformers
 
         torch.set_num_threads(threads)
         transformers.utils.logging.disable_progress_bar()
         self.torch, self.clock = torch, CLOCKS[clock]
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+        kind = transformers.AutoModel if task == "embed" else transformers.AutoModelForCausalLM
+        options = {"add_pooling_layer": False} if task == "embed" else {}
+        self.model = kind.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True, **options
         ).eval()
         return {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "threads": torch.get_num_threads(),
             "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "variants": ["dynamic", "static"],
+            "variants": BATCH_SIZES if task == "embed" else ["dynamic", "static"],
         }
 
     def logits(self, token_ids: list[int], path: str) -> dict[str, Any]:
@@ -78,6 +84,35 @@ class Peer:
             "decode_s": end - first,
             "total_s": end - start,
         }
+
+    def embed(self, prompts: list[list[int]], pooling: str, variant: str, path: str) -> dict[str, Any]:
+        """Vectors by "cls" or "mean" pooling."""
+        torch, size = self.torch, int(variant)
+        start, used = self.clock(), time.process_time()
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        vectors = [None] * len(prompts)
+        with torch.inference_mode():
+            for first in range(0, len(order), size):
+                chosen = order[first : first + size]
+                lengths = torch.tensor([len(prompts[index]) for index in chosen])
+                longest = int(lengths.max())
+                rows = [prompts[index] + [0] * (longest - len(prompts[index])) for index in chosen]
+                ids, mask = torch.tensor(rows), None
+                positions = torch.arange(longest).expand(len(chosen), -1)
+                seen = positions < lengths[:, None]
+                if not bool(seen.all()):
+                    mask = seen.long()
+                offset = self.model.embeddings.padding_idx + 1 if self.model.config.model_type != "bert" else 0
+                hidden = self.model(ids, attention_mask=mask, position_ids=positions + offset).last_hidden_state.float()
+                if pooling == "cls":
+                    pooled = hidden[:, 0]
+                else:
+                    pooled = (hidden * seen[:, :, None]).sum(1) / lengths[:, None]
+                for index, row in zip(chosen, torch.nn.functional.normalize(pooled).numpy()):
+                    vectors[index] = row
+        wall_s, used_s = self.clock() - start, time.process_time() - used
+        numpy.save(path, numpy.stack(vectors))
+        return {"path": path, "wall_s": wall_s, "used_s": used_s}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from runtime.commands.options import ReportOptions
 
 _memory = later("runtime.bench.memory")
 _metrics = later("runtime.bench.metrics")
+_bench_encoders = later("runtime.bench.peers.bench_encoders")
 _bench_peers = later("runtime.bench.peers.bench_peers")
+_encoders = later("runtime.bench.peers.encoders")
 _report = later("runtime.bench.peers.report")
 _sides = later("runtime.bench.peers.rounds")
 _workloads = later("runtime.bench.peers.workloads")
@@ -62,19 +64,7 @@ def peers(
     keys = (*(workload.key for workload in _workloads.WORKLOADS), *_workloads.HOST_WORK)
     chosen = _workloads.named("--workloads", workloads, keys, [key for key in keys if key not in _workloads.ON_REQUEST])
     chosen_dtypes = _workloads.named("--dtypes", dtypes, _workloads.DTYPES, _workloads.DTYPES)
-    names = [engine.name for engine in _sides.PEER_ENGINES]
-    chosen_peers = _workloads.named("--peers", peers, names, names)
-    given = {_sides.TRANSFORMERS.name: peer_python, _sides.LLAMA.name: llama_python}
-    pythons = {}
-    for engine in _sides.PEER_ENGINES:
-        if engine.name not in chosen_peers:
-            continue
-        try:
-            pythons[engine.name] = engine.python(given[engine.name], Path(__file__).resolve().parents[2])
-        except _metrics.BenchmarkError as error:
-            if peers is not None or given[engine.name] is not None:
-                raise
-            print(f"missing: {error}", file=sys.stderr)
+    pythons = _pythons(peers, peer_python, llama_python)
     groups = _workloads.groups_of(
         [workload for workload in _workloads.WORKLOADS if workload.key in chosen], chosen_dtypes
     )
@@ -100,6 +90,61 @@ def peers(
     for line in failed if check else ():
         print(line, file=sys.stderr)
     if report["refused"] or (check and failed):
+        raise typer.Exit(1)
+
+
+def _pythons(peers: str | None, peer_python: Path | None, llama_python: Path | None) -> dict[str, Path]:
+    """The peers' Pythons by their names; a peer that was not asked for may lack one."""
+    names = [engine.name for engine in _sides.PEER_ENGINES]
+    chosen_peers = _workloads.named("--peers", peers, names, names)
+    given = {_sides.TRANSFORMERS.name: peer_python, _sides.LLAMA.name: llama_python}
+    pythons = {}
+    for engine in _sides.PEER_ENGINES:
+        if engine.name not in chosen_peers:
+            continue
+        try:
+            pythons[engine.name] = engine.python(given[engine.name], Path(__file__).resolve().parents[2])
+        except _metrics.BenchmarkError as error:
+            if peers is not None or given[engine.name] is not None:
+                raise
+            print(f"missing: {error}", file=sys.stderr)
+    return pythons
+
+
+def encoders(
+    output: ReportOptions,
+    models: Annotated[str | None, typer.Option(help="Of minilm-l6,bge-m3; default: both.")] = None,
+    dtypes: Annotated[str | None, typer.Option(help="Weights: float32,bfloat16,int8; default: all.")] = None,
+    texts: Annotated[
+        str | None, typer.Option(help="Of one-20,equal-64,mixed-64, which all run by default, and mixed-16.")
+    ] = None,
+    peers: Annotated[
+        str | None, typer.Option(help="transformers,llama.cpp; default: those whose Python is there.")
+    ] = None,
+    peer_python: Annotated[Path | None, typer.Option(help="A Python with torch and transformers.")] = None,
+    llama_python: Annotated[Path | None, typer.Option(help="A Python with llama-cpp-python and gguf.")] = None,
+    num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 5,
+    clock: Annotated[
+        Literal["wall", "processor"],
+        typer.Option(help="processor: each side's processor time, for a busy machine; on one core (`taskset -c 0`)."),
+    ] = "wall",
+    serve: Annotated[bool, typer.Option(help="Start our server, too: its start, memory and HTTP.")] = True,
+    check: CheckFlag = False,
+) -> None:
+    """Vectors of ours, llama.cpp and Hugging Face transformers in turns, on the shapes of MiniLM-L6 and bge-m3."""
+    keys = [each.key for each in _encoders.TEXTS]
+    chosen = _workloads.named("--texts", texts, keys, [key for key in keys if key not in _encoders.ON_REQUEST])
+    report = _bench_encoders.bench_encoders(
+        _pythons(peers, peer_python, llama_python),
+        _workloads.named("--models", models, list(_encoders.SHAPES), list(_encoders.SHAPES)),
+        _workloads.named("--dtypes", dtypes, _encoders.DTYPES, _encoders.DTYPES),
+        [each for each in _encoders.TEXTS if each.key in chosen],
+        num_rounds=num_rounds,
+        clock=clock,
+        serves=serve,
+    )
+    output.deliver(report, _encoders.markdown(report))
+    if check and not all(row["is_met"] for row in report["results"]):
         raise typer.Exit(1)
 
 

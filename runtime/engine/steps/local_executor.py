@@ -23,8 +23,10 @@ from runtime.communicator import RankCommunicator, begins_here, ends_here
 from runtime.dtype import DType, float32
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
+from runtime.engine.steps.encoder_passes import EncoderPasses
 from runtime.engine.steps.executor import (
     AuxiliaryHiddenStates,
+    BidirectionalModel,
     DrawMasks,
     Encoded,
     ExpandingModel,
@@ -113,6 +115,9 @@ class LocalExecutor:
         self.graphs: DecodeGraphs | None = None
         if limits.decode_graphs != "off":
             self.graphs = DecodeGraphs(model, kv_cache, limits, self.rows, self._recorder, communicator)
+        self._encoder_passes: EncoderPasses | None = None
+        if self.graphs is not None and is_cpu and communicator is None and isinstance(model, BidirectionalModel):
+            self._encoder_passes = EncoderPasses(model, limits, self._recorder)
 
     def start(
         self, step: StepInput, masks: DrawMasks | None = None,
@@ -232,7 +237,9 @@ class LocalExecutor:
             return hidden if found is None else found
 
         back = bring_back if self._is_staged else None
-        return PagedSidePass(self.model, self.limits, lengths, self._before_pass, self.pictures, back)
+        return PagedSidePass(
+            self.model, self.limits, lengths, self._before_pass, self.pictures, back, self._encoder_passes
+        )
 
     def _before_pass(self) -> None:
         self.synchronize()

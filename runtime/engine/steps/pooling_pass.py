@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime import ops
-from runtime.batch import Batch
 from runtime.engine.limits import EngineLimits
+from runtime.engine.steps.encoder_passes import EncoderInputs, EncoderPasses
 from runtime.engine.steps.executor import BidirectionalModel, Model
 from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.engine.steps.pictures import PictureStore
@@ -27,6 +26,7 @@ class PagedSidePass:
     synchronize  waits until no step runs
     store        of the images' embeddings, if the model reads images
     bring_back   sends the last stage's hidden states to the first and waits for it; other stages return what they sent
+    passes       the recorded ones of an encoder, if there are any
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class PagedSidePass:
         synchronize: Callable[[], None],
         store: PictureStore | None = None,
         bring_back: Callable[[Tensor], Tensor] | None = None,
+        passes: EncoderPasses | None = None,
     ) -> None:
         self._synchronize = synchronize
         self._bring_back = bring_back
@@ -60,7 +61,8 @@ class PagedSidePass:
                     count = 2
                     self._states.append((group, row, [first, first + 1]))
                 num_used[pool] += count
-        self._pages = KVCache(spec, num_used)
+        self._passes = passes if passes is not None and passes.takes(list(lengths)) else None
+        self._pages = KVCache(spec, num_used) if self._passes is None else self._passes.pages
 
     def run(
         self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None,
@@ -76,29 +78,31 @@ class PagedSidePass:
             np.concatenate(token_ids), self._rows, np.array(starts), counts, self._tables, no_logits,
             self._rotary_offsets,
         )  # fmt: skip
+        inputs = None
+        if isinstance(self._model, BidirectionalModel):
+            assert not any(starts), "an encoder's prompt is one chunk"
+            inputs = encoder_inputs(self._model.windows, counts, types)
+            if self._passes is not None:
+                return self._passes.run(layout, inputs)
         batch = layout.batch(self._model.device, exact=self._limits.exact)
         if pictures is not None:
             assert self._store is not None, "pictures were encoded"
             self._store.complete(batch, pictures)
-        if isinstance(self._model, BidirectionalModel):
-            assert not any(starts), "an encoder's prompt is one chunk"
-            see_both_ways(batch, self._model.windows, counts, types)
+        if inputs is not None:
+            inputs.give(batch)
         hidden = self._model.forward(batch, self._pages)
         return hidden if self._bring_back is None else self._bring_back(hidden)
 
 
-def see_both_ways(
-    batch: Batch, windows: Sequence[int | None], counts: NDArray[np.int64], types: Sequence[NDArray[np.int32] | None]
-) -> None:
-    """Give an encoder's batch what each token sees ahead, and the types of its tokens (0 without `types`)."""
+def encoder_inputs(
+    windows: Sequence[int | None], counts: NDArray[np.int64], types: Sequence[NDArray[np.int32] | None]
+) -> EncoderInputs:
+    """What each token of texts with so many tokens sees ahead, and its type (0 without `types`)."""
     ends, own = np.repeat(counts, counts), np.concatenate([np.arange(count) for count in counts])
-    until = [ends if window is None else np.minimum(ends, own + window) for window in windows]
+    until = {window: ends if window is None else np.minimum(ends, own + window) for window in windows}
     given = [np.zeros(count, np.int32) if each is None else each for count, each in zip(counts, types)]
     of_types = np.concatenate(given) if given else np.zeros(len(own), np.int32)
-    *placed, batch.token_types = ops.place(
-        [*(each.astype(np.int32) for each in until), of_types], batch.token_ids.device
-    )
-    batch.until_by_window = dict(zip(windows, placed, strict=True))
+    return EncoderInputs({window: each.astype(np.int32) for window, each in until.items()}, of_types)
 
 
 def slices(vocab_size: int, first: int, end: int) -> Iterator[tuple[int, int]]:

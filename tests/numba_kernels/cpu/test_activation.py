@@ -89,7 +89,7 @@ def test_known_values():
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 17), (3, 16), (5, 100), (33, 1001), (200, 300), (0, 4)])
-@pytest.mark.parametrize("activation", ops.GLU_ACTIVATIONS)
+@pytest.mark.parametrize("activation", ops.GATES)
 def test_glu(rows, width, activation):
     gate_up = normal(np.random.default_rng(rows), (rows, 2 * width)) * 5  # beyond what is clamped
     out = ops.glu(tensor(gate_up), activation)

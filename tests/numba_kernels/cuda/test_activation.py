@@ -78,7 +78,10 @@ def test_more_than_the_grid_at_once(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
 
 
 @both_archs
-@pytest.mark.parametrize("name", activation.GLU_ACTIVATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [*activation.GLU_ACTIVATIONS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in activation.GATES[2:])],
+)
 @pytest.mark.parametrize("dtype", ["f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16"])
 @pytest.mark.exhaustive_cases("f32-gelu_tanh")
 def test_glu(gpu: Gpu, name: str, dtype: str) -> None:

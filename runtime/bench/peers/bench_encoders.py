@@ -1,0 +1,285 @@
+"""`bench encoders`: this engine's vectors against llama.cpp's and transformers', on the same weights, in turns.
+
+For each model and type of weights all sides load one folder of seeded random weights. Vectors of every workload are
+compared, then each is timed in rounds, all sides in turns, the first one rotating. Ours is `LLM.embed`; a peer runs the
+fastest of its own settings. Our server is also started on the folder: the time until it is ready, its memory, and how
+much longer a request over HTTP takes than `LLM.embed`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.bench.environment import finished, usable_cores
+from runtime.bench.memory import MemoryWatch
+from runtime.bench.metrics import BenchmarkError, interleaved
+from runtime.bench.peers.child_process import ChildProcess
+from runtime.bench.peers.cpu_limits import LimitMeter, open_meter
+from runtime.bench.peers.encoders import PEER_DTYPES, SHAPES, EncoderShape, Texts, judge
+from runtime.bench.peers.rounds import CLOCKS, OURS, PEER_ENGINES
+from runtime.llm import LLM
+from runtime.own_packages import python_module
+
+Vectors = NDArray[np.float32]
+Say = Callable[[str], None]
+
+LEAST_COSINE = {"float32": 0.9995, "bfloat16": 0.99, "int8": 0.98}
+"""Of a vector of ours and of a peer's: llama.cpp's GELU is another one."""
+NUM_STARTS = 3
+NUM_REQUESTS = 30
+_REPEATS_OF_ONE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Vectors and seconds of one call, by the chosen clock and of the processor."""
+
+    vectors: Vectors
+    clock_s: float
+    used_s: float
+
+
+class OurSide:
+    """`LLM.embed`, vectors of length one."""
+
+    name = OURS
+
+    def __init__(self, llm: LLM, shape: EncoderShape, clock: str) -> None:
+        self._llm, self._pooling, self._clock = llm, shape.pooling, CLOCKS[clock]
+
+    def embed(self, prompts: list[list[int]]) -> Turn:
+        start, used = self._clock(), time.process_time()
+        found = self._llm.embed(prompts, pooling=self._pooling, normalize=True, use_tqdm=False)
+        seconds, used_s = self._clock() - start, time.process_time() - used
+        return Turn(np.array([each.outputs.embedding for each in found], np.float32), seconds, used_s)
+
+    def choose_variant(self, prompts: list[list[int]]) -> None:
+        """It has one."""
+        self.embed(prompts)
+
+
+class PeerSide:
+    """A peer in its own process, which has loaded the folder; `variant` is its setting."""
+
+    def __init__(
+        self, name: str, child: ChildProcess, folder: Path, shape: EncoderShape, dtype: str, clock: str
+    ) -> None:
+        self.name = name
+        self._child, self._folder, self._pooling = child, folder, shape.pooling
+        reply = child.ask(
+            "load", folder=str(folder), threads=usable_cores(), dtype=dtype, clock=clock, task="embed"
+        )  # fmt: skip
+        self._variants: list[str] = reply.pop("variants")
+        self.variant = self._variants[0]
+        self.versions = {key: value for key, value in reply.items() if key not in ("processor_s", "system")}
+
+    def embed(self, prompts: list[list[int]]) -> Turn:
+        path = str(self._folder / "vectors.npy")
+        reply = self._child.ask(
+            "embed", timeout_s=3600.0, prompts=prompts, pooling=self._pooling, variant=self.variant, path=path
+        )
+        return Turn(np.load(path), reply["wall_s"], reply["used_s"])
+
+    def choose_variant(self, prompts: list[list[int]]) -> None:
+        """The fastest variant, by one run each after a first one."""
+        self.embed(prompts)
+        seconds = {}
+        for variant in self._variants:
+            self.variant = variant
+            seconds[variant] = self.embed(prompts).clock_s
+        self.variant = min(seconds, key=lambda variant: seconds[variant])
+
+
+def bench_encoders(
+    pythons: Mapping[str, Path],
+    models: Sequence[str],
+    dtypes: Sequence[str],
+    texts: Sequence[Texts],
+    *,
+    num_rounds: int = 5,
+    clock: str = "wall",
+    serves: bool = True,
+    shapes: Mapping[str, EncoderShape] = SHAPES,
+    meter: LimitMeter | None = None,
+    seed: int = 0,
+    say: Say = lambda line: print(line, file=sys.stderr, flush=True),
+) -> dict[str, Any]:
+    """Measures the texts with each of the models and types of weights.
+
+    pythons  each peer's Python, by the engine's name; a peer without one is left out
+    clock    "processor" takes each side's processor time, which other processes hardly change; on one core alone
+    serves   whether our server is started, too
+    meter    of the limits; a new one if None
+
+    `results[i]` has by side the seconds of each round, `ratio` of ours to the better peer (above 1: ours is faster),
+    `share_of_limit`, `goal` and `is_met`. `served[i]` has start, memory and HTTP. Raises `BenchmarkError` if vectors
+    differ.
+    """
+    if num_rounds < 1:
+        raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")
+    if clock != "wall" and usable_cores() != 1:
+        raise BenchmarkError(f"--clock {clock} needs one core, not {usable_cores()}: `taskset -c 0 xserv bench ...`")
+    peers = [engine for engine in PEER_ENGINES if engine.name in pythons]
+    report: dict[str, Any] = {
+        "clock": clock, "num_rounds": num_rounds, "sides": [OURS, *(engine.name for engine in peers)], "peers": {},
+        "results": [], "served": [],
+    }  # fmt: skip
+    measured = []
+    with contextlib.ExitStack() as outer:
+        meter = meter or outer.enter_context(open_meter())
+        for model in models:
+            for dtype in dtypes:
+                say(f"{model}, {dtype}: writing and loading")
+                shape = shapes[model]
+                with (
+                    tempfile.TemporaryDirectory(prefix="xserv-encoders-") as name,
+                    _opened(Path(name), shape, dtype, seed, clock) as llm,
+                    contextlib.ExitStack() as stack,
+                ):
+                    sides: list[OurSide | PeerSide] = [OurSide(llm, shape, clock)]
+                    for engine in peers:
+                        child = stack.enter_context(
+                            ChildProcess([str(pythons[engine.name]), str(engine.script)], engine.name)
+                        )
+                        side = PeerSide(engine.name, child, Path(name), shape, PEER_DTYPES[dtype], clock)
+                        report["peers"].setdefault(engine.name, side.versions)
+                        sides.append(side)
+                    for each in texts:
+                        say(f"{model}, {dtype}: {each.name}")
+                        row = _measured(sides, each.ids(shape.vocab_size, seed), dtype, num_rounds, meter)
+                        row = {"model": model, "dtype": dtype, "texts": each.name, **row}
+                        measured.append((shape, each, row))
+                    if serves:
+                        stack.close()
+                        say(f"{model}, {dtype}: serving")
+                        served = _served(Path(name), sides[0], texts[0].ids(shape.vocab_size, seed)[0], dtype)
+                        report["served"].append({"model": model, "dtype": dtype, **served})
+        report["limits"] = meter.report()
+        for shape, each, row in measured:
+            limit_s = shape.least_s(meter.best(), row["dtype"], each.lengths)
+            median_s = row["sides"][OURS]["median_s"]
+            row.update(limit_s=limit_s, times_limit=median_s / limit_s, share_of_limit=limit_s / median_s)
+            judge(each, row["dtype"], row)
+            report["results"].append(row)
+    return finished(report)
+
+
+def _arguments(folder: Path, dtype: str) -> dict[str, Any]:
+    if dtype == "int8":
+        return {"model": str(folder), "device": "cpu", "dtype": "float32", "quantization": "int8"}
+    return {"model": str(folder), "device": "cpu", "dtype": dtype}
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, shape: EncoderShape, dtype: str, seed: int, clock: str) -> Iterator[LLM]:
+    shape.write(folder, seed, PEER_DTYPES[dtype])
+    with LLM(skip_tokenizer_init=True, **_arguments(folder, dtype)) as llm:
+        yield llm
+
+
+def _measured(
+    sides: Sequence[OurSide | PeerSide], prompts: list[list[int]], dtype: str, num_rounds: int, meter: LimitMeter
+) -> dict[str, Any]:
+    """The row without what depends on the limits."""
+    agreement = {}
+    for side in sides:
+        side.choose_variant(prompts)
+    ours = sides[0].embed(prompts).vectors
+    for side in sides[1:]:
+        cosines = (ours.astype(np.float64) * side.embed(prompts).vectors).sum(axis=1)
+        agreement[side.name] = float(cosines.min())
+        if not agreement[side.name] >= LEAST_COSINE[dtype]:
+            raise BenchmarkError(
+                f"{side.name}'s vectors differ from ours: a cosine is {agreement[side.name]:.5f}, "
+                f"less than {LEAST_COSINE[dtype]}"
+            )
+    repeats = _REPEATS_OF_ONE if len(prompts) == 1 else 1
+
+    def turn(side: OurSide | PeerSide) -> Callable[[], list[Turn]]:
+        return lambda: [side.embed(prompts) for _ in range(repeats)]
+
+    def limits() -> list[Turn]:
+        meter.measure()
+        return []
+
+    found = interleaved({**{side.name: turn(side) for side in sides}, "limits": limits}, num_rounds)
+    seconds = {
+        side.name: [statistics.median(each.clock_s for each in turns) for turns in found[side.name]] for side in sides
+    }
+    used = {side.name: statistics.median(t.used_s for turns in found[side.name] for t in turns) for side in sides}
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    best = min((median for name, median in medians.items() if name != OURS), default=None)
+    return {
+        "sides": {
+            name: {"median_s": medians[name], "median_processor_s": used[name], "rounds_s": seconds[name]}
+            for name in seconds
+        },
+        "variants": {side.name: side.variant for side in sides if isinstance(side, PeerSide)},
+        "least_cosine": agreement,
+        "ratio": None if best is None else best / medians[OURS],
+    }
+
+
+def _served(folder: Path, ours: OurSide | PeerSide, prompt: list[int], dtype: str) -> dict[str, Any]:
+    """A warm start of our server, the best of some; its memory; and one text over HTTP in turns with `LLM.embed`."""
+    command = [sys.executable, "-P", *python_module("runtime.bench.load.own_server")]
+    starts = []
+    for number in range(NUM_STARTS):
+        begin = time.perf_counter()
+        with ChildProcess(command, "our server") as server, MemoryWatch(server.pid) as watch:
+            started = server.ask("start", **_arguments(folder, dtype))
+            starts.append(time.perf_counter() - begin)
+            if number < NUM_STARTS - 1:
+                continue
+            found = _over_http(started, ours, prompt)
+            peak = watch.peak.total
+    http_ms, direct_ms = (1e3 * statistics.median(found[name]) for name in ("http", "direct"))
+    return {
+        "start_s": min(starts),
+        "starts_s": starts,
+        "weight_bytes": started["weight_bytes"],
+        "kv_cache_bytes": started["kv_cache_bytes"],
+        "peak_bytes": peak,
+        "beside_weights_bytes": peak - started["weight_bytes"],
+        "direct_ms": direct_ms,
+        "http_ms": http_ms,
+        "more_ms": http_ms - direct_ms,
+    }
+
+
+def _over_http(started: Mapping[str, Any], ours: OurSide | PeerSide, prompt: list[int]) -> dict[str, list[float]]:
+    """Seconds of requests for one text, "http" and "direct" in turns, on one connection."""
+    connection = http.client.HTTPConnection("127.0.0.1", started["port"])
+    body = json.dumps({"model": started["model"], "input": prompt, "encoding_format": "base64"})
+
+    def over_http() -> float:
+        start = time.perf_counter()
+        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse().read()
+        seconds = time.perf_counter() - start
+        base64.b64decode(json.loads(answer)["data"][0]["embedding"])
+        return seconds
+
+    def direct() -> float:
+        start = time.perf_counter()
+        ours.embed([prompt])
+        return time.perf_counter() - start
+
+    try:
+        return interleaved({"http": over_http, "direct": direct}, NUM_REQUESTS, warm_ups=3)
+    finally:
+        connection.close()

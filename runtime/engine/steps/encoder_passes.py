@@ -1,0 +1,147 @@
+"""Recordings of an encoder's passes on the CPU, by shape: launched from Python, a short text takes twice as long.
+
+Pages, inputs and results lie at fixed addresses. Passes with more tokens than a step has are not recorded: their
+results would hold memory, and they do not wait for Python.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.batch import Batch
+from runtime.device.errors import CaptureError
+from runtime.engine.limits import EngineLimits
+from runtime.engine.steps.executor import Model
+from runtime.engine.steps.layout import StepLayout
+from runtime.engine.steps.recorder import Recorder, Recording, Recordings
+from runtime.kv.cache import KVCache
+from runtime.tensor.tensor import Tensor
+
+
+class EncoderInputs(NamedTuple):
+    """What an encoder's batch has besides its layout, each number a token's (int32).
+
+    until  where the tokens end that it sees, by window
+    types  0, or 1 in the second of two texts
+    """
+
+    until: dict[int | None, NDArray[np.int32]]
+    types: NDArray[np.int32]
+
+    def give(self, batch: Batch) -> None:
+        """Set the batch's fields, over these arrays on the CPU."""
+        device = batch.token_ids.device
+        batch.until_by_window = {window: Tensor.from_numpy(each).to(device) for window, each in self.until.items()}
+        batch.token_types = Tensor.from_numpy(self.types).to(device)
+
+
+class _Shape(NamedTuple):
+    """`length`: of the longest text, rounded up."""
+
+    num_tokens: int
+    num_seqs: int
+    length: int
+
+
+@dataclass(slots=True, eq=False)
+class _Recorded:
+    """A recording with its inputs."""
+
+    recording: Recording
+    layout: StepLayout
+    inputs: EncoderInputs
+
+    def release(self) -> None:
+        self.recording.release()
+
+
+class EncoderPasses:
+    """The recorded passes of one model. Belongs to the thread that runs passes."""
+
+    def __init__(self, model: Model, limits: EngineLimits, recorder: Recorder) -> None:
+        self._model, self._limits, self._recorder = model, limits, recorder
+        self._lengths = recorder.pass_lengths(limits.max_model_len, exact=limits.exact)
+        self._recordings: Recordings[_Shape, _Recorded] = Recordings(recorder.most_kept)
+        self._pages: KVCache | None = None
+
+    @property
+    def num_recorded(self) -> int:
+        """Recordings that are kept."""
+        return len(self._recordings.kept)
+
+    def takes(self, lengths: list[int]) -> bool:
+        """Whether a pass over texts of these lengths is recorded."""
+        fits = sum(lengths) <= self._limits.max_num_batched_tokens and len(lengths) <= self._limits.max_num_seqs
+        return fits and not self._recordings.has_given_up
+
+    @property
+    def pages(self) -> KVCache:
+        """Room for every pass that is recorded."""
+        if self._pages is None:
+            size, spec = self._limits.block_size, self._model.kv_cache_spec(self._limits.block_size)
+            most = self._limits.max_num_batched_tokens // size + self._limits.max_num_seqs
+            self._pages = KVCache(spec, [most * spec.group_pools.count(pool) for pool in range(len(spec.block_bytes))])
+        return self._pages
+
+    def run(self, layout: StepLayout, inputs: EncoderInputs) -> Tensor:
+        """The hidden states, valid until the next run. Raises what the model's forward pass raises."""
+        length = self._lengths[bisect_left(self._lengths, layout.max_seq_len)]
+        shape = _Shape(layout.num_tokens, layout.num_seqs, length)
+        found = self._recordings.take(shape)
+        if found is None:
+            found = self._record(shape, layout, inputs)
+            if found is None:
+                batch = layout.batch(self._model.device, exact=self._limits.exact)
+                inputs.give(batch)
+                return self._model.forward(batch, self.pages)
+        else:
+            for name, target in found.layout.arrays.items():
+                _write(target, layout.arrays[name])
+            for window, target in found.inputs.until.items():
+                target[:] = inputs.until[window]
+            found.inputs.types[:] = inputs.types
+        found.recording.replay()
+        result: Tensor = found.recording.result
+        return result
+
+    def _record(self, shape: _Shape, layout: StepLayout, inputs: EncoderInputs) -> _Recorded | None:
+        """Returns None, now and later, if the model cannot be recorded."""
+        if self._recordings.has_given_up:
+            return None
+        arrays = {name: np.array(array) for name, array in layout.arrays.items()}
+        tables = layout.arrays["block_tables"]
+        arrays["block_tables"] = np.zeros((*tables.shape[:2], self._limits.table_width(shape.length)), tables.dtype)
+        _write(arrays["block_tables"], tables)
+        longest = shape.num_tokens - shape.num_seqs + 1
+        own = StepLayout(arrays, min(longest, shape.length), shape.length)
+        kept = EncoderInputs({window: each.copy() for window, each in inputs.until.items()}, inputs.types.copy())
+        batch = own.batch(self._model.device, exact=self._limits.exact)
+        kept.give(batch)
+        pages = self.pages
+
+        def work() -> Tensor:
+            return self._recorder.outlive(self._model.forward(batch, pages))
+
+        try:
+            recording = self._recorder.record(work)
+        except CaptureError as error:
+            self._recordings.give_up("this model's passes are not recorded", error)
+            return None
+        found = _Recorded(recording, own, kept)
+        self._recordings.add(shape, found)
+        return found
+
+
+def _write(target: NDArray[Any], given: NDArray[Any]) -> None:
+    """Copies a step's array to a recording's, which may have wider rows."""
+    if target.shape == given.shape:
+        target[...] = given
+    else:
+        width = min(given.shape[-1], target.shape[-1])
+        target[..., :width] = given[..., :width]
+        target[..., width:] = 0
