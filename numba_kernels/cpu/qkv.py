@@ -7,7 +7,7 @@ dimensions, as two halves or as interleaved pairs, or ``rotary / 2`` and as many
 normalised then, as Hunyuan does; values may have an RMSNorm without weights, as in Gemma 4; q is multiplied by its
 position's scale. q goes out as ``[T, Hq, D]``, k and v into the pages at the token's slot: K ``[block, head, dim,
 token]``, V ``[block, head, token, dim padded]``, quantised where pages are of int8 or fp8 (`quantised_rows`). A slot of
--1 is not written.
+-1 is not written. In pages of float32 the keys of neighbouring slots are written together, transposed in registers.
 
 Status 1: a position without a row in the rotation table. Status 2: a slot beyond the pages.
 """
@@ -20,9 +20,11 @@ import math
 import numpy as np
 from numba import carray, njit
 
+from numba_kernels.cpu.gemm.packed_words import transpose_words
 from numba_kernels.cpu.intrinsics.scalars import store_f32
 from numba_kernels.cpu.quantised_rows import is_quantised, largest_number, store_row
-from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at, int64_at
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at, int64_at
+from numba_kernels.cpu.target import LANES
 
 FIELDS = Fields(
     "*qkv *positions *cos *sin *q_scales *q_norm *k_norm *k_cache *v_cache *k_scales *v_scales *slots *q "
@@ -94,11 +96,17 @@ def rotate(target, cos, sin, rotary, distance, interleaved):
             target[distance + i] = high * cos[i] + low * sin[i]
 
 
+@njit(nogil=True)
+def hold(keys):
+    """A last use: numba frees an array after its last use by name, even if its address is in use."""
+
+
 @functools.cache
 def qkv_kernel(stored: type) -> Kernel:
     """The kernel for pages of ``stored``; a work item is some tokens."""
     itemsize = np.dtype(stored).itemsize
     has_scales, largest = is_quantised(stored), largest_number(stored)
+    is_word = stored is np.float32
 
     def qkv(arguments, work_item):
         a = carray(arguments, 1)[0]
@@ -111,7 +119,7 @@ def qkv_kernel(stored: type) -> Kernel:
         norm, eps = a.norm, a.eps
         has_own = norm in (_BY_ROW, _CENTRED)  # weights of each head
         q_scale = k_scale = np.float32(0.0)
-        key, normed = np.empty(d, np.float32), np.empty(d, np.float32)
+        normed = np.empty(d, np.float32)
         first = work_item * a.tokens_a_work_item
         last = min(a.num_tokens, first + a.tokens_a_work_item)
         for token in range(first, last):
@@ -122,13 +130,16 @@ def qkv_kernel(stored: type) -> Kernel:
                 a.status = BAD_SLOT
                 return
 
+        row_bytes = heads * d * 4
+        is_plain = norm == _NO_NORM and half == 0
+        keys = np.empty((LANES if is_word else 1, d), np.float32)
+        run = 0  # tokens whose keys are written together
         for token in range(first, last):
             cos = float32_at(a.cos + positions[token] * half * 4, half)
             sin = float32_at(a.sin + positions[token] * half * 4, half)
-            row = a.qkv + token * heads * d * 4
+            row = a.qkv + token * row_bytes
             if norm == _BY_ROW:
                 q_scale = norm_scale(float32_at(row, a.q_heads * d), eps)
-                k_scale = norm_scale(float32_at(row + a.q_heads * d * 4, a.kv_heads * d), eps)
             for head in range(a.q_heads):
                 target = float32_at(a.q + (token * a.q_heads + head) * d * 4, d)
                 source = float32_at(row + head * d * 4, d)
@@ -141,18 +152,46 @@ def qkv_kernel(stored: type) -> Kernel:
             if a.kv_heads == 0 or slots[token] < 0:
                 continue
             block, inside = slots[token] // block_size, slots[token] % block_size
+            if run == 0:  # of one block
+                run = 1
+                while (
+                    is_word and run < min(LANES, last - token, block_size - inside)
+                    and slots[token + run] == slots[token] + run
+                ):  # fmt: skip
+                    run += 1
+                for head in range(a.kv_heads):
+                    weight = float32_at(a.k_norm + head * d * 4 if has_own else a.k_norm, d)
+                    from_row, stride = row + (a.q_heads + head) * d * 4, row_bytes
+                    if not is_plain:
+                        for i in range(run):
+                            place = positions[token + i] * half * 4
+                            if norm == _BY_ROW:
+                                all_keys = float32_at(row + i * row_bytes + a.q_heads * d * 4, a.kv_heads * d)
+                                k_scale = norm_scale(all_keys, eps)
+                            _prepare_head(
+                                float32_at(from_row + i * row_bytes, d), keys[i], weight, norm, k_scale, eps,
+                                float32_at(a.cos + place, half), float32_at(a.sin + place, half), rotary, distance,
+                                interleaved,
+                            )  # fmt: skip
+                        from_row, stride = address(keys), d * 4
+                    page = block * a.kv_heads + head
+                    k_at = a.k_cache + (page * d * block_size + inside) * itemsize
+                    if is_word:
+                        for i in range(0, d, LANES):
+                            transpose_words(
+                                from_row + i * 4, stride, run, min(LANES, d - i), k_at + i * block_size * 4,
+                                block_size * 4,
+                            )  # fmt: skip
+                    elif has_scales:
+                        key = float32_at(from_row, d)
+                        store_row(k_at, block_size, key, largest, a.k_scales + (page * block_size + inside) * 4)
+                    else:
+                        key = float32_at(from_row, d)
+                        for i in range(d):
+                            store_f32(stored, k_at, i * block_size, key[i])
+            run -= 1
             for head in range(a.kv_heads):
-                source = float32_at(row + (a.q_heads + head) * d * 4, d)
-                weight = float32_at(a.k_norm + head * d * 4 if has_own else a.k_norm, d)
-                _prepare_head(source, key, weight, norm, k_scale, eps, cos, sin, rotary, distance, interleaved)
                 page = block * a.kv_heads + head
-                k_at = a.k_cache + (page * d * block_size + inside) * itemsize
-                scale_at = (page * block_size + inside) * 4
-                if has_scales:
-                    store_row(k_at, block_size, key, largest, a.k_scales + scale_at)
-                else:
-                    for i in range(d):
-                        store_f32(stored, k_at, i * block_size, key[i])
                 value = float32_at(row + (first_value + head) * d * 4, d)
                 if a.values != _OWN:
                     scale = norm_scale(value, eps)
@@ -161,9 +200,10 @@ def qkv_kernel(stored: type) -> Kernel:
                     value = normed
                 v_at = a.v_cache + (page * block_size + inside) * value_stride * itemsize
                 if has_scales:
-                    store_row(v_at, 1, value, largest, a.v_scales + scale_at)
+                    store_row(v_at, 1, value, largest, a.v_scales + (page * block_size + inside) * 4)
                 else:
                     for i in range(d):
                         store_f32(stored, v_at, i, value[i])
+        hold(keys)
 
     return Kernel(qkv, FIELDS)

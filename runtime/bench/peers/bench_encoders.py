@@ -12,6 +12,7 @@ import base64
 import contextlib
 import http.client
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.bench.environment import finished, usable_cores
-from runtime.bench.memory import MemoryWatch
+from runtime.bench.memory import MemoryWatch, descendants
 from runtime.bench.metrics import BenchmarkError, interleaved
 from runtime.bench.peers.child_process import ChildProcess
 from runtime.bench.peers.cpu_limits import LimitMeter, open_meter
@@ -235,49 +236,72 @@ def _measured(
 
 
 def _served(folder: Path, ours: OurSide | PeerSide, prompt: list[int], dtype: str) -> dict[str, Any]:
-    """A warm start of our server, the best of some; its memory; and one text over HTTP in turns with `LLM.embed`."""
+    """A warm start of our server, the best of some, and the processor time of its processes until then; its memory; and
+    one text over HTTP in turns with `LLM.embed`."""
     command = [sys.executable, "-P", *python_module("runtime.bench.load.own_server")]
-    starts = []
+    starts, used = [], []
     for number in range(NUM_STARTS):
         begin = time.perf_counter()
         with ChildProcess(command, "our server") as server, MemoryWatch(server.pid) as watch:
             started = server.ask("start", **_arguments(folder, dtype))
             starts.append(time.perf_counter() - begin)
+            used.append([_processor_s(pid) for pid in descendants(server.pid)])
             if number < NUM_STARTS - 1:
                 continue
-            found = _over_http(started, ours, prompt)
+            found = _over_http(started, server.pid, ours, prompt)
             peak = watch.peak.total
-    http_ms, direct_ms = (1e3 * statistics.median(found[name]) for name in ("http", "direct"))
+    (http_ms, http_used_ms), (direct_ms, direct_used_ms) = (
+        [1e3 * statistics.median(each) for each in zip(*found[name], strict=True)] for name in ("http", "direct")
+    )
     return {
         "start_s": min(starts),
         "starts_s": starts,
+        "starts_processor_s": used,
         "weight_bytes": started["weight_bytes"],
         "kv_cache_bytes": started["kv_cache_bytes"],
         "peak_bytes": peak,
+        "processes": watch.peak.processes,
         "beside_weights_bytes": peak - started["weight_bytes"],
         "direct_ms": direct_ms,
         "http_ms": http_ms,
         "more_ms": http_ms - direct_ms,
+        "more_processor_ms": http_used_ms - direct_used_ms,
     }
 
 
-def _over_http(started: Mapping[str, Any], ours: OurSide | PeerSide, prompt: list[int]) -> dict[str, list[float]]:
-    """Seconds of requests for one text, "http" and "direct" in turns, on one connection."""
+def _processor_s(pid: int) -> float:
+    """The processor time of a process so far."""
+    ticks = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def _thread_s(pid: int) -> float:
+    """The same of its living threads, to the nanosecond."""
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text(encoding="utf-8").split()[0]) for file in files) / 1e9
+
+
+def _over_http(
+    started: Mapping[str, Any], server: int, ours: OurSide | PeerSide, prompt: list[int]
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of requests for one text, "http" and "direct" in turns, on one connection: of the clock, and of the
+    processor in the server's processes, or in ours."""
     connection = http.client.HTTPConnection("127.0.0.1", started["port"])
     body = json.dumps({"model": started["model"], "input": prompt, "encoding_format": "base64"})
+    processes = descendants(server)
 
-    def over_http() -> float:
-        start = time.perf_counter()
+    def over_http() -> tuple[float, float]:
+        used, start = sum(map(_thread_s, processes)), time.perf_counter()
         connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
         answer = connection.getresponse().read()
         seconds = time.perf_counter() - start
         base64.b64decode(json.loads(answer)["data"][0]["embedding"])
-        return seconds
+        return seconds, sum(map(_thread_s, processes)) - used
 
-    def direct() -> float:
+    def direct() -> tuple[float, float]:
         start = time.perf_counter()
-        ours.embed([prompt])
-        return time.perf_counter() - start
+        used_s = ours.embed([prompt]).used_s
+        return time.perf_counter() - start, used_s
 
     try:
         return interleaved({"http": over_http, "direct": direct}, NUM_REQUESTS, warm_ups=3)

@@ -136,11 +136,27 @@ def markdown(report: Mapping[str, Any]) -> str:
     )
     parts = [markdown_table(head, rows)] if rows else []
     if report["served"]:
-        head = ("model", "weights", "start, s", "MB beside the weights", "1 text, ms", "over HTTP, ms", "more, ms")
+        head = (
+            "model",
+            "weights",
+            "start, s",
+            "MB beside the weights",
+            "1 text, ms",
+            "over HTTP, ms",
+            "more, ms",
+            "of the processor",
+        )
         parts.append(markdown_table(head, [_served(each) for each in report["served"]]))
     return "\n\n".join(parts)
 
 
 def _served(each: Mapping[str, Any]) -> list[str]:
-    numbers = (each["start_s"], each["beside_weights_bytes"] / 1e6, each["direct_ms"], each["http_ms"], each["more_ms"])
+    numbers = (
+        each["start_s"],
+        each["beside_weights_bytes"] / 1e6,
+        each["direct_ms"],
+        each["http_ms"],
+        each["more_ms"],
+        each["more_processor_ms"],
+    )
     return [each["model"], each["dtype"], *(f"{number:,.2f}" for number in numbers)]

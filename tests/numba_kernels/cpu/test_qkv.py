@@ -30,6 +30,38 @@ def _run(case, qkv, slots, positions, rope, norms, layout, norm_kind="before"):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("norm", ["", "head", "after"])
+@pytest.mark.parametrize("rotary", [0, 6])
+def test_neighbours_are_written_as_one_by_one(rotary: int, norm: str) -> None:
+    """Runs of neighbouring slots, broken by ends of blocks, unwritten tokens and jumps."""
+    tokens, heads, head_dim, block_size = 61, 3, 21, 24
+    rng = np.random.default_rng(4)
+    qkv, positions = normal(rng, (tokens, 3 * heads * head_dim)), np.arange(tokens, dtype=np.int32)
+    slots = 29 + np.arange(tokens)
+    slots[7] = slots[40] = -1
+    slots[50:] += 2
+    angles = rng.uniform(-3, 3, (tokens, rotary // 2))
+    rope = ops.RopeTable(tensor(np.cos(angles, dtype=np.float32)), tensor(np.sin(angles, dtype=np.float32)), False)
+    norms = [tensor(normal(rng, head_dim)) for _ in range(2)] if norm else [None, None]
+    made = []
+    for together in (True, False):
+        case = paged_case(rng, [(0, 120)], heads=heads, kv_heads=heads, head_dim=head_dim, block_size=block_size)
+        pages = [each.array for each in case.cache.layer(0)]
+        for each in pages:
+            each[...] = 7
+        found = []
+        for part in [slice(0, tokens)] if together else [slice(i, i + 1) for i in range(tokens)]:
+            found.append(
+                _run(
+                    case, qkv[part], slots[part], positions[part], rope if rotary else None, norms,
+                    (heads, heads, head_dim), norm if norm == "after" else "before",
+                ).numpy()
+            )  # fmt: skip
+        made.append([np.concatenate(found), *pages])
+    for together, alone in zip(*made, strict=True):
+        np.testing.assert_array_equal(together, alone)
+
+
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES, ids=str)
 @pytest.mark.parametrize("layout", CASES)
 def test_equals_float64(layout, dtype):
