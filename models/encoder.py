@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from models.base import Model
 from models.configuration.config import ModelConfig
 from runtime.batch import Batch
+from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
-from runtime.kv.cache import KVCache
+from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.pooling import Pooling
 from runtime.tensor.tensor import Tensor
 
@@ -34,6 +35,11 @@ class BothWays(Model):
     def source_of(self, index: int) -> int:
         """The first layer with the same window, whose pages the others overwrite."""
         return self.config.layer_windows.index(self.config.layer_windows[index])
+
+    def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
+        """On a CPU its pages are float32 by default: they are few, and written and read once."""
+        usual = float32 if self.device.kind == "cpu" else None
+        return super().kv_cache_spec(block_size, dtype or self.kv_dtype or usual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         raise InvalidArgumentError(f"{self.config.architecture} is an encoder: it has no logits of tokens")

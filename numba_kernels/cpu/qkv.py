@@ -40,6 +40,12 @@ _OWN, _NORMED, _KEYS = range(3)
 
 
 @njit(nogil=True)
+def _copy(source, target):
+    for i in range(target.shape[0]):
+        target[i] = source[i]
+
+
+@njit(nogil=True)
 def norm_scale(source, eps):
     """RMSNorm's factor of ``source``."""
     total = np.float32(0.0)
@@ -140,7 +146,9 @@ def qkv_kernel(stored: type) -> Kernel:
             row = a.qkv + token * row_bytes
             if norm == _BY_ROW:
                 q_scale = norm_scale(float32_at(row, a.q_heads * d), eps)
-            for head in range(a.q_heads):
+            if is_plain:
+                _copy(float32_at(row, a.q_heads * d), float32_at(a.q + token * a.q_heads * d * 4, a.q_heads * d))
+            for head in range(a.q_heads if a.q_scales != 0 or not is_plain else 0):
                 target = float32_at(a.q + (token * a.q_heads + head) * d * 4, d)
                 source = float32_at(row + head * d * 4, d)
                 weight = float32_at(a.q_norm + head * d * 4 if has_own else a.q_norm, d)
@@ -199,7 +207,9 @@ def qkv_kernel(stored: type) -> Kernel:
                         normed[i] = value[i] * scale
                     value = normed
                 v_at = a.v_cache + (page * block_size + inside) * value_stride * itemsize
-                if has_scales:
+                if is_word:
+                    _copy(value, float32_at(v_at, d))
+                elif has_scales:
                     store_row(v_at, 1, value, largest, a.v_scales + (page * block_size + inside) * 4)
                 else:
                     for i in range(d):
