@@ -34,6 +34,7 @@ from numba_kernels.cpu.attention.tile import (
     softmax_tile,
     value_tile,
 )
+from numba_kernels.cpu.gemm.packed_words import arrange_words
 from numba_kernels.cpu.intrinsics.scalars import exp_f32
 from numba_kernels.cpu.layout import TILE_ROWS
 from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
@@ -139,6 +140,23 @@ def write(total, target, tokens, share, q_heads, value_dim, width, sinks_at):
 def _pack_queries(source, target, tokens, share, token_stride, head_dim, scale):
     """Queries (at an address, tokens ``token_stride`` apart) times ``scale``, as tiles [head_dim][row of the tile]."""
     row = 0
+    if share == 1:  # whole tiles are transposed in registers
+        while tokens - row >= TILE_ROWS:
+            at = target + row * head_dim * 4
+            end = at + TILE_ROWS * head_dim * 4
+            for i in range(0, head_dim, LANES):
+                arrange_words(
+                    source + (row * token_stride + i) * 4, token_stride * 4, TILE_ROWS, min(LANES, head_dim - i),
+                    at + i * TILE_ROWS * 4, end,
+                )  # fmt: skip
+            row += TILE_ROWS
+        whole = float32_at(target, row * head_dim)
+        for i in range(row * head_dim):
+            whole[i] *= scale
+    source += row * token_stride * 4
+    tokens -= row
+    target += row * head_dim * 4
+    row = 0
     tile, height = 0, _height(tokens * share)
     for token in range(tokens):
         for sharer in range(share):
@@ -240,7 +258,7 @@ def attention_kernel(stored: type, span: int) -> Kernel:
             return
 
         capacity = -(-rows // TILE_ROWS) * TILE_ROWS
-        sizes = capacity * a.head_dim, capacity * CHUNK_TOKENS, capacity * width
+        sizes = capacity * a.head_dim, TILE_ROWS * CHUNK_TOKENS, capacity * width
         work = np.empty(sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS, np.float32)
         q_at = address(work)
         scores_at = q_at + sizes[0] * 4
@@ -324,31 +342,25 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                     tile_last = ends[tile + tile_rows - 1] - chunk
                     if tile_last <= 0:
                         continue
-                    tile_scores = scores_at + tile * CHUNK_TOKENS * 4
+                    tile_last = min(CHUNK_TOKENS, tile_last)
                     score_tile(
                         stored, span, q_at + tile * a.head_dim * 4, keys_at, key_stride, a.head_dim,
-                        tile_scores, min(CHUNK_TOKENS, tile_last), values_at if tile == 0 else 0, height,
+                        scores_at, tile_last, values_at if tile == 0 else 0, height,
                     )  # fmt: skip
                     if has_scales:
-                        _scale_columns(tile_scores, tile_rows, k_scales_at)
+                        _scale_columns(scores_at, tile_rows, k_scales_at)
                     if a.softcap > 0.0:
-                        cap_floats(tile_scores, tile_rows * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap))
+                        cap_floats(scores_at, tile_rows * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap))
                     softmax_tile(
-                        tile_scores, ends_at + tile * 8, firsts_at + tile * 8, chunk, maxima_at + tile * 4,
+                        scores_at, tile_last, ends_at + tile * 8, firsts_at + tile * 8, chunk, maxima_at + tile * 4,
                         sums_at + tile * 4, factors_at + tile * 4, tile_rows,
                     )  # fmt: skip
                     if has_scales:
-                        _scale_columns(tile_scores, tile_rows, v_scales_at)
-                for tile in range(0, rows, TILE_ROWS):
-                    height = _height(rows - tile)
-                    tile_rows = min(height, rows - tile)
-                    tile_last = ends[tile + tile_rows - 1] - chunk
-                    if tile_last <= 0:
-                        continue
+                        _scale_columns(scores_at, tile_rows, v_scales_at)
                     tile_first = firsts[tile] - chunk
                     value_tile(
-                        stored, scores_at + tile * CHUNK_TOKENS * 4, values_at, width * itemsize,
-                        min(CHUNK_TOKENS, max(0, tile_first)), min(CHUNK_TOKENS, tile_last), factors_at + tile * 4,
+                        stored, scores_at, values_at, width * itemsize, min(CHUNK_TOKENS, max(0, tile_first)),
+                        tile_last, factors_at + tile * 4,
                         out_at + tile * width * 4, width // LANES, next_at if tile == 0 else 0, height,
                     )  # fmt: skip
             if is_merged:

@@ -131,9 +131,11 @@ def score_tile(builder, stored, span, q, keys, key_stride, head_dim, scores, tok
     _for_each_height(builder, rows, emit)
 
 
-@emitted(types.void, *[types.intp] * 8)
-def softmax_tile(builder, scores, ends, firsts, chunk, maxima, sums, factors, rows):
-    """A step of the online softmax (https://arxiv.org/abs/1805.02867) for ``rows`` rows and one chunk, in place.
+@emitted(types.void, *[types.intp] * 9)
+def softmax_tile(builder, scores, tokens, ends, firsts, chunk, maxima, sums, factors, rows):
+    """A step of the online softmax (https://arxiv.org/abs/1805.02867) for ``rows`` rows and the first ``tokens`` of one
+    chunk, in place; scores past them are not read, nor their weights written, but in whole vectors, or halves of the
+    chunk.
 
     Row r sees the tokens from ``firsts[r]`` to ``ends[r]`` (int64, the last not included); ``chunk`` is the position of
     the chunk's first token. ``maxima`` and ``sums`` (float32, STATE_ROWS at least) hold
@@ -142,8 +144,19 @@ def softmax_tile(builder, scores, ends, firsts, chunk, maxima, sums, factors, ro
 
     Three passes, so that rows overlap in the processor: largest scores; factors of all rows at once; exponentials.
     """
+    half = max(1, CHUNK_TOKENS // LANES // 2)
+    few = builder.icmp_signed("<=", tokens, _constant(half * LANES))
+    with builder.if_else(few) as (is_half, is_whole):
+        with is_half:
+            _softmax(builder, range(half), scores, ends, firsts, chunk, maxima, sums, factors, rows)
+        with is_whole:
+            every = range(CHUNK_TOKENS // LANES)
+            _softmax(builder, every, scores, ends, firsts, chunk, maxima, sums, factors, rows)
+
+
+def _softmax(builder, units, scores, ends, firsts, chunk, maxima, sums, factors, rows):
+    """`softmax_tile` over some first vectors of the chunk."""
     low = float("-inf")
-    units = range(CHUNK_TOKENS // LANES)
     lowest = simd.splat_constant(F32, low)
 
     def places(row):
@@ -159,7 +172,8 @@ def softmax_tile(builder, scores, ends, firsts, chunk, maxima, sums, factors, ro
         last = builder.sub(_entry(builder, ends, loop.index), chunk)
         first = builder.sub(_entry(builder, firsts, loop.index), chunk)
         sees_all = builder.and_(
-            builder.icmp_signed(">=", last, _constant(CHUNK_TOKENS)), builder.icmp_signed("<=", first, _constant(0))
+            builder.icmp_signed(">=", last, _constant(len(units) * LANES)),
+            builder.icmp_signed("<=", first, _constant(0)),
         )
         with builder.if_else(sees_all) as (whole, masked):
             with whole:
