@@ -94,7 +94,8 @@ ELSEWHERE = {
         "--output-len 100 --device cpu --goodput ttft:2000",
     ),
     "other engines beside this one": (
-        "xserv bench peers", "xserv bench peers --workloads tokenizer --tokenizer tokenizer.json",
+        "xserv bench encoders", "xserv bench peers",
+        "xserv bench peers --workloads tokenizer --tokenizer tokenizer.json",
         "python -m runtime.cli bench peers --output-json docs/measurements/DATE-cpu-table.json > table.md",
         "xserv bench peers --workloads concurrent-8 --num-rounds 5 --output-json concurrent.json",
         "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON --num-rounds 2",

@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.bench.cpu_rates import unit_rates
 from runtime.bench.environment import finished, usable_cores
 from runtime.bench.memory import MemoryWatch, descendants
 from runtime.bench.metrics import BenchmarkError, interleaved
 from runtime.bench.peers.child_process import ChildProcess
-from runtime.bench.peers.cpu_limits import LimitMeter, open_meter
+from runtime.bench.peers.cpu_limits import CpuLimits, LimitMeter, open_meter
 from runtime.bench.peers.encoders import PEER_DTYPES, SHAPES, EncoderShape, Texts, judge
 from runtime.bench.peers.rounds import CLOCKS, OURS, PEER_ENGINES
 from runtime.llm import LLM
@@ -39,7 +40,7 @@ Vectors = NDArray[np.float32]
 Say = Callable[[str], None]
 
 LEAST_COSINE = {"float32": 0.9995, "bfloat16": 0.99, "int8": 0.98}
-"""Of a vector of ours and of a peer's: llama.cpp's GELU is another one."""
+"""The least cosine of a vector of ours and a peer's; llama.cpp's GELU is another one."""
 NUM_STARTS = 3
 NUM_REQUESTS = 30
 _REPEATS_OF_ONE = 20
@@ -141,7 +142,8 @@ def bench_encoders(
     }  # fmt: skip
     measured = []
     with contextlib.ExitStack() as outer:
-        meter = meter or outer.enter_context(open_meter())
+        if meter is None:
+            meter = LimitMeter(_one_thread()) if clock == "processor" else outer.enter_context(open_meter())
         for model in models:
             for dtype in dtypes:
                 say(f"{model}, {dtype}: writing and loading")
@@ -177,6 +179,17 @@ def bench_encoders(
             judge(each, row["dtype"], row)
             report["results"].append(row)
     return finished(report)
+
+
+def _one_thread() -> Callable[[], CpuLimits]:
+    """A measurement of one thread by its processor time."""
+    rates = unit_rates()
+
+    def measure() -> CpuLimits:
+        found = {unit: rate() for unit, rate in rates.items()}
+        return CpuLimits(1, found["read"], found["float32"], found.get("bfloat16"), found.get("int8"))
+
+    return measure
 
 
 def _arguments(folder: Path, dtype: str) -> dict[str, Any]:

@@ -93,7 +93,7 @@ TEXTS = (
 )
 ON_REQUEST = ("mixed-16",)
 LEAST_SHARE = 0.65
-"""Of the compute limit, for texts with a goal."""
+"""The least share of the compute limit, for texts with a goal."""
 MOST_TIMES_LIMIT = 1.5
 """So many times the limit may take the texts without a goal."""
 MOST_HTTP_MS, MOST_START_S, MOST_MB = 1.0, 1.0, 300.0

@@ -90,7 +90,7 @@ class Peer:
         torch, size = self.torch, int(variant)
         start, used = self.clock(), time.process_time()
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        vectors = [None] * len(prompts)
+        vectors: list[Any] = [None] * len(prompts)
         with torch.inference_mode():
             for first in range(0, len(order), size):
                 chosen = order[first : first + size]

@@ -24,7 +24,7 @@ from runtime.tensor.tensor import Tensor
 
 
 class EncoderInputs(NamedTuple):
-    """What an encoder's batch has besides its layout, each number a token's (int32).
+    """An encoder's batch has these besides its layout, each number a token's (int32).
 
     until  where the tokens end that it sees, by window
     types  0, or 1 in the second of two texts

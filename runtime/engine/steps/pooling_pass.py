@@ -97,7 +97,7 @@ class PagedSidePass:
 def encoder_inputs(
     windows: Sequence[int | None], counts: NDArray[np.int64], types: Sequence[NDArray[np.int32] | None]
 ) -> EncoderInputs:
-    """What each token of texts with so many tokens sees ahead, and its type (0 without `types`)."""
+    """The ends that tokens of texts with so many tokens see, and their types (0 without `types`)."""
     ends, own = np.repeat(counts, counts), np.concatenate([np.arange(count) for count in counts])
     until = {window: ends if window is None else np.minimum(ends, own + window) for window in windows}
     given = [np.zeros(count, np.int32) if each is None else each for count, each in zip(counts, types)]
