@@ -61,10 +61,14 @@ class _Recorded:
 
 
 class EncoderPasses:
-    """The recorded passes of one model. Belongs to the thread that runs passes."""
+    """The recorded passes of one model. Belongs to the thread that runs passes.
+
+    spec  of the model's pages
+    """
 
     def __init__(self, model: Model, limits: EngineLimits, recorder: Recorder) -> None:
         self._model, self._limits, self._recorder = model, limits, recorder
+        self.spec = model.kv_cache_spec(limits.block_size)
         self._lengths = recorder.pass_lengths(limits.max_model_len, exact=limits.exact)
         self._recordings: Recordings[_Shape, _Recorded] = Recordings(recorder.most_kept)
         self._pages: KVCache | None = None
@@ -83,7 +87,7 @@ class EncoderPasses:
     def pages(self) -> KVCache:
         """Room for every pass that is recorded."""
         if self._pages is None:
-            size, spec = self._limits.block_size, self._model.kv_cache_spec(self._limits.block_size)
+            size, spec = self._limits.block_size, self.spec
             most = self._limits.max_num_batched_tokens // size + self._limits.max_num_seqs
             self._pages = KVCache(spec, [most * spec.group_pools.count(pool) for pool in range(len(spec.block_bytes))])
         return self._pages

@@ -44,7 +44,8 @@ class PagedSidePass:
         self._store = store
         self._model = model
         self._limits = limits
-        spec, size = model.kv_cache_spec(limits.block_size), limits.block_size
+        spec = model.kv_cache_spec(limits.block_size) if passes is None else passes.spec
+        size = limits.block_size
         num_blocks = [-(-length // size) for length in lengths]
         self._tables = BlockTables(len(spec.group_kinds), len(lengths), limits.table_width(max(lengths)), size)
         self._rows = np.arange(len(lengths))
