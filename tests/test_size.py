@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_054,
     "runtime/linear": 2_311,
     "runtime/kv": 1_584,
-    "runtime/engine": 21_241,
+    "runtime/engine": 21_246,
     "runtime/text": 5_766,
     "runtime/llm": 1_710,
     "runtime/parallel": 1_107,
