@@ -54,6 +54,7 @@ SLOW = {
     "xserv bench streaming --device cpu --pipeline-parallel-size 2": "tokens/s",
     "xserv bench streaming": "",
     "xserv bench memory": "",
+    "python -m tools.measure_decisions": '"tokens_ratio"',
     "python -m tools.eval_demo_model --num 200 --check": "",
     "python -m tools.eval_demo_model --vision --num 200 --check": "",
 }
