@@ -24,7 +24,7 @@ from server.observing import live
 from server.ollama_api import endpoints as ollama
 from server.ollama_api import models as ollama_models
 from server.ollama_api import schema as of_ollama
-from server.openai_api import answers, chat_answer, completions, decisions, embeddings, infill, models
+from server.openai_api import answers, chat_answer, chat_batch, completions, decisions, embeddings, infill, models
 from server.openai_api import schema as of_openai
 from server.requests.answering import cancel_request
 from server.responses_api import endpoints as responses
@@ -135,6 +135,8 @@ _post = partial(Operation, "post")
 OPERATIONS = (
     _post("/v1/chat/completions", chat_answer.create_chat_completion, "The answer to a conversation",
           of_openai.ChatCompletionRequest, answers.ChatCompletion, answers.ChatChunk, errors=_GENERATES),
+    _post("/v1/chat/completions/batch", chat_batch.create_chat_batch, "The answers to several conversations",
+          chat_batch.BatchChatRequest, answers.ChatCompletion, errors=_GENERATES),
     _post("/v1/completions", completions.create_completion, "The continuation of prompts", of_openai.CompletionRequest,
           answers.Completion, answers.Completion, errors=_GENERATES),
     _post("/infill", infill.create_infill, "The text between two others, in llama.cpp's shapes", infill.InfillRequest,

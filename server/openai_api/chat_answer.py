@@ -42,24 +42,24 @@ _encode = msgspec.json.Encoder().encode
 _PLACE = "TEXT"
 
 
-def _prepare(service: Service, body: Body) -> _ChatAnswer:
+def _prepare(service: Service, body: Body) -> ChatAnswer:
     exchange = body.exchange
     asked = decode_body(body, ChatCompletionRequest, service.config)
     settle_thinking(service, asked, exchange.ignored, exchange.sent)
     chat = prepare_chat(service, exchange, asked, new_id("chatcmpl"))
     exchange.ignored += chat.left_out
-    choices = [_Choice([chat.echo]) for _ in range(chat.params.n)]
-    return _ChatAnswer(asked=chat, chunks=ChatChunks(chat), choices=choices)
+    choices = [Choice([chat.echo]) for _ in range(chat.params.n)]
+    return ChatAnswer(asked=chat, chunks=ChatChunks(chat), choices=choices)
 
 
 create_chat_completion = answered(_prepare)
 
 
 @dataclass(slots=True, kw_only=True)
-class _ChatAnswer(Answer):
+class ChatAnswer(Answer):
     asked: Chat
     chunks: ChatChunks
-    choices: list[_Choice]
+    choices: list[Choice]
 
     def opening(self) -> bytes:
         return self.chunks.opening()
@@ -102,7 +102,7 @@ class _ChatAnswer(Answer):
 
 
 @dataclass(slots=True)
-class _Choice:
+class Choice:
     """A choice of an answer that is not streamed, as it grows."""
 
     texts: list[str]
