@@ -30,7 +30,7 @@ MOST_LINES = {
     "runtime/bench": 9_832,
     "runtime": 3_299,
     "models": 18_763,
-    "server": 19_154,
+    "server": 19_232,
     "tokenizer": 7_048,
     "tools": 16_771,
 }
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 55_504
+MOST_WORDS = 55_528
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
