@@ -54,7 +54,8 @@ _STORED = ("F32", "F16", "BF16", "F64")
 @dataclass(frozen=True, slots=True)
 class SentenceLayout:
     """`stages` follow the pooling. `max_tokens`: of the longest text, or None. `is_declared`: the folder names its
-    modules. `pair_template`: a GGUF file's text of a query and a document."""
+    modules. `pair_template`: a GGUF file's text of a query and a document.
+    `chat_options`: arguments of the chat template."""
 
     pooling: str | None = None
     stages: tuple[Stage, ...] = ()
@@ -66,6 +67,7 @@ class SentenceLayout:
     score_token_ids: tuple[int, ...] = ()
     is_declared: bool = False
     pair_template: str = ""
+    chat_options: dict[str, Any] | None = None
 
 
 def read_layout(folder: Path) -> SentenceLayout:
@@ -124,9 +126,14 @@ def read_layout(folder: Path) -> SentenceLayout:
             f"{folder / 'config_sentence_transformers.json'}: default_prompt_name = {default!r:.80} is not among"
             f" prompts ({', '.join(prompts)})"
         )
+    options = (bert.get("processing_kwargs") or {}).get("chat_template") or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"{folder / 'sentence_bert_config.json'}: processing_kwargs.chat_template must be an object")
+    options = {name: value for name, value in options.items() if name != "restore_suffix"}
     return SentenceLayout(
-        pooling, tuple(stages), size, normalize, most, prompts, default, score_token_ids, is_declared=True
-    )
+        pooling, tuple(stages), size, normalize, most, prompts, default, score_token_ids, is_declared=True,
+        chat_options=options,
+    )  # fmt: skip
 
 
 def score_tokens(
@@ -169,9 +176,12 @@ def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingI
     is_encoder, encoder = isinstance(model, BothWays), config if isinstance(config, EncoderConfig) else None
     labels = config.labels if model.classifier is not None else ()
     template: tuple[str, ...] = ()
+    chat: dict[str, Any] | None = None
     if model.score_token_ids:
         labels, template = ("relevance",), PAIR_TEMPLATES.get(config.architecture, ())
-        if not template:
+        if layout.score_token_ids and _has_pair_roles(folder):
+            template, chat = (), layout.chat_options
+        elif not template:
             raise ConfigError(
                 f"{folder}: {config.architecture} scores pairs by tokens' logits, but its prompt is not known; known"
                 f" are those of {', '.join(PAIR_TEMPLATES)}"
@@ -191,7 +201,15 @@ def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingI
         activation=score_activation(folder, labels) if labels else "identity",
         reads_types=encoder is not None and encoder.type_vocab_size > 1,
         pair_template=template,
+        pair_chat=chat,
     )
+
+
+def _has_pair_roles(folder: Path) -> bool:
+    """Whether the chat template knows the roles of a pair that sentence-transformers gives it."""
+    files = open_model(folder).tokenizer_files()
+    template = "" if files is None else files.chat_templates.get("default", "")
+    return all(re.search(rf"""["']{role}["']""", template) for role in ("query", "document"))
 
 
 def _parts_of_template(text: str, folder: Path) -> tuple[str, str, str]:

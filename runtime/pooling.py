@@ -43,6 +43,8 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     reads_types     whether the model tells the second of two texts by its tokens' types
     pair_template   the text of a pair in three parts, the second with {query} and {document}, which are encoded one
                     by one; none for the tokenizer's own way
+    pair_chat       arguments of the chat template, which makes a pair's prompt of messages whose roles are "query" and
+                    "document"; None for the above
     """
 
     generates: bool = True
@@ -56,6 +58,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     activation: ScoreActivation = "identity"
     reads_types: bool = False
     pair_template: tuple[str, ...] = ()
+    pair_chat: dict[str, Any] | None = None
 
     @property
     def scores_pairs(self) -> bool:

@@ -34,6 +34,8 @@ def pair_of(
 ) -> tuple[list[int], int | None]:  # fmt: skip
     """The ids of a query and a document, as the model was trained to rank them, and the first of the document's type,
     or None. With ``most`` the document is cut at its end."""
+    if pooling.pair_chat is not None:
+        return _chat_of_pair(tokenizer, pooling, query, document, most), None
     if not pooling.pair_template:
         return tokenizer.encode_pair(query, document, most)
     before, pair, after = pooling.pair_template
@@ -42,3 +44,24 @@ def pair_of(
     start, inner, end = (tokenizer.encode(part, add_special_tokens=False) for part in (before, pair, after))
     room = None if most is None else max(0, most - len(start) - len(end))
     return start + inner[:room] + end, None
+
+
+def _chat_of_pair(
+    tokenizer: Tokenizer, pooling: PoolingInfo, query: str, document: str, most: int | None
+) -> list[int]:  # fmt: skip
+    """The chat template's prompt of a pair, after the default prompt as a system message."""
+    system = [{"role": "system", "content": prompted("", pooling)}] if pooling.default_prompt else []
+
+    def rendered(text: str) -> list[int]:
+        messages = [*system, {"role": "query", "content": query}, {"role": "document", "content": text}]
+        ids: list[int] = tokenizer.apply_chat_template(messages, **(pooling.pair_chat or {}))
+        return ids
+
+    ids = rendered(document)
+    if most is not None and len(ids) > most:
+        own = tokenizer.encode(document, add_special_tokens=False)
+        for kept in range(len(own) - len(ids) + most, -1, -1):  # a cut may join other tokens
+            ids = rendered(tokenizer.decode(own[:kept]))
+            if len(ids) <= most:
+                break
+    return ids

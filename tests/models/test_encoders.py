@@ -37,6 +37,7 @@ from tests.models.encoder_cases import (
     write_layout,
 )
 from tests.models.folders import write_safetensors
+from tests.models.gguf.encoder_twins import write_logit_score
 
 Array = np.ndarray[Any, Any]
 Pass = Callable[..., Array]
@@ -199,6 +200,18 @@ def test_scores_of_pairs(tmp_path: Path, opened: Callable[..., LLM], case: str) 
         llm.score(["a", "b"], ["c"] * 3)
     with pytest.raises(RequestError, match="generates no text: ask for embeddings or scores"):
         llm.generate("a", use_tqdm=False)
+
+
+def test_scores_of_a_generator_whose_chat_template_knows_a_pair(tmp_path: Path, opened: Callable[..., LLM]) -> None:
+    llm = opened(write_logit_score(tmp_path / "model"))
+    found = [each.outputs.score for each in llm.score(QUERY, TEXTS, use_tqdm=False)]
+    assert relative_error(np.array(found), expected("scores logit_score")) <= 1e-5
+    whole, cut = (
+        llm.score(QUERY, "the fox " * 50, truncate_prompt_tokens=most, use_tqdm=False)[0].prompt_token_ids
+        for most in (None, 90)
+    )
+    assert len(cut) <= 90 < len(whole)
+    assert cut[-9:] == whole[-9:]  # the template's end stays
 
 
 def test_labels(tmp_path: Path, opened: Callable[..., LLM]) -> None:

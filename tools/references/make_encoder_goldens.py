@@ -32,6 +32,7 @@ from tests.models.encoder_cases import (
     write_encoder,
     write_layout,
 )
+from tests.models.gguf.encoder_twins import write_logit_score
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -69,6 +70,8 @@ def main() -> None:
             kind = "BertTokenizer" if case == "bert_pairs" else "PreTrainedTokenizerFast"  # the latter makes no types
             model = CrossEncoder(str(_with_class(folder, kind)), device="cpu")
             outputs[f"scores {case}"] = model.predict([(QUERY, text) for text in TEXTS])
+        model = CrossEncoder(str(write_logit_score(Path(scratch) / "logit_score")), device="cpu")
+        outputs["scores logit_score"] = model.predict([(QUERY, text) for text in TEXTS])
     arrays: dict[str, Any] = {name: np.asarray(each, np.float32) for name, each in outputs.items()}
     np.savez_compressed(FOLDER / "outputs.npz", **arrays)
 

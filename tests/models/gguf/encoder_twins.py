@@ -102,6 +102,36 @@ def twin_tensors(name: str) -> dict[str, Array]:
     return {key: golden_tensor(key, tuple(shape), SEED) for key, shape in shapes.items()}
 
 
+CHAT = """{% for m in messages %}{% if m['role'] == 'system' %}<|im_start|>sys {{ m['content'] }}<|im_end|>
+{% elif m['role'] == "query" %}<Q>: {{ m['content'] }}
+{% elif m['role'] == "document" %}<D>: {{ m['content'] }}<|im_end|>{% endif %}{% endfor %}
+{% if add_generation_prompt %}<|im_start|>yes or no: {% endif %}"""
+
+
+def write_logit_score(folder: Path) -> Path:
+    """A reranker by sentence-transformers' LogitScore: a generator whose chat template knows a pair's roles."""
+    write_twin(folder, "qwen3_reranker")
+    kinds = {"": "base.modules.transformer.Transformer", "1_LogitScore": "cross_encoder.modules.logit_score.LogitScore"}
+    _write(folder / "modules.json", [
+        {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.{kind}"}
+        for at, (path, kind) in enumerate(kinds.items())
+    ])  # fmt: skip
+    ids = {"true_token_id": 3, "false_token_id": 4, "module_input_name": "causal_logits"}
+    _write(folder / "1_LogitScore" / "config.json", ids)
+    way = {"method": "forward", "method_output_name": "logits"}
+    _write(folder / "sentence_bert_config.json", {
+        "transformer_task": "text-generation", "module_output_name": "causal_logits",
+        "modality_config": {"text": way, "message": {**way, "format": "flat"}},
+        "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+    })  # fmt: skip
+    _write(folder / "config_sentence_transformers.json", {
+        "model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.linear.Identity",
+        "prompts": {"web": "Judge the passage."}, "default_prompt_name": "web",
+    })  # fmt: skip
+    (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    return folder
+
+
 def _named(name: str) -> dict[str, Any]:
     bert = {
         "cls_token": "[CLS]",
