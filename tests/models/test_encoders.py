@@ -183,7 +183,7 @@ def test_layouts_of_sentence_transformers(tmp_path: Path, opened: Callable[..., 
     assert llm.client.info.max_model_len == 40
     with pytest.raises(RequestError, match="no prompt 'title'; it has 'query', 'document'"):
         llm.embed("a", prompt_name="title", use_tqdm=False)
-    with pytest.raises(RequestError, match="dimensions must be from 1 to"):
+    with pytest.raises(RequestError, match="dimensions must be an integer from 1 to"):
         llm.embed("a", dimensions=1000, use_tqdm=False)
 
 
