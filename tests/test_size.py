@@ -22,17 +22,17 @@ MOST_LINES = {
     "runtime/linear": 2_311,
     "runtime/kv": 1_584,
     "runtime/engine": 21_246,
-    "runtime/text": 5_766,
+    "runtime/text": 5_789,
     "runtime/llm": 1_710,
     "runtime/parallel": 1_107,
     "runtime/images": 965,
     "runtime/commands": 2_873,
     "runtime/bench": 9_832,
     "runtime": 3_299,
-    "models": 18_763,
+    "models": 18_781,
     "server": 19_232,
     "tokenizer": 7_048,
-    "tools": 16_771,
+    "tools": 16_774,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 55_528
+MOST_WORDS = 55_530
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
