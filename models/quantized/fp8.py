@@ -10,6 +10,7 @@ Experts may stand in one tensor, as transformers has them in memory, and saves t
     X            e4m3 [experts, N, K]
     X_scale_inv  [experts, ceil(N / rows), ceil(K / elements)]; [experts, 1 or 2, 1] without `weight_block_size`, or
                  two where N is that of a gate and of a map beside it, whose rows would have one
+    X_activation_scale  [experts], of `activation_scheme: static`; experts' inputs are not rounded here
 
 Scales of e8m0 (`scale_fmt: ue8m0`) are powers of two, and may be stored as bytes.
 
@@ -134,10 +135,10 @@ class Fp8Scheme:
         weight = module.take(STACK, ("F8_E4M3",), (None, None, None))
         if module.name in self.unconverted:
             raise refusal(weight, "is F8_E4M3, but modules_to_not_convert names the module")
-        if self.is_static:
-            raise refusal(weight, "has all experts, which activation_scheme 'static' does not support: it needs scales")
         scale = module.take(STACK_SCALES, ("U8", "F8_E8M0", *FLOATS) if self.has_exponents else FLOATS)
         experts, width, depth = weight.shape
+        if module.has(STACK_INPUT_SCALES):
+            module.take(STACK_INPUT_SCALES, FLOATS, (experts,))
         high, wide = self.block or (width, depth)
         counts, groups = {-(-width // high)}, -(-depth // wide)
         if counts == {1} and width % 2 == 0:
@@ -149,7 +150,7 @@ class Fp8Scheme:
         dtype = SCALES[scale.type_name]
         layout = QuantizedLayout(
             "fp8", (experts * width, depth), (1, self.block[1] if self.block else 0), dtype,
-            activation=ActivationScheme("fp8", self.block[1] if self.block else 0, is_static=False),
+            activation=None if self.is_static else ActivationScheme("fp8", self.block[1] if self.block else 0),
         )  # fmt: skip
 
         def of_each_row(array: Array) -> Array:
@@ -171,7 +172,7 @@ def _block(fields: Fields) -> tuple[int, int] | None:
     return sizes.integer("weight_block_size[0]", most=1 << 20), sizes.integer("weight_block_size[1]", most=1 << 20)
 
 
-STACK, STACK_SCALES = "stack", "scale_inv"
+STACK, STACK_SCALES, STACK_INPUT_SCALES = "stack", "scale_inv", "activation_scale"
 """The parts of a tensor of all experts, whose name is the module's."""
 STACKED_PARTS = ("blocks", "scales")
 _BLOCK = 32

@@ -14,7 +14,7 @@ from models.configuration.json_fields import Fields, read_json_object
 from models.errors import WeightsError
 from models.quantized import auto_round
 from models.quantized.compressed_tensors import CompressedTensorsScheme
-from models.quantized.fp8 import STACK, STACK_SCALES, STACKED_PARTS, Fp8Scheme, Mxfp4Scheme
+from models.quantized.fp8 import STACK, STACK_INPUT_SCALES, STACK_SCALES, STACKED_PARTS, Fp8Scheme, Mxfp4Scheme
 from models.quantized.gptq import AwqScheme, GptqScheme
 from models.quantized.modelopt import QUANT_CONFIG, ModelOptScheme
 from models.quantized.parts import MatrixParts, ModuleTensors, QuantizedTensor
@@ -126,11 +126,11 @@ def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkp
 
 
 def _module_of(name: str, others: Mapping[str, StoredTensor]) -> tuple[str, str]:
-    """A tensor's module and its part of it; `X_blocks` and `X_scales` are parts of the stack X, as are X and
-    `X_scale_inv`, but for a module's weight."""
-    whole = name.removesuffix(f"_{STACK_SCALES}")
+    """A tensor's module and its part of it; `X_blocks` and `X_scales` are parts of the stack X, as are X, `X_scale_inv`
+    and `X_activation_scale`, but for a module's weight."""
+    whole = name.removesuffix(f"_{STACK_SCALES}").removesuffix(f"_{STACK_INPUT_SCALES}")
     if not whole.endswith(".weight") and {whole, f"{whole}_{STACK_SCALES}"} <= others.keys():
-        return whole, STACK if name == whole else STACK_SCALES
+        return whole, STACK if name == whole else name.removeprefix(f"{whole}_")
     for part in STACKED_PARTS:
         if name.endswith(f"_{part}"):
             return name.removesuffix(f"_{part}"), part
