@@ -17,12 +17,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from numba_kernels.latent_rows import LatentBytes
 from numba_kernels.split_k import SEGMENTS
 from runtime.backends import backend_of, cpu_sampling, cuda_tensor
 from runtime.backends.checks import check, check_chosen, check_rows, check_sampling, fail
 from runtime.batch import Batch
 from runtime.device.device import CPU, Device
-from runtime.dtype import STORED, DType, NDArray, float32, int32, int64
+from runtime.dtype import STORED, DType, NDArray, float8_e4m3, float32, int32, int64
+from runtime.kv.forms import LATENT_PAGES
 from runtime.linear.experts import ExpertsWeight
 from runtime.linear.latent import LatentMaps
 from runtime.linear.norm import RmsNorm
@@ -652,7 +654,7 @@ def latent_queries(
     if rope.q_scales is not None:
         check(op, "rope.q_scales", rope.q_scales, device, float32, (rope.cos.shape[0],))
     check(op, "norm.weight", norm.weight, device, backend.NORM_WEIGHTS, (maps.latent_dim,))
-    _check_latent_pages(op, backend, pages, device, maps.row_dim)
+    _check_latent_pages(op, backend, pages, device, maps.row_dim, maps.latent_dim)
     if out is not None:
         _check_written(op, "out", out, device, q.dtype, (tokens, heads, maps.row_dim))
     given = () if out is None else (out,)  # on a GPU alone
@@ -682,7 +684,7 @@ def latent_attention(
     width = q.shape[2]
     if not 1 <= value_dim <= width:
         raise fail(op, "value_dim", f"is {value_dim}, must be from 1 to q's {width}")
-    _check_latent_pages(op, backend, pages, device, width)
+    _check_latent_pages(op, backend, pages, device, width, value_dim)
     if batch.bidirectional_until is not None:
         raise fail(op, "batch.bidirectional_until", "is given, but tokens see no later ones in latent pages")
     _check_batch(op, batch, group, q)
@@ -692,10 +694,12 @@ def latent_attention(
     return backend.latent_attention(q, pages, batch, group, scale, value_dim, *given)  # type: ignore[no-any-return]
 
 
-def _check_latent_pages(op: str, backend: Any, pages: Tensor, device: Device, width: int) -> None:
-    """Checks ``[blocks, 1, block size, width rounded up]`` in the device's layout."""
-    check(op, "pages", pages, device, tuple(STORED), (None, 1, None, None))
+def _check_latent_pages(op: str, backend: Any, pages: Tensor, device: Device, width: int, num_values: int) -> None:
+    """Checks ``[blocks, 1, block size, width rounded up]`` in the device's layout, or of fp8 that of bytes."""
+    check(op, "pages", pages, device, tuple(LATENT_PAGES), (None, 1, None, None))
     padded = -(-width // backend.LATENT_ROW_MULTIPLE) * backend.LATENT_ROW_MULTIPLE
+    if pages.dtype is float8_e4m3:
+        padded = LatentBytes(width, num_values).row_bytes
     if pages.shape[0] == 0 or pages.shape[2] % 8 or pages.shape[3] != padded:
         raise fail(
             op, "pages", f"are {list(pages.shape)}, must be some blocks of a multiple of 8 tokens and rows of {padded}"

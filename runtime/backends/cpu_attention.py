@@ -14,10 +14,11 @@ from numba_kernels.cpu.latent.prepare import latent_kernel
 from numba_kernels.cpu.running.launch import address_of, hold, new_array
 from numba_kernels.cpu.running.recording import current
 from numba_kernels.cpu.target import LANES
+from numba_kernels.latent_rows import LatentBytes
 from runtime.backends.checks import check, fail
 from runtime.backends.cpu_threads import new, num_workers, share_among
 from runtime.batch import Batch
-from runtime.dtype import PAGES, STORED, NDArray
+from runtime.dtype import PAGES, NDArray
 from runtime.linear.norm import RmsNorm
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
@@ -226,11 +227,12 @@ def latent_prepare(
     assert weight is not None
     work_items, workers, tokens_a_work_item = share_among(tokens, (heads + 2) * width)
     q_scales = 0 if rope.q_scales is None else rope.q_scales.address
-    latent_kernel(STORED[pages.dtype])(
+    rows = LatentBytes(width, width - rotary)
+    latent_kernel(PAGES[pages.dtype])(
         work_items, workers, q.address, out.address, latent.address, positions.address, rope.cos.address,
         rope.sin.address, q_scales, address_of(weight), pages.address, slot_mapping.address, tokens, heads,
         q.shape[2] - rotary, width, rotary, int(rope.interleaved), rope.cos.shape[0], blocks, block_size, stride,
-        tokens_a_work_item, norm.eps,
+        rows.value_bytes, rows.rotated_at, tokens_a_work_item, norm.eps,
         explain=_explain_places("latent_prepare", positions, rope.cos.shape[0], slot_mapping, blocks * block_size),
     )  # fmt: skip
 
@@ -247,10 +249,12 @@ def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, scale: 
     partial = _partial_sums(plan, plan.num_groups, segments, heads * (-(-value_dim // LANES) * LANES + 2))
     item_segments = max(1, segments * plan.num_groups // (_ITEMS_A_WORKER * workers))
     query_start, seq_lens, table, group_starts = plan.addresses
-    _latent.latent_attention_kernel(STORED[pages.dtype])(
+    rows = LatentBytes(width, value_dim)
+    _latent.latent_attention_kernel(PAGES[pages.dtype])(
         plan.num_groups * -(-segments // item_segments), workers, q.address, pages.address, query_start, seq_lens,
         table, group_starts, address_of(partial), result.address, batch.num_seqs, heads, width, value_dim, stride,
-        blocks, block_size, plan.table_width, plan.group_tokens, segments, item_segments, scale,
+        blocks, block_size, plan.table_width, plan.group_tokens, segments, item_segments,
+        rows.value_bytes, rows.rotated_at, scale,
         explain=_explain_pages("latent_attention", batch, plan, blocks, block_size),
     )  # fmt: skip
     if segments > 1:

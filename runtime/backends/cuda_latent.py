@@ -9,6 +9,7 @@ from runtime.backends.cuda_linear import linear
 from runtime.backends.cuda_tensor import alignment, remembered, zeros
 from runtime.batch import Batch, LongChunk
 from runtime.device.gpu import Gpu
+from runtime.dtype import float8_e4m3
 from runtime.linear.latent import LatentMaps
 from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import GpuWeight
@@ -37,7 +38,7 @@ def latent_queries(
         is_aligned = alignment(q.address, latent.address, maps.keys.address, result.address, *pitches) % 16 == 0
         launch = _plan_absorb(
             tokens, heads, width, q.dtype.ptx, rotary=maps.rotary_dim, interleaved=rope.interleaved,
-            key_dim=maps.key_dim, is_aligned=is_aligned,
+            key_dim=maps.key_dim, is_aligned=is_aligned, pages=_kind_of(pages),
         )  # fmt: skip
         Gpu.of(q.device).launch(
             launch, q.address, maps.keys.address, result.address, latent.address, positions.address, rope.cos.address,
@@ -65,7 +66,7 @@ def latent_prepare(
     result = Tensor.new(q.shape, q.dtype, q.device)
     launch = _plan_prepare(
         q.shape[0], maps.row_dim, q.dtype.ptx, rotary=maps.rotary_dim, interleaved=rope.interleaved,
-        key_dim=maps.key_dim,
+        key_dim=maps.key_dim, pages=_kind_of(pages),
     )  # fmt: skip
     Gpu.of(q.device).launch(
         launch, q.address, result.address, latent.address, batch.positions.address, rope.cos.address, rope.sin.address,
@@ -89,7 +90,7 @@ def latent_attention(
     if tokens == 0 or heads == 0:
         return result
     gpu = Gpu.of(q.device)
-    key = "latent_attention", group, tokens, heads, width, value_dim, block_size, q.dtype
+    key = "latent_attention", group, tokens, heads, width, value_dim, block_size, q.dtype, pages.dtype
     plan = batch.plans.get(key)
     if plan is None:
         plan = batch.plans[key] = _latent.plan_attention(
@@ -97,7 +98,7 @@ def latent_attention(
             max_seq_len=batch.max_seq_len, num_heads=heads, width=width, value_dim=value_dim, table_width=table_width,
             dtype=q.dtype.ptx, block_size=block_size, num_sms=gpu.properties.num_sms,
             most_shared=gpu.properties.shared_bytes_per_block, arch=gpu.arch, num_blocks=pages.shape[0],
-            exact=batch.exact,
+            exact=batch.exact, pages=_kind_of(pages),
         )  # fmt: skip
     workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
     gpu.launch(
@@ -129,7 +130,9 @@ def latent_expanded(
     for first in starts:
         num_rows = min(segment, chunk.length - first)
         rows = Tensor.new((num_rows, maps.row_dim), q.dtype, q.device)
-        copy = _plan_rows(num_rows, maps.row_dim, q.dtype.ptx, pages.shape[2])
+        copy = _plan_rows(
+            num_rows, maps.row_dim, q.dtype.ptx, pages.shape[2], pages=_kind_of(pages), value_dim=maps.latent_dim
+        )
         gpu.launch(copy, pages.address, rows.address, batch.seq_lens.address, table.address, first, num_rows)
         expanded = linear(rows, weight, None, None, q.dtype)
         plan = _plan_expanded(
@@ -148,8 +151,13 @@ def latent_expanded(
         )  # fmt: skip
 
 
+def _kind_of(pages: Tensor) -> str:
+    """The type of pages as plans name it: "" for that of queries."""
+    return float8_e4m3.ptx if pages.dtype is float8_e4m3 else ""
+
+
 def _check(op: str, q: Tensor, width: int, pages: Tensor) -> None:
-    if pages.dtype is not q.dtype:
-        raise fail(op, "pages", f"are of {pages.dtype}, must be of q's {q.dtype}")
+    if pages.dtype not in (q.dtype, float8_e4m3):
+        raise fail(op, "pages", f"are of {pages.dtype}, must be of float8_e4m3 or q's {q.dtype}")
     if why_not := _latent.why_not(width):
         raise fail(op, "q", f"has {why_not}")

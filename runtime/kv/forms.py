@@ -15,6 +15,7 @@ Latent pages (MLA, https://arxiv.org/abs/2405.04434) have one plane on every dev
 the key of all query heads, and whose last ``num_values`` numbers are their value:
 
 - ``[num_blocks, 1, block_size, width rounded up]``, to 16 on the cpu, to 8 on a GPU
+- of fp8: ``[num_blocks, 1, block_size, bytes of a row]``, scales included (`numba_kernels.latent_rows`)
 
 State pages (`Recurrent`) hold what follows from a number of tokens, however many a page of tokens has.
 
@@ -28,9 +29,11 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from runtime.dtype import PAGES, STORED, DType, bfloat16, float32, int32
+from numba_kernels.latent_rows import LatentBytes
+from runtime.dtype import PAGES, STORED, DType, bfloat16, float8_e4m3, float32, int8, int32
 from runtime.errors import InvalidArgumentError
 
+LATENT_PAGES: dict[DType, str] = {dtype: PAGES[dtype] for dtype in (*STORED, float8_e4m3)}
 _CPU_VALUE_ROW_MULTIPLE = 16  # float32 lanes of the widest vector: V rows are whole vectors
 _GPU_ROW_MULTIPLE = 8  # 16 bytes of the narrowest type wider than a byte
 _GPU_ROW_BYTES = 16
@@ -94,7 +97,16 @@ class Latent:
 
     def planes(self, block_size: int, dtype: DType, is_cpu: bool) -> tuple[Plane, ...]:
         """See `PageForm`."""
-        _check(dtype, STORED)
+        if dtype is int8:
+            raise InvalidArgumentError(
+                "KVCacheSpec: dtype is int8, must be one of float32, float16, bfloat16, fp8 for rows of latent"
+                " attention: use --kv-cache-dtype fp8",
+                param="kv_cache_dtype",
+            )
+        _check(dtype, LATENT_PAGES)
+        if dtype is float8_e4m3:
+            row = LatentBytes(self.width, self.num_values).row_bytes
+            return (Plane("latent", (1, block_size, row), dtype),)
         multiple = _CPU_VALUE_ROW_MULTIPLE if is_cpu else _GPU_ROW_MULTIPLE
         return (Plane("latent", (1, block_size, _round_up(self.width, multiple)), dtype),)
 

@@ -50,7 +50,7 @@ class Case:
 
     def __init__(
         self, device: str, dtype: DType, heads: int, rotary: int, rest: int, chunks: list[tuple[int, int]],
-        *, interleaved: bool = True, block_size: int = 8, has_scales: bool = False,
+        *, interleaved: bool = True, block_size: int = 8, has_scales: bool = False, pages: DType | None = None,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(rotary + rest)
         self.device, self.dtype, self.chunks, self.rest = Device.parse(device), dtype, chunks, rest
@@ -69,7 +69,7 @@ class Case:
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         self.q_scales = rng.uniform(1, 2, max(lengths)).astype(np.float32) if has_scales else None
         self.maps = latent_maps(self.device, activations, np.stack([np.eye(rest)] * heads), rotary)
-        spec = KVCacheSpec.uniform(1, 1, rotary + rest, block_size, dtype, self.device, latent_values=rest)
+        spec = KVCacheSpec.uniform(1, 1, rotary + rest, block_size, pages or dtype, self.device, latent_values=rest)
         widths = [-(-length // block_size) for length in lengths]
         blocks = rng.permutation(sum(widths) + 2)
         self.tables = np.zeros((len(chunks), max(widths)), np.int32)
@@ -131,12 +131,17 @@ class Case:
             found[..., :half], found[..., half:] = one, other
         return found
 
-    def expected(self) -> Any:
+    def expected(self, in_bytes: bool = False) -> Any:
+        """In float64; with `in_bytes` of rows that are rounded as pages of fp8 are."""
         outs, first = [], 0
         for latent, (context, count) in zip(self.latents, self.chunks, strict=True):
             c, k = latent[:, : self.rest].astype(np.float64), latent[:, self.rest :]
             c = c / np.sqrt((c**2).mean(1, keepdims=True) + EPS) * self.norm
-            rows = np.concatenate([self.rotated(k, np.arange(len(k))), c], axis=1)
+            k = self.rotated(k, np.arange(len(k)))
+            if in_bytes:
+                k = Tensor.from_numpy(k.astype(np.float32)).to(bfloat16).to(float32).numpy().astype(np.float64)
+                c = np.concatenate([in_e4m3(c[:, at : at + 128]) for at in range(0, self.rest, 128)], axis=1)
+            rows = np.concatenate([k, c], axis=1)
             q = self.q[first : first + count].astype(np.float64)
             q = np.concatenate(
                 [self.rotated(q[..., : self.rotary], np.arange(context, context + count)), q[..., self.rotary :]], -1
@@ -146,6 +151,14 @@ class Case:
             outs.append(plain_attention(q, rows[:, None], c[:, None], SCALE))
             first += count
         return np.concatenate(outs)
+
+
+def in_e4m3(x: Any) -> Any:
+    """Rows rounded to e4m3, each with a scale."""
+    scale = np.abs(x).max(1, keepdims=True) / 448
+    size = np.abs(x / scale)
+    step = 2.0 ** (np.clip(np.floor(np.log2(np.maximum(size, 1e-30))), -6, 8) - 3)
+    return np.sign(x) * np.minimum(np.rint(size / step) * step, 448) * scale
 
 
 def error_of(case: Case) -> float:
@@ -243,9 +256,8 @@ def test_wrong_arguments_are_refused_by_name() -> None:
             q.view(3, -1), case.on_device(case.latents[0]), case.maps, nothing, rope=short,
             norm=RmsNorm(case.on_device(case.norm), EPS, 1.0), pages=pages, slot_mapping=slots,
         )  # fmt: skip
-    for dtype in (int8, float8_e4m3):
-        with pytest.raises(InvalidArgumentError, match=rf"dtype is {dtype.name}, must be one of float32"):
-            KVCacheSpec.uniform(1, 1, 16, 8, dtype, latent_values=12)
+    with pytest.raises(InvalidArgumentError, match=r"dtype is int8, must be one of float32.*fp8"):
+        KVCacheSpec.uniform(1, 1, 16, 8, int8, latent_values=12)
 
 
 @pytest.mark.emulator
@@ -329,3 +341,35 @@ def test_maps_of_queries_and_results(
     for ours, theirs in ((found, wanted), (results, expected.reshape(tokens, -1))):
         numbers = ours.to(Device.parse("cpu")).to(float32).numpy()
         assert np.abs(numbers - theirs).max() <= tolerance * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "chunks", "tolerance"),
+    [
+        (float32, (5, 6, 22, 8), CHUNKS, 2e-5), (bfloat16, (5, 16, 144, 16), CHUNKS, 2e-2),
+        pytest.param(bfloat16, (16, 64, 512, 16), [(0, 9), (200, 1), (17, 4)], 2e-2, marks=pytest.mark.exhaustive),
+        pytest.param(float16, (20, 64, 256, 16), [(300, 2), (5, 1)], 3e-3, marks=pytest.mark.exhaustive),
+        pytest.param(float32, (3, 10, 300, 32), [(700, 2), (5, 1)], 2e-5, marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
+@pytest.mark.exhaustive_cases("dtype0.*sm_90a", "dtype1.*sm_80")
+def test_rows_of_fp8(
+    device: str, dtype: DType, sizes: tuple[int, ...], chunks: list[tuple[int, int]], tolerance: float
+) -> None:
+    """Beside float64 of rows that are rounded alike, and of rows that are not."""
+    heads, rotary, rest, block_size = sizes
+    case = Case(device, dtype, heads, rotary, rest, chunks, block_size=block_size, pages=float8_e4m3)
+    ours, alike, exact = case.run(), case.expected(in_bytes=True), case.expected()
+    largest = np.abs(exact).max()
+    # A number that lies between two bytes may be rounded either way: of few rows it is seen.
+    assert np.sqrt(((ours - alike) ** 2).mean()) <= tolerance / 2 * largest
+    assert np.abs(ours - alike).max() <= max(tolerance, 2e-2) * largest
+    assert 1e-4 * largest <= np.sqrt(((ours - exact) ** 2).mean()) <= 1.5e-2 * largest
+
+
+def test_bytes_of_a_token() -> None:
+    """DeepSeek's rows are 656 bytes of fp8, with four scales."""
+    for device in ("cpu", "emulated:sm_90a"):
+        spec = KVCacheSpec.uniform(27, 1, 576, 16, float8_e4m3, Device.parse(device), latent_values=512)
+        assert spec.bytes_per_token == 27 * 656

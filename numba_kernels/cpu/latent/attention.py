@@ -31,21 +31,25 @@ from numba_kernels.cpu.latent.tiles import (
     latent_softmax,
     latent_values,
     pack_row,
+    widen_group,
     widen_row,
 )
 from numba_kernels.cpu.layout import ROUNDS_TO_BF16
+from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, copy_bytes, float32_at, int32_at
 from numba_kernels.cpu.target import LANES
+from numba_kernels.latent_rows import GROUP
 
 GROUP_ROWS = 64  # a group has so many rows, or one token's where there are more query heads
 SEGMENT_TOKENS = 256
 
 FIELDS = Fields(
     "*q *pages *query_start *seq_lens *block_table *group_starts *partial *out num_seqs heads width value_dim "
-    "row_stride num_blocks block_size table_width group_tokens num_segments item_segments",
+    "row_stride num_blocks block_size table_width group_tokens num_segments item_segments scales_at rotated_at",
     "scale",
 )
 _AHEAD_TOKENS = 32  # prefetched before their scores are computed
+MOST_LANES = 16  # of any tile's vectors: what rows of bytes are filled up to
 _HALVES = CHUNK_TOKENS // HALF_TOKENS
 
 
@@ -55,6 +59,18 @@ def _compact(state, rows, target):
     spread, found = float32_at(state, rows * FOUR), float32_at(target, rows)
     for row in range(rows):
         found[row] = spread[row * FOUR]
+
+
+@njit(nogil=True)
+def _widen_bytes(stored, place, scales_at, rotated_at, width, num_values, target, read_scale):
+    """A row of bytes as `width` floats, the rotated ones first; up to MOST_LANES more are overwritten."""
+    rotary = width - num_values
+    scales = float32_at(place + scales_at, -(-num_values // GROUP))
+    widen_row(np.uint16, place + rotated_at, -(-rotary // MOST_LANES) * MOST_LANES, target)
+    for start in range(0, num_values, GROUP):
+        count = min(GROUP, num_values - start)
+        scale = scales[start // GROUP] * read_scale
+        widen_group(stored, place + start, count, target + (rotary + start) * 4, scale)
 
 
 @functools.cache
@@ -71,6 +87,7 @@ def latent_attention_kernel(stored: type) -> Kernel:
     is_widened = stored is not np.float32 and not pairs
     step_numbers = 2 * FOUR if pairs else FOUR
     kept_size = 4 if is_widened else itemsize
+    in_bytes, read_scale = is_quantised(stored), read_factor(stored)
     ahead_tokens = CHUNK_TOKENS if is_widened else _AHEAD_TOKENS  # that are prefetched while scores are computed
 
     def attention(arguments, work_item):
@@ -101,7 +118,8 @@ def latent_attention_kernel(stored: type) -> Kernel:
         block_fours = min(fours, BLOCK_FOURS)
         out_size = fours * FOUR * out_width
         sizes = fours * steps * LANES, block_fours * SCORE_BYTES // 4, fours * LANES
-        widened_size = CHUNK_TOKENS * a.row_stride if is_widened else 0
+        kept_stride = -(-a.width // MOST_LANES) * MOST_LANES if in_bytes else a.row_stride  # numbers
+        widened_size = (CHUNK_TOKENS * kept_stride + MOST_LANES) if is_widened else 0
         work = np.empty(sizes[0] + 2 * sizes[1] + 4 * sizes[2] + 2 * (out_size + 2 * rows) + widened_size, np.float32)
         queries_at = address(work)
         scores_at = queries_at + sizes[0] * 4
@@ -165,8 +183,16 @@ def latent_attention_kernel(stored: type) -> Kernel:
                     if half >= _HALVES:
                         continue
                     if is_widened and place != 0:
-                        kept = widened_at + half * HALF_TOKENS * a.row_stride * 4
-                        widen_row(stored, place, HALF_TOKENS * a.row_stride, kept)
+                        kept = widened_at + half * HALF_TOKENS * kept_stride * 4
+                        if in_bytes:
+                            for line in range(HALF_TOKENS):
+                                at = kept + line * kept_stride * 4
+                                _widen_bytes(
+                                    stored, place + line * a.row_stride, a.scales_at, a.rotated_at, a.width,
+                                    a.value_dim, at, read_scale,
+                                )  # fmt: skip
+                        else:
+                            widen_row(stored, place, HALF_TOKENS * a.row_stride, kept)
                         place = kept
                     tables[half] = place
                     tables[_HALVES + half] = place + (a.width - a.value_dim) * kept_size
@@ -179,7 +205,7 @@ def latent_attention_kernel(stored: type) -> Kernel:
                     if seen == 0 and is_first == 0:
                         continue
                     latent_scores(
-                        pairs, queries_at + four * steps * VECTOR_BYTES, steps, rows_at, a.row_stride * kept_size, seen,
+                        pairs, queries_at + four * steps * VECTOR_BYTES, steps, rows_at, kept_stride * kept_size, seen,
                         scores_at, ahead_at if four == 0 else 0, count,
                     )  # fmt: skip
                     latent_softmax(
@@ -187,7 +213,7 @@ def latent_attention_kernel(stored: type) -> Kernel:
                         factors_at + state, weights_at, count,
                     )  # fmt: skip
                     latent_values(
-                        pairs, weights_at, values_at, a.row_stride * kept_size, seen, factors_at + state, is_first,
+                        pairs, weights_at, values_at, kept_stride * kept_size, seen, factors_at + state, is_first,
                         out_at + four * FOUR * out_bytes, out_bytes, a.value_dim, count,
                     )  # fmt: skip
             _compact(maxima_at, rows, part[1])

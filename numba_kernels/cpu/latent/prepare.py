@@ -20,11 +20,13 @@ from numba import carray, njit
 
 from numba_kernels.cpu.intrinsics.scalars import store_f32
 from numba_kernels.cpu.qkv import BAD_POSITION, BAD_SLOT, norm_scale, rotate
+from numba_kernels.cpu.quantised_rows import is_quantised, largest_number, store_row
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at, int64_at
+from numba_kernels.latent_rows import GROUP
 
 FIELDS = Fields(
     "*q *out *latent *positions *cos *sin *q_scales *norm *pages *slots num_tokens heads key width rotary interleaved "
-    "num_positions num_blocks block_size row_stride tokens_a_work_item",
+    "num_positions num_blocks block_size row_stride scales_at rotated_at tokens_a_work_item",
     "eps",
 )
 
@@ -37,8 +39,9 @@ def _copy(source, target):
 
 @functools.cache
 def latent_kernel(stored: type) -> Kernel:
-    """The kernel for pages of ``stored``; a work item is some tokens."""
-    itemsize = np.dtype(stored).itemsize
+    """The kernel for pages of ``stored``; a work item is some tokens. Rows of bytes have scales and rotated numbers so
+    many bytes behind their start (`numba_kernels.latent_rows`)."""
+    itemsize, in_bytes, largest = np.dtype(stored).itemsize, is_quantised(stored), largest_number(stored)
 
     def latent(arguments, work_item):
         a = carray(arguments, 1)[0]
@@ -77,7 +80,14 @@ def latent_kernel(stored: type) -> Kernel:
             for i in range(rest):
                 row[a.rotary + i] = source[i] * scale * weight[i]
             at = a.pages + slots[token] * a.row_stride * itemsize
-            for i in range(a.width):
-                store_f32(stored, at, i, row[i])
+            if in_bytes:
+                for start in range(0, rest, GROUP):
+                    values = row[a.rotary + start : a.rotary + min(rest, start + GROUP)]
+                    store_row(at + start, 1, values, largest, at + a.scales_at + start // GROUP * 4)
+                for i in range(a.rotary):
+                    store_f32(np.uint16, at + a.rotated_at, i, row[i])
+            else:
+                for i in range(a.width):
+                    store_f32(stored, at, i, row[i])
 
     return Kernel(latent, FIELDS)

@@ -22,6 +22,7 @@ from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import KIND, LITERAL, emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64
 from numba_kernels.cpu.layout import TILE_VECTORS
+from numba_kernels.cpu.quantised_rows import load_page
 from numba_kernels.cpu.target import LANES
 
 FOUR = 4
@@ -120,6 +121,17 @@ def widen_row(builder, stored, source, width, target):
         at = builder.add(source, builder.mul(loop.index, _constant(LANES * itemsize)))
         numbers = simd.load_wide(builder, at, stored)
         simd.store(builder, numbers, builder.add(target, builder.mul(loop.index, _constant(VECTOR_BYTES))))
+
+
+@emitted(types.void, KIND, *[types.intp] * 3, types.float32)
+def widen_group(builder, stored, source, count, target, scale):
+    """``count`` numbers of a byte, of a group rounded up to whole vectors, times ``scale``, as floats."""
+    scales = simd.splat(builder, scale)
+    vectors = builder.udiv(builder.add(count, _constant(LANES - 1)), _constant(LANES))
+    with cgutils.for_range(builder, vectors, intp=I64) as loop:
+        numbers = load_page(builder, builder.add(source, builder.mul(loop.index, _constant(LANES))), stored, LANES)
+        at = builder.add(target, builder.mul(loop.index, _constant(VECTOR_BYTES)))
+        simd.store(builder, builder.fmul(numbers, scales), at, 4)
 
 
 @emitted(types.void, LITERAL, *[types.intp] * 8)

@@ -105,11 +105,12 @@ class HeadMap:
 
 @dataclass(frozen=True, slots=True)
 class Absorption:
-    """The sizes of latent rows, `width` numbers with a rotated part of `rotary`."""
+    """The sizes of latent rows, `width` numbers with a rotated part of `rotary`; `pages` as in `row_writer`."""
 
     width: int
     rotary: int
     interleaved: bool
+    pages: str = ""
 
 
 def rows_of(head_map: HeadMap, num_tokens: int) -> int:
@@ -270,7 +271,7 @@ def absorb(head_map: HeadMap, absorption: Absorption, rows: int) -> Specialisati
     columns, column_tiles, is_vector = head_map.columns, head_map.column_tiles, head_map.is_vector
     dtype, width, rotary, interleaved = head_map.dtype, absorption.width, absorption.rotary, absorption.interleaved
     rotate = query_rotator(dtype, rotary, interleaved, is_vector)
-    write_row = row_writer(dtype, width, rotary, interleaved, is_vector)
+    write_row = row_writer(dtype, width, rotary, interleaved, is_vector, absorption.pages)
     x_head, depth = head_map.x_head, head_map.depth
     row_tiles = max(1, rows // 16)
     half, item = rotary // 2, uint64(ITEM_BYTES[dtype])
@@ -345,12 +346,14 @@ def absorb(head_map: HeadMap, absorption: Absorption, rows: int) -> Specialisati
 
     kind = f"{rows}" if is_vector else "plain"
     name = f"latent_absorb_{dtype}_k{depth}_w{width}_r{rotary}{'_interleaved' if interleaved else ''}_{kind}"
+    name += f"_{absorption.pages}" if absorption.pages else ""
     argument_types = (
         *(types.uint64,) * 4, types.CPointer(types.int32), *(types.uint64,) * 4, types.CPointer(types.int64),
         types.uint64, *(types.uint32,) * 4, types.float32,
     )  # fmt: skip
     constants = {
         "dtype": dtype, "depth": depth, "width": width, "rotary": rotary, "interleaved": interleaved, "rows": rows,
+        "pages": absorption.pages,
         "columns": columns, "shared_bytes": head_map.shared_bytes(rows),
     }  # fmt: skip
     return Specialisation(name, kernel, argument_types, THREADS, constants=constants)

@@ -8,6 +8,7 @@ sequence is one block's; a row's bits depend on its token alone.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
@@ -20,13 +21,16 @@ from numba_kernels.cuda.attention.online_softmax import (
     subtract,
 )
 from numba_kernels.cuda.attention.tiles import visible_end
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, elements_storer
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import maximum_f32
 from numba_kernels.cuda.kv_cache import page_row
+from numba_kernels.cuda.latent.rows import byte_row_loader
 from numba_kernels.cuda.specialisation import Specialisation
+from numba_kernels.latent_rows import LatentBytes
 
 THREADS = 128
 HEADS, KEYS = 8, 16  # of a tile of scores: one a thread
@@ -34,10 +38,18 @@ MAX_WIDTH = 1024  # queries of HEADS heads take 33 KB of shared memory
 
 
 @functools.cache
-def latent_float32(dtype: str, width: int, value_dim: int, block_size: int) -> Specialisation:
+def _row_loader(dtype: str) -> Any:
+    load, item = element_loader(dtype), uint64(ITEM_BYTES[dtype])
+    return device_function(lambda row, column: load(row + uint64(column) * item))
+
+
+@functools.cache
+def latent_float32(dtype: str, width: int, value_dim: int, block_size: int, pages: str = "") -> Specialisation:
     """Arguments: see `planning.LatentPlan.arguments`."""
     load, store = element_loader(dtype), elements_storer(dtype, 1)
-    item, padded, first_value = uint64(ITEM_BYTES[dtype]), page_row(width), width - value_dim
+    item, first_value = uint64(ITEM_BYTES[dtype]), width - value_dim
+    row_bytes = LatentBytes(width, value_dim).row_bytes if pages else page_row(width) * ITEM_BYTES[dtype]
+    load_number = byte_row_loader(width, value_dim, pages) if pages else _row_loader(dtype)
     rounds = -(-value_dim // THREADS)
     pitch = width | 1  # so that two heads' numbers lie in different banks
     query_size, num_scores = HEADS * pitch, HEADS * KEYS
@@ -83,11 +95,11 @@ def latent_float32(dtype: str, width: int, value_dim: int, block_size: int) -> S
             if key < end:
                 block = uint32(block_tables[table + uint64(key // uint32(block_size))])
                 slot = uint64(block) * uint64(block_size) + uint64(key % uint32(block_size))
-                place = pages + slot * uint64(padded) * item
+                place = pages + slot * uint64(row_bytes)
                 score = float32(0)
                 column = uint32(0)
                 while column < uint32(width):
-                    score += queries[uint32(own_head * uint32(pitch) + column)] * load(place + uint64(column) * item)
+                    score += queries[uint32(own_head * uint32(pitch) + column)] * load_number(place, column)
                     column = uint32(column + uint32(1))
             before = largest
             largest = maximum_f32(largest, group_max(score, KEYS))
@@ -107,11 +119,11 @@ def latent_float32(dtype: str, width: int, value_dim: int, block_size: int) -> S
                 position = uint32(tile + key)
                 block = uint32(block_tables[table + uint64(position // uint32(block_size))])
                 slot = uint64(block) * uint64(block_size) + uint64(position % uint32(block_size))
-                place = pages + (slot * uint64(padded) + uint64(first_value)) * item
+                place = pages + slot * uint64(row_bytes)
                 for part in range(rounds):
                     own = uint32(thread + uint32(part * THREADS))
                     if own < uint32(value_dim):
-                        number = load(place + uint64(own) * item)
+                        number = load_number(place, uint32(own + uint32(first_value)))
                         for head in range(HEADS):
                             sums[head, part] += weights[uint32(uint32(head * KEYS) + key)] * number
                 key = uint32(key + uint32(1))
@@ -128,8 +140,10 @@ def latent_float32(dtype: str, width: int, value_dim: int, block_size: int) -> S
                         value[0] = sums[head, part] * factors[head]
                         store(out + ((row + uint64(head)) * uint64(value_dim) + uint64(own)) * item, value)
 
-    name = f"latent_float32_{dtype}_w{width}_v{value_dim}_b{block_size}"
-    constants = {"dtype": dtype, "width": width, "value_dim": value_dim, "block_size": block_size}
+    name = f"latent_float32_{dtype}_w{width}_v{value_dim}_b{block_size}{f'_{pages}' if pages else ''}"
+    constants = {
+        "dtype": dtype, "width": width, "value_dim": value_dim, "block_size": block_size, "pages": pages,
+    }  # fmt: skip
     pointer = types.CPointer(types.int32)
     argument_types = (*(types.uint64,) * 3, pointer, pointer, pointer, types.uint32, types.uint32, types.float32)
     return Specialisation(name, latent_attention, argument_types, THREADS, constants=constants)

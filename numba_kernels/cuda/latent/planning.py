@@ -57,20 +57,23 @@ def why_not(width: int) -> str:
     return "" if width <= plain.MAX_WIDTH else f"{width} numbers a row, limit {plain.MAX_WIDTH}"
 
 
-def plan_prepare(num_tokens: int, width: int, dtype: str, *, rotary: int, interleaved: bool, key_dim: int) -> Launch:
-    """The launch for at least one token, and at least one head, whose queries are not absorbed.
+def plan_prepare(
+    num_tokens: int, width: int, dtype: str, *, rotary: int, interleaved: bool, key_dim: int, pages: str = ""
+) -> Launch:
+    """The launch for at least one token, and at least one head, whose queries are not absorbed. `pages`: "e4m3" for
+    rows of `numba_kernels.latent_rows`, "" for the dtype's.
 
     Arguments: q, out [T, H, key_dim + rotary], latent [T, width], positions (int32 [T]), cos, sin (float32 [P, rotary /
     2]), q_scales (float32 [P], or 0), norm (float32 [width - rotary]), slot_mapping (int64 [T]; negative if not
     stored), pages; numbers from one token to the next in q and latent, H, eps.
     """
-    kernel = prepare.latent_prepare(dtype, width, rotary, interleaved, key_dim)
+    kernel = prepare.latent_prepare(dtype, width, rotary, interleaved, key_dim, pages)
     return Launch(kernel, (num_tokens, 1, 1), (prepare.THREADS, 1, 1))
 
 
 def plan_absorb(
     num_tokens: int, num_heads: int, width: int, dtype: str, *, rotary: int, interleaved: bool, key_dim: int,
-    is_aligned: bool,
+    is_aligned: bool, pages: str = "",
 ) -> Launch:  # fmt: skip
     """The launch for at least one token and head: queries as attention takes them, and the tokens' rows.
 
@@ -80,7 +83,7 @@ def plan_absorb(
     """
     head_map = head_maps.HeadMap(dtype, key_dim, width - rotary, key_dim + rotary, width, rotary, is_aligned)
     rows = head_maps.rows_of(head_map, num_tokens)
-    kernel = head_maps.absorb(head_map, head_maps.Absorption(width, rotary, interleaved), rows)
+    kernel = head_maps.absorb(head_map, head_maps.Absorption(width, rotary, interleaved, pages), rows)
     blocks = -(-num_tokens // head_maps.WARPS) + head_map.column_tiles * num_heads * -(-num_tokens // rows)
     return Launch(kernel, (blocks, 1, 1), (head_maps.THREADS, 1, 1), head_map.shared_bytes(rows))
 
@@ -100,14 +103,14 @@ def plan_values(
     return Launch(kernel, (blocks, 1, 1), (head_maps.THREADS, 1, 1), head_map.shared_bytes(rows))
 
 
-def plan_rows(num_rows: int, width: int, dtype: str, block_size: int) -> Launch:
+def plan_rows(num_rows: int, width: int, dtype: str, block_size: int, *, pages: str = "", value_dim: int = 0) -> Launch:
     """The launch that copies rows of one sequence out of its pages, in order; those past its end become zeros. `width`
     numbers are whole 16-byte pieces.
 
     Arguments: pages, out [num_rows, width], seq_lens (int32 [1]), block table (int32); the first row in the sequence,
     num_rows.
     """
-    kernel = rows.latent_rows(dtype, width, block_size)
+    kernel = rows.latent_rows(dtype, width, block_size, pages, value_dim if pages else 0)
     return Launch(kernel, (-(-num_rows // rows.ROWS), 1, 1), (rows.THREADS, 1, 1))
 
 
@@ -129,6 +132,7 @@ def plan_attention(
     num_blocks: int | None = None,
     exact: bool = False,
     tier: str | None = None,
+    pages: str = "",
 ) -> LatentPlan:
     """The launch for at least one query and sequence.
 
@@ -138,14 +142,15 @@ def plan_attention(
     pages have no tensor map. `tier` forces one of `TIERS`; ValueError if it has no kernel.
     """
     sizes, num_rows = (num_heads, table_width, num_seqs), max_query_len * num_heads
-    tiles = tensor_core.choose_tiles(dtype, width, value_dim, most_shared)
-    is_for_hopper = arch == hopper.ARCH and num_blocks is not None and hopper.has_kernel(dtype, width, value_dim)
+    tiles = tensor_core.choose_tiles(dtype, width, value_dim, most_shared, pages)
+    is_for_hopper = arch == hopper.ARCH and num_blocks is not None and not pages
+    is_for_hopper = is_for_hopper and hopper.has_kernel(dtype, width, value_dim)
     if tier is None:
         tier = "plain" if tiles is None else "tensor_core"
         if is_for_hopper and num_rows > _FEW_ROWS and not exact:
             tier = "hopper"
     if tier == "plain":
-        plain_kernel = plain.latent_float32(dtype, width, value_dim, block_size)
+        plain_kernel = plain.latent_float32(dtype, width, value_dim, block_size, pages)
         grid = max_query_len, -(-num_heads // plain.HEADS), num_seqs
         return LatentPlan(tier, Launch(plain_kernel, grid, (plain.THREADS, 1, 1)), *sizes)
     if tier == "hopper" and is_for_hopper and num_blocks is not None:
@@ -191,6 +196,11 @@ def specialisations() -> Iterator[Specialisation]:
             }
             for tiles in sorted(filter(None, found), key=lambda each: each.num_keys):
                 yield tensor_core.latent_tensor_core(tiles, 16)
+            if dtype == "bf16":
+                most = tensor_core.SHARED_BYTES.values()
+                in_bytes = {tensor_core.choose_tiles(dtype, width, value_dim, each, "e4m3") for each in most}
+                for tiles in sorted(filter(None, in_bytes), key=lambda each: each.num_keys):
+                    yield tensor_core.latent_tensor_core(tiles, 16)
             if not any(found) or dtype == "bf16":
                 yield plain.latent_float32(dtype, width, value_dim, 16)
             if hopper.has_kernel(dtype, width, value_dim):

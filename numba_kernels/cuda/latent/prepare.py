@@ -13,11 +13,13 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, element_storer
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.math import reciprocal_sqrt
-from numba_kernels.cuda.intrinsics.memory import load_b32, load_f32, store_b32
+from numba_kernels.cuda.intrinsics.memory import load_b32, load_f32, store_b32, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import lane_index, warp_sum
+from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_u32_of_warp, warp_sum
 from numba_kernels.cuda.kv_cache import page_row
+from numba_kernels.cuda.quantised_pages import larger_bits, row_scaler, run_storer
 from numba_kernels.cuda.specialisation import Specialisation
+from numba_kernels.latent_rows import GROUP, LatentBytes
 
 THREADS = 128
 
@@ -53,9 +55,11 @@ def query_rotator(dtype: str, rotary: int, interleaved: bool, is_aligned: bool) 
 
 
 @functools.cache
-def row_writer(dtype: str, width: int, rotary: int, interleaved: bool, is_aligned: bool) -> Any:
+def row_writer(dtype: str, width: int, rotary: int, interleaved: bool, is_aligned: bool, pages: str) -> Any:
     """A device function of a warp, ``(source, cos, sin, norm, slot, pages, eps)``: a token's latent row, of which
-    `source` has the values first."""
+    `source` has the values first. `pages`: "e4m3" for rows of `numba_kernels.latent_rows`, "" for the dtype's."""
+    if pages:
+        return _byte_row_writer(dtype, width, rotary, interleaved, pages)
     load, store = element_loader(dtype), element_storer(dtype)
     rotate = query_rotator(dtype, rotary, interleaved, is_aligned)
     item, rest, padded = uint64(ITEM_BYTES[dtype]), width - rotary, page_row(width)
@@ -90,13 +94,74 @@ def row_writer(dtype: str, width: int, rotary: int, interleaved: bool, is_aligne
     return write_row
 
 
+def _byte_row_writer(dtype: str, width: int, rotary: int, interleaved: bool, pages: str) -> Any:
+    load, store, store_byte = element_loader(dtype), element_storer("bf16"), run_storer(pages, 1)
+    item, rest, half, scales_of = uint64(ITEM_BYTES[dtype]), width - rotary, rotary // 2, row_scaler(pages)
+    layout = LatentBytes(width, rest)
+    row_bytes, scales_at, rotated_at, groups = (
+        layout.row_bytes, layout.value_bytes, layout.rotated_at, layout.groups
+    )  # fmt: skip
+    reciprocal_rest, turns = float32(1.0 / rest), GROUP // 32
+
+    @device_function
+    def write_row(source, cos, sin, norm, slot, pages, eps):
+        if slot >= 0:
+            lane = lane_index()
+            row = pages + uint64(slot) * uint64(row_bytes)
+            rotated, pair = source + uint64(rest) * item, lane
+            while pair < uint32(half):
+                low = pair
+                high = uint32(pair + uint32(half))
+                if interleaved:
+                    low = uint32(uint32(2) * pair)
+                    high = uint32(low + uint32(1))
+                first = load(rotated + uint64(low) * item)
+                second = load(rotated + uint64(high) * item)
+                c = load_f32(cos + uint64(pair) * uint64(4))
+                s = load_f32(sin + uint64(pair) * uint64(4))
+                store(row + uint64(rotated_at) + uint64(low) * uint64(2), first * c - second * s)
+                store(row + uint64(rotated_at) + uint64(high) * uint64(2), second * c + first * s)
+                pair = uint32(pair + uint32(32))
+            numbers = cuda.local.array((groups, turns), float32)
+            one = cuda.local.array(1, float32)
+            squares = float32(0)
+            for group in range(groups):
+                for turn in range(turns):
+                    index = uint32(lane + uint32(GROUP * group + 32 * turn))
+                    numbers[group, turn] = float32(0)
+                    if index < uint32(rest):
+                        numbers[group, turn] = load(source + uint64(index) * item)
+                    squares += numbers[group, turn] * numbers[group, turn]
+            scale = reciprocal_sqrt(warp_sum(squares) * reciprocal_rest + eps)
+            for group in range(groups):
+                largest = uint32(0)
+                for turn in range(turns):
+                    index = uint32(lane + uint32(GROUP * group + 32 * turn))
+                    if index < uint32(rest):
+                        weight = load_f32(norm + uint64(index) * uint64(4))
+                        numbers[group, turn] = numbers[group, turn] * scale * weight
+                        largest = larger_bits(largest, numbers[group, turn])
+                of_group, factor = scales_of(maximum_u32_of_warp(largest))
+                for turn in range(turns):
+                    index = uint32(lane + uint32(GROUP * group + 32 * turn))
+                    if index < uint32(rest):
+                        one[0] = numbers[group, turn]
+                        store_byte(row + uint64(index), one, factor)
+                if lane == uint32(0):
+                    store_f32(row + uint64(scales_at + 4 * group), of_group)
+
+    return write_row
+
+
 @functools.cache
-def latent_prepare(dtype: str, width: int, rotary: int, interleaved: bool, key_dim: int) -> Specialisation:
+def latent_prepare(
+    dtype: str, width: int, rotary: int, interleaved: bool, key_dim: int, pages: str = ""
+) -> Specialisation:
     """Queries are copied out of wider rows; each head has `key_dim` numbers, then its rotated part. Grid: tokens.
     Arguments: see `planning.plan_prepare`."""
     load, store, item = element_loader(dtype), element_storer(dtype), uint64(ITEM_BYTES[dtype])
     rotate = query_rotator(dtype, rotary, interleaved, False)
-    write_row = row_writer(dtype, width, rotary, interleaved, False)
+    write_row = row_writer(dtype, width, rotary, interleaved, False, pages)
     half, head_dim = rotary // 2, key_dim + rotary
 
     @cuda.jit
@@ -131,8 +196,10 @@ def latent_prepare(dtype: str, width: int, rotary: int, interleaved: bool, key_d
             write_row(row, cos + table, sin + table, norm, slot_mapping[token], pages, eps)
 
     name = f"latent_prepare_{dtype}_w{width}_r{rotary}{'_interleaved' if interleaved else ''}_k{key_dim}"
+    name += f"_{pages}" if pages else ""
     constants = {
         "dtype": dtype, "width": width, "rotary": rotary, "interleaved": interleaved, "key_dim": key_dim,
+        "pages": pages,
     }  # fmt: skip
     argument_types = (
         *(types.uint64,) * 3, types.CPointer(types.int32), *(types.uint64,) * 4, types.CPointer(types.int64),

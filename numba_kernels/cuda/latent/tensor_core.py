@@ -39,7 +39,9 @@ from numba_kernels.cuda.intrinsics.memory import (
 from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, product_adder
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, or_b32, shuffle_xor_f32
+from numba_kernels.cuda.latent.byte_tiles import tile_widener
 from numba_kernels.cuda.specialisation import Specialisation
+from numba_kernels.latent_rows import LatentBytes
 
 NUM_ROWS = 16
 WARPS = 4
@@ -59,17 +61,25 @@ _wait_for_copies = copy_async_wait(0)
 
 @dataclass(frozen=True, slots=True)
 class LatentTiles:
-    """Shared memory of a block: for `part_finder`, queries (then results), weights, largest scores, two tiles of keys.
+    """Shared memory of a block: for `part_finder`, queries (then results), weights, largest scores, two tiles of keys,
+    and one that is widened if rows are of bytes.
 
     Attributes:
         width: numbers of a latent row; the last value_dim are the value.
         num_keys: of a tile.
+        pages: "e4m3" for rows of `numba_kernels.latent_rows`, "" for the dtype's.
     """
 
     dtype: str
     width: int
     value_dim: int
     num_keys: int
+    pages: str = ""
+
+    @property
+    def bytes(self) -> LatentBytes:
+        """The layout of a row of bytes."""
+        return LatentBytes(self.width, self.value_dim)
 
     @property
     def first_value(self) -> int:
@@ -110,22 +120,34 @@ class LatentTiles:
         return self.num_keys * self.pitch
 
     @property
+    def stage_pitch(self) -> int:
+        """Bytes from one row to the next of a tile as it comes."""
+        return (self.bytes.row_bytes // 16 | 1) * 16 if self.pages else self.pitch
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a tile as it comes."""
+        return self.num_keys * self.stage_pitch
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory."""
-        return self.tiles_at + 2 * self.tile_bytes
+        return self.tiles_at + 2 * self.stage_bytes + (self.tile_bytes if self.pages else 0)
 
 
-def choose_tiles(dtype: str, width: int, value_dim: int, most_shared: int) -> LatentTiles | None:
+def choose_tiles(dtype: str, width: int, value_dim: int, most_shared: int, pages: str = "") -> LatentTiles | None:
     """The largest tiles that a block's shared memory holds; None if the kernel has none for such rows."""
-    if dtype == "f32" or (width - value_dim) % 8 or value_dim > MOST_VALUES:
+    if dtype == "f32" or (width - value_dim) % (16 if pages else 8) or value_dim > MOST_VALUES:
         return None
-    found = (LatentTiles(dtype, width, value_dim, num_keys) for num_keys in TILE_KEYS)
+    found = (LatentTiles(dtype, width, value_dim, num_keys, pages) for num_keys in TILE_KEYS)
     return next((tiles for tiles in found if tiles.shared_bytes <= most_shared), None)
 
 
 def _tile_copiers(tiles: LatentTiles, block_size: int) -> tuple[Any, Any]:
     """Device functions that find the pages of a tile's rows, and that copy the tile."""
-    num_keys, pieces, pitch, stored_pieces = tiles.num_keys, tiles.pieces, tiles.pitch, -(-tiles.width // 8)
+    num_keys, pieces, pitch, stored_pieces = tiles.num_keys, tiles.pieces, tiles.stage_pitch, -(-tiles.width // 8)
+    if tiles.pages:
+        pieces = stored_pieces = tiles.bytes.row_bytes // 16
     groups, turns, row_bytes = num_keys // _COPIED_ROWS, -(-pieces // 8), stored_pieces * 16
 
     @device_function
@@ -165,7 +187,9 @@ def _tile_copiers(tiles: LatentTiles, block_size: int) -> tuple[Any, Any]:
 def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
     """Grid: the parts of all sequences, as `parts` bounds them. Arguments: see `planning.LatentPlan.arguments`."""
     dtype, width, value_dim, num_keys = tiles.dtype, tiles.width, tiles.value_dim, tiles.num_keys
-    pitch, weight_pitch, tile_bytes = tiles.pitch, tiles.weight_pitch, tiles.tile_bytes
+    pitch, weight_pitch, tile_bytes = tiles.pitch, tiles.weight_pitch, tiles.stage_bytes
+    in_bytes = tiles.pages != ""
+    widen = tile_widener(dtype, tiles.bytes, num_keys, tiles.stage_pitch, pitch, THREADS) if in_bytes else None
     first_value = tiles.first_value
     q_pitch = tile_shape(dtype, width).pitch
     steps, key_steps = -(-width // 16), num_keys // 16
@@ -267,6 +291,14 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
             _wait_for_tile()
             sync_block()
             locate(block_tables, table, later, stop, thread, blocks)
+            if in_bytes:
+                stage = own_tile
+                own_tile = uint32(stages + uint32(2 * tile_bytes))
+                widen(stage, own_tile, thread)
+                sync_block()
+                if later < stop:
+                    copy_tile(stage, pages, later, stop, thread, blocks)
+                copy_async_commit()
             if score_warps == WARPS or warp < uint32(score_warps):
                 for side in range(2):
                     for j in range(4):
@@ -330,9 +362,10 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
                         add_product(sums[i, 0], a, (b[0], b[1]))
                         add_product(sums[i, 1], a, (b[2], b[3]))
             sync_block()
-            if later < stop:
-                copy_tile(own_tile, pages, later, stop, thread, blocks)
-            copy_async_commit()
+            if not in_bytes:
+                if later < stop:
+                    copy_tile(own_tile, pages, later, stop, thread, blocks)
+                copy_async_commit()
             odd = uint32(uint32(tile_bytes) - odd)
             key = uint32(key + uint32(num_keys))
 
@@ -377,10 +410,10 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
         sync_block()
         copy_results(q_tile, out, first_row, rows, num_heads, uint32(0), num_heads, first_token, thread)
 
-    name = f"latent_attention_{dtype}_w{width}_v{value_dim}_b{block_size}_k{num_keys}"
+    name = f"latent_attention_{dtype}_w{width}_v{value_dim}_b{block_size}_k{num_keys}{f'_{tiles.pages}' * in_bytes}"
     constants = {
         "dtype": dtype, "width": width, "value_dim": value_dim, "block_size": block_size, "num_keys": num_keys,
-        "shared_bytes": tiles.shared_bytes,
+        "shared_bytes": tiles.shared_bytes, "pages": tiles.pages,
     }  # fmt: skip
     pointer = types.CPointer(types.int32)
     argument_types = (*(types.uint64,) * 5, pointer, pointer, pointer, *(types.uint32,) * 4, types.float32)

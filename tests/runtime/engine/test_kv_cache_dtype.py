@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from models.registry import load_model
+from numba_kernels.latent_rows import LatentBytes
 from runtime.bench.scheduling.engines import local
 from runtime.bench.scheduling.exact import SCHEDULES, bench_exact, engine_maker
 from runtime.engine.config import EngineConfig
@@ -16,6 +17,7 @@ from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineInfo
 from runtime.errors import InvalidArgumentError
+from runtime.kv.forms import Latent
 from tests.models.driver import logits_of
 from tests.models.folders import load_golden, write_model
 
@@ -33,6 +35,28 @@ def test_models_are_close_to_what_they_are_with_pages_of_floats(name, chunks, tm
         found = logits_of(model, IDS, chunks)
         errors.append(float(np.linalg.norm(found - exact) / np.linalg.norm(exact)))
     assert 0 < errors[0] < errors[1] < errors[2] < 0.05
+
+
+def test_rows_of_latent_attention(tmp_path: Path) -> None:
+    """fp8 is close to floats, bits depend on no chunk, and int8 is refused by name."""
+    folder = write_model(tmp_path, load_golden("deepseek_v3_wide"))
+    ids = [each % 61 for each in IDS]
+    exact = logits_of(load_model(folder, device="cpu", dtype="float32"), ids)
+    model = load_model(folder, device="cpu", dtype="float32", kv_cache_dtype="fp8")
+    found = logits_of(model, ids)
+    assert 1e-3 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.05
+    np.testing.assert_array_equal(logits_of(model, ids, [50, 1, 39]), found)
+    sizes = [
+        describe_engine(folder, EngineConfig(device="cpu", num_blocks=64, kv_cache_dtype=kind)).kv_cache_bytes
+        for kind in ("bfloat16", "fp8")
+    ]
+    form = model.kv_cache_spec(16).of_layer(0).form
+    assert isinstance(form, Latent)
+    rows = LatentBytes(form.width, form.num_values)
+    assert sizes[1] * 2 * -(-form.width // 16) * 16 == sizes[0] * rows.row_bytes
+    with pytest.raises(InvalidArgumentError, match=r"int8, must be one of .* use --kv-cache-dtype fp8") as refused:
+        describe_engine(folder, EngineConfig(device="cpu", num_blocks=64, kv_cache_dtype="int8"))
+    assert refused.value.param == "kv_cache_dtype"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +119,11 @@ def test_bytes_and_refusals_of_layers_left_out(tmp_path: Path) -> None:
                 ("qwen3_tied_gqa4", "bfloat16", 5e-2),
             )
         ),
+        *(
+            pytest.param(device, "fp8", "deepseek_v3_wide", dtype, bound, marks=pytest.mark.exhaustive)
+            for device in ("emulated:sm_80", "emulated:sm_90a")
+            for dtype, bound in (("float32", 1e-2), ("bfloat16", 5e-2))
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.exhaustive
@@ -111,16 +140,22 @@ def test_a_gpu_gives_what_the_cpu_gives(device, kind, name, dtype, bound, tmp_pa
 @pytest.mark.parametrize(
     ("device", "kind", "skipped", "num_requests"),
     [
-        ("cpu", "fp8", "1", 48),
+        ("cpu", "fp8", "1", 48), ("cpu", "fp8", "latent", 48),
         pytest.param("cpu", "int8", "", 48, marks=pytest.mark.exhaustive),
         *(
             pytest.param(device, kind, skipped, 48, marks=[pytest.mark.exhaustive, pytest.mark.emulator])
-            for device in ("emulated:sm_80", "emulated:sm_90a") for kind, skipped in (("int8", ""), ("fp8", "2"))
+            for device in ("emulated:sm_80", "emulated:sm_90a")
+            for kind, skipped in (("int8", ""), ("fp8", "2"), ("fp8", "latent"))
         ),
     ],
 )  # fmt: skip
-def test_the_same_bits_under_every_schedule(device: str, kind: str, skipped: str, num_requests: int) -> None:
+def test_the_same_bits_under_every_schedule(
+    device: str, kind: str, skipped: str, num_requests: int, tmp_path: Path
+) -> None:
+    """`skipped` "latent": a model with latent rows, of which no layer is left out."""
     pages = {"kv_cache_dtype": kind, "kv_cache_dtype_skip_layers": skipped}
+    if skipped == "latent":
+        pages = {"kv_cache_dtype": kind, "model": str(write_model(tmp_path, load_golden("deepseek_v2_odd")))}
     make = engine_maker({"device": device, "seed": 0, **pages}, exact=True)
     report = bench_exact(make, make, num_requests=num_requests, num_schedules=5, num_rounds=0, max_model_len=64)
     assert [(row["name"], row["first"]) for row in report["schedules"] if row["num_different"]] == []
