@@ -155,6 +155,8 @@ def latent(is_quick: bool) -> Iterator[Case]:
     yield from (latent_case("auto", "bf16", 1, context, 1, 20) for context in (0, 15, 63, 127, 128, 5_000))
     yield from (latent_case("auto", dtype, 2, 500, 60, 32, 320, 256) for dtype in ("bf16", "f16"))
     yield latent_case("auto", "bf16", 2, 1000, 3, 16, exact=True)
+    for heads in (16, 128):
+        yield from (latent_case("auto", "bf16", seqs, 333, 1, heads, in_bytes=True) for seqs in (1, 32, 256))
     yield latent_case("plain", "bf16", 2, 200, 1, 16)
     yield latent_case("auto", "f32", 2, 200, 2, 16)
     for sizes in ((192, 128), (256, 256), (128, 128)):
@@ -328,6 +330,7 @@ def latent_speed(is_quick: bool) -> Iterator[Case]:
         for seqs in (1, 32, 256):
             yield latent_case("auto", "bf16", seqs, 4095 if seqs < 256 else 1023, 1, heads)
         yield latent_case("auto", "bf16", 32, 4092, 4, heads)
+    yield from (latent_case("auto", "bf16", 32, 4095, 1, heads, in_bytes=True) for heads in (16, 128))
     yield latent_case("auto", "bf16", 32, 4095, 1, 32, 320, 256)
     yield latent_case("auto", "bf16", 1, 4096, 128, 16)
     for context, heads in ((0, 16), (6144, 16), (0, 128)):

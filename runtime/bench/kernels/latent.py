@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from numba_kernels.cuda import attention, latent
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
+from numba_kernels.latent_rows import GROUP, LatentBytes
 from runtime.bench.kernels.case import TOLERANCE, Array, Case, Inputs, Prepared, numpy_dtype, sampled
 from runtime.bench.kernels.operations import BLOCK_SIZE
 
@@ -18,27 +20,31 @@ SCALE, ROTARY = 0.07, 64
 
 def latent_case(
     tier: str, dtype: str, seqs: int, context: int, queries: int, heads: int, width: int = 576, value_dim: int = 512, *,
-    exact: bool = False,
+    exact: bool = False, in_bytes: bool = False,
 ) -> Case:  # fmt: skip
-    """`tier`: of `latent.planning.TIERS`, or "auto"; `exact`: no sequence is split. Torch's call has the rows as one
-    key head, and their last numbers as its values."""
+    """`tier`: of `latent.planning.TIERS`, or "auto"; `exact`: no sequence is split; `in_bytes`: pages of fp8. Torch's
+    call has the rows as one key head, and their last numbers as its values."""
     length, size = context + queries, numpy_dtype(dtype).itemsize
     tokens, blocks = seqs * queries, -(-length // BLOCK_SIZE)
 
     def prepare(inputs: Inputs) -> Prepared:
         q = inputs.normal((seqs, queries, heads, width), dtype)
         rows = inputs.normal((seqs, length, width), dtype)
+        if in_bytes:
+            stored, rows = _bytes_of(rows, value_dim, dtype)
+        else:
+            stored = rows
         table = inputs.rng.permutation(seqs * blocks).astype(np.int32)
-        pages = np.zeros((seqs * blocks, BLOCK_SIZE, width), rows.dtype)
-        padded = np.zeros((seqs, blocks * BLOCK_SIZE, width), rows.dtype)
-        padded[:, :length] = rows
+        pages = np.zeros((seqs * blocks, BLOCK_SIZE, stored.shape[2]), stored.dtype)
+        padded = np.zeros((seqs, blocks * BLOCK_SIZE, stored.shape[2]), stored.dtype)
+        padded[:, :length] = stored
         pages[table] = padded.reshape(pages.shape)
         properties = inputs.gpu.properties
         plan = latent.plan_attention(
             num_tokens=tokens, num_seqs=seqs, max_query_len=queries, max_seq_len=length, num_heads=heads, width=width,
             value_dim=value_dim, table_width=blocks, dtype=dtype, block_size=BLOCK_SIZE, num_sms=properties.num_sms,
             most_shared=properties.shared_bytes_per_block, arch=inputs.gpu.arch, num_blocks=len(pages), exact=exact,
-            tier=None if tier == "auto" else tier,
+            tier=None if tier == "auto" else tier, pages="e4m3" * in_bytes,
         )  # fmt: skip
         out = inputs.result(tokens * heads * value_dim * size)
         arguments = plan.arguments(
@@ -62,19 +68,40 @@ def latent_case(
 
     seen = seqs * sum(context + 1 + query for query in range(queries))
     inputs_bytes, out_bytes = (tokens * heads * each * size for each in (width, value_dim))
-    least_bytes = inputs_bytes + out_bytes + seqs * length * width * size
+    row_bytes = LatentBytes(width, value_dim).row_bytes if in_bytes else width * size
+    least_bytes = inputs_bytes + out_bytes + seqs * length * row_bytes
     tile_rows = 64 if tier == "hopper" else 16
     tiles, last = -(-queries * heads // tile_rows), queries * heads - 1
     keys = sum(context + 1 + min(tile_rows * (tile + 1) - 1, last) // heads for tile in range(tiles))
     parts = 1 if exact else max(1, length // MIN_PART_KEYS)  # each of which reads its queries
     records = tokens * heads * parts * (parts > 1)
-    tiled_bytes = parts * inputs_bytes + out_bytes + seqs * keys * width * size + 2 * records * 4 * record(value_dim)
+    tiled_bytes = parts * inputs_bytes + out_bytes + seqs * keys * row_bytes + 2 * records * 4 * record(value_dim)
     return Case(
-        f"latent {tier} {dtype}{' unsplit' if exact else ''}",
+        f"latent {tier} {dtype}{' e4m3 pages' * in_bytes}{' unsplit' if exact else ''}",
         f"{seqs} x {queries} queries, {length} keys, {heads} heads, rows of {width}", least_bytes,
         2 * seen * heads * (width + value_dim), TOLERANCE[dtype], prepare, "latent",
-        0 if tier == "plain" else tiled_bytes, dtype != "f32", tier in ("tensor_core", "hopper"),
+        0 if tier == "plain" or in_bytes else tiled_bytes, dtype != "f32", tier in ("tensor_core", "hopper"),
     )  # fmt: skip
+
+
+def _bytes_of(rows: Array, value_dim: int, dtype: str) -> tuple[Array, Array]:
+    """Rows of fp8 pages, uint8, and the numbers that they hold."""
+    layout, found = LatentBytes(rows.shape[2], value_dim), rows.astype(np.float32)
+    stored = np.zeros((*rows.shape[:2], layout.row_bytes), np.uint8)
+    rotated = found[..., : layout.rotary].astype(ml_dtypes.bfloat16)
+    at = layout.rotated_at
+    stored[..., at : at + 2 * layout.rotary] = rotated.view(np.uint8)
+    found[..., : layout.rotary] = rotated
+    for number, first in enumerate(range(0, value_dim, GROUP)):
+        last = min(value_dim, first + GROUP)
+        group = found[..., layout.rotary + first : layout.rotary + last]
+        scale = (np.abs(group).max(2, keepdims=True) / 448).astype(np.float32)
+        bits = (group / scale).astype(ml_dtypes.float8_e4m3fn)
+        stored[..., first:last] = bits.view(np.uint8)
+        at = layout.value_bytes + 4 * number
+        stored[..., at : at + 4] = scale.view(np.uint8)
+        group[...] = bits.astype(np.float32) * scale
+    return stored, found.astype(numpy_dtype(dtype))
 
 
 def expanded_case(
