@@ -39,8 +39,8 @@ def _copy(source, target):
 
 @functools.cache
 def latent_kernel(stored: type) -> Kernel:
-    """The kernel for pages of ``stored``; a work item is some tokens. Rows of bytes have scales and rotated numbers so
-    many bytes behind their start (`numba_kernels.latent_rows`)."""
+    """The kernel for pages of ``stored``; a work item is some tokens. `scales_at` and `rotated_at` are offsets in rows
+    of bytes (`numba_kernels.latent_rows`)."""
     itemsize, in_bytes, largest = np.dtype(stored).itemsize, is_quantised(stored), largest_number(stored)
 
     def latent(arguments, work_item):
