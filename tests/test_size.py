@@ -14,25 +14,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 35_922,
+    "numba_kernels": 36_269,
     "runtime/emulator": 17_012,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
-    "runtime/backends": 3_054,
+    "runtime/backends": 3_066,
     "runtime/linear": 2_311,
-    "runtime/kv": 1_584,
+    "runtime/kv": 1_596,
     "runtime/engine": 21_246,
     "runtime/text": 5_789,
     "runtime/llm": 1_710,
     "runtime/parallel": 1_107,
     "runtime/images": 965,
     "runtime/commands": 2_873,
-    "runtime/bench": 9_832,
+    "runtime/bench": 9_859,
     "runtime": 3_299,
     "models": 18_782,
     "server": 19_232,
     "tokenizer": 7_048,
-    "tools": 16_774,
+    "tools": 16_779,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 55_961
+MOST_WORDS = 56_081
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
