@@ -35,6 +35,9 @@ TELLING: dict[str, tuple[str, ...]] = {
         f"{_BITS}[9-145-33-bfloat16]", f"{_RANKS}[bfloat16]",
         f"{_GOLDENS}::test_weights_rounded_to_bfloat16_with_float32_pages[qwen2_odd]", *SIZES,
     ),
+    "amx": (
+        f"{_BITS}[9-145-33-bfloat16]", f"{_BITS}[35-97-129-int8]", f"{_RANKS}[bfloat16]", f"{_BLOCKS}[Q4_0]", *SIZES,
+    ),
 }  # fmt: skip
 """What each layout of the cpu's runs in a process of its own, where it is not the one in force
 (`tests/numba_kernels/cpu/test_tiles.py`): one test a name."""

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 36_269,
+    "numba_kernels": 37_082,
     "runtime/emulator": 17_012,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
@@ -26,8 +26,8 @@ MOST_LINES = {
     "runtime/llm": 1_710,
     "runtime/parallel": 1_107,
     "runtime/images": 965,
-    "runtime/commands": 2_873,
-    "runtime/bench": 9_859,
+    "runtime/commands": 2_875,
+    "runtime/bench": 9_866,
     "runtime": 3_299,
     "models": 18_782,
     "server": 19_232,
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 56_081
+MOST_WORDS = 56_354
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -14,6 +14,7 @@ import llvmlite.ir as ir
 from numba.core import cgutils, types
 
 from numba_kernels.cache import njit
+from numba_kernels.cpu.intrinsics.amx import TILE_ROWS, Tiles
 from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.intrinsics.simd import (
     F32,
@@ -27,7 +28,7 @@ from numba_kernels.cpu.intrinsics.simd import (
     splat_constant,
     vector,
 )
-from numba_kernels.cpu.target import LANES, compiled_for
+from numba_kernels.cpu.target import LANES, available_tiles, compiled_for
 
 CHAINS = 24 if compiled_for("avx512f") else 6  # independent sums
 READ_STREAMS = 4
@@ -37,6 +38,10 @@ _PREFETCH_BYTES = 1024  # ahead of what is read
 FLOPS_PER_FMA_ITERATION = 2 * LANES * CHAINS
 OPS_PER_DOT_ITERATION = {"avx512vnni": 2 * 4 * LANES * CHAINS, "avx512bf16": 2 * 2 * LANES * CHAINS}
 _DOT_INSTRUCTION = {"avx512vnni": "vpdpbusd $2, $1, $0", "avx512bf16": "vdpbf16ps $2, $1, $0"}
+
+
+OPS_PER_TILE_ITERATION = {"amx-bf16": 2 * 6 * 16 * 16 * 32, "amx-int8": 2 * 6 * 16 * 16 * 64}
+"""Six products of whole AMX tiles, of pairs of bfloat16 and of bytes."""
 
 
 def _chains(builder, iterations, start, step):
@@ -121,5 +126,31 @@ def dot_loop(feature: str) -> Callable[[int], int] | None:
     @njit
     def loop(iterations):
         return chains(iterations)
+
+    return loop
+
+
+def tile_loop(feature: str) -> Callable[[int], int] | None:
+    """The loop of AMX's products for `feature`: "amx-bf16" or "amx-int8". None without AMX, or without Linux's leave.
+
+    An iteration is OPS_PER_TILE_ITERATION[feature] operations.
+    """
+    if "amx" not in available_tiles():
+        return None
+
+    @emitted(types.intp, types.intp)
+    def products(builder, iterations):
+        tiles = Tiles(builder, is_emulated=False)
+        sums, left, right = range(6), 6, 7
+        tiles.configure(ir.Constant(I64, TILE_ROWS), sums, [left], [right], TILE_ROWS)
+        with cgutils.for_range(builder, iterations):
+            for tile in sums:
+                (tiles.add_pairs if feature == "amx-bf16" else tiles.add_bytes)(tile, left, right)
+        tiles.release()
+        return iterations
+
+    @njit
+    def loop(iterations):
+        return products(iterations)
 
     return loop

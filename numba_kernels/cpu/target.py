@@ -9,6 +9,7 @@ LLVM compiles for what is there, and the instructions that define the kind's pro
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ _NEEDS = {
     "avx512": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
     "avx512_vnni": ("avx512vnni",),
     "avx512_bf16": ("avx512bf16",),
+    "amx": ("amx-tile", "amx-bf16", "amx-int8"),
 }
 """The features, by LLVM's names, that each kind of tile needs beyond the kind before it; better kinds come later."""
 
@@ -38,13 +40,17 @@ _MODELS = {
     "avx512": "skylake-avx512",
     "avx512_vnni": "cascadelake",
     "avx512_bf16": "cooperlake",
+    "amx": "sapphirerapids",
 }
 """The processor that a forced kind of tile compiles for."""
 
-_MEASURED = {"znver4": "avx512_bf16", "znver5": "avx512_bf16", "sapphirerapids": "avx512_vnni"}
-"""The fastest kind of processors with AVX512-BF16 that were measured, by LLVM's names; docs/cpu.md has the rates. On
-two Sapphire Rapids cores ``vdpbf16ps`` does 171 GFLOP/s and float32's multiply-add 335; on Zen 5 it does twice as much
-as the multiply-add."""
+_MEASURED = {"znver4": ("avx512_bf16",), "znver5": ("avx512_bf16",), "sapphirerapids": ("amx", "avx512_vnni")}
+"""The kinds of processors with AVX512-BF16 that were measured, the fastest first, by LLVM's names; docs/cpu.md has the
+rates. On two Sapphire Rapids cores AMX does 1,400 GFLOP/s in bfloat16, float32's multiply-add 335, ``vdpbf16ps`` 171;
+on Zen 5 ``vdpbf16ps`` does twice as much as the multiply-add."""
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""The number of Linux's call on x86-64, its ARCH_REQ_XCOMP_PERM and the state it asks for (asm/prctl.h)."""
 
 _numba_config: Any = numba.config
 
@@ -70,7 +76,16 @@ def _needs(tiles: str) -> list[str]:
     return [feature for kind in kinds[: kinds.index(tiles) + 1] for feature in _NEEDS[kind]]
 
 
-_AVAILABLE = tuple(tiles for tiles in _NEEDS if all(compiled_for(feature) for feature in _needs(tiles)))
+def _may_use_amx() -> bool:
+    """Whether Linux gives this process AMX's registers. It has to be asked, once a process, before threads begin."""
+    library = ctypes.CDLL(None)
+    return library.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+_RUNS = tuple(tiles for tiles in _NEEDS if all(compiled_for(feature) for feature in _needs(tiles)))
+IS_AMX_REFUSED = "amx" in _RUNS and not _may_use_amx()
+"""Whether the processor has AMX and Linux keeps it from this process; the next kind is in force then."""
+_AVAILABLE = tuple(tiles for tiles in _RUNS if tiles != "amx" or not IS_AMX_REFUSED)
 
 
 def available_tiles() -> tuple[str, ...]:
@@ -84,11 +99,12 @@ def usual_tiles(available: Sequence[str], processor: str, *, has_amx: bool) -> s
 
     available  the kinds that it runs, the best last
     processor  LLVM's name of it
-    has_amx    of a processor that was not measured: cores with AMX have the slow ``vdpbf16ps`` of Sapphire Rapids
+    has_amx    of a processor that was not measured: cores with AMX have the slow ``vdpbf16ps`` of Sapphire Rapids.
+               Linux may refuse AMX's registers all the same; then ``available`` lacks it.
     """
-    by_features = "avx512_vnni" if has_amx else available[-1]
-    chosen = _MEASURED.get(processor, by_features)
-    return chosen if chosen in available else available[-1]
+    by_features = ("amx", "avx512_vnni") if has_amx else ()
+    chosen = [tiles for tiles in _MEASURED.get(processor, by_features) if tiles in available]
+    return (*chosen, available[-1])[0]
 
 
 def _choose() -> str:
@@ -125,6 +141,7 @@ TILES = _choose()
 _IS_EMULATED = TILES in EMULATED_TILES
 HAS_BYTE_DOT = not _IS_EMULATED and compiled_for("avx512vnni")  # vpdpbusd: sums of products of four bytes
 HAS_BF16_DOT = TILES == "avx512_bf16"  # vdpbf16ps: sums of products of pairs of bfloat16
+HAS_AMX = TILES == "amx"  # registers of 16 rows and their products, of pairs of bfloat16 and of bytes
 HAS_HALF = compiled_for("f16c") or not _IS_X86  # an instruction that widens float16
 
 

@@ -23,8 +23,12 @@ from runtime.bench.environment import finished
 from runtime.bench.metrics import interleaved, markdown_table
 from runtime.bench.peers.cpu_limits import LOOP_S, READ_BUFFER_BYTES
 
-UNITS = {"float32": "fused multiply-add", "bfloat16": "vdpbf16ps", "int8": "vpdpbusd"}
+UNITS = {
+    "float32": "fused multiply-add", "bfloat16": "vdpbf16ps", "bfloat16 tiles": "tdpbf16ps", "int8": "vpdpbusd",
+    "int8 tiles": "tdpbsud",
+}  # fmt: skip
 _DOTS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}
+_TILES = {"bfloat16 tiles": "amx-bf16", "int8 tiles": "amx-int8"}
 
 
 def thread_seconds(work: Callable[[], object]) -> float:
@@ -41,6 +45,9 @@ def unit_rates(read_buffer_bytes: int = READ_BUFFER_BYTES) -> dict[str, Callable
     for unit, feature in _DOTS.items():
         if (loop := peaks.dot_loop(feature)) is not None:
             loops[unit] = loop, peaks.OPS_PER_DOT_ITERATION[feature]
+    for unit, feature in _TILES.items():
+        if (loop := peaks.tile_loop(feature)) is not None:
+            loops[unit] = loop, peaks.OPS_PER_TILE_ITERATION[feature]
     rates = {unit: _arithmetic(loop, operations) for unit, (loop, operations) in loops.items()}
     memory = mmap.mmap(-1, read_buffer_bytes)
     buffer = np.frombuffer(memory, np.uint8)

@@ -12,7 +12,7 @@ import msgspec
 
 from models.checkpoints.model_files import open_model
 from models.registry import declare_model
-from numba_kernels.cpu.target import TILES
+from numba_kernels.cpu.target import IS_AMX_REFUSED, TILES
 from runtime.bench.environment import processor_name, usable_cores
 from runtime.device.context import DeviceProperties, query_properties
 from runtime.device.device import Device
@@ -116,11 +116,13 @@ def devices(chosen: str) -> list[dict[str, Any]]:
 
     An emulated device has the emulated product's properties, and is shown if chosen.
     """
+    refused = " (Linux gives no leave to use AMX)" if IS_AMX_REFUSED else ""
+    processor = f"{processor_name()} ({llvm.get_host_cpu_name()})"
     found: list[dict[str, Any]] = [
         {
             "device": "cpu",
             "is_usable": True,
-            "description": f"{processor_name()} ({llvm.get_host_cpu_name()}), {usable_cores()} cores, tiles {TILES}",
+            "description": f"{processor}, {usable_cores()} cores, tiles {TILES}{refused}",
             "available_bytes": available_memory_bytes(),
         }
     ]

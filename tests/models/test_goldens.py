@@ -14,12 +14,12 @@ import pytest
 
 from models.base import Model
 from models.registry import load_model
-from numba_kernels.cpu.layout import ROUNDS_TO_BF16
 from runtime.dtype import bfloat16, float16, float32
 from runtime.kv.groups import NO_BLOCK
 from tests.models.driver import Array, ModelDriver, greedy, logits_of, relative_error
 from tests.models.folders import CASES, Golden, load_golden, write_model
 from tests.models.products import compared_products
+from tests.oracles.tiles import ROUNDS_ROWS
 
 TOLERANCE = 1e-5  # ten times stricter than promised: an epsilon of 1e-6 for 1e-5 moves logits by no more than 3e-5
 
@@ -133,7 +133,7 @@ def test_weights_rounded_to_bfloat16_with_float32_pages(tmp_path: Path, case: st
     golden, model = load_case(tmp_path, case, "BF16")
     theirs = golden.logits["bfloat16"]
     logits = logits_of(model, golden.prompt_ids, kv_dtype=float32)
-    if ROUNDS_TO_BF16:
+    if ROUNDS_ROWS:
         assert relative_error(logits, theirs) <= 2e-2
     else:
         check_logits(logits, theirs, TOLERANCE)

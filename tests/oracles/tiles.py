@@ -8,17 +8,23 @@ import platform
 import ml_dtypes
 import numpy as np
 
-from numba_kernels.cpu.layout import PANEL_COLUMNS, ROUNDS_TO_BF16
+from numba_kernels.cpu.layout import AMX_ROWS, PANEL_COLUMNS, ROUNDS_TO_BF16
 from numba_kernels.cpu.target import compiled_for
 from tests.oracles import int8
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+ROUNDS_ROWS = ROUNDS_TO_BF16 or AMX_ROWS > 0  # of x, before they meet bfloat16
 _IS_FUSED = compiled_for("fma") or platform.machine() not in ("x86_64", "AMD64")
 
 
 def as_multiplied(x: np.ndarray, weight_type: np.dtype) -> np.ndarray:
     """Rows of x, float32, as they meet a weight stored in ``weight_type``: rounded where the tile rounds them."""
-    return x.astype(BF16).astype(np.float32) if ROUNDS_TO_BF16 and weight_type == BF16 else x
+    return x.astype(BF16).astype(np.float32) if ROUNDS_ROWS and weight_type == BF16 else x
+
+
+def as_multiplied_by_fp8(x: np.ndarray) -> np.ndarray:
+    """The same for a weight of e4m3, which AMX does not multiply."""
+    return x.astype(BF16).astype(np.float32) if ROUNDS_TO_BF16 else x
 
 
 def _add_product(total: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -29,7 +35,7 @@ def _add_product(total: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def product(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, residual: np.ndarray, kind: str) -> np.ndarray:
     """``x [T, K]`` times ``weight [N, K]``, to the bit: float32 in the order of K, in pairs of bfloat16 the upper one
-    first; of int8 whole groups."""
+    first, or by AMX; of int8 whole groups."""
     total = np.zeros((len(x), len(weight)), np.float32)
     if kind == "int8":
         integers, scales = int8.weight(weight)
@@ -38,12 +44,26 @@ def product(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, residual: np.nd
             total = _add_product(total, group_scales[:, None], sums.astype(np.float32))  # integers: exact
         return _add_product(np.broadcast_to(bias, total.shape), total, scales) + residual
     x = as_multiplied(x, weight.dtype)
+    if AMX_ROWS and weight.dtype == BF16:
+        return _by_amx(x, weight.astype(np.float32)) + bias + residual
     order = np.arange(x.shape[1])
     if ROUNDS_TO_BF16 and weight.dtype == BF16:
         order = np.concatenate([order[first : first + 2][::-1] for first in range(0, len(order), 2)])
     for k in order:
         total = _add_product(total, x[:, k : k + 1], weight[:, k].astype(np.float32))
     return total + bias + residual
+
+
+def _by_amx(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Sums of pairs by tdpbf16ps: for 32 elements of K the lower elements' chain and the upper ones' begin at zero, and
+    their sum is added to the total."""
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for first in range(0, x.shape[1], 32):
+        chains = [np.zeros_like(total) for _ in range(2)]
+        for k in range(first, min(first + 32, x.shape[1])):
+            chains[k % 2] = _add_product(chains[k % 2], x[:, k : k + 1], weight[:, k])
+        total = total + (chains[0] + chains[1])
+    return total
 
 
 def panel_bytes(width: int, depth: int, element_bytes: int) -> int:

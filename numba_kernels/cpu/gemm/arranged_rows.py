@@ -10,6 +10,9 @@ row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
     blocks of integers            groups of X_GROUP elements: words of four int8 (of pairs of int16 in some cases, see
                                   `unpacked_blocks`), then ``[h]`` scales and two ``[h]`` of `quantize_block`
 
+AMX's tiles (`amx_tile`) read rows: one row's words of a group after the other's, and pairs row by row for all of K,
+`pair_row_words` apart.
+
 int8: the scale of a group is its largest magnitude over 127 (https://arxiv.org/abs/2208.07339, by groups instead of
 rows); one with NaN or infinity has a scale that is not finite, and such products.
 """
@@ -39,7 +42,7 @@ from numba_kernels.cpu.gemm.packed_words import (
     split_pairs,
 )
 from numba_kernels.cpu.gemm.unpacked_blocks import unpacked_x_words
-from numba_kernels.cpu.layout import DOT, ROUNDS_TO_BF16
+from numba_kernels.cpu.layout import AMX_ROWS, DOT, ROUNDS_TO_BF16
 from numba_kernels.cpu.running.launch import float32_at, int32_at
 from numba_kernels.cpu.target import LANES
 
@@ -64,12 +67,14 @@ def operand_words(stored: Any, depth: int) -> int:
         return -(-depth // block.elements) * words
     elements = ELEMENTS_A_WORD[np.dtype(stored).name]
     words = -(-depth // elements)
+    if are_pair_rows(stored):
+        return pair_row_words(words)
     return words if are_pairs(stored) else words * elements
 
 
 def is_own_operand(stored: Any, depth: int) -> bool:
     """True if a lone row of x, as it lies in memory, is what its tile reads."""
-    is_rounded = stored is np.uint8 or are_integers(stored) or are_pairs(stored)
+    is_rounded = stored is np.uint8 or are_integers(stored) or are_pairs(stored) or are_pair_rows(stored)
     return not is_rounded and operand_words(stored, depth) == depth
 
 
@@ -81,6 +86,62 @@ def are_integers(stored: Any) -> bool:
 def are_pairs(stored: Any) -> bool:
     """True if a word of x holds two elements, rounded to bfloat16."""
     return ROUNDS_TO_BF16 and (stored is np.uint16 or (stored in BLOCKS and BLOCKS[stored].is_e4m3))
+
+
+def are_pair_rows(stored: Any) -> bool:
+    """True if rows of x are pairs of bfloat16, a row after the other, for AMX."""
+    return bool(AMX_ROWS) and stored is np.uint16
+
+
+@njit(nogil=True)
+def pair_row_words(words: int) -> int:
+    """Words from one row of ``words`` pairs to the next: whole steps, and a line, since rows whose distance is a power
+    of two would share a few sets of the caches."""
+    return -(-words // LANES) * LANES + LANES
+
+
+@njit(nogil=True)
+def arrange_pair_rows(x, x_stride, depth, rows, words, row_words, target):
+    """A tile's rows of pairs, ``row_words`` apart, with zeros up to a whole step."""
+    for row in range(rows):
+        for word in range(0, words, LANES):
+            element = word * 2
+            source = x + (row * x_stride + element) * 4
+            round_pairs(source, min(2 * LANES, depth - element), target + (row * row_words + word) * 4)
+
+
+@njit(nogil=True)
+def arrange_group_rows(x, x_stride, depth, rows, target):
+    """A tile's quantised groups for AMX: each group's rows of words, then their scales and starts."""
+    for element in range(0, depth, GROUP):
+        count = min(GROUP, depth - element)
+        after = target + GROUP_WORDS * rows * 4
+        scales, starts = float32_at(after, rows), int32_at(after + rows * 4, rows)
+        for row in range(rows):
+            source = x + (row * x_stride + element) * 4
+            bits = largest_bits(np.float32, source, count)
+            words = target + row * GROUP_WORDS * 4
+            total = quantize_words(np.float32, source, count, inverse_of(bits), np.int32(0), words)
+            scales[row] = scale_of(bits)
+            starts[row] = np.int32(-ZERO_POINT) * total
+        target += (GROUP_WORDS + 2) * rows * 4
+
+
+@njit(nogil=True)
+def arrange_block_rows(x, x_stride, length, rows, start, is_halved, target):
+    """`arrange_blocks` for AMX: each group's rows of words, then their scales and both starts."""
+    group = block_on_stack()
+    for element in range(0, length, X_GROUP):
+        after = target + X_WORDS * rows * 4
+        for row in range(rows):
+            quantize_block(x + (row * x_stride + element) * 4, group, start, is_halved)
+            words = int32_at(target + row * X_WORDS * 4, X_WORDS)
+            made = int32_at(group, X_ROW_WORDS)
+            for word in range(X_WORDS):
+                words[word] = made[word]
+            for word in range(_TAIL_WORDS):
+                int32_at(after + (word * rows + row) * 4, 1)[0] = made[X_WORDS + word]
+        target += X_ROW_WORDS * rows * 4
 
 
 @njit(nogil=True)

@@ -48,7 +48,7 @@ def experts_kernel(stored: Any) -> Kernel:
     ``tables [3, E]`` int64 holds the addresses of each expert's panels, scales and bias. ``active`` int32 are the
     ``num_active`` experts that may have rows, then -1; ``starts [E + 1]`` int32 has their first rows.
     """
-    arrange, multiply, elements, unit_words = product_parts(stored)
+    arrange, multiply, elements, unit_words, count_tiles = product_parts(stored)
 
     @njit(nogil=True)
     @name_by_content
@@ -69,7 +69,7 @@ def experts_kernel(stored: Any) -> Kernel:
         b.num_rows, b.depth, b.x_stride = rows, a.depth, a.depth
         b.width, b.out_width = a.width, a.out_width
         b.num_segments, b.step_elements = 1, 1
-        b.panels_a_work_item, b.row_work_items, b.num_tiles = a.panels_a_work_item, 1, -(-rows // GEMM_ROWS)
+        b.panels_a_work_item, b.row_work_items, b.num_tiles = a.panels_a_work_item, 1, count_tiles(rows)
         b.arranging_parts = 1
 
     def experts(arguments, work_item):
@@ -85,7 +85,7 @@ def experts_kernel(stored: Any) -> Kernel:
                 expert = active[place]
                 if expert < 0:
                     break
-                tiles = -(-(starts[expert + 1] - starts[expert]) // GEMM_ROWS)
+                tiles = count_tiles(starts[expert + 1] - starts[expert])
                 if tile < tiles:
                     fill(a, expert, product)
                     arrange(product[0], tile, words)

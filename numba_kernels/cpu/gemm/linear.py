@@ -21,17 +21,23 @@ from numba import carray, njit
 
 from numba_kernels.blocks import BLOCKS, X_GROUP
 from numba_kernels.closure_cache import name_by_content
+from numba_kernels.cpu.gemm.amx_tile import amx_tile_of, release_tiles
 from numba_kernels.cpu.gemm.arranged_rows import (
     ELEMENTS_A_WORD,
     GROUP_ROW_WORDS,
     are_integers,
+    are_pair_rows,
     are_pairs,
+    arrange_block_rows,
     arrange_blocks,
     arrange_floats,
+    arrange_group_rows,
     arrange_groups,
+    arrange_pair_rows,
     arrange_pairs,
     is_own_operand,
     operand_words,
+    pair_row_words,
 )
 from numba_kernels.cpu.gemm.block_numbers import is_signed
 from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, start_in_rows, x_words
@@ -45,8 +51,9 @@ from numba_kernels.cpu.gemm.unpacked_blocks import (
     unpacked_words,
 )
 from numba_kernels.cpu.intrinsics import atomic
-from numba_kernels.cpu.layout import DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
+from numba_kernels.cpu.layout import AMX_ROWS, DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, new_array
+from numba_kernels.cpu.target import LANES
 from numba_kernels.split_k import SEGMENTS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel with AVX-512, else 8
@@ -108,6 +115,34 @@ def _take(partial, row_bytes, rows, columns, slot, slot_columns):
             target[column] = source[column]
 
 
+def unpacks(stored: Any) -> bool:
+    """Whether blocks of a panel are unpacked for many rows."""
+    return stored in BLOCKS and (BLOCKS[stored].is_e4m3 or DOT == "pairs" or TILE_VECTORS > 1)
+
+
+def uses_amx(stored: Any) -> bool:
+    """Whether many rows (of bfloat16 all) meet tiles of AMX."""
+    return bool(AMX_ROWS) and (stored is np.uint8 or are_pair_rows(stored) or are_integers(stored))
+
+
+def most_narrow_rows(stored: Any) -> int:
+    """More rows than these meet weights that were unpacked for them, or tiles of AMX."""
+    if are_pair_rows(stored):
+        return 0
+    if not unpacks(stored):
+        return MOST_BYTE_ROWS if uses_amx(stored) else MAX_ROWS
+    if BLOCKS[stored].is_e4m3:
+        return GEMM_ROWS // 2
+    if DOT == "bytes":
+        return MOST_BYTE_ROWS
+    return MOST_SIGNED_ROWS if is_signed(BLOCKS[stored]) else GEMM_ROWS
+
+
+def tile_rows(stored: Any, rows: int) -> int:
+    """Rows of a tile, at most, in a product with so many ``rows``."""
+    return AMX_ROWS if uses_amx(stored) and rows > most_narrow_rows(stored) else GEMM_ROWS
+
+
 class ProductParts(NamedTuple):
     """The parts of a product's kernel.
 
@@ -115,12 +150,14 @@ class ProductParts(NamedTuple):
         arrange: fills ``operands`` of an argument block ``a`` with one work item's rows; K has so many ``words``.
         multiply: one work item's product.
         elements, unit_words: so many elements of K take so many words of a column.
+        count_tiles: the fewest tiles for a number of rows.
     """
 
     arrange: Any
     multiply: Any
     elements: int
     unit_words: int
+    count_tiles: Any
 
 
 @functools.cache
@@ -136,31 +173,45 @@ def product_parts(stored: Any) -> ProductParts:
         elements, unit_words = ELEMENTS_A_WORD[np.dtype(stored).name], 1
         span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
     start, is_halved = (start_in_rows(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_integers else (0, False)
-    gemm_tile = gemm_tile_of(stored)
-    is_e4m3 = is_block and BLOCKS[stored].is_e4m3
-    unpacks = is_e4m3 or (is_integers and (DOT == "pairs" or TILE_VECTORS > 1))  # blocks of a panel, for many rows
-    unpacked_tile, unpack_blocks, buffer_words, tile_words, parts = gemm_tile, None, 0, span, 1
-    most_at_once, most_words = 0, MAX_BLOCK_WORDS  # rows that meet numbers as they are unpacked
-    group_words = unpacked_group_words = X_ROW_WORDS  # of x, beside integers
-    if unpacks:
-        unpacked_tile, unpack_blocks = gemm_tile_of(PREFIX + stored), unpack_blocks_of(stored)
+    are_rows, has_amx, most_narrow = are_pair_rows(stored), uses_amx(stored), most_narrow_rows(stored)
+    is_e4m3, has_buffer = is_block and BLOCKS[stored].is_e4m3, unpacks(stored)
+    has_wide = has_amx or has_buffer
+    if are_rows:
+        span = LANES
+    narrow_tile = wide_tile = gemm_tile_of(stored)
+    unpack_blocks, buffer_words, step_words_in_buffer, parts, most_words = None, 0, span, 1, MAX_BLOCK_WORDS
+    group_words = wide_group_words = X_ROW_WORDS  # of x, beside integers
+    if has_buffer:
+        unpack_blocks = unpack_blocks_of(stored)
+    if has_amx:
+        wide_tile = amx_tile_of(PREFIX + stored if is_block else stored)
+    elif has_buffer:
+        wide_tile = gemm_tile_of(PREFIX + stored)
     if is_e4m3:
-        buffer_words = tile_words = UNPACKED_WORDS
-        most_at_once, most_words, parts = GEMM_ROWS // 2, span * 4 // PARTS, PARTS
-    elif unpacks:
-        buffer_words, unpacked_group_words = unpacked_words(BLOCKS[stored]), group_row_words(BLOCKS[stored])
-        most_at_once = MOST_SIGNED_ROWS if is_signed(BLOCKS[stored]) else GEMM_ROWS
+        buffer_words = step_words_in_buffer = UNPACKED_WORDS
+        most_words, parts = span * 4 // PARTS, PARTS
+    elif has_buffer:
+        buffer_words, wide_group_words = unpacked_words(BLOCKS[stored]), group_row_words(BLOCKS[stored])
         most_words = MAX_BLOCK_WORDS // TILE_VECTORS
         if DOT == "bytes":
-            most_at_once, most_words = MOST_BYTE_ROWS, span * UNPACKED_ELEMENTS // elements
-    unpacked_span_row_words = span_row_words
+            most_words = span * UNPACKED_ELEMENTS // elements
+    wide_span_row_words = span_row_words
     if is_integers:
-        unpacked_span_row_words = span_row_words // X_ROW_WORDS * unpacked_group_words
-    has_pairs = unpacked_group_words > group_words
-    at_once = (1, *(panels_at_once(stored, rows) for rows in range(1, GEMM_ROWS + 1)))
+        wide_span_row_words = span_row_words // X_ROW_WORDS * wide_group_words
+    has_pairs = wide_group_words > group_words
+    at_once = (1, *(panels_at_once(stored, rows) for rows in range(1, GEMM_ROWS + 1)), *(AMX_ROWS * (1,)))
+    if are_rows:
+        at_once = (1,) * (AMX_ROWS + 1)
     stream_ahead = STREAM_AHEAD_BYTES
     if is_block:
         stream_ahead = BLOCK_STREAM_AHEAD_BYTES if is_one_stream(BLOCKS[stored]) else LONG_BLOCK_STREAM_AHEAD_BYTES
+
+    wide_rows = AMX_ROWS if has_amx else GEMM_ROWS
+
+    @njit(nogil=True)
+    @name_by_content
+    def count_tiles(rows):
+        return -(-rows // (wide_rows if rows > most_narrow else GEMM_ROWS))
 
     @njit(nogil=True)
     @name_by_content
@@ -169,22 +220,33 @@ def product_parts(stored: Any) -> ProductParts:
         first = _first_row(a, tile)
         rows = _first_row(a, tile + 1) - first
         x = a.x + first * a.x_stride * 4
-        is_unpacked = unpacks and a.num_rows > most_at_once
-        row_words = unpacked_span_row_words if is_unpacked else span_row_words
+        is_wide = a.num_rows > most_narrow
+        row_words = wide_span_row_words if is_wide else span_row_words
         target = a.operands + first * (-(-words // span)) * row_words * 4
         if is_integers:
             groups = a.depth // X_GROUP
             begin, end = groups * part // a.arranging_parts, groups * (part + 1) // a.arranging_parts
             x += begin * X_GROUP * 4
-            target += begin * (unpacked_group_words if is_unpacked else group_words) * rows * 4
-            length, as_pairs = (end - begin) * X_GROUP, has_pairs and is_unpacked
-            arrange_blocks(x, a.x_stride, length, rows, start, is_halved, as_pairs, target)
+            group_size = wide_group_words if is_wide else group_words
+            target += begin * group_size * rows * 4
+            length, as_pairs = (end - begin) * X_GROUP, has_pairs and is_wide
+            if has_amx and is_wide:
+                arrange_block_rows(x, a.x_stride, length, rows, start, is_halved, target)
+            else:
+                arrange_blocks(x, a.x_stride, length, rows, start, is_halved, as_pairs, target)
             padding = words // unit_words * (elements // X_GROUP) - groups
             if end == groups and padding:
-                size = unpacked_group_words if is_unpacked else group_words
-                float32_at(target + (end - begin) * size * rows * 4, padding * size * rows)[:] = np.float32(0)
+                float32_at(target + (end - begin) * group_size * rows * 4, padding * group_size * rows)[:] = np.float32(
+                    0
+                )
         elif is_int8:
-            arrange_groups(x, a.x_stride, a.depth, rows, target)
+            if has_amx and is_wide:
+                arrange_group_rows(x, a.x_stride, a.depth, rows, target)
+            else:
+                arrange_groups(x, a.x_stride, a.depth, rows, target)
+        elif are_rows:
+            length = pair_row_words(words)
+            arrange_pair_rows(x, a.x_stride, a.depth, rows, words, length, a.operands + first * length * 4)
         elif is_pairs:
             arrange_pairs(x, a.x_stride, a.depth, rows, words // unit_words * elements // 2, target)
         else:
@@ -201,9 +263,10 @@ def product_parts(stored: Any) -> ProductParts:
         last_tile = a.num_tiles * (row_work_item + 1) // a.row_work_items
         first_row = _first_row(a, first_tile)
 
-        is_buffered = unpacks and a.num_rows > most_at_once
-        x_span_words = unpacked_span_row_words if is_buffered else span_row_words
-        row_bytes = (-(-words // span)) * x_span_words * 4
+        is_wide = a.num_rows > most_narrow
+        is_buffered = has_buffer and is_wide
+        x_span_words = wide_span_row_words if is_wide else span_row_words
+        row_bytes = pair_row_words(words) * 4 if are_rows else (-(-words // span)) * x_span_words * 4
         panel_stride = words * _PANEL_ROW_BYTES
         rows = _first_row(a, last_tile) - first_row
         is_lone = last_tile - first_tile == 1  # one pass over the weight, as fast as memory delivers it
@@ -218,7 +281,7 @@ def product_parts(stored: Any) -> ProductParts:
         slots = np.empty((num_slots, slot_rows, PANEL_COLUMNS), np.float32)
         slot_bytes = slot_rows * _PANEL_ROW_BYTES
         step = -(-_PANEL_ROW_BYTES // (last_tile - first_tile))
-        if unpacks and is_buffered:
+        if has_buffer and is_buffered:
             buffer = np.empty((block_words // span * buffer_words, PANEL_COLUMNS), np.float32)
             step = -(-step // parts)
         panel = first_panel
@@ -245,24 +308,25 @@ def product_parts(stored: Any) -> ProductParts:
                         is_first = start == first and not is_end
                         is_last = is_end if is_cut else start + count >= last
                         partial = slot
-                        if unpacks and is_buffered:
+                        if has_buffer and is_buffered:
                             unpack_blocks(weight, count, address(buffer))
                             weight = address(buffer)
-                            count = count // span * tile_words
+                            count = count // span * step_words_in_buffer
                         for tile in range(first_tile, last_tile):
                             row = _first_row(a, tile)
                             height = _first_row(a, tile + 1) - row
                             at = row * a.out_width + column
+                            words_at = start if are_rows else start // span * x_span_words * height
                             arguments = (
-                                a.operands + row * row_bytes + start // span * x_span_words * height * 4,
+                                a.operands + row * row_bytes + words_at * 4,
                                 count, weight, panel_stride, a.scales + column * 4, a.bias + column * 4,
                                 _moved(a.residual, at * 4), a.out + at * 4, a.out_width * 4, columns, partial,
                                 is_first, is_last, ahead, step, panels, height,
                             )  # fmt: skip
-                            if unpacks and is_buffered:
-                                unpacked_tile(*arguments)
+                            if are_rows or (has_wide and is_wide):
+                                wide_tile(*arguments)
                             else:
-                                gemm_tile(*arguments)
+                                narrow_tile(*arguments)
                             ahead += count * step
                             partial += height * PANEL_COLUMNS * 4
                 if is_cut and not is_end:
@@ -272,8 +336,10 @@ def product_parts(stored: Any) -> ProductParts:
                         slot -= slot_bytes
                         complete >>= 1
             panel += panels
+        if has_amx and is_wide:
+            release_tiles()
 
-    return ProductParts(arrange, multiply, elements, unit_words)
+    return ProductParts(arrange, multiply, elements, unit_words, count_tiles)
 
 
 @functools.cache
@@ -289,7 +355,7 @@ def linear_kernel(stored: Any) -> Kernel:
     K is cut into ``num_segments``, 1 or more, at multiples of ``step_elements``. Where ``partials [num_segments, T,
     N]`` are given, they are the segments' sums, and ``depth`` is 0.
     """
-    arrange, multiply, elements, unit_words = product_parts(stored)
+    arrange, multiply, elements, unit_words, _ = product_parts(stored)
 
     def linear(arguments, work_item):
         block = carray(arguments, 1)
@@ -320,7 +386,7 @@ def multiply(
     row_words = operand_words(stored, depth)
     for first in range(0, rows, MAX_ROWS):
         count = min(MAX_ROWS, rows - first)
-        work_items = work_items_of(count, depth, width, num_workers)
+        work_items = work_items_of(count, depth, width, num_workers, tile_rows(stored, count))
         start = x + first * depth * 4
         if count == 1 and is_own_operand(stored, depth):
             operands, num_arranging, parts = start, 0, 1
@@ -343,7 +409,7 @@ def add_partials(
 ) -> None:  # fmt: skip
     """``out [rows, width]`` from the sums of so many ranks, ``[num_partials, rows, out_width]``, each of some segments
     of K, as `multiply` leaves them where scales are 1 and biases -0; else as there."""
-    work_items = work_items_of(rows, num_partials, width, num_workers)
+    work_items = work_items_of(rows, num_partials, width, num_workers, tile_rows(stored, rows))
     linear_kernel(stored)(
         work_items.count, work_items.num_workers, 0, 0, scales, bias, residual, out, 0, partials, rows, 0, 0,
         width, out_width, num_partials, 1, work_items.panels, work_items.row_work_items, work_items.num_tiles, 0, 1,
@@ -377,9 +443,9 @@ class WorkItems:
 
 
 @functools.lru_cache(4096)
-def work_items_of(rows: int, depth: int, width: int, num_workers: int) -> WorkItems:
+def work_items_of(rows: int, depth: int, width: int, num_workers: int, most_tile_rows: int) -> WorkItems:
     """The shares for ``rows`` (at least 1) rows: the fewest tiles, and a few work items a thread."""
-    num_tiles = -(-rows // GEMM_ROWS)
+    num_tiles = -(-rows // most_tile_rows)
     panels = -(-width // PANEL_COLUMNS)
     if rows * width * depth < SERIAL_MACS or num_workers == 1:
         return WorkItems(1, panels, 1, num_tiles, 1)

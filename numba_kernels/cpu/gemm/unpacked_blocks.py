@@ -64,6 +64,25 @@ def unpacked_words(block: Block) -> int:
     return _first_word(block) + block.elements // 4 * _words_a_word(block)
 
 
+def block_of(stored: str) -> Block:
+    """The block of a tile's name."""
+    return BLOCKS[stored.removeprefix(PREFIX)]
+
+
+def table_of(builder, block, block_at, group, number, half, v):
+    """Scales (``number`` 0) or minima (1) of a vector of columns, for a group of X_GROUP elements of the block in the
+    buffer at ``block_at``, or for one of its halves."""
+    index = builder.add(builder.mul(group, _i64(X_GROUP // block.group)), _i64(number * block.num_groups + half))
+    at = builder.add(block_at, builder.mul(index, _i64(_VECTOR_BYTES)))
+    return simd.load(builder, simd.offset(builder, at, v * unpacked_words(block) * _VECTOR_BYTES), _FLOATS, 4)
+
+
+def words_of_group(builder, block, block_at, group, word):
+    """The address of a group's words from ``word`` on, of the first vector; others follow `unpacked_words` apart."""
+    first = simd.offset(builder, block_at, (_first_word(block) + word) * _VECTOR_BYTES)
+    return builder.add(first, builder.mul(group, _i64(X_WORDS * _VECTOR_BYTES)))
+
+
 class UnpackedSums:
     """The accumulators of a tile and how blocks in the buffer add to them; as `float_tile.Sums`. The tile's words are
     those of the panel."""
@@ -71,7 +90,7 @@ class UnpackedSums:
     is_scaled = False
 
     def __init__(self, stored, height, vectors):
-        self.block = BLOCKS[stored.removeprefix(PREFIX)]
+        self.block = block_of(stored)
         self.height = height
         self.vectors = vectors
         self.places = [(r, v) for r in range(height) for v in range(vectors)]
@@ -227,12 +246,9 @@ class WideSums(UnpackedSums):
             return simd.splat(builder, simd.load(builder, place, kind, 4))
 
         def table(number, half, v):
-            index = builder.add(builder.mul(group, _i64(halves)), _i64(number * block.num_groups + half))
-            at = builder.add(block_at, builder.mul(index, _i64(_VECTOR_BYTES)))
-            return simd.load(builder, simd.offset(builder, at, v * vector_bytes), _FLOATS, 4)
+            return table_of(builder, block, block_at, group, number, half, v)
 
-        first = simd.offset(builder, block_at, _first_word(block) * _VECTOR_BYTES)
-        first = builder.add(first, builder.mul(group, _i64(X_WORDS * _VECTOR_BYTES)))
+        first = words_of_group(builder, block, block_at, group, 0)
         kept = {}
         for half in range(halves):
             wholes = self._wide_integers(builder, first, vector_bytes, x_at, half, words)

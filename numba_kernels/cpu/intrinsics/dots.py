@@ -118,12 +118,30 @@ def bf16_pairs_by_instruction(builder, total, pairs, weights):
 def bf16_pairs_spelled_out(builder, total, pairs, weights):
     """The same without the instruction: the upper elements' product is added first, then the lower ones'. Numbers below
     the smallest normal one are zero, on both sides of each sum."""
-    lanes = total.type.count
-    mask, sixteen = simd.splat_constant(I32, 0xFFFF0000, lanes), simd.splat_constant(I32, 16, lanes)
-    for half in (lambda words: builder.and_(words, mask), lambda words: builder.shl(words, sixteen)):
-        a, b = (_normal(builder, builder.bitcast(half(words), total.type)) for words in (pairs, weights))
-        total = _normal(builder, simd.fma(builder, a, b, _normal(builder, total)))
+    lower, upper = halves_of_pairs(builder, pairs, weights)
+    for a, b in (upper, lower):
+        total = flushed_fma(builder, a, b, total)
     return total
+
+
+def halves_of_pairs(builder, pairs, weights):
+    """The lower elements of pairs of bfloat16 and the upper ones, each of both sides, as vectors of floats."""
+    lanes = pairs.type.count
+    mask, sixteen = simd.splat_constant(I32, 0xFFFF0000, lanes), simd.splat_constant(I32, 16, lanes)
+    halves = (lambda words: builder.shl(words, sixteen), lambda words: builder.and_(words, mask))
+    kind = simd.vector(simd.F32, lanes)
+    return [[builder.bitcast(half(words), kind) for words in (pairs, weights)] for half in halves]
+
+
+def flushed_fma(builder, a, b, total):
+    """``a * b + total``, rounded once, with zeros for subnormal numbers before and after."""
+    a, b, total = (_normal(builder, value) for value in (a, b, total))
+    return _normal(builder, simd.fma(builder, a, b, total))
+
+
+def flushed_sum(builder, a, b):
+    """``a + b`` with zeros for subnormal numbers before and after."""
+    return _normal(builder, builder.fadd(*(_normal(builder, value) for value in (a, b))))
 
 
 def _normal(builder, value):

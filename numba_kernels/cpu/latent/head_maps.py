@@ -18,7 +18,7 @@ from numba import carray
 from numba_kernels.cpu.gemm.arranged_rows import operand_words
 from numba_kernels.cpu.gemm.linear import FIELDS as PRODUCT_FIELDS
 from numba_kernels.cpu.gemm.linear import SERIAL_MACS, product_parts
-from numba_kernels.cpu.layout import GEMM_ROWS, PANEL_COLUMNS
+from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import Fields, Kernel, address_of, int64_at, new_array
 
 TOKENS_A_WORK_ITEM = 96  # enough to unpack a block of a weight once for many rows
@@ -34,7 +34,7 @@ _PRODUCT = PRODUCT_FIELDS.record
 def head_maps_kernel(stored: Any) -> Kernel:
     """The kernel for panels of ``stored``, a class or a block's name. ``tables [3, H]`` int64 holds the addresses of
     each head's panels, scales and bias; ``operands`` has ``row_words`` words for each token and head."""
-    arrange, multiply, elements, unit_words = product_parts(stored)
+    arrange, multiply, elements, unit_words, count_tiles = product_parts(stored)
 
     def head_maps(arguments, work_item):
         a = carray(arguments, 1)[0]
@@ -53,7 +53,7 @@ def head_maps_kernel(stored: Any) -> Kernel:
         b.num_rows, b.depth, b.x_stride = rows, a.depth, a.x_token
         b.width, b.out_width = a.width, a.out_token
         b.num_segments, b.step_elements = 1, 1
-        b.panels_a_work_item, b.row_work_items, b.num_tiles = -(-a.width // PANEL_COLUMNS), 1, -(-rows // GEMM_ROWS)
+        b.panels_a_work_item, b.row_work_items, b.num_tiles = -(-a.width // PANEL_COLUMNS), 1, count_tiles(rows)
         b.arranging_parts = 1
         words = -(-a.depth // elements) * unit_words
         for tile in range(b.num_tiles):

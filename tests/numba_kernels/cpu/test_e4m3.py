@@ -15,7 +15,7 @@ from runtime.linear.options import LoadOptions
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from tests.numba_kernels.cpu.cases import normal, tensor
 from tests.oracles import dense
-from tests.oracles.tiles import BF16, as_multiplied
+from tests.oracles.tiles import as_multiplied_by_fp8
 
 SHAPES = [(1, 50, 128), (2, 17, 512), (3, 48, 256), (4, 5, 1000), (5, 100, 768), (6, 16, 36), (7, 200, 129)]
 SHAPES += [(8, 49, 384), (9, 33, 640), (13, 70, 768), (33, 49, 511), (130, 33, 512), (0, 10, 256), (1, 1, 1)]
@@ -44,7 +44,7 @@ def test_products_rows_and_tables(block: tuple[int, int]) -> None:
         packed = ops.prepare_linear([matrix], [tensor(bias)])
         assert (packed.shape, packed.format.name) == ((width, depth), "fp8")
         out = ops.linear(tensor(x), packed, residual=tensor(residual)).numpy()
-        expected = dense.linear(as_multiplied(x, BF16), floats, bias, residual)
+        expected = dense.linear(as_multiplied_by_fp8(x), floats, bias, residual)
         size = np.abs(expected).max(initial=1.0)
         assert np.abs(out - expected).max(initial=0) <= 2e-6 * size, (rows, width, depth)
         for row in range(rows):
@@ -73,7 +73,7 @@ def test_nan_makes_its_row_nan() -> None:
     out = ops.linear(tensor(x), ops.prepare_linear([matrix])).numpy()
     assert np.isnan(out[:, 7]).all()
     rest = np.arange(20) != 7
-    expected = dense.linear(as_multiplied(x, BF16), matrix.dequantise(float32)[rest])
+    expected = dense.linear(as_multiplied_by_fp8(x), matrix.dequantise(float32)[rest])
     assert np.abs(out[:, rest] - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
@@ -84,6 +84,6 @@ def test_exact_mode_cuts_k_into_segments() -> None:
     assert packed.num_segments == 8
     x = normal(rng, (9, 2500))
     out = ops.linear(tensor(x), packed).numpy()
-    expected = dense.linear(as_multiplied(x, BF16), matrix.dequantise(float32))
+    expected = dense.linear(as_multiplied_by_fp8(x), matrix.dequantise(float32))
     assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max()
     np.testing.assert_array_equal(ops.linear(tensor(x[4:5]), packed).numpy(), out[4:5])

@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 
 from numba_kernels.cpu import target
 from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.amx import Tiles
 from numba_kernels.cpu.intrinsics.dots import bf16_pairs_by_instruction, bf16_pairs_spelled_out
 from numba_kernels.cpu.layout import LAYOUTS
 from numba_kernels.cpu.running.launch import address_of
@@ -84,7 +85,9 @@ def test_all_kernels_and_golden_models(tiles):
         ("sapphirerapids", True, "avx512_bf16", "avx512_vnni"),
         ("sapphirerapids", False, "avx512_bf16", "avx512_vnni"),  # a virtual machine hides AMX
         ("sapphirerapids", False, "avx2", "avx2"),  # and AVX-512
-        ("graniterapids", True, "avx512_bf16", "avx512_vnni"),
+        ("sapphirerapids", True, "amx", "amx"),
+        ("graniterapids", True, "amx", "amx"),
+        ("graniterapids", True, "avx512_bf16", "avx512_vnni"),  # Linux gives no leave
         ("a processor of next year", False, "portable", "portable"),
     ],
 )
@@ -114,12 +117,12 @@ def test_a_tile_that_nobody_has_is_an_error(name):
     assert "emulated_avx512_vnni" in last
 
 
-@pytest.mark.skipif("avx512_bf16" in target.available_tiles(), reason="this processor has the best tile")
+@pytest.mark.skipif("amx" in target.available_tiles(), reason="this processor has the best tile")
 def test_a_tile_that_this_processor_lacks_is_an_error():
-    done = _python("-c", "import numba_kernels.cpu", XSERV_CPU_TILES="avx512_bf16")
+    done = _python("-c", "import numba_kernels.cpu", XSERV_CPU_TILES="amx")
     assert done.returncode != 0
-    assert "'avx512_bf16': this processor runs portable" in done.stderr
-    assert "emulated_avx512_bf16 has its layout" in done.stderr
+    assert "'amx': this processor runs portable" in done.stderr
+    assert "emulated_amx has its layout" in done.stderr
 
 
 @pytest.mark.skipif(not target._IS_X86, reason="an x86-64 instruction")
@@ -140,6 +143,76 @@ def test_the_bfloat16_tile_assembles_to_its_instruction():
         if match[0][0] & 7 == 2 and match[1][0] & 0x83 == 2 and match[2][0] >> 5 & 3 == 2
     ]
     assert len(found) == 1
+
+
+@pytest.mark.skipif(not target._IS_X86, reason="x86-64 instructions")
+def test_tiles_of_amx_assemble_to_their_instructions():
+    """Assembled for a processor that has them, whatever this one has: VEX.128.F3.0F38.W0 5C and 5E /r of the three
+    registers that were named."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [simd.I64] * 2), "products")
+    builder = ir.IRBuilder(function.append_basic_block())
+    address, rows = function.args
+    tiles = Tiles(builder, is_emulated=False)
+    tiles.configure(rows, [3], [6], [7], 16)
+    tiles.load_left(6, address, rows)
+    tiles.load_right(7, address, rows)
+    tiles.add_pairs(3, 6, 7)
+    tiles.add_bytes(3, 6, 7)
+    tiles.store_sums(3, address, rows)
+    tiles.release()
+    builder.ret_void()
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(cpu="sapphirerapids")
+    code = machine.emit_object(llvm.parse_assembly(str(module)))
+    registers = 0xC0 | 3 << 3 | 6  # sums and left; right is in the prefix, inverted
+    for opcode in (0x5C, 0x5E):
+        assert code.count(bytes([0xC4, 0xE2, (~7 & 15) << 3 | 2, opcode, registers])) == 1
+
+
+def test_the_emulated_product_of_pairs_flushes_subnormals_and_adds_two_chains():
+    """By one register of sums: the lower elements' chain and the upper ones' begin at zero, numbers below the smallest
+    normal one count as zero in factors, chains, sums and totals."""
+    tiny = np.float32(2.0**-126)
+    x = np.zeros((1, 32), np.float32)
+    weight = np.zeros((3, 32), np.float32)
+    x[0, :6] = 1, 2.0**-63, tiny / 2, 1, 1, -1
+    weight[0, :6] = 1, 0, 4, 2**25, 0, 2**25  # the upper chain cancels before it meets the lower one
+    weight[1, :2] = 0, 2.0**-64  # a product below the smallest normal number
+    weight[2, 2] = 2.0**100  # a factor below it
+    out = _by_amx(x, weight, np.array([0, tiny, 1], np.float32))
+    np.testing.assert_array_equal(out, np.array([1, tiny, 1], np.float32))
+
+
+def _by_amx(x, weight, totals):
+    """``totals`` plus rows of 32 bfloat16 times those of a weight, by the emulated tile. [1, 32], [n, 32], [n]"""
+
+    @intrinsic
+    def product(typingctx, left, right, sums):
+        def codegen(context, builder, signature, args):
+            tiles = Tiles(builder, is_emulated=True)
+            tiles.configure(ir.Constant(simd.I64, 1), [0], [6], [7], 16)
+            stride = ir.Constant(simd.I64, 64)
+            tiles.load_left(6, args[0], stride)
+            tiles.load_right(7, args[1], stride)
+            tiles.load_sums(0, args[2], stride)
+            tiles.add_pairs(0, 6, 7)
+            tiles.store_sums(0, args[2], stride)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 3), codegen
+
+    @njit
+    def run(left, right, sums):
+        product(left, right, sums)
+
+    pairs = np.zeros((16, 16, 2), ml_dtypes.bfloat16)  # words of K, columns
+    pairs[:, : len(weight)] = weight.astype(ml_dtypes.bfloat16).reshape(len(weight), 16, 2).transpose(1, 0, 2)
+    left, sums = x.astype(ml_dtypes.bfloat16), np.zeros(16, np.float32)
+    sums[: len(totals)] = totals
+    run(*map(address_of, (left, pairs, sums)))
+    return sums[: len(totals)]
 
 
 def _sums_of_pairs(emit, totals, pairs, weights):
