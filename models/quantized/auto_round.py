@@ -134,7 +134,7 @@ class AutoRoundScheme:
 
 
 def _module(fields: Fields, usual: Module) -> Module:
-    """What `fields` say; what they leave out is as in `usual`."""
+    """The scheme that `fields` name; `usual` has those that they leave out."""
     bits = fields.integer("bits", usual.bits)
     size = fields.raw("group_size")
     if isinstance(size, list) and len(size) == 2:

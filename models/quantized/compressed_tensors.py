@@ -208,7 +208,7 @@ class Form:
 
 
 def _unsigned_e5m3() -> Array:
-    """Of each byte; the largest is NaN."""
+    """The value of each byte; the largest is NaN."""
     byte = np.arange(256)
     exponent, mantissa = byte >> 3, (byte & 7) / 8
     values = np.where(exponent == 0, np.ldexp(mantissa, -14), np.ldexp(1 + mantissa, exponent - 15)).astype(np.float32)
