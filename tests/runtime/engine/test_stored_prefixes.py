@@ -71,7 +71,7 @@ def write_case(folder: Path, case: str) -> tuple[Path, dict[str, Any]]:
     return write_model(folder, load_golden("qwen3_5_odd")), {"load_format": "auto"}
 
 
-@pytest.mark.parametrize("num_rounds", [2, pytest.param(60, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(10, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", ["full", "windows", "states"])
 def test_no_restart_changes_a_bit(case: str, num_rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of several schedules, one after another, each with the prefixes of those before."""
@@ -139,7 +139,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.pages"))
 
 
-@pytest.mark.parametrize("num_cuts", [6, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_cuts", [6, pytest.param(60, marks=pytest.mark.exhaustive)])
 def test_torn_and_changed_files_are_misses(num_cuts: int, tmp_path: Path) -> None:
     model, rng = write_full(tmp_path / "model"), random.Random(0)
     requests = make_requests(1, 12)
@@ -166,7 +166,7 @@ def test_torn_and_changed_files_are_misses(num_cuts: int, tmp_path: Path) -> Non
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_killed_while_it_writes(num_kills: int, tmp_path: Path) -> None:
     """At any moment, with a folder so small that files are deleted and written all the time."""
     model, rng, folder = write_full(tmp_path / "model"), random.Random(num_kills), tmp_path / "prefixes"
