@@ -40,7 +40,12 @@ MAX_WIDTH = 1024  # queries of HEADS heads take 33 KB of shared memory
 @functools.cache
 def _row_loader(dtype: str) -> Any:
     load, item = element_loader(dtype), uint64(ITEM_BYTES[dtype])
-    return device_function(lambda row, column: load(row + uint64(column) * item))
+
+    @device_function
+    def load_number(row, column):
+        return load(row + uint64(column) * item)
+
+    return load_number
 
 
 @functools.cache
