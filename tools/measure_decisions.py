@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,10 @@ def measured(llm: LLM, text: str, num_questions: int, repetitions: int) -> dict[
         ]
         common = len([*takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts, strict=False))])
         llm.client.reset_prefix_cache().result()
-        alone = timed(lambda prompts=prompts, common=common: llm.generate([prompts[0][:common]], ONE_TOKEN))
-        after = timed(lambda prompts=prompts: llm.generate(prompts, ONE_TOKEN, use_tqdm=False))
+        alone = timed(partial(llm.generate, [prompts[0][:common]], ONE_TOKEN))
+        after = timed(partial(llm.generate, prompts, ONE_TOKEN, use_tqdm=False))
         llm.client.reset_prefix_cache().result()
-        decided = timed(lambda questions=questions: llm.decide(text, questions, use_tqdm=False))
+        decided = timed(partial(llm.decide, text, questions, use_tqdm=False))
         parts = [one + other for one, other in zip(alone[:2], after[:2], strict=True)]
         for name, took in (("decide", decided[:2]), ("parts", parts)):
             best[name] = [*map(min, best.get(name, took), took)]

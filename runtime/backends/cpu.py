@@ -392,9 +392,10 @@ def head_linear(x: Tensor, weight: ExpertsWeight, out: Tensor, first: int) -> No
     ``out [T, H, ...]`` from number ``first`` on."""
     (tokens, heads, depth), width = x.shape, out.shape[2]
     [part], [table] = weight.parts[0], weight.tables
+    num_outputs, num_inputs = part.shape
     hold(table)
     _head_maps.multiply_heads(
-        part.stored, x.address, address_of(table), out.address + first * 4, tokens, heads, *reversed(part.shape),
+        part.stored, x.address, address_of(table), out.address + first * 4, tokens, heads, num_inputs, num_outputs,
         (heads * depth, depth), (heads * width, width), num_workers(),
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -55,7 +55,7 @@ def conversations_of(inputs: DecisionInput | Sequence[DecisionInput]) -> list[li
         raise RequestError(problem, param="inputs")
     is_one = isinstance(inputs, str) or (inputs and not isinstance(inputs[0], (str, list, tuple)))
     several: Sequence[Any] = [inputs] if is_one else inputs
-    found = []
+    found: list[list[Mapping[str, Any]]] = []
     for index, each in enumerate(several):
         plain = plain_data(each)
         if not (isinstance(plain, str) or (isinstance(plain, list) and all(isinstance(one, Mapping) for one in plain))):
@@ -63,7 +63,9 @@ def conversations_of(inputs: DecisionInput | Sequence[DecisionInput]) -> list[li
             raise RequestError(problem, param="inputs")
         if not each and not isinstance(each, str):
             raise RequestError(f"inputs[{index}] has no messages", param="inputs")
-        found.append([{"role": "user", "content": each}] if isinstance(each, str) else plain)
+        found.append(
+            [{"role": "user", "content": each}] if isinstance(each, str) else cast(list[Mapping[str, Any]], plain)
+        )
     return found
 
 

@@ -113,7 +113,8 @@ def floats() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def packed_integers() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    tensors, configs = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    configs: dict[str, Any] = {}
     depth = DEPTH - 3  # the last word of a row is not full
     for bits in range(2, 9):
         for is_symmetric in (True, False):
