@@ -263,7 +263,12 @@ class _Output:
         num_done = end = 0
         with os.fdopen(os.dup(self._file), "rb") as answers:
             for text, request in zip_longest(answers, _requests(input_file)):
-                if text is None or not text.endswith(b"\n"):
+                if text is None:
+                    break
+                if not text.endswith(b"\n"):
+                    start = b'{"id":"batch_req_%d",' % (num_done + 1)
+                    if request is None or text[: len(start)] != start[: len(text)]:
+                        self._check(b"", request, num_done + 1, input_file)
                     break
                 self._check(text, request, num_done + 1, input_file)
                 num_done, end = num_done + 1, end + len(text)

@@ -257,6 +257,11 @@ class Engine:
             if self.stored is not None:
                 self.stored.write_some(is_idle=True)
 
+    @property
+    def wants_rest(self) -> bool:
+        """Whether prefixes wait for the disk, although no step runs."""
+        return self.stored is not None and self.stored.num_waiting > 0
+
     def close(self) -> None:
         """Wait for the running step and drop it; no further step runs."""
         self.grammars.close()

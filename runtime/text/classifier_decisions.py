@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.errors import RequestError
-from runtime.pooling import PoolingInfo, activated
+from runtime.errors import XservError
+from runtime.pooling import PoolingInfo, ScoreActivation, activated
 from runtime.text.content import plain_content, text_of
 from runtime.text.decisions import (
     ChoiceQuestion,
@@ -53,10 +54,13 @@ class Reading:
     contradiction: int | None = None
 
     def answer(self, scores: Sequence[Scores], pooling: PoolingInfo) -> DecisionAnswer:
-        """By the labels' scores of each pair."""
+        """By the labels' scores of each pair. Raises ``XservError`` if these are not numbers."""
+        if any(np.isnan(each).any() for each in scores):
+            raise XservError("the model's scores are not numbers")
         if self.labels:
-            found = activated(scores[0], pooling.activation).astype(np.float64)[list(self.labels)]
-            return by_shares(self.question, (found / found.sum()).tolist(), float(found.max()))
+            logs = _log_probabilities(scores[0], pooling.activation)[list(self.labels)]
+            weights = np.exp(logs - logs.max())
+            return by_shares(self.question, (weights / weights.sum()).tolist(), float(np.exp(logs.max())))
         if self.entailment is None:
             true = _sigmoid(float(scores[0][0]))
             return by_shares(self.question, [true, 1 - true], max(true, 1 - true))
@@ -72,6 +76,14 @@ class Reading:
         weights = np.exp(entailed - entailed.max())
         best = int(np.argmax(entailed))
         return by_shares(self.question, (weights / weights.sum()).tolist(), float(shares[best][self.entailment]))
+
+
+def _log_probabilities(scores: Scores, activation: ScoreActivation) -> NDArray[np.float64]:
+    """Of the labels; scores without an activation compete as a softmax's do."""
+    x = scores.astype(np.float64)
+    if activation == "sigmoid":
+        return np.asarray(-np.logaddexp(0.0, -x))
+    return np.asarray(x - np.logaddexp.reduce(x))
 
 
 def _sigmoid(x: float) -> float:

@@ -60,7 +60,7 @@ def _prepare(service: Service, body: Body) -> _BatchAnswer:
         settle_thinking(service, one, ignored, exchange.sent)
         with in_own_names({f"messages[{j}]": f"messages[{i}][{j}]" for j in range(len(one.messages))}):
             chats.append(prepare_chat(service, exchange, one, request_id))
-        exchange.ignored += [name for name in ignored if name not in exchange.ignored]
+        exchange.ignored += [name for name in (*ignored, *chats[-1].left_out) if name not in exchange.ignored]
     first = chats[0]
     if any(chat.generation.params != first.generation.params for chat in chats):
         raise invalid("messages", "messages: either each conversation's answer begins within reasoning, or none.")

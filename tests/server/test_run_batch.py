@@ -91,6 +91,8 @@ def test_answers_are_the_servers_in_order(tmp_path: Path) -> None:
         ('{"id": "batch_req_1", "custom_id": "other"}\n', "answers 'other', and in line 1 .* got 'line 0'"),
         ('{"id": "batch_req_1", "custom_id": "line 0"}\n{"id": "batch_req_2", "custom_id": "x"}\n', "there is none"),
         ("no answer\n", "line 1 is no answer"),
+        ("no answer", "line 1 is no answer"),
+        ('{"id":"batch_req_1","custom_id":"line 0"}\n{"id":"batch_req_2",', "line 2 is no answer"),
     ],
 )
 def test_an_output_of_another_input_is_refused(tmp_path: Path, content: str, problem: str) -> None:
@@ -106,6 +108,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(BatchFileError, match="is no file"):
         run(tmp_path / "none", tmp_path / "out")
     (tmp_path / "in").write_text(line(0), encoding="utf-8")
+    with pytest.raises(BatchFileError, match="line 1 is no answer"):
+        run(tmp_path / "in", tmp_path / "in")
+    assert (tmp_path / "in").read_text(encoding="utf-8") == line(0)
     with pytest.raises(BatchFileError, match="cannot be written"):
         run(tmp_path / "in", tmp_path / "no" / "out")
 

@@ -175,4 +175,7 @@ def test_what_the_template_leaves_out_is_named_in_each_apis_words(tmp_path: Path
             assert response.headers[HEADER] == expected
             plain = bytes(i for i in engine.requests[-1].prompt_token_ids if i < 256).decode()
             assert "<assistant><call>{}<tool>b" in plain
+        ((path, body, expected), *_) = answers
+        conversations = {**body, "messages": [body["messages"]] * 2}
+        assert served.http.post(f"{path}/batch", json=conversations).headers[HEADER] == expected
     engine.close()

@@ -44,6 +44,8 @@ BURST_PAUSE_S = 0.3e-3
 BURST_MOST_S = 2e-3
 """An idle engine with a new request waits until no other has come for the first of these, at most for the second, so
 that a burst shares its first forward pass."""
+REST_S = 0.1
+"""An idle engine hands what waits for the disk over this often."""
 
 
 class ThreadEngineClient(EngineClient):
@@ -272,7 +274,14 @@ class ThreadEngineClient(EngineClient):
         with self._condition:
             was_idle = not self.has_work
             while not (self.has_work or (self._is_closing and not self._awaits_readers)):
-                self._condition.wait()
+                if not self._engine.wants_rest:
+                    self._condition.wait()
+                elif not self._condition.wait(REST_S):
+                    self._condition.release()
+                    try:
+                        self._engine.rest()
+                    finally:
+                        self._condition.acquire()
             if self._is_closing and not (self._drains and self.has_work):
                 return False
         if was_idle:

@@ -109,6 +109,14 @@ class StoredPrefixes:
                 if each.block_id is not None and not each.is_noted and not each.is_spare:
                     each.is_noted = True
                     self._waiting.append((group, each))
+        if len(self._waiting) > 2 * self._pool.num_blocks:  # the disk is full, or slower than the work
+            self._drop_evicted()
+
+    def _drop_evicted(self) -> None:
+        """Forget noted contents that have no block any more."""
+        for _, node in self._waiting:
+            node.is_noted = node.block_id is not None
+        self._waiting = deque(each for each in self._waiting if each[1].is_noted)
 
     def write_some(self, *, is_idle: bool = False) -> None:
         """Copy noted pages for the writer: few after a step, all of them when there is no work."""
@@ -117,8 +125,13 @@ class StoredPrefixes:
             if not is_idle:
                 return
 
+    @property
+    def num_waiting(self) -> int:
+        """Contents that are noted and not handed to the store."""
+        return len(self._waiting)
+
     def close(self) -> None:
-        """Write what is noted, and wait for it."""
+        """Write as much of what is noted as the store takes at once, and wait for it."""
         self.write_some(is_idle=True)
         self._store.close()
 

@@ -138,6 +138,8 @@ class LightEngine:
         do_harm(token_ids[0])
         return np.array(token_ids, np.float32)[:, None]
 
+    wants_rest = False
+
     def rest(self) -> None:
         pass
 

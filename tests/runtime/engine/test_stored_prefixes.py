@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import runtime.engine.process.thread_client as thread_client
+import runtime.engine.scheduling.stored_prefixes as stored_prefixes
 import runtime.kv.page_store as page_store
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
@@ -31,6 +33,7 @@ from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.storing_engine import SETTINGS, VOCAB_SIZE, answers, make_requests
 from tests.runtime.engine.test_window_groups import MIXED
 from tests.runtime.engine.test_window_groups import write_model as write_windows
+from tests.waiting import wait_until
 
 BYTES = 1 << 30
 SCHEDULES: tuple[dict[str, Any], ...] = (
@@ -242,6 +245,32 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with engine_on(model, folder) as engine:
         assert answers(engine, requests) == expected
     assert files_of(folder)
+
+
+def test_what_waits_for_a_disk_that_takes_nothing_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_store.DiskPages, "has_room", False)
+    with engine_on(write_full(tmp_path / "model"), tmp_path / "prefixes", num_blocks=24) as engine:
+        assert engine.stored is not None
+        for seed in range(6):
+            answers(engine, make_requests(seed, 10))
+            assert len(engine.stored._waiting) <= 2 * engine.pool.num_blocks, seed
+        monkeypatch.setattr(page_store.DiskPages, "has_room", True)
+    assert files_of(tmp_path / "prefixes")
+
+
+def test_an_idle_engine_writes_more_than_the_queue_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((page_store, "MOST_QUEUED_BYTES"), (stored_prefixes, "_STEP_BYTES")):
+        monkeypatch.setattr(module, name, 1)
+    monkeypatch.setattr(stored_prefixes, "_FILE_BYTES", 1)
+    monkeypatch.setattr(thread_client, "REST_S", 0.001)
+    with engine_on(write_full(tmp_path / "model"), tmp_path / "prefixes") as engine:
+        with closing(thread_client.ThreadEngineClient(engine)) as client:
+            params = SamplingParams(max_tokens=1)
+            outputs: list[Any] = []
+            client.submit(EngineRequest(request_id="x", prompt_token_ids=[*range(90)], params=params), outputs.append)
+            wait_until(lambda: bool(outputs) and not engine.wants_rest)
+        assert engine.stored is not None
+        assert engine.stored.num_written == 11
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from runtime.engine.errors import RequestError
+from runtime.errors import XservError
 from runtime.llm import LLM
+from runtime.pooling import PoolingInfo, ScoreActivation
+from runtime.text.classifier_decisions import reading_of
+from runtime.text.decisions import Choice, ChoiceAnswer, ChoiceQuestion
 from runtime.text.pooled_texts import pair_of
 from tests.models.encoder_cases import QUERY, TEXTS, write_encoder
 from tests.server.real_server import serving_real
@@ -65,6 +69,28 @@ def test_a_model_of_inference(tmp_path: Path) -> None:
     assert [each.probability for each in choice.probabilities] == pytest.approx(shares)  # type: ignore[union-attr]
     assert choice.choice == ["foxes", True, "中"][int(shares.argmax())]  # type: ignore[union-attr]
     assert rated.score == pytest.approx(np.exp(levels[1]) / np.exp(levels).sum())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("activation", "scores", "probabilities", "confidence"),
+    [
+        ("softmax", [-60, -61, 60], [0.7310586, 0.2689414], 0),
+        ("sigmoid", [-120, -120, 3], [0.5, 0.5], 0),
+        ("identity", [-1, 1, 0], [0.1192029, 0.8807971], 0.665241),
+    ],
+)
+def test_options_that_the_model_hardly_believes_have_probabilities(
+    activation: ScoreActivation, scores: list[float], probabilities: list[float], confidence: float
+) -> None:
+    pooling = PoolingInfo(labels=("a", "b", "c"), activation=activation)
+    question = ChoiceQuestion(instructions="", choices=[Choice("a"), Choice("b")])
+    reading = reading_of(question, "x", pooling, "questions[0]")
+    found = reading.answer([np.array(scores, np.float32)], pooling)
+    assert isinstance(found, ChoiceAnswer)
+    assert [each.probability for each in found.probabilities] == pytest.approx(probabilities)
+    assert found.confidence == pytest.approx(confidence)
+    with pytest.raises(XservError, match="not numbers"):
+        reading.answer([np.array([np.nan, *scores[1:]], np.float32)], pooling)
 
 
 def test_a_reranker_tells_predicates(tmp_path: Path) -> None:
