@@ -79,7 +79,7 @@ class Reading:
 
 
 def _log_probabilities(scores: Scores, activation: ScoreActivation) -> NDArray[np.float64]:
-    """Of the labels; scores without an activation compete as a softmax's do."""
+    """The labels' log probabilities; scores without an activation compete as a softmax's do."""
     x = scores.astype(np.float64)
     if activation == "sigmoid":
         return np.asarray(-np.logaddexp(0.0, -x))
