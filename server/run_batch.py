@@ -25,7 +25,7 @@ import msgspec
 from models.checkpoints.hub import model_name
 from models.configuration.generation_config import recommended_sampling
 from runtime.engine.make_client import StartingClient
-from runtime.errors import InvalidArgumentError
+from runtime.errors import InvalidArgumentError, XservError
 from runtime.progress import Reporter, Show
 from runtime.text.load import load_tokenizer, read_chat_template
 from server.app import Application
@@ -42,11 +42,15 @@ AHEAD = 8
 
 _RETRIED = frozenset({429, 503})
 RETRY_WAITS_S = (0.1, 0.5, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""A full queue, and an engine that is being started again, are waited for."""
+"""A full queue, and an engine that is being started again, are waited for; an engine that stays away stops the run."""
 
 
 class BatchFileError(InvalidArgumentError):
     """The input or the output cannot be used."""
+
+
+class BatchStoppedError(XservError):
+    """The engine does not come back. The answers that are written stay, and the same command goes on after them."""
 
 
 class Line(msgspec.Struct):
@@ -101,7 +105,8 @@ def run_batch(
 ) -> tuple[int, int]:
     """Answers all lines that the output does not have yet. Returns how many it wrote, and how many of these are errors.
 
-    Raises `BatchFileError` for files that do not fit each other, and the errors of `StartingClient`.
+    Raises `BatchFileError` for files that do not fit each other, `BatchStoppedError` where the engine stays away, and
+    the errors of `StartingClient`.
     """
     config = replace(config or ServerConfig(), api_keys=(), api_key_files=())
     with ExitStack() as stack:
@@ -168,10 +173,14 @@ async def _answer_one(app: Application, request: _Request) -> OutputLine:
     body = msgspec.json.encode(request.line.body)
     for wait_s in (*RETRY_WAITS_S, None):
         status, request_id, content = await _post(app, request.line.url, body)
-        if status not in _RETRIED or wait_s is None:
-            break
-        await asyncio.sleep(wait_s)
-    return OutputLine(answer_id, request.custom_id, Answered(status, request_id, msgspec.Raw(content)))
+        if status not in _RETRIED:
+            return OutputLine(answer_id, request.custom_id, Answered(status, request_id, msgspec.Raw(content)))
+        if wait_s is not None:
+            await asyncio.sleep(wait_s)
+    raise BatchStoppedError(
+        f"line {request.number} is still answered with {status} after {sum(RETRY_WAITS_S):.0f} s: "
+        f"{content.decode(errors='replace')[:200]}; run the same command again to go on from this line"
+    )
 
 
 async def _post(app: Application, path: str, body: bytes) -> tuple[int, str, bytes]:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from runtime.progress import SILENT
+from server import run_batch as module
 from server.config import ServerConfig
-from server.run_batch import BatchFileError, run_batch
+from server.run_batch import BatchFileError, BatchStoppedError, run_batch
 from tests.server.real_server import serving_real
 from tests.waiting import TIMEOUT_S
 
@@ -113,6 +114,28 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     assert (tmp_path / "in").read_text(encoding="utf-8") == line(0)
     with pytest.raises(BatchFileError, match="cannot be written"):
         run(tmp_path / "in", tmp_path / "no" / "out")
+
+
+def test_an_engine_that_stays_away_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line gets its refusal for an answer; the next run goes on from there."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(line(number) for number in range(6)), encoding="utf-8")
+    post = module._post
+
+    async def away(app: Any, path: str, body: bytes) -> tuple[int, str, bytes]:
+        if b"What is 3?" in body:
+            return 503, "", b"the engine is down"
+        return await post(app, path, body)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_post", away)
+        patched.setattr(module, "RETRY_WAITS_S", (0.0, 0.0))
+        with pytest.raises(BatchStoppedError, match="line 4 is still answered with 503 after 0 s: the engine is down"):
+            run(source, target)
+    written = answers(target)
+    assert [each["custom_id"] for each in written] == ["line 0", "line 1", "line 2"]
+    assert run(source, target) == (3, 0)
+    assert [each["custom_id"] for each in answers(target)] == [f"line {number}" for number in range(6)]
 
 
 def killed_and_resumed(tmp_path: Path, num_lines: int, num_kills: int) -> None:
