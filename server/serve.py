@@ -271,10 +271,16 @@ def allow_connections(max_connections: int) -> None:
 
 
 def warm_up(client: EngineClient) -> None:
-    """Runs one short request, so that kernels are compiled before the first user's, and a model that cannot run fails
-    at once. Raises `ServerStartError`."""
+    """Runs one short request, an embedding where the model writes no text, so that kernels are compiled before the
+    first user's, and a model that cannot run fails at once. Raises `ServerStartError`."""
     outputs: SimpleQueue[EngineOutput] = SimpleQueue()
     prompt_length = max(1, min(4, client.info.max_model_len - 2))
+    if not client.info.pooling.generates:
+        try:
+            client.embed([0] * prompt_length, task="classify" if client.info.pooling.labels else "embed").result()
+        except XservError as error:
+            raise ServerStartError(f"the model failed on its first text: {error}") from error
+        return
     request = EngineRequest(
         request_id="warm-up",
         prompt_token_ids=[0] * prompt_length,

@@ -130,7 +130,7 @@ NOT_BUILT_IN_OLLAMA_CHAT: dict[str, NotBuilt] = {
 
 NOT_BUILT_IN_GENERATE: dict[str, NotBuilt] = {
     **NOT_BUILT_IN_OLLAMA_CHAT,
-    "suffix": NotBuilt("insertion before a suffix is not built", ("",)),
+    "suffix": NotBuilt("send it to /v1/completions or /infill", ("",)),
     "template": NotBuilt("a template comes with the model, never with a request", ("",)),
     "context": NotBuilt("send the conversation to /api/chat", ([],)),
     "width": NotBuilt("no images are made"),

@@ -26,6 +26,7 @@ from models.errors import ModelLoadError
 from runtime.cli import app
 from server.config import ServerConfig, ServerConfigError
 from server.serve import ServerStartError, check_files, listen, serve, served_names, warm_up
+from tests.models.encoder_cases import write_encoder
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.running import serving_process
 from tests.server.starting import StartingServer, starting_server
@@ -230,6 +231,17 @@ def test_a_model_that_fails_on_its_first_request_is_not_served() -> None:
     with pytest.raises(ServerStartError, match="failed"):
         warm_up(engine)
     engine.close()
+
+
+@pytest.mark.parametrize(("kind", "route"), [("bert", "embeddings"), ("bert_pairs", "score")])
+def test_a_model_that_writes_no_text_is_served(tmp_path: Path, kind: str, route: str) -> None:
+    """Its first request is an embedding, or a text's labels."""
+    body = {"embeddings": {"input": "one"}, "score": {"text_1": "one", "text_2": "two"}}[route]
+    folder = write_encoder(tmp_path, kind)
+    with serving_process(folder, {"load_format": "auto"}) as (_, url), httpx.Client(timeout=TIMEOUT_S) as http:
+        wait_until(lambda: http.get(f"{url}/ready").status_code == 200)
+        answer = http.post(f"{url}/v1/{route}", json={"model": "tiny", **body})
+        assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(

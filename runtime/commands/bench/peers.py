@@ -103,7 +103,7 @@ def _pythons(peers: str | None, peer_python: Path | None, llama_python: Path | N
         if engine.name not in chosen_peers:
             continue
         try:
-            pythons[engine.name] = engine.python(given[engine.name], Path(__file__).resolve().parents[2])
+            pythons[engine.name] = engine.python(given[engine.name], Path(__file__).resolve().parents[3])
         except _metrics.BenchmarkError as error:
             if peers is not None or given[engine.name] is not None:
                 raise
