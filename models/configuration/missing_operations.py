@@ -25,7 +25,7 @@ _BY_FIELDS = {
 }
 _BY_NAME = {
     r".*For(Sequence|Token)Classification|.*ForQuestionAnswering|.*(Reward|Reranking).*": "a head that classifies",
-    r".*ForMaskedLM|.*(Bert|BERT).*": "attention in both directions",
+    r".*ForMaskedLM|.*(Bert|BERT|Deberta|Electra|MPNet).*": "an encoder of its kind",
 }
 
 

@@ -317,7 +317,7 @@ def test_routes_and_methods(served: Served) -> None:
         ("DELETE", "/v1/models", 405),
         ("GET", "/v1/models/nothing", 404),
         ("GET", "/v1/models//", 404),
-        ("POST", "/", 405),
+        ("PUT", "/", 405),
     ]:
         response = served.http.request(method, path)
         assert response.status_code == status, (method, path)

@@ -65,7 +65,9 @@ def main() -> None:
                 request = json.dumps(
                     {"path": str(made), "prompts": [IDS, IDS[:5]], "pooling": number, "texts": SCRIPTS}
                 )
-                done = subprocess.run([python, str(EMBED)], input=request, capture_output=True, text=True, check=True)
+                done = subprocess.run(
+                    [python, str(EMBED)], input=request, capture_output=True, encoding="utf-8", check=True
+                )
                 answer = json.loads(done.stdout)
                 for at, rows in enumerate(answer["vectors"]):
                     vectors[f"{name} {kind} {at}"] = np.array(rows, np.float32)
@@ -94,14 +96,14 @@ def as_published(folder: Path) -> None:
         {name.replace("layers.", "encoder.layers."): array for name, array in older.items()},
         folder / "model.safetensors",
     )
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {
         "n_embd": 48, "n_head": 4, "n_inner": 80, "n_layer": 2, "n_positions": 2048, "max_trained_positions": 2048,
         "activation_function": "swiglu", "causal": False, "prenorm": False, "qkv_proj_bias": False,
         "mlp_fc1_bias": False, "mlp_fc2_bias": False, "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False,
         "rotary_emb_scale_base": None, "rotary_emb_base": 1000,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def keep(name: str, made: Path) -> None:

@@ -234,7 +234,7 @@ class StoredPrefixes:
             return None
         paths = pool.paths(tokens, salt)
         names = list(self._names(tokens, salt))
-        followers = [group for group, kind in enumerate(pool.kinds) if kind.follows_tokens]
+        followers = [group for group in range(len(pool.kinds)) if group not in pool.states]
 
         def place_of(group: int, page: int) -> int | bytes | None:
             path = paths[group]

@@ -108,7 +108,7 @@ KEPT: list[tuple[dict[str, Any], str]] = [
     ({"kind": "int8", "shape": (70, 128), "block": ROW}, "int8"),
     ({"kind": "int8", "shape": (70, 36), "block": ROW, "scale": np.float16}, "int8"),
     ({"kind": "int8", "shape": (70, 128), "block": (0, 0), "scale": ml_dtypes.bfloat16}, "int8"),
-    ({"kind": "int4", "shape": (70, 128), "block": (1, 32), "scale": np.float16}, "Q4_0"),
+    ({"kind": "int4", "shape": (70, 96), "block": (1, 32), "scale": np.float16}, "Q4_0"),
     ({"kind": "int4", "shape": (70, 320), "block": (1, 128), "scale": np.float16}, "Q4_0"),
     ({"kind": "int4", "shape": (70, 128), "block": ROW, "scale": np.float16}, "Q4_0"),
     ({"kind": "int4", "shape": (70, 320), "block": (1, 128), "scale": np.float16, "has_order": True}, "Q4_0"),
@@ -138,9 +138,8 @@ ALSO_KEPT: list[tuple[dict[str, Any], str]] = [
 ]
 OTHERS: list[dict[str, Any]] = [
     {"kind": "int8", "shape": (4, 30), "block": ROW},
-    {"kind": "int8", "shape": (4, 32), "block": ROW, "has_zeros": True},
+    {"kind": "int8", "shape": (4, 48), "block": ROW, "has_zeros": True},
     {"kind": "int4", "shape": (4, 64), "block": (1, 16), "scale": np.float16},
-    {"kind": "int4", "shape": (4, 96), "block": (1, 32), "scale": np.float16},
     {"kind": "fp8", "shape": (4, 64), "block": (64, 64)},
 ]
 

@@ -264,7 +264,7 @@ def test_items_become_messages(served: Served, items: list[Any], expected: str) 
         ({"max_tool_calls": 1}, "max_tool_calls"),
         ({"stream_options": {}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "file_search"}]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),

@@ -18,7 +18,7 @@ from runtime.bench.peers.encoders import SHAPES, TEXTS, Texts, judge, markdown
 TINY = replace(
     SHAPES["minilm-l6"], hidden_size=32, num_layers=2, num_heads=4, inner_size=64, vocab_size=200, position_rows=64
 )
-FEW = Texts("few", "3 texts", (5, 17, 64), {"float32": 1.1})
+FEW = Texts("few", "3 texts", (5, 17, 64), {"float32": 1.1, "int8": 3.0})
 LIMITS = CpuLimits(1, 1e9, 1e9, None, 4e9)
 
 
