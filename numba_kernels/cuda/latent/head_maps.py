@@ -256,6 +256,32 @@ def _plain_product(head_map: HeadMap) -> Any:
     return multiply
 
 
+def _products(head_map: HeadMap, rows: int) -> tuple[Any, Any, Any, Any]:
+    """The device functions of `_tile_product`, then that of `_plain_product`. A kernel calls those of the map's kind;
+    numba needs a function in the others' places, too."""
+    if head_map.is_vector:
+        copy_weight, copy_x, multiply = _tile_product(head_map, rows)
+        return copy_weight, copy_x, multiply, multiply
+    plain = _plain_product(head_map)
+    return plain, plain, plain, plain
+
+
+@functools.cache
+def _block_placer(head_map: HeadMap, rows: int) -> Any:
+    """A device function ``(index, num_heads)``: a block's head, and its first column and token."""
+    columns, column_tiles = head_map.columns, head_map.column_tiles
+
+    @device_function
+    def place_of(index, num_heads):
+        tile = uint32(index // uint32(column_tiles))
+        first_column = uint32((index - tile * uint32(column_tiles)) * uint32(columns))
+        token_tile = uint32(tile // num_heads)
+        head = uint32(tile - token_tile * num_heads)
+        return head, first_column, uint32(token_tile * uint32(rows))
+
+    return place_of
+
+
 @device_function
 def _scale_of(q_scales, positions, token, num_tokens):
     factor = float32(1)
@@ -268,19 +294,15 @@ def _scale_of(q_scales, positions, token, num_tokens):
 def absorb(head_map: HeadMap, absorption: Absorption, rows: int) -> Specialisation:
     """Grid: a block for four tokens' latent rows each, then column tiles x heads x tokens by `rows`. Arguments: see
     `planning.plan_absorb`."""
-    columns, column_tiles, is_vector = head_map.columns, head_map.column_tiles, head_map.is_vector
+    is_vector = head_map.is_vector
     dtype, width, rotary, interleaved = head_map.dtype, absorption.width, absorption.rotary, absorption.interleaved
     rotate = query_rotator(dtype, rotary, interleaved, is_vector)
     write_row = row_writer(dtype, width, rotary, interleaved, is_vector, absorption.pages)
     x_head, depth = head_map.x_head, head_map.depth
     row_tiles = max(1, rows // 16)
     half, item = rotary // 2, uint64(ITEM_BYTES[dtype])
-    if is_vector:
-        copy_weight, copy_x, multiply_tile = _tile_product(head_map, rows)
-        multiply_plain = copy_weight  # not called
-    else:
-        multiply_plain = _plain_product(head_map)
-        copy_weight = copy_x = multiply_tile = multiply_plain  # not called
+    copy_weight, copy_x, multiply_tile, multiply_plain = _products(head_map, rows)
+    place_of = _block_placer(head_map, rows)
 
     @cuda.jit
     def kernel(
@@ -303,12 +325,7 @@ def absorb(head_map: HeadMap, absorption: Absorption, rows: int) -> Specialisati
                 source = latent + uint64(token) * uint64(latent_pitch) * item
                 write_row(source, cos + place, sin + place, norm, slot_mapping[token], pages, eps)
             return
-        index = uint32(block - num_row_blocks)
-        tile = uint32(index // uint32(column_tiles))
-        first_column = uint32((index - tile * uint32(column_tiles)) * uint32(columns))
-        token_tile = uint32(tile // num_heads)
-        head = uint32(tile - token_tile * num_heads)
-        first_token = uint32(token_tile * uint32(rows))
+        head, first_column, first_token = place_of(uint32(block - num_row_blocks), num_heads)
         if is_vector:
             copy_weight(shared, weight, head, first_column, thread)
         wait_for_previous_grid()  # the weight is immutable
@@ -354,7 +371,7 @@ def absorb(head_map: HeadMap, absorption: Absorption, rows: int) -> Specialisati
     constants = {
         "dtype": dtype, "depth": depth, "width": width, "rotary": rotary, "interleaved": interleaved, "rows": rows,
         "pages": absorption.pages,
-        "columns": columns, "shared_bytes": head_map.shared_bytes(rows),
+        "columns": head_map.columns, "shared_bytes": head_map.shared_bytes(rows),
     }  # fmt: skip
     return Specialisation(name, kernel, argument_types, THREADS, constants=constants)
 
@@ -362,15 +379,11 @@ def absorb(head_map: HeadMap, absorption: Absorption, rows: int) -> Specialisati
 @functools.cache
 def values(head_map: HeadMap, rows: int) -> Specialisation:
     """Grid: column tiles x heads x tokens by `rows`. Arguments: see `planning.plan_values`."""
-    columns, column_tiles, is_vector = head_map.columns, head_map.column_tiles, head_map.is_vector
+    is_vector = head_map.is_vector
     dtype, depth, width = head_map.dtype, head_map.depth, head_map.width
     row_tiles = max(1, rows // 16)
-    if is_vector:
-        copy_weight, copy_x, multiply_tile = _tile_product(head_map, rows)
-        multiply_plain = copy_weight  # not called
-    else:
-        multiply_plain = _plain_product(head_map)
-        copy_weight = copy_x = multiply_tile = multiply_plain  # not called
+    copy_weight, copy_x, multiply_tile, multiply_plain = _products(head_map, rows)
+    place_of = _block_placer(head_map, rows)
 
     @cuda.jit
     def kernel(x, weight, out, num_heads, num_tokens):
@@ -379,12 +392,7 @@ def values(head_map: HeadMap, rows: int) -> Specialisation:
             storage = cuda.shared.array(0, float32)
             shared = shared_address(storage)
         thread = uint32(cuda.threadIdx.x)
-        index = uint32(cuda.blockIdx.x)
-        tile = uint32(index // uint32(column_tiles))
-        first_column = uint32((index - tile * uint32(column_tiles)) * uint32(columns))
-        token_tile = uint32(tile // num_heads)
-        head = uint32(tile - token_tile * num_heads)
-        first_token = uint32(token_tile * uint32(rows))
+        head, first_column, first_token = place_of(uint32(cuda.blockIdx.x), num_heads)
         x_pitch = uint32(num_heads * uint32(depth))
         if is_vector:
             copy_weight(shared, weight, head, first_column, thread)
@@ -409,7 +417,7 @@ def values(head_map: HeadMap, rows: int) -> Specialisation:
     name = f"latent_values_{dtype}_k{depth}_v{width}_{rows if is_vector else 'plain'}"
     argument_types = (*(types.uint64,) * 3, types.uint32, types.uint32)
     constants = {
-        "dtype": dtype, "depth": depth, "width": width, "rows": rows, "columns": columns,
+        "dtype": dtype, "depth": depth, "width": width, "rows": rows, "columns": head_map.columns,
         "shared_bytes": head_map.shared_bytes(rows),
     }  # fmt: skip
     return Specialisation(name, kernel, argument_types, THREADS, constants=constants)
