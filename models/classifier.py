@@ -27,7 +27,8 @@ class Classifier(Model):
 
 
 def base_of(name: str) -> str:
-    """The decoder's name of a classifier's: that of Gemma 3's text model says "Text"."""
+    """The name of the decoder that a classifier is made of. Gemma 3's classifier has "Text" in its name, its decoder
+    not."""
     if name == f"GPT2{CLASSIFYING}":
         return "GPT2LMHeadModel"
     return name.replace(f"Text{CLASSIFYING}", CLASSIFYING).replace(CLASSIFYING, CAUSAL)

@@ -39,8 +39,7 @@ def host_array(tensor: Tensor) -> Array:
 
 @dataclass(slots=True)
 class Dense:
-    """`activation(weight x + bias)`; `weight [outputs, inputs]`. Added to it is `residual x`, or x if it
-    `adds_input`."""
+    """`activation(weight x + bias)`, plus x if `adds_input`, or plus `residual x`; `weight [outputs, inputs]`."""
 
     weight: Tensor | Array
     bias: Tensor | Array | None = None

@@ -54,8 +54,8 @@ _STORED = ("F32", "F16", "BF16", "F64")
 @dataclass(frozen=True, slots=True)
 class SentenceLayout:
     """`stages` follow the pooling. `max_tokens`: of the longest text, or None. `is_declared`: the folder names its
-    modules. `pair_template`: a GGUF file's text of a query and a document.
-    `chat_options`: arguments of the chat template."""
+    modules. `pair_template`: a GGUF file's text of a query and a document. `chat_options`: arguments of the chat
+    template."""
 
     pooling: str | None = None
     stages: tuple[Stage, ...] = ()

@@ -27,8 +27,8 @@ class StoredTensor(ABC):
         size_bytes: in the file.
         block_format: the name of the blocks that `blocks` gives, ggml's or ours; None if there are none.
         quantized: how `matrix`'s result is quantised; None if it is not.
-        head_formats: of a map of heads' "keys" and "values" that a file has by head: the names of the blocks that
-            `head_blocks` gives; None if there are none.
+        head_formats: the names of the blocks that `head_blocks` gives, by part, "keys" and "values"; None for a part
+            without blocks. It is empty if the file does not store the tensor by head.
     """
 
     file: str

@@ -62,10 +62,10 @@ class SteppingDrafter(HiddenStateDrafter, Protocol):
 
 
 class PageDrafter(SteppingDrafter):
-    """One over the model's own pages: a base, by which the engine knows it.
+    """One that reads the model's own pages. The engine tells it from others by this base class.
 
     Attributes:
-        weight_bytes: of its weights.
+        weight_bytes: the size of its weights.
     """
 
     weight_bytes: int

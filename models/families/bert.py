@@ -10,7 +10,7 @@ through the pooler, RoBERTa's and DistilBERT's through a map of their own.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -34,7 +34,7 @@ from runtime.batch import Batch
 from runtime.tensor.tensor import Tensor
 
 ACTIVATIONS = {**GELU_NAMES, "silu": "silu", "swish": "silu"}
-"""Names of what stands between an MLP's maps, as `activated` knows them."""
+"""The names of activations in config.json, by the names that `activated` takes."""
 
 LabelHead = Literal["", "pooler", "dense", "distil"]
 """A classifier's way to the first token: BERT's pooler, RoBERTa's own map, DistilBERT's; "" for a model without one."""
@@ -207,7 +207,7 @@ def _read_distil(fields: Fields, label_head: LabelHead) -> BertConfig:
     fields.default({ours: fields.raw(own) for own, ours in _DISTIL_NAMES.items() if fields.has(own)})
     for note in ("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "dropout", "tie_weights_"):
         fields.raw(note)  # the positions' table is stored
-    return replace(_read(fields, label_head, 1e-12, has_types=False), first_position=0)
+    return _read(fields, label_head, 1e-12, has_types=False)
 
 
 ARCHITECTURES = tuple(

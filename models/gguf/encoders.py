@@ -55,14 +55,11 @@ def read_bert(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     """Fields of BERT and its relatives, whose positions' first rows the converter cuts off. A classifier's head is
     RoBERTa's: BERT's own reads the pooler, which the converter leaves out."""
     keys.fields.expect(keys("attention.causal"), False)
-    types = keys.tensors.get("token_types.weight")
+    num_types, labels = _num_types(keys), read_labels(keys)
     found: dict[str, Any] = {
-        **dict.fromkeys(_NOT_OF_BERT), "position_offset": 0, "architectures": ["XLMRobertaModel"],
-        "type_vocab_size": 0 if types is None else types.shape[0],
+        **dict.fromkeys(_NOT_OF_BERT), "position_offset": 0, "type_vocab_size": num_types,
+        "architectures": ["BertModel" if num_types > 1 else "XLMRobertaModel"],
     }  # fmt: skip
-    if found["type_vocab_size"] > 1:
-        found["architectures"] = ["BertModel"]
-    labels = read_labels(keys)
     if labels and "cls.weight" not in keys.tensors:
         raise keys.fields.error(
             keys("classifier.output_labels"),
@@ -97,10 +94,9 @@ def read_modern_bert(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 def read_nomic_bert(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     keys.fields.expect(keys("attention.causal"), False)
-    types = keys.tensors.get("token_types.weight")
     return {
-        **dict.fromkeys(_NOT_OF_BERT), "type_vocab_size": 0 if types is None else types.shape[0],
-        "hidden_act": "silu", "rotary_emb_base": common["rope_theta"],
+        **dict.fromkeys(_NOT_OF_BERT), "type_vocab_size": _num_types(keys), "hidden_act": "silu",
+        "rotary_emb_base": common["rope_theta"],
     }  # fmt: skip
 
 
@@ -119,6 +115,11 @@ def read_qwen3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     if "cls.output.weight" not in keys.tensors:
         return {}
     return {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "relevance"}}
+
+
+def _num_types(keys: Keys) -> int:
+    types = keys.tensors.get("token_types.weight")
+    return 0 if types is None else types.shape[0]
 
 
 def read_labels(keys: Keys) -> dict[str, str]:

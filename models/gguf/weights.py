@@ -36,9 +36,8 @@ class GgufWeight(StoredTensor):
         self.shape: tuple[int, ...] = entry.shape
         self.dtype: DType | None = entry.format.dtype
         self.size_bytes = entry.size_bytes
-        is_in_blocks = entry.format.decode and len(entry.shape) == 2 and not is_transposed
         self.kept_format = entry.format.kept if entry.format.decode and not is_transposed else None
-        self.block_format = entry.format.kept if is_in_blocks else None
+        self.block_format = self.kept_format if len(entry.shape) == 2 else None
         self._file, self._index, self._pairs_of, self._rotated_rows = file, index, pairs_of, rotated_rows
         self._norm_offset, self._is_transposed = norm_offset, is_transposed
         if is_transposed:

@@ -199,9 +199,8 @@ def _float_scheme(fields: Fields, said: Module) -> _ModuleScheme:
             raise fields.error("group_size", f"is {list(said.size)}, must be one number")
         return Fp8Scheme(said.size, False, False, UnconvertedModules(fields, "", ()))
     format, form = forms[said.bits]
-    strategy = "tensor" if said.size == 0 else "channel" if said.size < 0 else form.strategies[-1]
-    if name == "fp" and strategy not in ("tensor", "channel"):
-        strategy = "group"
+    by_group = next(each for each in form.strategies if each.endswith("group"))
+    strategy = "tensor" if said.size == 0 else "channel" if said.size < 0 else by_group
     if strategy not in form.strategies:
         raise fields.error(
             "group_size", f"is {said.size}, must be more than 0 for the data_type {said.data_type!r:.80}"
