@@ -234,7 +234,7 @@ class ServerConfig:
     reasoning_budget_message: Annotated[
         str | None,
         Option(
-            help="What a model says when its budget of reasoning is spent; default: its maker's words.",
+            help="Words of a model whose budget of reasoning is spent; default: its maker's.",
             heading=ANSWERS,
             flag=Flag(metavar="TEXT"),
         ),

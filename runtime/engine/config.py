@@ -78,7 +78,7 @@ class SchedulingConfig:
     scheduling_policy: Annotated[
         Policy,
         Option(
-            help="Whose turn it is: by priority and arrival, by arrival, or by least slack.",
+            help="Order of requests: by arrival, by priority and arrival, or by least slack.",
             about='"priority" (and arrival; the default), "fcfs", "deadline" (least slack first)',
             heading="Scheduling",
         ),
@@ -128,7 +128,7 @@ class SchedulingConfig:
     victim: Annotated[
         Victim,
         Option(
-            help="Who is preempted when blocks are missing.",
+            help="Sequence that is preempted when blocks are missing.",
             about=('whose blocks are taken: "latest" (the least urgent), "least-recently-used", "shortest-remaining"'),
             heading="Scheduling",
         ),
@@ -185,7 +185,7 @@ class EngineConfig(SchedulingConfig):
     quantization: Annotated[
         Quantization,
         Option(
-            help="Of the weights while they are loaded.",
+            help="Format that the weights get while they are loaded.",
             about=(
                 'of linear maps while they are loaded: "none", "int8", "int4" (groups of 32), "mxfp4", "fp8"; the '
                 "output head is int8 beside the latter three"
@@ -330,7 +330,7 @@ class EngineConfig(SchedulingConfig):
     seed: Annotated[
         int | None,
         Option(
-            help="Of sampling without a seed of its own, and of dummy weights.",
+            help="Seed of requests without one, and of dummy weights.",
             about="of the generator that draws seeds for requests without one; None: from the OS",
             heading="Execution",
             least=None,
@@ -420,7 +420,7 @@ class EngineConfig(SchedulingConfig):
     speculation: Annotated[
         str,
         Option(
-            help="Who proposes tokens that a step tries; answers stay as they are.",
+            help="Proposer of tokens that a step tries; answers stay as they are.",
             about=(
                 'who proposes tokens for decodes to try: "auto" (a request\'s prediction, where it has one and the '
                 'model no recurrent states), "ngram"'
@@ -506,7 +506,7 @@ class EngineConfig(SchedulingConfig):
     routing_policy: Annotated[
         RoutingPolicy,
         Option(
-            help="Which engine gets a request: the next, the least busy, or by their prefixes.",
+            help="Choice of a request's engine: the next, the least busy, or by their prefixes.",
             about=(
                 'which of them gets a request: the next one ("round-robin"), the one with the least to do ("least-'
                 'load"), or with the least to do as its blocks hold the prompt\'s beginning ("prefix-aware")'
@@ -517,7 +517,7 @@ class EngineConfig(SchedulingConfig):
     distributed_executor_backend: Annotated[
         ExecutorBackend,
         Option(
-            help="Who starts the engines' processes: this machine (mp), or Ray (ray).",
+            help="Starter of the engines' processes: this machine (mp), or Ray (ray).",
             about='who starts the engines\' processes: this machine ("mp"), or Ray on its nodes ("ray")',
             heading="Execution",
         ),
