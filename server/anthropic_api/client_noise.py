@@ -37,7 +37,7 @@ def without_noise(text: str) -> tuple[str, list[str]]:
     """The text without such lines, and the names of those that it had."""
     kept, found = [], []
     for line in text.split("\n"):
-        noise = next((each for each in CLIENT_NOISE if each.line.fullmatch(line)), None)
+        noise = next((each for each in CLIENT_NOISE if each.line.fullmatch(line.removesuffix("\r"))), None)
         if noise is None:
             kept.append(line)
         else:

@@ -286,14 +286,13 @@ def _prepare_embed(service: Service, body: Body) -> AskedEmbeddings | EmbedAnswe
         texts = [prompted(text, info.pooling) for text in inputs]
         ids = [service.tokenizer.encode_first(text, most) for text in texts]
     request = EmbeddingRequest(model=service.model_name, input=ids, dimensions=asked.dimensions)
-    return prepare_embeddings(service, request, answer)
+    return prepare_embeddings(service, request, answer, body.exchange.tenant)
 
 
 def _prepare_one(service: Service, body: Body) -> AskedEmbeddings:
     asked = decode_body(body, OllamaEmbeddingsRequest, service.config)
     request = EmbeddingRequest(model=own_model(service, asked.model), input=asked.prompt, normalize=False)
-    with in_own_names({"input": "prompt"}):
-        return prepare_embeddings(service, request, _answer_one)
+    return prepare_embeddings(service, request, _answer_one, body.exchange.tenant, "prompt")
 
 
 def _answer_one(asked: AskedEmbeddings, vectors: list[Vector]) -> EmbeddingsAnswer:

@@ -111,7 +111,7 @@ def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequ
         harmony=harmony,
         eos_token_ids=end_ids(answer_format, service.tokenizer, service.client.info.eos_token_ids),
     )
-    exchange.num_replayed = prompt.num_replayed
+    exchange.num_replayed += prompt.num_replayed
     return Chat(
         service=service,
         created=int(time.time()),

@@ -166,7 +166,7 @@ def _prepare(service: Service, body: Body) -> Pending:
         raise invalid("questions", "This model has no tokenizer: it has no labels for answers.")
     pooling = service.client.info.pooling
     if not pooling.generates and pooling.labels:
-        return _classified(service, tokenizer, asked)
+        return _classified(service, tokenizer, asked, body.exchange.tenant)
     items = _items(asked.input)
     tenant, pictures = body.exchange.tenant, ReadPictures()
     prompts = [
@@ -176,7 +176,7 @@ def _prepare(service: Service, body: Body) -> Pending:
     return PreparedDecisions(service=service, arrival_s=body.exchange.arrival_s, asked=asked, prompts=prompts)
 
 
-def _classified(service: Service, tokenizer: Tokenizer, asked: DecisionRequest) -> AskedEmbeddings:
+def _classified(service: Service, tokenizer: Tokenizer, asked: DecisionRequest, tenant: str | None) -> AskedEmbeddings:
     """The questions of a classifier. Raises `ApiError` 400."""
     info = service.client.info
     if asked.refusal_threshold:
@@ -200,7 +200,7 @@ def _classified(service: Service, tokenizer: Tokenizer, asked: DecisionRequest) 
         usage = ResponseUsage(total, InputTokensDetails(0, total), 0, OutputTokensDetails(0), total)
         return Decision(answers=found, model=service.model_name, usage=usage)
 
-    prepared = prepare_embeddings(service, EmbeddingRequest(input=[ids for ids, _ in rows]), answers)
+    prepared = prepare_embeddings(service, EmbeddingRequest(input=[ids for ids, _ in rows]), answers, tenant)
     prepared.task, prepared.second_from = "classify", [second for _, second in rows]
     return prepared
 

@@ -23,7 +23,7 @@ from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import ImageItem
 from runtime.errors import XservError
 from runtime.pooling import PoolingTask, normalized
-from server.errors import from_engine, internal_error, invalid
+from server.errors import from_engine, in_own_names, internal_error, invalid
 from server.openai_api.answers import Embedding, EmbeddingList, EmbeddingUsage
 from server.openai_api.schema import EmbeddingRequest
 from server.requests.answering import Pending, answered
@@ -56,7 +56,7 @@ class AskedEmbeddings(Pending):
     images: tuple[ImageItem, ...]
     cache_salt: str | None
     answer: Callable[[AskedEmbeddings, list[Vector]], Any]
-    field: str = "input"
+    field: str
 
     @property
     def num_tokens(self) -> int:
@@ -137,9 +137,11 @@ def prepare_embeddings(
     service: Service,
     asked: EmbeddingRequest,
     answer: Callable[[AskedEmbeddings, list[Vector]], Any],
-    tenant: str | None = None,
+    tenant: str | None,
+    field: str = "input",
 ) -> AskedEmbeddings:
-    """A decoded request's inputs as ids, not admitted yet; `tenant` owns their pictures. Raises `ApiError`."""
+    """A decoded request's inputs as ids, not admitted yet; `tenant` owns their pictures, `field` is the request's name
+    of the inputs. Raises `ApiError`."""
     service.check_model(asked.model)
     if (asked.input is None) == (asked.messages is None):
         raise invalid("input", "Send either input or messages.", "missing_required_parameter")
@@ -147,13 +149,15 @@ def prepare_embeddings(
         raise invalid("mm_processor_kwargs", "mm_processor_kwargs is for messages, not for input.")
     images: tuple[ImageItem, ...] = ()
     if asked.messages is None:
-        inputs = embedding_inputs(service, asked)
+        with in_own_names({"input": field}):
+            inputs = embedding_inputs(service, asked)
     else:
         prompt = embedding_conversation(service, tenant, asked)
         inputs, images = [prompt.token_ids], prompt.images
     return AskedEmbeddings(
-        service=service, asked=asked, inputs=inputs, images=images, cache_salt=service.salt_of(tenant), answer=answer
-    )
+        service=service, asked=asked, inputs=inputs, images=images, cache_salt=service.salt_of(tenant), answer=answer,
+        field=field,
+    )  # fmt: skip
 
 
 def _prepare(service: Service, body: Body) -> AskedEmbeddings:

@@ -68,4 +68,4 @@ class CallMemory:
 
 
 def _size(call_id: str, arguments: str) -> int:
-    return _ENTRY_BYTES + len(call_id.encode()) + 4 * len(arguments)
+    return _ENTRY_BYTES + 4 * (len(call_id) + len(arguments))

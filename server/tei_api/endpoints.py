@@ -8,15 +8,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from server.errors import in_own_names, invalid
+from server.errors import invalid
 from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
 from server.openai_api.schema import EmbeddingInput, EmbeddingRequest
 from server.requests.answering import answered
 from server.service import Service
 from server.transport.body import Body, decode_body
-from server.vllm_api.scoring import ClassifyRequest, Texts, prepare_labels, probabilities
-
-Direction = Literal["Right", "right", "Left", "left"]
+from server.vllm_api.scoring import ClassifyRequest, Direction, Texts, prepare_labels, probabilities, tei_room
 
 
 class TeiEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -78,14 +76,6 @@ class TeiLabel(msgspec.Struct):
     label: str
 
 
-def _truncated(truncate: bool, direction: Direction) -> int | None:
-    """`truncate_prompt_tokens`. Raises `ApiError` 400."""
-    if truncate and direction.lower() == "left":
-        problem = "truncation_direction 'Left' is not built: texts are cut at their end ('Right')."
-        raise invalid("truncation_direction", problem, "unsupported_value")
-    return -1 if truncate else None
-
-
 def _given(inputs: Texts) -> EmbeddingInput:
     return inputs if isinstance(inputs, str) else [*inputs]
 
@@ -98,16 +88,13 @@ def _embedding(service: Service, body: Body, asked: TeiEmbedRequest) -> AskedEmb
     given = EmbeddingRequest(
         model=asked.model, input=_given(asked.inputs), normalize=asked.normalize, dimensions=asked.dimensions,
         prompt_name=asked.prompt_name, encoding_format=asked.encoding_format,
-        truncate_prompt_tokens=_truncated(asked.truncate, asked.truncation_direction),
+        truncate_prompt_tokens=tei_room(asked.truncate, asked.truncation_direction),
     )  # fmt: skip
 
     def answer(prepared: AskedEmbeddings, vectors: list[Vector]) -> Any:
         return [prepared.shaped(vector) for vector in vectors]
 
-    with in_own_names({"input": "inputs"}):
-        prepared = prepare_embeddings(service, given, answer, body.exchange.tenant)
-    prepared.field = "inputs"
-    return prepared
+    return prepare_embeddings(service, given, answer, body.exchange.tenant, "inputs")
 
 
 def _prepare_predict(service: Service, body: Body) -> AskedEmbeddings:
@@ -135,12 +122,9 @@ def _prediction(service: Service, body: Body, asked: TeiPredictRequest, *, is_fl
 
     given = ClassifyRequest(
         model=asked.model, input=_given(asked.inputs),
-        truncate_prompt_tokens=_truncated(asked.truncate, asked.truncation_direction),
+        truncate_prompt_tokens=tei_room(asked.truncate, asked.truncation_direction),
     )  # fmt: skip
-    with in_own_names({"input": "inputs"}):
-        prepared = prepare_labels(service, given, answer, body.exchange.tenant)
-    prepared.field = "inputs"
-    return prepared
+    return prepare_labels(service, given, answer, body.exchange.tenant, "inputs")
 
 
 def _prepare_any(service: Service, body: Body) -> AskedEmbeddings:

@@ -35,7 +35,7 @@ class Exchange:
     ignored       fields of the request that have no effect
     sent          fields sent under another server's name: the name here, and the sent one
     closed        places of its schemas in which objects were closed
-    num_replayed  past calls in its prompt that are spelled as the model wrote them
+    num_replayed  past calls in its prompts that are spelled as the model wrote them
     normalized    lines of the client that its prompt was rendered without
     generation, meter  its generation in the engine, and the measurements
     """

@@ -16,7 +16,7 @@ import numpy as np
 
 from runtime.pooling import Pooling, activated
 from runtime.text.pooled_texts import check_cut, pair_of
-from server.errors import engine_errors, in_own_names, invalid
+from server.errors import engine_errors, invalid
 from server.openai_api.answers import EmbeddingUsage
 from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
 from server.openai_api.schema import EmbeddingRequest, RequestId
@@ -52,6 +52,7 @@ class ClassifyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: RequestId | None = None
 
 
+Direction = Literal["Right", "right", "Left", "left"]
 Texts = str | Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
@@ -135,7 +136,7 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     raw_scores: bool | None = None
     return_text: bool | None = None
     truncate: bool | None = None
-    truncation_direction: Literal["Right", "right", "Left", "left"] | None = None
+    truncation_direction: Direction | None = None
 
 
 class CohereRerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -288,16 +289,17 @@ def prepare_labels(
     service: Service,
     asked: ClassifyRequest,
     answer: Callable[[AskedEmbeddings, list[Vector]], Any],
-    tenant: str | None = None,
+    tenant: str | None,
+    field: str = "input",
 ) -> AskedEmbeddings:
-    """A decoded request's inputs for the classifier. Raises `ApiError`."""
+    """A decoded request's inputs, its `field`, for the classifier. Raises `ApiError`."""
     service.check_model(asked.model)
     _check_labels(service, "model")
     given = EmbeddingRequest(
         model=asked.model, input=asked.input, truncate_prompt_tokens=asked.truncate_prompt_tokens,
         add_special_tokens=asked.add_special_tokens, prompt_name="",
     )  # fmt: skip
-    prepared = prepare_embeddings(service, given, answer, tenant)
+    prepared = prepare_embeddings(service, given, answer, tenant, field)
     prepared.task = "classify"
     return prepared
 
@@ -326,7 +328,7 @@ def _prepare_scores(service: Service, body: Body) -> AskedEmbeddings:
         return ScoreAnswer(id=new_id("score"), **_common(prepared), data=data)
 
     pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
-    return _ranking(service, asked.model, pairs, "text_2", asked.truncate_prompt_tokens, answer)
+    return _ranking(service, body.exchange.tenant, asked.model, pairs, "text_2", asked.truncate_prompt_tokens, answer)
 
 
 def _prepare_similarities(service: Service, body: Body) -> AskedEmbeddings:
@@ -355,10 +357,7 @@ def _prepare_similarities(service: Service, body: Body) -> AskedEmbeddings:
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
     )  # fmt: skip
     field = "text_2" if asked.inputs is None else "inputs"
-    with in_own_names({"input": field}):
-        prepared = prepare_embeddings(service, given, answer)
-    prepared.field = field
-    return prepared
+    return prepare_embeddings(service, given, answer, body.exchange.tenant, field)
 
 
 def _pairs(asked: PairsRequest) -> tuple[list[str], list[str]]:
@@ -389,7 +388,7 @@ def _prepare_ranking(service: Service, body: Body) -> AskedEmbeddings:
             own, given = ("documents", "texts") if asked.documents is None else ("texts", "documents")
             raise invalid(field, f"{field} is sent with {own}, not with {given}.", "unsupported_parameter")
     if asked.documents is None:
-        return _tei_ranking(service, asked)
+        return _tei_ranking(service, asked, body.exchange.tenant)
     texts = [document if isinstance(document, str) else document.text for document in asked.documents]
     has_texts = asked.return_documents is not False
 
@@ -401,19 +400,18 @@ def _prepare_ranking(service: Service, body: Body) -> AskedEmbeddings:
         return RerankAnswer(id=new_id("rerank"), model=service.model_name, usage=prepared.usage, results=results)
 
     pairs = [(asked.query, text) for text in texts]
-    return _ranking(service, asked.model, pairs, "documents", asked.truncate_prompt_tokens, answer)
+    return _ranking(
+        service, body.exchange.tenant, asked.model, pairs, "documents", asked.truncate_prompt_tokens, answer
+    )
 
 
 OF_DOCUMENTS = ("top_n", "return_documents", "truncate_prompt_tokens", "use_activation")
 OF_TEXTS = ("raw_scores", "return_text", "truncate", "truncation_direction")
 
 
-def _tei_ranking(service: Service, asked: RerankRequest) -> AskedEmbeddings:
+def _tei_ranking(service: Service, asked: RerankRequest, tenant: str | None) -> AskedEmbeddings:
     """The same in text-embeddings-inference's shape."""
-    texts = asked.texts or []
-    if asked.truncate and (asked.truncation_direction or "right").lower() == "left":
-        problem = "truncation_direction 'Left' is not built: texts are cut at their end ('Right')."
-        raise invalid("truncation_direction", problem, "unsupported_value")
+    texts, most = asked.texts or [], tei_room(asked.truncate, asked.truncation_direction)
 
     def answer(prepared: AskedEmbeddings, scores: list[Vector]) -> list[TeiRanked]:
         return [
@@ -422,7 +420,16 @@ def _tei_ranking(service: Service, asked: RerankRequest) -> AskedEmbeddings:
         ]
 
     pairs = [(asked.query, text) for text in texts]
-    return _ranking(service, asked.model, pairs, "texts", -1 if asked.truncate else None, answer)
+    return _ranking(service, tenant, asked.model, pairs, "texts", most, answer)
+
+
+def tei_room(truncate: bool | None, direction: Direction | None) -> int | None:
+    """text-embeddings-inference's `truncate` as `truncate_prompt_tokens`; without it, the direction means nothing
+    there, either. Raises `ApiError` 400."""
+    if truncate and direction in ("Left", "left"):
+        problem = "truncation_direction 'Left' is not built: texts are cut at their end ('Right')."
+        raise invalid("truncation_direction", problem, "unsupported_value")
+    return -1 if truncate else None
 
 
 def _prepare_cohere_ranking(service: Service, body: Body) -> AskedEmbeddings:
@@ -443,7 +450,8 @@ def _prepare_cohere_ranking(service: Service, body: Body) -> AskedEmbeddings:
         texts = [
             text if len(each) <= most else tokenizer.decode(each[:most]) for text, each in zip(texts, ids, strict=True)
         ]
-    return _ranking(service, asked.model, [(asked.query, text) for text in texts], "documents", -1, answer)
+    pairs = [(asked.query, text) for text in texts]
+    return _ranking(service, body.exchange.tenant, asked.model, pairs, "documents", -1, answer)
 
 
 def _ranked(
@@ -457,6 +465,7 @@ def _ranked(
 
 def _ranking(
     service: Service,
+    tenant: str | None,
     model: str | None,
     pairs: Sequence[tuple[str, str]],
     field: str,
@@ -482,9 +491,8 @@ def _ranking(
     with engine_errors():
         for ids, _ in found:
             check_cut(ids, most)
-    with in_own_names({"input": field}):
-        prepared = prepare_embeddings(service, EmbeddingRequest(model=model, input=[ids for ids, _ in found]), answer)
-    prepared.field = field
+    given = EmbeddingRequest(model=model, input=[ids for ids, _ in found])
+    prepared = prepare_embeddings(service, given, answer, tenant, field)
     prepared.task, prepared.second_from = "classify", [second_from for _, second_from in found]
     return prepared
 

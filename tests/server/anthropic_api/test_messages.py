@@ -106,7 +106,8 @@ def test_the_billing_line_of_claude_code_is_not_rendered(served: Served, client:
         line = {"type": "text", "text": NOISE.format(digits)}
         found = ("x-anthropic-billing-header", f"<s>system:Be kind.\nBe brief.</s>{rest}")
         assert header_and_prompt([line, *kept]) == found
-        assert header_and_prompt([{"type": "text", "text": f"{line['text']}\nBe kind."}, kept[1]]) == found
+        for end in ("\n", "\r\n"):
+            assert header_and_prompt([{"type": "text", "text": f"{line['text']}{end}Be kind."}, kept[1]]) == found
         assert header_and_prompt([line]) == ("x-anthropic-billing-header", rest)
         asked = {"model": MODEL, "messages": HELLO, "system": [line, *kept]}
         counted = served.http.post("/v1/messages/count_tokens", json=asked).json()

@@ -68,6 +68,15 @@ def test_a_call_that_means_the_same_is_rendered_as_it_was_written(server: Served
     assert rendered(server, {**call, "id": "call_0"}, WRITTEN) == mine
 
 
+def test_calls_are_counted_over_all_conversations_of_a_batch(server: Served) -> None:
+    saying(server, CALL)
+    call = ask(server, [HELLO]).json()["choices"][0]["message"]["tool_calls"][0]
+    with_call = [HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, HELLO]
+    asked = {"messages": [with_call, with_call, [HELLO]], "max_tokens": 9}
+    answer = server.http.post(f"{CHAT}/batch", json=asked, headers={"authorization": "Bearer anna"})
+    assert (answer.status_code, answer.headers["x-xserv-replayed-calls"]) == (200, "2"), answer.text
+
+
 def test_a_special_token_in_a_call_stays_text(server: Served) -> None:
     saying(server, CALL)
     call = ask(server, [HELLO]).json()["choices"][0]["message"]["tool_calls"][0]
@@ -96,6 +105,8 @@ def test_the_memory_is_bounded() -> None:
     assert memory.spelled(None, "call_1", '{"number":1}') is None
     for wrong in ('{"number":true}', "{", "[999]", '{"number":"999"}', '{"number":null}', "[" * 10_000):
         assert memory.spelled(None, "call_999", wrong) is None
+    memory.put(None, "call_\ud800", '{"number": 1}')
+    assert memory.spelled(None, "call_\ud800", '{"number":1}') == '{"number": 1}', "an id need not be UTF-8"
     memory.put(None, "call_1", "no JSON")
     memory.put(None, "call_2", json.dumps({"text": "x" * 10_000}))
     assert memory.spelled(None, "call_1", "no JSON") is memory.spelled(None, "call_2", "{}") is None
