@@ -183,8 +183,8 @@ class ServerConfig:
     unknown_fields: Annotated[
         Literal["refuse", "warn"],
         Option(
-            help="A request's field that nobody knows: 400, or only a warning and X-Xserv-Ignored.",
-            about='a field that nobody knows: "refuse" it, or "warn" in the log and the answer\'s header',
+            help="An unknown field of a request: 400, or only a warning and X-Xserv-Ignored.",
+            about='an unknown field: "refuse" it, or "warn" in the log and the answer\'s header',
             heading=LIMITS,
         ),
     ] = "refuse"
@@ -312,7 +312,7 @@ class ServerConfig:
             "--api-key",
             "Key that clients must send; may be repeated. Others can see it in the list of processes: rather use "
             "--api-key-file.",
-            "keys that clients must send; none here and in `api_key_files`: everybody is let in",
+            "keys that clients must send; none here and in `api_key_files`: every client is let in",
             variable="XSERV_API_KEY",  # with spaces between keys
         ),
     ] = field(default=(), repr=False)
