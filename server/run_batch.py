@@ -9,6 +9,7 @@ that was killed goes on after the last whole line.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import fcntl
 import json
 import os
@@ -114,7 +115,7 @@ def run_batch(
             raise BatchFileError(f"{input_file} is no file", param="input_file")
         output = stack.enter_context(closing(_Output(output_file)))
         num_done = output.resume(input_file)
-        total = sum(1 for _ in _requests(input_file))
+        total = sum(1 for _ in _lines(input_file))
         if num_done >= total:
             return 0, 0
         template = read_chat_template(chat_template)
@@ -221,14 +222,19 @@ async def _post(app: Application, path: str, body: bytes) -> tuple[int, str, byt
 
 
 def _requests(path: Path) -> Iterator[_Request]:
-    """The lines of the input that are not empty, numbered from 1."""
-    number = 0
+    """The requests of the input, numbered from 1."""
     seen: set[str] = set()
+    for number, text in enumerate(_lines(path), 1):
+        yield _request(number, text, seen)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of the input that are not empty, without the mark that editors on Windows write before UTF-8."""
     with path.open("rb") as lines:
-        for text in lines:
+        for place, line in enumerate(lines):
+            text = line if place else line.removeprefix(codecs.BOM_UTF8)
             if text.strip():
-                number += 1
-                yield _request(number, text, seen)
+                yield text
 
 
 def _request(number: int, text: bytes, seen: set[str]) -> _Request:

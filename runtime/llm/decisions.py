@@ -19,11 +19,9 @@ from runtime.text.decisions import (
     Options,
     Question,
     answer,
-    options_of,
     question_parts,
     with_question,
 )
-from tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
 DecisionInput = str | Conversation
@@ -90,6 +88,10 @@ class AskedQuestion:
     num_cached_tokens: int = 0
 
 
+Row = tuple[AskedQuestion, Beginning, Sequence[int]]
+"""A question after the beginning of a label, and the tokens whose log probabilities are needed there."""
+
+
 @dataclass(slots=True)
 class Decisions:
     """All questions about all inputs.
@@ -100,28 +102,28 @@ class Decisions:
     questions: list[Question]
     prompts: list[list[AskedQuestion]]
 
-    def rounds(self) -> Iterator[list[tuple[AskedQuestion, Beginning]]]:
+    def rounds(self) -> Iterator[list[Row]]:
         """The prompts that are asked at once: the first question brings an input into the cache, the others bring
         their own ends, and then come beginnings of labels."""
-        yield [(each[0], ()) for each in self.prompts]
-        yield [(asked, ()) for each in self.prompts for asked in each[1:]]
-        yield [(asked, given) for each in self.prompts for asked in each for given in asked.options.named() if given]
+        named = [[(asked, asked.options.named()) for asked in each] for each in self.prompts]
+        yield [(asked, (), ids[()]) for each in named for asked, ids in each[:1]]
+        yield [(asked, (), ids[()]) for each in named for asked, ids in each[1:]]
+        yield [(asked, given, own) for each in named for asked, ids in each for given, own in ids.items() if given]
 
     def ask(self, complete: Complete) -> None:
         """Asks all. Raises as ``LLM.generate`` does."""
         for rows in self.rounds():
             if not rows:
                 continue
-            named = [asked.options.named()[given] for asked, given in rows]
             params = SamplingParams(
                 max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
-                logprob_token_ids=list(dict.fromkeys(token_id for ids in named for token_id in ids)),
+                logprob_token_ids=list(dict.fromkeys(token_id for _, _, ids in rows for token_id in ids)),
             )  # fmt: skip
             prompts: list[Prompt] = [
                 {**asked.prompt, "prompt_token_ids": [*asked.prompt["prompt_token_ids"], *given]}
-                for asked, given in rows
+                for asked, given, _ in rows
             ]
-            for (asked, given), output in zip(rows, complete(prompts, params), strict=True):
+            for (asked, given, _), output in zip(rows, complete(prompts, params), strict=True):
                 choice = output.outputs[0]
                 if choice.logprobs is None or not choice.logprobs:
                     raise RequestError(choice.error or "the engine has stopped")
@@ -142,8 +144,3 @@ class Decisions:
             )
             for each in self.prompts
         ]
-
-
-def options_by_question(questions: Sequence[Question], tokenizer: Tokenizer, end_ids: Sequence[int]) -> list[Options]:
-    """The options of each question. Raises ``RequestError``."""
-    return [options_of(question, tokenizer, end_ids, f"questions[{index}]") for index, question in enumerate(questions)]

@@ -35,7 +35,6 @@ from runtime.llm.decisions import (
     Decisions,
     asked_in,
     conversations_of,
-    options_by_question,
     questions_of,
 )
 from runtime.llm.job import Job
@@ -56,7 +55,7 @@ from runtime.llm.progress import progress
 from runtime.llm.prompts import Prompt, as_list, one_each, take_images, texts_of
 from runtime.pooling import PoolingTask, activated
 from runtime.text.classifier_decisions import read_by_classifier, reading_of, text_of_input
-from runtime.text.decisions import Options, Question, content_start
+from runtime.text.decisions import Options, Question, content_start, options_by_question
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.pipeline import TextDelta
 from tokenizer import Tokenizer

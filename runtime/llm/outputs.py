@@ -144,8 +144,8 @@ class ScoringRequestOutput:
 
 @dataclass(slots=True)
 class DecisionOutput:
-    """The answers to questions about an input, in their order. Of the ``num_prompt_tokens`` of all questions' prompts,
-    ``num_cached_tokens`` were in the prefix cache."""
+    """The answers to questions about an input, in their order. All questions' prompts have ``num_prompt_tokens``;
+    ``num_cached_tokens`` of these were in the prefix cache."""
 
     request_id: str
     answers: list[DecisionAnswer]

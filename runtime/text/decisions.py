@@ -252,6 +252,11 @@ def options_of(question: Question, tokenizer: Tokenizer, end_ids: Sequence[int],
     return Options(text, tuple(labels.values()), () if has_single else tuple(end_ids))
 
 
+def options_by_question(questions: Sequence[Question], tokenizer: Tokenizer, end_ids: Sequence[int]) -> list[Options]:
+    """The options of each question. Raises ``RequestError``."""
+    return [options_of(question, tokenizer, end_ids, f"questions[{index}]") for index, question in enumerate(questions)]
+
+
 def check_choices(question: ChoiceQuestion, field: str) -> None:
     """Raises ``RequestError`` if two choices are the same."""
     values = [(type(each.value), each.value) for each in question.choices]

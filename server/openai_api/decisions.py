@@ -27,7 +27,7 @@ from runtime.text.decisions import (
     answer,
     content_start,
     json_as_text,
-    options_of,
+    options_by_question,
     question_parts,
     with_question,
 )
@@ -83,8 +83,8 @@ class _Asked:
     found: dict[Beginning, dict[int, float]] = field(default_factory=dict)
 
 
-Row = tuple[_Asked, Beginning]
-"""A question after the beginning of a label."""
+Row = tuple[_Asked, Beginning, Sequence[int]]
+"""A question after the beginning of a label, and the tokens whose log probabilities are needed there."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,9 +119,10 @@ class PreparedDecisions(Pending):
     def _rounds(self) -> Iterator[list[Row]]:
         """The rows that are asked at once: the first question brings the input into the cache, the others bring their
         own ends, and then come beginnings of labels. As many as the engine runs, and its queue takes."""
-        first: list[Row] = [(each, ()) for each in self.prompts]
+        named = [(each, each.options.named()) for each in self.prompts]
+        first: list[Row] = [(each, (), ids[()]) for each, ids in named]
         yield first[:1]
-        rest = [*first[1:], *((each, given) for each in self.prompts for given in each.options.named() if given)]
+        rest = [*first[1:], *((each, given, own) for each, ids in named for given, own in ids.items() if given)]
         info = self.service.client.info
         longest = max(len(each.token_ids) for each in self.prompts)
         most = max(1, min(info.max_num_seqs, info.max_waiting // 2, info.max_waiting_tokens // 2 // longest))
@@ -130,16 +131,15 @@ class PreparedDecisions(Pending):
 
     async def _ask(self, request: Request, request_id: str, rows: Sequence[Row]) -> None:
         service = self.service
-        named = [each.options.named()[given] for each, given in rows]
         params = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True,
-            logprob_token_ids=list(dict.fromkeys(token_id for ids in named for token_id in ids)),
+            logprob_token_ids=list(dict.fromkeys(token_id for _, _, ids in rows for token_id in ids)),
         )  # fmt: skip
         generation = Generation(
             client=service.client, bridge=service.bridge, tokenizer=service.tokenizer, request_id=request_id,
-            prompts=[each.token_ids + list(given) for each, given in rows], params=params,
+            prompts=[each.token_ids + list(given) for each, given, _ in rows], params=params,
             arrival_time_s=self.arrival_s, scheduling=Scheduling(speculates=False),
-            images=[each.images for each, _ in rows],
+            images=[each.images for each, _, _ in rows],
         )  # fmt: skip
         service.admit(request, generation, {"prompt": "input", "images": "input"})
         try:
@@ -148,13 +148,13 @@ class PreparedDecisions(Pending):
                     async for pieces in generation:
                         for piece in pieces:
                             for logprobs in piece.delta.logprobs or ():
-                                each, given = rows[piece.choice]
+                                each, given, _ = rows[piece.choice]
                                 each.found[given] = dict(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
         except GenerationError as error:
             raise service.failure(request_id, error) from None
         if generation.has_left:
             raise ClientDisconnect
-        if not any(given for _, given in rows):
+        if not any(given for _, given, _ in rows):
             self.num_cached_tokens += generation.num_cached_tokens
 
 
@@ -168,10 +168,13 @@ def _prepare(service: Service, body: Body) -> Pending:
     if not pooling.generates and pooling.labels:
         return _classified(service, tokenizer, asked, body.exchange.tenant)
     items = _items(asked.input)
+    ends = end_ids(service.answer_format, tokenizer, service.client.info.eos_token_ids)
+    with engine_errors():
+        options = options_by_question(asked.questions, tokenizer, ends)
     tenant, pictures = body.exchange.tenant, ReadPictures()
     prompts = [
-        _asked(service, tokenizer, tenant, items, question, f"questions[{index}]", pictures)
-        for index, question in enumerate(asked.questions)
+        _asked(service, tokenizer, tenant, items, question, own, f"questions[{index}]", pictures)
+        for index, (question, own) in enumerate(zip(asked.questions, options, strict=True))
     ]
     return PreparedDecisions(service=service, arrival_s=body.exchange.arrival_s, asked=asked, prompts=prompts)
 
@@ -205,46 +208,31 @@ def _classified(service: Service, tokenizer: Tokenizer, asked: DecisionRequest, 
     return prepared
 
 
-_CUSTOM = {"custom_tool_call": "function_call", "custom_tool_call_output": "function_call_output"}
-
-
 def _items(given: str | list[dict[str, Any]]) -> ItemMessages:
-    """The input's messages. JSON is text, a call of a custom tool is one of a function with an argument "input". Raises
-    `ApiError` 400."""
+    """The input's messages, with JSON as text. Raises `ApiError` 400, also for a result without its call."""
     if isinstance(given, str):
         return input_messages(given)
     items, open_calls = [], set[str]()
     for index, item in enumerate(given):
-        fields, path, kind = dict(item), f"input[{index}]", item.get("type", "message")
+        fields, path, call_id = dict(item), f"input[{index}]", item.get("call_id")
         for name in ("content", "output"):
             if isinstance(parts := fields.get(name), list) and all(isinstance(part, dict) for part in parts):
                 with engine_errors():
                     fields[name] = [json_as_text(part, f"{path}.{name}[{at}]") for at, part in enumerate(parts)]
-        if isinstance(kind, str) and kind in _CUSTOM:
-            fields["type"] = _CUSTOM[kind]
-            if kind == "custom_tool_call":
-                if not isinstance(text := fields.pop("input", None), str):
-                    raise invalid(f"{path}.input", f"{path}.input must be a string.", "invalid_type")
-                fields["arguments"] = msgspec.json.encode({"input": text}).decode()
-        if fields.get("type") == "function_call":
-            open_calls.add(str(fields.get("call_id")))
-        elif fields.get("type") == "function_call_output" and str(fields.get("call_id")) not in open_calls:
-            raise invalid(
-                f"{path}.call_id", f"{path}.call_id: no call before it has the id {fields.get('call_id')!r:.80}."
-            )
+        if item.get("type") in ("function_call", "custom_tool_call"):
+            open_calls.add(str(call_id))
+        elif item.get("type") in ("function_call_output", "custom_tool_call_output") and str(call_id) not in open_calls:
+            raise invalid(f"{path}.call_id", f"{path}.call_id: no call before it has the id {call_id!r:.80}.")
         items.append(fields)
     return input_messages(items)
 
 
 def _asked(
-    service: Service, tokenizer: Tokenizer, tenant: str | None, items: ItemMessages, question: Question, path: str,
-    pictures: ReadPictures,
+    service: Service, tokenizer: Tokenizer, tenant: str | None, items: ItemMessages, question: Question,
+    options: Options, path: str, pictures: ReadPictures,
 ) -> _Asked:  # fmt: skip
     """A question's prompt. Raises `ApiError` 400."""
-    answer_format = service.answer_format
-    ends = end_ids(answer_format, tokenizer, service.client.info.eos_token_ids)
     with engine_errors():
-        options = options_of(question, tokenizer, ends, path)
         parts = question_parts(question, options, path)
     *before, last = items.messages
     names = {f"messages{own_name}": name for own_name, name in items.names.items()}
@@ -262,7 +250,8 @@ def _asked(
     )  # fmt: skip
     with in_own_names({**names, "messages": "input"}):
         prompt = conversation_prompt(service, tenant, chat, pictures)
-    return _Asked(prompt.token_ids + content_start(tokenizer, answer_format, prompt.token_ids), prompt.images, options)
+    start = content_start(tokenizer, service.answer_format, prompt.token_ids)
+    return _Asked(prompt.token_ids + start, prompt.images, options)
 
 
 create_decision = answered(_prepare)

@@ -61,7 +61,8 @@ def test_answers_are_the_servers_in_order(tmp_path: Path) -> None:
     ]
     more = [line(90, temperature=-1), line(91, "/v1/completions", prompt="One and"), line(92, model="other")]
     sound = [line(number) for number in range(30)]
-    source.write_text("\n".join([*sound, "", *(text for text, _, _ in wrong), *more]), encoding="utf-8")
+    lines = [*sound, "", *(text for text, _, _ in wrong), *more]
+    source.write_text("\n".join(lines), encoding="utf-8-sig")  # with a byte order mark, as Windows' editors write
     assert run(source, target, concurrency=5) == (39, 8)
     found = answers(target)
     assert [each["id"] for each in found] == [f"batch_req_{number}" for number in range(1, 40)]
