@@ -81,7 +81,7 @@ runpy.run_path(source + "/convert_hf_to_gguf.py", run_name="__main__")
 
 
 CONVERTERS = {"qwen3_5_text": ("qwen", "Qwen3_5TextModel", "--no-mtp"), "deepseek_v2": ("deepseek", "DeepseekV2Model")}
-"""By model_type, the module the class and options of llama.cpp's converter."""
+"""The module, the class and the options of llama.cpp's converter, by model_type."""
 
 
 def config_of(shape: str, share: int) -> dict[str, Any]:

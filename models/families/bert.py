@@ -19,6 +19,7 @@ from models.base import Architecture
 from models.classifier import read_labels
 from models.configuration.config import (
     GELU_NAMES,
+    SILU_NAMES,
     read_choice,
     read_dtype,
     read_token_ids,
@@ -33,7 +34,7 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.tensor.tensor import Tensor
 
-ACTIVATIONS = {**GELU_NAMES, "silu": "silu", "swish": "silu"}
+ACTIVATIONS = {**GELU_NAMES, **SILU_NAMES}
 """The names of activations in config.json, by the names that `activated` takes."""
 
 LabelHead = Literal["", "pooler", "dense", "distil"]

@@ -17,8 +17,8 @@ blocks, so that prefixes are found and sequences preempted), and on one of the e
 - the same requests alone, together and again, if the arithmetic is deterministic (cpu, or exact): tokens and the bits
   of log probabilities, greedy and sampled, in every run of the device.
 
-Of models that generate nothing it compares hidden states or labels' scores, within 1e-5 in float32, alone, in batches
-and through an engine.
+It compares the hidden states or labels' scores of models that generate nothing: alone, in batches and through an
+engine, within 1e-5 in float32.
 
 Each failure is shrunk and printed as JSON for `--case`. The exit status is 1 if there was any.
 """

@@ -1,4 +1,4 @@
-"""Prints llama.cpp's hidden states, vectors or rank logits of prompts: run by `make_encoder_gguf.py` in its Python.
+"""Prints llama.cpp's hidden states, vectors or rank logits of prompts; `make_encoder_gguf.py` runs it.
 
 The request on stdin has a file, prompts of ids and a pooling (0 none, 1 mean, 2 cls, 3 last, 4 rank).
 """

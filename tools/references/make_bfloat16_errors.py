@@ -4,7 +4,7 @@
 
 `tests/models/goldens/bfloat16_errors.json` has, for each case, max|a - b| / max|b| of its prompt's logits, where b are
 those of the same weights, rounded to bfloat16, in float32 arithmetic; a seed each. One seed says little: such errors
-differ by a factor of five, as a gated norm divides by a head's result, which may be near 0. Of models with experts
+differ by a factor of five, as a gated norm divides by a head's result, which may be near 0. In models with experts
 only rows that both types send to the same experts are compared.
 """
 

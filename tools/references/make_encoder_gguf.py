@@ -1,8 +1,8 @@
-"""Writes what llama.cpp's converter makes of encoders and rerankers, and llama.cpp's vectors of them.
+"""Keeps the metadata that llama.cpp's converter writes for encoders and rerankers, and llama.cpp's vectors of them.
 
     python -m tools.references.make_encoder_gguf LLAMA_CPP LLAMA_PYTHON     # needs torch, transformers, sentencepiece
 
-`LLAMA_CPP` is a checkout, of which `convert_hf_to_gguf.py` runs here; `LLAMA_PYTHON` has `llama_cpp`. `tests/models/
+`LLAMA_CPP` is a checkout, whose `convert_hf_to_gguf.py` runs here; `LLAMA_PYTHON` has `llama_cpp`. `tests/models/
 gguf/encoders` gets tokenizers, the files' metadata, which of the folder's tensors each tensor is, and `vectors.npz`.
 """
 
@@ -62,9 +62,7 @@ def main() -> None:
                 {"rank": 4} if "labels" in name or "rerank" in name or "pairs" in name else {}
             )
             for kind, number in asked.items():
-                request = json.dumps(
-                    {"path": str(made), "prompts": [IDS, IDS[:5]], "pooling": number, "texts": SCRIPTS}
-                )
+                request = json.dumps({"path": str(made), "prompts": [IDS, IDS[:5]], "pooling": number})
                 done = subprocess.run(
                     [python, str(EMBED)], input=request, capture_output=True, encoding="utf-8", check=True
                 )

@@ -40,7 +40,7 @@ Vectors = NDArray[np.float32]
 Say = Callable[[str], None]
 
 LEAST_COSINE = {"float32": 0.9995, "bfloat16": 0.99, "int8": 0.98}
-"""The least cosine of a vector of ours and a peer's; llama.cpp's GELU is another one."""
+"""The least cosine of a vector of ours and a peer's; llama.cpp approximates GELU."""
 NUM_STARTS = 3
 NUM_REQUESTS = 30
 _REPEATS_OF_ONE = 20
@@ -208,7 +208,7 @@ def _opened(folder: Path, shape: EncoderShape, dtype: str, seed: int, clock: str
 def _measured(
     sides: Sequence[OurSide | PeerSide], prompts: list[list[int]], dtype: str, num_rounds: int, meter: LimitMeter
 ) -> dict[str, Any]:
-    """The row without what depends on the limits."""
+    """The row but for the fields that depend on the limits."""
     agreement = {}
     for side in sides:
         side.choose_variant(prompts)
@@ -289,7 +289,7 @@ def _processor_s(pid: int) -> float:
 
 
 def _thread_s(pid: int) -> float:
-    """The same of its living threads, to the nanosecond."""
+    """The processor time of its living threads so far, to the nanosecond."""
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(file.read_text(encoding="utf-8").split()[0]) for file in files) / 1e9
 

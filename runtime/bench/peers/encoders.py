@@ -76,7 +76,7 @@ class Texts:
     goals: Mapping[str, float]
 
     def ids(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """Random ids, of none of the first, which may be special."""
+        """Random ids from 5 on: the first may be special."""
         generator = np.random.default_rng(seed)
         return [generator.integers(5, vocab_size, length).tolist() for length in self.lengths]
 
@@ -95,12 +95,12 @@ ON_REQUEST = ("mixed-16",)
 LEAST_SHARE = 0.65
 """The least share of the compute limit, for texts with a goal."""
 MOST_TIMES_LIMIT = 1.5
-"""So many times the limit may take the texts without a goal."""
+"""How many times the limit texts without a goal may take."""
 MOST_HTTP_MS, MOST_START_S, MOST_MB = 1.0, 1.0, 300.0
 
 
 def judge(texts: Texts, dtype: str, row: dict[str, Any]) -> None:
-    """Adds the goals and whether they are met; a ratio without a peer is not."""
+    """Adds the goals and whether they are met; without a peer a goal of a ratio is not met."""
     goal, ratio = texts.goals.get(dtype), row["ratio"]
     if goal is None:
         row.update(goal=f"≤ {MOST_TIMES_LIMIT:g} × the limit", is_met=row["times_limit"] <= MOST_TIMES_LIMIT)

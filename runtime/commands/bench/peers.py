@@ -21,6 +21,14 @@ _sides = later("runtime.bench.peers.rounds")
 _workloads = later("runtime.bench.peers.workloads")
 
 CheckFlag = Annotated[bool, typer.Option("--check", help="Status 1 where a goal is missed or cannot be judged.")]
+PeersOption = Annotated[str | None, typer.Option(help="transformers,llama.cpp; default: those whose Python is there.")]
+PeerPythonOption = Annotated[Path | None, typer.Option(help="A Python with torch and transformers.")]
+LlamaPythonOption = Annotated[Path | None, typer.Option(help="A Python with llama-cpp-python and gguf.")]
+RoundsOption = Annotated[int, typer.Option(help="Rounds of each workload, in turns.")]
+ClockOption = Annotated[
+    Literal["wall", "processor"],
+    typer.Option(help="processor: each side's processor time, for a busy machine; on one core (`taskset -c 0`)."),
+]
 
 
 def peers(
@@ -28,7 +36,7 @@ def peers(
     workloads: Annotated[
         str | None,
         typer.Option(
-            help="Of decode-1,prefill,decode-8,decode-32,burst,qwen3-decode-1,load,pack,tokenizer, which all run by "
+            help="decode-1,prefill,decode-8,decode-32,burst,qwen3-decode-1,load,pack,tokenizer, which all run by "
             "default, and concurrent-8."
         ),
     ] = None,
@@ -39,19 +47,14 @@ def peers(
         list[Path] | None,
         typer.Option(help="A GGUF file that llama.cpp reads, too: of the workloads, decode-1 to burst, on it alone."),
     ] = None,
-    peers: Annotated[
-        str | None, typer.Option(help="transformers,llama.cpp; default: those whose Python is there.")
-    ] = None,
-    peer_python: Annotated[Path | None, typer.Option(help="A Python with torch and transformers.")] = None,
-    llama_python: Annotated[Path | None, typer.Option(help="A Python with llama-cpp-python and gguf.")] = None,
+    peers: PeersOption = None,
+    peer_python: PeerPythonOption = None,
+    llama_python: LlamaPythonOption = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="tokenizer.json of the tokenizer's rows; default: the bundled, not tiktoken's.")
     ] = None,
-    num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 5,
-    clock: Annotated[
-        Literal["wall", "processor"],
-        typer.Option(help="processor: each side's processor time, for a busy machine; on one core (`taskset -c 0`)."),
-    ] = "wall",
+    num_rounds: RoundsOption = 5,
+    clock: ClockOption = "wall",
     kv_cache_bytes: Annotated[
         int, typer.Option(help="Of ours; recurrent states of eight sequences take more than the default.")
     ] = 512 << 20,
@@ -113,21 +116,16 @@ def _pythons(peers: str | None, peer_python: Path | None, llama_python: Path | N
 
 def encoders(
     output: ReportOptions,
-    models: Annotated[str | None, typer.Option(help="Of minilm-l6,bge-m3; default: both.")] = None,
+    models: Annotated[str | None, typer.Option(help="minilm-l6,bge-m3; default: both.")] = None,
     dtypes: Annotated[str | None, typer.Option(help="Weights: float32,bfloat16,int8; default: all.")] = None,
     texts: Annotated[
-        str | None, typer.Option(help="Of one-20,equal-64,mixed-64, which all run by default, and mixed-16.")
+        str | None, typer.Option(help="one-20,equal-64,mixed-64, which all run by default, and mixed-16.")
     ] = None,
-    peers: Annotated[
-        str | None, typer.Option(help="transformers,llama.cpp; default: those whose Python is there.")
-    ] = None,
-    peer_python: Annotated[Path | None, typer.Option(help="A Python with torch and transformers.")] = None,
-    llama_python: Annotated[Path | None, typer.Option(help="A Python with llama-cpp-python and gguf.")] = None,
-    num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 5,
-    clock: Annotated[
-        Literal["wall", "processor"],
-        typer.Option(help="processor: each side's processor time, for a busy machine; on one core (`taskset -c 0`)."),
-    ] = "wall",
+    peers: PeersOption = None,
+    peer_python: PeerPythonOption = None,
+    llama_python: LlamaPythonOption = None,
+    num_rounds: RoundsOption = 5,
+    clock: ClockOption = "wall",
     serve: Annotated[bool, typer.Option(help="Start our server, too: its start, memory and HTTP.")] = True,
     check: CheckFlag = False,
 ) -> None:

@@ -30,7 +30,7 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
     num_new = rng.randint(4, 6 if is_short else 14)
     least, most = (8, 24) if is_small else (1, 60)
     lengths = [rng.randint(least, most) for _ in range(2 if is_short else rng.randint(2, 4))]
-    fields = _FAMILIES[family][2](Draw(rng, device is not None))
+    fields = _ALL[family][2](Draw(rng, device is not None))
     text = fields.get("text_config", fields)
     if is_small:
         text["vocab_size"] = rng.randint(23, 71)
@@ -97,7 +97,7 @@ _TEXTS = (
 
 def classes_of(family: str) -> tuple[str, str]:
     """transformers' configuration class and model class."""
-    return _FAMILIES[family][0], _FAMILIES[family][1]
+    return _ALL[family][0], _ALL[family][1]
 
 
 def has_choice(fields: Fields) -> bool:
@@ -109,7 +109,7 @@ def has_choice(fields: Fields) -> bool:
 
 def families() -> list[str]:
     """Those that generate text."""
-    return [name for name in _FAMILIES if name not in POOLED]
+    return list(_FAMILIES)
 
 
 def _draw_run(
@@ -403,4 +403,4 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
 POOLED = pooled_families(_FAMILIES)
 """Families that generate nothing."""
 
-_FAMILIES |= POOLED
+_ALL = _FAMILIES | POOLED

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from typing import Any
 
+from runtime.pooling import POOLINGS
 from tools.comparing.fuzzing.draw import Draw, Fields
 
 LONGEST = 512
@@ -140,7 +141,7 @@ _CLASSIFYING = (
 
 
 def pooled_families(generating: dict[str, _Family]) -> dict[str, _Family]:
-    """Encoders, classifiers of decoders, and what Qwen3's embeddings and rerankers are; from the decoders' fields."""
+    """Encoders, and classifiers and embedding models of the decoders, whose fields they have."""
     found = dict(ENCODERS)
     for name in _CLASSIFYING:
         config, model, drawn = generating[name]
@@ -155,8 +156,8 @@ def pooled_families(generating: dict[str, _Family]) -> dict[str, _Family]:
     return found
 
 
-def draw_pooled(case: Fields, rng: Any, is_short: bool) -> Fields:
-    """A case of such a family: prompts of 1 to `LONGEST` tokens, some of them pairs, and the poolings to be asked."""
+def draw_pooled(case: Fields, rng: random.Random, is_short: bool) -> Fields:
+    """The case with prompts of 1 to `LONGEST` tokens, some of them pairs, and two poolings."""
     vocab = case["fields"]["vocab_size"]
     unused = case["fields"].get("pad_token_id")
     ids = [each for each in range(vocab) if each != unused]
@@ -167,5 +168,4 @@ def draw_pooled(case: Fields, rng: Any, is_short: bool) -> Fields:
              for at, each in enumerate(lengths)]  # fmt: skip
     prompts = [[rng.choice(ids) for _ in range(length)] for length in lengths]
     tokens = rng.sample(range(vocab), 2)
-    poolings = rng.sample(("cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_len"), 2)
-    return {**case, "prompts": prompts, "types": types, "poolings": poolings, "score_tokens": tokens}
+    return {**case, "prompts": prompts, "types": types, "poolings": rng.sample(POOLINGS, 2), "score_tokens": tokens}

@@ -7,7 +7,7 @@ saved after use with truncation and padding, and `oracle.npz`: for each prompt i
 and the logits of both (`logits_0` …, `[tokens, vocabulary]`, float32 arithmetic over the rounded weights). The answer
 has the error of the model in its own type, or, in float32, against products in float64 (`noise`, relative to the
 largest logit), names and shapes of the weights, and the ids of the texts; or the reason why transformers refuses the
-configuration. Of models that generate nothing, `oracle.npz` has each prompt's result instead (`output_0` …): hidden
+configuration. If the model generates nothing, `oracle.npz` has each prompt's result instead (`output_0` …): hidden
 states, labels' scores, or the last token's logits.
 """
 
