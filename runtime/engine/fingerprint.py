@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -101,7 +103,11 @@ def _read(file: Path) -> dict[str, str]:
 
 def _write(file: Path, notes: dict[str, str]) -> None:
     """In one piece: another process may read or write it at the same time."""
-    unfinished = file.with_suffix(".tmp")
-    unfinished.touch(mode=0o600)
-    unfinished.write_bytes(msgspec.json.encode(notes))
-    unfinished.replace(file)
+    number, unfinished = tempfile.mkstemp(suffix=".tmp", dir=file.parent)  # mode 0600
+    try:
+        with os.fdopen(number, "wb") as opened:
+            opened.write(msgspec.json.encode(notes))
+        os.replace(unfinished, file)
+    except OSError:
+        Path(unfinished).unlink(missing_ok=True)
+        raise

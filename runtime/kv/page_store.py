@@ -141,7 +141,7 @@ class DiskPages:
         make_private(root)
         make_private(self._folder)
         self._files: dict[str, _File] = {}
-        self._places: dict[bytes, tuple[str, int]] = {}
+        self._places: dict[bytes, dict[str, int]] = {}  # rows by key and file: two processes may have written one page
         self._after: dict[bytes, dict[bytes, None]] = {}  # keys by their parent's
         self._unusable: set[str] = set()
         self._seen_ns = -1
@@ -193,21 +193,19 @@ class DiskPages:
     def find(self, key: bytes) -> PageName | None:
         """See `PageStore`."""
         with self._lock:
-            place = self._places.get(key)
-            return None if place is None else self._files[place[0]].header.names[place[1]]
+            return None if key not in self._places else self._name(key)
 
     def inside(self, parent: bytes) -> list[PageName]:
         """See `PageStore`."""
         with self._lock:
-            places = [self._places[key] for key in self._after.get(parent, ())]
-            return [self._files[file].header.names[row] for file, row in places]
+            return [self._name(key) for key in self._after.get(parent, ())]
 
     def runs(self, keys: Sequence[bytes]) -> list[PageRun]:
         """See `PageStore`."""
         found: list[PageRun] = []
         with self._lock:
             for key in keys:
-                file, row = self._places[key]
+                file, row = self._place(key)
                 if found and found[-1].file == file and found[-1].row + found[-1].num_pages == row:
                     found[-1] = found[-1]._replace(num_pages=found[-1].num_pages + 1)
                 else:
@@ -272,7 +270,7 @@ class DiskPages:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     self._rests_until_s = time.monotonic() + _REST_S
                 logger.warning("pages could not be written to %s: %s", self._folder, error.strerror or error)
-            except Exception:
+            except Exception:  # no answer needs this file, and without this thread the queue would stay full
                 logger.exception("pages could not be written to %s", self._folder)
             with self._lock:
                 self._queued_bytes -= sum(plane.nbytes for plane in planes)
@@ -283,7 +281,7 @@ class DiskPages:
             sums += _sums(plane)
         header = _Header(pool, [plane.shape[1] for plane in planes], sums.tolist(), names)
         encoded = msgspec.msgpack.encode(header)
-        data_start = -(-(_HEAD.size + len(encoded)) // _ALIGNMENT) * _ALIGNMENT
+        data_start = _data_start(len(encoded))
         size = data_start + sum(plane.nbytes for plane in planes)
         if not self._make_room(size):
             return
@@ -333,17 +331,25 @@ class DiskPages:
 
     # The index. The lock is held, but for `_drop`.
 
+    def _place(self, key: bytes) -> tuple[str, int]:
+        """The first file with this page, and its row."""
+        return next(iter(self._places[key].items()))
+
+    def _name(self, key: bytes) -> PageName:
+        file, row = self._place(key)
+        return self._files[file].header.names[row]
+
     def _note(self, name: str, file: _File) -> None:
         self._files[name] = file
         for row, page in enumerate(file.header.names):
-            if page.key not in self._places:
-                self._places[page.key] = (name, row)
-                self._after.setdefault(page.parent, {})[page.key] = None
+            self._places.setdefault(page.key, {}).setdefault(name, row)
+            self._after.setdefault(page.parent, {})[page.key] = None
 
     def _forget(self, name: str) -> None:
         file = self._files.pop(name, None)
         for page in () if file is None else file.header.names:
-            if self._places.get(page.key, ("",))[0] == name:
+            places = self._places.get(page.key, {})
+            if places.pop(name, None) is not None and not places:
                 del self._places[page.key]
                 siblings = self._after[page.parent]
                 del siblings[page.key]
@@ -370,7 +376,7 @@ class DiskPages:
             header = msgspec.msgpack.decode(encoded, type=_Header)
         except (OSError, struct.error, msgspec.MsgspecError):
             return None
-        data_start = -(-(_HEAD.size + length) // _ALIGNMENT) * _ALIGNMENT
+        data_start = _data_start(length)
         is_ours = 0 <= header.pool < len(self._page_bytes) and header.page_bytes == self._page_bytes[header.pool]
         is_whole = size == data_start + sum(header.page_bytes) * len(header.names)
         return _File(data_start, size, header) if is_ours and is_whole else None
@@ -399,6 +405,10 @@ def make_private(folder: Path) -> None:
             f"prompts, so it must be owner {os.geteuid()}'s alone (chmod 700)",
             param="prefix_cache_dir",
         )
+
+
+def _data_start(header_bytes: int) -> int:
+    return -(-(_HEAD.size + header_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _write_whole(descriptor: int, data: memoryview) -> None:

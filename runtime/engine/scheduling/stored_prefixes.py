@@ -240,9 +240,7 @@ class StoredPrefixes:
             path = paths[group]
             if page < len(path) and (block_id := path[page].block_id) is not None:
                 return block_id
-            key = _of_group(names[page].key, group)
-            found = self._store.find(key)
-            return key if found is not None and found.tokens == names[page].tokens else None
+            return self._stored(names[page], group)
 
         places: list[list[int | bytes | None]] = [[] for _ in pool.kinds]
         for group in followers:
@@ -286,7 +284,7 @@ class StoredPrefixes:
             before = names[page - 1].key if page else root
             found: dict[int, dict[int, int | bytes]] = {}  # by length and group
             for group in pool.states:
-                if page and (key := _of_group(before, group)) and self._store.find(key) is not None:
+                if page and (key := self._stored(names[page - 1], group)) is not None:
                     found.setdefault(page * size, {})[group] = key
                 if page and page <= len(paths[group]) and (block_id := paths[group][page - 1].block_id) is not None:
                     found.setdefault(page * size, {})[group] = block_id
@@ -311,6 +309,12 @@ class StoredPrefixes:
             if following is not None and name.tokens.startswith(following):
                 return name.key
         return None
+
+    def _stored(self, name: PageName, group: int) -> bytes | None:
+        """The key of a full page, or of the state after it, if the store has it with the same tokens."""
+        key = _of_group(name.key, group)
+        found = self._store.find(key)
+        return key if found is not None and found.tokens == name.tokens else None
 
     # Names
 
@@ -357,9 +361,7 @@ class StoredPrefixes:
                 return None
             each.stored_key = _key(each.parent.stored_key, identity)
         assert node.parent is not None
-        identity = self._identity(node.tokens)
-        if identity is None:
-            return None
+        assert identity is not None, "that of the node, which came last"
         return PageName(_of_group(node.stored_key, group), _of_group(node.parent.stored_key, group), identity)
 
 

@@ -225,16 +225,14 @@ class SamplingRows:
 
     def _force(self, arrays: SamplingArrays, rows: RowNumbers, positions: NDArray[np.int64]) -> None:
         """Samples that a budget of reasoning forces have one allowed id, and no bias."""
-        num_words = -(-self.vocab_size // 32)
         for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
             budget = self._budgets.get(row)
             forced = None if budget is None else budget.forced(self._outputs[row][:position])
             if forced is None:
                 continue
             if arrays.allowed_mask is None:
-                arrays.allowed_mask = np.full((len(rows), num_words), 0xFFFFFFFF, np.uint32)
-            arrays.allowed_mask[i] = 0
-            arrays.allowed_mask[i, forced >> 5] = np.uint32(1 << (forced & 31))
+                arrays.allowed_mask = np.full((len(rows), -(-self.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+            arrays.allowed_mask[i] = _bit_mask([forced], self.vocab_size)
             if len(arrays.bias_ids):
                 arrays.bias_end[i] = arrays.bias_start[i]
 

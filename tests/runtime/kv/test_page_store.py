@@ -61,6 +61,21 @@ def test_pages_are_found_again_with_their_names_and_bytes(tmp_path: Path) -> Non
     again.close()
 
 
+def test_a_page_of_two_files_is_found_until_both_are_gone(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "pages")
+    write(store, [3, 4])
+    write(store, [5, 3])
+    store.close()
+    gone = [run.file for run in store.runs([name_of(number).key for number in (3, 5)])]
+    assert len(set(gone)) == 2
+    for file, left in zip(gone, ([3, 5], [])):
+        os.unlink(tmp_path / "pages" / "model" / file)
+        store.refresh()
+        assert known(store) == left
+        assert store.inside(name_of(3).parent) == [name_of(3)] * (3 in left)
+        assert check(store) == len(left)
+
+
 def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     size = 4096 + 20 * sum(PAGE_BYTES[0])
     store = open_store(tmp_path / "pages", 3 * size)

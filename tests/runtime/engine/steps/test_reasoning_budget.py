@@ -15,10 +15,8 @@ from runtime.engine.sampling_params import SamplingParams
 from tests.models.folders import write_tiny_qwen3
 from tests.runtime.engine.fakes import (
     each_loop,
-    fake_logits,
     greedy,
     make_engine,
-    prefix_hashes,
     request,
     run_to_end,
 )
@@ -35,11 +33,7 @@ def budget(num_tokens: int, **fields: Any) -> ReasoningBudget:
 
 def continued(output: list[int], num_tokens: int) -> list[int]:
     """The output with the most probable ids after it."""
-    output = list(output)
-    while len(output) < num_tokens:
-        hashes = prefix_hashes(np.array(PROMPT + output))
-        output.append(int(fake_logits(np.array(hashes[-1:]))[0].argmax()))
-    return output
+    return [*output, *greedy([*PROMPT, *output], num_tokens - len(output))]
 
 
 @pytest.mark.usefixtures("each_loop")
@@ -51,7 +45,9 @@ def test_the_reasoning_is_closed_after_so_many_tokens(num_tokens: int) -> None:
     closes_itself = CLOSING[2] in free[:num_tokens]
     engine.add(request("bounded", PROMPT, max_tokens=30, reasoning_budget=bounded))
     engine.add(request("free", PROMPT, max_tokens=30))
-    biased = {"logit_bias": {free[num_tokens % 30]: 100.0, CLOSING[0]: -100.0}} if num_tokens == 29 else {}
+    biased: dict[str, Any] = (
+        {"logit_bias": {free[num_tokens % 30]: 100.0, CLOSING[0]: -100.0}} if num_tokens == 29 else {}
+    )
     engine.add(request("biased", PROMPT, max_tokens=num_tokens + 1, reasoning_budget=budget(num_tokens), **biased))
     collected = run_to_end(engine)
     assert collected["free"].token_ids() == free
@@ -74,9 +70,10 @@ def test_where_an_id_is_forced() -> None:
         may = [opened.may_force(n) for n in range(len(outputs))]
         assert all(can for can, token_id in zip(may, forced, strict=True) if token_id is not None)
     assert all(opened.forced(np.array([7] * n, np.int32)) is None for n in range(20)), "it never opened"
+    wrong: dict[str, Any]
     for wrong in ({"num_tokens": -1}, {"num_tokens": 2**31}, {"num_tokens": True}, {"closing_ids": (5,)}):
         with pytest.raises(RequestError, match="reasoning_budget"):
-            budget(**{"num_tokens": 3, **wrong})
+            budget(**({"num_tokens": 3} | wrong))
     with pytest.raises(RequestError, match="reasoning_budget"):
         SamplingParams(reasoning_budget=3)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="reasoning_budget"):
