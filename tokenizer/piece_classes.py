@@ -20,17 +20,17 @@ def content_of_class(name: str, pieces: Pieces, num_sentinels: int | None = None
     vocab = list(zip(pieces.tokens, pieces.scores, strict=True))
     if name == XLM_ROBERTA:
         vocab = [*((token, 0.0) for token in _FAIRSEQ), *vocab[3:], ("<mask>", 0.0)]
-        content, special = xlm_roberta_content(vocab, pieces.charsmap, 3), [*_FAIRSEQ, "<mask>"]
+        content, special = unigram_content(vocab, pieces.charsmap, 3), [*_FAIRSEQ, "<mask>"]
         content["post_processor"] = pair_template("<s>", 0, "</s>", 2, is_roberta=True)
     elif name == T5:
         count = _NUM_SENTINELS if num_sentinels is None else num_sentinels
         sentinels = [f"<extra_id_{i}>" for i in range(count - 1, -1, -1)]
         vocab += [(token, 0.0) for token in sentinels]
-        content = xlm_roberta_content(vocab, pieces.charsmap, 2)
+        content = unigram_content(vocab, pieces.charsmap, 2)
         special = ["<pad>", "</s>", "<unk>", *pieces.of_type(CONTROL), *sentinels]
-        end = next(i for i, (token, _) in enumerate(vocab) if token == "</s>")
-        content["post_processor"] = _template((("A", 0), ("</s>", 0)), (("A", 0), ("</s>", 0), ("B", 0), ("</s>", 0)),
-                                              {"</s>": end})  # fmt: skip
+        one, other, ends = ("A", 0), ("B", 0), ("</s>", 0)
+        ids_of_end = {token: i for i, (token, _) in enumerate(vocab) if token == "</s>"}
+        content["post_processor"] = _template((one, ends), (one, ends, other, ends), ids_of_end)
     else:
         return None
     ids = {token: i for i, (token, _) in enumerate(vocab)}
@@ -41,12 +41,12 @@ def content_of_class(name: str, pieces: Pieces, num_sentinels: int | None = None
     return content
 
 
-def xlm_roberta_content(
+def unigram_content(
     vocab: list[tuple[str, float]], charsmap: bytes, unknown: int | None, *, types: Sequence[int] | None = None,
     has_prefix: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """A `tokenizer.json` without added tokens and templates: Unigram over words between white space. Tokens of some
-    `types` are in no text."""
+    """A `tokenizer.json` without added tokens and templates: Unigram over words between white space. With `types`
+    of tokens its sums are as SentencePiece's."""
     spaces = {
         "type": "Metaspace", "replacement": "▁", "prepend_scheme": "always" if has_prefix else "never", "split": True,
     }  # fmt: skip

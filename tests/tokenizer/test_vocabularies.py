@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.vocabulary import GgufVocabulary
 from tokenizer.json_fields import Fields
 from tokenizer.loading import TokenizerFiles, read_folder
+from tokenizer.piece_classes import T5, content_of_class
 from tokenizer.sentencepiece import read_pieces
 from tokenizer.unigram.charsmap import Charsmap
 
@@ -286,6 +288,15 @@ def test_fairseq_and_t5_have_ids_of_their_own(tmp_path: Path) -> None:
         assert tokenizer.encode("the cat") == ids
         assert tokenizer.decode(ids, skip_special_tokens=True) == "the cat"
     assert Tokenizer.from_pretrained(tmp_path / "T5Tokenizer").encode("<extra_id_0>")[0] == len(pieces.tokens) + 99
+
+
+def test_t5_without_an_end_is_refused_by_name() -> None:
+    pieces = read_pieces(FOLDER / "unigram" / "tokenizer.model")
+    tokens = ["<end>" if token == "</s>" else token for token in pieces.tokens]
+    content = content_of_class(T5, replace(pieces, tokens=tokens))
+    assert content is not None
+    with pytest.raises(TokenizerFileError, match="'</s>' is not among special_tokens"):
+        Tokenizer.from_files(TokenizerFiles(Fields({"version": "1.0", **content}, "spiece.model")))
 
 
 def xlm_roberta_of_the_library(source: Path) -> Any:

@@ -1,8 +1,8 @@
 """Converts GGUF's metadata to the files of a tokenizer's folder: tokens, merges, special tokens, templates.
 
-Kinds of vocabulary become one: byte-level BPE has its merges in the file, as has Gemma 4's BPE of characters;
-SentencePiece's has scores (`tokenizer.sentencepiece`); WordPiece's tokens that begin a word are written with "▁" in
-front, its others without "##"; Unigram's are XLM-R's.
+All kinds of vocabulary become a `tokenizer.json`: byte-level BPE has its merges in the file, as has Gemma 4's BPE of
+characters; SentencePiece's has scores (`tokenizer.sentencepiece`); WordPiece's tokens that begin a word are written
+with "▁" in front, its others without "##"; Unigram's are XLM-R's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.pre_tokenizers import PRE_TOKENIZERS, byte_level
 from tokenizer.json_fields import Fields, shown
 from tokenizer.loading import TokenizerFiles, refusing_template
-from tokenizer.piece_classes import pair_template, xlm_roberta_content
+from tokenizer.piece_classes import pair_template, unigram_content
 from tokenizer.sentencepiece import added_tokens, content_of, spaces_as_marks
 from tokenizer.unigram.model import CONTROL, NORMAL, UNUSED
 from tokenizer.warn import warn_once
@@ -162,7 +162,7 @@ class GgufVocabulary:
         if charsmap is not None and not (hasattr(charsmap, "dtype") and charsmap.dtype.itemsize == 1):
             self._fail("precompiled_charsmap", f"must be a list of bytes, found {shown(charsmap)}")
         scores = self._numbers("scores", (int, float))
-        return xlm_roberta_content(
+        return unigram_content(
             list(zip(self.tokens, scores, strict=True)), b"" if charsmap is None else charsmap.tobytes(),
             self._id("unknown_token_id", 3), types=self.types,
             has_prefix=self._get("add_space_prefix", bool, True),
