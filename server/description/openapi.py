@@ -31,8 +31,6 @@ from server.vllm_api.scoring import (
     SimilarityRequest,
 )
 
-_OUTPUTS = (responses.InputFunctionCallOutput, responses.InputCustomToolCallOutput)
-
 _EVERYWHERE = (401, 403, 405, 431, 500, 503)
 """Statuses of the layers around the routes: no key, a foreign Host or Origin, headers too large, draining."""
 
@@ -67,7 +65,9 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
     for item in items:
         for name in {"content", "output"}.intersection(components[item.__name__]["properties"]):
             if item is not responses.InputReasoning:
-                has_images = item in _OUTPUTS or (reads_images and item is responses.InputMessage)
+                has_images = item is responses.InputFunctionCallOutput or (
+                    reads_images and item is responses.InputMessage
+                )
                 images = IMAGES_OF_RESPONSES if has_images else ()
                 content = content_schema("input_text", "output_text", images=images)
                 components[item.__name__]["properties"][name] = content

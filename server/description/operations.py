@@ -201,7 +201,7 @@ OPERATIONS = (
           list[list[float] | str], errors=_EMBEDS),
     _post("/predict", tei.create_prediction, "The labels of texts, in text-embeddings-inference's shapes",
           tei.TeiPredictRequest, list[tei.TeiLabel | list[tei.TeiLabel]], errors=_EMBEDS),
-    _post("/", tei.create_any, "Either, as the model is", tei.TeiRequest,
+    _post("/", tei.create_any, "Vectors or labels of texts, whichever the model is for", tei.TeiRequest,
           list[list[tei.TeiLabel | float] | str], errors=_EMBEDS),
     _get("/tokenizer_info", operating.get_tokenizer_info, "Special tokens and the chat template",
          operating.TokenizerInfo, errors=(400,)),

@@ -99,7 +99,6 @@ _WITHIN = {
     "InputFunctionCall": "parsed_arguments caller created_by agent thought_signature",
     "CustomTool": "defer_loading allowed_callers cache_control",
     "InputCustomToolCall": "caller created_by agent thought_signature",
-    "InputCustomToolCallOutput": "created_by name namespace caller agent cache_control",
     "InputFunctionCallOutput": "created_by name namespace caller agent cache_control",
     "InputReasoning": "created_by agent signature format",
     "Turn": "id type model stop_reason stop_sequence stop_details usage container",

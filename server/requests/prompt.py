@@ -161,7 +161,6 @@ def completion_prompts(service: Service, request: CompletionRequest) -> list[lis
     with engine_errors():
         check_generates(service.client.info)
     most, num_reserved = request.truncate_prompt_tokens, max(1, request.max_tokens or 1)
-
     adds = request.add_special_tokens is not False
     family = _fill_in_family(service, request)
 

@@ -182,8 +182,11 @@ def _prepare(service: Service, exchange: Exchange, asked: ResponsesRequest, befo
 
 
 def _kind(item: dict[str, Any]) -> str:
-    ids = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs", "custom_tool_call": "ctc"}
-    return {**ids, "custom_tool_call_output": "ctco"}.get(item.get("type", ""), "msg")
+    kinds = {
+        "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
+        "custom_tool_call_output": "ctco", "reasoning": "rs",
+    }  # fmt: skip
+    return kinds.get(item.get("type", ""), "msg")
 
 
 async def get_response(request: Request) -> HttpResponse:

@@ -127,7 +127,6 @@ Item = (
     | schema.InputFunctionCall
     | schema.InputFunctionCallOutput
     | schema.InputCustomToolCall
-    | schema.InputCustomToolCallOutput
     | schema.InputReasoning
 )
 
@@ -136,7 +135,7 @@ _SCHEMAS: dict[str, type[Item]] = {
     "function_call": schema.InputFunctionCall,
     "function_call_output": schema.InputFunctionCallOutput,
     "custom_tool_call": schema.InputCustomToolCall,
-    "custom_tool_call_output": schema.InputCustomToolCallOutput,
+    "custom_tool_call_output": schema.InputFunctionCallOutput,
     "reasoning": schema.InputReasoning,
 }
 _NOT_READ = (
@@ -200,7 +199,7 @@ def _item(fields: dict[str, Any], path: str) -> Item:
 
 
 def _append(found: ItemMessages, item: Item, path: str) -> None:
-    if isinstance(item, (schema.InputFunctionCallOutput, schema.InputCustomToolCallOutput)):
+    if isinstance(item, schema.InputFunctionCallOutput):
         output = _content(item.output, f"{path}.output")
         found.add(Message(role="tool", tool_call_id=item.call_id, content=output), path)
         found.name("content", f"{path}.output")

@@ -190,7 +190,9 @@ class InputFunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class InputFunctionCallOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["function_call_output"]
+    """The result of a call of a function or a custom tool."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | Annotated[list[dict[str, Any]], held(InputPart)]
     id: str | None = None
@@ -205,14 +207,6 @@ class InputCustomToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     name: Name
     input: str
     namespace: Name | None = None
-    id: str | None = None
-    status: Status | None = None
-
-
-class InputCustomToolCallOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["custom_tool_call_output"]
-    call_id: str
-    output: str | Annotated[list[dict[str, Any]], held(InputPart)]
     id: str | None = None
     status: Status | None = None
 
@@ -244,7 +238,4 @@ class InputPart(msgspec.Struct):
     logprobs: list[Any] | None = None
 
 
-INPUT_ITEMS = (
-    InputMessage, InputFunctionCall, InputFunctionCallOutput, InputCustomToolCall, InputCustomToolCallOutput,
-    InputReasoning,
-)  # fmt: skip
+INPUT_ITEMS = (InputMessage, InputFunctionCall, InputCustomToolCall, InputFunctionCallOutput, InputReasoning)
