@@ -25,11 +25,13 @@ THREADS = 128
 
 
 @functools.cache
-def query_rotator(dtype: str, rotary: int, interleaved: bool, is_aligned: bool) -> Any:
-    """A device function ``(source, target, pair, cos, sin, factor)``: one pair of a rotated part. Neighbours of 16 bits
-    are one access if they are aligned."""
-    load, store, item, half = element_loader(dtype), element_storer(dtype), uint64(ITEM_BYTES[dtype]), rotary // 2
-    has_pairs = interleaved and is_aligned and dtype != "f32"
+def query_rotator(dtype: str, rotary: int, interleaved: bool, is_aligned: bool, stored: str = "") -> Any:
+    """A device function ``(source, target, pair, cos, sin, factor)``: one pair of a rotated part, which the target
+    has as `stored`, or as the source does. Neighbours of 16 bits are one access if they are aligned."""
+    stored = stored or dtype
+    load, store, half = element_loader(dtype), element_storer(stored), rotary // 2
+    item, stored_item = uint64(ITEM_BYTES[dtype]), uint64(ITEM_BYTES[stored])
+    has_pairs = interleaved and is_aligned and stored == dtype != "f32"
     unpack, pack = (unpack_bf16, pack_bf16) if dtype == "bf16" else (unpack_f16, pack_f16)
 
     @device_function
@@ -48,8 +50,8 @@ def query_rotator(dtype: str, rotary: int, interleaved: bool, is_aligned: bool) 
         else:
             first = load(source + uint64(low) * item)
             second = load(source + uint64(high) * item)
-            store(target + uint64(low) * item, (first * c - second * s) * factor)
-            store(target + uint64(high) * item, (second * c + first * s) * factor)
+            store(target + uint64(low) * stored_item, (first * c - second * s) * factor)
+            store(target + uint64(high) * stored_item, (second * c + first * s) * factor)
 
     return rotate
 
@@ -95,7 +97,8 @@ def row_writer(dtype: str, width: int, rotary: int, interleaved: bool, is_aligne
 
 
 def _byte_row_writer(dtype: str, width: int, rotary: int, interleaved: bool, pages: str) -> Any:
-    load, store, store_byte = element_loader(dtype), element_storer("bf16"), run_storer(pages, 1)
+    load, store_byte = element_loader(dtype), run_storer(pages, 1)
+    rotate = query_rotator(dtype, rotary, interleaved, False, "bf16")
     item, rest, half, scales_of = uint64(ITEM_BYTES[dtype]), width - rotary, rotary // 2, row_scaler(pages)
     layout = LatentBytes(width, rest)
     row_bytes, scales_at, rotated_at, groups = (
@@ -108,19 +111,9 @@ def _byte_row_writer(dtype: str, width: int, rotary: int, interleaved: bool, pag
         if slot >= 0:
             lane = lane_index()
             row = pages + uint64(slot) * uint64(row_bytes)
-            rotated, pair = source + uint64(rest) * item, lane
+            pair = lane
             while pair < uint32(half):
-                low = pair
-                high = uint32(pair + uint32(half))
-                if interleaved:
-                    low = uint32(uint32(2) * pair)
-                    high = uint32(low + uint32(1))
-                first = load(rotated + uint64(low) * item)
-                second = load(rotated + uint64(high) * item)
-                c = load_f32(cos + uint64(pair) * uint64(4))
-                s = load_f32(sin + uint64(pair) * uint64(4))
-                store(row + uint64(rotated_at) + uint64(low) * uint64(2), first * c - second * s)
-                store(row + uint64(rotated_at) + uint64(high) * uint64(2), second * c + first * s)
+                rotate(source + uint64(rest) * item, row + uint64(rotated_at), pair, cos, sin, float32(1))
                 pair = uint32(pair + uint32(32))
             numbers = cuda.local.array((groups, turns), float32)
             one = cuda.local.array(1, float32)
