@@ -188,9 +188,10 @@ def kernels(
         found = _cpu_latent.bench_latent(num_runs=num_runs, report_progress=lambda line: print(line, file=sys.stderr))
         output.deliver(found, "\n".join(_cpu_latent.as_lines(found)))
         return
+    usual = tuple(part for part in _bench_kernels.PARTS if part != "state")
     report = _bench_kernels.bench_kernels(
         device,
-        parts=_bench_kernels.parts_named(parts or "gemm,linear,prefill,decode,launch,graph,upload"),
+        parts=usual if parts is None else _bench_kernels.parts_named(parts),
         num_runs=num_runs,
         report_progress=lambda line: print(line, file=sys.stderr),
     )
