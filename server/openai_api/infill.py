@@ -146,12 +146,13 @@ def _prepare(service: Service, body: Body) -> _Infill:
     )
     files = [(each.filename, each.text) for each in asked.input_extra or ()]
     before = asked.input_prefix + (asked.prompt or "")
+    sent_name = "input_prefix" if asked.input_prefix or not asked.prompt else "prompt"
     generation = Generation(
         client=service.client,
         bridge=service.bridge,
         tokenizer=service.tokenizer,
         request_id=new_id("infill"),
-        prompts=[infill_prompt(service, before, asked.input_suffix, files)],
+        prompts=[infill_prompt(service, before, asked.input_suffix, files, sent_name)],
         params=params,
         arrival_time_s=exchange.arrival_s,
         scheduling=Scheduling.of(asked),
@@ -159,7 +160,7 @@ def _prepare(service: Service, body: Body) -> _Infill:
     )
     return _Infill(
         asked=Prepared(service=service, generation=generation, schemas=schemas, is_streamed=bool(asked.stream)),
-        names={"messages": "input_prefix", "prompt": "input_prefix"},
+        names={"messages": sent_name, "prompt": sent_name},
         drops_output=asked.max_tokens == 0,
         has_token_ids=bool(asked.return_token_ids),
     )

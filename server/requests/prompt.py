@@ -192,13 +192,15 @@ def _fill_in_family(service: Service, request: CompletionRequest) -> FillInToken
     return service.fill_in
 
 
-def infill_prompt(service: Service, before: str, after: str, files: Sequence[tuple[str | None, str]]) -> list[int]:
-    """The ids of a prompt for the text between these two. Raises `ApiError` 400."""
+def infill_prompt(
+    service: Service, before: str, after: str, files: Sequence[tuple[str | None, str]], field: str
+) -> list[int]:
+    """The ids of a prompt for the text between these two. Raises `ApiError` 400 that names the `field`."""
     if service.fill_in is None or service.tokenizer is None:
         why = "The model's vocabulary has no tokens for filling in."
-        raise invalid("input_prefix", why, "unsupported_parameter")
+        raise invalid(field, why, "unsupported_parameter")
     ids = fill_in_prompt(service.tokenizer, service.fill_in, before, after, files=files)
-    return _cut(service, ids, None, 1, "input_prefix", has_answer=True)
+    return _cut(service, ids, None, 1, field, has_answer=True)
 
 
 def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[int]]:

@@ -150,3 +150,9 @@ def test_bad_infills(coder: Served, fields: dict[str, Any], param: str) -> None:
 def test_infill_without_such_tokens(served: Served) -> None:
     answer = served.http.post("/infill", json={"input_prefix": "a"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_prefix")
+
+
+def test_too_long_an_infill_names_the_field_that_was_sent(coder: Served) -> None:
+    for field in ("input_prefix", "prompt"):
+        answer = coder.http.post("/infill", json={field: "a " * 100_000})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
