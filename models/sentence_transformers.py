@@ -126,9 +126,12 @@ def read_layout(folder: Path) -> SentenceLayout:
             f"{folder / 'config_sentence_transformers.json'}: default_prompt_name = {default!r:.80} is not among"
             f" prompts ({', '.join(prompts)})"
         )
-    options = (bert.get("processing_kwargs") or {}).get("chat_template") or {}
+    processing = bert.get("processing_kwargs") or {}
+    options = (processing.get("chat_template") or {}) if isinstance(processing, dict) else None
     if not isinstance(options, dict):
-        raise ConfigError(f"{folder / 'sentence_bert_config.json'}: processing_kwargs.chat_template must be an object")
+        raise ConfigError(
+            f"{folder / 'sentence_bert_config.json'}: processing_kwargs and its chat_template must be objects"
+        )
     options = {name: value for name, value in options.items() if name != "restore_suffix"}
     return SentenceLayout(
         pooling, tuple(stages), size, normalize, most, prompts, default, score_token_ids, is_declared=True,

@@ -29,9 +29,9 @@ MOST_LINES = {
     "runtime/commands": 2_875,
     "runtime/bench": 9_866,
     "runtime": 3_299,
-    "models": 18_782,
+    "models": 18_785,
     "server": 19_252,
-    "tokenizer": 7_048,
+    "tokenizer": 7_050,
     "tools": 16_887,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files

@@ -105,8 +105,10 @@ def read_folder(folder: Path) -> TokenizerFiles:
 def _lowering(content: Fields) -> Fields:
     """The same tokenizer over small letters, as sentence-transformers has it by `do_lower_case`."""
     own = content.get("normalizer")
-    parts = own["normalizers"] if isinstance(own, dict) and own.get("type") == "Sequence" else [own] if own else []
-    if any(part.get("type") == "Lowercase" or part.get("lowercase") is True for part in parts):
+    nested = own.get("normalizers") if isinstance(own, dict) else None
+    parts = nested if isinstance(nested, list) else [own] if own else []
+    maps = [part for part in parts if isinstance(part, dict)]  # others are refused where the normalizer is built
+    if any(part.get("type") == "Lowercase" or part.get("lowercase") is True for part in maps):
         return content
     normalizer = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *parts]}
     return Fields({**content.values, "normalizer": normalizer}, content.file)

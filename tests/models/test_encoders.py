@@ -274,6 +274,7 @@ SPOILT: dict[str, tuple[str, Any, str]] = {
     "prompt": ("1_Pooling/config.json", {"pooling_mode": "cls", "include_prompt": False}, "include_prompt = false"),
     "default": ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "'x' is not among prompts"),
     "length": ("sentence_bert_config.json", {"max_seq_length": -1}, "max_seq_length = -1 must be"),
+    "options": ("sentence_bert_config.json", {"processing_kwargs": ["x"]}, "processing_kwargs and its chat_template"),
     "activation": ("2_Dense/config.json", {"activation_function": "os.system"}, "activation_function = 'os.system'"),
     "shape": ("2_Dense/config.json",
               {"in_features": 48, "out_features": 95, "bias": False,

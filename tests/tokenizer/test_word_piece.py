@@ -136,3 +136,8 @@ def test_small_letters_by_sentence_transformers_file(both: tuple[Any, Tokenizer]
     ours = Tokenizer.from_pretrained(tmp_path)
     for text in (*TEXTS, "THE FOX [SEP] İstanbul"):
         assert ours.encode(text) == theirs.encode(text).ids
+    content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    for wrong in ({"type": "Sequence"}, {"type": "Sequence", "normalizers": ["NFC"]}):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "normalizer": wrong}), encoding="utf-8")
+        with pytest.raises(TokenizerFileError, match="normalizer"):
+            Tokenizer.from_pretrained(tmp_path)
