@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from runtime.kv.page_store import DiskPages, Fill, PageLostError
 from tests.runtime.kv.storing_pages import MOST_BYTES, PAGE_BYTES, name_of, open_store, planes_of, write
+from tests.waiting import wait_until
 
 
 def read(store: DiskPages, numbers: list[int]) -> list[NDArray[np.uint8]]:
@@ -96,6 +97,20 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
         read(other, [200])
     assert other.find(name_of(200).key) is None
     other.close()
+
+
+def test_a_file_that_was_read_since_it_was_listed_stays(tmp_path: Path) -> None:
+    size = 4096 + 20 * sum(PAGE_BYTES[0])
+    store = open_store(tmp_path / "pages", 3 * size)
+    for first in (0, 100, 200, 300):
+        if first == 300:
+            read(store, [0])
+        write(store, list(range(first, first + 20)))
+        wait_until(lambda first=first: store.find(name_of(first).key) is not None)  # type: ignore[misc]
+        time.sleep(0.05)
+    store.close()
+    store.refresh()
+    assert known(store) == [*range(20), *range(200, 220), *range(300, 320)]
 
 
 @pytest.mark.parametrize("num_kills", [5, pytest.param(200, marks=pytest.mark.exhaustive)])
