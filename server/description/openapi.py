@@ -22,7 +22,7 @@ from server.openai_api.schema import CompletionRequest, DetokenizeRequest, Embed
 from server.pictures.reader import DETAILS, MAX_UUID_LENGTH
 from server.responses_api import schema as responses
 from server.transport.typed import held_in, struct_of
-from server.vllm_api.scoring import (
+from server.vllm_api.scoring_schema import (
     OF_DOCUMENTS,
     OF_TEXTS,
     PoolingRequest,

@@ -32,6 +32,7 @@ from server.responses_api import objects
 from server.responses_api.schema import ResponsesRequest
 from server.tei_api import endpoints as tei
 from server.vllm_api import operating, scoring
+from server.vllm_api import scoring_schema as of_scoring
 
 Json = dict[str, Any]
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -179,24 +180,24 @@ OPERATIONS = (
          anthropic_answer=models.MessagesModelList),
     _get("/v1/models/{model_id:path}", models.get_model, "The served model", models.Model,
          anthropic_answer=models.MessagesModel, errors=(404,)),
-    _post("/pooling", scoring.create_pooling, "Vectors of inputs, in vLLM's shape", scoring.PoolingRequest,
-          scoring.PoolingAnswer, errors=_EMBEDS),
+    _post("/pooling", scoring.create_pooling, "Vectors of inputs, in vLLM's shape", of_scoring.PoolingRequest,
+          of_scoring.PoolingAnswer, errors=_EMBEDS),
     *(
-        _post(path, scoring.create_scores, "The relevance of texts", scoring.ScoreRequest, scoring.ScoreAnswer,
-              errors=_EMBEDS)
+        _post(path, scoring.create_scores, "The relevance of texts", of_scoring.ScoreRequest,
+              of_scoring.ScoreAnswer, errors=_EMBEDS)
         for path in ("/score", "/v1/score")
     ),
     *(
-        _post(path, scoring.create_ranking, "Documents by relevance", scoring.RerankRequest,
-              scoring.RerankAnswer | list[scoring.TeiRanked], errors=_EMBEDS)
+        _post(path, scoring.create_ranking, "Documents by relevance", of_scoring.RerankRequest,
+              of_scoring.RerankAnswer | list[of_scoring.TeiRanked], errors=_EMBEDS)
         for path in ("/rerank", "/v1/rerank")
     ),
     _post("/v2/rerank", scoring.create_cohere_ranking, "Documents by relevance, in Cohere's shapes",
-          scoring.CohereRerankRequest, scoring.CohereRerankAnswer, errors=_EMBEDS),
-    _post("/classify", scoring.create_classes, "The labels of texts", scoring.ClassifyRequest, scoring.ClassifyAnswer,
-          errors=_EMBEDS),
-    _post("/similarity", scoring.create_similarities, "How near texts are", scoring.SimilarityRequest,
-          scoring.ScoreAnswer | list[float], errors=_EMBEDS),
+          of_scoring.CohereRerankRequest, of_scoring.CohereRerankAnswer, errors=_EMBEDS),
+    _post("/classify", scoring.create_classes, "The labels of texts", of_scoring.ClassifyRequest,
+          of_scoring.ClassifyAnswer, errors=_EMBEDS),
+    _post("/similarity", scoring.create_similarities, "How near texts are", of_scoring.SimilarityRequest,
+          of_scoring.ScoreAnswer | list[float], errors=_EMBEDS),
     _post("/embed", tei.create_embed, "Vectors of texts, in text-embeddings-inference's shapes", tei.TeiEmbedRequest,
           list[list[float] | str], errors=_EMBEDS),
     _post("/predict", tei.create_prediction, "The labels of texts, in text-embeddings-inference's shapes",

@@ -14,7 +14,8 @@ from server.openai_api.schema import EmbeddingInput, EmbeddingRequest
 from server.requests.answering import answered
 from server.service import Service
 from server.transport.body import Body, decode_body
-from server.vllm_api.scoring import ClassifyRequest, Direction, Texts, prepare_labels, probabilities, tei_room
+from server.vllm_api.scoring import prepare_labels, probabilities, tei_room
+from server.vllm_api.scoring_schema import ClassifyRequest, Direction, Texts
 
 
 class TeiEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
