@@ -40,7 +40,8 @@ _OWN, _NORMED, _KEYS = range(3)
 
 
 @njit(nogil=True)
-def _copy(source, target):
+def copy_floats(source, target):
+    """Copies as many floats as the target has."""
     for i in range(target.shape[0]):
         target[i] = source[i]
 
@@ -147,7 +148,7 @@ def qkv_kernel(stored: type) -> Kernel:
             if norm == _BY_ROW:
                 q_scale = norm_scale(float32_at(row, a.q_heads * d), eps)
             if is_plain:
-                _copy(float32_at(row, a.q_heads * d), float32_at(a.q + token * a.q_heads * d * 4, a.q_heads * d))
+                copy_floats(float32_at(row, a.q_heads * d), float32_at(a.q + token * a.q_heads * d * 4, a.q_heads * d))
             for head in range(a.q_heads if a.q_scales != 0 or not is_plain else 0):
                 target = float32_at(a.q + (token * a.q_heads + head) * d * 4, d)
                 source = float32_at(row + head * d * 4, d)
@@ -208,7 +209,7 @@ def qkv_kernel(stored: type) -> Kernel:
                     value = normed
                 v_at = a.v_cache + (page * block_size + inside) * value_stride * itemsize
                 if is_word:
-                    _copy(value, float32_at(v_at, d))
+                    copy_floats(value, float32_at(v_at, d))
                 elif has_scales:
                     store_row(v_at, 1, value, largest, a.v_scales + (page * block_size + inside) * 4)
                 else:

@@ -14,6 +14,7 @@ takes their sums instead of panels and rows (`add_partials`), and finishes them 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,9 +139,16 @@ def most_narrow_rows(stored: Any) -> int:
     return MOST_SIGNED_ROWS if is_signed(BLOCKS[stored]) else GEMM_ROWS
 
 
-def tile_rows(stored: Any, rows: int) -> int:
-    """Rows of a tile, at most, in a product with so many ``rows``."""
-    return AMX_ROWS if uses_amx(stored) and rows > most_narrow_rows(stored) else GEMM_ROWS
+@functools.cache
+def tile_counter(stored: Any) -> Callable[[int], int]:
+    """A function of a number of rows: the fewest tiles for them. Kernels compile it."""
+    most_narrow, wide_rows = most_narrow_rows(stored), AMX_ROWS if uses_amx(stored) else GEMM_ROWS
+
+    @name_by_content
+    def count_tiles(rows: int) -> int:
+        return -(-rows // (wide_rows if rows > most_narrow else GEMM_ROWS))
+
+    return count_tiles
 
 
 class ProductParts(NamedTuple):
@@ -205,13 +213,6 @@ def product_parts(stored: Any) -> ProductParts:
     stream_ahead = STREAM_AHEAD_BYTES
     if is_block:
         stream_ahead = BLOCK_STREAM_AHEAD_BYTES if is_one_stream(BLOCKS[stored]) else LONG_BLOCK_STREAM_AHEAD_BYTES
-
-    wide_rows = AMX_ROWS if has_amx else GEMM_ROWS
-
-    @njit(nogil=True)
-    @name_by_content
-    def count_tiles(rows):
-        return -(-rows // (wide_rows if rows > most_narrow else GEMM_ROWS))
 
     @njit(nogil=True)
     @name_by_content
@@ -339,7 +340,7 @@ def product_parts(stored: Any) -> ProductParts:
         if has_amx and is_wide:
             release_tiles()
 
-    return ProductParts(arrange, multiply, elements, unit_words, count_tiles)
+    return ProductParts(arrange, multiply, elements, unit_words, njit(nogil=True)(tile_counter(stored)))
 
 
 @functools.cache
@@ -386,7 +387,7 @@ def multiply(
     row_words = operand_words(stored, depth)
     for first in range(0, rows, MAX_ROWS):
         count = min(MAX_ROWS, rows - first)
-        work_items = work_items_of(count, depth, width, num_workers, tile_rows(stored, count))
+        work_items = work_items_of(count, depth, width, num_workers, tile_counter(stored)(count))
         start = x + first * depth * 4
         if count == 1 and is_own_operand(stored, depth):
             operands, num_arranging, parts = start, 0, 1
@@ -409,7 +410,7 @@ def add_partials(
 ) -> None:  # fmt: skip
     """``out [rows, width]`` from the sums of so many ranks, ``[num_partials, rows, out_width]``, each of some segments
     of K, as `multiply` leaves them where scales are 1 and biases -0; else as there."""
-    work_items = work_items_of(rows, num_partials, width, num_workers, tile_rows(stored, rows))
+    work_items = work_items_of(rows, num_partials, width, num_workers, tile_counter(stored)(rows))
     linear_kernel(stored)(
         work_items.count, work_items.num_workers, 0, 0, scales, bias, residual, out, 0, partials, rows, 0, 0,
         width, out_width, num_partials, 1, work_items.panels, work_items.row_work_items, work_items.num_tiles, 0, 1,
@@ -443,9 +444,8 @@ class WorkItems:
 
 
 @functools.lru_cache(4096)
-def work_items_of(rows: int, depth: int, width: int, num_workers: int, most_tile_rows: int) -> WorkItems:
-    """The shares for ``rows`` (at least 1) rows: the fewest tiles, and a few work items a thread."""
-    num_tiles = -(-rows // most_tile_rows)
+def work_items_of(rows: int, depth: int, width: int, num_workers: int, num_tiles: int) -> WorkItems:
+    """The shares for ``rows`` (at least 1) rows in so many tiles: a few work items a thread."""
     panels = -(-width // PANEL_COLUMNS)
     if rows * width * depth < SERIAL_MACS or num_workers == 1:
         return WorkItems(1, panels, 1, num_tiles, 1)

@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from numba_kernels.cpu.intrinsics.scalars import store_f32
-from numba_kernels.cpu.qkv import BAD_POSITION, BAD_SLOT, norm_scale, rotate
+from numba_kernels.cpu.qkv import BAD_POSITION, BAD_SLOT, copy_floats, norm_scale, rotate
 from numba_kernels.cpu.quantised_rows import is_quantised, largest_number, store_row
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at, int64_at
 from numba_kernels.latent_rows import GROUP
@@ -29,12 +29,6 @@ FIELDS = Fields(
     "num_positions num_blocks block_size row_stride scales_at rotated_at tokens_a_work_item",
     "eps",
 )
-
-
-@njit(nogil=True)
-def _copy(source, target):
-    for i in range(target.shape[0]):
-        target[i] = source[i]
 
 
 @functools.cache
@@ -65,7 +59,7 @@ def latent_kernel(stored: type) -> Kernel:
             for head in range(a.heads):
                 pair = token * a.heads + head
                 query = float32_at(a.out + pair * a.width * 4, a.width)
-                _copy(float32_at(a.q + (pair * (a.key + a.rotary) + a.key) * 4, a.rotary), query[: a.rotary])
+                copy_floats(float32_at(a.q + (pair * (a.key + a.rotary) + a.key) * 4, a.rotary), query[: a.rotary])
                 rotate(query, cos, sin, a.rotary, a.rotary // 2, interleaved)
                 if a.q_scales != 0:
                     factor = float32_at(a.q_scales, a.num_positions)[positions[token]]
@@ -74,7 +68,7 @@ def latent_kernel(stored: type) -> Kernel:
             if slots[token] < 0:
                 continue
             source = float32_at(a.latent + token * a.width * 4, a.width)
-            _copy(source[rest:], row[: a.rotary])
+            copy_floats(source[rest:], row[: a.rotary])
             rotate(row, cos, sin, a.rotary, a.rotary // 2, interleaved)
             scale = norm_scale(source[:rest], a.eps)
             for i in range(rest):
