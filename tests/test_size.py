@@ -14,25 +14,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 37_095,
-    "runtime/emulator": 17_012,
+    "numba_kernels": 37_083,
+    "runtime/emulator": 17_010,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
     "runtime/backends": 3_067,
-    "runtime/linear": 2_311,
+    "runtime/linear": 2_308,
     "runtime/kv": 1_623,
     "runtime/engine": 21_279,
     "runtime/text": 5_806,
-    "runtime/llm": 1_712,
+    "runtime/llm": 1_708,
     "runtime/parallel": 1_107,
-    "runtime/images": 965,
-    "runtime/commands": 2_875,
+    "runtime/images": 937,
+    "runtime/commands": 2_874,
     "runtime/bench": 9_866,
-    "runtime": 3_299,
+    "runtime": 3_272,
     "models": 18_785,
     "server": 19_273,
     "tokenizer": 7_050,
-    "tools": 16_887,
+    "tools": 16_886,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 52_358
+MOST_WORDS = 51_334
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
