@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_067,
     "runtime/linear": 2_308,
     "runtime/kv": 1_623,
-    "runtime/engine": 21_279,
+    "runtime/engine": 21_245,
     "runtime/text": 5_806,
     "runtime/llm": 1_708,
     "runtime/parallel": 1_107,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 18_785,
     "server": 19_273,
     "tokenizer": 7_050,
-    "tools": 16_886,
+    "tools": 16_902,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 51_334
+MOST_WORDS = 50_519
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -14,8 +14,9 @@ import enum
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,9 +32,15 @@ HEAD = """# Python
 
 What `import xserv` gives. The names are vLLM's where it has one. A keyword that does not exist raises
 `UnknownOptionError`, which is a `TypeError`, with the nearest one; a wrong value raises `RequestError`, which is a
-`ValueError` and names it. The page is made of the docstrings by `python -m tools.make_python_page`.
+`ValueError` and names it. Calls that compute also raise `ContextLengthExceededError`, `EmbeddingError` and
+`EngineDeadError`. The page is made of the docstrings by `python -m tools.make_python_page`.
 
 """
+
+RAISED = re.compile(
+    r"\s*Raises (?:`(?:RequestError|ContextLengthExceededError|EmbeddingError|EngineDeadError)`(?:,\s)?)+\."
+)
+"""The end of a method's docstring that says no more than the head of the page."""
 
 EXAMPLES = """
 A prompt is a text, its token ids, or a mapping with `prompt` or `prompt_token_ids`, and with `cache_salt`, `priority`,
@@ -59,38 +66,39 @@ with LLM() as llm:
 def page() -> str:
     """The whole page."""
     parts = [HEAD, "## Examples\n", _example(llm), EXAMPLES, "\nFor programs on asyncio:\n", _example(async_llm), ""]
-    parts += ["## Contents\n", *(f"- [`{name}`](#{name.lower()})" for name in xserv.__all__), ""]
     for name in xserv.__all__:
         parts += _class(name, getattr(xserv, name))
-    parts += ["## Settings of the engine\n", "Keyword arguments of `LLM` and `AsyncLLM`.\n", _defaults(EngineConfig)]
-    parts += [_markdown(inspect.getdoc(EngineConfig) or "")]
+    parts += ["## Settings of the engine\n", "Keyword arguments of `LLM` and `AsyncLLM`.\n", _described(EngineConfig)]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _class(name: str, cls: type) -> Iterator[str]:
     yield f"## {name}\n"
-    if issubclass(cls, LoadedModel):
+    if cls is llm.LLM:
         yield _signature(name, cls.__init__) + "\n"
         yield _markdown((inspect.getdoc(LoadedModel) or "").replace("settings   ", "**settings  "))
+        yield _markdown(inspect.getdoc(cls) or "")
+    elif issubclass(cls, LoadedModel):
+        common = ", ".join(f"`{method}`" for method, _ in _methods(LoadedModel))
+        yield f"The arguments are `LLM`'s, and so are {common}.\n"
         yield _markdown(inspect.getdoc(cls) or "")
     elif issubclass(cls, enum.Enum):
         yield _markdown(inspect.getdoc(cls) or "")
         yield ", ".join(f"`{each.name}`" for each in cls) + "\n"
         return
     else:
-        yield _defaults(cls)
-        yield _markdown(inspect.getdoc(cls) or "")
-    for method, function in _methods(cls):
+        yield _described(cls)
+    for method, function in _methods(cls, but_for=LoadedModel if cls is not llm.LLM else None):
         yield f"### {name}.{method}\n"
         if not isinstance(function, property):
             yield _signature(method, function) + "\n"
-        yield _markdown(inspect.getdoc(function) or "")
+        yield RAISED.sub("", _markdown(inspect.getdoc(function) or "")).rstrip() + "\n"
 
 
-def _methods(cls: type) -> Iterator[tuple[str, Any]]:
-    """The public methods of a class, and of our class that it extends."""
+def _methods(cls: type, but_for: type | None = None) -> Iterator[tuple[str, Any]]:
+    """The public methods of a class, and of our class that it extends unless it is left out."""
     for owner in cls.__mro__[:-1]:
-        if owner.__module__.startswith(("runtime.llm", "runtime.engine.grammar")):
+        if owner is not but_for and owner.__module__.startswith(("runtime.llm", "runtime.engine.grammar")):
             for name, value in vars(owner).items():
                 if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
                     yield name, value
@@ -115,17 +123,24 @@ def _signature(name: str, function: Any) -> str:
     return f"```python\n{line}\n```"
 
 
-def _defaults(cls: type) -> str:
-    """A class's fields with their defaults, as one would write them."""
+def _described(cls: type) -> str:
+    """A class's docstring, after the fields that it does not describe; each field with its default."""
     if dataclasses.is_dataclass(cls):
         fields = [(each.name, each.default, each.default is dataclasses.MISSING) for each in dataclasses.fields(cls)]
     elif issubclass(cls, msgspec.Struct):
         fields = [(each.name, each.default, each.required) for each in msgspec.structs.fields(cls)]
     else:
-        return ""
-    shown = [name if is_required else f"{name}={_value(value)}" for name, value, is_required in fields]
-    text = textwrap.fill(", ".join(shown), 108, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
-    return f"```python\n{cls.__name__}(\n{text}\n)\n```\n"
+        return _markdown(inspect.getdoc(cls) or "")
+    shown = {name: name if is_required else f"{name}={_value(value)}" for name, value, is_required in fields}
+    doc = _markdown(inspect.getdoc(cls) or "", shown)
+    described = set(re.findall(r"\w+", " ".join(re.findall(r"^- `([^`]+)`:", doc, re.M))))
+    others = [text for name, text in shown.items() if name not in described]
+    if not others:
+        return doc
+    if described:
+        others.append("...")
+    text = textwrap.fill(", ".join(others), 108, break_long_words=False)
+    return f"```python\n{cls.__name__}({text})\n```\n\n{doc}"
 
 
 def _value(value: object) -> str:
@@ -139,7 +154,7 @@ def _example(module: Any) -> str:
     return f"```python\n{textwrap.dedent(found[0]).strip()}\n```\n"
 
 
-def _markdown(doc: str) -> str:
+def _markdown(doc: str, shown_as: Mapping[str, str] = MappingProxyType({})) -> str:
     """A docstring as Markdown: lines of a name and its meaning become a list, indented blocks become code."""
     parts: list[str] = []
     for paragraph in re.split(r"\n\s*\n", doc.strip("\n")):
@@ -151,7 +166,8 @@ def _markdown(doc: str) -> str:
         for line in lines:
             entry = re.match(r"^(\*{0,2}[a-z_]\w*(?:, \w+)*)\s{2,}(\S.*)$", line)
             if entry is not None:
-                shown.append(f"- `{entry[1]}`: {entry[2]}")
+                names = ", ".join(shown_as.get(name, name) for name in entry[1].split(", "))
+                shown.append(f"- `{names}`: {entry[2]}")
             elif shown and shown[-1].startswith("- ") and line.startswith(" "):
                 shown[-1] += f" {line.strip()}"
             else:

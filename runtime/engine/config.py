@@ -106,10 +106,7 @@ class SchedulingConfig:
         tuple[int, int, int, int] | None,
         Option(
             help="Chunks that shrink from HIGH to LOW in STAGES over a prompt's first TOKENS.",
-            about=(
-                "(high, low, stages, over_tokens): chunks that shrink in stages from high to low over the first "
-                "tokens of a prompt, in multiples of 32"
-            ),
+            about="(high, low, stages, over_tokens): chunks that shrink from high to low over a prompt's first tokens",
             heading="Scheduling",
             flag=Flag(kind=str, metavar="HIGH,LOW,STAGES,TOKENS", read=_stages_of_text),
         ),
@@ -118,10 +115,7 @@ class SchedulingConfig:
         Preemption,
         Option(
             help="How a preempted sequence's content comes back; auto: the cheaper.",
-            about=(
-                'how a victim\'s content comes back: "recompute", "swap", or "auto": the cheaper by measurement; '
-                "without room in the swap space it is computed again"
-            ),
+            about='how a victim comes back: "recompute", "swap", or "auto": the cheaper by measurement',
             heading="Scheduling",
         ),
     ] = "auto"
@@ -186,10 +180,7 @@ class EngineConfig(SchedulingConfig):
         Quantization,
         Option(
             help="Format that the weights get while they are loaded.",
-            about=(
-                'of linear maps while they are loaded: "none", "int8", "int4" (groups of 32), "mxfp4", "fp8"; the '
-                "output head is int8 beside the latter three"
-            ),
+            about='of linear maps at load: "none", "int8", "int4" (groups of 32), "mxfp4", "fp8"',
             heading="Model",
         ),
     ] = "none"
@@ -224,8 +215,8 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="Fields of the model's config.json to replace; null: pass one over.",
             about=(
-                "fields of the model's config.json that others replace: an object, or its JSON; objects in it are "
-                "merged, and null makes a field absent, also one that is not known here"
+                "fields that replace those of config.json: an object, or its JSON; objects in it are merged, null "
+                "makes a field absent"
             ),
             heading="Model",
             flag=Flag(kind=str, metavar="JSON"),
@@ -236,8 +227,8 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="The tower of a GGUF model that reads pictures; none: text alone; default: mmproj*.gguf beside it.",
             about=(
-                'the GGUF file of the tower of a GGUF model that reads pictures; "none": it reads text alone; "": '
-                "mmproj*.gguf beside the model, if there is one that fits it"
+                'GGUF file of the tower of a GGUF model that reads pictures; "none": text alone; "": the '
+                "mmproj*.gguf beside the model that fits it"
             ),
             heading="Model",
             flag=Flag(kind=str, metavar="FILE"),
@@ -247,10 +238,7 @@ class EngineConfig(SchedulingConfig):
         int | None,
         Option(
             help="Most tokens of prompt and answer together; default: the model's.",
-            about=(
-                "most tokens of prompt and output together; None: the model's positions, or what the KV cache can "
-                "hold if that is less"
-            ),
+            about="most tokens of prompt and output; None: the model's positions, or fewer if the KV cache holds fewer",
             heading="Memory and batches",
         ),
     ] = None
@@ -265,10 +253,7 @@ class EngineConfig(SchedulingConfig):
         int | None,
         Option(
             help="Most tokens in one step; default: 2048 on a GPU, 512 on a cpu.",
-            about=(
-                "most tokens in one step; None: 2,048 on a GPU, 512 on a cpu, whose products gain nothing by more, "
-                "or `max_num_seqs` if that is more"
-            ),
+            about="most tokens in one step; None: 2,048 on a GPU, 512 on a cpu; `max_num_seqs` if that is more",
             heading="Memory and batches",
         ),
     ] = None
@@ -385,9 +370,8 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="float: products never round x to bytes; on a CPU integer weights then become floats.",
             about=(
-                '"auto": on a cpu integers are multiplied with rows of x that are rounded to int8, on a GPU long '
-                'steps may be so where the checkpoint asks for it; "float": x is never rounded to bytes, and '
-                "weights that have no other product become floats while they are loaded"
+                '"auto": products of integers round rows of x to int8 on a cpu, and in long steps on a GPU if the '
+                'checkpoint asks for it; "float": x is never rounded; weights without such a product become floats'
             ),
             heading="Execution",
         ),
@@ -413,7 +397,7 @@ class EngineConfig(SchedulingConfig):
         DecodeKernels,
         Option(
             help="Decode layer by layer; megakernel, which was slower, is refused.",
-            about='kernels layer by layer ("layers"); "megakernel", one for all layers, was slower and is refused',
+            about='"layers"; "megakernel", one kernel for all layers, was slower and is refused',
             heading="Execution",
         ),
     ] = "layers"
@@ -422,14 +406,9 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="Proposer of tokens that a step tries; answers stay as they are.",
             about=(
-                'who proposes tokens for decodes to try: "auto" (a request\'s prediction, where it has one and the '
-                'model no recurrent states), "ngram"'
-                ' (beside it, what prompt and output said before), "suffix" (and the answers of others of the same '
-                'tenant), "draft:FOLDER" (a small model), "eagle3:FOLDER" (a drafter that reads the model\'s hidden '
-                'states), "eagle3" (the one in the model\'s folder), "dflash:FOLDER" (one that says a block at '
-                'once), "mtp" (the layer of the model\'s checkpoint that predicts further tokens), "mtp:FOLDER" (an '
-                'assistant of Gemma 4, which reads the model\'s pages), "off" (nobody); '
-                "tokens are as without (docs/speculation.md)"
+                '"auto" (a request\'s prediction; nothing for a model with recurrent states), "ngram", "suffix", '
+                '"draft:FOLDER", "eagle3", "eagle3:FOLDER", "dflash:FOLDER", "mtp", "mtp:FOLDER" or "off": see '
+                "speculation.md; tokens are the same with each"
             ),
             heading="Execution",
             flag=Flag(metavar="auto|off|ngram|suffix|draft:FOLDER|eagle3:FOLDER|dflash:FOLDER|mtp|mtp:FOLDER"),
@@ -439,10 +418,7 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="Most proposals for a sequence in a step; fewer where they do not pay.",
-            about=(
-                "most proposals for a sequence in a step; fewer, or none, where they do not pay. If speculation names "
-                "a proposer, pages of recurrent states have room for so many"
-            ),
+            about="most proposals for a sequence in a step; fewer, or none, where they do not pay",
             heading="Execution",
             most=MOST_SPECULATIVE_TOKENS,
         ),
@@ -452,9 +428,8 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="Keep proposals that change no token, or more of a draft model's by rejection sampling.",
             about=(
-                'which proposals are kept: "exact" (those that equal the draw that would have come anyway: no token'
-                ' changes), "rejection" (of a draft model\'s draws more: other answers, of the same distribution; '
-                "docs/speculation.md)"
+                '"exact" (keep proposals that equal the sample; no token changes), "rejection" (keep more of a draft '
+                "model's; the distribution stays)"
             ),
             heading="Execution",
         ),
@@ -463,10 +438,7 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="Ranks that the model is split over: processes with a GPU, or a share of the cores.",
-            about=(
-                "ranks that the model is split over, each a process with a GPU, or with its share of the "
-                "processors; which numbers a model can be split by, docs/parallel.md tells"
-            ),
+            about="ranks that each layer is split over, processes with a GPU or a share of the cores (parallel.md)",
             heading="Execution",
             most=MOST_RANKS,
         ),
@@ -475,10 +447,7 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="Stages that have the layers one after another; each has the ranks of tensor parallel.",
-            about=(
-                "stages that have the model's layers one after another, each of `tensor_parallel_size` ranks; as "
-                "many steps are under way at once (docs/parallel.md)"
-            ),
+            about="stages that share the layers, each of `tensor_parallel_size` ranks (parallel.md)",
             heading="Execution",
             most=MOST_RANKS,
         ),
@@ -487,7 +456,7 @@ class EngineConfig(SchedulingConfig):
         str,
         Option(
             help="Layers of each stage, by commas; default: so that all read as many bytes.",
-            about='how many layers each stage has, by commas; "": so that all read as many bytes',
+            about='layers of each stage, by commas; "": each stage reads as many bytes',
             heading="Execution",
         ),
     ] = ""
@@ -495,10 +464,7 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="Engines that share the requests, each a process with the whole model.",
-            about=(
-                "engines that share the requests, each a process with the whole model; those of a machine share its"
-                " processors and its memory"
-            ),
+            about="engines that share the requests and the machine, each a process with the whole model",
             heading="Execution",
             most=MOST_ENGINES,
         ),
@@ -508,8 +474,8 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="Choice of a request's engine: the next, the least busy, or by their prefixes.",
             about=(
-                'which of them gets a request: the next one ("round-robin"), the one with the least to do ("least-'
-                'load"), or with the least to do as its blocks hold the prompt\'s beginning ("prefix-aware")'
+                'how a request\'s engine is chosen: "round-robin", "least-load", or "prefix-aware" (load, and blocks '
+                "that hold the prompt's beginning)"
             ),
             heading="Execution",
         ),
