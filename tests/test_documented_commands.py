@@ -99,7 +99,6 @@ ELSEWHERE = {
         "xserv bench peers --workloads tokenizer --tokenizer tokenizer.json",
         "python -m runtime.cli bench peers --output-json docs/measurements/DATE-cpu-table.json > table.md",
         "xserv bench peers --workloads concurrent-8 --num-rounds 5 --output-json concurrent.json",
-        "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON --num-rounds 2",
         "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON "
         "--workloads WORKLOAD --num-rounds N",
         "python -m tools.write_moe_gguf qwen3moe FILE --layers 8", "python -m tools.write_random_gguf",
