@@ -100,7 +100,6 @@ class Engine:
         if speculator is not None:
             self.use(speculator)
         self._block_events: BlockEvents | None = None
-        self.stored: StoredPrefixes | None = None
         self._last_step_s = time.monotonic()
 
     def use(self, speculator: Speculator | None) -> None:
@@ -123,7 +122,7 @@ class Engine:
     def store_prefixes(self, pages: PageBytes, store: PageStore, fingerprint: str) -> None:
         """Keep prefixes in a store, too, whose pages have this fingerprint. To be called before the first request."""
         picture_of = None if self.pictures is None else self.pictures.keys.known_digest
-        self.stored = self.scheduler.stored = StoredPrefixes(self.pool, pages, store, fingerprint, picture_of)
+        self.scheduler.stored = StoredPrefixes(self.pool, pages, store, fingerprint, picture_of)
 
     @property
     def speculator(self) -> Speculator | None:
@@ -244,8 +243,8 @@ class Engine:
                 self.steps.start(self.steps.revise(following, outputs))
         else:
             self.steps.finish(opened, outputs)
-        if self.stored is not None:
-            self.stored.write_some()
+        if (stored := self.scheduler.stored) is not None:
+            stored.write_some()
         self.steps.counters.steps += 1
         self._last_step_s = time.monotonic()
         return outputs
@@ -254,19 +253,19 @@ class Engine:
         """Do deferred work while idle: record the decode graph that the last step lacked, and store prefixes."""
         if not self.has_work:
             self.executor.record()
-            if self.stored is not None:
-                self.stored.write_some(is_idle=True)
+            if (stored := self.scheduler.stored) is not None:
+                stored.write_some(is_idle=True)
 
     @property
     def wants_rest(self) -> bool:
         """Whether prefixes wait for the disk, although no step runs."""
-        return self.stored is not None and self.stored.num_waiting > 0
+        return (stored := self.scheduler.stored) is not None and stored.num_waiting > 0
 
     def close(self) -> None:
         """Wait for the running step and drop it; no further step runs."""
         self.grammars.close()
-        if self.stored is not None:
-            self.stored.close()
+        if (stored := self.scheduler.stored) is not None:
+            stored.close()
         self.executor.close()
         self.steps.close()
 
@@ -288,6 +287,7 @@ class Engine:
         graphs, tallies = self.executor.graph_stats(), self.executor.tallies()
         num_pictures = 0 if self.pictures is None else len(self.pictures)
         drafts = SpeculationCounters() if self.speculator is None else self.speculator.counters
+        stored = self.scheduler.stored
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting) + len(self.grammars) + num_pictures,
@@ -307,7 +307,7 @@ class Engine:
             prefix_cache_hits=cache.hit_tokens,
             prefix_cache_evictions=cache.evictions,
             prefix_cache_missed=tuple(cache.missed_tokens.values()),
-            prefix_cache_restored=0 if self.stored is None else self.stored.num_restored,
+            prefix_cache_restored=0 if stored is None else stored.num_restored,
             num_swaps=self.scheduler.num_swaps,
             swapped_out_blocks=counters.swapped_out_blocks,
             swapped_in_blocks=counters.swapped_in_blocks,

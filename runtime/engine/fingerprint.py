@@ -39,7 +39,8 @@ _NOTES = "digests.json"
 
 def fingerprint(model: Path, config: EngineConfig, spec: KVCacheSpec, notes: Path) -> str:
     """Covers the model's files and the program's by their contents, the options, the pages' form, and the processor.
-    Digests of the model's large files are kept in the folder ``notes``, by path, size, and times of change.
+    Digests of the model's files are kept in the folder ``notes``, by path, size, and times of change, while they are
+    there.
 
     Raises OSError if a file cannot be read.
     """
@@ -66,8 +67,19 @@ def fingerprint(model: Path, config: EngineConfig, spec: KVCacheSpec, notes: Pat
         kept[note] = known.get(note) or _digest(file)
         digest.update(f"{file.name}\0{kept[note]}\0".encode())
     if kept.items() - known.items():
-        _write(notes / _NOTES, known | kept)
+        names = {_name_in(note) for note in kept}
+        others = {
+            note: of_file
+            for note, of_file in known.items()
+            if (name := _name_in(note)) not in names and os.path.isfile(name)
+        }
+        _write(notes / _NOTES, others | kept)
     return digest.hexdigest()
+
+
+def _name_in(note: str) -> str:
+    """The file of which a digest is noted."""
+    return note.rsplit(" ", 4)[0]
 
 
 def _device(device: Device) -> str:

@@ -79,8 +79,8 @@ class PageStore(Protocol):
         """Notice what others have stored or dropped."""
         ...
 
-    def find(self, key: bytes) -> PageName | None:
-        """The page of this key; None if there is none."""
+    def find(self, keys: Sequence[bytes]) -> list[PageName | None]:
+        """The pages of these keys; None for each that there is none of."""
         ...
 
     def inside(self, parent: bytes) -> list[PageName]:
@@ -105,8 +105,9 @@ class PageStore(Protocol):
         """Stores pages of a pool, ``[num_pages, page_bytes]`` by plane; the arrays are kept."""
         ...
 
-    def close(self) -> None:
-        """Waits until what was handed over is written."""
+    def close(self, timeout_s: float | None = None) -> int:
+        """Waits until what was handed over is written, at most so long if a time is given. Returns the bytes that
+        are not."""
         ...
 
 
@@ -175,6 +176,7 @@ class DiskPages:
             self._seen_ns = changed_ns if is_settled else -1
             for name in self._files.keys() - names:
                 self._forget(name)
+            self._unusable &= names
             unknown = names - self._files.keys() - self._unusable
         for name in sorted(unknown):
             found = self._read_header(self._folder / name)
@@ -192,10 +194,10 @@ class DiskPages:
                 counts[file.header.pool] += len(file.header.names)
         return counts
 
-    def find(self, key: bytes) -> PageName | None:
+    def find(self, keys: Sequence[bytes]) -> list[PageName | None]:
         """See `PageStore`."""
         with self._lock:
-            return None if key not in self._places else self._name(key)
+            return [self._name(key) if key in self._places else None for key in keys]
 
     def inside(self, parent: bytes) -> list[PageName]:
         """See `PageStore`."""
@@ -205,14 +207,17 @@ class DiskPages:
     def runs(self, keys: Sequence[bytes]) -> list[PageRun]:
         """See `PageStore`."""
         found: list[PageRun] = []
+        file, first, count = "", 0, 0
         with self._lock:
             for key in keys:
-                file, row = self._place(key)
-                if found and found[-1].file == file and found[-1].row + found[-1].num_pages == row:
-                    found[-1] = found[-1]._replace(num_pages=found[-1].num_pages + 1)
-                else:
-                    found.append(PageRun(file, row, 1))
-        return found
+                place, row = self._place(key)
+                if count and (place, row) == (file, first + count):
+                    count += 1
+                    continue
+                if count:
+                    found.append(PageRun(file, first, count))
+                file, first, count = place, row, 1
+        return [*found, PageRun(file, first, count)] if count else found
 
     def read(self, run: PageRun, take: Callable[[Fill], None]) -> None:
         """See `PageStore`. The file counts as used."""
@@ -254,11 +259,12 @@ class DiskPages:
             self._queued_bytes += sum(plane.nbytes for plane in planes)
         self._queue.put((pool, names, planes))
 
-    def close(self) -> None:
-        """See `PageStore`."""
+    def close(self, timeout_s: float | None = None) -> int:
+        """See `PageStore`. A file that is not finished by then goes later, since it is too old."""
         if self._writer.is_alive():
             self._queue.put(None)
-            self._writer.join()
+            self._writer.join(timeout_s)
+        return self._queued_bytes
 
     # The writer's thread.
 

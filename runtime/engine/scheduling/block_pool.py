@@ -485,18 +485,17 @@ class BlockPool:
             for root in nodes:
                 root.twins = nodes
         useless: list[CachedBlock] = []
+        followers = [group for group, kind in enumerate(self.kinds) if kind.follows_tokens]
         for place in range(first, last):
             page = data[(place - first) * width : (place - first + 1) * width]
-            children: list[CachedBlock] = []
-            for node, ids, given_up, kind in zip(nodes, blocks, first_pages, self.kinds):
-                is_there = place >= given_up and kind.follows_tokens
-                child = self._record_block(node, page, ids[place] if is_there else None)
-                if child is not None:
-                    children.append(child)
+            children = self._cache.add_each(nodes, page)
             if len(children) < len(nodes):
                 chain.is_broken = True
                 useless = children
                 break
+            for group in followers:
+                if place >= first_pages[group]:
+                    self._keep_page(children[group], blocks[group][place])
             if self.states:
                 for child in children:
                     child.twins = children
@@ -513,7 +512,8 @@ class BlockPool:
             if is_final and (not self.states or self._has_state_inside(nodes, partial)):
                 for node, ids, kind in zip(nodes, blocks, self.kinds):
                     if kind.follows_tokens and self._cache.continued_by(node, partial) is None:
-                        self._record_block(node, partial, ids[last])
+                        for child in self._cache.add_each([node], partial):
+                            self._keep_page(child, ids[last])
         elif has_state and not chain.is_broken:
             for group in self.states:
                 if blocks[group]:
@@ -650,15 +650,13 @@ class BlockPool:
                 node.num_pins += count
                 self._cache.prune(node)
 
-    def _record_block(self, parent: CachedBlock, tokens: bytes, block_id: int | None) -> CachedBlock | None:
-        node = self._cache.add(parent, tokens)
-        if node is None or block_id is None or not self._keep(node, block_id):
-            return node
-        for beginning in self._cache.beginnings_of(node):
-            if beginning.block_id is not None and not self._is_held(beginning):
-                self._part_of[beginning.block_id].idle.discard(beginning)
-                self._clear(beginning.block_id)
-        return node
+    def _keep_page(self, node: CachedBlock, block_id: int) -> None:
+        """Record that a held block has this content; free ones with its beginnings have no use any more."""
+        if self._keep(node, block_id):
+            for beginning in self._cache.beginnings_of(node):
+                if beginning.block_id is not None and not self._is_held(beginning):
+                    self._part_of[beginning.block_id].idle.discard(beginning)
+                    self._clear(beginning.block_id)
 
     def _keep(self, node: CachedBlock, block_id: int) -> bool:
         """Record that a held block has this content. False if it is known, or a held block has it already."""

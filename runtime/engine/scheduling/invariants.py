@@ -10,6 +10,7 @@ from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.sequence import Sequence, State
 from runtime.engine.scheduling.step import Step
+from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
 
 logger = logging.getLogger("xserv.engine")
 
@@ -24,6 +25,7 @@ class Scheduler(Protocol):
     running: list[Sequence]
     free_rows: list[int]
     open_steps: list[Step]
+    stored: StoredPrefixes | None
 
 
 def check_step(scheduler: Scheduler, step: Step) -> None:
@@ -120,6 +122,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
                         sampling_sequences.add(chunk.sequence)
     assert not pool.offloads, "evicted blocks are in no step"
     holds = [[source] for step in scheduler.open_steps for source, _ in step.held_blocks]
+    if scheduler.stored is not None:
+        holds.append(scheduler.stored.held_blocks)
     pool.check_invariants([*(sequence.held_blocks for sequence in scheduler.running), *holds])
     if pool.host_pool is not None:
         returned = [step.returned_slots for step in scheduler.open_steps]

@@ -47,6 +47,10 @@ class Placement:
         """A running sequence has left: the head of the queue may be tried again."""
         self._refusal = None
 
+    def refuses(self, sequence: Sequence) -> bool:
+        """Whether a sequence that could not start still lacks the blocks."""
+        return self._refusal is not None and self._refusal.holds(sequence, self._pool)
+
     def start(self, sequence: Sequence, step: Step, num_running: int) -> int:
         """Give a waiting sequence its blocks, if there are enough and the step has room for it. Returns how many of its
         tokens the step computes, or 0 if it cannot start.
@@ -55,8 +59,6 @@ class Placement:
         once; in groups that give pages up, the pages of its next chunks are left as well.
         """
         pool = self._pool
-        if self._refusal is not None and self._refusal.holds(sequence, pool):
-            return 0
         before = pool.free_counts
         hit = reusable(sequence, pool)
         pool.share(hit.shared)

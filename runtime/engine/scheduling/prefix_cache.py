@@ -14,7 +14,7 @@ Reference counts and the order of eviction belong to the block pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -245,13 +245,26 @@ class PrefixCache:
 
     def add(self, parent: CachedBlock, tokens: bytes) -> CachedBlock | None:
         """The node of these tokens after ``parent``, made if it is new; None if another content has its digest."""
-        digest = self._digest(parent.digest, tokens)
-        node = self._index.get(digest)
-        if node is None:
-            node = self._index[digest] = CachedBlock(parent, tokens, digest)
-            parent.children.setdefault(tokens[:_TOKEN_BYTES], {})[node] = None
-            return node
-        return node if node.parent is parent and node.tokens == tokens else None
+        found = self.add_each([parent], tokens)
+        return found[0] if found else None
+
+    def add_each(self, parents: Sequence[CachedBlock], tokens: bytes) -> list[CachedBlock]:
+        """``add`` after each of these parents, without those where another content has the digest."""
+        index, found, first = self._index, list[CachedBlock](), tokens[:_TOKEN_BYTES]
+        for parent in parents:
+            digest = self._digest(parent.digest, tokens)
+            node = index.get(digest)
+            if node is None:
+                node = index[digest] = CachedBlock(parent, tokens, digest)
+                siblings = parent.children.get(first)
+                if siblings is None:
+                    parent.children[first] = {node: None}
+                else:
+                    siblings[node] = None
+            elif node.parent is not parent or node.tokens != tokens:
+                continue
+            found.append(node)
+        return found
 
     def continued_by(self, parent: CachedBlock, tokens: bytes) -> CachedBlock | None:
         """A block on the device after ``parent`` that begins with ``tokens``."""

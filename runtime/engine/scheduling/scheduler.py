@@ -99,6 +99,8 @@ class Scheduler:
             step.drop_transfers(sequence.held_blocks, slots)
         if sequence.state is State.WAITING:
             _remove(self.waiting, sequence)
+            if self.stored is not None:
+                self.stored.drop(sequence)
             if slots:
                 assert self.pool.host_pool is not None
                 self.pool.host_pool.give(slots)
@@ -243,8 +245,10 @@ class Scheduler:
                 return  # it ran: its tokens are known when that step is over
             if self.limits.longrope_threshold is not None:
                 choose_rotation(sequence, self.limits.longrope_threshold, self.pool.host_pool)
-            if self.stored is not None:
-                self._restore(self.stored, sequence, step)
+            if self._placement.refuses(sequence):
+                return
+            if self.stored is not None and not self._restore(self.stored, sequence, step):
+                return
             count = self._placement.start(sequence, step, len(self.running))
             if not count:
                 return
@@ -255,14 +259,14 @@ class Scheduler:
             step.add(sequence, count, is_first=True)
             most = None if most is None else most - 1
 
-    def _restore(self, stored: StoredPrefixes, sequence: Sequence, step: Step) -> None:
-        """Read what a store has of a new sequence's prefix, unless a block that is free now is still to be copied from,
-        or written by a step that runs."""
+    def _restore(self, stored: StoredPrefixes, sequence: Sequence, step: Step) -> bool:
+        """Read what a store has of a new sequence's prefix; False while it has to wait for more. That does not begin
+        while a block that is free now is still to be copied from, or written by a step that runs."""
         if sequence.num_cached_tokens is not None or sequence.host_slots or sequence.needs_prompt_logprobs:
-            return
+            return True
         has_copies = self.pool.offloads or any(each.swap_out for each in (step, *self.open_steps))
-        if not (has_copies or (self.open_steps and not stored.is_ordered)):
-            stored.restore(sequence, len(self.running))
+        may_begin = not (has_copies or (self.open_steps and not stored.is_ordered))
+        return stored.restore(sequence, len(self.running), may_begin=may_begin)
 
     def _idle(self) -> list[Sequence]:
         """The running sequences that a step may be planned for."""
@@ -300,6 +304,8 @@ class Scheduler:
         }
         needed = self.pool.by_pool(map(sum, zip(*lacking.values())))
         while not self.pool.has_room(needed):
+            if self.stored is not None and self.stored.drop():
+                continue
             if len(self.running) == 1:
                 return False
             victim = self._victim_of(self.running)

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,6 +35,12 @@ _STEP_BYTES = 4 << 20
 
 _FILE_BYTES = 32 << 20
 """Bytes of pages in one file, about."""
+
+_READ_BYTES = 32 << 20
+"""Bytes that are read back before a step in which others run, some ten milliseconds, and one page at least."""
+
+_CLOSE_S = 10.0
+"""How long a shutdown writes what is left: less than an engine's process is given to end."""
 
 
 class BlockBytes(Protocol):
@@ -60,6 +69,32 @@ class _Wanted(NamedTuple):
     states: dict[int, int | bytes]
 
 
+class _Asked(NamedTuple):
+    """A waiting sequence's tokens but the last, and the names of their full pages, without a group."""
+
+    sequence: Choice
+    salt: Salt
+    tokens: NDArray[np.int32]
+    names: list[PageName]
+
+
+@dataclass
+class _Restoring:
+    """A prefix that is being read back: blocks for its stored pages by their keys, those that it shares with the pool,
+    and what is still to be read."""
+
+    sequence: Choice
+    wanted: _Wanted
+    taken: dict[bytes, int]
+    shared: list[int]
+    runs: deque[PageRun]
+    num_read: int = 0  # pages of ``taken``
+
+    @property
+    def held_blocks(self) -> list[int]:
+        return [*self.taken.values(), *self.shared]
+
+
 class StoredPrefixes:
     """A block pool's part in a `PageStore`. Belongs to the engine's loop.
 
@@ -80,6 +115,8 @@ class StoredPrefixes:
         self._pool, self._pages, self._store = pool, pages, store
         self._picture_of = picture_of
         self._waiting: deque[tuple[int, CachedBlock]] = deque()  # group and content: to be written
+        self._asked: _Asked | None = None  # the latest, so that each try does not hash it again
+        self._restoring: _Restoring | None = None
 
     @property
     def is_ordered(self) -> bool:
@@ -131,9 +168,19 @@ class StoredPrefixes:
         return len(self._waiting)
 
     def close(self) -> None:
-        """Write as much of what is noted as the store takes at once, and wait for it."""
-        self.write_some(is_idle=True)
-        self._store.close()
+        """Write what is noted, for some seconds at most."""
+        self.drop()
+        until_s = time.monotonic() + _CLOSE_S
+        while self._waiting and time.monotonic() < until_s:
+            if self._store.has_room:
+                self._write_batch(_FILE_BYTES)
+            else:
+                time.sleep(0.01)
+        self._drop_evicted()
+        num_left = self._store.close(max(0.0, until_s - time.monotonic()))
+        num_left += sum(sum(self._pages.page_bytes[self._pool.pools[group]]) for group, _ in self._waiting)
+        if num_left:
+            logger.warning("%.0f MB of prefixes were not stored in the %g s of a shutdown", num_left / 1e6, _CLOSE_S)
 
     def _write_batch(self, most_bytes: int) -> None:
         """Hand the next pages of one pool to the store."""
@@ -145,7 +192,7 @@ class StoredPrefixes:
                 node.is_noted = False
                 continue
             name = self._name_of(node, group)
-            if name is not None and self._store.find(name.key) is None:
+            if name is not None and self._store.find([name.key]) == [None]:
                 names.append(name)
                 block_ids.append(node.block_id)
                 num_bytes += sum(self._pages.page_bytes[number])
@@ -153,15 +200,52 @@ class StoredPrefixes:
             self._store.write(number, names, self._pages.copy_out(number, block_ids))
             self.num_written += len(names)
 
-    def restore(self, sequence: Choice, num_running: int) -> None:
+    def restore(self, sequence: Choice, num_running: int, *, may_begin: bool) -> bool:
         """Read the pages of a waiting sequence's prefix that the store has and the pool has not into free blocks, if
-        there are enough of them and one more for each of ``num_running`` sequences."""
-        pool, salt = self._pool, sequence.chain.salt
-        tokens = np.ascontiguousarray(sequence.prefix_keys(0, sequence.num_tokens - 1), np.int32)
+        there are enough of them and one more for each of ``num_running`` sequences. If any of these runs, a part is
+        read for each call. False while there is more: the sequence has to wait. ``may_begin``: whether free blocks may
+        be written."""
+        if self._restoring is not None and self._restoring.sequence is not sequence:
+            self.drop()
+        if self._restoring is None and may_begin:
+            self._restoring = self._begin(sequence, num_running)
+        if (work := self._restoring) is None:
+            return True
+        try:
+            self._read(work, _READ_BYTES if num_running else math.inf)
+        except PageLostError as error:
+            logger.info("a stored prefix is computed again: %s", error)
+            self.drop()
+            return True
+        if work.runs:
+            return False
+        self._restoring = None
+        self._record(work)
+        return True
+
+    def drop(self, sequence: Choice | None = None) -> bool:
+        """Give up reading back the prefix of this sequence, or of any. False if there is none."""
+        if self._restoring is None or sequence not in (None, self._restoring.sequence):
+            return False
+        self._pool.release(self._restoring.held_blocks)
+        self._restoring = None
+        return True
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Blocks of a prefix that is being read back."""
+        return [] if self._restoring is None else self._restoring.held_blocks
+
+    def _begin(self, sequence: Choice, num_running: int) -> _Restoring | None:
+        """Find a sequence's prefix, and take blocks for it. None if the store has nothing more, or there is no room."""
+        pool, asked, salt = self._pool, self._asked, sequence.chain.salt
+        if asked is None or (asked.sequence, asked.salt) != (sequence, salt):
+            tokens = np.ascontiguousarray(sequence.prefix_keys(0, sequence.num_tokens - 1), np.int32)
+            asked = self._asked = _Asked(sequence, salt, tokens, list(self._names(tokens, salt)))
         self._store.refresh()
-        wanted = self._find(tokens, salt)
+        wanted = self._find(asked)
         if wanted is None:
-            return
+            return None
         shared = [each for each in self._all(wanted) if isinstance(each, int)]
         pool.share(shared)
         needed = pool.by_pool(
@@ -170,29 +254,22 @@ class StoredPrefixes:
         )
         if not pool.has_room(needed, num_running):
             pool.release(shared)
-            return
+            return None
         fresh = [iter(pool.allocate(count, number, offloads=False)) for number, count in enumerate(needed)]
         taken: dict[bytes, int] = {}
         for group, ids in enumerate(wanted.blocks):
             of_group = [*ids, *([wanted.states[group]] if group in wanted.states else [])]
             taken.update((key, next(fresh[pool.pools[group]])) for key in of_group if isinstance(key, bytes))
-        try:
-            self._read(taken)
-        except PageLostError as error:
-            logger.info("a stored prefix is computed again: %s", error)
-            pool.release(taken.values())
-            pool.release(shared)
-            return
-        self._record(wanted, taken, sequence)
+        return _Restoring(sequence, wanted, taken, shared, deque(self._store.runs(list(taken))))
 
     def _all(self, wanted: _Wanted) -> Iterator[int | bytes]:
         """The wanted blocks in a sequence's order."""
         yield from (each for each in by_page(wanted.blocks, [0] * len(wanted.blocks)))
         yield from wanted.states.values()
 
-    def _record(self, wanted: _Wanted, taken: dict[bytes, int], sequence: Choice) -> None:
+    def _record(self, work: _Restoring) -> None:
         """Record the blocks as those of a sequence that has just ended, and release them."""
-        pool = self._pool
+        pool, wanted, taken = self._pool, work.wanted, work.taken
 
         def block_of(each: int | bytes) -> int:
             return taken[each] if isinstance(each, bytes) else each
@@ -200,9 +277,9 @@ class StoredPrefixes:
         blocks = [[*[NO_BLOCK] * first, *map(block_of, ids)] for first, ids in zip(wanted.first_pages, wanted.blocks)]
         for group, state in wanted.states.items():
             blocks[group] = [block_of(state)]
-        chain = Chain(sequence.chain.salt)
+        chain = Chain(work.sequence.chain.salt)
         is_inside = bool(wanted.num_tokens % pool.block_size)
-        pool.record(chain, blocks, wanted.first_pages, wanted.num_tokens, sequence, is_final=is_inside)
+        pool.record(chain, blocks, wanted.first_pages, wanted.num_tokens, work.sequence, is_final=is_inside)
         for node in chain.nodes:
             each: CachedBlock | None = node
             while each is not None and each.parent is not None and not each.is_noted:
@@ -212,57 +289,43 @@ class StoredPrefixes:
         pool.forget(chain)
         self.num_restored += wanted.num_tokens - wanted.num_known
 
-    def _read(self, taken: dict[bytes, int]) -> None:
-        """Fill blocks with the pages of these keys. Raises PageLostError."""
-        keys, place = list(taken), 0
-        for run in self._store.runs(keys):
-            end = place + run.num_pages
-            while place < end:  # pieces whose blocks are adjacent, too
-                first, count = taken[keys[place]], 1
-                while place + count < end and taken[keys[place + count]] == first + count:
-                    count += 1
-                piece = PageRun(run.file, run.row + run.num_pages - (end - place), count)
-                number = self._pool.pool_number(first)
-                self._store.read(piece, lambda read: self._pages.fill(number, first, count, read))  # noqa: B023
-                place += count
-
-    def _find(self, tokens: NDArray[np.int32], salt: Salt) -> _Wanted | None:
-        """The longest prefix of ``tokens`` that tree and store have; None if the tree has as much."""
-        pool, size = self._pool, self._pool.block_size
-        known = pool.find(tokens, salt).num_tokens
-        if known > len(tokens) - size and not pool.states:
-            return None
-        paths = pool.paths(tokens, salt)
-        names = list(self._names(tokens, salt))
-        followers = [group for group in range(len(pool.kinds)) if group not in pool.states]
-
-        def place_of(group: int, page: int) -> int | bytes | None:
-            path = paths[group]
-            if page < len(path) and (block_id := path[page].block_id) is not None:
-                return block_id
-            return self._stored(names[page], group)
-
-        places: list[list[int | bytes | None]] = [[] for _ in pool.kinds]
-        for group in followers:
-            for page in range(len(names)):
-                place = place_of(group, page)
-                if place is None and pool.kinds[group].is_whole:
+    def _read(self, work: _Restoring, most_bytes: float) -> None:
+        """Fill blocks with the next pages. Raises PageLostError."""
+        ids = list(work.taken.values())
+        while work.runs and most_bytes > 0:
+            run, first = work.runs[0], ids[work.num_read]
+            number = self._pool.pool_number(first)
+            page_bytes, count = sum(self._pages.page_bytes[number]), 1
+            while count < run.num_pages and count * page_bytes < most_bytes:  # pieces whose blocks are adjacent, too
+                if ids[work.num_read + count] != first + count:
                     break
-                places[group].append(place)
+                count += 1
+            piece = run._replace(num_pages=count)
+            self._store.read(piece, lambda read: self._pages.fill(number, first, count, read))  # noqa: B023
+            work.num_read += count
+            most_bytes -= count * page_bytes
+            if count == run.num_pages:
+                work.runs.popleft()
+            else:
+                work.runs[0] = run._replace(row=run.row + count, num_pages=run.num_pages - count)
+
+    def _find(self, asked: _Asked) -> _Wanted | None:
+        """The longest prefix that tree and store have; None if the tree has as much."""
+        pool, size, (_, salt, tokens, names) = self._pool, self._pool.block_size, asked
+        paths = pool.paths(tokens, salt)
+        followers = [group for group in range(len(pool.kinds)) if group not in pool.states]
+        places = {group: self._places(names, paths[group], group) for group in followers}
         stored = [[each is not None for each in places[group]] for group in followers]
         kinds = [pool.kinds[group] for group in followers]
         most = findable_pages(stored, kinds, size) if followers else len(names)
-        ends: list[tuple[int, dict[int, int | bytes], list[int | bytes | None]]] = []
-        if not pool.states:
-            ends.append((most * size, {}, []))
-        for end, states in self._states(tokens, salt, names, paths, most) if pool.states else ():
+        ends: Iterator[tuple[int, dict[int, int | bytes]]] = iter([(most * size, {})])
+        if pool.states:
+            ends = self._states(tokens, salt, names, paths, most)
+        for end, states in ends:
             rest = [self._rest(tokens, names, salt, end, group) for group in followers] if end % size else []
-            if all(each is not None for each in rest):
-                ends.append((end, states, rest))
-        for end, states, rest in sorted(ends, key=lambda each: -each[0]):
             num_pages = end // size
-            if end <= known:
-                return None
+            if not all(each is not None for each in rest):
+                continue
             if followers and findable_pages([each[:num_pages] for each in stored], kinds, size) < num_pages:
                 continue
             first_pages = [kind.first_page(num_pages * size, size) for kind in pool.kinds]
@@ -270,33 +333,48 @@ class StoredPrefixes:
             for number, group in enumerate(followers):
                 of_group = [*places[group][first_pages[group] : num_pages], *rest[number : number + 1]]
                 chosen[group] = [each for each in of_group if each is not None]
-            return _Wanted(end, known, first_pages, chosen, states)
+            known = len(tokens)
+            if any(isinstance(each, bytes) for ids in (*chosen, states.values()) for each in ids):
+                known = pool.find(tokens, salt).num_tokens
+            return _Wanted(end, known, first_pages, chosen, states) if end > known else None
         return None
+
+    def _places(self, names: list[PageName], path: list[CachedBlock], group: int) -> list[int | bytes | None]:
+        """By page: the block that has it, or else its key if the store has it. For a group that keeps all tokens, up to
+        the first that neither has."""
+        found: list[int | bytes | None] = [node.block_id for node in path[: len(names)]]
+        found += [None] * (len(names) - len(found))
+        missing = [page for page, each in enumerate(found) if each is None]
+        for page, key in zip(missing, self._stored([names[page] for page in missing], group)):
+            found[page] = key
+        is_whole = self._pool.kinds[group].is_whole
+        return found[: found.index(None)] if is_whole and None in found else found
 
     def _states(
         self, tokens: NDArray[np.int32], salt: Salt, names: list[PageName], paths: list[list[CachedBlock]], most: int
     ) -> Iterator[tuple[int, dict[int, int | bytes]]]:
-        """The lengths after which tree or store have a state in each group of states, and where; up to the page after
-        ``most``."""
+        """The lengths after which tree or store have a state in each group of states, and where, the longest first,
+        from inside the page after ``most``."""
         pool, size = self._pool, self._pool.block_size
         data, root = tokens.tobytes(), self._root_key(salt)
-        for page in range(min(most, len(names)) + 1):
+        for page in range(min(most, len(names)), -1, -1):
             before = names[page - 1].key if page else root
             found: dict[int, dict[int, int | bytes]] = {}  # by length and group
             for group in pool.states:
-                if page and (key := self._stored(names[page - 1], group)) is not None:
+                if page and (key := self._stored([names[page - 1]], group)[0]) is not None:
                     found.setdefault(page * size, {})[group] = key
                 if page and page <= len(paths[group]) and (block_id := paths[group][page - 1].block_id) is not None:
                     found.setdefault(page * size, {})[group] = block_id
-                following = self._identity(data[page * size * 4 : (page + 1) * size * 4])
-                for name in self._store.inside(_of_group(before, group)):
+                inside = self._store.inside(_of_group(before, group))
+                following = self._identity(data[page * size * 4 : (page + 1) * size * 4]) if inside else None
+                for name in inside:
                     end = page * size + len(name.tokens) // 4
                     is_inside = end < (page + 1) * size and end <= len(tokens)
                     if is_inside and following is not None and following.startswith(name.tokens):
                         found.setdefault(end, {})[group] = name.key
-            for end, states in found.items():
-                if len(states) == len(pool.states):
-                    yield end, states
+            for end in sorted(found, reverse=True):
+                if len(found[end]) == len(pool.states):
+                    yield end, found[end]
 
     def _rest(
         self, tokens: NDArray[np.int32], names: list[PageName], salt: Salt, end: int, group: int
@@ -310,11 +388,13 @@ class StoredPrefixes:
                 return name.key
         return None
 
-    def _stored(self, name: PageName, group: int) -> bytes | None:
-        """The key of a full page, or of the state after it, if the store has it with the same tokens."""
-        key = _of_group(name.key, group)
-        found = self._store.find(key)
-        return key if found is not None and found.tokens == name.tokens else None
+    def _stored(self, names: Sequence[PageName], group: int) -> list[bytes | None]:
+        """The keys of full pages, or of the states after them, that the store has with the same tokens."""
+        keys = [_of_group(name.key, group) for name in names]
+        return [
+            key if found is not None and found.tokens == name.tokens else None
+            for key, name, found in zip(keys, names, self._store.find(keys))
+        ]
 
     # Names
 

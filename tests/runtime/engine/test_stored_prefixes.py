@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 import runtime.engine.process.thread_client as thread_client
@@ -30,6 +32,7 @@ from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from runtime.kv.kinds import State
 from tests.models.folders import load_golden, write_model
+from tests.runtime.engine.fakes import Collected, collect, run_to_end, said_by_engine
 from tests.runtime.engine.storing_engine import SETTINGS, VOCAB_SIZE, answers, make_requests
 from tests.runtime.engine.test_window_groups import MIXED
 from tests.runtime.engine.test_window_groups import write_model as write_windows
@@ -250,10 +253,10 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_waits_for_a_disk_that_takes_nothing_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_store.DiskPages, "has_room", False)
     with engine_on(write_full(tmp_path / "model"), tmp_path / "prefixes", num_blocks=24) as engine:
-        assert engine.stored is not None
+        assert engine.scheduler.stored is not None
         for seed in range(6):
             answers(engine, make_requests(seed, 10))
-            assert len(engine.stored._waiting) <= 2 * engine.pool.num_blocks, seed
+            assert len(engine.scheduler.stored._waiting) <= 2 * engine.pool.num_blocks, seed
         monkeypatch.setattr(page_store.DiskPages, "has_room", True)
     assert files_of(tmp_path / "prefixes")
 
@@ -269,8 +272,143 @@ def test_an_idle_engine_writes_more_than_the_queue_holds(tmp_path: Path, monkeyp
             outputs: list[Any] = []
             client.submit(EngineRequest(request_id="x", prompt_token_ids=[*range(90)], params=params), outputs.append)
             wait_until(lambda: bool(outputs) and not engine.wants_rest)
-        assert engine.stored is not None
-        assert engine.stored.num_written == 11
+        assert engine.scheduler.stored is not None
+        assert engine.scheduler.stored.num_written == 11
+
+
+def test_a_shutdown_writes_what_is_left_for_some_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than the queue holds; and it says what a disk that is too slow did not take."""
+    model = write_full(tmp_path / "model")
+    monkeypatch.setattr(page_store, "MOST_QUEUED_BYTES", 1)
+    for name in ("_STEP_BYTES", "_FILE_BYTES"):
+        monkeypatch.setattr(stored_prefixes, name, 1)
+
+    def serve(folder: str) -> None:
+        with engine_on(model, tmp_path / folder) as engine:
+            params = SamplingParams(max_tokens=1)
+            engine.add(EngineRequest(request_id="x", prompt_token_ids=[*range(90)], params=params))
+            run_to_end(engine)
+
+    serve("whole")
+    assert len(files_of(tmp_path / "whole")) == 11
+    assert not said_by_engine(caplog)
+    monkeypatch.setattr(page_store.DiskPages, "has_room", False)
+    monkeypatch.setattr(stored_prefixes, "_CLOSE_S", 0.05)
+    serve("slow")
+    assert not files_of(tmp_path / "slow")
+    assert said_by_engine(caplog) == ["0 MB of prefixes were not stored in the 0.05 s of a shutdown"]
+
+
+@pytest.mark.parametrize("case", ["full", "windows", "states"])
+def test_others_go_on_while_a_prefix_is_read_back(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page a step, and the prompt is hashed once; a sequence that ends meanwhile leaves no block behind."""
+    model, own = write_case(tmp_path / "model", case)
+    prompt = [random.Random(1).randrange(50) for _ in range(80)]
+
+    def request(name: str, ids: list[int], count: int) -> EngineRequest:
+        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        return EngineRequest(request_id=name, prompt_token_ids=ids, params=params)
+
+    long, other = request("long", prompt, 4), request("other", [7, 5, 3], 60)
+    with engine_on(model, None, **own) as alone:
+        for each in (long, other):
+            alone.add(each)
+        known = run_to_end(alone)
+    with engine_on(model, tmp_path / "prefixes", **own) as engine:
+        engine.add(long)
+        run_to_end(engine)
+    monkeypatch.setattr(stored_prefixes, "_READ_BYTES", 1)
+    with engine_on(model, tmp_path / "prefixes", **own) as engine:
+        stored = engine.scheduler.stored
+        assert stored is not None
+        hashed = Mock(side_effect=stored._names)
+        monkeypatch.setattr(stored, "_names", hashed)
+        found: dict[str, Collected] = {}
+        engine.add(other)
+        collect(engine.step(), found)
+        hashed.reset_mock()
+        for ends in ("cancelled", "paused", "answered"):
+            engine.add(long)
+            steps = 0
+            while not engine.scheduler.running[1:] and engine.scheduler.waiting:
+                before = found["other"].token_ids()
+                collect(engine.step(), found)
+                assert len(found["other"].token_ids()) == len(before) + 1
+                engine.check_invariants()
+                steps += 1
+                if ends != "answered" and steps == 3:
+                    assert stored.held_blocks
+                    if ends == "paused":
+                        engine.pause("long")
+                        collect(engine.step(), found)
+                        assert not stored.held_blocks
+                    engine.cancel("long")
+            assert not stored.held_blocks
+        assert steps > 5
+        assert hashed.call_count == 3
+        run_to_end(engine, found)
+        assert found["long"].token_ids() == known["long"].token_ids()
+        assert restored(engine) > 60
+
+
+def test_a_prefix_that_is_read_back_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a running sequence that needs a block."""
+    model, prompt = write_full(tmp_path / "model"), [*range(88)]
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    long, other = (
+        EngineRequest(request_id=name, prompt_token_ids=ids, params=msgspec.structs.replace(params, max_tokens=count))
+        for name, ids, count in (("long", prompt, 8), ("other", [*range(9, 16)], 40))
+    )
+    with engine_on(model, tmp_path / "prefixes") as engine:
+        engine.add(long)
+        run_to_end(engine)
+    monkeypatch.setattr(stored_prefixes, "_READ_BYTES", 1)
+    with engine_on(model, tmp_path / "prefixes", num_blocks=12) as engine:
+        stored = engine.scheduler.stored
+        assert stored is not None
+        given_way = 0
+
+        def drop(*args: Any) -> bool:
+            nonlocal given_way
+            is_dropped = plain(*args)
+            given_way += is_dropped
+            return is_dropped
+
+        plain = stored.drop
+        monkeypatch.setattr(stored, "drop", drop)
+        engine.add(other)
+        engine.step()
+        engine.add(long)
+        results = run_to_end(engine)
+        assert given_way > 0
+        engine.check_invariants()
+    assert sorted(len(each.token_ids()) for each in results.values()) == [8, 39]
+
+
+def test_what_is_remembered_of_files_is_bounded(tmp_path: Path) -> None:
+    """Unusable files are forgotten once they are gone, and digests of files that are."""
+    model, folder = write_full(tmp_path / "model"), tmp_path / "prefixes"
+    with engine_on(model, folder):
+        pass
+    (of_model,) = (each for each in folder.iterdir() if each.is_dir())
+    notes = folder / "digests.json"
+    known = json.loads(notes.read_text())
+    (tmp_path / "other").write_text("")
+    others = {f"{tmp_path / name} 0 1 2 3": "digest" for name in ("gone", "other", "model/config.json")}
+    notes.write_text(json.dumps(others))
+    store = page_store.DiskPages(folder, of_model.name, BYTES, [[8]])
+    for number in range(3):
+        (of_model / f"{number}.pages").write_bytes(b"no pages")
+        store._seen_ns = -1
+        store.refresh()
+        assert store._unusable == {f"{number}.pages"}
+        (of_model / f"{number}.pages").unlink()
+    assert store.close(5.0) == 0
+    with engine_on(model, folder):
+        pass
+    assert json.loads(notes.read_text()) == {**known, f"{tmp_path / 'other'} 0 1 2 3": "digest"}
 
 
 @pytest.mark.parametrize(

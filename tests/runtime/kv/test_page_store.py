@@ -34,14 +34,14 @@ def read(store: DiskPages, numbers: list[int]) -> list[NDArray[np.uint8]]:
 
 
 def known(store: DiskPages) -> list[int]:
-    return [number for number in range(3100) if store.find(name_of(number).key) is not None]
+    return [number for number in range(3100) if store.find([name_of(number).key]) != [None]]
 
 
 def check(store: DiskPages) -> int:
     """Reads every page that the store says it has. Returns how many."""
     numbers = known(store)
     for number in numbers:
-        assert store.find(name_of(number).key) == name_of(number)
+        assert store.find([name_of(number).key]) == [name_of(number)]
     for found, expected in zip(read(store, numbers), planes_of(numbers)):
         assert (found == expected).all()
     return len(numbers)
@@ -58,7 +58,7 @@ def test_pages_are_found_again_with_their_names_and_bytes(tmp_path: Path) -> Non
     assert [run.num_pages for run in again.runs([name_of(number).key for number in (4, 5, 6)])] == [2, 1]
     assert check(again) == 5
     assert again.num_pages() == [6]
-    assert again.find(b"another") is None
+    assert again.find([b"another"]) == [None]
     again.close()
 
 
@@ -95,7 +95,7 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     os.unlink(tmp_path / "pages" / "model" / run.file)
     with pytest.raises(PageLostError, match="cannot be read"):
         read(other, [200])
-    assert other.find(name_of(200).key) is None
+    assert other.find([name_of(200).key]) == [None]
     other.close()
 
 
@@ -106,7 +106,7 @@ def test_a_file_that_was_read_since_it_was_listed_stays(tmp_path: Path) -> None:
         if first == 300:
             read(store, [0])
         write(store, list(range(first, first + 20)))
-        wait_until(lambda first=first: store.find(name_of(first).key) is not None)  # type: ignore[misc]
+        wait_until(lambda first=first: store.find([name_of(first).key]) != [None])  # type: ignore[misc]
         time.sleep(0.05)
     store.close()
     store.refresh()
