@@ -239,7 +239,7 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return taken
 
     plain = os.write
-    monkeypatch.setattr(page_store.os, "write", write)
+    monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(page_store, "_REST_S", 0.0)
     with engine_on(model, folder) as engine:
         assert answers(engine, requests) == expected
