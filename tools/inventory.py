@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, is_typeddict
+from typing import Any, get_origin, is_typeddict
 
 import msgspec
 import typer
@@ -126,9 +126,10 @@ def openapi() -> dict[str, Any]:
 
 def metrics() -> dict[str, list[str]]:
     """Names of all metrics, those of speculation, ranks and routing included, and their labels."""
-    numbers: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 0)
-    tuples: dict[str, Any] = dict.fromkeys(("accepted_by_position", "rank_step_s", "rank_waited_s"), (0,))
-    stats = SimpleNamespace(**numbers | tuples | {"iteration_token_counts": ()})
+    given: dict[str, Any] = {
+        each.name: (0,) if get_origin(each.type) is tuple else 0 for each in msgspec.structs.fields(EngineStats)
+    }
+    stats = SimpleNamespace(**given | {"iteration_token_counts": ()})
     info = SimpleNamespace(ranks=(RankInfo(0, 0, 0, 1, 0, 0),), block_size=1, num_blocks=1, dtype="", max_model_len=1)
     routing = RoutingStats(policy="", num_requests=[0], num_found_tokens=0, num_moved=0, num_digests=0, num_untaken=0)
     client: Any = SimpleNamespace(info=info, stats=lambda: stats, routing=routing)

@@ -105,7 +105,6 @@ class Section:
 def sections() -> Iterator[Section]:
     """All sections, the most important first."""
     yield Section("environment", "environment:cases", 40, 30)
-    yield Section("first launches", "kernels.first_launches:cases", 60, 25)
     yield Section("bandwidth", "kernels.cases:bandwidth", 30, is_timed=True)
     yield Section("hopper gemm", "kernels.cases:checked", 80, 20, argument="hopper gemm")
     yield Section("gemm", "kernels.cases:checked", 40, 20, argument="gemm")
@@ -151,9 +150,6 @@ def sections() -> Iterator[Section]:
             f"speculation speed {name}", "serving.speculation:speed", 30, 25, models=(name,), argument=name,
             is_timed=True,
         )  # fmt: skip
-        yield Section(
-            f"mixed load {name}", "serving.mixed_load:cases", 45, 30, models=(name,), argument=name, is_timed=True
-        )
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         name = path.stem.removeprefix("test_").removesuffix("_on_hardware")
         yield Section(f"tests {name}", "hardware_tests:session", 90, 60, argument=f"gpu/{path.name}")

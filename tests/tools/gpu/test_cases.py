@@ -19,7 +19,6 @@ from tests.runtime.device.emulated import new_gpu
 from tools import gpu_check
 from tools.gpu.checking import worker
 from tools.gpu.kernels.cases import check
-from tools.gpu.kernels.first_launches import _copy
 from tools.gpu.sections import EMULATED_TESTS, ROOT, Case, Options, sections
 from tools.gpu.serving import graph_timeline
 
@@ -100,12 +99,6 @@ def test_a_wrong_product_says_where() -> None:
         verify(gpu, case, ready)
     with pytest.raises(AssertionError, match="written after the result"):
         verify(gpu, case, ready, lambda: gpu.fill(ready.out + 3 * 64 * 2, 0, 1))
-
-
-@pytest.mark.emulator
-def test_first_copies() -> None:
-    gpu = new_gpu()
-    assert [_copy(gpu, blocks)["bytes"] for blocks in (1, 2)] == [8192, 16384]
 
 
 @pytest.mark.exhaustive  # half a minute of translation
