@@ -24,8 +24,8 @@ from tests.models.folders import write_safetensors
 from tests.models.golden_weights import golden_tensor
 from tools.comparing.fuzzing.cases import POOLED, classes_of, families
 from tools.comparing.fuzzing.check import check
-from tools.comparing.fuzzing.gemma4_families import GEMMA4
 from tools.comparing.fuzzing.latent_families import LATENT
+from tools.comparing.fuzzing.picture_families import GEMMA4
 from tools.comparing.fuzzing.state_families import STATES
 
 FOLDER = Path(__file__).parent / "fuzzed"

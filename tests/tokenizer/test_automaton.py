@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tokenizer.support import random_text
-from tokenizer.patterns.automaton import Automaton, compile_automaton
-from tokenizer.patterns.character_classes import NUM_CHARACTERS, classify
+from tokenizer.patterns.automaton import NUM_CHARACTERS, Automaton, classify, compile_automaton
 from tokenizer.patterns.oniguruma import MOVED_LETTER, translate
 from tokenizer.patterns.tree import NotTabularError
 

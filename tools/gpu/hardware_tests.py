@@ -37,7 +37,7 @@ def session(options: Options, file: str, known: Collection[str], report: Callabl
             plugins.append(later("tools.gpu.checking.stand_in").StandIn(options))
             marks = ""
         arguments = ["-c", str(settings), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "--tb=short"]
-        arguments += ["--assert=plain"] * options.is_dry  # leaves assertions to `lenient`
+        arguments += ["--assert=plain"] * options.is_dry  # leaves assertions to `make_lenient`
         status = pytest.main([*arguments, "-m", marks, str(path)], plugins=plugins)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise AssertionError(f"pytest ended with {status!r}")

@@ -141,7 +141,7 @@ def sections() -> Iterator[Section]:
     for model in ("gpt-oss-20b", "qwen3-8b int4", "qwen3-8b fp8", "12 layers of qwen3-30b-a3b"):
         yield Section(model, "serving.models:in_short", 30, 25, models=(model,), argument=model, is_timed=True)
     yield Section("verification", "serving.models:verification", 25, 20, argument="qwen3-8b", is_timed=True)
-    yield Section("tower", "serving.tower:cases", 20, 15, is_timed=True)
+    yield Section("tower", "serving.vision:tower_cases", 20, 15, is_timed=True)
     yield Section("nccl", "collectives:cases", 90, 50)
     yield Section("speculation", "serving.speculation:correctness", 60, 40)
     yield Section("vision", "serving.vision:correctness", 30, 25)

@@ -25,10 +25,9 @@ from runtime.bench.kernels.recurrent import delta_rule_case, mamba_case, short_c
 from runtime.dtype import bfloat16
 from runtime.tensor.tensor import Tensor
 from tools.kernel_cases.experts import gathered_case, tier_cases
-from tools.kernel_cases.operation import operation_case
+from tools.kernel_cases.operation import operation_case, sampling_case
 from tools.kernel_cases.quantised import bytes_case, dequantised_case, exact_case, packed_case
 from tools.kernel_cases.recurrent import chunk_cases
-from tools.kernel_cases.sampling import sampling_case
 
 
 def cases() -> Iterator[Case]:

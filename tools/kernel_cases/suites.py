@@ -24,8 +24,8 @@ from runtime.bench.kernels.recurrent import (
     short_conv_case,
 )
 from tools.kernel_cases.experts import Mixture
+from tools.kernel_cases.operation import KINDS, sampling_case
 from tools.kernel_cases.quantised import served_case
-from tools.kernel_cases.sampling import KINDS, sampling_case
 
 SERVED = ((6144, 4096), (4096, 4096), (4096, 12288), (4096, 1024), (1024, 3072))
 """N, K of Qwen3-8B's and 0.6B's matrices."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from models.registry import load_model
 from tests.models.vision.chat_model import write_chat_model
-from tools.gpu.serving.tower import product_flops
+from tools.gpu.serving.vision import product_flops
 
 
 def test_product_flops_are_those_of_every_matrix(tmp_path: Path) -> None:

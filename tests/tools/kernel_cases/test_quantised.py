@@ -19,7 +19,7 @@ from runtime.device.gpu import Gpu
 from runtime.linear.options import LoadOptions
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.weight import PackedWeight
-from tools.gpu.checking.summary import summary
+from tools.gpu.checking.report import summary
 from tools.gpu.kernels import cases, tuning
 from tools.gpu.sections import Options
 from tools.gpu.serving.models import STORED, TINY

@@ -14,10 +14,9 @@ from typing import Any
 
 from tools.comparing.fuzzing.draw import Draw, Fields
 from tools.comparing.fuzzing.encoder_families import draw_pooled, pooled_families
-from tools.comparing.fuzzing.gemma4_families import GEMMA4, PICTURE_TOKENS
 from tools.comparing.fuzzing.latent_families import LATENT
 from tools.comparing.fuzzing.later_families import LATER
-from tools.comparing.fuzzing.picture_families import PICTURES
+from tools.comparing.fuzzing.picture_families import GEMMA4, PICTURE_TOKENS, PICTURES
 from tools.comparing.fuzzing.state_families import STATES
 
 Case = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Pictures on the device: the bundled model with a tower gives its cpu's answers.
+"""Pictures on the device: the bundled model with a tower gives its cpu's answers; and a large tower's time.
 
     python -m tools.gpu.serving.vision       # writes vision_answers.json anew
 
@@ -8,20 +8,27 @@ That file has the cpu's answers, so that a GPU does not wait for the cpu's kerne
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
+import statistics
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from models.registry import load_model
+from runtime.device.gpu import Gpu
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest, ImageItem
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from tools.gpu.sections import ROOT, Case, Options, Result
 from tools.gpu.serving.asking import ask, first_difference, ids_of
+from tools.gpu.serving.models import quick_weights_of
 
 MODEL = ROOT / "models" / "demo_vision"
 ANSWERS = Path(__file__).with_name("vision_answers.json")
@@ -108,6 +115,112 @@ def _compare(options: Options, dtype: str) -> Result:
         raise AssertionError(difference)
     same = sum(answer == expected[name] for name, answer in found.items())
     return {"answers": len(found), "same": same, "tokens": sum(map(len, found.values()))}
+
+
+# A picture through a tower of Qwen3-VL-2B's widths, on dummy weights
+
+SIDES = (64, 32)
+"""Patches of 16 pixels along a side: 1024 and 512 pixels."""
+LAYERS, NUM_RUNS = 24, 10
+
+
+def tower_cases(options: Options) -> Iterator[Case]:
+    """The time from a picture's patches on the host to its embeddings, and the device's part."""
+    for side in (4,) if options.is_quick else SIDES:
+        yield Case(f"{16 * side} x {16 * side} pixels", functools.partial(_picture, options, side))
+
+
+@functools.cache
+def _tower(options: Options) -> Any:
+    with tempfile.TemporaryDirectory() as folder, quick_weights_of(""):
+        write_qwen3_vl(Path(folder), tower_layers=2 if options.is_dry or options.is_quick else LAYERS, text_layers=3)
+        model: Any = load_model(folder, load_format="dummy", device=options.device, dtype="bfloat16")
+    return model.tower
+
+
+def _picture(options: Options, side: int) -> Result:
+    """Runs a picture. Raises AssertionError if an embedding is not finite, or differs the second time."""
+    gpu, tower = Gpu.of(options.device), _tower(options)
+    rng, config = np.random.default_rng(0), tower.config
+    patches = rng.uniform(-1, 1, (side * side, 3 * config.num_frames * config.patch_size**2)).astype(np.float32)
+    first = [each.to("cpu").array.astype(np.float32) for each in tower(patches, (side, side))]
+    again = [each.to("cpu").array.astype(np.float32) for each in tower(patches, (side, side))]
+    if not options.is_dry:
+        if not all(np.isfinite(each).all() and each.any() for each in first):
+            raise AssertionError("the tower's embeddings are not finite, or zero")
+        if not all(np.array_equal(one, other) for one, other in zip(first, again, strict=True)):
+            raise AssertionError("the tower's embeddings are others the second time")
+    whole, on_device, start, end = [], [], gpu.new_event(is_timed=True), gpu.new_event(is_timed=True)
+    for _ in range(NUM_RUNS if options.is_real and not options.is_dry else 1):
+        begun = time.perf_counter()
+        start.record(gpu.stream)
+        made = tower(patches, (side, side))
+        queued = time.perf_counter()
+        end.record(gpu.stream)
+        end.synchronize()
+        whole.append((1e3 * (time.perf_counter() - begun), 1e3 * (queued - begun)))
+        on_device.append(end.elapsed_ms(start))
+        del made
+    device_ms = statistics.median(on_device)
+    flops = product_flops(tower, side * side) + 4 * side**4 * config.hidden_size * config.num_layers
+    return {
+        "patches": side * side, "layers": config.num_layers, "gflop": round(flops / 1e9, 1),
+        "tflop_per_s": round(flops / device_ms / 1e9, 1) if device_ms else None,
+        "whole_ms": round(statistics.median(each for each, _ in whole), 3),
+        "host_ms": round(statistics.median(each for _, each in whole), 3),
+        "device_ms": round(device_ms, 3),
+    }  # fmt: skip
+
+
+def product_flops(tower: Any, num_patches: int) -> int:
+    """FLOPs of all matrices of a tower, for a picture of so many patches."""
+    linears = [
+        (each, num_patches)
+        for layer in tower.layers.layers
+        for each in (layer.qkv, layer.proj, layer.mlp.up, layer.mlp.down)
+    ]
+    num_tokens = num_patches // tower.config.merge_size**2
+    linears += [
+        (each, num_tokens) for merger in (tower.merger, *tower.deepstack) for each in (merger.mlp.up, merger.mlp.down)
+    ]
+    return sum(2 * rows * linear.weight.shape[0] * linear.weight.shape[1] for linear, rows in linears)
+
+
+_IMAGE_TOKEN = 1000
+_VOCAB_SIZE = 4096
+
+
+def write_qwen3_vl(folder: Path, *, tower_layers: int, text_layers: int) -> Path:
+    """Its `config.json`, with every matrix of a layer and of the mergers as in Qwen3-VL-2B, a small vocabulary, and one
+    merger of a middle layer for every eight layers of the tower."""
+    deepstack = [index for index in (5, 11, 17) if index < tower_layers]
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "image_token_id": _IMAGE_TOKEN,
+        "video_token_id": _IMAGE_TOKEN + 1,
+        "vision_start_token_id": _IMAGE_TOKEN + 2,
+        "vision_end_token_id": _IMAGE_TOKEN + 3,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "qwen3_vl_text", "vocab_size": _VOCAB_SIZE, "hidden_size": 2048, "intermediate_size": 6144,
+            "num_hidden_layers": text_layers, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+            "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False,
+            "dtype": "bfloat16",
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl", "depth": tower_layers, "hidden_size": 1024, "num_heads": 16,
+            "intermediate_size": 4096, "out_hidden_size": 2048, "patch_size": 16, "temporal_patch_size": 2,
+            "spatial_merge_size": 2, "num_position_embeddings": 2304, "deepstack_visual_indexes": deepstack,
+            "hidden_act": "gelu_pytorch_tanh", "in_channels": 3,
+        },
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
 
 
 if __name__ == "__main__":

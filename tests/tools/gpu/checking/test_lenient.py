@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tools.gpu.checking.lenient import _Ignoring
+from tools.gpu.checking.collect import _Ignoring
 
 SOURCE = """
 def check(value):

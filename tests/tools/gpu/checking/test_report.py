@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.gpu.checking.report import MOST_FILES, Report
-from tools.gpu.checking.summary import summary
+from tools.gpu.checking.report import MOST_FILES, Report, summary
 from tools.gpu.sections import Options
 
 REAL, EMULATED = Options("cuda:0"), Options("emulated:sm_90a", is_quick=True)
