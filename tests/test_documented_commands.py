@@ -135,7 +135,7 @@ ELSEWHERE = {
         "python -m tools.eval_demo_model --num 200 [--quantization int8]", "python -m tools.quality",
         "python -m tools.kernel_report", "python -m tools.kernel_report --only counted --ladders docs/kernels.md",
         "xserv kernels build",
-        "python -m tools.kernel_costs.packed_products", "python -m tools.comparing.compare_speculation",
+        "python -m tools.comparing.compare_speculation",
         "python -m tools.train_drafter", "python -m tools.measure_drafter --num 10",
     ),
     "it runs these tests, or undoes what they need": (

@@ -11,11 +11,11 @@ from numba_kernels.cuda.registry import specialisations
 from runtime.bench.kernels.case import Case
 from runtime.bench.kernels.counted import Counts, loops
 from runtime.device.kernel_cache import KernelCache, is_meant_for
-from runtime.emulator.driver.architectures import A100, H100, H200
+from runtime.emulator.driver.architectures import A100, H200
 from runtime.emulator.translation.ptx import parse
 from tools import kernel_report
 from tools.kernel_cases.report import cases
-from tools.kernel_costs import packed_products, page
+from tools.kernel_costs import page
 from tools.kernel_costs.machine_code import nvdisasm_if_any
 from tools.kernel_costs.machine_code import parse as parse_machine_code
 from tools.kernel_costs.static import ARCHS, MachineFacts, StaticFacts, examine, machine_facts
@@ -271,28 +271,3 @@ def test_check_fails_on_an_offender(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "add f32: sectors: 100.0 %" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--only", "counted", "--cases", "no such case"])
-
-
-@pytest.mark.parametrize(("m", "tflops"), [(1, 2.68), (16, 42.1)])
-def test_the_model_meets_published_timings_of_an_h100(m: int, tflops: float) -> None:
-    """8192 x 8192 in bfloat16 by torch, launched alone (inclusionAI/humming, benchmarks)."""
-    product, seconds = packed_products.modelled("bf16", m, H100)
-    assert seconds == pytest.approx(2e-12 * m * product.n * product.k / tflops, rel=0.2)
-
-
-def test_a_last_wave_costs_what_its_blocks_have_in_flight() -> None:
-    at_once, sustained = 2 * H200.num_sms, packed_products.BANDWIDTH_SHARE * H200.memory_bytes_per_s
-    assert packed_products.stream_s(H200, 1e9, at_once, at_once, 1 << 20) == pytest.approx(1e9 / sustained)
-    latency, in_flight = packed_products.MEMORY_S, 1 << 15
-    each = 1e9 / (at_once + 1)
-    last = each * (latency / in_flight + 1 / sustained) / 2
-    found = packed_products.stream_s(H200, 1e9, at_once + 1, at_once, in_flight)
-    assert found == pytest.approx(at_once * each / sustained + last)
-    few = packed_products.stream_s(H200, 1e9, 4, at_once, in_flight)
-    assert few == pytest.approx(1e9 * (latency / (4 * in_flight) + 1 / sustained) / 2)
-
-
-def test_the_documents_show_the_modelled_times() -> None:
-    page = (kernel_report.ROOT / "docs" / "kernels.md").read_text()
-    for weight in packed_products.INSTRUCTIONS:
-        assert f"| {' | '.join(packed_products.row_of(weight, H200))} |" in page
