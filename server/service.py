@@ -164,9 +164,13 @@ class Service:
         self.answer_format = AnswerFormat.of(
             tokenizer, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser
         )
+        if info.pooling.generates:
+            logger.info("answers are read by %s", self.answer_format.origin)
         self.reasoning_end: ReasoningEnd | None = None
         if tokenizer is not None and self.answer_format.reasoning and not self.answer_format.harmony:
-            self.reasoning_end = ReasoningEnd.of(tokenizer, info.architecture, config.reasoning_budget_message)
+            self.reasoning_end = ReasoningEnd.of(
+                tokenizer, info.architecture, config.reasoning_budget_message, self.answer_format.tags
+            )
         self.fill_in = None if tokenizer is None else fill_in_tokens(tokenizer)
         self.default_sampling = default_sampling
         self.config = config

@@ -22,17 +22,17 @@ MOST_LINES = {
     "runtime/linear": 2_308,
     "runtime/kv": 1_629,
     "runtime/engine": 21_360,
-    "runtime/text": 5_806,
-    "runtime/llm": 1_708,
+    "runtime/text": 7_205,
+    "runtime/llm": 1_715,
     "runtime/parallel": 1_107,
     "runtime/images": 937,
-    "runtime/commands": 2_874,
+    "runtime/commands": 2_886,
     "runtime/bench": 9_866,
     "runtime": 3_272,
     "models": 18_785,
-    "server": 19_273,
-    "tokenizer": 7_040,
-    "tools": 16_393,
+    "server": 19_281,
+    "tokenizer": 7_046,
+    "tools": 16_436,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 47_697
+MOST_WORDS = 47_793
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

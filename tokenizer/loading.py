@@ -59,6 +59,8 @@ class TokenizerFiles:
     """Ids that the model has, by its config; named tokens that no file lists are added below it."""
     chat_templates: dict[str, str] = field(default_factory=dict)
     """By name; the usual one is "default"."""
+    response_template: Any = None
+    """How the model's answers are parsed, as tokenizer_config.json has it, unchecked; None if it says nothing."""
     has_own_ids: bool = False
     """Added tokens have the ids that they are listed with; else those of the vocabulary, or the next ones after it."""
     passes_over_merges: bool = False
@@ -96,6 +98,7 @@ def read_folder(folder: Path) -> TokenizerFiles:
     is_gpt2 = source.name == "vocab.json" and not name
     _read_special_tokens(folder, config, files, tokens_of_class(GPT2 if is_gpt2 else name))
     _read_chat_templates(folder, config, files)
+    files.response_template = config.get("response_template")
     if source.name == TEKKEN_FILE and not files.chat_templates:
         template = mistral_template(files.tokenizer)
         files.chat_templates |= {} if template is None else {"default": template}

@@ -64,6 +64,9 @@ class Tokenizer:
         self.chat_templates: Mapping[str, str] = kept
         """The chat templates by name; the usual one is "default"."""
 
+        self.response_template = files.response_template
+        """tokenizer_config.json's declaration of how answers are parsed, unchecked; None if there is none."""
+
         self._has_own_ids = files.has_own_ids
         self._id_to_added: dict[int, AddedToken] = {}
         self._added_ids: dict[str, int] = {}

@@ -23,6 +23,9 @@ from runtime.engine.make_engine import describe_engine, load_settings
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, PoolInfo
 from runtime.errors import DeviceError
 from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence, window_of
+from runtime.text.formats import AnswerFormat
+from runtime.text.load import load_tokenizer
+from tokenizer.errors import TokenizerFileError
 
 
 def show(settings: dict[str, Any], *, load_format: Any, as_json: bool) -> None:
@@ -42,6 +45,7 @@ def show(settings: dict[str, Any], *, load_format: Any, as_json: bool) -> None:
             "device": facts.device,
             "vocab_size": facts.vocab_size,
             "max_model_len": facts.max_model_len,
+            "answers": answers(facts.model_path),
         },
         "rounded_activations": dict(declared.rounded_activations),
         "memory": memory(facts),
@@ -51,6 +55,14 @@ def show(settings: dict[str, Any], *, load_format: Any, as_json: bool) -> None:
         files = open_model(facts.model_path, config.hf_overrides, config.mmproj)
         report["stored_bytes"] = files.checkpoint().bytes_by_format()
     print(json.dumps(report) if as_json else as_text(report))
+
+
+def answers(model_path: str) -> str:
+    """How the parts of an answer are told apart, and why."""
+    try:
+        return AnswerFormat.of(load_tokenizer(model_path)).origin
+    except TokenizerFileError as error:
+        return f"the tokenizer cannot be read: {error}"
 
 
 def memory(facts: EngineInfo) -> dict[str, Any]:

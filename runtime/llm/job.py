@@ -28,11 +28,18 @@ class Job:
         prompt_token_ids = request.prompt_token_ids
         reasoning = None
         if answer_format.reasoning and not answer_format.harmony and tokenizer is not None:
-            reasoning = reasoning_start(tokenizer, prompt_token_ids)
+            reasoning = reasoning_start(tokenizer, prompt_token_ids, answer_format.tags)
         tools = None if answer_format.tools is None else ToolReading(answer_format.tools)
         self.pipelines = [
             TextPipeline(
-                tokenizer, params, prompt_token_ids, reasoning=reasoning, tools=tools, harmony=answer_format.harmony
+                tokenizer,
+                params,
+                prompt_token_ids,
+                reasoning=reasoning,
+                tags=answer_format.tags,
+                tools=tools,
+                harmony=answer_format.harmony,
+                template=answer_format.template,
             )
             for _ in range(params.n)
         ]

@@ -24,7 +24,7 @@ from runtime.engine.errors import RequestError
 from runtime.errors import XservError
 from runtime.text.formats import AnswerFormat
 from runtime.text.harmony.message import special_ids
-from runtime.text.reasoning import THINK, reasoning_start, tags_of
+from runtime.text.reasoning import THINK, reasoning_start
 from tokenizer import Tokenizer
 
 Instructions = str | list[dict[str, Any]]
@@ -316,8 +316,8 @@ def content_start(tokenizer: Tokenizer, answer_format: AnswerFormat, prompt_toke
         ids = special_ids(tokenizer)
         assert ids is not None
         return [ids.channel, *tokenizer.encode("final", add_special_tokens=False), ids.message]
-    if answer_format.reasoning and reasoning_start(tokenizer, prompt_token_ids) == "open":
-        tags = tags_of(tokenizer)
+    tags = answer_format.tags
+    if answer_format.reasoning and reasoning_start(tokenizer, prompt_token_ids, tags) == "open":
         text = f"\n{tags.closing}\n\n" if tags == THINK else tags.closing
         return tokenizer.encode(text, add_special_tokens=False)
     return []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from runtime.errors import InvalidArgumentError
 from runtime.text.harmony.message import HARMONY, SPECIAL_TOKENS, special_ids
 from runtime.text.harmony.prompt import answer_end_ids, has_plain_template, speaks_harmony
-from runtime.text.reasoning import tags_of
+from runtime.text.reasoning import THINK, ReasoningTags, vocabulary_tags
+from runtime.text.response_template.parser import AnswerTemplate
+from runtime.text.response_template.template import ResponseTemplateError
 from runtime.text.tools.table import BY_NAME, HERMES, JSON, Notation, notation_in
 from runtime.text.tools.tool_prompt import ignores_tools
 from tokenizer import ChatTemplateError, Tokenizer
@@ -29,6 +31,9 @@ class AnswerFormat:
     tells_tools   its chat template leaves tools out, so that a message of our own describes them and their notation
     harmony       its answers are harmony's messages, which include reasoning and calls
     renders_harmony  conversations are rendered as harmony's messages, not by the chat template, which writes the same
+    tags          those around reasoning
+    template      the model's own declaration of its answers, by which they are read unless a call is forced
+    origin        what this was taken from, and why, in words
     """
 
     reasoning: bool = False
@@ -37,6 +42,9 @@ class AnswerFormat:
     tells_tools: bool = False
     harmony: bool = False
     renders_harmony: bool = False
+    tags: ReasoningTags = THINK
+    template: AnswerTemplate | None = None
+    origin: str = field(default="nothing is read but content", compare=False)
 
     @classmethod
     def of(
@@ -56,16 +64,41 @@ class AnswerFormat:
         may_be = reasoning_parser == "auto" and tool_call_parser in ("auto", "none")
         if is_asked or (may_be and speaks_harmony(tokenizer)):
             tools = None if tool_call_parser == "none" else HARMONY
-            return cls(True, tools, tools, harmony=True, renders_harmony=has_plain_template(tokenizer))
-        reasoning = _has_reasoning(tokenizer) if reasoning_parser == "auto" else reasoning_parser == "think"
+            why = f"--tool-call-parser {tool_call_parser}" if is_asked else "harmony's tokens"
+            return cls(
+                True, tools, tools, harmony=True, renders_harmony=has_plain_template(tokenizer),
+                origin=f"harmony's messages ({why})",
+            )  # fmt: skip
+        tags, tags_why = vocabulary_tags(tokenizer), ""
+        if reasoning_parser == "auto":
+            reasoning, tags_why = _has_reasoning(tokenizer), "its tags in the vocabulary or the chat template"
+        else:
+            reasoning, tags_why = reasoning_parser == "think", f"--reasoning-parser {reasoning_parser}"
+        told = f"reasoning: {tags.opening} {tags.closing} ({tags_why})" if reasoning else f"no reasoning ({tags_why})"
+        tags = tags if reasoning else THINK
         if tool_call_parser == "none":
-            return cls(reasoning)
+            return cls(reasoning, tags=tags, origin=f"no tool calls (--tool-call-parser none); {told}")
         tells_tools = ignores_tools(tokenizer)
         if tool_call_parser != "auto":
-            tools = BY_NAME.get(tool_call_parser)
+            tools, why = BY_NAME.get(tool_call_parser), f"--tool-call-parser {tool_call_parser}"
+        elif tells_tools:
+            tools, why = HERMES, "the chat template leaves tools out, so the server tells them"
         else:
-            tools = HERMES if tells_tools else notation_in(tokenizer.chat_templates.values())
-        return cls(reasoning, tools, tools or JSON, tells_tools)
+            tools, why = notation_in(tokenizer.chat_templates.values()), "signs in the chat template's text"
+        template, refusal = None, ""
+        if reasoning_parser == tool_call_parser == "auto":
+            try:
+                template = AnswerTemplate.of(tokenizer)
+            except ResponseTemplateError as error:
+                refusal = f"; response_template of tokenizer_config.json is not followed: {error}"
+        told = f"tool calls: {'none known' if tools is None else tools.name} ({why}); {told}{refusal}"
+        forced_tools = tools or JSON
+        if template is not None:
+            told = f"response_template of tokenizer_config.json; for forced calls and budgets, {told}"
+            reasoning = reasoning or template.tags is not None
+            tags = template.tags or tags
+            tools = forced_tools if template.has_calls else None
+        return cls(reasoning, tools, forced_tools, tells_tools, tags=tags, template=template, origin=told)
 
 
 def end_ids(
@@ -104,5 +137,5 @@ def _warn_of_broken_templates(tokenizer: Tokenizer) -> None:
 
 
 def _has_reasoning(tokenizer: Tokenizer) -> bool:
-    tags, templates = tags_of(tokenizer).tokens, tokenizer.chat_templates.values()
+    tags, templates = vocabulary_tags(tokenizer).tokens, tokenizer.chat_templates.values()
     return any(tokenizer.token_to_id(tag) is not None or any(tag in text for text in templates) for tag in tags)

@@ -21,7 +21,8 @@ from runtime.text.harmony.message import special_ids
 from runtime.text.harmony.prompt import answer_start
 from runtime.text.harmony.reader import HarmonyParser
 from runtime.text.parts import ContentParser, Part, PartKind, PartParser, ToolCallDelta
-from runtime.text.reasoning import ReasoningParser, ReasoningStart, tags_of
+from runtime.text.reasoning import THINK, ReasoningParser, ReasoningStart, ReasoningTags
+from runtime.text.response_template.parser import AnswerTemplate
 from runtime.text.stop import ContentStops
 from runtime.text.tools.table import ToolCallParser, ToolReading
 from tokenizer import IncrementalDecoder, Tokenizer
@@ -70,7 +71,9 @@ class TextPipeline:
 
     reasoning       the state of reasoning at the prompt's end, or None if it is not parsed
     tools           reads the answer's tool calls, or None if they are not parsed
+    tags            those around reasoning
     harmony         the answer is harmony's messages, which include reasoning and calls
+    template        the model's own declaration of its answers, which include reasoning and calls
 
     Without a tokenizer, or with ``detokenize=False``, ids pass through and the text is empty. Raises
     ``RequestError`` for stop strings without a tokenizer.
@@ -83,8 +86,10 @@ class TextPipeline:
         prompt_token_ids: Sequence[int],
         *,
         reasoning: ReasoningStart | None = None,
+        tags: ReasoningTags = THINK,
         tools: ToolReading | None = None,
         harmony: bool = False,
+        template: AnswerTemplate | None = None,
     ) -> None:
         if tokenizer is None and params.stop_strings:
             raise RequestError("stop strings need a tokenizer, and this model has none", param="stop")
@@ -98,24 +103,26 @@ class TextPipeline:
         self._harmony: HarmonyParser | None = None
         self._markers: dict[int, str] = {}  # special tokens that mark tool calls, or messages
         if tokenizer is not None and params.detokenize:
-            tags: list[str] = []
+            shown: list[str] = []
             parser: PartParser | None = None
             if harmony and (harmony_ids := special_ids(tokenizer)) is not None:
                 start = answer_start(tokenizer, harmony_ids, prompt_token_ids)
                 parser = self._harmony = HarmonyParser(start, tools)
                 self._markers = harmony_ids.by_id
-                tags += self._markers.values()
+                shown += self._markers.values()
+            elif template is not None:
+                parser = template.parser(tokenizer, prompt_token_ids, tools)
+                shown += template.shown
             elif tools is not None:
                 ids = {marker: tokenizer.token_to_id(marker) for marker in tools.notation.markers}
                 special = {ids[marker]: marker for marker in ids if ids[marker] in tokenizer.all_special_ids}
                 parser = ToolCallParser(tools, frozenset(special.values()))
                 self._markers = {token_id: marker for token_id, marker in special.items() if token_id is not None}
-                tags += special.values()
-            if reasoning is not None:
-                reasoning_tags = tags_of(tokenizer)
-                parser = ReasoningParser(reasoning, parser, reasoning_tags)
-                tags += reasoning_tags.tokens
-            tag_ids = [tag_id for tag in tags if (tag_id := tokenizer.token_to_id(tag)) is not None]
+                shown += special.values()
+            if reasoning is not None and template is None:
+                parser = ReasoningParser(reasoning, parser, tags)
+                shown += tags.tokens
+            tag_ids = [tag_id for tag in shown if (tag_id := tokenizer.token_to_id(tag)) is not None]
             self._decoder = IncrementalDecoder(
                 tokenizer, params.skip_special_tokens, prompt_token_ids[-_PROMPT_TAIL:], tag_ids
             )

@@ -40,7 +40,7 @@ THINK = ReasoningTags("<think>", "</think>")
 GEMMA4 = ReasoningTags("<|channel>thought", "<channel|>", "thought")
 
 
-def tags_of(tokenizer: Tokenizer) -> ReasoningTags:
+def vocabulary_tags(tokenizer: Tokenizer) -> ReasoningTags:
     """The tags that the model was taught, by its vocabulary."""
     return GEMMA4 if all(tokenizer.token_to_id(token) is not None for token in GEMMA4.tokens) else THINK
 
@@ -67,17 +67,18 @@ class ReasoningEnd:
     closing_ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, architecture: str, message: str | None = None) -> ReasoningEnd | None:
+    def of(
+        cls, tokenizer: Tokenizer, architecture: str, message: str | None = None, tags: ReasoningTags = THINK
+    ) -> ReasoningEnd | None:
         """With this message instead of the model's own, if one is given. None if the tags are no tokens: then the
         reasoning's end cannot be told by ids."""
-        tags = tags_of(tokenizer)
         opening_id, closing_id = map(tokenizer.token_to_id, tags.tokens)
         if opening_id is None or closing_id is None:
             return None
         if message is None:
             message = next((text for name, text in _MESSAGES.items() if architecture.startswith(name)), "")
         encode = tokenizer.encode_ordinary
-        after = encode("\n\n") if tags is THINK else []
+        after = encode("\n\n") if tags == THINK else []
         return cls(opening_id, closing_id, tuple(encode(tags.label)), (*encode(f"{message}\n"), closing_id, *after))
 
     def after(self, num_tokens: int, start: ReasoningStart) -> ReasoningBudget | None:
@@ -98,13 +99,14 @@ ReasoningStart = Literal["may_open", "open", "closed"]
 """The state at the prompt's end: the model may open its reasoning, is within it, or has had it."""
 
 
-def reasoning_start(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> ReasoningStart:
+def reasoning_start(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], tags: ReasoningTags = THINK
+) -> ReasoningStart:
     """The state by the answer's turn in the prompt: the text after the last special token that is no tag of reasoning.
 
     If no special token marks the turns, only the prompt's last characters count, since earlier ones may belong to other
     speakers.
     """
-    tags = tags_of(tokenizer)
     special = tokenizer.all_special_ids.difference(tokenizer.token_to_id(tag) for tag in tags.tokens)
     begin = len(prompt_token_ids)
     while begin and prompt_token_ids[begin - 1] not in special:
@@ -198,7 +200,12 @@ class ReasoningParser:
 
 
 def after_reasoning(
-    grammar: Grammar, start: ReasoningStart, tokenizer: Tokenizer | None = None, *, is_bounded: bool = False
+    grammar: Grammar,
+    start: ReasoningStart,
+    tokenizer: Tokenizer | None = None,
+    *,
+    tags: ReasoningTags = THINK,
+    is_bounded: bool = False,
 ) -> Grammar:
     """The grammar with optional reasoning before it, if the prompt's end permits it. If it `is_bounded` by a budget,
     which may close it within a character, it is any ids up to the closing one; else a text.
@@ -208,7 +215,6 @@ def after_reasoning(
     """
     if start == "closed":
         return grammar
-    tags = THINK if tokenizer is None else tags_of(tokenizer)
     ids = [None if tokenizer is None else tokenizer.token_to_id(token) for token in tags.tokens]
     special = frozenset[int | None]() if tokenizer is None else tokenizer.all_special_ids
     first, last = (f"<[{i}]>" if i in special else json.dumps(tag) for i, tag in zip(ids, tags.tokens, strict=True))

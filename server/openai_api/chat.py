@@ -36,7 +36,6 @@ from server.requests.structured import (
 from server.requests.thinking import effort_budget
 from server.service import Service
 from server.transport.exchange import Exchange
-from tokenizer import Tokenizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +89,7 @@ def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequ
     if reasoning:
         params = _with_budget(service, asked, exchange, params, token_ids)
         if grammar is not None:
-            params = _with_reasoning(params, service.tokenizer, token_ids, schemas.field)
+            params = _with_reasoning(params, service, token_ids, schemas.field)
     elif asked.thinking_budget is not None:
         exchange.ignored.append(exchange.sent.get("thinking_budget", "thinking_budget"))
     prediction: tuple[int, ...] = ()
@@ -106,9 +105,10 @@ def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequ
         params=params,
         arrival_time_s=exchange.arrival_s,
         scheduling=replace(Scheduling.of(asked), prediction=prediction),
-        reasoning=reasoning,
+        reasoning=answer_format.tags if reasoning else None,
         tools=_tool_reading(service, asked, tools),
         harmony=harmony,
+        template=None if forces_call(asked) or _is_of_whole_answer(asked) else answer_format.template,
         eos_token_ids=end_ids(answer_format, service.tokenizer, service.client.info.eos_token_ids),
     )
     exchange.num_replayed += prompt.num_replayed
@@ -183,14 +183,15 @@ def _tool_reading(
 
 
 def _with_reasoning(
-    params: SamplingParams, tokenizer: Tokenizer | None, prompt_token_ids: list[int], forced_by: str | None
+    params: SamplingParams, service: Service, prompt_token_ids: list[int], forced_by: str | None
 ) -> SamplingParams:
     """Starts the grammar at the end of the reasoning. Raises `ApiError` 400 if it is then too long."""
+    tokenizer, tags = service.tokenizer, service.answer_format.tags
     assert tokenizer is not None
     assert params.grammar is not None
     with grammar_errors(forced_by):
-        start, is_bounded = reasoning_start(tokenizer, prompt_token_ids), params.reasoning_budget is not None
-        grammar = after_reasoning(params.grammar, start, tokenizer, is_bounded=is_bounded)
+        start, is_bounded = reasoning_start(tokenizer, prompt_token_ids, tags), params.reasoning_budget is not None
+        grammar = after_reasoning(params.grammar, start, tokenizer, tags=tags, is_bounded=is_bounded)
     return msgspec.structs.replace(params, grammar=grammar)
 
 
@@ -206,5 +207,5 @@ def _with_budget(
         num_tokens = effort_budget(service, asked.reasoning_effort, has_tools=bool(asked.tools))
     if end is None or num_tokens is None or num_tokens == -1:
         return params
-    budget = end.after(num_tokens, reasoning_start(service.tokenizer, token_ids))
+    budget = end.after(num_tokens, reasoning_start(service.tokenizer, token_ids, service.answer_format.tags))
     return msgspec.structs.replace(params, reasoning_budget=budget)

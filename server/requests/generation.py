@@ -33,7 +33,8 @@ from runtime.engine.messages import (
 from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
-from runtime.text.reasoning import reasoning_start
+from runtime.text.reasoning import THINK, ReasoningTags, reasoning_start
+from runtime.text.response_template.parser import AnswerTemplate
 from runtime.text.tools.table import ToolReading
 from runtime.text.turns import turn_start_id
 from server.observing.meter import RequestMeter
@@ -160,9 +161,10 @@ class Generation:
     params: SamplingParams
     arrival_time_s: float
     scheduling: Scheduling = Scheduling()
-    reasoning: bool = False
+    reasoning: ReasoningTags | None = None
     tools: ToolReading | None = None
     harmony: bool = False
+    template: AnswerTemplate | None = None
     eos_token_ids: tuple[int, ...] | None = None
     images: Sequence[tuple[ImageItem, ...]] = ()
     meter: RequestMeter | None = None
@@ -198,12 +200,13 @@ class Generation:
         ]
 
     def _pipeline(self, prompt_token_ids: list[int]) -> TextPipeline:
-        reasoning = None
-        if self.reasoning and self.tokenizer is not None:
-            reasoning = reasoning_start(self.tokenizer, prompt_token_ids)
+        reasoning, tags = None, self.reasoning
+        if tags is not None and self.tokenizer is not None:
+            reasoning = reasoning_start(self.tokenizer, prompt_token_ids, tags)
         return TextPipeline(
-            self.tokenizer, self.params, prompt_token_ids, reasoning=reasoning, tools=self.tools, harmony=self.harmony
-        )
+            self.tokenizer, self.params, prompt_token_ids, reasoning=reasoning, tags=tags or THINK, tools=self.tools,
+            harmony=self.harmony, template=self.template,
+        )  # fmt: skip
 
     def start(self) -> None:
         """Admits every prompt, or none; call it on the event loop. Raises the errors of `EngineClient.submit`."""

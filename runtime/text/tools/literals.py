@@ -31,16 +31,41 @@ class Literals:
         self._text = text
         self._at = 0
 
-    def arguments(self) -> dict[str, Any]:
-        """The whole text: "key=value" after "key=value"."""
+    def arguments(self, closer: str = "") -> dict[str, Any]:
+        """ "key=value" after "key=value", up to the bracket that closes them, or the whole text."""
         found: dict[str, Any] = {}
-        while self._skip() < len(self._text):
+        while not self._is_behind(closer):
             key = self._key()
             self._expect("=")
             found[key] = self._value(0)
-            if self._skip() < len(self._text):
+            if not self._is_at(closer):
                 self._expect(",")
         return found
+
+    def calls(self) -> list[tuple[str, dict[str, Any]]]:
+        """The whole text: "[f(a=1), g()]"."""
+        found: list[tuple[str, dict[str, Any]]] = []
+        self._expect("[")
+        while not self._is_behind("]"):
+            name = self._key()
+            self._expect("(")
+            found.append((name, self.arguments(")")))
+            if not self._is_at("]"):
+                self._expect(",")
+        if self._skip() < len(self._text):
+            raise NoLiteralError
+        return found
+
+    def _is_at(self, closer: str) -> bool:
+        """Whether the closer is next, or the text ends if there is none."""
+        self._skip()
+        return self._text.startswith(closer, self._at) if closer else self._at >= len(self._text)
+
+    def _is_behind(self, closer: str) -> bool:
+        """The same; a closer is read."""
+        is_at = self._is_at(closer)
+        self._at += len(closer) if is_at else 0
+        return is_at
 
     def _skip(self) -> int:
         while self._at < len(self._text) and self._text[self._at] in WHITE_SPACE:

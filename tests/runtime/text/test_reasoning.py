@@ -110,14 +110,14 @@ def test_reasoning_in_a_channel(start: ReasoningStart, text: str, reasoning: str
 )
 def test_the_prompt_tells_how_an_answer_with_channels_begins(prompt: str, start: ReasoningStart) -> None:
     tokenizer = with_special("<|turn>", *CHANNEL)
-    assert reasoning_start(tokenizer, tokenizer.encode(prompt, add_special_tokens=False)) == start
+    assert reasoning_start(tokenizer, tokenizer.encode(prompt, add_special_tokens=False), GEMMA4) == start
 
 
 def test_an_answer_with_channels_is_told_from_its_tokens() -> None:
     tokenizer = with_special("<|turn>", *CHANNEL)
     ids = tokenizer.encode("<|channel>thought\nWell.<channel|>Yes.", add_special_tokens=False)
     for edges in ([], list(range(len(ids)))):
-        pipeline = TextPipeline(tokenizer, SamplingParams(), [], reasoning="may_open")
+        pipeline = TextPipeline(tokenizer, SamplingParams(), [], reasoning="may_open", tags=GEMMA4)
         message = message_of(run(pipeline, outputs_of(ids, edges, "length"))[1])
         assert (message.reasoning, message.content) == ("Well.", "Yes.")
 
@@ -126,7 +126,7 @@ def test_an_answer_with_channels_is_told_from_its_tokens() -> None:
 def test_a_grammar_after_a_channel(is_special: bool) -> None:
     tokenizer = with_special("<|turn>", *CHANNEL) if is_special else with_plain(*CHANNEL)
     vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size, ())
-    grammar = after_reasoning(Grammar(kind="choice", text='["yes"]'), "may_open", tokenizer)
+    grammar = after_reasoning(Grammar(kind="choice", text='["yes"]'), "may_open", tokenizer, tags=GEMMA4)
     for text, is_right in (("<|channel>thought\nWell <.\n<channel|>yes", True), ("yes", True), ("Well", False)):
         (matcher,) = compile_grammar(grammar, vocabulary, 1)
         ids = tokenizer.encode(text, add_special_tokens=False)

@@ -176,7 +176,7 @@ def test_a_path_cannot_forge_lines(tokenizer: Tokenizer, fake_engine: FakeEngine
     config = ServerConfig(log_file=str(file))
     with logging_to(config) as writer, serving(fake_engine, tokenizer, config=config, log_writer=writer) as served:
         served.http.get("/a%0A2026-01-01 ERROR forged%1b[31m%E2%80%A8" + "x" * 1000)
-    (line,) = file.read_text(encoding="utf-8").split("\n")[:-1]
+    (line,) = [line for line in file.read_text(encoding="utf-8").split("\n")[:-1] if "answers are read" not in line]
     assert "\\n2026-01-01 ERROR forged\\x1b[31m" in line
     assert len(line) < 900
     assert "\u2028" not in line
