@@ -218,11 +218,17 @@ def _glu(name: str, dtype: str, width: int) -> Specialisation:
     return Specialisation(f"glu_{name}_{dtype}_x{width}", glu, arguments, THREADS, constants=constants)
 
 
-def plan_activation(name: str, num_elements: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
-    """(launch, number of accesses) of one of `FUNCTIONS`. Arguments: x, out, number of accesses; four numbers, if it is
-    one of `SHAPED`."""
-    width = access_width(dtype, num_elements, alignment)
-    accesses = num_elements // width
+def _flat(dtype: str, num_rows: int, size: int, alignment: int) -> tuple[int, int]:
+    """Elements an access, and accesses, of kernels that go over rows as one. The number of rows does not choose the
+    kernel: versions of different widths may differ in a last bit."""
+    width = access_width(dtype, size, alignment)
+    return width, num_rows * size // width
+
+
+def plan_activation(name: str, num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
+    """(launch, number of accesses) of one of `FUNCTIONS` over [num_rows, size]. Arguments: x, out, number of accesses;
+    four numbers, if it is one of `SHAPED`."""
+    width, accesses = _flat(dtype, num_rows, size, alignment)
     return Launch(_activation(name, dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
 
 
@@ -376,17 +382,15 @@ def plan_forbid(num_rows: int, num_ids: int) -> Launch:
     return Launch(_forbid(), flat_grid(num_rows * num_ids), (THREADS, 1, 1))
 
 
-def plan_add_scaled(num_elements: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
+def plan_add_scaled(num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
     """(launch, number of accesses). Arguments: x, y, out, number of accesses, scale; out may be x or y."""
-    width = access_width(dtype, num_elements, alignment)
-    accesses = num_elements // width
+    width, accesses = _flat(dtype, num_rows, size, alignment)
     return Launch(_add_scaled(dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
 
 
-def plan_sigmoid_gate(num_elements: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
+def plan_sigmoid_gate(num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
     """(launch, number of accesses). Arguments: x, gate, out, number of accesses; out may be x."""
-    width = access_width(dtype, num_elements, alignment)
-    accesses = num_elements // width
+    width, accesses = _flat(dtype, num_rows, size, alignment)
     return Launch(_sigmoid_gate(dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
 
 
@@ -400,10 +404,9 @@ def plan_gelu_gate(
     return Launch(_gelu_gate(dtype, width), *row_grid(num_rows, accesses)), (accesses, step // width)
 
 
-def plan_scale_logits(num_elements: int, *, is_capped: bool, alignment: int = 16) -> tuple[Launch, int]:
+def plan_scale_logits(num_rows: int, size: int, *, is_capped: bool, alignment: int = 16) -> tuple[Launch, int]:
     """(launch, number of accesses). Arguments: logits, number of accesses, scale, cap, -2 / cap."""
-    width = access_width("f32", num_elements, alignment)
-    accesses = num_elements // width
+    width, accesses = _flat("f32", num_rows, size, alignment)
     return Launch(_scale_logits(width, is_capped), flat_grid(accesses), (THREADS, 1, 1)), accesses
 
 

@@ -84,7 +84,7 @@ _plan_gelu_gate = remembered(_activation.plan_gelu_gate)
 def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
     """Multiplies ``logits [T, V]`` in place, and caps them unless ``softcap`` is None."""
     launch, accesses = _plan_scale_logits(
-        logits.size, is_capped=softcap is not None, alignment=alignment(logits.address)
+        *logits.shape, is_capped=softcap is not None, alignment=alignment(logits.address)
     )
     cap = softcap or 1.0
     Gpu.of(logits.device).launch(launch, logits.address, accesses, scale, cap, -2.0 / cap)
@@ -105,12 +105,17 @@ def keep_groups(logits: Tensor, scores: Tensor, columns: Tensor, num_best: int) 
     Gpu.of(logits.device).launch(_plan_keep_groups(rows, groups), *addresses, *sizes)
 
 
+def _rows_of(x: Tensor) -> tuple[int, int]:
+    """The rows of a tensor that is not empty, and their size."""
+    return x.size // x.shape[-1], x.shape[-1]
+
+
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """See `ops.add_scaled`."""
     result = Tensor.new(x.shape, x.dtype, x.device)
     if x.size:
         addresses = x.address, y.address, result.address
-        launch, accesses = _plan_add_scaled(x.size, x.dtype.ptx, alignment=alignment(*addresses))
+        launch, accesses = _plan_add_scaled(*_rows_of(x), x.dtype.ptx, alignment=alignment(*addresses))
         Gpu.of(x.device).launch(launch, *addresses, accesses, scale)
     return result
 
@@ -120,7 +125,7 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     result = Tensor.new(x.shape, x.dtype, x.device)
     if x.size:
         addresses = x.address, gate.address, result.address
-        launch, accesses = _plan_sigmoid_gate(x.size, x.dtype.ptx, alignment=alignment(*addresses))
+        launch, accesses = _plan_sigmoid_gate(*_rows_of(x), x.dtype.ptx, alignment=alignment(*addresses))
         Gpu.of(x.device).launch(launch, *addresses, accesses)
     return result
 
@@ -208,7 +213,7 @@ def activate(function: str, x: Tensor, out: Tensor | None, factors: tuple[float,
     result = Tensor.new(x.shape, x.dtype, x.device) if out is None else out
     if x.size:
         addresses = x.address, result.address
-        launch, accesses = _plan_activation(function, x.size, x.dtype.ptx, alignment=alignment(*addresses))
+        launch, accesses = _plan_activation(function, *_rows_of(x), x.dtype.ptx, alignment=alignment(*addresses))
         numbers = (*factors, 0.0, 0.0, 0.0)[:4] if factors else ()
         Gpu.of(x.device).launch(launch, *addresses, accesses, *numbers)
     return result

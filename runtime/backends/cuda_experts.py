@@ -131,7 +131,9 @@ def _grouped(
     rows = _RowsByExpert(x, chosen, (gate_up, down))
     if activation == "squared_relu":
         between = rows.product(x, gate_up, gate_up.shape[1], "", gathers=True)
-        launch, accesses = _plan_activation(activation, between.size, x.dtype.ptx, alignment=alignment(between.address))
+        launch, accesses = _plan_activation(
+            activation, *between.shape, x.dtype.ptx, alignment=alignment(between.address)
+        )
         rows.gpu.launch(launch, between.address, between.address, accesses)
     else:
         between = rows.product(x, gate_up, gate_up.shape[1] // 2, activation, gathers=True)

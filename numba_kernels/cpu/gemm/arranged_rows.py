@@ -169,8 +169,9 @@ def arrange_pairs(x, stride, depth, rows, words, target):
 @njit(nogil=True)
 def arrange_groups(x, stride, depth, rows, target):
     """A tile's quantised groups."""
-    quads, tails = block_on_stack(), block_on_stack()
-    evens_and_odds = block_on_stack()
+    quads, evens_and_odds = block_on_stack(), block_on_stack()
+    tails = block_on_stack()
+    scales, sums = float32_at(tails, rows), int32_at(tails + LANES * 4, rows)
     line = LANES * 4
     end = target + -(-depth // GROUP) * GROUP_ROW_WORDS * rows * 4
     for element in range(0, depth, GROUP):
@@ -178,9 +179,8 @@ def arrange_groups(x, stride, depth, rows, target):
         for row in range(rows):
             source = x + (row * stride + element) * 4
             bits = largest_bits(np.float32, source, count)
-            total = quantize_words(np.float32, source, count, inverse_of(bits), np.int32(0), quads + row * line)
-            float32_at(tails + row * line, 1)[0] = scale_of(bits)
-            int32_at(tails + row * line, 2)[1] = np.int32(-ZERO_POINT) * total
+            sums[row] = quantize_words(np.float32, source, count, inverse_of(bits), np.int32(0), quads + row * line)
+            scales[row] = scale_of(bits)
             if _HAS_PAIRS:
                 evens = evens_and_odds + row * line
                 split_pairs(quads + row * line, evens, evens + rows * line)
@@ -189,7 +189,10 @@ def arrange_groups(x, stride, depth, rows, target):
         else:
             arrange_words(quads, line, rows, GROUP_WORDS, target, end)
         target += DOT_WORDS * rows * 4
-        arrange_words(tails, line, rows, 2, target, end)
+        scales_out, starts = float32_at(target, rows), int32_at(target + rows * 4, rows)
+        for row in range(rows):
+            scales_out[row] = scales[row]
+            starts[row] = np.int32(-ZERO_POINT) * sums[row]
         target += 2 * rows * 4
 
 

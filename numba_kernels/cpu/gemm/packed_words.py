@@ -131,26 +131,39 @@ def arrange_words(builder, source, source_stride, num_rows, num_words, target, e
     of_words = simd.lanes_below(builder, 0, num_words)
     last, stride = builder.sub(num_rows, _i64(1)), builder.mul(num_rows, _i64(4))
     undefined = ir.Constant(_WORDS, ir.Undefined)
+    has_all_words = builder.icmp_signed("==", num_words, _i64(LANES))
 
     def arrange(most_rows):
         """Vectors of so many lanes, a power of two."""
+        lanes = ir.Constant(simd.vector(I32, most_rows), list(range(most_rows)))
+        after = builder.add(target, builder.mul(stride, _i64(LANES - 1)))
+        is_inside = builder.icmp_signed("<=", simd.offset(builder, after, most_rows * 4), end)
+        with builder.if_else(builder.and_(has_all_words, is_inside), likely=True) as (whole, part):
+            with whole:
+                for column, place in columns(most_rows, lanes, is_whole=True):
+                    simd.store(builder, column, place)
+            with part:
+                of_rows = simd.lanes_below(builder, 0, num_rows, most_rows)
+                for w, (column, place) in enumerate(columns(most_rows, lanes, is_whole=False)):
+                    is_inside = builder.icmp_signed("<=", simd.offset(builder, place, most_rows * 4), end)
+                    exists = builder.icmp_signed("<", _i64(w), num_words)
+                    with builder.if_then(exists), builder.if_else(is_inside, likely=True) as (fits, ends):
+                        with fits:
+                            simd.store(builder, column, place)
+                        with ends:
+                            simd.masked_store(builder, column, place, of_rows)
+
+    def columns(most_rows, lanes, *, is_whole):
+        """Each column of the words, with its place."""
         rows = [undefined] * LANES
         for r in range(most_rows):
             row = builder.select(builder.icmp_signed("<", _i64(r), num_rows), _i64(r), last)
             at = builder.add(source, builder.mul(source_stride, row))
-            rows[r] = simd.masked_load(builder, at, of_words, I32, 1)
-        lanes = ir.Constant(simd.vector(I32, most_rows), list(range(most_rows)))
-        of_rows = simd.lanes_below(builder, 0, num_rows, most_rows)
-        for w, column in enumerate(transposed(builder, rows)):
-            column = builder.shuffle_vector(column, undefined, lanes)
-            place = builder.add(target, builder.mul(stride, _i64(w)))
-            is_inside = builder.icmp_signed("<=", simd.offset(builder, place, most_rows * 4), end)
-            exists = builder.icmp_signed("<", _i64(w), num_words)
-            with builder.if_then(exists), builder.if_else(is_inside, likely=True) as (whole, part):
-                with whole:
-                    simd.store(builder, column, place)
-                with part:
-                    simd.masked_store(builder, column, place, of_rows)
+            rows[r] = simd.load(builder, at, _WORDS, 1) if is_whole else simd.masked_load(builder, at, of_words, I32, 1)
+        return [
+            (builder.shuffle_vector(column, undefined, lanes), builder.add(target, builder.mul(stride, _i64(w))))
+            for w, column in enumerate(transposed(builder, rows))
+        ]
 
     with builder.if_else(builder.icmp_signed("<=", num_rows, _i64(few))) as (are_few, are_many):
         with are_few:
@@ -227,11 +240,16 @@ def quantize_words(builder, stored, source, count, inverse, added, target):
     ``source`` and zeros after them. Returns the sum of the rounded elements."""
     total = simd.splat_constant(I32, 0)
     inverses, addends = simd.splat(builder, inverse), simd.splat(builder, added)
-    for index, values in enumerate(_group(builder, source, stored, count)):
+    parts = []
+    for values in _group(builder, source, stored, count):
         whole = rounded(builder, values, inverses)
         total = builder.add(total, whole)
-        byte = builder.trunc(builder.add(whole, addends), simd.vector(I8))
-        simd.store(builder, byte, simd.offset(builder, target, index * LANES), 1)
+        parts.append(builder.trunc(builder.add(whole, addends), simd.vector(I8)))
+    while len(parts) > 1:  # one store: a load of several stores would wait for them
+        lanes = list(range(2 * parts[0].type.count))
+        order = ir.Constant(simd.vector(I32, len(lanes)), lanes)
+        parts = [builder.shuffle_vector(a, b, order) for a, b in zip(parts[::2], parts[1::2])]
+    simd.store(builder, parts[0], target, 1)
     return simd.fold(builder, total, builder.add)
 
 

@@ -85,8 +85,11 @@ class Embedding:
             elif pooling == "max":
                 found = rows.max(axis=0) if before is None else np.maximum(before, rows.max(axis=0))
             else:
-                weights = np.arange(first + 1, first + 1 + len(rows))[:, None] if pooling == "weighted_mean" else 1.0
-                found = np.add.reduce(rows * weights, axis=0, initial=0.0) + (0.0 if before is None else before)
+                is_weighted = pooling == "weighted_mean"
+                summed = rows * np.arange(first + 1, first + 1 + len(rows))[:, None] if is_weighted else rows
+                found = np.add.reduce(summed, axis=0)
+                if before is not None:
+                    found = found + before
             self.totals[pooling] = found
         self.num_computed = first + count
 

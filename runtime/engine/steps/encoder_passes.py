@@ -7,6 +7,7 @@ results would hold memory, and they do not wait for Python.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,14 +51,20 @@ class _Shape(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Recorded:
-    """A recording with its inputs."""
+    """A recording with its inputs, which are those of texts of these `lengths`."""
 
     recording: Recording
     layout: StepLayout
     inputs: EncoderInputs
+    lengths: tuple[int, ...]
 
     def release(self) -> None:
         self.recording.release()
+
+    def replay(self) -> Tensor:
+        self.recording.replay()
+        result: Tensor = self.recording.result
+        return result
 
 
 class EncoderPasses:
@@ -92,13 +99,32 @@ class EncoderPasses:
             self._pages = KVCache(spec, [most * spec.group_pools.count(pool) for pool in range(len(spec.block_bytes))])
         return self._pages
 
-    def run(self, layout: StepLayout, inputs: EncoderInputs) -> Tensor:
+    def _shape(self, lengths: tuple[int, ...]) -> _Shape:
+        longest = self._lengths[bisect_left(self._lengths, max(lengths))]
+        return _Shape(sum(lengths), len(lengths), longest)
+
+    def run_again(
+        self, lengths: tuple[int, ...], token_ids: Sequence[NDArray[np.int32]],
+        types: Sequence[NDArray[np.int32] | None],
+    ) -> Tensor | None:  # fmt: skip
+        """`run` of texts as long as those that the recording of their shape was last run for, which needs no layout;
+        None if there is none."""
+        found = self._recordings.take(self._shape(lengths))
+        if found is None or found.lengths != lengths:
+            return None
+        np.concatenate(token_ids, out=found.layout.arrays["token_ids"])
+        at = 0
+        for length, given in zip(lengths, types, strict=True):
+            found.inputs.types[at : at + length] = 0 if given is None else given
+            at += length
+        return found.replay()
+
+    def run(self, lengths: tuple[int, ...], layout: StepLayout, inputs: EncoderInputs) -> Tensor:
         """The hidden states, valid until the next run. Raises what the model's forward pass raises."""
-        length = self._lengths[bisect_left(self._lengths, layout.max_seq_len)]
-        shape = _Shape(layout.num_tokens, layout.num_seqs, length)
+        shape = self._shape(lengths)
         found = self._recordings.take(shape)
         if found is None:
-            found = self._record(shape, layout, inputs)
+            found = self._record(shape, lengths, layout, inputs)
             if found is None:
                 batch = layout.batch(self._model.device, exact=self._limits.exact)
                 inputs.give(batch)
@@ -109,11 +135,12 @@ class EncoderPasses:
             for window, target in found.inputs.until.items():
                 target[:] = inputs.until[window]
             found.inputs.types[:] = inputs.types
-        found.recording.replay()
-        result: Tensor = found.recording.result
-        return result
+            found.lengths = lengths
+        return found.replay()
 
-    def _record(self, shape: _Shape, layout: StepLayout, inputs: EncoderInputs) -> _Recorded | None:
+    def _record(
+        self, shape: _Shape, lengths: tuple[int, ...], layout: StepLayout, inputs: EncoderInputs
+    ) -> _Recorded | None:  # fmt: skip
         """Returns None, now and later, if the model cannot be recorded."""
         if self._recordings.has_given_up:
             return None
@@ -136,7 +163,7 @@ class EncoderPasses:
         except CaptureError as error:
             self._recordings.give_up("this model's passes are not recorded", error)
             return None
-        found = _Recorded(recording, own, kept)
+        found = _Recorded(recording, own, kept, lengths)
         self._recordings.add(shape, found)
         return found
 

@@ -44,7 +44,16 @@ class PagedSidePass:
         self._store = store
         self._model = model
         self._limits = limits
-        spec = model.kv_cache_spec(limits.block_size) if passes is None else passes.spec
+        self._lengths = tuple(lengths)
+        self._states: list[tuple[int, int, list[int]]] = []
+        self._passes = passes if passes is not None and passes.takes(list(lengths)) else None
+        if self._passes is None:
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Makes the block tables, and pages but for those of recorded passes."""
+        model, limits, lengths = self._model, self._limits, self._lengths
+        spec = model.kv_cache_spec(limits.block_size) if self._passes is None else self._passes.spec
         size = limits.block_size
         num_blocks = [-(-length // size) for length in lengths]
         self._tables = BlockTables(len(spec.group_kinds), len(lengths), limits.table_width(max(lengths)), size)
@@ -52,7 +61,6 @@ class PagedSidePass:
         switch = limits.longrope_threshold
         self._rotary_offsets = np.array([switch if switch and length > switch else 0 for length in lengths], np.int64)
         num_used = [0] * len(spec.block_bytes)  # by pool
-        self._states: list[tuple[int, int, list[int]]] = []
         for group, (pool, kind) in enumerate(zip(spec.group_pools, spec.group_kinds)):
             for row, count in enumerate(num_blocks):
                 first = num_used[pool]
@@ -62,7 +70,6 @@ class PagedSidePass:
                     count = 2
                     self._states.append((group, row, [first, first + 1]))
                 num_used[pool] += count
-        self._passes = passes if passes is not None and passes.takes(list(lengths)) else None
         self._pages = KVCache(spec, num_used) if self._passes is None else self._passes.pages
 
     def run(
@@ -70,6 +77,11 @@ class PagedSidePass:
         types: Sequence[NDArray[np.int32] | None] = (),
     ) -> Tensor:  # fmt: skip
         self._synchronize()
+        if self._passes is not None:
+            found = self._passes.run_again(self._lengths, token_ids, types or [None] * len(token_ids))
+            if found is not None:
+                return found
+            self._reserve()
         for group, row, pages in self._states:
             pages.reverse()
             self._tables.add(group, row, 0, pages)
@@ -84,7 +96,7 @@ class PagedSidePass:
             assert not any(starts), "an encoder's prompt is one chunk"
             inputs = encoder_inputs(self._model.windows, counts, types)
             if self._passes is not None:
-                return self._passes.run(layout, inputs)
+                return self._passes.run(self._lengths, layout, inputs)
         batch = layout.batch(self._model.device, exact=self._limits.exact)
         if pictures is not None:
             assert self._store is not None, "pictures were encoded"

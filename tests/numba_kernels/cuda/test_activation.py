@@ -25,7 +25,7 @@ def expected(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def run(gpu: Gpu, name: str, x: np.ndarray, dtype: str, *, in_place: bool = False) -> np.ndarray:
-    launch, accesses = activation.plan_activation(name, x.size, dtype)
+    launch, accesses = activation.plan_activation(name, 1, x.size, dtype)
     source = put(gpu, x)
     out = source if in_place else empty(gpu, x.shape, dtype)
     gpu.launch(launch, source.address, out.address, accesses)
@@ -44,6 +44,19 @@ def test_against_float64(gpu: Gpu, name: str, dtype: str) -> None:
         assert_close(actual, expected(name, x), rtol=ROUNDING[dtype], atol=SMALLEST[dtype])
 
 
+@pytest.mark.parametrize("size", [219, 222, 224])
+def test_rows_beside_a_row_do_not_choose_its_kernel(size: int) -> None:
+    """Versions of different access widths may round differently."""
+    for plan in (
+        lambda rows: activation.plan_activation("gelu_erf", rows, size, "f32"),
+        lambda rows: activation.plan_add_scaled(rows, size, "f32"),
+        lambda rows: activation.plan_sigmoid_gate(rows, size, "f32"),
+        lambda rows: activation.plan_scale_logits(rows, size, is_capped=True),
+    ):
+        (alone, one), (beside, many) = plan(1), plan(24)
+        assert alone.specialisation is beside.specialisation and many == 24 * one
+
+
 @pytest.mark.exhaustive
 @both_archs
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
@@ -54,7 +67,7 @@ def test_functions_with_numbers_of_their_own(gpu: Gpu, name: str, numbers: tuple
     rng = np.random.default_rng(4)
     for size in SIZES[:14]:
         x = (rng.standard_normal(size) * 3).astype(numpy_dtype(dtype))
-        launch, accesses = activation.plan_activation(name, size, dtype)
+        launch, accesses = activation.plan_activation(name, 1, size, dtype)
         source, out = put(gpu, x), empty(gpu, x.shape, dtype)
         gpu.launch(launch, source.address, out.address, accesses, *numbers)
         expected = dense.clamp(x, numbers[0]) if name == "clamp" else dense.xielu(x, *numbers)

@@ -66,7 +66,7 @@ def _hidden(model: Model, run: Fields, ids: list[list[int]], types: list[list[in
     limits = EngineLimits(
         max_model_len=max(lengths), max_num_seqs=len(ids), max_num_batched_tokens=sum(lengths), block_size=size,
         num_blocks=sum(-(-length // size) for length in lengths), max_waiting=1,
-        longrope_threshold=model.longrope_threshold,
+        longrope_threshold=model.longrope_threshold, exact=run["exact"],
     )  # fmt: skip
     side = PagedSidePass(model, limits, lengths, lambda: None)
     given = [None if each is None else np.array(each, np.int32) for each in types]
