@@ -54,7 +54,8 @@ def test_rows_beside_a_row_do_not_choose_its_kernel(size: int) -> None:
         lambda rows: activation.plan_scale_logits(rows, size, is_capped=True),
     ):
         (alone, one), (beside, many) = plan(1), plan(24)
-        assert alone.specialisation is beside.specialisation and many == 24 * one
+        assert alone.specialisation is beside.specialisation
+        assert many == 24 * one
 
 
 @pytest.mark.exhaustive
