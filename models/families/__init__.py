@@ -1,6 +1,6 @@
 """The families of architectures that the engine runs: a file for each, with its relatives.
 
-A file of this folder names its `ARCHITECTURES`; nothing else lists them. `docs/adding.md` shows how one is written.
+A file of this folder names its `ARCHITECTURES`; nothing else lists them. `docs/examples/family.py` is an example.
 """
 
 from __future__ import annotations

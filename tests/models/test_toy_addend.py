@@ -1,8 +1,8 @@
-"""The addend recipe of docs/adding.md: its text alone adds adapters to every family."""
+"""The addend of docs/examples: its file alone adds adapters to every family."""
 
 from __future__ import annotations
 
-import re
+import runpy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,12 +30,8 @@ IDS = [int(token) for token in np.random.default_rng(1).integers(0, 60, 24)]
 
 
 def recipe() -> dict[str, Any]:
-    """The names that the page's block defines."""
-    section = test_toy_family.RECIPES.read_text(encoding="utf-8").partition("## An addend")[2].partition("\n## ")[0]
-    (source,) = re.findall(r"```python\n(.*?)```", section, re.S)
-    names: dict[str, Any] = {}
-    exec(compile(source, "adding.md", "exec"), names)
-    return names
+    """The names that the example defines."""
+    return runpy.run_path(str(test_toy_family.EXAMPLES / "addend.py"))
 
 
 def rank_one(outputs: int, inputs: int, seed: int) -> tuple[Array, Array]:

@@ -1,9 +1,9 @@
-"""The family recipe of docs/adding.md: its text alone, in a folder of families, makes a model that runs."""
+"""The family of docs/examples: its file alone, in a folder of families, makes a model that runs."""
 
 from __future__ import annotations
 
 import json
-import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.models.folders import write_safetensors
 from tests.oracles import dense
 from tests.oracles.attention import attention
 
-RECIPES = Path(__file__).resolve().parents[2] / "docs" / "adding.md"
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, EPS = 24, 40, 3, 1, 8, 61, 1e-5
 CONFIG = {
     "architectures": ["ToyForCausalLM"], "model_type": "toy", "hidden_size": HIDDEN, "intermediate_size": INNER,
@@ -31,12 +31,10 @@ CONFIG = {
 
 @pytest.fixture(autouse=True)
 def toy_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The page's block as `toy.py` in a temporary folder of families."""
-    section = RECIPES.read_text(encoding="utf-8").partition("## A family of models")[2].partition("\n## ")[0]
-    (source,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    """The example as `toy.py` in a temporary folder of families."""
     folder = tmp_path / "families"
     folder.mkdir()
-    (folder / "toy.py").write_text(source, encoding="utf-8")
+    shutil.copyfile(EXAMPLES / "family.py", folder / "toy.py")
     monkeypatch.setattr(models.families, "__path__", [*models.families.__path__, str(folder)])
     known_architectures.cache_clear()
     yield

@@ -139,12 +139,6 @@ def test_no_draft_token_changes_a_bit(folder: Path, num_requests: int, monkeypat
     }  # fmt: skip
 
 
-def test_the_recipe_shows_this_layer() -> None:
-    section = ROOT.joinpath("docs/adding.md").read_text(encoding="utf-8").partition("### A layer with state")[2]
-    (source,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.S)
-    assert source in Path(__file__).with_name("toy_state").joinpath("toy_state.py").read_text(encoding="utf-8")
-
-
 def test_states_of_bfloat16_take_half_the_memory_and_give_the_bits_of_lone_runs(folder: Path) -> None:
     half = build(folder, num_blocks=600, state_dtype="bfloat16", max_num_batched_tokens=13)
     alone = build(folder, num_blocks=400, state_dtype="bfloat16", max_num_seqs=1, enable_prefix_caching=False)
