@@ -4,7 +4,7 @@ emulator.
     python -m tools.kernel_report [--arch ARCH ...] [--kernels TEXT] [--cases TEXT] [--only static|counted] [--check]
                                   [--nvdisasm PROGRAM] [--ladders FILE]
 
-Prints a page of tables, of all kernels or of some; `--ladders` updates docs/measurements/kernel-counts.md. With `--check` it
+Prints a page of tables, of all kernels or of some; `--ladders` updates kernel-counts.md. With `--check` it
 lists forbidden properties, and exits with 1 if there are any: spills, local memory, ptxas's remarks C75xx, float64,
 early loads that ptxas has moved after the wait for the previous grid, device-wide fences in a product of clusters,
 compare-and-swap loops, device memory accesses that should be coalesced with less than 95 % of each sector used, more
