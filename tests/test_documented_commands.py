@@ -98,7 +98,6 @@ ELSEWHERE = {
         "xserv bench encoders", "xserv bench peers",
         "xserv bench peers --workloads tokenizer --tokenizer tokenizer.json",
         "python -m runtime.cli bench peers --output-json docs/measurements/DATE-cpu-table.json > table.md",
-        "xserv bench peers --workloads concurrent-8 --num-rounds 5 --output-json concurrent.json",
         "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON "
         "--workloads WORKLOAD --num-rounds N",
         "python -m tools.write_moe_gguf qwen3moe FILE --layers 8", "python -m tools.write_random_gguf",
@@ -120,7 +119,6 @@ ELSEWHERE = {
         "python -m tools.plot_attention MODEL PROMPT", "python -m tools.plot_timeline",
         "python -m tools.simulate", "xserv perplexity TEXT --model FOLDER [--quantization int8]",
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --gpu h200",
-        "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --output-json azure.json",
     ),
     "many minutes of a quiet machine": (
         "xserv bench exact", "xserv bench products", "xserv bench products --rates", "xserv bench kernels --device cpu",
@@ -129,8 +127,6 @@ ELSEWHERE = {
         "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
         "xserv bench speculation",
         "xserv bench stalls --tpot-ratio 1.7 --num-decodes 8 --prompt-len 4096",
-        "xserv bench simulation --output-json simulation.json",
-        "xserv bench stalls --num-rounds 3 --output-json stalls.json",
         "python -m runtime.cli bench memory --output-json docs/measurements/DATE-cpu-memory.json",
         "python -m tools.eval_demo_model --num 200 [--quantization int8]", "python -m tools.quality",
         "python -m tools.kernel_report",
