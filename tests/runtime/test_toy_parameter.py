@@ -1,4 +1,4 @@
-"""The recipe of docs/adding.md for a sampling parameter: its text alone, applied to a copy of the code, makes one that
+"""The recipe of docs/examples for a sampling parameter: its text alone, applied to a copy of the code, makes one that
 users can give in every way and that both devices obey."""
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ with LLM(max_num_seqs=4) as llm:
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("toy_parameter")
-    recipes.apply("A sampling parameter", root)
+    recipes.apply("sampling_parameter.diff", root)
     return root
 
 

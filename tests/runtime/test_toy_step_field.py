@@ -1,4 +1,4 @@
-"""The recipe of docs/adding.md for a field of a step: its text alone, applied to a copy of the code, gives a model an
+"""The recipe of docs/examples for a field of a step: its text alone, applied to a copy of the code, gives a model an
 array in all kinds of steps."""
 
 from __future__ import annotations
@@ -49,5 +49,5 @@ assert min(written.values()) > 0, written
 
 
 def test_it_reaches_the_model(tmp_path: Path) -> None:
-    recipes.apply("A field of a step", tmp_path)
+    recipes.apply("step_field.diff", tmp_path)
     recipes.run(tmp_path, SERVED)
