@@ -5,11 +5,14 @@ llama.cpp's own converter reads.
     python -m tools.write_random_gguf qwen3.5-4b FILE --share 4 --llama-cpp SOURCE --python PYTHON
     python -m tools.write_random_gguf deepseek-v2-lite FILE --llama-cpp SOURCE --python PYTHON
     llama-quantize FILE QUANTISED Q4_K_M
+    python -m tools.write_random_gguf qwen3-1.7b FILE --share 7 --importance TABLE --llama-cpp SOURCE --python PYTHON
+    llama-quantize --pure --imatrix TABLE FILE QUANTISED IQ2_S
 
 DeepSeek-V2-Lite has 8 experts of 352 instead of 64 of 1,408, and a vocabulary of 16,384.
 
 SOURCE is llama.cpp's, PYTHON one with the converter's packages. With `--share N` there are an N-th of the layers and of
-the vocabulary, so that the head keeps its share. The file has no tokenizer.
+the vocabulary, so that the head keeps its share. The file has no tokenizer. TABLE has the same importance for every
+column; llama-quantize writes some types only with such a table.
 
 Token embeddings are ten times as large as other weights. Activations that are rounded to 8 bits otherwise move the
 logits by a third of the largest: the first layers of such weights add as much as they get.
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -30,6 +34,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from models.gguf.reader import GgufFile, GgufTensor
 from models.registry import declare
 
 DEVIATION = 0.02
@@ -51,6 +56,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-4b": {
         **QWEN3_5, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 16,
         "num_key_value_heads": 4, "linear_num_value_heads": 32,
+    },
+    "qwen3-1.7b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 151_936, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False, "dtype": "bfloat16",
     },
     "deepseek-v2-lite": {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
@@ -80,7 +91,10 @@ runpy.run_path(source + "/convert_hf_to_gguf.py", run_name="__main__")
 """
 
 
-CONVERTERS = {"qwen3_5_text": ("qwen", "Qwen3_5TextModel", "--no-mtp"), "deepseek_v2": ("deepseek", "DeepseekV2Model")}
+CONVERTERS = {
+    "qwen3": ("qwen", "Qwen3Model"), "qwen3_5_text": ("qwen", "Qwen3_5TextModel", "--no-mtp"),
+    "deepseek_v2": ("deepseek", "DeepseekV2Model"),
+}  # fmt: skip
 """The module, the class and the options of llama.cpp's converter, by model_type."""
 
 
@@ -119,6 +133,16 @@ def write_folder(folder: Path, config: Mapping[str, Any], seed: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}), encoding="utf-8")
 
 
+def write_importance(file: Path, stored: Mapping[str, GgufTensor]) -> None:
+    """llama-quantize's table, in its first form: of each matrix its name, a number of calls, and its columns' ones."""
+    matrices = {name: each.shape[-1] for name, each in stored.items() if len(each.shape) > 1}
+    parts = [struct.pack("<i", len(matrices))]
+    for name, columns in matrices.items():
+        parts += struct.pack("<i", len(name)), name.encode(), struct.pack("<ii", 1, columns)
+        parts.append(np.ones(columns, np.float32).tobytes())
+    file.write_bytes(b"".join(parts))
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -126,6 +150,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--share", type=int, default=1, help="how many such files would make the whole model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--importance", type=Path, help="where to write a table of importance for llama-quantize")
     parser.add_argument("--llama-cpp", type=Path, required=True, help="the folder of its source")
     parser.add_argument("--python", type=Path, required=True, help="one with the converter's packages")
     given = parser.parse_args()
@@ -134,6 +159,8 @@ def main() -> None:
         write_folder(Path(name), config, given.seed)
         arguments = [str(each) for each in (given.llama_cpp, name, given.file, *CONVERTERS[config["model_type"]])]
         subprocess.run([str(given.python), "-c", CONVERT, *arguments], check=True)
+    if given.importance is not None:
+        write_importance(given.importance, GgufFile(given.file).tensors)
 
 
 if __name__ == "__main__":

@@ -176,10 +176,11 @@ def exp(builder: ir.IRBuilder, x: ir.Value, *, at_most_zero: bool = False) -> ir
     return builder.select(builder.fcmp_ordered(">=", x, number(_EXP_HIGHEST)), number(float("inf")), result)
 
 
-def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+def prefetch(builder: ir.IRBuilder, address: ir.Value, is_near: bool = False) -> None:
     """Prefetches the cache line at ``address`` for reading; any address is allowed. With AVX-512, whose panels are
-    three times as wide, the second-level cache takes it, else the first."""
-    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 2 if compiled_for("avx512f") else 3), ir.Constant(I32, 1)
+    three times as wide, the second-level cache takes it unless ``is_near``, else the first."""
+    is_far = compiled_for("avx512f") and not is_near
+    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 2 if is_far else 3), ir.Constant(I32, 1)
     pointer = builder.inttoptr(address, I8.as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
 

@@ -166,7 +166,7 @@ def latent_scores(builder, pairs, queries, steps, rows, row_bytes, tokens, score
                 with cgutils.for_range(builder, steps, intp=I64) as inner:
                     if next_rows is not None:
                         place = builder.add(next_rows, builder.mul(inner.index, _constant(_LINE_BYTES)))
-                        simd.prefetch(builder, place)
+                        simd.prefetch(builder, place, is_near=bool(pairs))
                     moved = builder.mul(inner.index, _constant(FOUR * 4))
                     keys = [
                         simd.load(builder, builder.add(place, moved), simd.vector(kind, FOUR), 4) for place in places
