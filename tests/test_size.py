@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 37_107,
+    "numba_kernels": 37_111,
     "runtime/emulator": 17_010,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
@@ -29,10 +29,10 @@ MOST_LINES = {
     "runtime/commands": 2_886,
     "runtime/bench": 9_866,
     "runtime": 3_272,
-    "models": 18_785,
+    "models": 18_797,
     "server": 19_281,
     "tokenizer": 7_046,
-    "tools": 16_436,
+    "tools": 16_477,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

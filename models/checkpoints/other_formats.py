@@ -39,8 +39,9 @@ def remedy(folder: Path) -> str:
         )
     if found(".safetensors"):  # otherwise they were loaded
         return (
-            f"{found('.safetensors')} has Mistral's own tensor names: take the repository's model*.safetensors,"
-            " or convert it (transformers: `convert_mistral_weights_to_hf.py`)"
+            f"{found('.safetensors')} has Mistral's own tensor names: take the repository's model*.safetensors, or"
+            f" make a GGUF file (llama.cpp: `convert_hf_to_gguf.py {folder} --mistral-format --outfile NEW.gguf`, which"
+            " needs params.json and mistral_common)"
         )
     if found(*_FOREIGN):
         kinds = ", ".join(kind for suffix, kind in _FOREIGN.items() if found(suffix))

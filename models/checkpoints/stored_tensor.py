@@ -27,8 +27,8 @@ class StoredTensor(ABC):
         size_bytes: in the file.
         block_format: the name of the blocks that `blocks` gives, ggml's or ours; None if there are none.
         quantized: how `matrix`'s result is quantised; None if it is not.
-        head_formats: the names of the blocks that `head_blocks` gives, by part, "keys" and "values"; None for a part
-            without blocks. It is empty if the file does not store the tensor by head.
+        head_formats: the names of the blocks that `head_blocks` gives, by part, "keys" and "values"; None or absent for
+            a part without blocks.
     """
 
     file: str
@@ -57,9 +57,9 @@ class StoredTensor(ABC):
         """The bytes of the rows, `[rows, row bytes]`, of a matrix in a `block_format`."""
         raise AssertionError(f"{self.name} is not stored in blocks")
 
-    def head_blocks(self, part: str, head: int) -> Array:
+    def head_blocks(self, part: str, head: int, rows: slice) -> Array:
         """The bytes of the rows of a head's keys or values, `[rows, row bytes]`, if they are in blocks: keys
-        `[latent, keys]`, values `[values, latent]`."""
+        `[latent, keys]`, values `[values, latent]`. They are these rows of the whole map."""
         raise AssertionError(f"{self.name} is not stored by head")
 
     def order(self) -> Array | None:

@@ -38,6 +38,8 @@ class GgufWeight(StoredTensor):
         self.size_bytes = entry.size_bytes
         self.kept_format = entry.format.kept if entry.format.decode and not is_transposed else None
         self.block_format = self.kept_format if len(entry.shape) == 2 else None
+        # The rows of values in a map of both are blocks of the latent row; keys are multiplied the other way.
+        self.head_formats = {"values": self.block_format if not pairs_of and factor == 1 else None}
         self._file, self._index, self._pairs_of, self._rotated_rows = file, index, pairs_of, rotated_rows
         self._norm_offset, self._is_transposed = norm_offset, is_transposed
         if is_transposed:
@@ -77,6 +79,9 @@ class GgufWeight(StoredTensor):
         """The blocks of one of the matrices that are stacked in this tensor."""
         return self._file.blocks(self.name, index)
 
+    def head_blocks(self, part: str, head: int, rows: slice) -> Array:
+        return self._format.kept_blocks(self._file.raw(self.name, self._index)[rows])
+
     def blocks(self) -> Array:
         blocks = self._in_halves(self._file.blocks(self.name, self._index))
         if self._factor != 1:
@@ -115,7 +120,7 @@ class GgufHeadMaps(StoredTensor):
         self._keys, self._values = keys, values
         self.head_formats = {"keys": keys.kept_format, "values": values.kept_format}
 
-    def head_blocks(self, part: str, head: int) -> Array:
+    def head_blocks(self, part: str, head: int, rows: slice) -> Array:
         return {"keys": self._keys, "values": self._values}[part].part_blocks(head)
 
     def array(self) -> Array:

@@ -14,6 +14,8 @@ from runtime.linear.options import Split
 
 Array = np.ndarray[Any, Any]
 Width = int | Shard
+HeadPart = tuple[str, int, slice]
+""""keys" or "values" of a head, and their rows in the map of all heads' both."""
 
 
 @dataclass(frozen=True, slots=True)

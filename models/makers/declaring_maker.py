@@ -11,7 +11,7 @@ import numpy as np
 
 from models.checkpoints.checkpoint import Checkpoint, TensorLayout
 from models.configuration.rope_config import RopeConfig
-from models.makers.declaration import Array, LinearDeclaration
+from models.makers.declaration import Array, HeadPart, LinearDeclaration
 from models.makers.kept_formats import KeptFormats, check_cut
 from models.makers.maker import Maker
 from models.makers.shards import Shard, whole_shard
@@ -149,11 +149,11 @@ class DeclaringMaker(Maker):
 
     def _derived(
         self, name: str, rows: Shard, columns: int, shapes: Sequence[tuple[int, int]],
-        make: Callable[[Array], Iterator[Array]], formats: KeptFormats, places: Sequence[tuple[str, int]] = (),
+        make: Callable[[Array], Iterator[Array]], formats: KeptFormats, places: Sequence[HeadPart] = (),
     ) -> list[LinearWeight]:  # fmt: skip
         self._shapes[name] = (rows.whole, columns)
         self.matrices.add(name)
-        parts = [part for part, _ in places] or [""] * len(shapes)
+        parts = [part for part, _, _ in places] or [""] * len(shapes)
         return [
             self._derived_map(name, shape, after, formats, part)
             for after, (shape, part) in enumerate(zip(shapes, parts))

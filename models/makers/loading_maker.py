@@ -11,7 +11,7 @@ import numpy as np
 from models.checkpoints.checkpoint import Checkpoint
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError, WeightsError
-from models.makers.declaration import Array, LinearDeclaration
+from models.makers.declaration import Array, HeadPart, LinearDeclaration
 from models.makers.kept_formats import KeptFormats, check_cut
 from models.makers.maker import Maker
 from models.makers.shards import Shard
@@ -125,11 +125,11 @@ class LoadingMaker(Maker):
 
     def _derived(
         self, name: str, rows: Shard, columns: int, shapes: Sequence[tuple[int, int]],
-        make: Callable[[Array], Iterator[Array]], formats: KeptFormats, places: Sequence[tuple[str, int]] = (),
+        make: Callable[[Array], Iterator[Array]], formats: KeptFormats, places: Sequence[HeadPart] = (),
     ) -> list[LinearWeight]:  # fmt: skip
         source, made = self._source[name], []
         kept = [
-            formats.kept_part(self._source, name, part, inputs) for (part, _), (_, inputs) in zip(places, shapes)
+            formats.kept_part(self._source, name, part, inputs) for (part, _, _), (_, inputs) in zip(places, shapes)
         ] or [None] * len(shapes)
         maps: Iterator[Array | None] = itertools.repeat(None)
         if None in kept:

@@ -21,7 +21,7 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.stacked import Order, RowStack, Stack
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
-from models.makers.declaration import Array, LinearDeclaration, Width, several, whole_width
+from models.makers.declaration import Array, HeadPart, LinearDeclaration, Width, several, whole_width
 from models.makers.kept_formats import KeptFormats
 from models.makers.shards import Shard, equal_shard, whole_shard
 from runtime.communicator import begins_here, ends_here
@@ -265,9 +265,9 @@ class Maker(ABC):
         beside it: for each of this rank's heads one for queries, and one for results (`LatentMaps`).
 
         A query comes with the key's part first; it leaves with the rotated part first, followed by the part that is
-        multiplied with the latent row. On the cpu the maps stay in blocks where a file has them by head. Else they are
-        floats. A GPU also gets the map that expands rows, if it has kernels for heads of these sizes, and unless a
-        token's bits may not depend on its chunk.
+        multiplied with the latent row. On the cpu the maps stay in blocks where a file has them by head, and values
+        where it has both in one. Else they are floats. A GPU also gets the map that expands rows, if it has kernels for
+        heads of these sizes, and unless a token's bits may not depend on its chunk.
         """
         if self.options.gemm != "auto":
             raise ModelLoadError(
@@ -299,7 +299,9 @@ class Maker(ABC):
         rows = heads.times(key_dim + value_dim)
         if is_cpu:
             shapes = [(latent_dim, key_dim)] * count + [(value_dim, latent_dim)] * count
-            places = [(part, heads.first + head) for part in ("keys", "values") for head in range(count)]
+            size, every = key_dim + value_dim, range(heads.first, heads.first + count)
+            places = [("keys", head, slice(head * size, head * size + key_dim)) for head in every]
+            places += [("values", head, slice(head * size + key_dim, (head + 1) * size)) for head in every]
         else:
             shapes = [(count * latent_dim, key_dim), (count * value_dim, latent_dim)]
             shapes, places = shapes + [(count * (head_dim + value_dim), row_dim)] * expands, []
@@ -465,10 +467,10 @@ class Maker(ABC):
     @abstractmethod
     def _derived(
         self, name: str, rows: Shard, columns: int, shapes: Sequence[tuple[int, int]],
-        make: Callable[[Array], Iterator[Array]], formats: KeptFormats, places: Sequence[tuple[str, int]] = (),
+        make: Callable[[Array], Iterator[Array]], formats: KeptFormats, places: Sequence[HeadPart] = (),
     ) -> list[LinearWeight]:  # fmt: skip
         """Maps of these shapes, made by `make` from these rows of a stored matrix in floats, in its type. With
-        `places`, (part, head) of each, a map stays in blocks if the source has it so, and if `formats` allow that."""
+        `places` of each, a map stays in blocks if the source has it so, and if `formats` allow that."""
 
     @abstractmethod
     def _vector(

@@ -56,8 +56,10 @@ def add_quantization(fields: Fields, folder: Path) -> Fields:
         if isinstance(said, dict) and {"bits", "group_size"} <= said.keys() and not _OTHER_TOOLS & said.keys():
             raise fields.error(
                 name,
-                f"is MLX's ({said['bits']} bits, groups of {said['group_size']}): the folder is for Apple's mlx-lm"
-                " alone; take the model that it was made from, or its GGUF, GPTQ or AWQ files",
+                f"is MLX's ({said.get('mode', 'affine')!s:.20}, {said['bits']} bits, groups of {said['group_size']}):"
+                " the folder is for Apple's mlx-lm alone; take the model that it was made from, with --quantization"
+                " int4 or int8, or its GGUF, GPTQ or AWQ files; where mlx-lm runs, `mlx_lm.convert --hf-path"
+                f" {folder} --mlx-path NEW --dequantize` writes a folder in 16 bits",
             )
     path = folder / QUANT_CONFIG
     if not fields.has(FIELD) and path.is_file():

@@ -1,6 +1,7 @@
 """Writes the results of transformers' image processors (``backend="pil"``):
 ``tests/runtime/images/golden_patches.json`` of ``Qwen2VLImageProcessorPil``, ``golden_fixed.json`` of those of CLIP,
-SigLIP and Gemma 3, ``golden_sides.json`` of Pixtral's, ``golden_tokens.json`` of Gemma 4's.
+SigLIP and Gemma 3, ``golden_sides.json`` of Pixtral's, ``golden_tokens.json`` of Gemma 4's, and
+``golden_gemma4.json`` of Gemma 4's as published, for 1,000 sizes.
 
     python -m tools.references.make_image_goldens          # needs transformers, torch and Pillow
 """
@@ -69,6 +70,19 @@ def main() -> None:
     make_others("golden_fixed.json", FIXED, digest)
     for name, cases in (("golden_sides.json", SIDES), ("golden_tokens.json", TOKENS)):
         make_others(name, cases, lambda pixels: [*pixels.shape[1:], digest(pixels)])
+    make_gemma4()
+
+
+def make_gemma4() -> None:
+    """Height, width and digest of the pixels of each size, or None if transformers refuses it."""
+    processor, found = transformers.Gemma4ImageProcessorPil(do_rescale=False, do_normalize=False), []
+    for size in SIZES:
+        try:
+            pixels = pixels_of(processor([small_picture(*size)], return_tensors="np")).astype(np.uint8)
+            found.append([*pixels.shape[1:], digest(pixels)])
+        except ValueError:
+            found.append(None)
+    TARGET.with_name("golden_gemma4.json").write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
 
 
 def opened(name: str) -> Any:

@@ -90,7 +90,8 @@ def latent_attention_kernel(stored: type) -> Kernel:
     step_numbers = 2 * FOUR if pairs else FOUR
     kept_size = 4 if is_widened else itemsize
     in_bytes, read_scale = is_quantised(stored), read_factor(stored)
-    ahead_tokens = CHUNK_TOKENS if is_widened else _AHEAD_PAIRS if pairs else _AHEAD_TOKENS  # that are prefetched while scores are computed
+    usual = _AHEAD_PAIRS if pairs else _AHEAD_TOKENS
+    ahead_tokens = CHUNK_TOKENS if is_widened else usual  # that are prefetched while scores are computed
 
     def attention(arguments, work_item):
         a = carray(arguments, 1)[0]

@@ -63,6 +63,11 @@ CASES: list[tuple[Callable[[Path], object], type[ModelLoadError], str]] = [
     (only("optimizer.pt", "training_args.bin", config=True), ModelLoadError, "index.json; a model is a folder"),
     (only("model.onnx", "tf_model.h5", config=True), ModelLoadError, r"tf_model.h5 \(ONNX, TensorFlow\) cannot"),
     (only("consolidated.safetensors", config=True), ModelLoadError, "consolidated.safetensors has Mistral's own"),
+    (
+        only("consolidated.safetensors", "params.json", "tekken.json", config=False),
+        ConfigError,
+        "config.json: the file is missing; .* `convert_hf_to_gguf.py .*model --mistral-format --outfile NEW.gguf`",
+    ),
     (only(config=False), ConfigError, "config.json: the file is missing; a model is a folder with config.json"),
     (only(config=True), ModelLoadError, "has neither model.safetensors nor .*; a model is a folder with config.json"),
 ]

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Ggml
 
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.registry import declare_model, load_config, load_model
+from runtime.linear.format import GGML_FORMATS
 from tests.models.driver import logits_of, relative_error
 from tests.models.folders import golden_tensors, load_golden, write_safetensors
 from tests.models.gguf.files import Array, random_blocks, split_maps, write_gguf
@@ -148,6 +149,10 @@ def test_quantised_is_its_dequantised_twin(tmp_path: Path, has_whole_maps: bool)
     np.testing.assert_array_equal(logits_of(load_model(path, dtype="float32"), ids), logits_of(twin, ids))
     kept = load_model(path)
     assert declare_model(path).weight_bytes == kept.weight_bytes < twin.weight_bytes / 2
+    for layer in kept.layers:
+        keys, values = (maps.experts[0].format for maps in (layer.attention.maps.keys, layer.attention.maps.values))
+        assert values is GGML_FORMATS["Q4_0"]
+        assert (keys is values) != has_whole_maps
     check_products(kept, ids, logits_of(twin, ids))
     assert 0 < relative_error(logits_of(kept, ids), logits_of(twin, ids)) < 0.15  # activations are rounded
 

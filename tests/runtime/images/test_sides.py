@@ -18,7 +18,7 @@ from models.configuration.preprocessing import read_line_ends, read_patch_rule
 from models.errors import ConfigError
 from runtime.images.decoding import ImageError, decode
 from runtime.images.patches import FixedRule, Patches, PatchRule, Rule, SideRule, TokenRule, make_patches, normalised
-from tests.runtime.images.pictures import PICTURES, SIDES, SMALL_SIZES, TOKENS, picture_bytes, small_picture
+from tests.runtime.images.pictures import PICTURES, SIDES, SIZES, SMALL_SIZES, TOKENS, picture_bytes, small_picture
 
 GOLDEN: dict[str, Any] = {
     case: golden
@@ -73,6 +73,14 @@ def test_pixels_are_transformers(tmp_path: Path, name: str) -> None:
     patches = make_patches(decode(picture_bytes("rgb")), rule)
     floats = picture_of(patches, rule, normalised(patches.pixels, rule)).ravel()
     np.testing.assert_allclose(floats[:: max(1, floats.size // 7)][:7], golden["normalised"], atol=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_a_thousand_sizes_of_gemma_4() -> None:
+    golden = json.loads(Path(__file__).with_name("golden_gemma4.json").read_text(encoding="utf-8"))
+    rule = TokenRule(max_tokens=280, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), patch_size=16, merge_size=3)
+    assert len(golden) == len(SIZES) == 1000
+    assert [made(small_picture(*size), rule) for size in SIZES] == golden
 
 
 def test_a_grid_has_a_token_more_for_each_line() -> None:
