@@ -113,7 +113,9 @@ def _signature(name: str, function: Any) -> str:
             parts.append("*")
         mark = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
         default = "" if parameter.default is parameter.empty else f" = {_value(parameter.default)}"
-        parts.append(f"{mark}{parameter.name}: {parameter.annotation}{default}")
+        said = isinstance(parameter.default, (bool, int, float, str)) and "Literal" not in parameter.annotation
+        typed = default.replace(" ", "") if said else f": {parameter.annotation}{default}"
+        parts.append(f"{mark}{parameter.name}{typed}")
     returned = inspect.signature(function).return_annotation
     head = "async def " if inspect.iscoroutinefunction(inspect.unwrap(function)) else ""
     tail = "" if name[0].isupper() else f" -> {returned}"
