@@ -6,11 +6,16 @@ of one kind write the same ones, one layer after another. With a window a token 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
 
-from models.base import Model
+from models.base import Architecture, Model
 from models.configuration.config import ModelConfig
+from models.configuration.json_fields import Fields
+from models.decoder import Decoder
 from runtime.batch import Batch
 from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
@@ -55,6 +60,44 @@ class BothWays(Model):
             window: replace(batch, bidirectional_until=batch.until_by_window[window], plans={})
             for window in self.windows
         }
+
+
+class DecoderBothWays(BothWays):
+    """Stands before a decoder's class whose tokens see later ones, too."""
+
+    layers: Sequence[Callable[..., Tensor]]
+
+    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        batches, windows = self.in_both_directions(batch), self.config.layer_windows
+        for index, layer in zip(self.own_layers, self.layers, strict=True):
+            x = layer(x, batches[windows[index]], kv_cache)
+        return x
+
+
+BIDIRECTIONAL = "Bidirectional"
+"""Before the name of a decoder whose config says `is_causal: false`."""
+
+
+def has_bidirectional(base: Architecture) -> bool:
+    """Whether the decoder can be one whose tokens see later ones: its layers are run one by one."""
+    return getattr(base.model_class, "run_layers", None) is Decoder.run_layers
+
+
+@cache
+def bidirectional_of(base: Architecture) -> Architecture:
+    """The architecture of a decoder whose tokens see later ones (`is_causal: false`, as gte-Qwen2 has it)."""
+    harmless = re.compile(rf"{base.model_class.harmless.pattern}|lm_head\..*")
+    name = f"{BIDIRECTIONAL}{base.model_class.__name__}"
+    kind: Any = type(name, (DecoderBothWays, base.model_class), {"harmless": harmless})
+    return Architecture(f"{BIDIRECTIONAL}{base.name}", base.model_type, partial(_read_bidirectional, base), kind)
+
+
+def _read_bidirectional(base: Architecture, fields: Fields) -> ModelConfig:
+    config = base.read_config(fields)
+    fields.expect("is_causal", False)
+    if any(window is not None for window in config.layer_windows):
+        raise fields.error("is_causal", "= false beside windows is not implemented: whether one lies on both sides")
+    return replace(config, tie_word_embeddings=True)
 
 
 class Encoder(BothWays):

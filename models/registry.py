@@ -22,6 +22,7 @@ from models.configuration.json_fields import Fields
 from models.configuration.missing_operations import missing_operations
 from models.configuration.overrides import changes
 from models.configuration.rope_config import RopeConfig
+from models.encoder import bidirectional_of, has_bidirectional
 from models.errors import ConfigError, ModelLoadError
 from models.families import architecture_named, architectures_naming, known_architectures
 from models.makers.declaring_maker import DeclaringMaker
@@ -94,6 +95,14 @@ _ADVICE = ": no code reads it. If the model computes the same without it, ignore
 
 
 def find_architecture(fields: Fields) -> Architecture:
+    """`_find`'s architecture, or the one of its decoder in both directions."""
+    found = _find(fields)
+    if fields.has("is_causal") and fields.raw("is_causal") is False and has_bidirectional(found):
+        return bidirectional_of(found)
+    return found
+
+
+def _find(fields: Fields) -> Architecture:
     """The architecture by `architectures`, or by `model_type` if the file names none, a headless model such as
     Qwen3Model, or an unknown name such as LLaMAForCausalLM.
 

@@ -120,6 +120,7 @@ class Batch:
     until_by_window: dict[int | None, Tensor] = field(default_factory=dict)
     """An encoder's `bidirectional_until` of the layers with each window."""
     token_types: Tensor | None = None  # [num_tokens] int32: 0 in the first of two texts, 1 in the second
+    position_bias: Tensor | None = None  # of attention's scores, as `ops.attention` takes it
     adapters: Tensor | None = None  # [num_tokens] int32: the adapter of each token, -1 for none; None if none has one
     auxiliary_layers: tuple[
         int, ...

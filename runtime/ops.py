@@ -582,6 +582,7 @@ def attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     scales: Sequence[Tensor] = (),
+    position_bias: Tensor | None = None,
 ) -> Tensor:
     """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
 
@@ -589,7 +590,9 @@ def attention(
     outside it are not read. A batch's ``bidirectional_until`` lets tokens see later ones, too. ``sinks`` (float32
     ``[Hq]``): a learned logit of each head that joins the softmax without a value (gpt-oss). With ``softcap`` c a score
     s becomes ``c tanh(s / c)``. A sequence longer than its block table, or a table entry outside the pages, is an
-    error. ``scales`` are those of pages of int8 or fp8, of keys and of values (`qkv_prepare`).
+    error. ``scales`` are those of pages of int8 or fp8, of keys and of values (`qkv_prepare`). ``position_bias``
+    (float32 ``[2 R, Hq]``, on the cpu alone) is added to scores: row R + key - query; R is at least the longest
+    sequence and BIAS_MARGIN.
     """
     op, backend, device = "attention", _backend("attention", "q", q), q.device
     check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))
@@ -602,11 +605,20 @@ def attention(
         raise fail(op, "window", f"is {window}, must be at least 1")
     if sinks is not None:
         check(op, "sinks", sinks, device, float32, (q_heads,))
+    if position_bias is not None:
+        check(op, "position_bias", position_bias, device, float32, (None, q_heads))
+        if position_bias.shape[0] < 2 * (batch.max_seq_len + BIAS_MARGIN):
+            least = f"must be at least {2 * (batch.max_seq_len + BIAS_MARGIN)} for {batch.max_seq_len} tokens"
+            raise fail(op, "position_bias", f"has {position_bias.shape[0]} rows, {least}")
     _check_softcap(op, softcap)
     _check_batch(op, batch, group, q)
     return backend.attention(  # type: ignore[no-any-return]
-        q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap, tuple(scales)
+        q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap, tuple(scales), position_bias
     )
+
+
+BIAS_MARGIN = 64
+"""Rows of a position bias beyond the longest sequence, which kernels read with the last keys."""
 
 
 def _check_batch(op: str, batch: Batch, group: int, q: Tensor) -> None:

@@ -13,6 +13,7 @@ from pkgutil import iter_modules
 
 from models.base import Architecture
 from models.classifier import CLASSIFYING, base_of, classifier_of
+from models.encoder import BIDIRECTIONAL, bidirectional_of
 
 
 @cache
@@ -24,6 +25,9 @@ def known_architectures() -> dict[str, Architecture]:
 def architectures_naming(*words: str) -> dict[str, Architecture]:
     """The architectures of those files that have one of the words, in quotes, and the classifiers of decoders among
     them: a start imports one family, not all."""
+    if any(word.startswith(BIDIRECTIONAL) for word in words):
+        bases = architectures_naming(*(word.removeprefix(BIDIRECTIONAL) for word in words))
+        return {f"{BIDIRECTIONAL}{name}": bidirectional_of(base) for name, base in bases.items()}
     causal = {word: base_of(word) for word in words if word.endswith(CLASSIFYING)}
     quoted = [f'"{word}"'.encode(errors="replace") for word in (*words, *causal.values())]
     found = _of_modules(name for name, source in _sources() if any(word in source for word in quoted))

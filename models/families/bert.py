@@ -1,16 +1,16 @@
-"""BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805) and XLM-RoBERTa (https://arxiv.org/abs/1911.02116).
+"""BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805), XLM-RoBERTa (https://arxiv.org/abs/1911.02116), ELECTRA.
 
     x = norm(word[ids] + position[positions] + type[types])
     for each layer:   x = norm(x + attention(x));   x = norm(x + down(gelu(up(x))))
 
-RoBERTa's positions begin after the padding's id, and it has one type. A classifier reads the first token: BERT's
-through the pooler, RoBERTa's and DistilBERT's through a map of their own.
+RoBERTa's positions begin after the padding's id, and it has one type. ELECTRA's embeddings may be narrower than its
+layers. A classifier reads the first token: BERT's through the pooler, the others' through a map of their own.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -32,20 +32,23 @@ from models.layer_norm import LayerNorm
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
+from runtime.linear.linear import Linear
 from runtime.tensor.tensor import Tensor
 
 ACTIVATIONS = {**GELU_NAMES, **SILU_NAMES}
 """The names of activations in config.json, by the names that `activated` takes."""
 
-LabelHead = Literal["", "pooler", "dense", "distil"]
-"""A classifier's way to the first token: BERT's pooler, RoBERTa's own map, DistilBERT's; "" for a model without one."""
+LabelHead = Literal["", "pooler", "dense", "distil", "electra"]
+"""A classifier's way to the first token: BERT's pooler, RoBERTa's own map, DistilBERT's, ELECTRA's; "" for a model
+without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig(EncoderConfig):
     """`first_position`: the row of the first token in the table of `position_rows`. `label_head`: how a classifier
-    reads the first token."""
+    reads the first token. `embedding_size`: columns of the tables."""
 
+    embedding_size: int
     first_position: int
     position_rows: int
     label_head: LabelHead = ""
@@ -60,14 +63,17 @@ class BertModel(Encoder):
 
     def __init__(self, config: BertConfig, maker: Maker) -> None:
         super().__init__(config, maker)
-        inner, hidden = maker.under(self.root), config.hidden_size
+        inner, hidden, size = maker.under(self.root), config.hidden_size, config.embedding_size
         tables = inner.under("embeddings")
-        self.words = tables.table("word_embeddings.weight", config.vocab_size, hidden)
-        self.positions = tables.table("position_embeddings.weight", config.position_rows, hidden)
+        self.words = tables.table("word_embeddings.weight", config.vocab_size, size)
+        self.positions = tables.table("position_embeddings.weight", config.position_rows, size)
         self.types: Tensor | None = None
         if config.type_vocab_size:
-            self.types = tables.table("token_type_embeddings.weight", config.type_vocab_size, hidden)
-        self.norm = LayerNorm(config, tables.under("LayerNorm"))
+            self.types = tables.table("token_type_embeddings.weight", config.type_vocab_size, size)
+        self.norm = LayerNorm(replace(config, hidden_size=size), tables.under("LayerNorm"))
+        self.widen: Linear | None = None
+        if size != hidden:
+            self.widen = inner.linear("embeddings_project", outputs=hidden, inputs=size, has_bias=True)
         self.layers = inner.under("encoder").layers(
             "layer", config.num_layers, lambda index, maker: BertLayer(config, index, maker)
         )
@@ -81,7 +87,7 @@ class BertModel(Encoder):
             return
         self.classifier = (
             Dense(dense.table("weight", hidden, hidden), dense.vector("bias", hidden),
-                  "relu" if config.label_head == "distil" else "tanh"),
+                  _HEAD_ACTIVATIONS.get(config.label_head, "tanh")),
             Dense(last.table("weight", len(config.labels), hidden), last.vector("bias", len(config.labels))),
         )  # fmt: skip
 
@@ -89,9 +95,22 @@ class BertModel(Encoder):
         assert batch.token_types is not None, "a pass of an encoder has them"
         x = ops.embedding(batch.token_ids, self.words)
         x = ops.add_embedding(x, batch.positions, self.positions[self.config.first_position :])
-        if self.types is None:
-            return self.norm(x)
-        return self.norm(ops.add_embedding(x, batch.token_types, self.types))
+        if self.types is not None:
+            x = ops.add_embedding(x, batch.token_types, self.types)
+        x = self.norm(x)
+        return x if self.widen is None else self.widen(x, batch)
+
+
+_HEAD_ACTIVATIONS = {"distil": "relu", "electra": "erf"}
+"""Between a classifier's maps, if not tanh."""
+
+
+class ElectraModel(BertModel):
+    """Clark et al. 2020, https://arxiv.org/abs/2003.10555."""
+
+    prefix = "electra."
+    root = "electra"
+    harmless = re.compile(rf"{BertModel.harmless.pattern}|(discriminator|generator)_(predictions|lm_head)\..*")
 
 
 class XlmRobertaModel(BertModel):
@@ -141,7 +160,9 @@ class BertLayer:
             head_dim=self.head_dim, rope=None, q_norm=None, k_norm=None, norm_eps=0.0, k_cache=k_cache,
             v_cache=v_cache, slot_mapping=batch.slot_mappings[group], scales=scales,
         )  # fmt: skip
-        attended = ops.attention(q, k_cache, v_cache, batch, group, scale=self.scale, scales=scales)
+        attended = ops.attention(
+            q, k_cache, v_cache, batch, group, scale=self.scale, scales=scales, position_bias=batch.position_bias
+        )
         x = self.norm(self.proj(attended, batch, residual=x))
         inner = self.up(x, batch)
         return self.mlp_norm(self.down(activated(inner, self.activation), batch, residual=x))
@@ -179,13 +200,15 @@ def read_encoder(fields: Fields, *, eps_name: str, default_eps: float, activatio
     }
 
 
-def _read(fields: Fields, label_head: LabelHead, default_eps: float, *, has_types: bool = True) -> BertConfig:
+def read_bert(
+    fields: Fields, label_head: LabelHead, default_eps: float, *, has_types: bool = True, first_position: int = 0
+) -> BertConfig:  # fmt: skip
     values = read_encoder(fields, eps_name="layer_norm_eps", default_eps=default_eps, activation_name="hidden_act")
     fields.expect("position_embedding_type", "absolute")
     fields.expect("is_decoder", False)
     fields.expect("add_cross_attention", False)
-    rows, first = fields.integer("max_position_embeddings", 512), 0
-    if has_types and (label_head == "dense" or fields.string("model_type", "") != "bert"):
+    rows, first = fields.integer("max_position_embeddings", 512), first_position
+    if has_types and (label_head == "dense" or fields.string("model_type", "") not in ("bert", "electra")):
         first = fields.integer("pad_token_id", 1, least=0) + 1
     first = fields.integer("position_offset", first, least=0)  # of a GGUF file, whose table begins at the first token
     if rows <= first:
@@ -193,6 +216,7 @@ def _read(fields: Fields, label_head: LabelHead, default_eps: float, *, has_type
     labels = read_labels(fields) if label_head else ()
     return BertConfig(
         **values, max_position_embeddings=rows - first, first_position=first, position_rows=rows,
+        embedding_size=fields.integer("embedding_size", values["hidden_size"], most=1 << 20),
         type_vocab_size=fields.integer("type_vocab_size", 2, least=0, most=1 << 10) if has_types else 0,
         label_head=label_head, labels=labels,
     )  # fmt: skip
@@ -208,7 +232,7 @@ def _read_distil(fields: Fields, label_head: LabelHead) -> BertConfig:
     fields.default({ours: fields.raw(own) for own, ours in _DISTIL_NAMES.items() if fields.has(own)})
     for note in ("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout", "dropout", "tie_weights_"):
         fields.raw(note)  # the positions' table is stored
-    return _read(fields, label_head, 1e-12, has_types=False)
+    return read_bert(fields, label_head, 1e-12, has_types=False)
 
 
 ARCHITECTURES = tuple(
@@ -219,11 +243,16 @@ ARCHITECTURES = tuple(
         ("DistilBertForSequenceClassification", "distil"),
     )
 ) + tuple(
-    Architecture(name, model_type, partial(_read, label_head=cast(LabelHead, label_head), default_eps=eps), model_class)
+    Architecture(
+        name, model_type, partial(read_bert, label_head=cast(LabelHead, label_head), default_eps=eps), model_class
+    )
     for name, model_type, label_head, eps, model_class in (
         ("BertModel", "bert", "", 1e-12, BertModel),
         ("BertForMaskedLM", "bert", "", 1e-12, BertModel),
         ("BertForSequenceClassification", "bert", "pooler", 1e-12, BertModel),
+        ("ElectraModel", "electra", "", 1e-12, ElectraModel),
+        ("ElectraForPreTraining", "electra", "", 1e-12, ElectraModel),
+        ("ElectraForSequenceClassification", "electra", "electra", 1e-12, ElectraModel),
         ("XLMRobertaModel", "xlm-roberta", "", 1e-5, XlmRobertaModel),
         ("XLMRobertaForMaskedLM", "xlm-roberta", "", 1e-5, XlmRobertaModel),
         ("XLMRobertaForSequenceClassification", "xlm-roberta", "dense", 1e-5, XlmRobertaModel),

@@ -36,16 +36,14 @@ from models.configuration.config import (
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, SandwichLayer, read_rotated
-from models.encoder import BothWays
+from models.encoder import DecoderBothWays
 from models.makers.maker import Maker
 from models.picture_decoder import OLDER_NAMES, PictureDecoder
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
 from runtime import ops
-from runtime.batch import Batch
 from runtime.dtype import float32
 from runtime.images.patches import FixedRule
-from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -137,14 +135,8 @@ def read_gemma3(fields: Fields, *, both_ways: tuple[bool, ...] = ()) -> GemmaCon
     )
 
 
-class Gemma3Encoder(BothWays, GemmaModel):
+class Gemma3Encoder(DecoderBothWays, GemmaModel):
     """Gemma 3's text model as EmbeddingGemma has it (https://arxiv.org/abs/2509.20354)."""
-
-    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        batches, windows = self.in_both_directions(batch), self.config.layer_windows
-        for index, layer in zip(self.own_layers, self.layers, strict=True):
-            x = layer(x, batches[windows[index]], kv_cache)
-        return x
 
 
 def read_gemma3_encoder(fields: Fields) -> GemmaConfig:

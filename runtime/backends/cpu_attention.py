@@ -189,6 +189,7 @@ def _recorded_plan(
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, group: int, pages: tuple[int, int, int], scale: float,
     window: int | None, sinks: Tensor | None, softcap: float | None, scales: tuple[Tensor, ...],
+    position_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """See `ops.attention`."""
     (tokens, q_heads, head_dim), (blocks, kv_heads, block_size) = q.shape, pages
@@ -207,12 +208,16 @@ def attention(
         seq_lens, table, group_starts, address_of(partial), result.address, batch.num_seqs, q_heads, kv_heads, head_dim,
         width, blocks, block_size, plan.table_width, window or 0, plan.group_tokens, segments,
         0 if sinks is None else sinks.address, 0 if batch.bidirectional_until is None else
-        batch.bidirectional_until.address, scale, softcap or 0.0,
+        batch.bidirectional_until.address, *_bias_fields(position_bias), scale, softcap or 0.0,
         explain=_explain_pages("attention", batch, plan, blocks, block_size),
     )  # fmt: skip
     if segments > 1:
         _merge_segments(plan, batch, groups, workers, partial, result, sinks, (q_heads, kv_heads, head_dim), segments)
     return result
+
+
+def _bias_fields(position_bias: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if position_bias is None else (position_bias.address, position_bias.shape[0])
 
 
 def latent_prepare(

@@ -273,9 +273,12 @@ def qkv_prepare(
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, group: int, pages: tuple[int, int, int], scale: float,
     window: int | None, sinks: Tensor | None, softcap: float | None, page_scales: tuple[Tensor, ...],
+    position_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """See `ops.attention`. The batch's host numbers bound the launch; its arrays on the device are not read back."""
     op, gpu = "attention", Gpu.of(q.device)
+    if position_bias is not None:
+        raise fail(op, "position_bias", f"is not implemented on {q.device}, only on the cpu")
     (tokens, q_heads, head_dim), (num_blocks, kv_heads, block_size) = q.shape, pages
     seqs = batch.num_seqs
     tables = batch.query_start, batch.seq_lens, batch.block_tables[group]

@@ -52,6 +52,22 @@ CASES: dict[str, dict[str, Any]] = {
     "roberta_labels": {
         **_ROBERTA, "model_type": "roberta", "architectures": ["RobertaForSequenceClassification"], **_labels(3),
     },
+    "electra_labels": {
+        **_BERT, "model_type": "electra", "architectures": ["ElectraForSequenceClassification"], "embedding_size": 24,
+        "num_hidden_layers": 2, **_labels(2),
+    },
+    "electra": {
+        **_BERT, "model_type": "electra", "architectures": ["ElectraModel"], "embedding_size": 48,
+        "num_hidden_layers": 2,
+    },
+    "mpnet": {
+        **_COMMON, "model_type": "mpnet", "architectures": ["MPNetModel"], "num_hidden_layers": 2,
+        "max_position_embeddings": 66, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3,
+    },
+    "mpnet_pairs": {
+        **_COMMON, "model_type": "mpnet", "architectures": ["MPNetForSequenceClassification"], "num_hidden_layers": 2,
+        "max_position_embeddings": 66, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, **_labels(1),
+    },
     "modernbert": {**_MODERN, "architectures": ["ModernBertModel"]},
     "modernbert_labels": {
         **_MODERN, "architectures": ["ModernBertForSequenceClassification"], "classifier_pooling": "mean",
@@ -69,6 +85,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_pairs": {
         **_DECODER, "model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"], "head_dim": 16,
         **_labels(1),
+    },
+    "qwen2_both_ways": {
+        **_DECODER, "model_type": "qwen2", "architectures": ["Qwen2Model"], "is_causal": False,
     },
     "llama_labels": {
         **_DECODER, "model_type": "llama", "architectures": ["LlamaForSequenceClassification"], **_labels(3),

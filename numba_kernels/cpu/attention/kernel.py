@@ -2,7 +2,8 @@
 
     out[i] = sum_j softmax_j(scale q[i] . k[j]) v[j]      over positions  p_i - window < j <= p_i
 
-or j < ``bidirectional_until[i]`` where a batch has it (tokens of pictures that see each other).
+or j < ``bidirectional_until[i]`` where a batch has it (tokens of pictures that see each other). With ``position_bias [2
+R, Hq]`` (MPNet, https://arxiv.org/abs/2004.09297) a score is greater by row R + j - p_i of its head.
 
 Flash attention's online softmax (https://arxiv.org/abs/2205.14135) over pages (https://arxiv.org/abs/2309.06180). The
 query heads that share a KV head, and the tokens of one sequence, form the rows of a group, so that keys and values are
@@ -49,7 +50,7 @@ _HALVES = CHUNK_TOKENS // HALF_TOKENS
 FIELDS = Fields(
     "*q *k_cache *v_cache *k_scales *v_scales *query_start *seq_lens *block_table *group_starts *partial *out "
     "num_seqs q_heads kv_heads head_dim value_width num_blocks block_size table_width window "
-    "group_tokens num_segments *sinks *bidirectional_until",
+    "group_tokens num_segments *sinks *bidirectional_until *position_bias bias_rows",
     "scale softcap",
 )
 MERGE_FIELDS = Fields(
@@ -192,6 +193,19 @@ def _scale_columns(scores_at, rows, scales_at):
         scores = float32_at(scores_at + row * CHUNK_TOKENS * 4, CHUNK_TOKENS)
         for token in range(CHUNK_TOKENS):
             scores[token] *= scales[token]
+
+
+@njit(nogil=True)
+def _add_bias(scores_at, rows, first_row, share, bias_at, bias_rows, q_heads, distance):
+    """Adds its head's bias to each of the ``scores [rows, CHUNK_TOKENS]``; rows are those of a group from `first_row`
+    on, ``distance`` the chunk's first position minus that of the group's first token."""
+    biases = float32_at(bias_at, bias_rows * q_heads)
+    for row in range(rows):
+        token, sharer = (first_row + row) // share, (first_row + row) % share
+        place = (bias_rows // 2 + distance - token) * q_heads + sharer
+        scores = float32_at(scores_at + row * CHUNK_TOKENS * 4, CHUNK_TOKENS)
+        for column in range(CHUNK_TOKENS):
+            scores[column] += biases[place + column * q_heads]
 
 
 @functools.cache
@@ -349,6 +363,10 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                     )  # fmt: skip
                     if has_scales:
                         _scale_columns(scores_at, tile_rows, k_scales_at)
+                    if a.position_bias != 0:
+                        own = a.position_bias + head * share * 4
+                        distance = chunk - first_position
+                        _add_bias(scores_at, tile_rows, tile, share, own, a.bias_rows, a.q_heads, distance)
                     if a.softcap > 0.0:
                         cap_floats(scores_at, tile_rows * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap))
                     softmax_tile(
