@@ -53,9 +53,9 @@ _STORED = ("F32", "F16", "BF16", "F64")
 
 @dataclass(frozen=True, slots=True)
 class SentenceLayout:
-    """`stages` follow the pooling. `max_tokens`: of the longest text, or None. `is_declared`: the folder names its
-    modules. `pair_template`: a GGUF file's text of a query and a document. `chat_options`: arguments of the chat
-    template."""
+    """`stages` follow the pooling. `max_tokens`: of the longest text, or None. `pools_prompt`: whether the tokens of a
+    prompt are pooled, too. `is_declared`: the folder names its modules. `pair_template`: a GGUF file's text of a query
+    and a document. `chat_options`: arguments of the chat template."""
 
     pooling: str | None = None
     stages: tuple[Stage, ...] = ()
@@ -64,6 +64,7 @@ class SentenceLayout:
     max_tokens: int | None = None
     prompts: dict[str, str] | None = None
     default_prompt: str = ""
+    pools_prompt: bool = True
     score_token_ids: tuple[int, ...] = ()
     is_declared: bool = False
     pair_template: str = ""
@@ -84,7 +85,7 @@ def read_layout(folder: Path) -> SentenceLayout:
         raise ConfigError(f"{folder / 'modules.json'}: must be a list of modules")
     pooling: str | None = None
     stages: list[Stage] = []
-    size, normalize = None, False
+    size, normalize, pools_prompt = None, False, True
     score_token_ids: tuple[int, ...] = ()
     for number, module in enumerate(modules):
         where = f"{folder / 'modules.json'}: [{number}]"
@@ -93,7 +94,7 @@ def read_layout(folder: Path) -> SentenceLayout:
             if path != folder:
                 raise ConfigError(f"{where}: the model lies in {path.name!r}: name that folder as the model")
         elif kind == "Pooling":
-            pooling = _read_pooling(path / "config.json")
+            pooling, pools_prompt = _read_pooling(path / "config.json")
         elif kind == "Dense":
             dense = _read_dense(path)
             stages.append(dense)
@@ -134,8 +135,8 @@ def read_layout(folder: Path) -> SentenceLayout:
         )
     options = {name: value for name, value in options.items() if name != "restore_suffix"}
     return SentenceLayout(
-        pooling, tuple(stages), size, normalize, most, prompts, default, score_token_ids, is_declared=True,
-        chat_options=options,
+        pooling, tuple(stages), size, normalize, most, prompts, default, pools_prompt, score_token_ids,
+        is_declared=True, chat_options=options,
     )  # fmt: skip
 
 
@@ -200,6 +201,7 @@ def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingI
         size=layout.size or config.hidden_size * len(poolings_of(layout.pooling or own)),
         prompts=layout.prompts or {},
         default_prompt=layout.default_prompt,
+        pools_prompt=layout.pools_prompt,
         labels=labels,
         activation=score_activation(folder, labels) if labels else "identity",
         reads_types=encoder is not None and encoder.type_vocab_size > 1,
@@ -273,7 +275,8 @@ def _inside(folder: Path, module: dict[str, Any], where: str) -> Path:
     return folder / path if path else folder
 
 
-def _read_pooling(file: Path) -> str:
+def _read_pooling(file: Path) -> tuple[str, bool]:
+    """The poolings' names, and whether a prompt's tokens are pooled, too."""
     fields = _read(file)
     if not isinstance(fields, dict):
         raise ConfigError(f"{file}: is missing, or is no object")
@@ -286,9 +289,10 @@ def _read_pooling(file: Path) -> str:
         raise ConfigError(
             f"{file}: pooling_mode = {', '.join(map(str, modes))!r:.80} must be some of {known}, each once"
         )
-    if fields.get("include_prompt") is False:
-        raise ConfigError(f"{file}: include_prompt = false is not implemented: a prompt's tokens are pooled, too")
-    return "+".join(_POOLINGS[mode] for mode in modes)
+    includes = fields.get("include_prompt", True)
+    if not isinstance(includes, bool):
+        raise ConfigError(f"{file}: include_prompt = {includes!r:.80} must be true or false")
+    return "+".join(_POOLINGS[mode] for mode in modes), includes
 
 
 def _read_logit_score(file: Path) -> tuple[int, ...]:

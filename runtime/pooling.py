@@ -38,6 +38,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     size            numbers of a vector
     prompts         texts that stand before an input, by name, such as "query"
     default_prompt  the name of the one that is used if a request names none; "" for none
+    pools_prompt    whether a prompt's tokens are pooled like the text's
     labels          names of the classifier's labels; none for a model that does not classify
     activation      of the labels' scores
     reads_types     whether the model tells the second of two texts by its tokens' types
@@ -54,6 +55,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 0
     prompts: dict[str, str] = {}
     default_prompt: str = ""
+    pools_prompt: bool = True
     labels: tuple[str, ...] = ()
     activation: ScoreActivation = "identity"
     reads_types: bool = False

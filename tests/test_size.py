@@ -14,25 +14,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 37_111,
+    "numba_kernels": 37_129,
     "runtime/emulator": 17_010,
     "runtime/device": 3_841,
     "runtime/tensor": 1_814,
-    "runtime/backends": 3_074,
+    "runtime/backends": 3_082,
     "runtime/linear": 2_308,
     "runtime/kv": 1_629,
-    "runtime/engine": 21_402,
-    "runtime/text": 7_205,
-    "runtime/llm": 1_715,
-    "runtime/parallel": 1_107,
+    "runtime/engine": 21_422,
+    "runtime/text": 7_215,
+    "runtime/llm": 1_729,
+    "runtime/parallel": 1_108,
     "runtime/images": 937,
     "runtime/commands": 2_886,
     "runtime/bench": 9_866,
-    "runtime": 3_272,
-    "models": 18_797,
-    "server": 19_281,
+    "runtime": 3_287,
+    "models": 18_955,
+    "server": 19_300,
     "tokenizer": 7_046,
-    "tools": 16_479,
+    "tools": 16_512,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 41_619
+MOST_WORDS = 41_631
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -98,7 +98,9 @@ class AsyncLLM(LoadedModel):
         """The hidden states of a prompt after the final norm as one vector: see ``LLM.embed``."""
         asked = await asyncio.to_thread(self._asked_embedding, prompt, prompt_name)
         future = await _when_there_is_room(
-            lambda: self.client.embed(asked.token_ids, pooling, asked.images, asked.salt)
+            lambda: self.client.embed(
+                asked.token_ids, pooling, asked.images, asked.salt, num_unpooled=asked.num_unpooled
+            )
         )
         return self._embedded(asked, await asyncio.wrap_future(future), normalize, dimensions)
 

@@ -334,7 +334,14 @@ class LLM(LoadedModel):
         try:
             for each in asked:
                 start = partial(
-                    self.client.embed, each.token_ids, pooling, each.images, each.salt, task, each.second_from
+                    self.client.embed,
+                    each.token_ids,
+                    pooling,
+                    each.images,
+                    each.salt,
+                    task,
+                    each.second_from,
+                    each.num_unpooled,
                 )
                 waiting.append(_when_there_is_room(start))
             with progress("Prompts", len(waiting), use_tqdm) as advance:

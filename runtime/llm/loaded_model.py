@@ -37,7 +37,7 @@ from runtime.text.chat import chat_prompt
 from runtime.text.content import PictureText, picture_text, with_picture_texts
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
-from runtime.text.pooled_texts import check_cut, pair_of, prompted
+from runtime.text.pooled_texts import check_cut, num_unpooled, pair_of, prompted
 from runtime.text.stop import bad_words_token_ids
 from runtime.text.turns import turn_start_id
 from tokenizer import Tokenizer
@@ -46,13 +46,15 @@ from tokenizer.warn import warn_once
 
 class AskedPooling(NamedTuple):
     """A prompt to embed, classify or rank: its text (None if it was not given as one), ids and images, the salt that
-    encoded images are shared within, and the first token of the second of two texts."""
+    encoded images are shared within, the first token of the second of two texts, and how many first tokens are not
+    pooled."""
 
     text: str | None
     token_ids: list[int]
     images: tuple[ImageItem, ...]
     salt: str | None
     second_from: int | None
+    num_unpooled: int = 0
 
 
 class EngineArgs:
@@ -263,17 +265,20 @@ class LoadedModel:
         pooling = self.client.info.pooling
         if most is not None and not (isinstance(prompt, str) and self.tokenizer is not None):
             raise RequestError("truncate_prompt_tokens is for prompts that are texts", param="truncate_prompt_tokens")
+        left_out = 0
         if isinstance(prompt, str):
             prompt = prompted(prompt, pooling, prompt_name)
+            if self.tokenizer is not None:
+                left_out = num_unpooled(self.tokenizer, pooling, prompt_name)
             if (room := self._room(most)) is not None and self.tokenizer is not None:
                 ids = self.tokenizer.encode_first(prompt, room)
                 check_cut(ids, most)
-                return AskedPooling(prompt, ids, (), None, None)
+                return AskedPooling(prompt, ids, (), None, None, left_out)
         elif prompt_name:
             raise RequestError("prompt_name is for prompts that are texts", param="prompt_name")
         text, token_ids = self._encode(prompt, takes_images=True)
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        return AskedPooling(text, *self._with_images(prompt, token_ids), salt, None)
+        return AskedPooling(text, *self._with_images(prompt, token_ids), salt, None, left_out)
 
     def _room(self, most: int | None) -> int | None:
         """The tokens that `truncate_prompt_tokens` leaves of a text."""

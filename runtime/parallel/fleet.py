@@ -227,8 +227,9 @@ class Fleet(EngineClient):
         cache_salt: str | None = None,
         task: PoolingTask = "embed",
         second_from: int | None = None,
+        num_unpooled: int = 0,
     ) -> Future[NDArray[np.float32]]:
-        return self._idlest().embed(token_ids, pooling, images, cache_salt, task, second_from)
+        return self._idlest().embed(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.reset_prefix_cache``: of all engines that are ready, and the sums."""

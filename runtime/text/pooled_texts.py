@@ -18,6 +18,16 @@ def prompted(text: str, pooling: PoolingInfo, prompt_name: str | None = None) ->
     return pooling.prompts[name] + text
 
 
+def num_unpooled(tokenizer: Tokenizer, pooling: PoolingInfo, prompt_name: str | None = None) -> int:
+    """The first tokens of a text after the model's prompt of that name that are not pooled: the prompt's, with the
+    special ones before it, unless the model pools them."""
+    name = pooling.default_prompt if prompt_name is None else prompt_name
+    if pooling.pools_prompt or not pooling.prompts.get(name):
+        return 0
+    ids = tokenizer.encode(pooling.prompts[name])
+    return len(ids) - (ids[-1] in tokenizer.all_special_ids)
+
+
 def check_cut(token_ids: list[int], truncate_prompt_tokens: int | None) -> None:
     """Raises ``RequestError`` if a text that was cut to so many tokens still has more: the special ones around it and a
     pair's first text, are never cut."""

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from runtime.engine.messages import MissReason
-from runtime.text.pooled_texts import prompted
+from runtime.text.pooled_texts import num_unpooled, prompted
 from server.errors import in_own_names, invalid
 from server.ollama_api.request import (
     NAMES_OF_PROMPT,
@@ -286,7 +286,10 @@ def _prepare_embed(service: Service, body: Body) -> AskedEmbeddings | EmbedAnswe
         texts = [prompted(text, info.pooling) for text in inputs]
         ids = [service.tokenizer.encode_first(text, most) for text in texts]
     request = EmbeddingRequest(model=service.model_name, input=ids, dimensions=asked.dimensions)
-    return prepare_embeddings(service, request, answer, body.exchange.tenant)
+    prepared = prepare_embeddings(service, request, answer, body.exchange.tenant)
+    if asked.truncate is not False:
+        prepared.num_unpooled = num_unpooled(service.tokenizer, service.client.info.pooling)
+    return prepared
 
 
 def _prepare_one(service: Service, body: Body) -> AskedEmbeddings:

@@ -23,11 +23,12 @@ from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import ImageItem
 from runtime.errors import XservError
 from runtime.pooling import PoolingTask, normalized
+from runtime.text.pooled_texts import num_unpooled
 from server.errors import from_engine, in_own_names, internal_error, invalid
 from server.openai_api.answers import Embedding, EmbeddingList, EmbeddingUsage
 from server.openai_api.schema import EmbeddingRequest
 from server.requests.answering import Pending, answered
-from server.requests.prompt import embedding_conversation, embedding_inputs
+from server.requests.prompt import are_texts, embedding_conversation, embedding_inputs
 from server.service import Service
 from server.transport.body import Body, decode_body
 from server.transport.json_answer import JsonAnswer
@@ -44,6 +45,7 @@ class AskedEmbeddings(Pending):
 
     task         what the engine makes of each input
     second_from  the first token of the second of two texts, of each input; empty: they have one text
+    num_unpooled  first tokens of each input that are not pooled
     answer       makes the answer of the engine's vectors, or of the labels' scores
     field        the request's name of its inputs
     """
@@ -53,6 +55,7 @@ class AskedEmbeddings(Pending):
     inputs: list[list[int]]
     task: PoolingTask = "embed"
     second_from: Sequence[int | None] = ()
+    num_unpooled: int = 0
     images: tuple[ImageItem, ...]
     cache_salt: str | None
     answer: Callable[[AskedEmbeddings, list[Vector]], Any]
@@ -116,7 +119,13 @@ class AskedEmbeddings(Pending):
     def _start(self, index: int) -> Future[Vector]:
         second_from = self.second_from[index] if self.second_from else None
         return self.service.client.embed(
-            self.inputs[index], self.asked.pooling, self.images, self.cache_salt, self.task, second_from
+            self.inputs[index],
+            self.asked.pooling,
+            self.images,
+            self.cache_salt,
+            self.task,
+            second_from,
+            self.num_unpooled,
         )
 
     def shaped(self, vector: Vector) -> list[float] | str:
@@ -148,15 +157,18 @@ def prepare_embeddings(
     if asked.mm_processor_kwargs is not None and asked.messages is None:
         raise invalid("mm_processor_kwargs", "mm_processor_kwargs is for messages, not for input.")
     images: tuple[ImageItem, ...] = ()
+    left_out = 0
     if asked.messages is None:
         with in_own_names({"input": field}):
             inputs = embedding_inputs(service, asked)
+        if service.tokenizer is not None and are_texts(asked.input):
+            left_out = num_unpooled(service.tokenizer, service.client.info.pooling, asked.prompt_name)
     else:
         prompt = embedding_conversation(service, tenant, asked)
         inputs, images = [prompt.token_ids], prompt.images
     return AskedEmbeddings(
         service=service, asked=asked, inputs=inputs, images=images, cache_salt=service.salt_of(tenant), answer=answer,
-        field=field,
+        field=field, num_unpooled=left_out,
     )  # fmt: skip
 
 

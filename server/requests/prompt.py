@@ -203,6 +203,11 @@ def infill_prompt(
     return _cut(service, ids, None, 1, field, has_answer=True)
 
 
+def are_texts(given: Any) -> bool:
+    """Whether an input is a text, or a list of texts."""
+    return isinstance(given, str) or all(isinstance(each, str) for each in given or ())
+
+
 def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[int]]:
     """The token ids of each input. Raises `ApiError` 400."""
     assert request.input is not None
@@ -225,8 +230,7 @@ def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[i
             return ids
         return service.tokenizer.encode(text, add_special_tokens=adds)
 
-    has_ids = not isinstance(request.input, str) and not all(isinstance(each, str) for each in request.input)
-    if request.prompt_name and has_ids:
+    if request.prompt_name and not are_texts(request.input):
         raise invalid("prompt_name", "prompt_name is for inputs that are texts, not for token ids.")
     given = _given_ids(service, request.input, "input", encode, service.config.max_inputs)
     return [_cut(service, ids[:room], most, 0, "input", has_answer=False) for ids in given]

@@ -106,6 +106,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "max": {"pooling": "max", "default_prompt": "query"},
     "last": {"pooling": "lasttoken", "normalize": True},
     "sqrt": {"pooling": "mean_sqrt_len_tokens"},
+    "without_prompt": {
+        "pooling": "max+cls+weightedmean+mean+mean_sqrt_len_tokens", "include_prompt": False, "normalize": True,
+    },
     "several": {
         "pooling": "max+cls+lasttoken",
         "dense": [(144, 48, True, "Tanh", True), (48, 48, False, "Tanh", True)],
@@ -146,7 +149,12 @@ def write_layout(folder: Path, name: str, case: str = "bert") -> Path:
     layout, prefix = LAYOUTS[name], "sentence_transformers.models."
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     modes = layout["pooling"].split("+")
-    pooling = {"word_embedding_dimension": 48, **{f"pooling_mode_{_OLDER.get(mode, mode)}": True for mode in modes}}
+    own = {"include_prompt": layout["include_prompt"]} if "include_prompt" in layout else {}
+    pooling = {
+        "word_embedding_dimension": 48,
+        **own,
+        **{f"pooling_mode_{_OLDER.get(mode, mode)}": True for mode in modes},
+    }
     _write(folder / "1_Pooling" / "config.json", pooling)
     for place, (inputs, outputs, has_bias, activation, *residual) in enumerate(layout.get("dense", ()), 2):
         modules.append((f"{place}_Dense", "Dense"))

@@ -247,12 +247,13 @@ class EngineClient(Protocol):
         cache_salt: str | None = None,
         task: PoolingTask = "embed",
         second_from: int | None = None,
+        num_unpooled: int = 0,
     ) -> Future[NDArray[np.float32]]:
         """The hidden states after the final norm, pooled by one of `POOLINGS` (None: the model's own), as a vector of
         any length; or, with the task "classify", the labels' scores before an activation.
 
         ``images`` are the prompt's; encoded images are shared within a ``cache_salt``. ``second_from``: the first token
-        of the second of two texts.
+        of the second of two texts. The first ``num_unpooled`` tokens are read, but not pooled.
 
         Returns at once; a cancelled future costs no further forward pass. Raises ``RequestError``,
         ``QueueFullError``, ``EngineDeadError``; the future, ``EmbeddingError`` and ``EngineDeadError``.

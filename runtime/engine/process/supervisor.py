@@ -239,9 +239,10 @@ class ProcessEngineClient(EngineClient):
         cache_salt: str | None = None,
         task: PoolingTask = "embed",
         second_from: int | None = None,
+        num_unpooled: int = 0,
     ) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.embed``; errors raised there may come from the future here."""
-        return self._call("embed", token_ids, pooling, cache_salt, task, second_from, images=images)
+        return self._call("embed", token_ids, pooling, cache_salt, task, second_from, num_unpooled, images=images)
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         return self._send_call("reset_prefix_cache", [])

@@ -172,9 +172,12 @@ class ThreadEngineClient(EngineClient):
         cache_salt: str | None = None,
         task: PoolingTask = "embed",
         second_from: int | None = None,
+        num_unpooled: int = 0,
     ) -> Future[NDArray[np.float32]]:
         self._origin.check()
-        embedding = self._engine.embedder.prepare(token_ids, pooling, images, cache_salt, task, second_from)
+        embedding = self._engine.embedder.prepare(
+            token_ids, pooling, images, cache_salt, task, second_from, num_unpooled
+        )
         max_waiting = self._engine.limits.max_waiting
         with self._condition:
             self._check_alive()

@@ -48,6 +48,7 @@ class Embedding:
                   is run for it
     task          "embed" or "classify"
     second_from   the first token of the second of two texts; None for one
+    num_unpooled  first tokens that are not pooled
     pooling       a pooling, or several ("cls+mean")
     num_computed  tokens whose keys and values are in the pages
     totals        what each pooling has of their hidden states, ``[hidden_size]`` float64
@@ -60,6 +61,7 @@ class Embedding:
     future: Future[NDArray[np.float32]]
     task: PoolingTask = "embed"
     second_from: int | None = None
+    num_unpooled: int = 0
     num_computed: int = 0
     totals: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     pictures: Pictures | None = None
@@ -76,6 +78,11 @@ class Embedding:
         """Take the hidden states ``[count, hidden_size]`` of its next tokens into ``totals``, or the one of them that
         the pooling reads."""
         first, rows = self.num_computed, hidden.astype(np.float64)
+        self.num_computed = first + count
+        if (left_out := self.num_unpooled - first) > 0:
+            first, rows = self.num_unpooled, rows[left_out:]
+            if not len(rows):
+                return
         for pooling in poolings_of(self.pooling):
             before = self.totals.get(pooling)
             if pooling == "cls":
@@ -91,13 +98,13 @@ class Embedding:
                 if before is not None:
                     found = found + before
             self.totals[pooling] = found
-        self.num_computed = first + count
 
     @property
     def pooled(self) -> NDArray[np.float32]:
         """The pooled row, once all tokens are computed."""
-        count = len(self.token_ids)
-        divisor = {"mean": count, "weighted_mean": count * (count + 1) / 2, "mean_sqrt_len": count**0.5}
+        last, left_out = len(self.token_ids), self.num_unpooled
+        count, weights = last - left_out, (last * (last + 1) - left_out * (left_out + 1)) / 2
+        divisor = {"mean": count, "weighted_mean": weights, "mean_sqrt_len": count**0.5}
         rows = [total / divisor.get(pooling, 1) for pooling, total in self.totals.items()]
         return np.asarray(np.concatenate(rows), np.float32)
 
@@ -138,6 +145,7 @@ class Embedder:
     def prepare(
         self, token_ids: Sequence[int], pooling: str | None = None, images: Sequence[ImageItem] = (),
         cache_salt: str | None = None, task: PoolingTask = "embed", second_from: int | None = None,
+        num_unpooled: int = 0,
     ) -> Embedding:  # fmt: skip
         """A checked prompt of 1 … ``max_model_len`` tokens; ``pooling`` None means the model's own. Raises
         ``RequestError``."""
@@ -154,8 +162,13 @@ class Embedder:
         for each in poolings_of(pooling):
             check_one_of("pooling", each, POOLINGS)
         ids = prompt_of("token_ids", token_ids, self._vocab_size, self._limits.max_model_len, has_answer=False)
+        if num_unpooled >= len(ids):
+            raise RequestError(
+                f"the model does not pool its prompt's {num_unpooled} tokens, and there are only {len(ids)}",
+                param="token_ids",
+            )
         return Embedding(
-            ids, pooling, Future(), task, second_from if own.reads_types else None,
+            ids, pooling, Future(), task, second_from if own.reads_types else None, num_unpooled,
             pictures=pictures_of(images, ids, self._images), cache_salt=cache_salt,
         )  # fmt: skip
 
@@ -228,7 +241,9 @@ class Embedder:
         counts = np.array([len(each) for each in ids])
         ends = np.cumsum(counts)
         firsts = ends - counts
-        if all(embedding.pooling in ("cls", "last") for embedding in chosen):  # one row of each chunk is read
+        if all(
+            each.pooling in ("cls", "last") and not each.num_unpooled for each in chosen
+        ):  # one row of each chunk is read
             wanted = [first if each.pooling == "cls" else end - 1 for each, first, end in zip(chosen, firsts, ends)]
             hidden = ops.gather_rows(hidden, Tensor.from_numpy(np.array(wanted, np.int32)).to(hidden.device))
             firsts, ends = np.arange(len(chosen)), np.arange(1, len(chosen) + 1)

@@ -265,7 +265,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             ("attn_output_gate", True),
             ("norm_after", True),
             ("sliding_window_pattern", 6),
-            ("is_causal", False),
             ("use_bidirectional_attention", True),
             ("a_field_of_tomorrow", 2),
             ("a_feature_of_tomorrow", True),

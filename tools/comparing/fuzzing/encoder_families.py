@@ -82,6 +82,30 @@ def _distilbert(draw: Draw) -> Fields:
     return {names.get(name, name): value for name, value in kept.items()}
 
 
+def _electra(draw: Draw) -> Fields:
+    fields = _bert(draw)
+    return {**fields, "embedding_size": draw.choice((fields["hidden_size"], 16, draw.integer(3, 90)))}
+
+
+def _mpnet(draw: Draw) -> Fields:
+    """Positions begin after the padding's id, which is 1 whatever the config says."""
+    kept = {name: value for name, value in _bert(draw).items() if name != "type_vocab_size"}
+    return {**kept, "pad_token_id": 1, "max_position_embeddings": kept["max_position_embeddings"] + 2}
+
+
+def _both_ways(drawn: Callable[[Draw], Fields]) -> Callable[[Draw], Fields]:
+    """A decoder whose config makes it see later tokens."""
+
+    def both(draw: Draw) -> Fields:
+        kept = {name: value for name, value in reaching(drawn)(draw).items() if name not in _WINDOWS}
+        return {**kept, "is_causal": False}
+
+    return both
+
+
+_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+
+
 def with_labels(drawn: Callable[[Draw], Fields]) -> Callable[[Draw], Fields]:
     """The same fields with names of labels. Padding has no id: the last token is the last of a row."""
     return lambda draw: {"pad_token_id": None, **drawn(draw), **_labels(draw)}
@@ -132,6 +156,10 @@ ENCODERS: dict[str, _Family] = {
     "modernbert": ("ModernBertConfig", "ModernBertModel", _modernbert),
     "modernbert_labels": ("ModernBertConfig", "ModernBertForSequenceClassification", with_labels(_modernbert)),
     "nomic_bert": ("NomicBertConfig", "NomicBertModel", _nomic_bert),
+    "electra": ("ElectraConfig", "ElectraModel", _electra),
+    "electra_labels": ("ElectraConfig", "ElectraForSequenceClassification", with_labels(_electra)),
+    "mpnet": ("MPNetConfig", "MPNetModel", _mpnet),
+    "mpnet_labels": ("MPNetConfig", "MPNetForSequenceClassification", with_labels(_mpnet)),
 }
 
 _CLASSIFYING = (
@@ -150,6 +178,9 @@ def pooled_families(generating: dict[str, _Family]) -> dict[str, _Family]:
     config, _, drawn = generating["gemma3"]
     found["gemma3_labels"] = config, "Gemma3TextForSequenceClassification", with_labels(reaching(drawn))
     found["embedding_gemma"] = config, "Gemma3TextModel", seeing_both_ways(drawn)
+    for name in ("llama", "qwen2", "qwen3"):
+        config, model, drawn = generating[name]
+        found[f"{name}_both_ways"] = config, model.replace("ForCausalLM", "Model"), _both_ways(drawn)
     config, model, drawn = generating["qwen3"]
     found["qwen3_embedding"] = config, "Qwen3Model", reaching(drawn)
     found["qwen3_reranker"] = config, model, reaching(drawn)
@@ -163,7 +194,9 @@ def draw_pooled(case: Fields, rng: random.Random, is_short: bool) -> Fields:
     ids = [each for each in range(vocab) if each != unused]
     most = 24 if is_short else rng.choice((40, 40, 130, LONGEST))
     lengths = [1, most, *(rng.randint(1, most) for _ in range(1 if is_short else 3))]
-    num_types = case["fields"].get("type_vocab_size", 1) if case["family"].startswith(("bert", "nomic")) else 1
+    num_types = (
+        case["fields"].get("type_vocab_size", 1) if case["family"].startswith(("bert", "nomic", "electra")) else 1
+    )
     types = [[rng.randrange(num_types) for _ in range(each)] if num_types > 1 and at % 2 else None
              for at, each in enumerate(lengths)]  # fmt: skip
     prompts = [[rng.choice(ids) for _ in range(length)] for length in lengths]
