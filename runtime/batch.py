@@ -26,6 +26,7 @@ class StepField(NamedTuple):
     row       path from a `Sequence` to its number, which is sent when the sequence gets its row; "": not from there
     step      path from a step's `Chunk` to its number, which is sent with each step; "": not from there
     of_last   only steps that want nothing but each chunk's last token have it (`Batch.is_last_wanted`)
+    of_adapted  only steps in which a row has an adapter have it
     """
 
     dtype: str
@@ -35,6 +36,7 @@ class StepField(NamedTuple):
     row: str = ""
     step: str = ""
     of_last: bool = False
+    of_adapted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Batch:
     The runner sets every field once, before ``Model.forward``; only ``kept`` and ``carried`` change afterwards.
     ``slot_mappings`` and ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most
     models have one.
-    Each array of a step's layout is declared here alone (`StepField`). Only a test of addends sets ``adapters`` yet.
+    Each array of a step's layout is declared here alone (`StepField`).
     """
 
     token_ids: Annotated[Tensor, StepField("int32", "token")]  # [num_tokens]
@@ -106,6 +108,14 @@ class Batch:
     """0, 1, 2 ...: `query_start` of them alone."""
     logits_chunks: Annotated[Tensor | None, StepField("int32", "logit", of_last=True)] = None
     """The chunk of each logit."""
+    adapters: Annotated[
+        Tensor | None, StepField("int32", "token", padding=-1, row="request.adapter_slot", of_adapted=True)
+    ] = None
+    """The slot of each token's adapter, -1 for none; None if no token has one."""
+    last_adapters: Annotated[Tensor | None, StepField("int32", "chunk", padding=-1, of_last=True, of_adapted=True)] = (
+        None
+    )
+    """Those of `last_tokens`."""
     is_last_wanted: bool = False
     """Whether nothing but the hidden state of each chunk's last token is wanted, of a model that `gives_last_rows`:
     `Model.forward` may return these rows alone, ``[num_seqs, hidden_size]``, since layers that write no pages need not
@@ -121,7 +131,6 @@ class Batch:
     """An encoder's `bidirectional_until` of the layers with each window."""
     token_types: Tensor | None = None  # [num_tokens] int32: 0 in the first of two texts, 1 in the second
     position_bias: Tensor | None = None  # of attention's scores, as `ops.attention` takes it
-    adapters: Tensor | None = None  # [num_tokens] int32: the adapter of each token, -1 for none; None if none has one
     auxiliary_layers: tuple[
         int, ...
     ] = ()  # layers after which hidden states are kept, counted from 1; 0: the embeddings
@@ -142,7 +151,8 @@ class Batch:
         return replace(
             self, token_ids=self.last_tokens, positions=self.last_positions, query_start=self.last_start,
             slot_mappings=tuple(each[: self.num_seqs] for each in self.slot_mappings), max_query_len=1,
-            is_last_wanted=False, bidirectional_until=None, long_chunks=NO_LONG_CHUNKS, plans={},
+            is_last_wanted=False, bidirectional_until=None, long_chunks=NO_LONG_CHUNKS, adapters=self.last_adapters,
+            plans={},
         )  # fmt: skip
 
     @property
@@ -166,3 +176,18 @@ STEP_FIELDS: dict[str, StepField] = {
 
 USUAL_FIELDS = {name: each for name, each in STEP_FIELDS.items() if not each.of_last}
 """Those of steps that want more than last tokens."""
+
+_FIELDS_BY_KIND = {
+    (is_last_wanted, has_adapters): {
+        name: each
+        for name, each in (STEP_FIELDS if is_last_wanted else USUAL_FIELDS).items()
+        if has_adapters or not each.of_adapted
+    }
+    for is_last_wanted in (False, True)
+    for has_adapters in (False, True)
+}
+
+
+def fields_of(*, is_last_wanted: bool, has_adapters: bool) -> dict[str, StepField]:
+    """The arrays that such a step has."""
+    return _FIELDS_BY_KIND[is_last_wanted, has_adapters]

@@ -42,7 +42,7 @@ __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "clamp",
     "delta_rule", "distributions", "embedding", "experts", "forbid", "gather_rows", "gelu", "gelu_gate", "glu",
     "keep_groups", "keep_proposals", "latent_attention", "latent_queries", "latent_values", "layer_norm", "linear",
-    "linear_glu", "linear_partial", "log_softmax_topk", "logits_linear", "mamba", "normed_route", "place",
+    "linear_glu", "linear_partial", "log_softmax_topk", "logits_linear", "low_rank", "mamba", "normed_route", "place",
     "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample", "sample_into", "short_conv", "sigmoid_gate",
     "silu", "squared_relu", "take_decode_inputs", "xielu",
 ]  # fmt: skip
@@ -471,6 +471,8 @@ def experts(
     tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, gate_up.shape[2]))
     check(op, "routing.ids", routing.ids, x.device, int32, (tokens, routing.rule.top_k))
+    if routing.weights is None:
+        raise fail(op, "routing.weights", "is None, must be a Tensor")
     check(op, "routing.weights", routing.weights, x.device, float32, (tokens, routing.rule.top_k))
     is_gated = activation != "squared_relu"
     if is_gated:
@@ -491,6 +493,27 @@ def experts(
     return backend.experts(  # type: ignore[no-any-return]
         x, routing, gate_up, down, activation, shared, shared_gate, residual, gather
     )
+
+
+def low_rank(
+    x: Tensor, batch: Batch, down: ExpertsWeight, up: ExpertsWeight, *, residual: Tensor | None = None
+) -> Tensor:
+    """``residual [T, N] + up[a] . (down[a] . x)`` for ``x [T, K]``, ``down [A, R, K]`` and ``up [A, N, R]``; a is the
+    row's of `batch.adapters`, -1 adds nothing. A row's bits depend on no other row."""
+    op, backend = "low_rank", _backend("low_rank", "x", x)
+    num_adapters, rank, depth = down.shape
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, depth))
+    if (up.shape[0], up.shape[2]) != (num_adapters, rank):
+        raise fail(op, "up", f"has the shape {up.shape}, must be [{num_adapters}, N, {rank}]")
+    if batch.adapters is None:
+        raise fail(op, "batch.adapters", "is None, must be a Tensor")
+    check(op, "batch.adapters", batch.adapters, x.device, int32, (x.shape[0],))
+    if residual is not None:
+        check(op, "residual", residual, x.device, x.dtype, (x.shape[0], up.shape[1]))
+    if not x.shape[0]:
+        return Tensor.new((0, up.shape[1]), x.dtype, x.device)
+    routing = Routing(batch.adapters.view(-1, 1), None, RoutingRule(num_experts=num_adapters, top_k=1))
+    return backend.low_rank(x, routing, down, up, residual, batch.plans)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------ attention

@@ -71,8 +71,10 @@ class RoutingRule:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The result of `ops.route`: experts ``ids [T, k]`` int32, and their ``weights [T, k]`` float32."""
+    """The result of `ops.route`: experts ``ids [T, k]`` int32, and their ``weights [T, k]`` float32.
+
+    `ops.low_rank` takes ids of adapters, -1 for none, without weights."""
 
     ids: Tensor
-    weights: Tensor
+    weights: Tensor | None
     rule: RoutingRule

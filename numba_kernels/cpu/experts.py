@@ -167,7 +167,8 @@ def group_kernel() -> Kernel:
     """Puts the ``[T, k]`` draws of ``ids`` together by expert, in the order of tokens; one work item.
 
     Writes ``starts [E + 1]``, where each expert's rows begin; ``active [num_active]``, the experts that have rows, then
-    -1; ``tokens [T k]``, each row's token; ``places [T, k]``, each draw's row. All are int32.
+    -1; ``tokens [T k]``, each row's token; ``places [T, k]``, each draw's row. All are int32. A draw of -1 has no row:
+    its place is -1, and the rows after the last expert's mean nothing.
     """
 
     def group(arguments, work_item):
@@ -177,8 +178,10 @@ def group_kernel() -> Kernel:
         active, tokens, places = int32_at(a.active, a.num_active), int32_at(a.tokens, count), int32_at(a.places, count)
         starts[:] = 0
         active[:] = -1
+        tokens[:] = 0
         for draw in range(count):
-            starts[ids[draw] + 1] += 1
+            if ids[draw] >= 0:
+                starts[ids[draw] + 1] += 1
         found = 0
         for expert in range(a.num_experts):
             if starts[expert + 1] > 0:
@@ -189,6 +192,9 @@ def group_kernel() -> Kernel:
         following[:] = starts[: a.num_experts]
         for draw in range(count):
             expert = ids[draw]
+            if expert < 0:
+                places[draw] = -1
+                continue
             places[draw] = following[expert]
             tokens[following[expert]] = draw // a.top_k
             following[expert] += 1
@@ -200,8 +206,9 @@ def group_kernel() -> Kernel:
 def combine_kernel() -> Kernel:
     """``out [T, H] = residual + sum over j of weights[t, j] y[places[t, j]] + sigmoid(gate[t]) shared[t]``.
 
-    The sum is in the order of the draws, so that it depends on no other token. ``residual``, ``shared`` and ``gate
-    [T, 1]`` may be 0; ``shared`` without a gate is added as it is. A work item is some rows.
+    The sum is in the order of the draws, so that it depends on no other token. ``weights``, ``residual``, ``shared``
+    and ``gate [T, 1]`` may be 0; without ``weights`` each is 1, and ``shared`` without a gate is added as it is. A
+    place of -1 adds nothing. A work item is some rows.
     """
 
     def combine(arguments, work_item):
@@ -211,10 +218,16 @@ def combine_kernel() -> Kernel:
         for row in range(first, min(a.num_rows, first + a.rows_a_work_item)):
             at = row * width * 4
             out = float32_at(a.out + at, width)
-            weights = float32_at(a.weights + row * top_k * 4, top_k)
             places = int32_at(a.places + row * top_k * 4, top_k)
             for j in range(top_k):
-                y, weight = float32_at(a.y + places[j] * width * 4, width), weights[j]
+                weight = np.float32(1.0)
+                if a.weights != 0:
+                    weight = float32_at(a.weights + row * top_k * 4, top_k)[j]
+                if places[j] < 0:
+                    if j == 0:
+                        out[:] = np.float32(0.0)
+                    continue
+                y = float32_at(a.y + places[j] * width * 4, width)
                 if j == 0:
                     for i in range(width):
                         out[i] = weight * y[i]

@@ -9,6 +9,7 @@ depend on the other rows of a batch, nor on the number of threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from numba_kernels.cpu import activation as _activation
 from numba_kernels.cpu import decode_inputs as _decode_inputs
@@ -349,6 +350,7 @@ def experts(
     for first in range(0, tokens, at_once):
         some = slice(first, first + at_once)
         added = [0 if each is None else each[some].address for each in (shared, shared_gate, residual)]
+        assert routing.weights is not None, "experts have weights"
         chosen = Routing(routing.ids[some], routing.weights[some], routing.rule)
         _some_experts(x[some], chosen, gate_up, down, activation, added, result[some], gather)
     return result
@@ -366,6 +368,20 @@ def _some_experts(
         between = gather(between, down.shape[2])
     y = rows.product(between, down)
     rows.add(y if gather is None else gather(y, out.shape[1]), added, out)
+
+
+def low_rank(
+    x: Tensor, routing: Routing, down: ExpertsWeight, up: ExpertsWeight, residual: Tensor | None, plans: dict[Any, Any]
+) -> Tensor:  # fmt: skip
+    """See `ops.low_rank`."""
+    key = "low_rank", routing.rule.num_experts
+    rows = plans.get(key)
+    if rows is None:
+        rows = plans[key] = _RowsByExpert(routing)
+    result = new((x.shape[0], up.shape[1]))
+    y = rows.product(rows.product(rows.gather(x), down), up)
+    rows.add(y, [0, 0, 0 if residual is None else residual.address], result)
+    return result
 
 
 def latent_queries(
@@ -435,11 +451,11 @@ class _RowsByExpert:
 
     def add(self, y: Tensor, added: list[int], out: Tensor) -> None:
         """Writes each token's weighted sum of ``y [T k, N]`` to ``out [T, N]``, and what `_some_experts` adds."""
-        width = y.shape[1]
+        width, weights = y.shape[1], self.routing.weights
         work_items, workers, rows_a_work_item = share_among(self.tokens, width * self.top_k)
         _experts.combine_kernel()(
-            work_items, workers, y.address, self.routing.weights.address, self.places.address, *added, out.address,
-            self.tokens, self.top_k, width, rows_a_work_item,
+            work_items, workers, y.address, 0 if weights is None else weights.address, self.places.address, *added,
+            out.address, self.tokens, self.top_k, width, rows_a_work_item,
         )  # fmt: skip
 
 

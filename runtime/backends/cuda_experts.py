@@ -8,6 +8,7 @@ the number of tokens; its tiles give the same bits at any height.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.activation import plan_activation
@@ -15,7 +16,7 @@ from numba_kernels.cuda.experts import combine, order, router, routing
 from numba_kernels.cuda.experts.gather import SQUARE_COLUMNS
 from numba_kernels.cuda.specialisation import Launch
 from runtime.backends.checks import fail
-from runtime.backends.cuda_plans import Planned, list_rows, plan, plan_gathered
+from runtime.backends.cuda_plans import Planned, RowList, list_rows, plan, plan_gathered
 from runtime.backends.cuda_tensor import alignment, remembered
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32, int32
@@ -91,6 +92,7 @@ def experts(
         return result
     squares = Tensor.new((tokens, combine.SQUARE_PARTS), float32, x.device)
     at_once = max(1, _MOST_ROWS // chosen.rule.top_k)
+    assert chosen.weights is not None, "experts have weights"
     for first in range(0, tokens, at_once):
         some = slice(first, first + at_once)
         part = Routing(chosen.ids[some], chosen.weights[some], chosen.rule)
@@ -106,6 +108,7 @@ def _gathered(
     x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, launches: tuple[Launch, Launch],
     added: list[int], result: Tensor,
 ) -> None:  # fmt: skip
+    assert chosen.weights is not None, "experts have weights"
     gpu, (first, second) = Gpu.of(x.device), launches
     (tokens, top_k), (num_experts, hidden, inner) = chosen.ids.shape, down.shape
     between = Tensor.new((tokens * top_k, inner), x.dtype, x.device)
@@ -128,7 +131,7 @@ def _grouped(
     gather: Callable[[Tensor, int], Tensor] | None,
 ) -> None:  # fmt: skip
     """`places` are addresses of the shared expert's results, its gate, the residual, the result and its squares."""
-    rows = _RowsByExpert(x, chosen, (gate_up, down))
+    rows = _RowsByExpert(x, chosen, list_rows(x, chosen, (gate_up, down)))
     if activation == "squared_relu":
         between = rows.product(x, gate_up, gate_up.shape[1], "", gathers=True)
         launch, accesses = _plan_activation(
@@ -143,14 +146,29 @@ def _grouped(
     rows.add(y if gather is None else gather(y, x.shape[1]), places)
 
 
-class _RowsByExpert:
-    """Rows grouped by expert, for products with all of `weights`."""
+def low_rank(
+    x: Tensor, routing: Routing, down: ExpertsWeight, up: ExpertsWeight, residual: Tensor | None, plans: dict[Any, Any]
+) -> Tensor:  # fmt: skip
+    """See `ops.low_rank`."""
+    result = Tensor.new((x.shape[0], up.shape[1]), x.dtype, x.device)
+    tiles = list_rows(x, routing, (down, up))
+    key = "low_rank", routing.rule.num_experts, tiles
+    rows = plans.get(key)
+    if rows is None:
+        rows = plans[key] = _RowsByExpert(x, routing, tiles)
+    y = rows.product(rows.product(x, down, down.shape[1], "", gathers=True), up, up.shape[1], "", gathers=False)
+    squares = Tensor.new((x.shape[0], combine.SQUARE_PARTS), float32, x.device)
+    rows.add(y, [0, 0, 0 if residual is None else residual.address, result.address, squares.address])
+    return result
 
-    def __init__(self, x: Tensor, chosen: Routing, weights: tuple[ExpertsWeight, ...]) -> None:
-        self.chosen, self.gpu, self.dtype = chosen, Gpu.of(x.device), x.dtype
+
+class _RowsByExpert:
+    """Rows grouped by expert, for products with the tiles of a list."""
+
+    def __init__(self, x: Tensor, chosen: Routing, tiles: RowList) -> None:
+        self.chosen, self.gpu, self.dtype, self.list = chosen, Gpu.of(x.device), x.dtype, tiles
         (self.tokens, self.top_k), self.num_experts = chosen.ids.shape, chosen.rule.num_experts
         self.count = self.tokens * self.top_k
-        self.list = list_rows(x, chosen, weights)
 
         def integers(*shape: int) -> Tensor:
             return Tensor.new(shape, int32, x.device)
@@ -198,8 +216,14 @@ class _RowsByExpert:
 
     def add(self, y: Tensor, places: list[int]) -> None:
         """Each token's weighted sum of ``y [T k, N]``; `places` as `_grouped` has them."""
-        width = y.shape[1]
+        width, weights = y.shape[1], self.chosen.weights
         launch = _plan_combine(self.tokens, width, self.dtype.ptx, alignment=alignment(y.address, *places[:4]))
         self.gpu.launch(
-            launch, y.address, self.chosen.weights.address, self.rows_of.address, *places, self.top_k, width
+            launch,
+            y.address,
+            0 if weights is None else weights.address,
+            self.rows_of.address,
+            *places,
+            self.top_k,
+            width,
         )

@@ -57,11 +57,11 @@ class DeviceBlock:
         self.address = block.address
         self.size_bytes = size_bytes
 
-    def declare_immutable(self, stream: Stream) -> None:
-        """Freezes the block once the work now in `stream` has run. An emulated device checks it, and
-        lets a dependent launch read the block before it waits for the previous kernel."""
+    def declare_immutable(self, stream: Stream, *, is_immutable: bool = True) -> None:
+        """Freezes the block once the work now in `stream` has run, or thaws it. An emulated device checks it, and
+        lets a dependent launch read a frozen block before it waits for the previous kernel."""
         if (pool := self._pool) is not None and self.size_bytes:
-            pool.allocator.declare_immutable(self, stream)
+            pool.allocator.declare_immutable(self, stream, is_immutable=is_immutable)
 
     def release(self) -> None:
         """Returns the memory; once is enough. Work in its own stream may still be using it."""
@@ -211,10 +211,12 @@ class Allocator:
             finally:
                 self._lock.release()
 
-    def declare_immutable(self, block: DeviceBlock, stream: Stream) -> None:
+    def declare_immutable(self, block: DeviceBlock, stream: Stream, *, is_immutable: bool) -> None:
         """Called by DeviceBlock."""
         if self._is_marking:
-            self._context.call("emuDeclareImmutableAsync", block.address, block.size_bytes, stream.handle)
+            self._context.call(
+                "emuDeclareImmutableAsync", block.address, block.size_bytes, int(is_immutable), stream.handle
+            )
 
     def trim(self) -> int:
         """Gives unused segments back to the driver; returns their bytes.

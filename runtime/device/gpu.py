@@ -177,12 +177,12 @@ class Gpu:
         """Memory for work on `stream`, as `Allocator.allocate`."""
         return self.allocator.allocate(size_bytes, stream or self._streams.current)
 
-    def declare_immutable(self, block: object) -> None:
-        """Freezes a block of the allocator once the work now in the stream has run. Ignores other memory. Raises
-        CaptureError where the stream is recorded into a graph."""
+    def declare_immutable(self, block: object, *, is_immutable: bool = True) -> None:
+        """Freezes a block of the allocator once the work now in the stream has run, or thaws it. Ignores other memory.
+        Raises CaptureError where the stream is recorded into a graph."""
         stream = self._not_captured("declare_immutable", None)
         if isinstance(block, DeviceBlock):
-            block.declare_immutable(stream)
+            block.declare_immutable(stream, is_immutable=is_immutable)
 
     def write(self, address: int, array: np.ndarray[Any, Any], stream: Stream | None = None) -> None:
         """Copies an array's elements, in C order, to the device. The array may be changed once this returns.

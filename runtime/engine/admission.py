@@ -42,6 +42,8 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
     prompt_ids = prompt_of("prompt", request.prompt_token_ids, info.vocab_size, info.max_model_len)
     request.params.validate(info.vocab_size)
     check_token_ids("eos_token_ids", request.eos_token_ids, info.vocab_size)
+    if request.adapter is not None and not info.max_loras:
+        raise RequestError("the engine takes no adapters: start it with enable_lora", param="model")
     if request.prediction:
         as_token_ids("prediction", request.prediction, info.vocab_size)
     return record_of(request, info, prompt_ids)
@@ -78,6 +80,7 @@ def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.i
         pictures=pictures,
         boundaries=turn_starts(prompt_ids, request.turn_start_id) if info.has_states else (),
         shows_difference=request.shows_difference,
+        adapter_digest=b"" if request.adapter is None else bytes.fromhex(request.adapter.digest),
     )
 
 

@@ -321,6 +321,43 @@ class EngineConfig(SchedulingConfig):
             least=None,
         ),
     ] = None
+    enable_lora: Annotated[
+        bool,
+        Option(
+            help="Take LoRA adapters, by the model's name in a request.",
+            about="take LoRA adapters",
+            heading="Adapters",
+        ),
+    ] = False
+    max_loras: Annotated[
+        int,
+        Option(
+            help="Adapters on the device at a time; requests for others wait.",
+            about="adapters on the device at a time; requests for others wait",
+            heading="Adapters",
+            least=1,
+            most=256,
+        ),
+    ] = 1
+    max_lora_rank: Annotated[
+        int,
+        Option(
+            help="Largest rank of an adapter; the memory of all is as large.",
+            about="the largest rank of an adapter; the memory of each is as large",
+            heading="Adapters",
+            least=1,
+            most=512,
+        ),
+    ] = 16
+    max_cpu_loras: Annotated[
+        int | None,
+        Option(
+            help="Adapters kept in host memory; default: max_loras, at least 8. Others are read again.",
+            about="adapters kept in host memory, at least max_loras; None: as many, at least 8",
+            heading="Adapters",
+            least=1,
+        ),
+    ] = None
     enable_prefix_caching: Annotated[
         bool,
         Option(
@@ -547,6 +584,17 @@ class EngineConfig(SchedulingConfig):
             )
         if self.preemption == "swap" and self.swap_space_bytes == 0:
             raise RequestError("preemption='swap' needs swap_space_bytes", param="swap_space_bytes")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise RequestError(
+                f"max_cpu_loras is {self.max_cpu_loras}, must be at least max_loras = {self.max_loras}",
+                param="max_cpu_loras",
+            )
+        if self.enable_lora and self.num_ranks > 1:
+            raise RequestError(
+                f"enable_lora: a model that is split over {self.num_ranks} ranks takes no adapters; leave out "
+                f"{self._split_by}, or merge the adapter",
+                param="enable_lora",
+            )
         if self.prefix_cache_dir and not self.enable_prefix_caching:
             raise RequestError(
                 f"prefix_cache_dir is {self.prefix_cache_dir!r:.80}, which needs enable_prefix_caching",
@@ -559,6 +607,11 @@ class EngineConfig(SchedulingConfig):
                 param="prefix_cache_dir",
             )
         self._check_chunks()
+
+    @property
+    def most_kept_adapters(self) -> int:
+        """Adapters that are kept in host memory."""
+        return self.max_cpu_loras or max(8, self.max_loras)
 
     def _check_chunks(self) -> None:
         given = [name for name in ("prefill_chunk", "prefill_chunk_stages") if getattr(self, name) is not None]

@@ -15,10 +15,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Sequences
+from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.adapters import Adapters, Reader
 from runtime.engine.admission import prepare, prompt_of, record_of
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiling import GrammarQueue
@@ -43,6 +45,7 @@ from runtime.engine.steps.step_input import Mode
 from runtime.engine.timeline import Timeline
 from runtime.kv.page_bytes import PageBytes
 from runtime.kv.page_store import PageStore
+from runtime.linear.low_rank import LowRankMaps
 
 logger = logging.getLogger("xserv.engine")
 
@@ -51,6 +54,7 @@ GPU_ROWS_PER_TOKEN = 16
 tokens by Qwen3-VL-8B's tower, where steps may have 2,048."""
 
 GRAMMAR_WAIT_S = 1e-3
+ADAPTER_WAIT_S = 2e-2
 """How long a step without work waits for a grammar before it returns, so that messages are polled."""
 
 
@@ -93,7 +97,9 @@ class Engine:
         if info.images is not None:
             rows = None if info.device == "cpu" else GPU_ROWS_PER_TOKEN * limits.max_num_batched_tokens
             self.pictures = PictureQueue(executor, info.images, EncodingBudget(rows))
-            self.opened.on_request_end = self.embedder.on_end = self.pictures.release
+            self.embedder.on_end = self.pictures.release
+        self.opened.on_request_end = self._release
+        self.adapters: Adapters | None = None
         self.steps = OpenSteps(
             self.scheduler, self.opened, executor, self.assembler, limits.max_num_seqs, self.pictures
         )
@@ -124,6 +130,17 @@ class Engine:
         picture_of = None if self.pictures is None else self.pictures.keys.known_digest
         self.scheduler.stored = StoredPrefixes(self.pool, pages, store, fingerprint, picture_of)
 
+    def take_adapters(self, maps: LowRankMaps, read: Reader, most_kept: int) -> None:
+        """Serve adapters in the slots of ``maps``. To be called before the first request."""
+        self.adapters = Adapters(maps, read, self.executor, most_kept)
+
+    def _release(self, request: Request) -> None:
+        """A request has ended."""
+        if self.pictures is not None:
+            self.pictures.release(request)
+        if self.adapters is not None:
+            self.adapters.release(request)
+
     @property
     def speculator(self) -> Speculator | None:
         return self.steps.speculator
@@ -145,7 +162,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         has_pictures = self.pictures is not None and len(self.pictures) > 0
-        return bool(self.steps.open) or self.scheduler.has_work or len(self.grammars) > 0 or has_pictures
+        has_adapters = self.adapters is not None and len(self.adapters) > 0
+        is_awaited = len(self.grammars) > 0 or has_pictures or has_adapters
+        return bool(self.steps.open) or self.scheduler.has_work or is_awaited
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -166,6 +185,10 @@ class Engine:
         """See ``runtime.engine.admission``: ``prepare``, or ``record_of`` if another process has done that.
         Thread-safe."""
         prepared = (record_of if is_prepared else prepare)(request, self.info)
+        if request.adapter is not None:
+            if self.adapters is None:
+                raise RequestError("the engine takes no adapters: start it with enable_lora", param="model")
+            prepared.adapter = self.adapters.prepare(request.adapter)
         if prepared.awaits_grammar and self.vocabulary is None:
             raise grammar_error("this engine knows no text, so that it follows no grammar")
         return prepared
@@ -186,6 +209,9 @@ class Engine:
         if request.awaits_pictures:
             assert self.pictures is not None, "prepared for another engine"
             self.pictures.add(request)
+        if request.awaits_adapter:
+            assert self.adapters is not None, "prepared for another engine"
+            self.adapters.add(request)
 
     def embed(self, embedding: Embedding) -> None:
         """Start a prepared embedding, with its images first if it has any."""
@@ -223,9 +249,12 @@ class Engine:
         outputs: list[EngineOutput] = []
         if self.pictures is not None and len(self.pictures) > 0:
             self._encode(self.pictures, outputs)
-            if not (self.steps.open or self.scheduler.has_work or len(self.grammars) > 0):
+            is_awaited = len(self.grammars) > 0 or (self.adapters is not None and len(self.adapters) > 0)
+            if not (self.steps.open or self.scheduler.has_work or is_awaited):
                 return outputs
         if len(self.grammars) > 0 and not self._start_compiled(outputs):
+            return outputs
+        if self.adapters is not None and len(self.adapters) > 0 and not self._start_adapted(self.adapters, outputs):
             return outputs
         self.executor.record()
         if self.executor.depth > 1:
@@ -264,6 +293,8 @@ class Engine:
     def close(self) -> None:
         """Wait for the running step and drop it; no further step runs."""
         self.grammars.close()
+        if self.adapters is not None:
+            self.adapters.close()
         if (stored := self.scheduler.stored) is not None:
             stored.close()
         self.executor.close()
@@ -277,6 +308,12 @@ class Engine:
         most = self.limits.max_model_len
         return self.executor.logits(prompt_of("token_ids", token_ids, self.info.vocab_size, most, has_answer=False))
 
+    def load_adapter(self, name: str, path: str) -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.load_adapter``. Thread-safe."""
+        if self.adapters is None:
+            raise RequestError("the engine takes no adapters: start it with enable_lora", param="lora_name")
+        return self.adapters.load(name, path)
+
     def reset_prefix_cache(self) -> NDArray[np.float32]:
         return np.array(self.pool.drop_prefixes(), np.float32)
 
@@ -286,11 +323,12 @@ class Engine:
         cache, counters, requests = self.pool.counters, self.steps.counters, self.opened.counters
         graphs, tallies = self.executor.graph_stats(), self.executor.tallies()
         num_pictures = 0 if self.pictures is None else len(self.pictures)
+        num_adapted = 0 if self.adapters is None else len(self.adapters)
         drafts = SpeculationCounters() if self.speculator is None else self.speculator.counters
         stored = self.scheduler.stored
         return EngineStats(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting) + len(self.grammars) + num_pictures,
+            num_waiting=len(self.scheduler.waiting) + len(self.grammars) + num_pictures + num_adapted,
             max_waiting=self.limits.max_waiting,
             num_blocks=num_blocks,
             num_free_blocks=num_free,
@@ -363,6 +401,17 @@ class Engine:
                 outputs.extend(self.opened.end(request, "error", "the pictures could not be encoded"))
 
         pictures.advance(start, fail, is_idle=not (self.steps.open or self.scheduler.has_work))
+
+    def _start_adapted(self, adapters: Adapters, outputs: list[EngineOutput]) -> bool:
+        """Queue the requests whose adapters lie in slots; False if there is no other work yet."""
+
+        def fail(request: Request, why: str) -> None:
+            outputs.extend(self.opened.end(request, "error", why))
+
+        if not self.steps.open and not self.scheduler.has_work:
+            adapters.wait(ADAPTER_WAIT_S)
+        adapters.advance(self.opened.start_with_adapter, fail)
+        return bool(self.steps.open) or self.scheduler.has_work
 
     def _start_compiled(self, outputs: list[EngineOutput]) -> bool:
         """Queue the requests whose grammars are compiled; False if there is no other work yet."""

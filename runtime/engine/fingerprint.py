@@ -28,7 +28,8 @@ _llvm = later("llvmlite.binding")
 _WITHOUT_EFFECT = {
     *(each.name for each in fields(SchedulingConfig)),
     "device", "enable_prefix_caching", "kv_cache_bytes", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
-    "max_waiting", "max_waiting_tokens", "num_blocks", "overlap", "prefix_cache_dir", "prefix_cache_disk_bytes",
+    "max_cpu_loras", "max_loras", "max_waiting", "max_waiting_tokens", "num_blocks", "overlap", "prefix_cache_dir",
+    "prefix_cache_disk_bytes",
     "swap_space_bytes",
 }  # fmt: skip
 """Options that change no page of a model: all others count, though few of them do."""

@@ -25,6 +25,7 @@ from models.drafters.hidden_state_drafter import BlockDrafter, PageDrafter, Pair
 from models.drafters.mtp import load_mtp
 from models.encoder import BothWays
 from models.gguf.mmproj import NONE as NO_MMPROJ
+from models.peft import PeftAdapter, read_adapter, resolve_modules
 from models.registry import Declaration, declare, declare_model, stages_of
 from models.sentence_transformers import pooling_info, read_layout, score_tokens
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
@@ -57,6 +58,7 @@ from runtime.kv.kinds import State
 from runtime.kv.page_bytes import PageBytes
 from runtime.kv.page_store import DiskPages, make_private
 from runtime.later import later
+from runtime.linear.low_rank import LowRankMaps
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
 from runtime.tensor.tensor import Tensor
@@ -155,7 +157,9 @@ def load_settings(
     each stage."""
     options = {each.name: getattr(config, each.name) for each in OPTIONS if each.name in LoadSettings.__annotations__}
     options["device"] = Device.parse(config.device)
-    own = {"communicator": communicator, "pipeline": pipeline, "stages": stages}
+    own: dict[str, Any] = {"communicator": communicator, "pipeline": pipeline, "stages": stages}
+    if config.enable_lora:
+        own["addends"] = LowRankMaps(config.max_loras, config.max_lora_rank)
     return cast("LoadSettings", {**options, **own, "pending_tokens": config.pending_tokens})
 
 
@@ -219,6 +223,9 @@ def load_declared(
         pipeline=communicator if communicator is not None and communicator.num_stages > 1 else None,
     )  # fmt: skip
     read_rule(loaded, declared.folder, config.mmproj)
+    if isinstance(maps := loaded.addends, LowRankMaps):
+        maps.allocate(LoadOptions(device=loaded.device, dtype=loaded.dtype, exact=config.exact))
+        logger.info("%d slots for adapters of rank %d take %s bytes", maps.num_slots, maps.rank, f"{maps.size_bytes:,}")
     return loaded
 
 
@@ -254,10 +261,18 @@ def engine_over(
     # A request's own prediction is not tried if several steps are open.
     speculator = None if executor.depth > 1 else speculator_of(config, info.vocab_size, limits, draft, executor)
     engine = Engine(executor, limits, info, config.seed, vocabulary, speculator)
+    if isinstance(maps := loaded.addends, LowRankMaps):
+        engine.take_adapters(maps, partial(_read_adapter, maps), config.most_kept_adapters)
     if config.prefix_cache_dir:
         assert isinstance(executor, LocalExecutor), "refused for several ranks"
         _store_prefixes(engine, executor, folder, config)
     return engine
+
+
+def _read_adapter(maps: LowRankMaps, folder: Path) -> PeftAdapter:
+    """The adapter in a folder, its modules by the model's names. Raises as `read_adapter` and `resolve_modules`."""
+    found = read_adapter(folder)
+    return replace(found, pairs=resolve_modules(found.pairs, maps.modules))
 
 
 def _store_prefixes(engine: Engine, executor: LocalExecutor, folder: Path, config: EngineConfig) -> None:
@@ -297,7 +312,8 @@ def executor_over(
         logger.info("the recurrent states of %d sequences fit, those of cached prefixes included", min(fit))
     if isinstance(loaded, PictureModel):
         reads_pictures(loaded, folder)
-    return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator)
+    adapters = loaded.addends if isinstance(loaded.addends, LowRankMaps) else None
+    return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator, adapters)
 
 
 Draft = Model | PairDrafter | BlockDrafter | PageDrafter
@@ -484,6 +500,8 @@ def _info(
         ranks=_ranks(model, config, limits, of_ranks),
         pooling=pooling_info(model, folder, read_layout(folder)),
         exact=config.exact,
+        max_loras=config.max_loras if config.enable_lora else 0,
+        max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
     )
 
 

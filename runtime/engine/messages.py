@@ -51,6 +51,14 @@ class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
     patches: bytes
 
 
+class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter: its folder, and the digest of the content that was there when it was loaded, hexadecimal."""
+
+    name: str
+    path: str
+    digest: str
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A prompt to continue.
 
@@ -69,6 +77,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     turn_start_id     the token that opens a turn of a chat: later prompts may leave this one before it, so that models
                       with states keep theirs there
     shows_difference  its first output says which tokens the cache has instead (``EngineOutput.cached_ids``)
+    adapter           whose weights are added to the model's for this request
     """
 
     request_id: str
@@ -85,6 +94,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     images: tuple[ImageItem, ...] = ()
     turn_start_id: int | None = None
     shows_difference: bool = False
+    adapter: AdapterRef | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -377,6 +387,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     mapped_bytes: int = 0
     pooling: PoolingInfo = PoolingInfo()
     exact: bool = False
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
     @property
     def has_states(self) -> bool:

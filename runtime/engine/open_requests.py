@@ -85,6 +85,11 @@ class OpenRequests:
         request.awaits_pictures = False
         self._queue(request)
 
+    def start_with_adapter(self, request: Request) -> None:
+        """Queue a request whose adapter lies in a slot."""
+        request.awaits_adapter = False
+        self._queue(request)
+
     def _queue(self, request: Request) -> None:
         if request.is_awaiting:
             return

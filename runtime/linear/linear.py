@@ -78,7 +78,7 @@ class Linear:
 
     def glu(self, x: Tensor, activation: ops.GluActivation, batch: Batch | None = None) -> Tensor:
         """``f(gate) * up`` of the map's halves, gate first: ``[T, K]`` -> ``[T, N / 2]``; see `ops.linear_glu`."""
-        if self.addends:
+        if self.addends and (batch is None or batch.adapters is not None):
             return ops.glu(self.own_part(x, batch), activation)
         x, norm = self._normalised(x)
         return ops.linear_glu(x, self.weight, activation, norm=norm)
@@ -87,6 +87,8 @@ class Linear:
         """The residual plus the addends of x."""
         if self.addends:
             assert batch is not None, "a map with addends was called without the batch"
+            if batch.adapters is None:
+                return residual
             if self.norm is not None:
                 x = ops.rms_norm(x, self.norm.weight, self.norm.eps)
             for addend in self.addends:

@@ -231,6 +231,10 @@ class Fleet(EngineClient):
     ) -> Future[NDArray[np.float32]]:
         return self._idlest().embed(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
 
+    def load_adapter(self, name: str, path: str) -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.load_adapter``: an engine reads it; the others will, when a request asks for it."""
+        return self._idlest().load_adapter(name, path)
+
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.reset_prefix_cache``: of all engines that are ready, and the sums."""
         ready = [client for client in self._clients if client.state == "ready"]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from runtime.engine.messages import EngineInfo
 from runtime.engine.scheduling.block_events import BlockChanges, SharedDigest
 from runtime.engine.scheduling.pictures import PictureKeys
-from runtime.engine.scheduling.prefix_cache import RotatedPrefixes, Salt, root_name
+from runtime.engine.scheduling.prefix_cache import Salt, root_name
 from runtime.engine.scheduling.sequence import Request
 from runtime.kv.kinds import FULL, CacheKind, findable_pages
 
@@ -102,9 +102,9 @@ class PromptDigests:
             keys = PictureKeys()
             prompt = keys.prompt_keys(prompt, request.pictures)
             digest = SharedDigest(self._secret, keys.digest_of)
-        salt: Salt = request.cache_salt
+        salt: Salt = request.prefix_salt()
         if self._longrope_threshold is not None and len(prompt) > self._longrope_threshold:
-            salt = RotatedPrefixes(request.cache_salt, self._longrope_threshold)
+            salt = request.prefix_salt(self._longrope_threshold)
         num_pages = (len(prompt) - 1) // self.block_size
         data = np.ascontiguousarray(prompt[: num_pages * self.block_size], np.int32).tobytes()
         return [list(self._chain(digest, data, salt, group)) for group in range(len(self.kinds))]

@@ -112,6 +112,12 @@ class Storage:
         if self.device.kind != "cpu":
             Gpu.of(self.device).declare_immutable(self.owner)
 
+    def thaw(self) -> None:
+        """Lets these bytes be written again, by work that follows in the stream; `freeze` must follow."""
+        self._is_frozen = False
+        if self.device.kind != "cpu":
+            Gpu.of(self.device).declare_immutable(self.owner, is_immutable=False)
+
     def ndarray(self, dtype: DType, shape: Shape, strides: Shape, offset: int) -> NDArray:
         """A numpy view; strides and offset in elements. Read-only where the storage is or where elements
         overlap. The view keeps the bytes alive by itself. Only for storage on the cpu.

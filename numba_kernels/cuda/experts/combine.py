@@ -1,8 +1,8 @@
 """The sum of a token's experts: ``out = sum of weight y + sigmoid(gate) shared + residual``.
 
 A block takes a token. Each element is added up in the order of the token's choices, so that it depends on no other
-token. Beside the row the block leaves the sums of squares of its warps' elements, as the product after the next norm
-takes them (`gemm.epilogue`).
+token. A place of -1 adds nothing. Beside the row the block leaves the sums of squares of its warps' elements, as the
+product after the next norm takes them (`gemm.epilogue`).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def adder(dtype: str, width: int) -> Any:
 
 @functools.cache
 def _kernel(dtype: str, width: int) -> Specialisation:
-    """Arguments: y [R, H], weights [T, k] float32, places [T, k] int32, shared, gate, residual (0 without), out [T, H],
-    squares [T, SQUARE_PARTS] float32 addresses; k, H."""
+    """Arguments: y [R, H], weights [T, k] float32 (0: all are 1), places [T, k] int32, shared, gate, residual (0
+    without), out [T, H], squares [T, SQUARE_PARTS] float32 addresses; k, H."""
     load, store, add = elements_loader(dtype, width), elements_storer(dtype, width), adder(dtype, width)
     item_bytes = ITEM_BYTES[dtype]
 
@@ -66,7 +66,6 @@ def _kernel(dtype: str, width: int) -> Specialisation:
         wait_for_previous_grid()
         launch_dependents()
         draws = uint64(row) * uint64(top_k) * uint64(4)
-        weights += draws
         places += draws
         squared = float32(0.0)
         index = uint32(thread * uint32(width))
@@ -75,11 +74,15 @@ def _kernel(dtype: str, width: int) -> Specialisation:
                 values[e] = float32(0.0)
             rank = uint32(0)
             while rank < top_k:
-                weight = load_f32(weights + uint64(rank) * uint64(4))
-                place = uint64(load_b32(places + uint64(rank) * uint64(4))) * uint64(size) + uint64(index)
-                loaded = load(y + place * uint64(item_bytes))
-                for e in range(width):
-                    values[e] += scale_element(loaded[e], weight)
+                weight = float32(1.0)
+                if weights != uint64(0):
+                    weight = load_f32(weights + draws + uint64(rank) * uint64(4))
+                row_of = load_b32(places + uint64(rank) * uint64(4))
+                if row_of != uint32(0xFFFFFFFF):
+                    place = uint64(row_of) * uint64(size) + uint64(index)
+                    loaded = load(y + place * uint64(item_bytes))
+                    for e in range(width):
+                        values[e] += scale_element(loaded[e], weight)
                 rank = uint32(rank + uint32(1))
             at = (uint64(row) * uint64(size) + uint64(index)) * uint64(item_bytes)
             add(values, shared, gate, residual, row, at)

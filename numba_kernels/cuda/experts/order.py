@@ -7,7 +7,7 @@ The results are lists of fixed sizes:
     starts [E + 1]      where each expert's rows begin
     tiles [limit, 4]    each tile's expert, first row and number of rows; `num_tiles` counts them
     tokens [T k]        each row's token
-    places [T, k]       each choice's row
+    places [T, k]       each choice's row; -1 for a choice of -1, which has none
 
 A product is launched for the most tiles possible (`most_tiles`), whatever the routing, so that the launch can be
 recorded; surplus blocks exit at once.
@@ -69,7 +69,10 @@ def _kernel() -> Specialisation:
         index = thread
         while index < num_choices:
             chosen = load_b32(ids + uint64(index) * uint64(4))
-            _add(uint32(counters + chosen * uint32(4)), uint32(1))
+            if chosen < num_experts:
+                _add(uint32(counters + chosen * uint32(4)), uint32(1))
+            elif expert == uint32(0):
+                store_b32(places + uint64(index) * uint64(4), uint32(0xFFFFFFFF))
             index = uint32(index + uint32(THREADS))
         sync_block()
         sums = uint32(counters + uint32(4 * _SUMS))
@@ -87,7 +90,7 @@ def _kernel() -> Specialisation:
         if thread == uint32(0):
             store_b32(starts + uint64(expert) * uint64(4), first)
             if uint32(expert + uint32(1)) == num_experts:
-                store_b32(starts + uint64(num_experts) * uint64(4), num_choices)
+                store_b32(starts + uint64(num_experts) * uint64(4), uint32(first + count))
                 store_b32(num_tiles, uint32(first_tile + own_tiles))
         index = thread
         while index < own_tiles:

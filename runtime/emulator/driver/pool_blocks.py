@@ -153,21 +153,22 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """A range that is immutable from this place in a stream on."""
+    """A range that is immutable, or no longer, from this place in a stream on."""
 
     driver: DriverState
     machine: Machine
     address: int
     size_bytes: int
+    is_immutable: bool
 
     @property
     def label(self) -> str:
-        return f"declaration of {self.size_bytes:,} immutable bytes"
+        return f"declaration of {self.size_bytes:,} {'immutable' if self.is_immutable else 'mutable'} bytes"
 
     def run(self, work: Work) -> None:
         self.machine.check_block(self.address, self.size_bytes, self.label)
-        self.driver.order.touch(work, self.machine, self.address, self.size_bytes, is_write=False)
-        self.machine.declare_immutable(self.address, self.size_bytes)
+        self.driver.order.touch(work, self.machine, self.address, self.size_bytes, is_write=not self.is_immutable)
+        self.machine.declare_immutable(self.address, self.size_bytes, is_immutable=self.is_immutable)
 
 
 class PoolFunctions(DriverState):
@@ -195,8 +196,8 @@ class PoolFunctions(DriverState):
         self.submit(self.stream(hStream), Mark(self, machine, address, size_bytes, span_bytes))
 
     @entry()
-    def emuDeclareImmutableAsync(self, dptr: Any, size_bytes: int, hStream: Any) -> None:
-        """Freezes these bytes once the work now in the stream has run."""
+    def emuDeclareImmutableAsync(self, dptr: Any, size_bytes: int, is_immutable: int, hStream: Any) -> None:
+        """Freezes these bytes once the work now in the stream has run; or, with 0, thaws them."""
         address, stream = handle_of(dptr), self.stream(hStream)
         machine = self.machine_at(address)
         if machine is None:
@@ -207,4 +208,4 @@ class PoolFunctions(DriverState):
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, str(error)) from None
         if stream.capture is not None:
             self.refuse_while_captured(stream.context, "a declaration of immutable memory")
-        self.enqueue(stream, Declaration(self, machine, address, size_bytes))
+        self.enqueue(stream, Declaration(self, machine, address, size_bytes, bool(is_immutable)))

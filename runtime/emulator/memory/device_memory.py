@@ -33,6 +33,7 @@ PAGE_BYTES = 4096
 ALIGNMENT_BYTES = 256
 
 _MADE_IMMUTABLE = bytes(state | IS_IMMUTABLE for state in range(256))
+_MADE_MUTABLE = bytes(state & ~IS_IMMUTABLE for state in range(256))
 _IMMUTABLE_BIT = bytes(state & IS_IMMUTABLE for state in range(256))
 
 _PROT_READ_WRITE = 3
@@ -286,11 +287,12 @@ class Machine:
                 address + first,
             )
 
-    def declare_immutable(self, address: int, size_bytes: int) -> None:
-        """Freezes a range inside one allocation. Raises DeviceMemoryError."""
+    def declare_immutable(self, address: int, size_bytes: int, *, is_immutable: bool = True) -> None:
+        """Freezes a range inside one allocation, or thaws it. Raises DeviceMemoryError."""
         self.check(address, size_bytes, "declaration of immutable memory")
         states = ctypes.string_at(address + self.shadow_delta, size_bytes)
-        ctypes.memmove(address + self.shadow_delta, states.translate(_MADE_IMMUTABLE), size_bytes)
+        made = states.translate(_MADE_IMMUTABLE if is_immutable else _MADE_MUTABLE)
+        ctypes.memmove(address + self.shadow_delta, made, size_bytes)
 
     def check_block(self, address: int, size_bytes: int, action: str) -> None:
         """The same of a range in an allocation that a pool has divided: it must lie in one block that lives now."""

@@ -260,6 +260,12 @@ class EngineClient(Protocol):
         """
         ...
 
+    def load_adapter(self, name: str, path: str) -> Future[NDArray[np.float32]]:
+        """Read the adapter in a folder, check it against the model, and keep it in host memory. Returns at once; the
+        future's numbers are the 32 bytes of its content's digest. Raises ``EngineDeadError``, as the future does, and
+        ``RequestError``: no adapters are taken, or the folder holds none for this model."""
+        ...
+
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         """Drop the prefixes that no running request holds, in the host's memory as well; held ones remain cached.
         Returns at once; the future's numbers are the blocks that were dropped and those that are held. Raises

@@ -276,6 +276,7 @@ class ProcessServer:
         computations: dict[str, Callable[..., Future[Any]]] = {
             "logits": client.start_logits,
             "embed": lambda token_ids, pooling, salt, *task: client.embed(token_ids, pooling, images, salt, *task),
+            "load_adapter": client.load_adapter,
             "reset_prefix_cache": client.reset_prefix_cache,
         }
         try:

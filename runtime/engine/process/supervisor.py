@@ -244,6 +244,9 @@ class ProcessEngineClient(EngineClient):
         """See ``EngineClient.embed``; errors raised there may come from the future here."""
         return self._call("embed", token_ids, pooling, cache_salt, task, second_from, num_unpooled, images=images)
 
+    def load_adapter(self, name: str, path: str) -> Future[NDArray[np.float32]]:
+        return self._send_call("load_adapter", [name, path])
+
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         return self._send_call("reset_prefix_cache", [])
 

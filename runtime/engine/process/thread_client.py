@@ -188,6 +188,12 @@ class ThreadEngineClient(EngineClient):
         embedding.future.add_done_callback(self._embeddings.discard)
         return embedding.future
 
+    def load_adapter(self, name: str, path: str) -> Future[NDArray[np.float32]]:
+        self._origin.check()
+        with self._condition:
+            self._check_alive()
+        return self._engine.load_adapter(name, path)
+
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         return self._compute(self._engine.reset_prefix_cache)
 

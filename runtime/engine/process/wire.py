@@ -28,7 +28,7 @@ MAX_FRAME_BYTES = 1 << 30
 BUFFER_BYTES = 1 << 18
 """Bytes of one read: many steps' outputs."""
 
-CallName = Literal["logits", "embed", "reset_prefix_cache"]
+CallName = Literal["logits", "embed", "load_adapter", "reset_prefix_cache"]
 """Computations other than requests, by ``EngineClient``'s names; each has one answer."""
 
 

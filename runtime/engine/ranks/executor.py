@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +103,9 @@ class ParallelExecutor:
             self.ranks.send_to_earlier_stages(note)
             self.local.note_sampled(note.number, note.rows, note.positions, note.token_ids)
         return sampled
+
+    def write_adapter(self, slot: int, pairs: Mapping[str, Any]) -> None:
+        raise UnsupportedStepError("a model that is split over ranks takes no adapters")
 
     def can_overlap(self, step: StepInput) -> bool:
         return self.local.can_overlap(step)

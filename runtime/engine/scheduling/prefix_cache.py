@@ -27,15 +27,17 @@ _MOST_BRANCHES = 8
 _TOKEN_BYTES = 4
 
 
-class RotatedPrefixes(NamedTuple):
-    """The prefixes of a salt whose tokens are rotated as if they were ``rotary_offset`` positions further on."""
+class SaltedPrefixes(NamedTuple):
+    """The prefixes of a salt whose tokens are rotated as if they were ``rotary_offset`` positions further on, computed
+    with the adapter whose content has this digest; empty for none."""
 
     salt: str | None
-    rotary_offset: int
+    rotary_offset: int = 0
+    adapter: bytes = b""
 
 
-Salt = str | RotatedPrefixes | None
-"""Prefixes are shared within one. None is for no salt, rotated by position."""
+Salt = str | SaltedPrefixes | None
+"""Prefixes are shared within one. None is for no salt, rotated by position, without an adapter."""
 
 Digest = Callable[[int, bytes], int]
 
@@ -347,8 +349,11 @@ class PrefixCache:
 
 def root_name(salt: Salt, group: int) -> bytes:
     name = b"%d" % group
-    if isinstance(salt, RotatedPrefixes):
-        name += b" rotated %d" % salt.rotary_offset
+    if isinstance(salt, SaltedPrefixes):
+        if salt.rotary_offset:
+            name += b" rotated %d" % salt.rotary_offset
+        if salt.adapter:
+            name += b" adapter %s" % salt.adapter.hex().encode()
         salt = salt.salt
     return name if salt is None else b"%s salt %s" % (name, salt.encode())
 

@@ -8,6 +8,9 @@ a model's ``longrope_threshold`` (longrope) is recomputed, since all of its toke
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +21,7 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import Chain, by_page
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.pictures import Pictures
-from runtime.engine.scheduling.prefix_cache import RotatedPrefixes
+from runtime.engine.scheduling.prefix_cache import Salt, SaltedPrefixes
 
 _FIRST_OUTPUT_CAPACITY = 32
 
@@ -39,6 +42,16 @@ NO_STATE = range(0)
 NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
 
 
+class ReadAdapter(Protocol):
+    """An adapter as it was read: the digest of its content, hexadecimal, and its pairs by the model's modules."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def pairs(self) -> Mapping[str, Any]: ...
+
+
 class Request:
     """An admitted request; it is open while it has sequences.
 
@@ -47,12 +60,16 @@ class Request:
     seed            the request's seed, or one drawn at admission
     max_tokens      output tokens of each choice, at least 1, already cut to the context's end
     stop_ids        ids that end a choice, mapped to its ``stop_reason`` (None for EOS)
-    cache_salt      prefixes are shared within it; None for those of all requests without a salt
+    adapter_digest  of the content of the adapter that it asks for; empty for none
+    adapter         the content, once it is read; None for none
+    adapter_slot    where that lies on the device, once it does; -1 for none
+    cache_salt      prefixes are shared within it and the same adapter; None for those of all requests without a salt
     ttft_target_s, tpot_target_s  for the deadline policy, or None for the config's
     speculates      its tokens may be speculated
     prediction      [n] int32, tokens that its choices may repeat
     prompt_logprobs entries for the first prompt tokens, complete when the prompt is; None if not requested
     awaits_grammar  its grammar is being compiled, and its choices are held until then
+    awaits_adapter  the same until its adapter has a slot
     awaits_pictures the same for its images' embeddings
     pictures        of the prompt, or None
     prefix_keys     [num_prompt_tokens] int32: the prompt's keys in the prefix cache
@@ -61,7 +78,11 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
+        "adapter_digest",
+        "adapter_slot",
         "arrival_s",
+        "awaits_adapter",
         "awaits_grammar",
         "awaits_pictures",
         "boundaries",
@@ -105,7 +126,11 @@ class Request:
         pictures: Pictures | None = None,
         boundaries: tuple[int, ...] = (),
         shows_difference: bool = False,
+        adapter_digest: bytes = b"",
     ) -> None:
+        self.adapter_digest, self.awaits_adapter = adapter_digest, bool(adapter_digest)
+        self.adapter: Future[ReadAdapter] | None = None
+        self.adapter_slot = -1
         self.boundaries = boundaries
         self.shows_difference = shows_difference
         self.request_id = request_id
@@ -141,8 +166,14 @@ class Request:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether its grammar or images must be ready before it is queued."""
-        return self.awaits_grammar or self.awaits_pictures
+        """Whether its grammar, images or adapter must be ready before it is queued."""
+        return self.awaits_grammar or self.awaits_pictures or self.awaits_adapter
+
+    def prefix_salt(self, rotary_offset: int = 0) -> Salt:
+        """What its prefixes in the cache are shared within, rotated so."""
+        if not self.adapter_digest and not rotary_offset:
+            return self.cache_salt
+        return SaltedPrefixes(self.cache_salt, rotary_offset, self.adapter_digest)
 
     @property
     def open_sequences(self) -> list[Sequence]:
@@ -231,7 +262,7 @@ class Sequence:
         self.first_pages: list[int] = []
         self.gives_up_at = 0
         self.host_slots: list[list[int]] = []
-        self.chain = Chain(request.cache_salt)
+        self.chain = Chain(request.prefix_salt())
         self.rotary_offset = 0 if request.pictures is None else request.pictures.rotary_offset
         self.row: int | None = None
         self.matcher: GrammarMatcher | None = None
@@ -337,7 +368,7 @@ def choose_rotation(sequence: Sequence, switch: int, host_pool: HostPool | None)
     if sequence.rotary_offset or sequence.num_tokens <= switch:
         return
     sequence.rotary_offset = switch
-    sequence.chain.salt = RotatedPrefixes(sequence.request.cache_salt, switch)
+    sequence.chain.salt = sequence.request.prefix_salt(switch)
     if sequence.host_slots:
         assert host_pool is not None
         host_pool.give([slot for slots in sequence.host_slots for slot in slots])

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.batch import USUAL_FIELDS, Batch
+from runtime.batch import USUAL_FIELDS, Batch, fields_of
 from runtime.dtype import DType, float32, int32, uint8
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.inputs import DEVICE_TYPES, PADDING
@@ -211,10 +211,10 @@ class DecodeArrays:
             device["token_ids"][:num_batch_slots],
         )
 
-    def batch(self, num_batch_slots: int, max_seq_len: int) -> Batch:
+    def batch(self, num_batch_slots: int, max_seq_len: int, *, has_adapters: bool) -> Batch:
         """The first places as a batch of decodes."""
         fields: dict[str, Any] = {}
-        for name, field in USUAL_FIELDS.items():
+        for name, field in fields_of(is_last_wanted=False, has_adapters=has_adapters).items():
             if field.per == "block":
                 fields[name] = tuple(self._tables[start : start + num_batch_slots] for start in self._group_starts)
             elif field.per in ("start", "logit"):

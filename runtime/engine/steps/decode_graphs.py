@@ -56,6 +56,7 @@ class GraphKey(msgspec.Struct, frozen=True, gc=False):
     max_seq_len: int
     has_penalties: bool
     keeps_logits: bool
+    has_adapters: bool = False
 
 
 class DecodeRun:
@@ -104,6 +105,7 @@ class _Members:
     version   the rows', when this was made
     is_plain  none of them has penalties or anything that may forbid ids
     keeps_outputs  one of them has parameters that depend on its output
+    has_adapters  one of them has an adapter
     """
 
     rows: NDArray[np.int64]
@@ -112,6 +114,7 @@ class _Members:
     keeps_logits: bool
     is_plain: bool
     keeps_outputs: bool
+    has_adapters: bool
 
 
 class DecodeGraphs:
@@ -193,6 +196,7 @@ class DecodeGraphs:
             max_seq_len=self._lengths[bisect_left(self._lengths, largest(step.starts) + 1)],
             has_penalties=num_listed is not None,
             keeps_logits=members.keeps_logits,
+            has_adapters=members.has_adapters,
         )
 
     def has(self, key: GraphKey) -> bool:
@@ -321,6 +325,7 @@ class DecodeGraphs:
             keeps_logits=bool((sampling.num_alternatives[rows] >= 0).any()),
             is_plain=sampling.are_plain(rows),
             keeps_outputs=bool(sampling.keeps_outputs[rows].any()),
+            has_adapters=bool((self._rows.numbers["adapters"][rows] >= 0).any()),
         )
 
     def _recorded(self, key: GraphKey) -> Recording:
@@ -341,7 +346,7 @@ class DecodeGraphs:
         if self._communicator is not None:
             self._communicator.begin_pass()
         arrays.take_inputs(key.num_batch_slots)
-        batch = arrays.batch(key.num_batch_slots, key.max_seq_len)
+        batch = arrays.batch(key.num_batch_slots, key.max_seq_len, has_adapters=key.has_adapters)
         batch.auxiliary_layers = self._auxiliary_layers
         hidden = self._model.forward(batch, self._kv_cache)
         if not self.samples:

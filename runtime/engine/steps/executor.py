@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ from runtime.dtype import DType
 from runtime.engine.steps.step_input import PassPictures, Sampled, StepInput
 from runtime.errors import XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.linear.low_rank import Pair
 from runtime.pooling import PoolingTask
 from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor
@@ -193,6 +194,10 @@ class Executor(Protocol):
         executor of several ranks raises ExecutorLostError, in all methods, when one of them fails. ``proposed`` has,
         for each chunk that samples, the distributions ``[proposals, vocab_size]`` of its draft tokens, if rejection
         sampling is to verify them; not supported with several ranks."""
+        ...
+
+    def write_adapter(self, slot: int, pairs: Mapping[str, Pair]) -> None:
+        """Write an adapter's pairs to a slot of the model's maps, after the open steps, none of which reads it."""
         ...
 
     def can_overlap(self, step: StepInput) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.batch import NO_LONG_CHUNKS, STEP_FIELDS, USUAL_FIELDS, Batch, LongChunks
+from runtime.batch import NO_LONG_CHUNKS, STEP_FIELDS, Batch, LongChunks, fields_of
 from runtime.dtype import DType, uint8
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.layout import StepLayout
@@ -73,6 +73,7 @@ class Shape(NamedTuple):
     samples: SamplingShape | None
     is_last_wanted: bool = False
     long_chunks: LongChunks = NO_LONG_CHUNKS
+    has_adapters: bool = False
 
     def arrays(self, num_groups: int, limits: EngineLimits) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...]]]:
         """Name, type and sizes of each array, in their order in memory."""
@@ -83,7 +84,7 @@ class Shape(NamedTuple):
             "logit": (self.num_logits,),
             "block": (self.num_seqs, limits.table_width(self.max_seq_len)),
         }
-        for name, each in (STEP_FIELDS if self.is_last_wanted else USUAL_FIELDS).items():
+        for name, each in fields_of(is_last_wanted=self.is_last_wanted, has_adapters=self.has_adapters).items():
             yield name, np.dtype(each.dtype), (*((num_groups,) if each.by_group else ()), *sizes[each.per])
         if self.samples is not None:
             for name, _, size in SAMPLING_FIELDS:
@@ -143,7 +144,9 @@ class StepMemory:
             kind = DType.parse(dtype)
             tensors[name] = Tensor(self._storage, kind, sizes, contiguous_strides(sizes), at // dtype.itemsize)
             at += _aligned(size_bytes)
-        layout = StepLayout(arrays, shape.max_query_len, shape.max_seq_len, shape.is_last_wanted, shape.long_chunks)
+        layout = StepLayout(
+            arrays, shape.max_query_len, shape.max_seq_len, shape.is_last_wanted, shape.long_chunks, shape.has_adapters
+        )
         parts: list[Tensor] = []
         for name, each in layout.fields.items():
             parts += [tensors[name][group] for group in range(self._num_groups)] if each.by_group else [tensors[name]]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.batch import NO_LONG_CHUNKS, STEP_FIELDS, USUAL_FIELDS, Batch, LongChunks, StepField
+from runtime.batch import NO_LONG_CHUNKS, STEP_FIELDS, Batch, LongChunks, StepField, fields_of
 from runtime.device.device import Device
 from runtime.tensor.tensor import Tensor
 
@@ -71,13 +71,15 @@ class BlockTables:
 @dataclass(slots=True)
 class StepLayout:
     """The arrays of a step's batch on the host, by the names of `STEP_FIELDS`. Those by group have a first axis for
-    it; block tables may have any width. `is_last_wanted`: see `Batch`, and `want_last`; `long_chunks`: see `Batch`."""
+    it; block tables may have any width. `is_last_wanted`: see `Batch`, and `want_last`; `long_chunks`: see `Batch`;
+    `has_adapters`: some row has one."""
 
     arrays: dict[str, NDArray[Any]]
     max_query_len: int
     max_seq_len: int
     is_last_wanted: bool = False
     long_chunks: LongChunks = NO_LONG_CHUNKS
+    has_adapters: bool = False
 
     def __post_init__(self) -> None:
         for name in NUMBERS.keys() - self.arrays.keys():
@@ -92,6 +94,7 @@ class StepLayout:
             "last_positions": self.arrays["positions"].take(last, mode="clip"),
             "last_start": np.arange(len(last) + 1, dtype=np.int32),
             "logits_chunks": np.searchsorted(last, self.arrays["logits_indices"]).astype(np.int32),
+            "last_adapters": self.arrays["adapters"].take(last, mode="clip"),
         }
         self.is_last_wanted = True
 
@@ -110,7 +113,7 @@ class StepLayout:
     @property
     def fields(self) -> dict[str, StepField]:
         """The arrays that the step has, in the order of `STEP_FIELDS`."""
-        return STEP_FIELDS if self.is_last_wanted else USUAL_FIELDS
+        return fields_of(is_last_wanted=self.is_last_wanted, has_adapters=self.has_adapters)
 
     def batch(self, device: Device, *, exact: bool) -> Batch:
         """The batch on a device."""
@@ -205,7 +208,8 @@ class Chunks(NamedTuple):
         }
         for name, given in numbers.items():
             arrays[name] = self.by_token(given) if NUMBERS[name].per == "token" else given
-        return StepLayout(arrays, self.max_query_len, largest(seq_lens))
+        has_adapters = "adapters" in numbers and bool((numbers["adapters"] >= 0).any())
+        return StepLayout(arrays, self.max_query_len, largest(seq_lens), has_adapters=has_adapters)
 
 
 def lay_out(

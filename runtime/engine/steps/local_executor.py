@@ -9,7 +9,7 @@ arrays.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Never, TypeVar, cast
@@ -45,6 +45,7 @@ from runtime.engine.steps.sampling_results import SamplingResults
 from runtime.engine.steps.step_input import Sampled, StepInput
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
+from runtime.linear.low_rank import LowRankMaps, Pair
 from runtime.pooling import PoolingTask
 from runtime.rank_notices import Span, Tally
 from runtime.sampling_arrays import SamplingArrays
@@ -82,9 +83,10 @@ class LocalExecutor:
 
     def __init__(
         self, model: Model, kv_cache: KVCache, limits: EngineLimits, vocab_size: int,
-        communicator: RankCommunicator | None = None,
+        communicator: RankCommunicator | None = None, adapters: LowRankMaps | None = None,
     ) -> None:  # fmt: skip
         self.model = model
+        self._adapters = adapters
         self.communicator = communicator
         self.is_first, self.samples = begins_here(communicator), ends_here(communicator)
         self._is_staged = communicator is not None and communicator.num_stages > 1
@@ -134,6 +136,16 @@ class LocalExecutor:
             return self._start(step, masks, proposed)
         except Exception as error:  # as if it had been raised a moment later
             return _Run(partial(_raise, error))
+
+    def write_adapter(self, slot: int, pairs: Mapping[str, Pair]) -> None:
+        adapters = self._adapters
+        assert adapters is not None, "the engine takes none"
+
+        def write() -> None:
+            adapters.write(slot, pairs)
+            self.finish_queued()  # a kernel may read weights before the one that it follows has ended
+
+        self._beside_steps(write)
 
     def can_overlap(self, step: StepInput) -> bool:
         if self.graphs is None or step.mode == "eager" or not step.are_decodes or step.has_transfers or step.loads:

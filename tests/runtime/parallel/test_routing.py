@@ -15,7 +15,7 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_events import BlockChanges, SharedDigest
 from runtime.engine.scheduling.block_pool import BlockPool, Chain
 from runtime.engine.scheduling.pictures import Picture, PictureKeys, Pictures
-from runtime.engine.scheduling.prefix_cache import RotatedPrefixes, Salt
+from runtime.engine.scheduling.prefix_cache import Salt, SaltedPrefixes
 from runtime.engine.scheduling.sequence import Request
 from runtime.kv.kinds import FULL, State, kind_of_window
 from runtime.parallel.prefix_index import PrefixIndex, PromptDigests, found_tokens
@@ -157,7 +157,7 @@ def test_digests_tell_tenants_pictures_and_rotations_apart() -> None:
 
     rotated = Router("prefix-aware", 3, PromptDigests.of_info(info(longrope_threshold=10), SECRET))
     engine = Engine()
-    changes = engine.compute(plain, RotatedPrefixes(None, 10))
+    changes = engine.compute(plain, SaltedPrefixes(None, 10))
     assert changes is not None
     rotated.change(1, changes)
     assert choose(rotated, plain).num_cached == 16

@@ -1,0 +1,236 @@
+"""Reads a LoRA adapter's folder as PEFT writes it: `adapter_config.json` and `adapter_model.safetensors`.
+
+The tensors say which modules are changed; the config gives the scale of each, `lora_alpha / r` or with `use_rslora`
+`lora_alpha / sqrt(r)`. What would change the answers otherwise is refused by name. `adapter_model.bin`, a pickle, is
+never read. Checked against peft 0.21.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.checkpoints.safetensors_file import SafetensorsFile
+from models.configuration.json_fields import Fields, read_json_object
+from models.errors import ConfigError, WeightsError
+from runtime.linear.low_rank import Pair
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+MOST_PATTERN_CHARACTERS = 256
+
+_PREFIX = "base_model.model."
+_PAIR = re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.(weight|bias)")
+_FLOATS = ("F32", "F16", "BF16")
+
+_HARMLESS = (
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out", "layers_to_transform", "layers_pattern",
+    "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "qalora_group_size", "runtime_config", "lora_bias", "ensure_weight_tying",
+)  # fmt: skip
+"""Fields that training, or choosing the modules, reads; the tensors show what came of them."""
+
+_MUST_BE_OFF = {
+    "use_dora": "DoRA", "use_qalora": "QA-LoRA", "alora_invocation_tokens": "activated LoRA",
+    "layer_replication": "replicated layers", "target_parameters": "adapters of single parameters, such as experts'",
+    "trainable_token_indices": "trained rows of the token table", "modules_to_save": "retrained modules",
+    "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA", "use_bdlora": "BD-LoRA", "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+}  # fmt: skip
+_MERGE = "merge the adapter (peft: `merge_and_unload`, then `save_pretrained`) and serve the merged folder"
+
+_CONVERTED = ("pissa", "olora", "loftq", "corda", "lora_ga")
+"""Initialisations that change the base model's weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftAdapter:
+    """An adapter's pairs by module, named as in its file without the prefix; `digest` covers both files."""
+
+    digest: str
+    pairs: Mapping[str, Pair]
+    base: str
+
+    @property
+    def rank(self) -> int:
+        """The largest of its pairs."""
+        return max(len(pair.down) for pair in self.pairs.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the pairs in memory."""
+        return sum(each.nbytes for pair in self.pairs.values() for each in pair if each is not None)
+
+
+def read_adapter(folder: Path) -> PeftAdapter:
+    """The adapter in a folder, scaled, float32.
+
+    Raises `ConfigError` and `WeightsError`, naming file, field or tensor, and what to do.
+    """
+    path = folder / CONFIG_FILE
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder")
+    if not path.is_file():
+        raise ConfigError(f"{path}: the file is missing; an adapter is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    values = read_json_object(path)
+    scale_of = _read_config(Fields(values, str(path)), values)
+    weights = folder / WEIGHTS_FILE
+    if not weights.is_file() and (folder / "adapter_model.bin").is_file():
+        raise WeightsError(
+            f"{weights}: the file is missing; adapter_model.bin is a pickle, which may run code, and is not read: save"
+            " the adapter again (peft: `save_pretrained`)"
+        )
+    file = SafetensorsFile(weights)
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+    halves: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+    for name in sorted(file.tensors):
+        module, part = _module_of(weights, name)
+        entry = file.tensors[name]
+        if entry.dtype not in _FLOATS:
+            raise WeightsError(f"{weights}: {name} is {entry.dtype}, must be one of {', '.join(_FLOATS)}")
+        array = file.array(name)
+        digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+        if not np.isfinite(array.astype(np.float32)).all():
+            raise WeightsError(f"{weights}: {name} holds NaN or infinity: the adapter is broken")
+        halves.setdefault(module, {})[part] = array
+    if not halves:
+        raise WeightsError(f"{weights}: holds no pair lora_A, lora_B")
+    pairs = {module: _pair_of(weights, module, parts, scale_of) for module, parts in halves.items()}
+    base = values.get("base_model_name_or_path")
+    return PeftAdapter(digest.hexdigest(), pairs, base if isinstance(base, str) else "")
+
+
+def resolve_modules(pairs: Mapping[str, Pair], modules: Collection[str]) -> dict[str, Pair]:
+    """The pairs by a model's own names of their modules: as they are, or with another beginning before the number of
+    the layer, since classes around a decoder name it in several ways. Raises `ConfigError` for a module that the model
+    lacks, or cannot adapt."""
+    by_end: dict[str, list[str]] = {}
+    for own in modules:
+        by_end.setdefault(_end_of(own), []).append(own)
+    resolved: dict[str, Pair] = {}
+    for module, pair in pairs.items():
+        own = [module] if module in modules else by_end.get(_end_of(module), [])
+        if len(own) != 1:
+            found = f"names several of the model's: {', '.join(sorted(own)[:3])}" if own else _absence(module)
+            raise ConfigError(f"the adapter's module {module} {found}")
+        resolved[own[0]] = pair
+    return resolved
+
+
+def _absence(module: str) -> str:
+    if ".experts." in module or module.endswith((".gate", ".router")):
+        return f"belongs to a mixture of experts, whose maps take no adapters: {_MERGE}"
+    if module.rpartition(".")[2] in ("lm_head", "embed_tokens", "wte", "score"):
+        return f"is a token table or a head, which take no adapters: {_MERGE}"
+    return "is none of the model's: the adapter is for another model"
+
+
+def _end_of(module: str) -> str:
+    """The name from the last `layers`, `h` or `blocks` with a number on."""
+    found = re.search(r".*(?:^|\.)(?:layers|h|blocks|layer)\.(\d+\..+)", module)
+    is_tower = re.search(r"vision|visual", module) is not None
+    return f"{'vision ' if is_tower else ''}{found[1]}" if found else module
+
+
+def _read_config(fields: Fields, values: Mapping[str, Any]) -> Any:
+    """Checks the config; returns a function of a module's name and rank: its scale."""
+    kind = fields.raw("peft_type")
+    if kind != "LORA":
+        raise fields.error("peft_type", f"is {kind!r:.60}, must be 'LORA': {_MERGE}")
+    for name, what in _MUST_BE_OFF.items():
+        if fields.raw(name):
+            raise fields.error(name, f"is {values[name]!r:.60}: {what} cannot be served as an adapter; {_MERGE}")
+    if (bias := fields.raw("bias")) not in (None, "none"):
+        raise fields.error("bias", f"is {bias!r:.60}: retrained biases cannot be served as an adapter; {_MERGE}")
+    start = fields.raw("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CONVERTED):
+        raise fields.error(
+            "init_lora_weights",
+            f"is {start!r:.60}, which changes the base model's weights: convert the adapter when it is saved (peft:"
+            " `save_pretrained(path_initial_model_for_weight_conversion=...)`)",
+        )
+    for name in _HARMLESS:
+        fields.raw(name)
+    rank, alpha = fields.integer("r"), fields.number("lora_alpha", 8.0)
+    ranks, alphas = (_patterns(fields, name) for name in ("rank_pattern", "alpha_pattern"))
+    has_root = bool(fields.raw("use_rslora"))
+    fields.refuse_unread(lambda _, value: value in ({}, [], False), _MERGE)
+
+    def scale_of(module: str, found_rank: int) -> float:
+        own = _of_pattern(ranks, module, rank)
+        if own != found_rank:
+            raise ConfigError(f"{fields.where}: {module} has rank {found_rank}, r and rank_pattern say {own:g}")
+        own_alpha = _of_pattern(alphas, module, alpha)
+        return own_alpha / (math.sqrt(found_rank) if has_root else found_rank)
+
+    return scale_of
+
+
+def _patterns(fields: Fields, name: str) -> list[tuple[re.Pattern[str], float]]:
+    """A config's regular expressions of modules' names, and their numbers. They must match in time linear in the
+    name's length, so a repeated group is refused."""
+    given = fields.raw(name) or {}
+    if not isinstance(given, dict):
+        raise fields.error(name, f"is {given!r:.60}, must be an object")
+    made = []
+    for pattern, number in given.items():
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise fields.error(f"{name}[{pattern!r:.60}]", f"is {number!r:.60}, must be a number")
+        if len(pattern) > MOST_PATTERN_CHARACTERS or re.search(r"\)[*+?{]|[*+}][^)]*[*+}][^)]*[*+}]|\\\d", pattern):
+            raise fields.error(f"{name}[{pattern!r:.60}]", "is too complex: write the modules' names out")
+        try:
+            made.append((re.compile(rf"(?:.*\.)?(?:{pattern})$"), number))
+        except re.error as error:
+            raise fields.error(f"{name}[{pattern!r:.60}]", f"is no regular expression ({error})") from None
+    return made
+
+
+def _of_pattern(patterns: list[tuple[re.Pattern[str], float]], module: str, default: float) -> float:
+    return next((number for pattern, number in patterns if pattern.match(module)), default)
+
+
+def _module_of(path: Path, name: str) -> tuple[str, str]:
+    """The module of a tensor, and which part of its pair it is."""
+    found = _PAIR.fullmatch(name.removeprefix(_PREFIX))
+    if found is None or (found[2], found[3]) == ("A", "bias"):
+        kind = next(
+            (
+                what
+                for mark, what in (
+                    ("lora_embedding_", "an adapter of a token table"), ("lora_magnitude_vector", "DoRA's"),
+                    ("modules_to_save", "a retrained module"), ("token_adapter", "trained rows of the token table"),
+                )
+                if mark in name
+            ),
+            "no part of a LoRA pair",
+        )  # fmt: skip
+        raise WeightsError(f"{path}: tensor {name!r:.200} is {kind}, which cannot be served as an adapter: {_MERGE}")
+    return found[1], f"{found[2]}.{found[3]}"
+
+
+def _pair_of(path: Path, module: str, parts: Mapping[str, np.ndarray[Any, Any]], scale_of: Any) -> Pair:
+    for wanted in ("A.weight", "B.weight"):
+        if wanted not in parts:
+            raise WeightsError(f"{path}: {module} has no lora_{wanted}")
+    down, up, bias = parts["A.weight"], parts["B.weight"], parts.get("B.bias")
+    if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
+        raise WeightsError(
+            f"{path}: {module} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, must be [r, inputs] and"
+            " [outputs, r]"
+        )
+    if bias is not None and bias.shape != (len(up),):
+        raise WeightsError(f"{path}: {module} has the lora_B.bias {list(bias.shape)}, must be [{len(up)}]")
+    scale = np.float32(scale_of(module, len(down)))
+    return Pair(
+        down.astype(np.float32), up.astype(np.float32) * scale,
+        None if bias is None else bias.astype(np.float32) * scale,
+    )  # fmt: skip

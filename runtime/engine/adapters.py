@@ -1,0 +1,170 @@
+"""The adapters of an engine: read from their folders, kept in host memory, and written to the device's slots for the
+requests that ask for them.
+
+An adapter is its content: its digest is the key of its pages in the prefix cache, so that a folder with other numbers
+under an old name meets no old page. A request waits until its adapter lies in a slot, and holds that until it ends.
+Requests get slots in the order of arrival: one that finds none free is not overtaken by others with adapters.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.errors import RequestError
+from runtime.engine.messages import AdapterRef
+from runtime.engine.scheduling.sequence import ReadAdapter, Request
+from runtime.errors import XservError
+from runtime.linear.low_rank import LowRankMaps, Pair
+
+logger = logging.getLogger("xserv.engine")
+
+
+Reader = Callable[[Path], ReadAdapter]
+"""Reads a folder, names the modules as the model does; raises an `XservError`."""
+
+
+class WritesAdapters(Protocol):
+    """The executor's part."""
+
+    def write_adapter(self, slot: int, pairs: Mapping[str, Pair]) -> None:
+        """Writes an adapter to a slot that no open step reads."""
+
+
+class Adapters:
+    """``num_slots`` on the device, at most ``most_kept`` in host memory. `load` and `prepare` are thread-safe; the rest
+    belongs to the engine's loop."""
+
+    def __init__(self, maps: LowRankMaps, read: Reader, executor: WritesAdapters, most_kept: int) -> None:
+        self.maps = maps
+        self._read, self._executor, self._most_kept = read, executor, most_kept
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Future[ReadAdapter]] = OrderedDict()  # by digest, the one used last at the end
+        self._pool = ThreadPoolExecutor(1, "xserv-adapter")
+        self._slots: OrderedDict[int, bytes] = OrderedDict((slot, b"") for slot in range(maps.num_slots))
+        self._holders: dict[int, set[Request]] = {slot: set() for slot in self._slots}
+        self._waiting: deque[Request] = deque()
+        self.num_writes = 0
+
+    def __len__(self) -> int:
+        """Waiting requests."""
+        return len(self._waiting)
+
+    @property
+    def resident(self) -> list[str]:
+        """The digests in slots, hexadecimal."""
+        return [digest.hex() for digest in self._slots.values() if digest]
+
+    def load(self, name: str, path: str) -> Future[NDArray[np.float32]]:
+        """Reads an adapter in another thread, checks it against the model, and keeps it. The result is its digest's 32
+        bytes, as numbers; or the future raises ``RequestError``."""
+        return self._pool.submit(self._load, name, path)
+
+    def _load(self, name: str, path: str) -> NDArray[np.float32]:
+        try:
+            found = self._checked(Path(path))
+        except XservError as error:
+            raise RequestError(f"adapter {name!r:.80}: {error}", param="lora_path") from None
+        done: Future[ReadAdapter] = Future()
+        done.set_result(found)
+        with self._lock:
+            self._keep(found.digest, done)
+        return np.frombuffer(bytes.fromhex(found.digest), np.uint8).astype(np.float32)
+
+    def prepare(self, ref: AdapterRef) -> Future[ReadAdapter]:
+        """The adapter of a request, read in another thread unless it is kept."""
+        with self._lock:
+            loaded = self._kept.get(ref.digest)
+            if loaded is None or (loaded.done() and loaded.exception() is not None):
+                loaded = self._pool.submit(self._reread, ref)
+            self._keep(ref.digest, loaded)
+        return loaded
+
+    def add(self, request: Request) -> None:
+        """Enqueue a request that needs its adapter."""
+        self._waiting.append(request)
+
+    def release(self, request: Request) -> None:
+        """Release the slot of a request that has ended."""
+        if request.adapter is None:
+            return
+        if request.adapter_slot >= 0:
+            self._holders[request.adapter_slot].discard(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+
+    def advance(self, start: Callable[[Request], None], fail: Callable[[Request, str], None]) -> None:
+        """Calls ``start`` with each request whose adapter lies in a slot now, ``fail`` with each whose adapter cannot
+        be had, and why."""
+        are_left = True
+        for request in list(self._waiting):
+            loaded = request.adapter
+            assert loaded is not None, "it waits for one"
+            if not loaded.done():
+                continue  # others do not wait for the disk
+            error = loaded.exception()
+            if error is not None:
+                self._waiting.remove(request)
+                is_known = isinstance(error, XservError)
+                if not is_known:
+                    logger.error("the adapter of request %s", request.request_id, exc_info=error)
+                fail(request, str(error) if is_known else "its adapter could not be read")
+                continue
+            slot = self._slot_of(request.adapter_digest, loaded.result()) if are_left else None
+            if slot is None:
+                are_left = False
+                continue
+            self._waiting.remove(request)
+            self._holders[slot].add(request)
+            self._slots.move_to_end(slot)
+            request.adapter_slot = slot
+            start(request)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait at most so long until an adapter is read."""
+        wait([each.adapter for each in self._waiting if each.adapter is not None], timeout_s)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _slot_of(self, wanted: bytes, adapter: ReadAdapter) -> int | None:
+        """The slot with the adapter's content, written if it was in none; None if all others are held."""
+        for slot, digest in self._slots.items():
+            if digest == wanted:
+                return slot
+        free = next((slot for slot in self._slots if not self._holders[slot]), None)
+        if free is None:
+            return None
+        self._slots[free] = b""
+        self._executor.write_adapter(free, adapter.pairs)
+        self._slots[free] = wanted
+        self.num_writes += 1
+        return free
+
+    def _keep(self, digest: str, loaded: Future[ReadAdapter]) -> None:
+        self._kept[digest] = loaded
+        self._kept.move_to_end(digest)
+        while len(self._kept) > self._most_kept:
+            self._kept.popitem(last=False)
+
+    def _checked(self, path: Path) -> ReadAdapter:
+        found = self._read(path)
+        self.maps.check(found.pairs)
+        return found
+
+    def _reread(self, ref: AdapterRef) -> ReadAdapter:
+        found = self._checked(Path(ref.path))
+        if found.digest != ref.digest:
+            raise RequestError(
+                f"adapter {ref.name!r:.80}: {ref.path} has other content than when it was loaded: load it again",
+                param="model",
+            )
+        return found
