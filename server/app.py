@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Scope
 
 from models.configuration.generation_config import recommended_sampling
 from runtime.engine.process.client import EngineClient
+from server.adapters import Adapters
 from server.config import ServerConfig
 from server.description.openapi import description
 from server.description.operations import Json, routes
@@ -78,14 +79,16 @@ class Application(Starlette):
         self.state.lifecycle = self.lifecycle
         self.state.metrics = Metrics(self.model_names[0], self.http_metrics, self._gauges(log_writer))
         self._model: tuple[EngineClient, Tokenizer | None, Mapping[str, float | int]] | None = None
+        self._adapters: Adapters | None = None
         self._is_running = False
 
     def take_up(
-        self, client: EngineClient, tokenizer: Tokenizer | None, default_sampling: Mapping[str, float | int]
-    ) -> None:
+        self, client: EngineClient, tokenizer: Tokenizer | None, default_sampling: Mapping[str, float | int],
+        adapters: Adapters | None = None,
+    ) -> None:  # fmt: skip
         """Sets the loaded model: requests are accepted from now on, or from the application's start. Call it once, on
         the event loop if that runs. The arguments are `create_app`'s."""
-        self._model = client, tokenizer, default_sampling
+        self._model, self._adapters = (client, tokenizer, default_sampling), adapters
         if self._is_running:
             self._begin_service()
 
@@ -93,7 +96,7 @@ class Application(Starlette):
         """`/openapi.json`, of the loaded model. Raises `ApiError` until there is one."""
         service = self.state.service
         info, fills_in = service.client.info, service.fill_in is not None
-        return description(self.model_names, info.vocab_size, reads_images=info.images is not None, fills_in=fills_in)
+        return description(service.all_names, info.vocab_size, reads_images=info.images is not None, fills_in=fills_in)
 
     def _begin_service(self) -> None:
         if self._model is None:
@@ -101,7 +104,14 @@ class Application(Starlette):
         client, tokenizer, default_sampling = self._model
         self.state.metrics.attach(client)
         self.state.service = Service(
-            client, tokenizer, self.model_names, default_sampling, self.config, self.lifecycle, self.state.metrics
+            client,
+            tokenizer,
+            self.model_names,
+            default_sampling,
+            self.config,
+            self.lifecycle,
+            self.state.metrics,
+            self._adapters,
         )
 
     def _gauges(self, log_writer: LogWriter | None) -> dict[str, tuple[str, Callable[[], float]]]:

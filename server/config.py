@@ -263,6 +263,26 @@ class ServerConfig:
         ),
     ] = False
 
+    lora_modules: Annotated[
+        tuple[str, ...],
+        _repeated(
+            "--lora-modules",
+            "Adapter to serve, as NAME=FOLDER; may be repeated.",
+            "adapters to serve, each `name=folder`, or vLLM's JSON object with `name` and `path`",
+            heading=ANSWERS,
+            metavar="NAME=FOLDER",
+        ),
+    ] = ()
+    lora_root: Annotated[
+        str | None,
+        Option(
+            help="Folder of adapters that clients may load by /v1/load_lora_adapter; without it they load none.",
+            about="the folder of adapters that clients may load by `/v1/load_lora_adapter`; None: they load none",
+            heading=ANSWERS,
+            flag=Flag(metavar="DIR"),
+        ),
+    ] = None
+
     limit_images: Annotated[int, _count("Most pictures in one request.")] = 16
     max_image_bytes: Annotated[int, _count("Largest file of a picture.")] = 20 * 1024 * 1024
     max_image_pixels: Annotated[int, _count("Most pixels of a picture, before it is made smaller for the model.")] = (

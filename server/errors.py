@@ -94,8 +94,6 @@ NOT_BUILT = {
     "/v1/fine_tuning": "the server does not train",
     "/v1/moderations": "there is no moderation",
     "/v1/messages/batches": "there are no batches",
-    "/v1/load_lora_adapter": "there are no adapters",
-    "/v1/unload_lora_adapter": "there are no adapters",
     "/v2/embed": "POST /v1/embeddings",
     "/invocations": "POST /v1/chat/completions",
     "/generate": "POST /v1/completions",

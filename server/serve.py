@@ -38,6 +38,7 @@ from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
 from runtime.text.load import load_tokenizer, read_chat_template
+from server.adapters import Adapters, parse_modules
 from server.app import Application
 from server.config import ServerConfig, ServerConfigError
 from server.observing.logs import close_log, open_log
@@ -100,6 +101,7 @@ def serve(
         writer = open_log(config)
         stack.callback(close_log, writer)
         check_files(config, engine_options.get("prefix_cache_dir", ""))
+        check_adapters(config, is_enabled=bool(engine_options.get("enable_lora")))
         listener = stack.enter_context(closing(listen(host, port)))
         local_model(model)
         allow_connections(config.max_connections)
@@ -116,6 +118,15 @@ def serve(
             stack.callback(tracing.close)
         app = Application(names, config, log_writer=writer, tracing=tracing)
         _Server(app, engine, template).run(sockets=[listener])
+
+
+def check_adapters(config: ServerConfig, *, is_enabled: bool) -> None:
+    """Raises `ServerConfigError` for adapters of an engine that takes none, and what `parse_modules` does."""
+    parse_modules(config.lora_modules)
+    if (config.lora_modules or config.lora_root is not None) and not is_enabled:
+        raise ServerConfigError("--lora-modules and --lora-root need --enable-lora")
+    if config.lora_root is not None and not Path(config.lora_root).expanduser().is_dir():
+        raise ServerConfigError(f"--lora-root {config.lora_root}: there is no such folder")
 
 
 def served_names(given: str | Sequence[str] | None) -> list[str]:
@@ -194,18 +205,21 @@ class _Server(uvicorn.Server):
             folder = Path(client.info.model_path)
             tokenizer = load_tokenizer(folder, self.chat_template)
             warm_up(client)
-            next_call = partial(self._take_up, client, tokenizer, recommended_sampling(folder))
+            adapters = Adapters(client, self.app.model_names, self.app.config.lora_root)
+            adapters.load_all(parse_modules(self.app.config.lora_modules))
+            next_call = partial(self._take_up, client, tokenizer, recommended_sampling(folder), adapters)
         except BaseException as error:
             next_call = partial(self._fail, error)
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(next_call)
 
     def _take_up(
-        self, client: EngineClient, tokenizer: Tokenizer | None, default_sampling: Mapping[str, float | int]
-    ) -> None:
+        self, client: EngineClient, tokenizer: Tokenizer | None, default_sampling: Mapping[str, float | int],
+        adapters: Adapters,
+    ) -> None:  # fmt: skip
         if self.should_exit:
             return
-        self.app.take_up(client, tokenizer, default_sampling)
+        self.app.take_up(client, tokenizer, default_sampling, adapters)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         collector.resume(collects=True)
         name = self.app.model_names[0]

@@ -21,13 +21,14 @@ from starlette.requests import Request
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.matcher import LazyVocabulary
-from runtime.engine.messages import EngineOutput
+from runtime.engine.messages import AdapterRef, EngineOutput
 from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError
 from runtime.text.fill_in import fill_in_tokens
 from runtime.text.formats import AnswerFormat
 from runtime.text.reasoning import ReasoningEnd
 from runtime.version import release
+from server.adapters import Adapters
 from server.code_colours import Renderer
 from server.config import ServerConfig
 from server.errors import (
@@ -136,6 +137,7 @@ class Service:
     the event loop that will serve.
 
     model_name          the first of model_names, the model's names in requests; answers have it
+    adapters            those of the model that requests may name instead
     answer_format       the parts of its answers beside content
     reasoning_end       how reasoning is closed by a budget; None if it cannot have one
     fill_in             the tokens for a text between two others; None if the model was not taught to fill in
@@ -156,11 +158,13 @@ class Service:
         config: ServerConfig,
         lifecycle: Lifecycle,
         metrics: Metrics,
+        adapters: Adapters | None = None,
     ) -> None:
         info = client.info
         self.client = client
         self.tokenizer = tokenizer
         self.model_name, self.model_names = model_names[0], model_names
+        self.adapters = adapters or Adapters(client, model_names, config.lora_root)
         self.answer_format = AnswerFormat.of(
             tokenizer, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser
         )
@@ -210,14 +214,30 @@ class Service:
         self.executor.shutdown(wait=True, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
-        """Raises `ApiError` 404 unless `name` is one of the served model's; None means that one."""
-        if name is not None and name not in self.model_names:
+        """Raises `ApiError` 404 unless `name` is one of the served model's; None means that one. An adapter's name is
+        a 400: adapters only generate."""
+        if name in self.adapters:
+            raise invalid("model", f"{name!r} is an adapter, which only generates text: name {self.model_name!r}.")
+        self.adapter_of(name)
+
+    def adapter_of(self, name: str | None) -> AdapterRef | None:
+        """The adapter of this name; None for the served model's own. Raises `ApiError` 404 for other names."""
+        adapter = self.adapters.get(name)
+        if adapter is None and name is not None and name not in self.model_names:
             raise ApiError(
                 404,
-                f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}.",
+                f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}"
+                + (f" and {len(self.adapters.all)} adapters of it" if self.adapters.all else "")
+                + ".",
                 param="model",
                 code="model_not_found",
             )
+        return adapter
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The model's names and its adapters'."""
+        return (*self.model_names, *(adapter.name for adapter in self.adapters.all))
 
     async def check_grammar(
         self, request: Request, generation: Generation, schemas: RequestSchemas, names: Mapping[str, str]

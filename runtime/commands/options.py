@@ -117,7 +117,7 @@ def _with_most(options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]
 
 _CONFIG = EngineConfig()
 
-HEADINGS = "Model", "Memory and batches", "Execution", "Scheduling"
+HEADINGS = "Model", "Memory and batches", "Execution", "Scheduling", "Adapters"
 """The headings of the engine's flags in the help, in this order."""
 
 

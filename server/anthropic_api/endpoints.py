@@ -92,7 +92,7 @@ def _prepare(service: Service, body: Body) -> RunningMessage:
     return RunningMessage(
         asked=chat,
         names={**RENAMED, **NAMES_OF_TOOLS},
-        answer=MessageAnswer(id=answer_id, model=service.model_name, usage=usage),
+        answer=MessageAnswer(id=answer_id, model=chat.model_name, usage=usage),
         content=MessageContent(omits_thinking=asked.thinking is not None and asked.thinking.display == "omitted"),
     )
 
@@ -106,7 +106,7 @@ def _conversation(service: Service, body: Body, asked: ConversationFields) -> Co
 def _count(service: Service, body: Body) -> objects.TokensCount:
     """The number of tokens of the request, without a limit."""
     asked, ignored = decode_body(body, CountTokensRequest, service.config), body.exchange.ignored
-    service.check_model(asked.model)
+    service.adapter_of(asked.model)
     conversation = _conversation(service, body, asked)
     with in_own_names({**RENAMED, **conversation.names()}):
         chat = chat_request(service, asked, conversation, ignored)

@@ -31,7 +31,7 @@ from server.responses_api import endpoints as responses
 from server.responses_api import objects
 from server.responses_api.schema import ResponsesRequest
 from server.tei_api import endpoints as tei
-from server.vllm_api import operating, scoring
+from server.vllm_api import adapters, operating, scoring
 from server.vllm_api import scoring_schema as of_scoring
 
 Json = dict[str, Any]
@@ -213,6 +213,10 @@ OPERATIONS = (
           errors=(409,)),
     _post("/reset_prefix_cache", operating.reset_prefix_cache, "Forget cached prefixes", answer=operating.CacheReset,
           errors=(429,)),
+    _post("/v1/load_lora_adapter", adapters.load_adapter, "An adapter becomes a model's name",
+          adapters.LoadAdapterRequest, media_type="text/plain", errors=(*_READS, 429, 503)),
+    _post("/v1/unload_lora_adapter", adapters.unload_adapter, "An adapter's name is forgotten",
+          adapters.UnloadAdapterRequest, media_type="text/plain", errors=_READS),
     _post("/tokenize", models.tokenize, "A prompt's or a conversation's ids", of_openai.TokenizeRequest,
           models.Tokenized, errors=_READS),
     _post("/detokenize", models.detokenize, "The text of ids", of_openai.DetokenizeRequest, models.Detokenized,

@@ -238,7 +238,7 @@ chat, generate = answered(_prepare_chat), answered(_prepare_generate)
 def _check(service: Service, asked: ChatCompletionRequest, names: Mapping[str, str]) -> None:
     """Checks an empty request as if it had a prompt. Raises `ApiError`."""
     with in_own_names(names):
-        service.check_model(asked.model)
+        service.adapter_of(asked.model)
         schemas = RequestSchemas(closes=service.config.close_schemas)
         grammar = chat_grammar(service, asked, callable_tools(asked), schemas)
         chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)

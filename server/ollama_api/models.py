@@ -96,7 +96,7 @@ async def list_tags(request: Request) -> Response:
             digest=_digest(service),
             details=_details(service),
         )
-        for name in map(tagged, service.model_names)
+        for name in map(tagged, service.all_names)
     ]
     return JsonAnswer(ListedModels(models))
 
@@ -126,7 +126,7 @@ def _shown(service: Service, body: Body) -> ShownModel:
     name = asked.model if asked.model is not None else asked.name
     if name is None:
         raise invalid("model", "Missing required parameter: model.", "missing_required_parameter")
-    service.check_model(own_model(service, name))
+    service.adapter_of(own_model(service, name))
     info, tokenizer, form = service.client.info, service.tokenizer, service.answer_format
     abilities: list[Capability] = ["completion" if info.pooling.generates else "embedding"]
     if info.pooling.generates and form.tools is not None:

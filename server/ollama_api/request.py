@@ -52,7 +52,7 @@ NAMES_OF_PROMPT = {"messages": "prompt", **RENAMED}
 
 def own_model(service: Service, name: str) -> str:
     """Ollama's clients may add the tag ":latest" to a name that has none."""
-    return next((own for own in service.model_names if name == tagged(own)), name)
+    return next((own for own in service.all_names if name == tagged(own)), name)
 
 
 def chat_of_messages(

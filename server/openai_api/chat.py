@@ -73,7 +73,7 @@ class Chat(Prepared):
 
 def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequest, request_id: str) -> Chat:
     """A decoded request's generation, not admitted yet. Raises `ApiError`."""
-    service.check_model(asked.model)
+    adapter = service.adapter_of(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
     tools = callable_tools(asked)
     schemas = RequestSchemas(closes=service.config.close_schemas)
@@ -104,7 +104,7 @@ def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequ
         images=(prompt.images,),
         params=params,
         arrival_time_s=exchange.arrival_s,
-        scheduling=replace(Scheduling.of(asked), prediction=prediction),
+        scheduling=replace(Scheduling.of(asked, adapter), prediction=prediction),
         reasoning=answer_format.tags if reasoning else None,
         tools=_tool_reading(service, asked, tools),
         harmony=harmony,

@@ -78,7 +78,7 @@ class ChatAnswer(Answer):
         return ChatCompletion(
             id=chat.generation.request_id,
             created=chat.created,
-            model=service.model_name,
+            model=chat.model_name,
             system_fingerprint=service.system_fingerprint,
             choices=[
                 ChatChoice(
@@ -222,7 +222,7 @@ class ChatChunks:
         return ChatChunk(
             id=chat.generation.request_id,
             created=chat.created,
-            model=chat.service.model_name,
+            model=chat.model_name,
             system_fingerprint=chat.service.system_fingerprint,
             choices=choices,
             usage=chat.usage() if has_usage else UNSET,

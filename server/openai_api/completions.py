@@ -94,7 +94,7 @@ class PreparedCompletion(Answer):
         return Completion(
             id=self.generation.request_id,
             created=self.created,
-            model=self.service.model_name,
+            model=self.asked.model_name,
             choices=choices,
             usage=Usage.of(self.generation, has_output=not self.drops_output) if has_usage else UNSET,
             system_fingerprint=self.service.system_fingerprint,
@@ -113,7 +113,7 @@ def prepare_completion(
     service: Service, exchange: Exchange, asked: CompletionRequest, request_id: str
 ) -> PreparedCompletion:
     """A decoded request's generation, not admitted yet. Raises `ApiError`."""
-    service.check_model(asked.model)
+    adapter = service.adapter_of(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
     schemas = RequestSchemas(closes=service.config.close_schemas)
     grammar = answer_grammar(asked, schemas)
@@ -132,7 +132,7 @@ def prepare_completion(
         prompts=prompts,
         params=params,
         arrival_time_s=exchange.arrival_s,
-        scheduling=Scheduling.of(asked),
+        scheduling=Scheduling.of(asked, adapter),
         eos_token_ids=fill_in_ends(service) if asked.suffix is not None else None,
     )
     echoes = None

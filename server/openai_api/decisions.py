@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from runtime.engine.messages import ImageItem
+from runtime.engine.messages import AdapterRef, ImageItem
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.classifier_decisions import read_by_classifier, reading_of, text_of_input
 from runtime.text.decisions import (
@@ -95,6 +95,7 @@ class PreparedDecisions(Pending):
     arrival_s: float
     asked: DecisionRequest
     prompts: list[_Asked]
+    adapter: AdapterRef | None = None
     num_cached_tokens: int = 0
 
     async def respond(self, request: Request) -> Response:
@@ -107,14 +108,13 @@ class PreparedDecisions(Pending):
             answer(question, each.options.logprobs(each.found), asked.refusal_threshold)
             for question, each in zip(asked.questions, self.prompts, strict=True)
         ]
+        name = self.service.model_name if self.adapter is None else self.adapter.name
         count, total = len(answers), sum(len(each.token_ids) for each in self.prompts)
         usage = ResponseUsage(
             total, InputTokensDetails(self.num_cached_tokens, total - self.num_cached_tokens), count,
             OutputTokensDetails(0), total + count,
         )  # fmt: skip
-        return JsonAnswer(
-            Decision(answers=answers, model=self.service.model_name, usage=usage), {"X-Request-Id": request_id}
-        )
+        return JsonAnswer(Decision(answers=answers, model=name, usage=usage), {"X-Request-Id": request_id})
 
     def _rounds(self) -> Iterator[list[Row]]:
         """The rows that are asked at once: the first question brings the input into the cache, the others bring their
@@ -138,7 +138,7 @@ class PreparedDecisions(Pending):
         generation = Generation(
             client=service.client, bridge=service.bridge, tokenizer=service.tokenizer, request_id=request_id,
             prompts=[each.token_ids + list(given) for each, given, _ in rows], params=params,
-            arrival_time_s=self.arrival_s, scheduling=Scheduling(speculates=False),
+            arrival_time_s=self.arrival_s, scheduling=Scheduling(speculates=False, adapter=self.adapter),
             images=[each.images for each, _, _ in rows],
         )  # fmt: skip
         service.admit(request, generation, {"prompt": "input", "images": "input"})
@@ -160,8 +160,7 @@ class PreparedDecisions(Pending):
 
 def _prepare(service: Service, body: Body) -> Pending:
     asked = decode_body(body, DecisionRequest, service.config)
-    service.check_model(asked.model)
-    tokenizer = service.tokenizer
+    adapter, tokenizer = service.adapter_of(asked.model), service.tokenizer
     if tokenizer is None:
         raise invalid("questions", "This model has no tokenizer: it has no labels for answers.")
     pooling = service.client.info.pooling
@@ -176,7 +175,9 @@ def _prepare(service: Service, body: Body) -> Pending:
         _asked(service, tokenizer, tenant, items, question, own, f"questions[{index}]", pictures)
         for index, (question, own) in enumerate(zip(asked.questions, options, strict=True))
     ]
-    return PreparedDecisions(service=service, arrival_s=body.exchange.arrival_s, asked=asked, prompts=prompts)
+    return PreparedDecisions(
+        service=service, arrival_s=body.exchange.arrival_s, asked=asked, prompts=prompts, adapter=adapter
+    )
 
 
 def _classified(service: Service, tokenizer: Tokenizer, asked: DecisionRequest, tenant: str | None) -> AskedEmbeddings:

@@ -109,7 +109,7 @@ class _Infill(Answer):
         assert last is not None
         assert self.first_s is not None
         num_predicted = 0 if self.drops_output else generation.num_completion_tokens
-        last.model = self.service.model_name
+        last.model = self.asked.model_name
         last.tokens_predicted, last.tokens_evaluated = num_predicted, generation.num_prompt_tokens
         last.tokens_cached = generation.num_cached_tokens
         last.timings = InfillTimings(
@@ -131,7 +131,7 @@ class _Infill(Answer):
 def _prepare(service: Service, body: Body) -> _Infill:
     exchange = body.exchange
     asked = decode_body(body, InfillRequest, service.config)
-    service.check_model(asked.model)
+    adapter = service.adapter_of(asked.model)
     if asked.n not in (None, 1):
         raise invalid("n", f"n must be 1, got {asked.n}.")
     for name in ("stream_options", "echo", "truncate_prompt_tokens", "prompt_logprobs"):
@@ -155,7 +155,7 @@ def _prepare(service: Service, body: Body) -> _Infill:
         prompts=[infill_prompt(service, before, asked.input_suffix, files, sent_name)],
         params=params,
         arrival_time_s=exchange.arrival_s,
-        scheduling=Scheduling.of(asked),
+        scheduling=Scheduling.of(asked, adapter),
         eos_token_ids=fill_in_ends(service),
     )
     return _Infill(

@@ -4,6 +4,7 @@ clients, recognised by their header, get Anthropic's shape of a model."""
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -23,11 +24,15 @@ from tokenizer import Tokenizer
 
 
 class Model(msgspec.Struct, kw_only=True):
+    """`parent` and `root` as vLLM has them: of an adapter its model's name and its folder's, of a model its own."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "xserv"
     max_model_len: int
+    root: str
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -78,13 +83,15 @@ def _model(request: Request, name: str) -> Model | MessagesModel:
     service: Service = request.app.state.service
     most = service.client.info.max_model_len
     if dialect_of(request.scope) != "anthropic":
-        return Model(id=name, created=service.created, max_model_len=most)
+        adapter = service.adapters.get(name)
+        root, parent = (name, None) if adapter is None else (Path(adapter.path).name, service.model_name)
+        return Model(id=name, created=service.created, max_model_len=most, root=root, parent=parent)
     created_at = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
     return MessagesModel(id=name, display_name=name, created_at=created_at, max_input_tokens=most, max_tokens=most)
 
 
 async def list_models(request: Request) -> Response:
-    names = request.app.state.service.model_names
+    names = request.app.state.service.all_names
     data: list[Any] = [_model(request, name) for name in names]
     if isinstance(data[0], Model):
         return JsonAnswer(ModelList(data=data))
@@ -92,9 +99,9 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request) -> Response:
-    """404 unless it is a name of the served model. The id may hold slashes, as hub ids do."""
+    """404 unless it is a name of the served model or an adapter. The id may hold slashes, as hub ids do."""
     name = request.path_params["model_id"]
-    request.app.state.service.check_model(name)
+    request.app.state.service.adapter_of(name)
     return JsonAnswer(_model(request, name))
 
 
@@ -150,7 +157,7 @@ tokenize, detokenize = answered(_tokenize), answered(_detokenize)
 
 def _tokenizer(service: Service, model: str | None) -> Tokenizer:
     if model is not None:
-        service.check_model(model)
+        service.adapter_of(model)
     if service.tokenizer is None:
         raise invalid(None, "This model has no tokenizer.", "unsupported_parameter")
     return service.tokenizer

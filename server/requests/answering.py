@@ -64,6 +64,12 @@ class Prepared:
     schemas: RequestSchemas
     is_streamed: bool
 
+    @property
+    def model_name(self) -> str:
+        """The model or the adapter that answers."""
+        adapter = self.generation.scheduling.adapter
+        return self.service.model_name if adapter is None else adapter.name
+
 
 @dataclass(slots=True, kw_only=True)
 class Answer(Pending):

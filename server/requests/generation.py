@@ -21,6 +21,7 @@ from operator import add
 import msgspec
 
 from runtime.engine.messages import (
+    AdapterRef,
     EngineOutput,
     EngineRequest,
     ErrorCode,
@@ -86,10 +87,12 @@ class Scheduling:
     given_id: str | None = None
     speculates: bool = True
     prediction: tuple[int, ...] = ()
+    adapter: AdapterRef | None = None
 
     @classmethod
-    def of(cls, asked: GenerationRequest) -> Scheduling:
+    def of(cls, asked: GenerationRequest, adapter: AdapterRef | None = None) -> Scheduling:
         return cls(
+            adapter=adapter,
             priority=asked.priority or 0,
             cache_salt=asked.cache_salt,
             ttft_target_s=asked.ttft_target_s,
@@ -227,6 +230,7 @@ class Generation:
                 images=self.images[prompt.number] if self.images else (),
                 turn_start_id=turn_start_id(self.tokenizer) if self.client.info.has_states else None,
                 shows_difference=self.on_miss is not None,
+                adapter=self.scheduling.adapter,
             )
             try:
                 self.client.submit(request, self.bridge.sink(partial(self._receive, prompt)))

@@ -170,7 +170,7 @@ def _prepare(service: Service, exchange: Exchange, asked: ResponsesRequest, befo
         names=RENAMED | of_tools,
         tenant=exchange.tenant,
         response=begun_response(
-            asked, response_id, int(time.time()), service.model_name, params.temperature, params.top_p
+            asked, response_id, int(time.time()), chat.model_name, params.temperature, params.top_p
         ),
         output=ResponseOutput(
             namespaced, frozenset(tool.name for tool in asked.tools or () if isinstance(tool, CustomTool))
