@@ -62,6 +62,7 @@ class Model(ABC):
         gives_last_rows: whether `forward` gives the rows of last tokens alone where no others are wanted.
         suppressed_ids: ids that are never sampled, int32 on the device; None if there are none.
         addends: the source of its maps' addends, or None.
+        stacks: tensors that hold several maps', by name.
         pipeline: the stage of the model that this is, or None if it is whole.
         stages: the numbers of the layers that each stage has; empty if it is whole.
         own_layers: of those that it has.
@@ -101,7 +102,7 @@ class Model(ABC):
         self.device = maker.options.device
         # A GPU's products scale rows by sums that the previous product left; they are added up as in one piece.
         self._hands_over_squares = maker.options.exact and maker.options.device.kind != "cpu"
-        self.addends = maker.options.addends
+        self.addends, self.stacks = maker.options.addends, maker.stacks
         self.pipeline, self.stages = maker.options.pipeline, maker.options.stages
         self.own_layers = maker.own_layers(config.num_layers)
         self.max_positions = maker.max_positions

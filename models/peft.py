@@ -14,11 +14,13 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from models.checkpoints.safetensors_file import SafetensorsFile
+from models.checkpoints.stacked import RowStack, Stack
 from models.configuration.json_fields import Fields, read_json_object
 from models.errors import ConfigError, WeightsError
 from runtime.linear.low_rank import Pair
@@ -109,20 +111,38 @@ def read_adapter(folder: Path) -> PeftAdapter:
     return PeftAdapter(digest.hexdigest(), pairs, base if isinstance(base, str) else "")
 
 
-def resolve_modules(pairs: Mapping[str, Pair], modules: Collection[str]) -> dict[str, Pair]:
+def resolve_modules(
+    pairs: Mapping[str, Pair], modules: Collection[str], stacks: Mapping[str, Stack | RowStack] = MappingProxyType({})
+) -> dict[str, Pair]:
     """The pairs by a model's own names of their modules: as they are, or with another beginning before the number of
-    the layer, since classes around a decoder name it in several ways. Raises `ConfigError` for a module that the model
-    lacks, or cannot adapt."""
+    the layer, since classes around a decoder name it in several ways. A module that the model keeps in parts, one of
+    its stacks, gives each part its rows. Raises `ConfigError` for a module that the model lacks, or cannot adapt."""
+    parts = {
+        name.removesuffix(".weight"): stack
+        for name, stack in stacks.items()
+        if isinstance(stack, RowStack) and not name.endswith(".bias")
+    }
     by_end: dict[str, list[str]] = {}
-    for own in modules:
+    for own in {*modules, *parts}:
         by_end.setdefault(_end_of(own), []).append(own)
     resolved: dict[str, Pair] = {}
     for module, pair in pairs.items():
-        own = [module] if module in modules else by_end.get(_end_of(module), [])
-        if len(own) != 1:
-            found = f"names several of the model's: {', '.join(sorted(own)[:3])}" if own else _absence(module)
+        names = [module] if module in modules or module in parts else by_end.get(_end_of(module), [])
+        if len(names) != 1:
+            found = f"names several of the model's: {', '.join(sorted(names)[:3])}" if names else _absence(module)
             raise ConfigError(f"the adapter's module {module} {found}")
-        resolved[own[0]] = pair
+        stack = None if names[0] in modules else parts[names[0]]
+        if stack is None:
+            resolved[names[0]] = pair
+            continue
+        if len(pair.up) != stack.shape[0]:
+            raise ConfigError(
+                f"the adapter's module {module} has {len(pair.up)} outputs, the model's {stack.shape[0]}: the adapter"
+                " is for another model"
+            )
+        for name, rows in stack.rows():
+            bias = None if pair.bias is None else pair.bias[rows]
+            resolved[name.removesuffix(".weight")] = Pair(pair.down, pair.up[rows], bias)
     return resolved
 
 

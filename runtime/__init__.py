@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from runtime.llm import EmbeddingRequestOutput as EmbeddingRequestOutput
     from runtime.llm import EngineArgs as EngineArgs
     from runtime.llm import Logprob as Logprob
+    from runtime.llm import LoRARequest as LoRARequest
     from runtime.llm import PoolingOutput as PoolingOutput
     from runtime.llm import PoolingRequestOutput as PoolingRequestOutput
     from runtime.llm import RequestOutput as RequestOutput
@@ -40,6 +41,7 @@ _HOME = {
     "EngineArgs": "runtime.llm",
     "AsyncEngineArgs": "runtime.llm",
     "SamplingParams": "runtime.engine.sampling_params",
+    "LoRARequest": "runtime.llm",
     "RequestOutputKind": "runtime.engine.sampling_params",
     "StructuredOutputsParams": "runtime.engine.grammar.structured_outputs",
     "BeamSearchParams": "runtime.llm",

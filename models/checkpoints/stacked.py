@@ -109,11 +109,15 @@ class RowStack:
 
     def take(self, stored: StoredTensor, is_turned: bool) -> Iterator[tuple[str, StoredTensor]]:
         """The tensors that it holds, by name."""
+        for place, (name, mine) in enumerate(self.rows()):
+            shape = (len(mine), *stored.shape[1:])
+            yield name, StackedTensor(stored, name, shape, mine, partial(_rows_of, mine), is_first=not place)
+
+    def rows(self) -> Iterator[tuple[str, Array]]:
+        """The name of each tensor that it holds, and the places of its rows."""
         rows, first = np.arange(self.shape[0]).reshape(-1, sum(self.sizes)), 0
         for name, size in zip(self.part_names, self.sizes, strict=True):
-            mine = rows[:, first : first + size].reshape(-1)
-            shape = (len(mine), *stored.shape[1:])
-            yield name, StackedTensor(stored, name, shape, mine, partial(_rows_of, mine), is_first=not first)
+            yield name, rows[:, first : first + size].reshape(-1)
             first += size
 
 

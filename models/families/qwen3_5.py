@@ -152,7 +152,7 @@ class DeltaRuleMixer:
             each.linear(of, outputs=width, inputs=hidden, split="outputs", norm=norm, floats=gates)
             for each, of, width in (
                 [(maker, (*names, *gates), (*widths[0], *widths[1]))] if is_one
-                else [(maker, names, widths[0]), (maker.unrounded(), gates, widths[1])]
+                else [(maker, names, widths[0]), (maker.unrounded(takes_addends=True), gates, widths[1])]
             )
         ]  # fmt: skip
         has_decay = config.stored_as in ("llama.cpp", "tiled")

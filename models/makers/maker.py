@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -69,7 +69,7 @@ class Maker(ABC):
         self._mapped: list[int] = []  # sizes of tables that stay in their files
         self.tables: set[str] = set()  # names of the token table and the output head
         self.heads: set[str] = set()  # of the head alone, or of a tied table
-        self._is_quantisable = True
+        self._is_quantisable = self._takes_addends = True
         self._is_expert = False
         self._keeps_order = True
         self._copies: dict[str, str] = {}  # may be stored besides, or instead of, the tensor that they must equal
@@ -173,7 +173,7 @@ class Maker(ABC):
 
     def _addends(self, declaration: LinearDeclaration) -> Sequence[Addend]:
         source, is_table = self.options.addends, f"{declaration.names[0]}.weight" in self.tables
-        if source is None or is_table or self._is_expert or not self._is_quantisable:
+        if source is None or is_table or self._is_expert or not self._takes_addends:
             return ()
         return source.addends_of(declaration)
 
@@ -313,9 +313,17 @@ class Maker(ABC):
             count, keys, values, made[-1] if expands else None, key_dim, rotary_dim, latent_dim, value_dim
         )
 
-    def unrounded(self) -> Self:
+    def unrounded(self, *, takes_addends: bool = False) -> Self:
         """This maker for maps that are never quantised."""
-        return self._with(options=replace(self.options, format=None, rounding=""), _is_quantisable=False)
+        return self._with(
+            options=replace(self.options, format=None, rounding=""), _is_quantisable=False,
+            _takes_addends=takes_addends,
+        )  # fmt: skip
+
+    @property
+    def stacks(self) -> Mapping[str, Stack | RowStack]:
+        """What may be stored together, by name, as it is declared so far."""
+        return self._stacks
 
     def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
         """A router's map, which decides which experts are computed: it is never quantised."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from models.configuration.generation_config import load_generation_config
+from models.peft import read_adapter
 from runtime.engine.sampling_params import SamplingParams
-from runtime.llm import LLM, Logprob, RequestOutput
+from runtime.llm import LLM, Logprob, LoRARequest, RequestOutput
 
 
 def sampling_params(llm: LLM, given: dict[str, Any], max_tokens: int | None) -> SamplingParams:
@@ -19,6 +21,18 @@ def sampling_params(llm: LLM, given: dict[str, Any], max_tokens: int | None) -> 
     config = load_generation_config(llm.client.info.model_path)
     length = max_tokens if config.max_new_tokens is None else config.max_new_tokens
     return msgspec.structs.replace(llm.default_sampling_params(), **{"max_tokens": length, **given})
+
+
+def with_adapter(arguments: dict[str, Any], folder: Path | None) -> tuple[dict[str, Any], LoRARequest | None]:
+    """Arguments of `LLM` for answers with the adapter in a folder: room for it, and its own base model where none was
+    named. Raises `ConfigError`, `WeightsError`."""
+    if folder is None:
+        return arguments, None
+    found = read_adapter(folder)
+    arguments = {**arguments, "enable_lora": True, "max_lora_rank": max(found.rank, arguments["max_lora_rank"])}
+    if arguments.get("model") is None and found.base:
+        arguments["model"] = found.base
+    return arguments, LoRARequest(folder.name or str(folder), 1, str(folder))
 
 
 def completions(output: RequestOutput) -> list[dict[str, Any]]:

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from runtime.commands import later
-from runtime.commands.options import LlmOptions, SamplingOptions
+from runtime.commands.options import Adapter, LlmOptions, SamplingOptions
 
-_chat_loop = later("runtime.commands.chat_loop")
+_answers, _chat_loop = later("runtime.commands.answers"), later("runtime.commands.chat_loop")
 
 
 def chat(
@@ -20,6 +20,7 @@ def chat(
     calculator: Annotated[
         bool, typer.Option("--calculator", help="A tool that the model may call: sums, products, quotients.")
     ] = False,
+    adapter: Adapter = None,
     image: Annotated[
         list[Path] | None,
         typer.Option(help="Picture for the first message, of a model that reads them; may be repeated."),
@@ -30,6 +31,8 @@ def chat(
     A model without a chat template continues the text. On a terminal: Ctrl-C stops an answer, Ctrl-D leaves, /help
     lists the commands.
     """
+    arguments, lora_request = _answers.with_adapter(llm_options.arguments(), adapter)
     _chat_loop.run(
-        llm_options.arguments(), sampling.given(), system=system, calculates=calculator, pictures=image or ()
-    )
+        arguments, sampling.given(), system=system, calculates=calculator, pictures=image or (),
+        lora_request=lora_request,
+    )  # fmt: skip

@@ -20,21 +20,22 @@ from runtime.commands import later
 from runtime.commands.chat_session import COMMANDS, ChatSession, run_slash
 from runtime.commands.group import one_line
 from runtime.errors import XservError
-from runtime.llm import LLM
+from runtime.llm import LLM, LoRARequest
 
 _toolkit, _completion = later("prompt_toolkit"), later("prompt_toolkit.completion")
 _history, _output = later("prompt_toolkit.history"), later("prompt_toolkit.output")
 
 
 def run(
-    arguments: dict[str, Any], given: dict[str, Any], *, system: str | None, calculates: bool, pictures: Sequence[Path]
-) -> None:
+    arguments: dict[str, Any], given: dict[str, Any], *, system: str | None, calculates: bool,
+    pictures: Sequence[Path], lora_request: LoRARequest | None = None,
+) -> None:  # fmt: skip
     """Chats with the model of these arguments of `LLM`, by the sampling parameters that were given."""
     is_terminal = sys.stdin.isatty()
     with LLM(**arguments) as llm:
         session = ChatSession(
             llm, system=system, given=given, on_reasoning=show_reasoning, calculates=calculates,
-            on_call=show_call,
+            on_call=show_call, lora_request=lora_request,
         )  # fmt: skip
         collector.resume()
         for path in pictures:

@@ -19,7 +19,7 @@ from runtime.engine.prompt_images import PreparedImage, place_images, prepare_im
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import InvalidArgumentError, XservError
 from runtime.images.decoding import pixels_of
-from runtime.llm import LLM
+from runtime.llm import LLM, LoRARequest
 from runtime.llm.prompts import take_images
 from runtime.text.chat import chat_prompt
 from runtime.text.content import picture_text
@@ -121,6 +121,7 @@ class ChatSession:
     calculates    the model may call a calculator, whose results it then reads
     on_call       called with each tool call and its result
     on_reasoning  called with the model's reasoning as it streams; the conversation does not keep it
+    lora_request  the adapter that answers, or None
     """
 
     def __init__(
@@ -132,8 +133,10 @@ class ChatSession:
         on_reasoning: Callable[[str], None] = lambda text: None,
         calculates: bool = False,
         on_call: Callable[[str], None] = lambda text: None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         check_generates(llm.client.info)
+        self.lora_request = lora_request
         self.llm = llm
         self.on_call = on_call
         self.tools = [calculator.TOOL] if calculates else None
@@ -244,7 +247,8 @@ class ChatSession:
         self, prompt: Any, params: SamplingParams, start: float, thoughts: list[str], calls: list[dict[str, Any]]
     ) -> Generator[str, None, None]:
         """Streams one reply of the model; its reasoning and calls are added to ``thoughts`` and ``calls``."""
-        with closing(self.llm.stream(prompt, params, answer_format=self.answer_format)) as deltas:
+        deltas = self.llm.stream(prompt, params, answer_format=self.answer_format, lora_request=self.lora_request)
+        with closing(deltas):
             for delta in deltas:
                 now = time.perf_counter() - start
                 if delta.token_ids and not self.stats.num_output_tokens:

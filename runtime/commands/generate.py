@@ -11,7 +11,7 @@ import typer
 
 from runtime import collector
 from runtime.commands import later
-from runtime.commands.options import LlmOptions, SamplingOptions
+from runtime.commands.options import Adapter, LlmOptions, SamplingOptions
 from runtime.text_files import read_text_file
 
 _llm = later("runtime.llm")
@@ -34,6 +34,7 @@ def generate(
         list[str] | None, typer.Option(metavar="ID,ID,...", help="A prompt as token ids; may be repeated.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message to a chat model.")] = False,
+    adapter: Adapter = None,
     n: Annotated[int, typer.Option(help="Answers to each prompt.")] = 1,
     logprobs: Annotated[int | None, typer.Option(help="Alternatives beside each token (with --json).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a completion, one a line.")] = False,
@@ -45,7 +46,8 @@ def generate(
     if not prompts:
         raise typer.BadParameter("give --prompt, --prompt-file or --prompt-token-ids")
 
-    with _llm.LLM(**llm_options.arguments()) as llm:
+    arguments, lora_request = _answers.with_adapter(llm_options.arguments(), adapter)
+    with _llm.LLM(**arguments) as llm:
         collector.resume()
         _admission.check_generates(llm.client.info)
         params = _answers.sampling_params(llm, {**sampling.given(), "n": n, "logprobs": logprobs}, max_tokens=128)
@@ -54,7 +56,7 @@ def generate(
                 llm.chat_prompt([{"role": "user", "content": text}]) if isinstance(text, str) else text
                 for text in prompts
             ]
-        outputs = llm.generate(prompts, params)
+        outputs = llm.generate(prompts, params, lora_request=lora_request)
         failed = [c.error for output in outputs for c in output.outputs if c.finish_reason == "error"]
         for prompt_index, output in enumerate(outputs):
             for completion in _answers.completions(output):

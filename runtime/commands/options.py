@@ -164,6 +164,13 @@ _model = Annotated[str | None, typer.Option("--model", "-m", metavar="PATH|HUB_I
 _EngineFlags: Any = flag_class("_EngineFlags", OPTIONS, HEADINGS, ("model", _model, None))
 
 
+Adapter = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="LoRA adapter of the model, as PEFT writes it; it names its model if none is."),
+]
+"""The option of commands that answer with one adapter."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(_EngineFlags):  # type: ignore[misc]
     """The options of an engine; the flags and defaults are `EngineConfig`'s."""

@@ -262,17 +262,17 @@ def engine_over(
     speculator = None if executor.depth > 1 else speculator_of(config, info.vocab_size, limits, draft, executor)
     engine = Engine(executor, limits, info, config.seed, vocabulary, speculator)
     if isinstance(maps := loaded.addends, LowRankMaps):
-        engine.take_adapters(maps, partial(_read_adapter, maps), config.most_kept_adapters)
+        engine.take_adapters(maps, partial(_read_adapter, maps, loaded), config.most_kept_adapters)
     if config.prefix_cache_dir:
         assert isinstance(executor, LocalExecutor), "refused for several ranks"
         _store_prefixes(engine, executor, folder, config)
     return engine
 
 
-def _read_adapter(maps: LowRankMaps, folder: Path) -> PeftAdapter:
+def _read_adapter(maps: LowRankMaps, model: Model, folder: Path) -> PeftAdapter:
     """The adapter in a folder, its modules by the model's names. Raises as `read_adapter` and `resolve_modules`."""
     found = read_adapter(folder)
-    return replace(found, pairs=resolve_modules(found.pairs, maps.modules))
+    return replace(found, pairs=resolve_modules(found.pairs, maps.modules, model.stacks))
 
 
 def _store_prefixes(engine: Engine, executor: LocalExecutor, folder: Path, config: EngineConfig) -> None:

@@ -24,6 +24,7 @@ from runtime.llm.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from runtime.llm.prompts import LoRARequest
 
 __all__ = [
     "LLM",
@@ -39,6 +40,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
+    "LoRARequest",
     "Logprob",
     "PoolingOutput",
     "PoolingRequestOutput",

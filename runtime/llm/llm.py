@@ -52,7 +52,7 @@ from runtime.llm.outputs import (
     ScoringRequestOutput,
 )
 from runtime.llm.progress import progress
-from runtime.llm.prompts import Prompt, as_list, one_each, take_images, texts_of
+from runtime.llm.prompts import LoRARequest, Prompt, as_list, one_each, take_images, texts_of
 from runtime.pooling import PoolingTask, activated
 from runtime.text.classifier_decisions import read_by_classifier, reading_of, text_of_input
 from runtime.text.decisions import Options, Question, content_start, options_by_question
@@ -81,28 +81,41 @@ class LLM(LoadedModel):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts in one batch; the results are in the prompts' order.
 
         prompts          one prompt or a list of them (a flat list of ints is one prompt)
         sampling_params  one for all, or one a prompt; by default ``default_sampling_params()``
+        lora_request     an adapter for all, or one a prompt (None for none); needs ``enable_lora``
         use_tqdm         show progress on stderr, if that is a terminal and there is more than one prompt
 
         Every prompt and its parameters are checked before the first is computed. Raises ``RequestError``,
         ``ContextLengthExceededError``, ``EngineDeadError``.
         """
-        return self._run(self._jobs(as_list(prompts), sampling_params), use_tqdm)
+        return self._run(self._jobs(as_list(prompts), sampling_params, lora_request=lora_request), use_tqdm)
 
     def _jobs(
         self,
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         template: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[Job]:
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            lora_request = [lora_request] * len(prompts)
+        if len(lora_request) != len(prompts):
+            raise RequestError(
+                f"lora_request has {len(lora_request)} entries for {len(prompts)} prompts", param="lora_request"
+            )
+        adapters = [self._adapter_of(each) for each in lora_request]
         chosen = self.default_sampling_params() if sampling_params is None else sampling_params
         each = one_each("sampling_params", prompts, chosen, SamplingParams)
-        return [self._job(prompt, params, template=template) for prompt, params in zip(prompts, each)]
+        return [
+            self._job(prompt, params, template=template, adapter=adapter)
+            for prompt, params, adapter in zip(prompts, each, adapters)
+        ]
 
     @known_options()
     def chat(
@@ -118,6 +131,7 @@ class LLM(LoadedModel):
         cache_salt: str | None = None,
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: see ``chat_prompt`` and ``generate``; a prompt's ``cache_salt`` and
         ``priority`` are the request's. Messages may be objects of an SDK, and a message's content a list of parts, in
@@ -143,7 +157,7 @@ class LLM(LoadedModel):
         asked: list[Prompt] = [
             {"prompt_token_ids": ids, "images": images, **scheduling} for ids, (_, images) in zip(prompts, taken)
         ]
-        return self._run(self._jobs(asked, sampling_params, chat_template), use_tqdm)
+        return self._run(self._jobs(asked, sampling_params, chat_template, lora_request), use_tqdm)
 
     @known_options()
     def stream(
@@ -152,11 +166,13 @@ class LLM(LoadedModel):
         sampling_params: SamplingParams | None = None,
         *,
         answer_format: AnswerFormat | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Generator[TextDelta, None, None]:
         """Complete one prompt, with ``n=1``, and yield its deltas as they come; the last one has a ``finish_reason``.
         With an ``answer_format``, reasoning and tool calls are parsed from the text. The request starts with the first
         ``next``; closing the iterator cancels it. Raises as ``generate`` does."""
-        job = self._job(prompt, sampling_params or self.default_sampling_params(), answer_format)
+        adapter = self._adapter_of(lora_request)
+        job = self._job(prompt, sampling_params or self.default_sampling_params(), answer_format, adapter=adapter)
         if job.params.n != 1:
             raise RequestError(f"stream has one choice, got n={job.params.n}", param="n")
         return self._stream(job)

@@ -22,7 +22,7 @@ from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.make_client import is_fleet, start_client
 from runtime.engine.make_engine import engine_of  # imports the kernels
-from runtime.engine.messages import EngineRequest, ImageItem
+from runtime.engine.messages import AdapterRef, EngineRequest, ImageItem
 from runtime.engine.option_names import known_options
 from runtime.engine.process.client import EngineClient
 from runtime.engine.process.compile_ahead import compile_ahead as compile_kernels_ahead
@@ -30,7 +30,7 @@ from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams, last_tokens
 from runtime.llm.job import Job
 from runtime.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput
-from runtime.llm.prompts import Prompt, scheduling_of, with_images
+from runtime.llm.prompts import LoRARequest, Prompt, scheduling_of, with_images
 from runtime.pooling import normalized
 from runtime.progress import ON_STDERR, SILENT
 from runtime.text.chat import chat_prompt
@@ -108,6 +108,7 @@ class LoadedModel:
                 raise RequestError(problem, param="kv_cache_memory_bytes")
             settings["kv_cache_bytes"] = kv_cache_memory_bytes
         config = EngineConfig(**settings)
+        self._adapters: dict[LoRARequest, AdapterRef] = {}
         reporter = ON_STDERR if use_tqdm_on_load else SILENT
         template = read_chat_template(chat_template)
         if template is not None and not (tokenizer is None or isinstance(tokenizer, (str, Path))):
@@ -224,6 +225,7 @@ class LoadedModel:
         answer_format: AnswerFormat | None = None,
         request_id: str | None = None,
         template: str | None = None,
+        adapter: AdapterRef | None = None,
     ) -> Job:
         text, token_ids = self._encode(prompt, takes_images=True)
         if not isinstance(params, SamplingParams):
@@ -247,9 +249,24 @@ class LoadedModel:
             eos_token_ids=end_ids(answer_format or AnswerFormat(), self.tokenizer, self.client.info.eos_token_ids),
             images=images,
             turn_start_id=turn_start_id(self.tokenizer, template) if self.client.info.has_states else None,
+            adapter=adapter,
             **scheduling_of(prompt),
         )
         return Job(request, text, self.tokenizer, answer_format or AnswerFormat())
+
+    def _adapter_of(self, asked: LoRARequest | None) -> AdapterRef | None:
+        """The adapter of a request, which is read when it first comes. Raises ``RequestError``."""
+        if asked is None:
+            return None
+        if not isinstance(asked, LoRARequest):
+            kind = type(asked).__name__
+            raise RequestError(f"lora_request must be a LoRARequest, got {kind}", param="lora_request")
+        found = self._adapters.get(asked)
+        if found is None:
+            path = str(Path(asked.lora_path).expanduser().resolve())
+            digest = bytes(int(each) for each in self.client.load_adapter(asked.lora_name, path).result())
+            found = self._adapters[asked] = AdapterRef(name=asked.lora_name, path=path, digest=digest.hex())
+        return found
 
     def _with_images(self, prompt: Prompt, token_ids: list[int]) -> tuple[list[int], tuple[ImageItem, ...]]:
         """A prompt's ids with those of its images, and the images."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -49,6 +50,27 @@ def texts_of(name: str, given: str | Sequence[str]) -> list[str]:
     if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(each, str) for each in texts):
         raise RequestError(f"{name} must be a text, or a list of one text or more, got {given!r:.80}", param=name)
     return list(texts)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter for a request; vLLM's name. Its folder is read when an equal one is first used: give another
+    ``lora_int_id`` to have changed files read again.
+
+    lora_name    for messages
+    lora_int_id  a number of your own
+    lora_path    the adapter's folder, as PEFT writes it
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        for name, kind in (("lora_name", str), ("lora_int_id", int), ("lora_path", str)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool) or value == "":
+                raise RequestError(f"{name} must be {kind.__name__}, not empty, got {value!r:.80}", param=name)
 
 
 def scheduling_of(prompt: Prompt) -> dict[str, Any]:

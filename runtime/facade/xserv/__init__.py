@@ -26,6 +26,7 @@ __all__ = [  # noqa: RUF022 (as a reader meets them)
     "EngineArgs",
     "AsyncEngineArgs",
     "SamplingParams",
+    "LoRARequest",
     "StructuredOutputsParams",
     "RequestOutputKind",
     "BeamSearchParams",

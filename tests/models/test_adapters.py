@@ -1,0 +1,183 @@
+"""Low-rank adapters beside PEFT's own logits, alone and in a batch with others; wrong folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.errors import ModelLoadError
+from models.peft import read_adapter, resolve_modules
+from models.registry import load_model
+from runtime.errors import InvalidArgumentError
+from runtime.linear.low_rank import LowRankMaps
+from runtime.linear.options import LoadOptions
+from runtime.tensor.tensor import Tensor
+from tests.models.adapter_cases import CASES, AdapterGolden, load_adapter_golden, write_adapter
+from tests.models.driver import Array, ModelDriver, relative_error, rotary_offset_of
+from tests.models.folders import write_model
+
+WITHOUT, OWN, OTHER = -1, 1, 0
+
+
+def adapted(tmp_path: Path, case: str, device: str, *, exact: bool = False) -> tuple[Any, AdapterGolden]:
+    """A golden's model with the case's adapter in a slot, and in another one of half its size."""
+    golden = load_adapter_golden(case)
+    maps = LowRankMaps(3, 8)
+    folder = write_model(tmp_path / "model", golden.golden)
+    model = load_model(folder, addends=maps, device=device, dtype="float32", exact=exact)
+    maps.allocate(LoadOptions(device=model.device, dtype=model.dtype, exact=exact))
+    found = read_adapter(write_adapter(tmp_path / "adapter", case))
+    pairs = resolve_modules(found.pairs, maps.modules, model.stacks)
+    maps.check(pairs)
+    maps.write(OWN, pairs)
+    maps.write(OTHER, {module: pair._replace(up=pair.up * np.float32(0.5)) for module, pair in pairs.items()})
+    return model, golden
+
+
+def logits_of(model: Any, ids: list[int], adapters: list[int], cut: int) -> list[Array]:
+    """Logits of sequences of the same ids, with an adapter each, in two steps."""
+    counts = {0: cut, cut: len(ids) - cut}
+
+    def complete(batch: Any, first: int) -> None:
+        batch.adapters = Tensor.from_numpy(np.repeat(np.array(adapters, np.int32), counts[first])).to(model.device)
+
+    driver = ModelDriver(model, len(adapters), complete=complete, rotary_offset=rotary_offset_of(model, len(ids)))
+    rows = [driver.step(dict.fromkeys(range(len(adapters)), part)) for part in (ids[:cut], ids[cut:])]
+    return [np.concatenate([each[number] for each in rows]) for number in range(len(adapters))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_as_pefts(tmp_path: Path, case: str) -> None:
+    model, golden = adapted(tmp_path, case, "cpu")
+    ids = golden.golden.prompt_ids
+    found = logits_of(model, ids, [OWN, WITHOUT, OTHER, OWN], len(ids) // 2)
+    assert relative_error(found[0], golden.logits) <= 2e-5
+    assert relative_error(found[1], golden.golden.logits["float32"]) <= 2e-5
+    assert relative_error(found[2], found[0]) > 1e-2
+    np.testing.assert_array_equal(found[3], found[0])
+    np.testing.assert_array_equal(found[0], logits_of(model, ids, [OWN], 1)[0])
+    np.testing.assert_array_equal(found[1], logits_of(model, ids, [WITHOUT], len(ids) // 2)[0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
+@pytest.mark.parametrize("case", ["llama_bias", "gpt2", "gemma3", "qwen3_5"])
+def test_a_gpu_gives_the_same(tmp_path: Path, case: str, device: str) -> None:
+    model, golden = adapted(tmp_path, case, device, exact=True)
+    ids = golden.golden.prompt_ids
+    found = logits_of(model, ids, [OWN, WITHOUT, OTHER], len(ids) - 1)
+    assert relative_error(found[0], golden.logits) <= 2e-5
+    assert relative_error(found[1], golden.golden.logits["float32"]) <= 2e-5
+    np.testing.assert_array_equal(found[0], logits_of(model, ids, [OWN], len(ids) - 1)[0])
+
+
+def test_a_slot_is_overwritten_whole(tmp_path: Path) -> None:
+    model, golden = adapted(tmp_path, "llama", "cpu")
+    ids = golden.golden.prompt_ids
+    model.addends.write(OWN, {})
+    own, without = logits_of(model, ids, [OWN, WITHOUT], 3)
+    np.testing.assert_array_equal(own, without)
+
+
+_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+_MERGE = "merge the adapter"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', must be 'LORA': merge the adapter"),
+        ({"use_dora": True}, "use_dora is True: DoRA cannot be served as an adapter"),
+        ({"use_qalora": True}, "use_qalora is True: QA-LoRA"),
+        ({"bias": "lora_only"}, "bias is 'lora_only': retrained biases"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]: retrained modules"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base"),
+        ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\]: activated LoRA"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters is"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication is"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices is"),
+        ({"r": 0}, "r must be from 1"),
+        ({"r": 6}, "has rank 4, r and rank_pattern say 6"),
+        ({"lora_alpha": "many"}, "lora_alpha must be a number"),
+        ({"rank_pattern": {"(a+)+": 4}}, "is too complex: write the modules' names out"),
+        ({"rank_pattern": {"(": 4}}, "is no regular expression"),
+        ({"made_up": 7}, "made_up"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        read_adapter(write_adapter(tmp_path, "llama", config=config))
+
+
+def test_defaults_and_notes_of_training_are_harmless(tmp_path: Path) -> None:
+    notes = {
+        "peft_version": "0.21.2", "inference_mode": True, "lora_dropout": 0.1, "bias": "none", "revision": None,
+        "use_dora": False, "modules_to_save": None, "rank_pattern": {}, "loftq_config": {}, "new_field": None,
+        "init_lora_weights": "gaussian", "megatron_core": "megatron.core", "corda_config": None,
+    }  # fmt: skip
+    plain = read_adapter(write_adapter(tmp_path / "plain", "llama"))
+    found = read_adapter(write_adapter(tmp_path / "noted", "llama", config=notes))
+    assert found.pairs.keys() == plain.pairs.keys()
+    assert found.base == "base"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({_A: np.full((4, 33), np.nan, np.float32)}, "holds NaN or infinity"),
+        ({_A: np.ones((4, 33), np.int32)}, "is I32, must be one of F32, F16, BF16"),
+        ({_A: np.ones(33, np.float32)}, r"must be \[r, inputs\] and \[outputs, r\]"),
+        ({_A.replace("lora_A", "lora_C"): np.ones((4, 4), np.float32)}, "is no part of a LoRA pair"),
+        ({_A.replace("q_proj", "x_proj"): np.ones((4, 4), np.float32)}, "x_proj has no lora_B.weight"),
+        ({"base_model.model.lm_head.modules_to_save.weight": np.ones((4, 4), np.float32)}, "is a retrained module"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((4, 4), np.float32)}, "of a token table"),
+        ({_A.replace("lora_A.weight", "lora_magnitude_vector.weight"): np.ones(4, np.float32)}, "is DoRA's"),
+    ],
+)
+def test_tensors_that_cannot_be_served_are_refused_by_name(
+    tmp_path: Path, tensors: dict[str, Array], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        read_adapter(write_adapter(tmp_path, "llama", tensors=tensors))
+
+
+def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="there is no such folder"):
+        read_adapter(tmp_path / "nowhere")
+    with pytest.raises(ModelLoadError, match=r"adapter_config\.json: the file is missing"):
+        read_adapter(tmp_path)
+    folder = write_adapter(tmp_path / "pickled", "llama")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(ModelLoadError, match="is a pickle, which may run code, and is not read"):
+        read_adapter(folder)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    maps = LowRankMaps(1, 2)
+    golden = load_adapter_golden("llama")
+    load_model(write_model(tmp_path / "model", golden.golden), addends=maps)
+    pairs = read_adapter(write_adapter(tmp_path / "own", "llama")).pairs
+    with pytest.raises(InvalidArgumentError, match="rank 4, limit 2: set max_lora_rank to 4"):
+        maps.check(resolve_modules(pairs, maps.modules))
+    gpt2 = read_adapter(write_adapter(tmp_path / "gpt2", "gpt2")).pairs
+    with pytest.raises(ModelLoadError, match="is none of the model's: the adapter is for another model"):
+        resolve_modules(gpt2, maps.modules)
+    qwen = read_adapter(write_adapter(tmp_path / "qwen", "gemma3")).pairs
+    with pytest.raises(InvalidArgumentError, match="the adapter is for another model"):
+        maps.check(resolve_modules({name: pair for name, pair in qwen.items() if "layers.0." in name}, maps.modules))
+
+
+def test_modules_are_found_by_their_place_in_a_layer() -> None:
+    pair: Any = object()
+    names = ["model.language_model.layers.3.mlp.up_proj", "model.visual.blocks.3.mlp.up_proj", "lm_head"]
+    found = resolve_modules({"language_model.model.layers.3.mlp.up_proj": pair}, names)
+    assert found == {names[0]: pair}
+    with pytest.raises(ModelLoadError, match="experts, whose maps take no adapters"):
+        resolve_modules({"model.layers.0.mlp.experts.3.up_proj": pair}, names)
+    with pytest.raises(ModelLoadError, match="is a token table or a head"):
+        resolve_modules({"model.embed_tokens": pair}, names)

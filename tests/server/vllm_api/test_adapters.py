@@ -1,0 +1,126 @@
+"""Adapters by name over HTTP: a process that serves two, and takes more from under its root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from runtime.engine.errors import RequestError
+from server.adapters import MOST_NAME_CHARACTERS, parse_modules
+from server.config import ServerConfig, ServerConfigError
+from server.serve import check_adapters
+from tests.models.adapter_cases import load_adapter_golden, write_adapter
+from tests.models.folders import write_model
+from tests.server.running import serving_process
+
+IDS = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    write_model(folder / "model", load_adapter_golden("llama").golden)
+    write_adapter(folder / "outside", "llama")
+    (folder / "adapters").mkdir()
+    for name in ("own", "added"):
+        write_adapter(folder / "adapters" / name, "llama", config={"lora_alpha": 6 if name == "own" else 24})
+    write_adapter(folder / "adapters" / "foreign", "gemma3")
+    (folder / "adapters" / "link").symlink_to(folder / "outside")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(root: Path) -> Iterator[httpx.Client]:
+    options = {"load_format": "auto", "device": "cpu", "enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+    settings = {"lora_modules": [f"own={root}/adapters/own"], "lora_root": str(root / "adapters")}
+    with (
+        serving_process(root / "model", options, **settings) as (_, url),
+        httpx.Client(base_url=url, timeout=60) as made,
+    ):
+        yield made
+
+
+def completed(client: httpx.Client, model: str) -> Any:
+    body = {"model": model, "prompt": IDS, "max_tokens": 8, "temperature": 0, "return_token_ids": True,
+            "ignore_eos": True}  # fmt: skip
+    return client.post("/v1/completions", json=body).json()
+
+
+def test_names_stand_for_adapters(client: httpx.Client) -> None:
+    listed = client.get("/v1/models").json()["data"]
+    assert [(each["id"], each["parent"], each["root"]) for each in listed] == [
+        ("tiny", None, "tiny"), ("own", "tiny", "own"),
+    ]  # fmt: skip
+    assert client.get("/v1/models/own").json()["parent"] == "tiny"
+    plain, own = completed(client, "tiny"), completed(client, "own")
+    assert (plain["model"], own["model"]) == ("tiny", "own")
+    assert plain["choices"][0]["token_ids"] != own["choices"][0]["token_ids"]
+    assert "own:latest" in [each["name"] for each in client.get("/api/tags").json()["models"]]
+
+
+def test_an_adapter_comes_and_goes(client: httpx.Client, root: Path) -> None:
+    load = {"lora_name": "added", "lora_path": "added"}
+    answer = client.post("/v1/load_lora_adapter", json=load)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'added' added successfully.")
+    added = completed(client, "added")
+    assert added["model"] == "added"
+    assert added["choices"][0]["token_ids"] != completed(client, "own")["choices"][0]["token_ids"]
+    again = client.post("/v1/load_lora_adapter", json=load)
+    assert again.status_code == 400
+    assert "is loaded already" in again.json()["error"]["message"]
+    replaced = client.post(
+        "/v1/load_lora_adapter",
+        json={"lora_name": "added", "lora_path": str(root / "adapters/own"), "load_inplace": True},
+    )
+    assert replaced.status_code == 200
+    assert completed(client, "added")["choices"] == completed(client, "own")["choices"]
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "added"}).status_code == 200
+    assert completed(client, "added")["error"]["code"] == "model_not_found"
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "added"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("x", "../outside", "must be a folder in the server's --lora-root"),
+        ("x", "link", "must be a folder in the server's --lora-root"),
+        ("x", "/etc", "must be a folder in the server's --lora-root"),
+        ("x", ".", "must be a folder in the server's --lora-root"),
+        ("x", "a\0b", "must be a folder in the server's --lora-root"),
+        ("x", "none", "there is no such folder"),
+        ("x", "foreign", "the adapter is for another model"),
+        ("tiny", "added", "is the model's own name"),
+        ("", "added", "must be 1 to 256 printable characters"),
+        ("n" * (MOST_NAME_CHARACTERS + 1), "added", "must be 1 to 256 printable characters"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(client: httpx.Client, name: str, path: str, message: str) -> None:
+    answer = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_an_adapter_only_generates(client: httpx.Client) -> None:
+    answer = client.post("/v1/embeddings", json={"model": "own", "input": [IDS]})
+    assert answer.status_code == 400
+    assert "only generates text" in answer.json()["error"]["message"]
+
+
+def test_modules_of_the_start() -> None:
+    assert parse_modules(["a=/x", '{"name": "b", "path": "y=z", "base_model_name": "m"}']) == {"a": "/x", "b": "y=z"}
+    for wrong in ("a", "=x", "a=", '{"name": "a"}', "{", '{"name": 1, "path": "x"}', '{"name":"a","path":"b","c":1}'):
+        with pytest.raises(RequestError, match="lora_modules has"):
+            parse_modules([wrong])
+    with pytest.raises(RequestError, match="names 'a' twice"):
+        parse_modules(["a=x", "a=y"])
+
+
+def test_adapters_need_an_engine_that_takes_them(tmp_path: Path) -> None:
+    with pytest.raises(ServerConfigError, match="need --enable-lora"):
+        check_adapters(ServerConfig(lora_modules=("a=x",)), is_enabled=False)
+    with pytest.raises(ServerConfigError, match="there is no such folder"):
+        check_adapters(ServerConfig(lora_root=str(tmp_path / "none")), is_enabled=True)
