@@ -137,6 +137,8 @@ class Batch:
     long_chunks: LongChunks = NO_LONG_CHUNKS
     kept: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)  # by layer
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # derived by ops, for all layers
+    computed: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What kernels have computed for all layers of one pass: whoever runs a batch again empties it."""
 
     def keep(self, layer: int, x: Tensor) -> None:
         """Keep ``x [num_tokens, hidden_size]``, the hidden states after a layer, which is not written to any more."""
@@ -152,7 +154,7 @@ class Batch:
             self, token_ids=self.last_tokens, positions=self.last_positions, query_start=self.last_start,
             slot_mappings=tuple(each[: self.num_seqs] for each in self.slot_mappings), max_query_len=1,
             is_last_wanted=False, bidirectional_until=None, long_chunks=NO_LONG_CHUNKS, adapters=self.last_adapters,
-            plans={},
+            plans={}, computed={},
         )  # fmt: skip
 
     @property

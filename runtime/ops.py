@@ -513,7 +513,7 @@ def low_rank(
     if not x.shape[0]:
         return Tensor.new((0, up.shape[1]), x.dtype, x.device)
     routing = Routing(batch.adapters.view(-1, 1), None, RoutingRule(num_experts=num_adapters, top_k=1))
-    return backend.low_rank(x, routing, down, up, residual, batch.plans)  # type: ignore[no-any-return]
+    return backend.low_rank(x, routing, down, up, residual, batch.computed)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------ attention

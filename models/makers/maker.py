@@ -322,7 +322,7 @@ class Maker(ABC):
 
     @property
     def stacks(self) -> Mapping[str, Stack | RowStack]:
-        """What may be stored together, by name, as it is declared so far."""
+        """The tensors that may be stored together, by name, as it is declared so far."""
         return self._stacks
 
     def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:

@@ -371,13 +371,14 @@ def _some_experts(
 
 
 def low_rank(
-    x: Tensor, routing: Routing, down: ExpertsWeight, up: ExpertsWeight, residual: Tensor | None, plans: dict[Any, Any]
+    x: Tensor, routing: Routing, down: ExpertsWeight, up: ExpertsWeight, residual: Tensor | None,
+    computed: dict[Any, Any],
 ) -> Tensor:  # fmt: skip
     """See `ops.low_rank`."""
     key = "low_rank", routing.rule.num_experts
-    rows = plans.get(key)
+    rows = computed.get(key)
     if rows is None:
-        rows = plans[key] = _RowsByExpert(routing)
+        rows = computed[key] = _RowsByExpert(routing)
     result = new((x.shape[0], up.shape[1]))
     y = rows.product(rows.product(rows.gather(x), down), up)
     rows.add(y, [0, 0, 0 if residual is None else residual.address], result)

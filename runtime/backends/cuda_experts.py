@@ -135,7 +135,7 @@ def _grouped(
     if activation == "squared_relu":
         between = rows.product(x, gate_up, gate_up.shape[1], "", gathers=True)
         launch, accesses = _plan_activation(
-            activation, *between.shape, x.dtype.ptx, alignment=alignment(between.address)
+            activation, between.shape[0], between.shape[1], x.dtype.ptx, alignment=alignment(between.address)
         )
         rows.gpu.launch(launch, between.address, between.address, accesses)
     else:
@@ -147,15 +147,16 @@ def _grouped(
 
 
 def low_rank(
-    x: Tensor, routing: Routing, down: ExpertsWeight, up: ExpertsWeight, residual: Tensor | None, plans: dict[Any, Any]
+    x: Tensor, routing: Routing, down: ExpertsWeight, up: ExpertsWeight, residual: Tensor | None,
+    computed: dict[Any, Any],
 ) -> Tensor:  # fmt: skip
     """See `ops.low_rank`."""
     result = Tensor.new((x.shape[0], up.shape[1]), x.dtype, x.device)
     tiles = list_rows(x, routing, (down, up))
     key = "low_rank", routing.rule.num_experts, tiles
-    rows = plans.get(key)
+    rows = computed.get(key)
     if rows is None:
-        rows = plans[key] = _RowsByExpert(x, routing, tiles)
+        rows = computed[key] = _RowsByExpert(x, routing, tiles)
     y = rows.product(rows.product(x, down, down.shape[1], "", gathers=True), up, up.shape[1], "", gathers=False)
     squares = Tensor.new((x.shape[0], combine.SQUARE_PARTS), float32, x.device)
     rows.add(y, [0, 0, 0 if residual is None else residual.address, result.address, squares.address])

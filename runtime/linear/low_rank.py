@@ -71,7 +71,7 @@ class LowRankMap:
 
     @property
     def size_bytes(self) -> int:
-        """Of all slots."""
+        """The bytes of all slots."""
         weights = (self.down, self.up)
         return sum(each.size_bytes for weight in weights if weight is not None for each in weight.experts)
 
@@ -137,7 +137,7 @@ class LowRankMaps:
 
     @property
     def size_bytes(self) -> int:
-        """Of all slots."""
+        """The bytes of all slots."""
         return sum(each.size_bytes for each in self.maps.values())
 
     def write(self, slot: int, pairs: Mapping[str, Pair]) -> None:

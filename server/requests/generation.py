@@ -267,7 +267,7 @@ class Generation:
     @property
     def has_parts(self) -> bool:
         """Whether an answer may hold parts other than content."""
-        return self.reasoning or self.harmony or self.tools is not None
+        return bool(self.reasoning) or self.harmony or self.tools is not None
 
     @property
     def of_prediction(self) -> tuple[int, int] | tuple[()]:

@@ -170,7 +170,7 @@ class Request:
         return self.awaits_grammar or self.awaits_pictures or self.awaits_adapter
 
     def prefix_salt(self, rotary_offset: int = 0) -> Salt:
-        """What its prefixes in the cache are shared within, rotated so."""
+        """Its prefixes in the cache, rotated so, are shared within this."""
         if not self.adapter_digest and not rotary_offset:
             return self.cache_salt
         return SaltedPrefixes(self.cache_salt, rotary_offset, self.adapter_digest)

@@ -233,6 +233,7 @@ class ForwardRecordings:
             results = Tensor.zeros(2 * shape.num_logits + 1, int32)
 
         def work() -> Computed:
+            inputs.batch.computed.clear()
             computed, sampled = forward(inputs.batch), None
             if shape.samples is not None and computed.logits is not None:
                 sampled = results

@@ -32,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     golden = load_adapter_golden(CASE)
     write_model(root / "model", golden.golden)
     for number, name in enumerate(NAMES):
-        write_scaled(root / name, 1.0 - 0.5 * number)
+        write_scaled(root / name, (1.0, 0.5, -0.5)[number])
     return root
 
 
