@@ -138,7 +138,7 @@ class Batch:
     kept: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)  # by layer
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # derived by ops, for all layers
     computed: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What kernels have computed for all layers of one pass: whoever runs a batch again empties it."""
+    """Results of kernels that all layers of one pass read; a batch that is run again begins without any."""
 
     def keep(self, layer: int, x: Tensor) -> None:
         """Keep ``x [num_tokens, hidden_size]``, the hidden states after a layer, which is not written to any more."""
