@@ -399,7 +399,7 @@ class ServerConfig:
         Option(help="Least level that is logged.", heading=OPERATIONS),
     ] = "info"
     log_file: Annotated[
-        str | None, Option(help="Where the log goes instead of stderr.", heading=OPERATIONS, flag=Flag(metavar="PATH"))
+        str | None, Option(help="File of the log instead of stderr.", heading=OPERATIONS, flag=Flag(metavar="PATH"))
     ] = None
     log_prompts: Annotated[
         bool, Option(help="Write prompts to the log.", heading=OPERATIONS, flag=Flag(declarations=("--log-prompts",)))
@@ -407,7 +407,9 @@ class ServerConfig:
     otlp_endpoint: Annotated[
         str | None,
         Option(
-            help="Where OpenTelemetry traces go (needs the extra otel).", heading=OPERATIONS, flag=Flag(metavar="URL")
+            help="Address for OpenTelemetry traces (needs the extra otel).",
+            heading=OPERATIONS,
+            flag=Flag(metavar="URL"),
         ),
     ] = None
 

@@ -26,11 +26,11 @@ MOST_LINES = {
     "runtime/llm": 1_789,
     "runtime/parallel": 1_112,
     "runtime/images": 937,
-    "runtime/commands": 2_917,
+    "runtime/commands": 2_921,
     "runtime/bench": 9_866,
     "runtime": 3_342,
     "models": 19_226,
-    "server": 19_576,
+    "server": 19_578,
     "tokenizer": 7_046,
     "tools": 16_560,
 }

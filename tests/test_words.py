@@ -1,4 +1,4 @@
-"""Tell-tales of English that a reader has to translate back: docstrings and comments of the product have none."""
+"""Tell-tales of English that a reader has to translate back: docstrings, comments and help of the product have none."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ SUSPECT = re.compile(rf"{BEHIND.pattern}|{PERSONS.pattern}|[\"'](?:{OPENING.patt
 
 
 def words_of(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Line, text, and whether it is a docstring: the docstrings and comments of a file. A string after an assignment is
-    the docstring of its name."""
+    """Line, text, and whether it is a docstring: the docstrings and comments of a file, and the help of its options. A
+    string after an assignment is the docstring of its name."""
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.keyword) and node.arg == "help" and isinstance(node.value, ast.Constant):
+            yield node.value.lineno, str(node.value.value), True
         body = getattr(node, "body", None)
         for each in body if isinstance(body, list) else []:
             if (
@@ -90,3 +92,16 @@ def test_docstrings_and_comments_are_plain() -> None:
 def test_the_patterns(text: str, words: list[str]) -> None:
     assert [word for _, word in tell_tales(f'"""{text}"""\n')] == words
     assert [word for _, word in tell_tales(f'X = 1\n"""{text}"""\n')] == words
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ('option(help="What is asked.")', ["What"]),
+        ('option(help="Seconds behind the first.")', ["behind"]),
+        ('option(help="Route that is asked.", metavar="What")', []),
+        ('option(about="Of the weights.")', []),
+    ],
+)
+def test_help_is_plain(source: str, words: list[str]) -> None:
+    assert [word for _, word in tell_tales(source)] == words

@@ -28,12 +28,12 @@ class StreamingOptions:
 class Load:
     """Options of `bench serve`: how and when requests are sent."""
 
-    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="What is asked.")] = "completions"
+    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="Route that is asked.")] = "completions"
     request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = float("inf")
     burstiness: Annotated[float, typer.Option(help="Shape of the gaps; 1: a Poisson process.")] = 1.0
     max_concurrency: Annotated[int | None, typer.Option(help="Most open requests.")] = None
     ignore_eos: Annotated[bool, typer.Option(help="Ask for exactly the output length.")] = True
-    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0
+    temperature: Annotated[float, typer.Option(help="Temperature of the sampling.")] = 0.0
     timeout_s: Annotated[float, typer.Option(help="Seconds that one answer may take.")] = 600.0
 
 
@@ -41,7 +41,7 @@ class Load:
 class StallsOptions:
     """The options of `bench stalls`."""
 
-    budget: Annotated[int | None, typer.Option(help="Of stall-free steps; default: measured.")] = None
+    budget: Annotated[int | None, typer.Option(help="Tokens of a stall-free step; default: measured.")] = None
     tpot_ratio: Annotated[float, typer.Option(help="The measured budget's target, in steps of decodes alone.")] = 1.7
     num_decodes: Annotated[int, typer.Option(help="Sequences that decode.")] = 8
     context_len: Annotated[int, typer.Option(help="Tokens before each of them.")] = 128

@@ -84,7 +84,9 @@ def perplexity(
     stride: Annotated[
         int | None, typer.Option(help="Tokens from one window to the next; default: half a window.", min=1)
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Leave out the text behind so many tokens.", min=2)] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Read only the first so many tokens of the text.", min=2)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole report as one JSON object.")] = False,
 ) -> None:
     """Measure a model on a text: the perplexity over windows that overlap, every token but the first scored once."""

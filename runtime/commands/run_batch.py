@@ -46,4 +46,4 @@ def run_batch(
         reporter=SILENT if quiet else ON_STDERR,
         **engine.arguments(),
     )
-    print(f"{output_file}: {num_written} answers written, {num_errors} of them errors")
+    print(f"{output_file}: {num_written} {'answer' if num_written == 1 else 'answers'} written, errors: {num_errors}")

@@ -82,7 +82,7 @@ def serve(
 
 
 def deploy(
-    target: Annotated[Literal["ray"], typer.Argument(help="Where: on a cluster with Ray Serve.", show_default=False)],
+    target: Annotated[Literal["ray"], typer.Argument(help="A cluster with Ray Serve.", show_default=False)],
     engine: EngineOptions,
     server: ServerOptions,
     ray_address: Annotated[str, typer.Option(metavar="auto|HOST:PORT", help="The cluster.")] = "auto",

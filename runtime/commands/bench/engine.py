@@ -145,7 +145,7 @@ def _messages_of(path: Path) -> list[dict[str, Any]]:
 
 def products(
     output: ReportOptions,
-    formats: Annotated[str, typer.Option(help="Of weights, comma-separated.")] = (
+    formats: Annotated[str, typer.Option(help="Formats of weights, comma-separated.")] = (
         "float32,bfloat16,int8,fp8,Q8_0,Q4_0,MXFP4"
     ),
     rows: Annotated[str, typer.Option(help="Rows of x, comma-separated.")] = "1,8,32,512",
@@ -174,7 +174,7 @@ def kernels(
         str, typer.Option(help="cuda[:N]; emulated[:ARCH] runs tiny shapes and counts; cpu has only the part latent.")
     ] = "cuda",
     parts: Annotated[
-        str | None, typer.Option(help="Which lines, comma-separated; default: all but state.", show_default=False)
+        str | None, typer.Option(help="Lines to run, comma-separated; default: all but state.", show_default=False)
     ] = None,
     num_runs: Annotated[int, typer.Option(help="Timed runs of each, each with a cold cache.")] = 30,
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline to this SVG.")] = None,

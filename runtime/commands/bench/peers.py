@@ -56,7 +56,7 @@ def peers(
     num_rounds: RoundsOption = 5,
     clock: ClockOption = "wall",
     kv_cache_bytes: Annotated[
-        int, typer.Option(help="Of ours; recurrent states of eight sequences take more than the default.")
+        int, typer.Option(help="Bytes of our KV cache; recurrent states of eight sequences need more than the default.")
     ] = 512 << 20,
     check: CheckFlag = False,
 ) -> None:

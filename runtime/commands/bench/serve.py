@@ -67,14 +67,16 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME:MS", help="Most ttft, tpot, e2el of a good request; may be repeated."),
     ] = None,
-    percentile_metrics: Annotated[str, typer.Option(help="Of ttft,tpot,itl,e2el.")] = "ttft,tpot,itl,e2el",
+    percentile_metrics: Annotated[
+        str, typer.Option(help="Metrics with percentiles: ttft, tpot, itl, e2el.")
+    ] = "ttft,tpot,itl,e2el",
     metric_percentiles: Annotated[str, typer.Option(help="Percentiles, comma-separated.")] = "99",
     num_warmups: Annotated[int, typer.Option(help="Requests before the timed ones.", min=0)] = 1,
     save_detailed: Annotated[
         bool, typer.Option("--save-detailed", help="The report has every request's numbers, too.")
     ] = False,
     save_result: Annotated[bool, typer.Option("--save-result", help="Write the report to a file.")] = False,
-    result_dir: Annotated[Path, typer.Option(help="Where --save-result writes.")] = Path("."),
+    result_dir: Annotated[Path, typer.Option(help="Folder that --save-result writes to.")] = Path("."),
     result_filename: Annotated[str | None, typer.Option(help="Its name; default: made of rate and time.")] = None,
 ) -> None:
     """Load on a server: TTFT, TPOT, ITL, end-to-end latency. Exit status 1: a request failed.
@@ -220,7 +222,7 @@ def accuracy(
     ] = None,
     num_shots: Annotated[int, typer.Option(help="Worked examples in front of each question.", min=0)] = 5,
     limit: Annotated[int | None, typer.Option(help="Ask the first so many.", min=1)] = None,
-    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="What is asked.")] = "completions",
+    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="Route that is asked.")] = "completions",
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 320,
     perplexity: Annotated[
         Path | None, typer.Option(help="Instead, or with --gsm8k, too: score this text, a file in UTF-8.")
