@@ -21,13 +21,14 @@ class Noise:
     reason: str
 
 
-_FIELDS = r"(?: [a-z_]{1,32}=[^;\s]{1,64};){0,8}?"
+_FIELD = r" (?:cch=[0-9a-f]{5}|(?!cch=)[a-z_]{1,32}=[^;\s]{1,64});"
 
 CLIENT_NOISE = (
     Noise(
         "x-anthropic-billing-header",
-        re.compile(rf"x-anthropic-billing-header:{_FIELDS} cch=[0-9a-f]{{5}};{_FIELDS}"),
-        "Claude Code names its version, and a checksum that differs in each request, for Anthropic's accounts",
+        re.compile(rf"x-anthropic-billing-header:(?:{_FIELD}){{1,16}}"),
+        "Claude Code names its version, with digits that differ in each conversation, and often a checksum that "
+        "differs in each request, for Anthropic's accounts",
     ),
 )
 """Lines of the first block of `system` in `/v1/messages`. Every other text stays."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,10 +122,16 @@ class Recorded:
 
 @contextmanager
 def recorded(
-    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_tiny: bool, **options: Any
+    model: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_tiny: bool,
+    texts: Sequence[str] | None = None,
+    **options: Any,
 ) -> Iterator[Recorded]:
-    """A server on a bundled model, or a tiny one of its class, with the session's chat template; `folder` takes its
-    copy."""
+    """A server on a bundled model, or a tiny one of its class, with the session's chat template, that answers with
+    these texts, or the session's; `folder` takes a copy of the model."""
     own = folder / "model"
     shutil.copytree(model, own, ignore=shutil.ignore_patterns("drafter", "__pycache__"))
     (own / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -132,7 +139,8 @@ def recorded(
     assert tokenizer is not None
     end = tokenizer.token_to_id("<|end|>")
     assert end is not None
-    scripts = [[*tokenizer.encode(answer_text(turn["answer"])), end] for turn in SESSION["turns"]]
+    texts = texts or [answer_text(turn["answer"]) for turn in SESSION["turns"]]
+    scripts = [[*tokenizer.encode(text), end] for text in texts]
     turns: list[Turn] = []
 
     def append(self: OpenRequests, assembled: Any, sampled: Any, *args: Any) -> None:
@@ -285,6 +293,46 @@ def hold_ollama(server: Recorded) -> None:
         assert names == [call["name"] for call in turn["answer"]["calls"]]
         history.append(answer["message"])
         server.turns[-1].num_cached = answer["prompt_eval_cached"]
+
+
+PROGRAMS = {
+    name: json.loads((Path(__file__).parent / "recorded" / f"{name}.json").read_text(encoding="utf-8"))
+    for name in ("claude", "codex", "aider")
+}
+"""What programs sent, by `tests.clients.record_agents`: their requests, texts without sense, and the answers."""
+
+
+def send_recorded(server: Recorded, program: Json) -> None:
+    """Sends a program's requests, with the ids of this server's calls in place of those that it was given."""
+    parts, ids = program["parts"], dict[str, str]()
+    sent: set[str] = set()
+    for asked in program["requests"]:
+        body = {**parts[asked["body"]], "model": server.model, "stream": False, "temperature": 1.0}
+        body |= {key: [parts[place] for place in asked[key]] for key in ("messages", "input") if key in asked}
+        body.pop("stream_options", None)
+        text = json.dumps(body)
+        sent |= (found := set(re.findall(r'"((?:toolu|call)_\d{4})"', text)))
+        assert found <= ids.keys(), "a call that no answer had"
+        for known, new in ids.items():
+            text = text.replace(f'"{known}"', f'"{new}"')
+        response = server.http.post(asked["path"], content=text, headers={"content-type": "application/json"})
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        own = re.findall(r'"((?:toolu|call)_[0-9a-z]+)"', response.text)
+        ids |= dict(zip(_next_ids(program, sent), dict.fromkeys(own)))
+        usage = answer["usage"]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        server.turns[-1].num_cached = usage.get("cache_read_input_tokens", details.get("cached_tokens"))
+
+
+def _next_ids(program: Json, sent: set[str]) -> list[str]:
+    """The ids of calls that the program's next request with new ones has."""
+    for asked in program["requests"]:
+        parts = [program["parts"][place] for key in ("messages", "input") for place in asked.get(key, ())]
+        found = dict.fromkeys(re.findall(r'"((?:toolu|call)_\d{4})"', json.dumps(parts)))
+        if new := [each for each in found if each not in sent]:
+            return new
+    return []
 
 
 CLIENTS = {"chat": hold_chat, "responses": hold_responses, "messages": hold_messages, "ollama": hold_ollama}

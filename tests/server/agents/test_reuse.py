@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import models
 from runtime.bench.scheduling.state_cache import HYBRIDS, bench_conversation
 from runtime.text.load import load_tokenizer
-from tests.server.agents.session import CLIENTS, TEMPLATE, messages, recorded
+from tests.server.agents.session import CLIENTS, PROGRAMS, TEMPLATE, messages, recorded, send_recorded
 
 MODELS = Path(models.__file__).parent
 LEAST_REUSED = 0.98
@@ -34,6 +35,42 @@ def test_a_session_reuses_what_it_could(
         assert len(server.turns) == 40
         reused, could = server.reuse()
     assert reused <= could
+    assert reused >= LEAST_REUSED * could, f"{reused} of {could} tokens were reused"
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("claude", "demo"),
+        ("codex", "demo"),
+        ("claude", "demo_hybrid"),
+        pytest.param("codex", "demo_hybrid", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_program_reuses_what_it_could(name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests as Claude Code and Codex sent them."""
+    program = PROGRAMS[name]
+    with recorded(MODELS / model, tmp_path, monkeypatch, is_tiny=True, texts=program["answers"]) as server:
+        send_recorded(server, program)
+        assert len(server.turns) == 9
+        reused, could = server.reuse()
+    assert reused <= could
+    assert reused >= LEAST_REUSED * could, f"{reused} of {could} tokens were reused"
+
+
+def test_a_program_that_changes_its_history_reuses_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aider puts the files before its latest question, and drops them from its history."""
+    program = PROGRAMS["aider"]
+    with recorded(MODELS / "demo", tmp_path, monkeypatch, is_tiny=True, texts=program["answers"]) as server:
+        send_recorded(server, program)
+        turns = server.turns
+    reused, could = sum(turn.num_cached for turn in turns[1:]), 0
+    for before, turn in pairwise(turns):
+        known = [*before.prompt_ids, *before.answer_ids][:-1]
+        could += next((place for place, ids in enumerate(zip(known, turn.prompt_ids)) if ids[0] != ids[1]), len(known))
+    assert could > 0
     assert reused >= LEAST_REUSED * could, f"{reused} of {could} tokens were reused"
 
 

@@ -89,6 +89,8 @@ def test_every_kind_of_block(served: Served, client: anthropic.Anthropic) -> Non
 
 
 NOISE = "x-anthropic-billing-header: cc_version=2.1.197.a1b; cc_entrypoint=cli; cch={};"
+VERSION = "x-anthropic-billing-header: cc_version=2.1.197.{}; cc_entrypoint=sdk-cli;"
+"""As `claude -p` sends it: the last digits are another conversation's."""
 
 
 def test_the_billing_line_of_claude_code_is_not_rendered(served: Served, client: anthropic.Anthropic) -> None:
@@ -106,6 +108,7 @@ def test_the_billing_line_of_claude_code_is_not_rendered(served: Served, client:
         line = {"type": "text", "text": NOISE.format(digits)}
         found = ("x-anthropic-billing-header", f"<s>system:Be kind.\nBe brief.</s>{rest}")
         assert header_and_prompt([line, *kept]) == found
+        assert header_and_prompt([{"type": "text", "text": VERSION.format(digits[:3])}, *kept]) == found
         for end in ("\n", "\r\n"):
             assert header_and_prompt([{"type": "text", "text": f"{line['text']}{end}Be kind."}, kept[1]]) == found
         assert header_and_prompt([line]) == ("x-anthropic-billing-header", rest)

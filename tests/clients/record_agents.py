@@ -1,0 +1,234 @@
+"""Records the requests of agents' programs for `tests/server/agents/recorded`: each does a task on this machine, on a
+server whose model follows a script. Run by hand, with the programs installed elsewhere:
+
+    python -m tests.clients.record_agents claude /folder/node_modules/.bin/claude
+    python -m tests.clients.record_agents codex|aider PROGRAM
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from runtime.engine.messages import EngineRequest
+from runtime.text.load import load_tokenizer
+from server.app import create_app
+from tests.clients.servers import CALL
+from tests.clients.test_clients import CODEX, confined
+from tests.server.agents.session import TEMPLATE
+from tests.server.byte_tokenizer import write_byte_tokenizer
+from tests.server.conftest import say
+from tests.server.fake_engine import FakeEngineClient
+from tests.server.running import running
+
+Json = dict[str, Any]
+
+MODEL = "scripted"
+QUESTIONS = (
+    "Find what is wrong in notes.txt and mend it.", "Now write a line about it in done.txt.", "Thank you. Is all done?",
+)  # fmt: skip
+COMMANDS = (
+    "ls",
+    "cat notes.txt",
+    "wc -w notes.txt",
+    "sed -i s/teh/the/ notes.txt",
+    "cat notes.txt",
+    "grep the notes.txt",
+)
+NOWHERE = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1,localhost"}
+
+
+class Recorder:
+    """An application that notes the requests to another one."""
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.config = app, app.config
+        self.requests: list[Json] = []
+
+    async def __call__(self, scope: Any, receive: Callable[[], Any], send: Any) -> None:
+        body = bytearray()
+
+        async def noted() -> Any:
+            message = await receive()
+            if message["type"] == "http.request":
+                body.extend(message.get("body", b""))
+                if not message.get("more_body") and scope["method"] == "POST":
+                    self.requests.append({"path": scope["path"], "body": json.loads(bytes(body) or b"{}")})
+            return message
+
+        await self.app(scope, noted, send)
+
+
+def script(request: EngineRequest) -> str:
+    """Two commands after each question, then a sentence."""
+    prompt = bytes(each for each in request.prompt_token_ids if each < 256).decode(errors="replace")
+    tools = re.findall(r'"name": "(\w+)"', prompt.rpartition("<tools>")[2].partition("</tools>")[0])
+    said = prompt.count("<tool_response>")
+    asked = sum(prompt.count(question) > 0 for question in QUESTIONS)
+    is_due = said < 2 * asked and said < len(COMMANDS)
+    for name, arguments in (
+        ("Bash", {"command": COMMANDS[said % 6], "description": "Looks at the folder"}),
+        ("exec_command", {"cmd": COMMANDS[said % 6]}),
+    ):
+        if name in tools and is_due:
+            return f"I look at the folder, step {said + 1}.\n" + CALL % (name, json.dumps(arguments))
+    return f"That is done; {said} commands ran."
+
+
+def run(program: Path, arguments: list[str], home: Path, work: Path, **environment: str) -> None:
+    done = subprocess.run(
+        [str(program), *arguments], env=confined(home, **NOWHERE, **environment), cwd=work,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    print(f"{done.returncode}: {done.stdout[-800:]}\n{done.stderr[-800:]}", flush=True)
+
+
+def run_claude(program: Path, url: str, home: Path, work: Path) -> None:
+    settings = {
+        "ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "none", "ANTHROPIC_MODEL": MODEL,
+        "ANTHROPIC_SMALL_FAST_MODEL": MODEL, "IS_SANDBOX": "1",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }  # fmt: skip
+    for number, question in enumerate(QUESTIONS):
+        more = ["--continue"] if number else []
+        run(program, ["-p", question, *more, "--dangerously-skip-permissions"], home, work, **settings)
+
+
+def run_codex(program: Path, url: str, home: Path, work: Path) -> None:
+    (home / "config.toml").write_text(CODEX.format(url=url, model=MODEL))
+    plain = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    for number, question in enumerate(QUESTIONS):
+        more = ["resume", "--last"] if number else []
+        run(program, ["exec", *more, *plain, question], home, work, CODEX_HOME=str(home))
+
+
+def run_aider(program: Path, url: str, home: Path, work: Path) -> None:
+    options = [
+        "--model", f"openai/{MODEL}", "--openai-api-base", f"{url}/v1", "--openai-api-key", "none", "--no-git",
+        "--yes-always", "--no-check-update", "--no-show-model-warnings", "--analytics-disable",
+        "--restore-chat-history", "notes.txt",
+    ]  # fmt: skip
+    for question in QUESTIONS:
+        run(program, [*options, "--message", question], home, work)
+
+
+PROGRAMS = {"claude": run_claude, "codex": run_codex, "aider": run_aider}
+
+
+def record(name: str, program: Path) -> tuple[list[Json], list[str]]:
+    """The requests, and the model's answers to them."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, home, work = (Path(folder) / each for each in ("model", "home", "work"))
+        for each in (model, home, work):
+            each.mkdir()
+        write_byte_tokenizer(model, has_template=False)
+        (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+        (work / "notes.txt").write_text("teh cat sat on the mat\n")
+        answers: list[str] = []
+
+        def answer(request: EngineRequest, index: int) -> list[int]:
+            answers.append(script(request))
+            return say(answers[-1])
+
+        engine = FakeEngineClient(answer, max_model_len=1_000_000, model_name=MODEL)
+        recorder = Recorder(create_app(engine, load_tokenizer(model)))
+        try:
+            with running(recorder) as url:  # type: ignore[arg-type]
+                PROGRAMS[name](program, url, home, work)
+        finally:
+            engine.close()
+    assert len(recorder.requests) == len(answers), "a request was refused, or asks for no answer"
+    return recorder.requests, answers
+
+
+class Scrubber:
+    """Replaces a program's texts by words without sense, the same by the same, and all that names this machine, this
+    day, or a session. A long text that is the same in all requests keeps its beginning and its end."""
+
+    def __init__(self, requests: list[Json], answers: list[str]) -> None:
+        self._own = [*QUESTIONS, *COMMANDS, *(answer.partition("\n<tool_call>")[0] for answer in answers)]
+        self._ids: dict[str, str] = {}
+        self._values: dict[str, set[str]] = defaultdict(set)
+        for each in requests:
+            self._note("", each["body"])
+
+    def _note(self, path: str, value: Any) -> None:
+        if isinstance(value, str):
+            self._values[path].add(value)
+        for name, part in _parts(value):
+            self._note(f"{path}/{name}", part)
+
+    def __call__(self, value: Any, path: str = "", key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: self(each, f"{path}/{name}", name) for name, each in value.items() if name not in DROPPED}
+        if isinstance(value, list):
+            return [self(each, f"{path}/{place}", key) for place, each in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        value = IDS.sub(lambda found: self._ids.setdefault(found[0], f"{found[1]}{len(self._ids) + 1:04d}"), value)
+        if key not in PROSE or value in self._own or NOISE.fullmatch(value):
+            return value
+        if len(value) > 2 * KEPT and len(self._values[path]) == 1:
+            value = value[:KEPT] + value[-KEPT:]
+        return WORDS.sub(_senseless, value)
+
+
+PROSE = {"content", "description", "input_text", "instructions", "output", "system", "text"}
+"""Keys of texts; all others are names and kinds."""
+DROPPED = {"client_metadata", "metadata"}
+KEPT = 150
+IDS = re.compile(r"\b((?:toolu|call|msg|fco?|rs)_)[0-9a-zA-Z-]{8,}|\b()[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
+NOISE = re.compile(r"x-anthropic-billing-header:[ -~]*")
+WORDS = re.compile(r"[^\W_]+")
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    return list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+
+
+def _senseless(word: re.Match[str]) -> str:
+    digest = hashlib.sha256(word[0].encode()).digest() * 8
+    return "".join(chr(ord("a") + byte % 26) for byte in digest[: min(len(word[0]), 12)])
+
+
+def compact(name: str, requests: list[Json], answers: list[str]) -> Json:
+    """Each message and each other field once; a request has their numbers."""
+    scrub = Scrubber(requests, answers)
+    parts: dict[str, int] = {}
+
+    def number(part: Any) -> int:
+        return parts.setdefault(json.dumps(part), len(parts))
+
+    packed = []
+    for each in requests:
+        body = scrub(each["body"])
+        fields = {key: [number(part) for part in body.pop(key)] for key in ("messages", "input") if key in body}
+        packed.append({"path": each["path"], "body": number(body), **fields})
+    return {
+        "about": f"Requests of {name} in a task of {len(QUESTIONS)} questions, made by tests/clients/record_agents.py.",
+        "parts": [json.loads(part) for part in parts], "requests": packed, "answers": answers,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=PROGRAMS)
+    parser.add_argument("program", type=Path)
+    asked = parser.parse_args()
+    version = subprocess.run([asked.program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    found = compact(f"{asked.name} {version}", *record(asked.name, asked.program))
+    file = Path(__file__).parents[1] / "server" / "agents" / "recorded" / f"{asked.name}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
