@@ -496,24 +496,27 @@ def experts(
 
 
 def low_rank(
-    x: Tensor, batch: Batch, down: ExpertsWeight, up: ExpertsWeight, *, residual: Tensor | None = None
+    x: Tensor, batch: Batch, down: ExpertsWeight, ups: Sequence[ExpertsWeight], *, residual: Tensor | None = None
 ) -> Tensor:
-    """``residual [T, N] + up[a] . (down[a] . x)`` for ``x [T, K]``, ``down [A, R, K]`` and ``up [A, N, R]``; a is the
-    row's of `batch.adapters`, -1 adds nothing. A row's bits depend on no other row."""
+    """``residual [T, N] + up[a] . (down[a] . x)`` for ``x [T, K]`` and ``down [A, R, K]``; a is the row's of
+    `batch.adapters`, -1 adds nothing. Each of ``ups [A, N_i, R_i]`` multiplies its part of R and gives its part of N,
+    one after another; a GPU takes one. A row's bits depend on no other row."""
     op, backend = "low_rank", _backend("low_rank", "x", x)
     num_adapters, rank, depth = down.shape
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, depth))
-    if (up.shape[0], up.shape[2]) != (num_adapters, rank):
-        raise fail(op, "up", f"has the shape {up.shape}, must be [{num_adapters}, N, {rank}]")
+    width = sum(up.shape[1] for up in ups)
+    if sum(up.shape[2] for up in ups) != rank or any(up.shape[0] != num_adapters for up in ups):
+        shapes = ", ".join(str(up.shape) for up in ups)
+        raise fail(op, "ups", f"has the shapes {shapes}, must have {num_adapters} adapters and ranks of {rank} in all")
     if batch.adapters is None:
         raise fail(op, "batch.adapters", "is None, must be a Tensor")
     check(op, "batch.adapters", batch.adapters, x.device, int32, (x.shape[0],))
     if residual is not None:
-        check(op, "residual", residual, x.device, x.dtype, (x.shape[0], up.shape[1]))
+        check(op, "residual", residual, x.device, x.dtype, (x.shape[0], width))
     if not x.shape[0]:
-        return Tensor.new((0, up.shape[1]), x.dtype, x.device)
+        return Tensor.new((0, width), x.dtype, x.device)
     routing = Routing(batch.adapters.view(-1, 1), None, RoutingRule(num_experts=num_adapters, top_k=1))
-    return backend.low_rank(x, routing, down, up, residual, batch.computed)  # type: ignore[no-any-return]
+    return backend.low_rank(x, routing, down, ups, residual, batch.computed)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------ attention

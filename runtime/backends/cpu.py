@@ -371,7 +371,7 @@ def _some_experts(
 
 
 def low_rank(
-    x: Tensor, routing: Routing, down: ExpertsWeight, up: ExpertsWeight, residual: Tensor | None,
+    x: Tensor, routing: Routing, down: ExpertsWeight, ups: Sequence[ExpertsWeight], residual: Tensor | None,
     computed: dict[Any, Any],
 ) -> Tensor:  # fmt: skip
     """See `ops.low_rank`."""
@@ -379,8 +379,12 @@ def low_rank(
     rows = computed.get(key)
     if rows is None:
         rows = computed[key] = _RowsByExpert(routing)
-    result = new((x.shape[0], up.shape[1]))
-    y = rows.product(rows.product(rows.gather(x), down), up)
+    shape = x.shape[0], sum(up.shape[1] for up in ups)
+    between, y, result = rows.product(x if x.shape[0] == 1 else rows.gather(x), down), new(shape), new(shape)
+    column = first = 0
+    for up in ups:
+        rows.multiply(between, column, up, y, first)
+        column, first = column + up.shape[2], first + up.shape[1]
     rows.add(y, [0, 0, 0 if residual is None else residual.address], result)
     return result
 
@@ -438,17 +442,20 @@ class _RowsByExpert:
 
     def product(self, x: Tensor, weight: ExpertsWeight) -> Tensor:
         """Each row of ``x [T k, K]`` times its expert's matrix, ``[T k, N]``."""
-        width, first = weight.shape[1], 0
-        result = new((self.count, width))
+        result = new((self.count, weight.shape[1]))
+        self.multiply(x, 0, weight, result, 0)
+        return result
+
+    def multiply(self, x: Tensor, column: int, weight: ExpertsWeight, out: Tensor, first: int) -> None:
+        """Writes the products of x's rows, from this column on, to the columns of out from ``first`` on."""
         for part, table in zip(weight.parts[0], weight.tables, strict=True):
             hold(table)
             _grouped.multiply(
-                part.stored, x.address, address_of(table), self.starts.address, self.active.address,
-                result.address + first * 4, self.count, self.num_experts, self.num_active, part.shape[1],
-                part.shape[0], width, num_workers(),
+                part.stored, x.address + column * 4, address_of(table), self.starts.address, self.active.address,
+                out.address + first * 4, self.count, self.num_experts, self.num_active, part.shape[1], x.shape[1],
+                part.shape[0], out.shape[1], num_workers(),
             )  # fmt: skip
             first += part.shape[0]
-        return result
 
     def add(self, y: Tensor, added: list[int], out: Tensor) -> None:
         """Writes each token's weighted sum of ``y [T k, N]`` to ``out [T, N]``, and what `_some_experts` adds."""

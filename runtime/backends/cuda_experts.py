@@ -7,7 +7,7 @@ the number of tokens; its tiles give the same bits at any height.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numba_kernels.cuda import gemm
@@ -147,10 +147,11 @@ def _grouped(
 
 
 def low_rank(
-    x: Tensor, routing: Routing, down: ExpertsWeight, up: ExpertsWeight, residual: Tensor | None,
+    x: Tensor, routing: Routing, down: ExpertsWeight, ups: Sequence[ExpertsWeight], residual: Tensor | None,
     computed: dict[Any, Any],
 ) -> Tensor:  # fmt: skip
     """See `ops.low_rank`."""
+    [up] = ups
     result = Tensor.new((x.shape[0], up.shape[1]), x.dtype, x.device)
     tiles = list_rows(x, routing, (down, up))
     key = "low_rank", routing.rule.num_experts, tiles

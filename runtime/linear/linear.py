@@ -57,7 +57,7 @@ class Linear:
             return self.own_part(x, batch, residual=residual, out=out)
         if self.weight.num_segments:
             partials = self.communicator.all_gather(ops.linear_partial(x, self.weight))
-            residual = self._with_addends(residual, x, batch)
+            residual = self._with_addends(residual, x, batch, None)
             return ops.add_partials(partials, self.weight, residual=residual, out=out)
         if self.communicator.rank:
             residual = None  # rank 0 adds it
@@ -72,8 +72,8 @@ class Linear:
         self, x: Tensor, batch: Batch | None = None, *, residual: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """The result without that of other ranks."""
-        residual = self._with_addends(residual, x, batch)
         x, norm = self._normalised(x)
+        residual = self._with_addends(residual, x, batch, norm)
         return ops.linear(x, self.weight, residual=residual, out=out, norm=norm)
 
     def glu(self, x: Tensor, activation: ops.GluActivation, batch: Batch | None = None) -> Tensor:
@@ -83,14 +83,16 @@ class Linear:
         x, norm = self._normalised(x)
         return ops.linear_glu(x, self.weight, activation, norm=norm)
 
-    def _with_addends(self, residual: Tensor | None, x: Tensor, batch: Batch | None) -> Tensor | None:
-        """The residual plus the addends of x."""
+    def _with_addends(
+        self, residual: Tensor | None, x: Tensor, batch: Batch | None, norm: RmsNorm | None
+    ) -> Tensor | None:
+        """The residual plus the addends of x, after a norm that is not applied to it yet."""
         if self.addends:
             assert batch is not None, "a map with addends was called without the batch"
             if batch.adapters is None:
                 return residual
-            if self.norm is not None:
-                x = ops.rms_norm(x, self.norm.weight, self.norm.eps)
+            if norm is not None:
+                x = ops.rms_norm(x, norm.weight, norm.eps)
             for addend in self.addends:
                 residual = addend.add_to(residual, x, batch)
         return residual

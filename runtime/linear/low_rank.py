@@ -5,7 +5,7 @@ map; a recorded step reads whatever a slot holds, since a row's slot is data of 
 zeros where an adapter has a lower rank, or does not change the map.
 
 The maps that a checkpoint keeps apart and a model joins (queries, keys and values) have a pair each: their ranks lie
-one after another, and ``up`` is zero outside its map's outputs.
+one after another. On a GPU they share one ``up``, which is zero outside its map's outputs.
 """
 
 from __future__ import annotations
@@ -61,30 +61,32 @@ class LowRankMap:
             self.parts.append(_Part(module, first, rows, columns))
             first += rows.stop - rows.start
         self.down: ExpertsWeight | None = None
-        self.up: ExpertsWeight | None = None
+        self.ups: list[ExpertsWeight] = []
 
     def allocate(self, options: LoadOptions) -> None:
         """Makes the slots, all zeros, of the options' type."""
         (outputs, inputs), rank = self.shape, self.rank * len(self.parts)
+        heights = [part.rows.stop - part.rows.start for part in self.parts]
+        shapes = [(height, self.rank) for height in heights] if options.device.kind == "cpu" else [(outputs, rank)]
         self.down = ExpertsWeight([_zeros((rank, inputs), options) for _ in range(self.num_slots)])
-        self.up = ExpertsWeight([_zeros((outputs, rank), options, has_bias=True) for _ in range(self.num_slots)])
+        self.ups = [
+            ExpertsWeight([_zeros(shape, options, has_bias=True) for _ in range(self.num_slots)]) for shape in shapes
+        ]
 
     @property
     def size_bytes(self) -> int:
         """The bytes of all slots."""
-        weights = (self.down, self.up)
-        return sum(each.size_bytes for weight in weights if weight is not None for each in weight.experts)
+        weights = [] if self.down is None else [self.down, *self.ups]
+        return sum(each.size_bytes for weight in weights for each in weight.experts)
 
     def add_to(self, residual: Tensor | None, x: Tensor, batch: Batch) -> Tensor | None:
         """See `Addend`."""
         assert self.down is not None, "slots are made before the first step"
-        assert self.up is not None
-        return ops.low_rank(x, batch, self.down, self.up, residual=residual)
+        return ops.low_rank(x, batch, self.down, self.ups, residual=residual)
 
     def write(self, slot: int, pairs: Mapping[str, Pair]) -> None:
         """Writes an adapter's pairs, by module, to a slot; the others become zeros. No step may run that reads it."""
         assert self.down is not None
-        assert self.up is not None
         (outputs, inputs), rank = self.shape, self.rank
         down = np.zeros((rank * len(self.parts), inputs), np.float32)
         up = np.zeros((outputs, rank * len(self.parts)), np.float32)
@@ -99,7 +101,12 @@ class LowRankMap:
                 if pair.bias is not None:
                     bias[rows] = pair.bias[part.rows]
         _write(self.down.experts[slot], down, None)
-        _write(self.up.experts[slot], up, bias)
+        column = first = 0
+        for weight in self.ups:
+            _, height, width = weight.shape
+            rows = slice(first, first + height)
+            _write(weight.experts[slot], up[rows, column : column + width], bias[rows])
+            first, column = first + height, column + width
 
 
 class LowRankMaps:

@@ -34,7 +34,7 @@ from numba_kernels.cpu.running.launch import (
 WORK_ITEMS_A_WORKER = 4  # of each expert: one may have all rows
 
 FIELDS = Fields(
-    "*x *tables *starts *active *out *operands num_experts num_active depth width out_width row_words "
+    "*x *tables *starts *active *out *operands num_experts num_active depth x_stride width out_width row_words "
     "panels_a_work_item panel_work_items num_arranging num_work_items arranged finished"
 )
 _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
@@ -58,7 +58,7 @@ def experts_kernel(stored: Any) -> Kernel:
         first = starts[expert]
         rows = starts[expert + 1] - first
         b = product[0]
-        b.x = a.x + first * a.depth * 4
+        b.x = a.x + first * a.x_stride * 4
         b.panels = tables[expert]
         b.scales = tables[a.num_experts + expert]
         b.bias = tables[2 * a.num_experts + expert]
@@ -66,7 +66,7 @@ def experts_kernel(stored: Any) -> Kernel:
         b.out = a.out + first * a.out_width * 4
         b.operands = a.operands + first * a.row_words * 4
         b.partials = 0
-        b.num_rows, b.depth, b.x_stride = rows, a.depth, a.depth
+        b.num_rows, b.depth, b.x_stride = rows, a.depth, a.x_stride
         b.width, b.out_width = a.width, a.out_width
         b.num_segments, b.step_elements = 1, 1
         b.panels_a_work_item, b.row_work_items, b.num_tiles = a.panels_a_work_item, 1, count_tiles(rows)
@@ -108,10 +108,10 @@ def experts_kernel(stored: Any) -> Kernel:
 
 def multiply(
     stored: Any, x: int, tables: int, starts: int, active: int, out: int, rows: int, num_experts: int,
-    num_active: int, depth: int, width: int, out_width: int, num_workers: int,
+    num_active: int, depth: int, x_stride: int, width: int, out_width: int, num_workers: int,
 ) -> None:  # fmt: skip
-    """``out [rows, width]`` from ``x [rows, depth]`` and experts as in `experts_kernel`; rows of out are
-    ``out_width`` elements apart."""
+    """``out [rows, width]`` from ``x [rows, depth]`` and experts as in `experts_kernel`; rows of x are ``x_stride``
+    elements apart, those of out ``out_width``."""
     row_words = operand_words(stored, depth)
     operands = new_array((rows * row_words,), np.float32)
     panels = -(-width // PANEL_COLUMNS)
@@ -120,6 +120,6 @@ def multiply(
     num_arranging = min(rows, -(-rows // GEMM_ROWS) + num_active)
     total = num_arranging + num_active * panel_work_items
     experts_kernel(stored)(
-        total, num_workers, x, tables, starts, active, out, address_of(operands), num_experts, num_active, depth, width,
-        out_width, row_words, panels_a_work_item, panel_work_items, num_arranging, total, 0, 0,
+        total, num_workers, x, tables, starts, active, out, address_of(operands), num_experts, num_active, depth,
+        x_stride, width, out_width, row_words, panels_a_work_item, panel_work_items, num_arranging, total, 0, 0,
     )  # fmt: skip
