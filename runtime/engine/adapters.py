@@ -3,7 +3,8 @@ requests that ask for them.
 
 An adapter is its content: its digest is the key of its pages in the prefix cache, so that a folder with other numbers
 under an old name meets no old page. A request waits until its adapter lies in a slot, and holds that until it ends.
-Requests get slots in the order of arrival: one that finds none free is not overtaken by others with adapters.
+Requests get slots in the order of arrival: one that finds none free is not overtaken by others with adapters. A paused
+request loses its slot to one that needs it.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ class Adapters:
     """``num_slots`` on the device, at most ``most_kept`` in host memory. `load` and `prepare` are thread-safe; the rest
     belongs to the engine's loop."""
 
-    def __init__(self, maps: LowRankMaps, read: Reader, executor: WritesAdapters, most_kept: int) -> None:
-        self.maps = maps
+    def __init__(
+        self, maps: LowRankMaps, read: Reader, executor: WritesAdapters, most_kept: int,
+        is_parked: Callable[[Request], bool],
+    ) -> None:  # fmt: skip
+        """``is_parked``: whether a request is paused, and no step that may still be started has it."""
+        self.maps, self._is_parked = maps, is_parked
         self._read, self._executor, self._most_kept = read, executor, most_kept
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Future[ReadAdapter]] = OrderedDict()  # by digest, the one used last at the end
@@ -57,6 +62,10 @@ class Adapters:
     def __len__(self) -> int:
         """Waiting requests."""
         return len(self._waiting)
+
+    def __contains__(self, request: object) -> bool:
+        """Whether it waits."""
+        return request in self._waiting
 
     @property
     def resident(self) -> list[str]:
@@ -142,7 +151,12 @@ class Adapters:
                 return slot
         free = next((slot for slot in self._slots if not self._holders[slot]), None)
         if free is None:
+            free = next((slot for slot in self._slots if all(map(self._is_parked, self._holders[slot]))), None)
+        if free is None:
             return None
+        for request in self._holders[free]:
+            request.adapter_slot, request.awaits_adapter = -1, True
+        self._holders[free].clear()
         self._slots[free] = b""
         self._executor.write_adapter(free, adapter.pairs)
         self._slots[free] = wanted

@@ -132,7 +132,7 @@ class Engine:
 
     def take_adapters(self, maps: LowRankMaps, read: Reader, most_kept: int) -> None:
         """Serve adapters in the slots of ``maps``. To be called before the first request."""
-        self.adapters = Adapters(maps, read, self.executor, most_kept)
+        self.adapters = Adapters(maps, read, self.executor, most_kept, self.opened.is_parked)
 
     def _release(self, request: Request) -> None:
         """A request has ended."""
@@ -233,6 +233,14 @@ class Engine:
 
     def resume(self, request_id: str) -> None:
         self.opened.resume(request_id)
+        request = self.requests.get(request_id)
+        if (
+            request is not None
+            and request.awaits_adapter
+            and self.adapters is not None
+            and request not in self.adapters
+        ):
+            self.adapters.add(request)  # another has its slot
 
     def cancel_all(self) -> list[EngineOutput]:
         """End every request."""

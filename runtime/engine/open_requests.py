@@ -93,10 +93,11 @@ class OpenRequests:
     def _queue(self, request: Request) -> None:
         if request.is_awaiting:
             return
-        if request.sequences[0].is_finished:
+        first = request.sequences[0]
+        if first.is_finished or first.num_output_tokens:
             self._release_held(request)
         else:
-            self._scheduler.add(request.sequences[0])
+            self._scheduler.add(first)
 
     def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
         """End a request (or one choice of it) now and free its blocks.
@@ -119,6 +120,12 @@ class OpenRequests:
         """From the next step on the request holds nothing but its output; unknown ids are ignored."""
         if (request := self.by_id.get(request_id)) is not None:
             self._scheduler.paused.add(request)
+
+    def is_parked(self, request: Request) -> bool:
+        """Whether a request is paused, and its choices are out of all steps that may still be started."""
+        return request in self._scheduler.paused and all(
+            sequence.state in (State.HELD, State.FINISHED) for sequence in request.sequences
+        )
 
     def resume(self, request_id: str) -> None:
         """Continue a paused request; others are left as they are."""

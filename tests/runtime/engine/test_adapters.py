@@ -193,6 +193,91 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(folders: Path
     engine.close()
 
 
+def test_a_paused_request_gives_its_slot_to_others(folders: Path) -> None:
+    alone = opened(folders, max_loras=1)
+    first, second = (loaded(alone, folders / name) for name in NAMES[:2])
+    alone.add(asked("0", IDS[:9], first, max_tokens=30, n=2, seed=3, temperature=1.0))
+    expected, _ = drained(alone)
+    alone.close()
+    engine = opened(folders, max_loras=1)
+    engine.add(asked("0", IDS[:9], first, max_tokens=30, n=2, seed=3, temperature=1.0))
+    found: Answer = []
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            for output in engine.step():
+                if output.request_id == "0":
+                    found.extend((each.token_id, each.logprob) for each in output.logprobs or [])
+
+    run(6)
+    engine.pause("0")
+    engine.add(asked("1", IDS[:9], second))
+    answers, _ = drained(engine)
+    found += answers.pop("0", [])
+    assert len(answers["1"]) == 10
+    assert engine.requests["0"].adapter_slot == -1
+    engine.resume("0")
+    rest, _ = drained(engine)
+    assert sorted(found + rest["0"]) == sorted(expected["0"])
+    engine.check_invariants()
+    engine.close()
+
+
+@pytest.mark.parametrize("count", [120, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_reloads_of_other_content_never_meet_old_answers(folders: Path, tmp_path: Path, count: int) -> None:
+    """Names whose folders change under way, prompts that share prefixes, cancelled and paused requests."""
+    rng = np.random.default_rng(count)
+    prompts = [IDS[: int(end)] for end in (9, 17, 25)]
+    engine = opened(folders, max_loras=3, max_cpu_loras=5, num_blocks=40)
+    names = [f"adapter {number}" for number in range(4 if count < 1000 else 50)]
+    refs: dict[str, tuple[AdapterRef, int]] = {}
+    asked_for: dict[str, tuple[int, int]] = {}  # the version's factor, the prompt
+    answers: dict[str, Answer] = {}
+    dropped: set[str] = set()
+
+    def take(output: EngineOutput) -> None:
+        assert output.finish_reason != "error", output.error
+        answers.setdefault(output.request_id, []).extend((e.token_id, e.logprob) for e in output.logprobs or [])
+
+    for number in range(count):
+        name = names[int(rng.integers(len(names)))]
+        if name not in refs or rng.random() < 0.1:
+            factor = int(rng.integers(-3, 4))
+            folder = tmp_path / f"{name} {factor}"
+            if not folder.exists():
+                write_scaled(folder, factor / 2)
+            refs[name] = loaded(engine, folder), factor
+        ref, factor = refs[name]
+        which = int(rng.integers(len(prompts)))
+        asked_for[str(number)] = factor, which
+        engine.add(asked(str(number), prompts[which], ref, max_tokens=int(rng.integers(1, 5))))
+        if rng.random() < 0.05:
+            engine.cancel(str(number))
+            dropped.add(str(number))
+        while engine.stats().num_waiting + engine.stats().num_running > 6:
+            for output in engine.step():
+                take(output)
+    for output in iter(lambda: engine.step() if engine.has_work else None, None):
+        for each in output or []:
+            take(each)
+    engine.check_invariants()
+    assert engine.pool.num_free == engine.pool.num_blocks
+    assert engine.adapters is not None
+    assert len(engine.adapters) == 0
+    engine.close()
+    alone = opened(folders, enable_prefix_caching=False)
+    expected: dict[tuple[int, int], Answer] = {}
+    for factor, which in sorted(set(asked_for.values())):
+        folder = tmp_path / f"{factor} alone"
+        write_scaled(folder, factor / 2)
+        alone.add(asked("alone", prompts[which], loaded(alone, folder), max_tokens=5))
+        expected[factor, which] = drained(alone)[0]["alone"]
+    alone.close()
+    for name, key in asked_for.items():
+        if name not in dropped:
+            assert answers[name] == expected[key][: len(answers[name])], (name, key)
+
+
 def test_an_engine_without_adapters_refuses_them(folders: Path) -> None:
     engine = opened(folders, enable_lora=False)
     ref = AdapterRef(name="first", path=str(folders / "first"), digest="00" * 32)
