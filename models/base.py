@@ -123,6 +123,10 @@ class Model(ABC):
         """A sentence if the config names other kinds of layers than the stored tensors have; else ""."""
         return ""
 
+    def own_order(self, module: str) -> tuple[NDArray[np.intp] | None, NDArray[np.intp] | None]:
+        """The places of this model's rows, and columns, in a map as it was trained; None: they have its order."""
+        return None, None
+
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """One step over all tokens of a ragged batch, to just before the output head.
 

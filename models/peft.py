@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,8 @@ from models.checkpoints.stacked import RowStack, Stack
 from models.configuration.json_fields import Fields, read_json_object
 from models.errors import ConfigError, WeightsError
 from runtime.linear.low_rank import Pair
+
+Array = np.ndarray[Any, Any]
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MOST_PATTERN_CHARACTERS = 256
@@ -144,6 +146,19 @@ def resolve_modules(
             bias = None if pair.bias is None else pair.bias[rows]
             resolved[name.removesuffix(".weight")] = Pair(pair.down, pair.up[rows], bias)
     return resolved
+
+
+def in_own_order(
+    pairs: Mapping[str, Pair], order_of: Callable[[str], tuple[Array | None, Array | None]]
+) -> dict[str, Pair]:
+    """Resolved pairs with rows and columns where the model has them (`Model.own_order`)."""
+    ordered: dict[str, Pair] = {}
+    for module, (down, up, bias) in pairs.items():
+        rows, columns = order_of(module)
+        if rows is not None:
+            up, bias = up[rows], None if bias is None else bias[rows]
+        ordered[module] = Pair(down if columns is None else down[:, columns], up, bias)
+    return ordered
 
 
 def _absence(module: str) -> str:

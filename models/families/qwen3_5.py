@@ -15,6 +15,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from models.base import Architecture
 from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import ModelConfig, outer_fields, read_attention_bias, read_choice
@@ -102,6 +105,19 @@ class Qwen35Model(MoeDecoder):
                     f"layer_types[{index}] is {kind!r}, but the files have {name}: it must name the stored layer's kind"
                 )
         return ""
+
+    def own_order(self, module: str) -> tuple[NDArray[np.intp] | None, NDArray[np.intp] | None]:
+        config, part = self.config, module.rpartition(".linear_attn.")[2]
+        if config.stored_as != "tiled" or ".linear_attn." not in module:
+            return None, None
+        heads = np.arange(config.num_value_heads)
+        heads = heads % config.num_key_heads * (len(heads) // config.num_key_heads) + heads // config.num_key_heads
+        places = (heads[:, None] * config.value_dim + np.arange(config.value_dim)).reshape(-1)
+        if part in ("in_proj_v", "in_proj_z"):
+            return places, None
+        if part in ("in_proj_b", "in_proj_a"):
+            return heads, None
+        return None, places if part == "out_proj" else None
 
     def prediction_config(self) -> MoeConfig:
         """See `MoeDecoder`. It has gated attention, and experts if the model's last layer has."""

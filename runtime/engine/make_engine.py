@@ -25,7 +25,7 @@ from models.drafters.hidden_state_drafter import BlockDrafter, PageDrafter, Pair
 from models.drafters.mtp import load_mtp
 from models.encoder import BothWays
 from models.gguf.mmproj import NONE as NO_MMPROJ
-from models.peft import PeftAdapter, read_adapter, resolve_modules
+from models.peft import PeftAdapter, in_own_order, read_adapter, resolve_modules
 from models.registry import Declaration, declare, declare_model, stages_of
 from models.sentence_transformers import pooling_info, read_layout, score_tokens
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
@@ -272,7 +272,8 @@ def engine_over(
 def _read_adapter(maps: LowRankMaps, model: Model, folder: Path) -> PeftAdapter:
     """The adapter in a folder, its modules by the model's names. Raises as `read_adapter` and `resolve_modules`."""
     found = read_adapter(folder)
-    return replace(found, pairs=resolve_modules(found.pairs, maps.modules, model.stacks))
+    resolved = resolve_modules(found.pairs, maps.modules, model.stacks)
+    return replace(found, pairs=in_own_order(resolved, model.own_order))
 
 
 def _store_prefixes(engine: Engine, executor: LocalExecutor, folder: Path, config: EngineConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +10,35 @@ import numpy as np
 import pytest
 
 from models.errors import ModelLoadError
-from models.peft import read_adapter, resolve_modules
+from models.peft import in_own_order, read_adapter, resolve_modules
 from models.registry import load_model
 from runtime.errors import InvalidArgumentError
-from runtime.linear.low_rank import LowRankMaps
+from runtime.linear.low_rank import LowRankMaps, Pair
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 from tests.models.adapter_cases import CASES, AdapterGolden, load_adapter_golden, write_adapter
 from tests.models.driver import Array, ModelDriver, relative_error, rotary_offset_of
-from tests.models.folders import write_model
+from tests.models.folders import CASES as GOLDENS
+from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
+from tests.models.gguf.files import write_gguf
 
 WITHOUT, OWN, OTHER = -1, 1, 0
 
 
-def adapted(tmp_path: Path, case: str, device: str, *, exact: bool = False) -> tuple[Any, AdapterGolden]:
+def adapted(
+    tmp_path: Path, case: str, device: str, *, exact: bool = False, is_gguf: bool = False
+) -> tuple[Any, AdapterGolden]:
     """A golden's model with the case's adapter in a slot, and in another one of half its size."""
     golden = load_adapter_golden(case)
     maps = LowRankMaps(3, 8)
     folder = write_model(tmp_path / "model", golden.golden)
+    if is_gguf:
+        config = json.loads((golden.golden.folder / "config.json").read_text(encoding="utf-8"))
+        folder = write_gguf(tmp_path / "model.gguf", config, golden_tensors(golden.golden))
     model = load_model(folder, addends=maps, device=device, dtype="float32", exact=exact)
     maps.allocate(LoadOptions(device=model.device, dtype=model.dtype, exact=exact))
     found = read_adapter(write_adapter(tmp_path / "adapter", case))
-    pairs = resolve_modules(found.pairs, maps.modules, model.stacks)
+    pairs = in_own_order(resolve_modules(found.pairs, maps.modules, model.stacks), model.own_order)
     maps.check(pairs)
     maps.write(OWN, pairs)
     maps.write(OTHER, {module: pair._replace(up=pair.up * np.float32(0.5)) for module, pair in pairs.items()})
@@ -62,6 +70,16 @@ def test_rows_are_as_pefts(tmp_path: Path, case: str) -> None:
     np.testing.assert_array_equal(found[1], logits_of(model, ids, [WITHOUT], len(ids) // 2)[0])
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen2_patterns", "phi3", "qwen3_5"])
+def test_a_gguf_file_of_the_model_takes_the_same_adapter(tmp_path: Path, case: str) -> None:
+    """llama.cpp's converter moves rows and columns of some maps."""
+    model, golden = adapted(tmp_path, case, "cpu", is_gguf=True)
+    ids = golden.golden.prompt_ids
+    own, without = logits_of(model, ids, [OWN, WITHOUT], len(ids) // 2)
+    assert relative_error(own, golden.logits) <= 2e-5
+    assert relative_error(without, golden.golden.logits["float32"]) <= 2e-5
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
 @pytest.mark.parametrize("case", ["llama_bias", "gpt2", "gemma3", "qwen3_5"])
@@ -72,6 +90,44 @@ def test_a_gpu_gives_the_same(tmp_path: Path, case: str, device: str) -> None:
     assert relative_error(found[0], golden.logits) <= 2e-5
     assert relative_error(found[1], golden.golden.logits["float32"]) <= 2e-5
     np.testing.assert_array_equal(found[0], logits_of(model, ids, [OWN], len(ids) - 1)[0])
+
+
+USUAL = ("apertus_odd", "cohere2_windows", "deepseek_v2_odd", "gemma4_keys_odd", "glm4_odd", "gpt_neox_odd",
+         "internlm2_grouped", "lfm2_moe_odd", "nemotron_h_odd", "qwen3_next_odd")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=[] if case in USUAL else [pytest.mark.exhaustive]) for case in GOLDENS
+])  # fmt: skip
+def test_an_adapter_does_what_merged_weights_do(tmp_path: Path, case: str) -> None:
+    """In every family, on every map that takes one, whatever order the model keeps rows and columns in."""
+    golden = load_golden(case)
+    tensors, maps = golden_tensors(golden), LowRankMaps(1, 3)
+    model = load_model(write_model(tmp_path / "model", golden), addends=maps, dtype="float32")
+    maps.allocate(LoadOptions(dtype=model.dtype))
+    rng, given = np.random.default_rng(1), dict[str, Pair]()
+    for name, array in list(tensors.items()):
+        module = name.removesuffix(".weight")
+        if array.ndim != 2 or module == name or ".experts." in name:
+            continue
+        is_turned = case.startswith("gpt2") and module.rpartition(".")[2].startswith("c_")
+        outputs, inputs = array.shape[::-1] if is_turned else array.shape
+        down = rng.standard_normal((3, inputs)).astype(np.float32) / np.float32(inputs**0.5)
+        up = rng.standard_normal((outputs, 3)).astype(np.float32) * np.float32(0.1)
+        try:
+            resolve_modules({module: Pair(down, up)}, maps.modules, model.stacks)
+        except ModelLoadError:  # a table, a head, a router
+            continue
+        change = (up.astype(np.float64) @ down).astype(np.float32)
+        tensors[name] = array + (change.T if is_turned else change)
+        given[module] = Pair(down, up)
+    pairs = in_own_order(resolve_modules(given, maps.modules, model.stacks), model.own_order)
+    maps.check(pairs)
+    maps.write(0, pairs)
+    assert len(pairs) >= model.config.num_layers
+    write_safetensors(tmp_path / "model" / "model.safetensors", tensors)
+    merged = logits_of(load_model(tmp_path / "model", dtype="float32"), golden.prompt_ids, [WITHOUT], 3)[0]
+    assert relative_error(logits_of(model, golden.prompt_ids, [0], 3)[0], merged) <= 1e-4
 
 
 def test_a_slot_is_overwritten_whole(tmp_path: Path) -> None:
