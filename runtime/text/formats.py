@@ -10,6 +10,7 @@ from runtime.text.harmony.prompt import answer_end_ids, has_plain_template, spea
 from runtime.text.reasoning import THINK, ReasoningTags, vocabulary_tags
 from runtime.text.response_template.parser import AnswerTemplate
 from runtime.text.response_template.template import ResponseTemplateError
+from runtime.text.tools.derive import shown_by
 from runtime.text.tools.table import BY_NAME, HERMES, JSON, Notation, notation_in
 from runtime.text.tools.tool_prompt import ignores_tools
 from tokenizer import ChatTemplateError, Tokenizer
@@ -69,12 +70,15 @@ class AnswerFormat:
                 True, tools, tools, harmony=True, renders_harmony=has_plain_template(tokenizer),
                 origin=f"harmony's messages ({why})",
             )  # fmt: skip
-        tags, tags_why = vocabulary_tags(tokenizer), ""
-        if reasoning_parser == "auto":
-            reasoning, tags_why = _has_reasoning(tokenizer), "its tags in the vocabulary or the chat template"
+        shown = shown_by(tokenizer)
+        tags = vocabulary_tags(tokenizer)
+        if reasoning_parser != "auto":
+            reasoning, why = reasoning_parser == "think", f"--reasoning-parser {reasoning_parser}"
+        elif shown.tags is not None:
+            reasoning, tags, why = True, shown.tags, "as the chat template writes it"
         else:
-            reasoning, tags_why = reasoning_parser == "think", f"--reasoning-parser {reasoning_parser}"
-        told = f"reasoning: {tags.opening} {tags.closing} ({tags_why})" if reasoning else f"no reasoning ({tags_why})"
+            reasoning, why = _has_reasoning(tokenizer), "by tags in the vocabulary or in the chat template's text"
+        told = f"reasoning: {f'{tags.opening} {tags.closing}' if reasoning else 'none'} ({why})"
         tags = tags if reasoning else THINK
         if tool_call_parser == "none":
             return cls(reasoning, tags=tags, origin=f"no tool calls (--tool-call-parser none); {told}")
@@ -83,15 +87,18 @@ class AnswerFormat:
             tools, why = BY_NAME.get(tool_call_parser), f"--tool-call-parser {tool_call_parser}"
         elif tells_tools:
             tools, why = HERMES, "the chat template leaves tools out, so the server tells them"
+        elif shown.notation is not None:
+            tools, why = shown.notation, f"as the chat template writes them: {shown.notation.form.example()}"
         else:
-            tools, why = notation_in(tokenizer.chat_templates.values()), "signs in the chat template's text"
+            tools = notation_in(tokenizer.chat_templates.values())
+            why = f"by words of the chat template, since {shown.why}"
         template, refusal = None, ""
         if reasoning_parser == tool_call_parser == "auto":
             try:
                 template = AnswerTemplate.of(tokenizer)
             except ResponseTemplateError as error:
                 refusal = f"; response_template of tokenizer_config.json is not followed: {error}"
-        told = f"tool calls: {'none known' if tools is None else tools.name} ({why}); {told}{refusal}"
+        told = f"tool calls: {'none' if tools is None else tools.name} ({why}); {told}{refusal}"
         forced_tools = tools or JSON
         if template is not None:
             told = f"response_template of tokenizer_config.json; for forced calls and budgets, {told}"

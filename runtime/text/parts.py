@@ -64,6 +64,6 @@ class ContentParser:
 
 
 def held_back(text: str, tag: str) -> int:
-    """The length of the longest end of ``text`` that may be the start of ``tag``, which has no second "<"."""
-    start = text.rfind("<")
-    return len(text) - start if start >= 0 and tag.startswith(text[start:]) else 0
+    """The length of the longest end of ``text`` that may be the start of ``tag``."""
+    longest = min(len(text), len(tag) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(tag[:length])), 0)

@@ -139,7 +139,7 @@ class ReasoningParser:
         if self._state == "outside":
             return self._rest.push(text, places)
         self._places += [len(self._held) + place for place in places]
-        if self._state == "inside" and not self._held and "<" not in text and not text.endswith("\n"):
+        if self._state == "inside" and not self._held and self._tags.closing[0] not in text and not text.endswith("\n"):
             self._places.clear()
             return [Part("reasoning", text)] if text else []
         parts: list[Part] = []

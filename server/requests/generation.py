@@ -267,7 +267,7 @@ class Generation:
     @property
     def has_parts(self) -> bool:
         """Whether an answer may hold parts other than content."""
-        return bool(self.reasoning) or self.harmony or self.tools is not None
+        return self.harmony or any(each is not None for each in (self.reasoning, self.tools, self.template))
 
     @property
     def of_prediction(self) -> tuple[int, int] | tuple[()]:

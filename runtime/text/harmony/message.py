@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from runtime.engine.grammar.grammar import Grammar
 from runtime.text.reasoning import rule_body
-from runtime.text.tools.table import CallForm, Notation
+from runtime.text.tools.forms import CallForm
+from runtime.text.tools.table import Notation
 from tokenizer import Tokenizer
 
 START, MESSAGE, END = "<|start|>", "<|message|>", "<|end|>"

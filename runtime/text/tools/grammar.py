@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runtime.engine.grammar.grammar import SPACING
-from runtime.text.tools.table import ArgumentStyle, CallForm, Notation
+from runtime.text.tools.forms import CALL_ID, CALL_NUMBER, KEY, NAME, CallForm, Tagged
+from runtime.text.tools.table import Notation
 from runtime.text.tools.tagged_calls import property_schema, resolved, types_of
 from tokenizer import Tokenizer
 
+_IDS = {CALL_ID: "/[0-9A-Za-z]{9}/", CALL_NUMBER: "/[0-9]{1,3}/"}
+"""Regular expressions of ids."""
 _MAX_DEPTH = 8
 """Deepest nesting with separate rules for each level; below it anything goes."""
 
@@ -49,29 +52,39 @@ class _Writer:
         self._form = form
         self._spacing = {} if spacing is None else dict(zip(("item_separator", "key_separator"), spacing, strict=True))
         self._markers = markers
-        self._split = re.compile(f"({'|'.join(map(re.escape, markers))})") if markers else None
+        self._split = re.compile(f"({'|'.join(map(re.escape, (*markers, *_IDS)))})")
         self._rules: list[str] = []
 
     def grammar(self, functions: Sequence[Mapping[str, Any]], parallel: bool) -> str:
         form = self._form
-        further = f"({self._texts(form.between)} call)*" if parallel else ""
+        further = f"({self._texts(form.between)} call)*" if parallel and form.several else ""
         lines = [
             _joined("start:", self._texts(form.before), "call", further, self._texts(form.after)),
             f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}",
         ]
-        write = _WRITERS[form.arguments]
         for i, function in enumerate(functions):
-            head, tail = (self._texts(text.replace("NAME", function["name"])) for text in (form.head, form.tail))
-            arguments = write(self, f"call_{i}", function.get("parameters"))
+            head, tail = (self._texts(text.replace(NAME, function["name"])) for text in (form.head, form.tail))
+            arguments = self._arguments(f"call_{i}", function.get("parameters"))
             lines.append(_joined(f"call_{i}:", head, arguments, tail))
         return "\n".join([*lines, *self._rules])
 
     def _texts(self, text: str) -> str:
         """The text as terms of a rule."""
-        pieces = [text] if self._split is None else self._split.split(text)
-        return " ".join(
-            f"<[{self._markers[piece]}]>" if piece in self._markers else _quoted(piece) for piece in pieces if piece
-        )
+        return " ".join(map(self._term, filter(None, self._split.split(text))))
+
+    def _term(self, piece: str) -> str:
+        if piece in _IDS:
+            return _IDS[piece]
+        return f"<[{self._markers[piece]}]>" if piece in self._markers else _quoted(piece)
+
+    def _arguments(self, rule: str, parameters: Any) -> str:
+        """Makes the rules of a call's arguments, and returns the term."""
+        style = self._form.arguments
+        if style == "json":
+            return self._rule(f"{rule}_arguments", self._json(_object_schema(parameters)))
+        if isinstance(style, Tagged):
+            return self._one_by_one(rule, parameters, style)
+        return self._listed(rule, parameters, parameters, style.separator, style.comma, style.quote)
 
     def _json(self, schema: Any) -> str:
         """A value of the schema."""
@@ -83,45 +96,26 @@ class _Writer:
         self._rules.append(f"{name}: {body}")
         return name
 
-    # The arguments' styles. Each makes the rules and returns the term.
+    # The arguments' styles
 
-    def json(self, rule: str, parameters: Any) -> str:
-        return self._rule(f"{rule}_arguments", self._json(_object_schema(parameters)))
-
-    def qwen3_coder(self, rule: str, parameters: Any) -> str:
-        return self._one_by_one(rule, parameters, lambda key: f"<parameter={key}>\n", "\n</parameter>", "\n")
-
-    def glm45(self, rule: str, parameters: Any) -> str:
-        return self._one_by_one(
-            rule, parameters, lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>", "\n"
-        )
-
-    def glm47(self, rule: str, parameters: Any) -> str:
-        return self._one_by_one(
-            rule, parameters, lambda key: f"<arg_key>{key}</arg_key><arg_value>", "</arg_value>", ""
-        )
-
-    def python(self, rule: str, parameters: Any) -> str:
-        return self._listed(rule, parameters, parameters, "=", ", ")
-
-    def gemma(self, rule: str, parameters: Any) -> str:
-        return self._listed(rule, parameters, parameters, ":", ",", quote='<|"|>')
-
-    def _one_by_one(self, rule: str, parameters: Any, head: Callable[[str], str], tail: str, behind: str) -> str:
-        """Each argument on lines of its own; optional ones may be omitted."""
+    def _one_by_one(self, rule: str, parameters: Any, style: Tagged) -> str:
+        """Each argument between texts of its own; optional ones may be omitted."""
         terms = []
+        end = self._texts(style.tail + style.after)
         for i, (key, schema, is_required) in enumerate(_properties(parameters)):
-            text = self._texts(head(key))
+            text, other = (
+                self._texts((style.head if head is None else head).replace(KEY, key))
+                for head in (style.head, style.other_head)
+            )
             values = _text_values(schema)
-            end = self._texts(tail + behind)
             if values is not None:
                 term = f"{text} ({' | '.join(map(_quoted, values))}) {end}"
             elif types_of(schema, parameters) == {"string"}:
-                value = self._free_text(f"{rule}_value_{i}", tail)
-                term = f"{text} {value} {self._texts(behind)}"
+                value = self._free_text(f"{rule}_value_{i}", style.tail)
+                term = f"{text} {value} {self._texts(style.after)}"
             else:
                 value = self._rule(f"{rule}_value_{i}", self._json(_with_definitions(schema, parameters)))
-                term = f"{text} {value} {end}"
+                term = f"{other} {value} {end}"
             terms.append(self._rule(f"{rule}_argument_{i}", term) + ("" if is_required else "?"))
         return " ".join(terms)
 
@@ -184,20 +178,10 @@ class _Writer:
 
     def _free_text(self, rule: str, end: str) -> str:
         """Any text up to and including ``end``."""
-        if end in self._markers:
+        if any(marker in end for marker in self._markers):
             return f"{self._rule(rule, '/(?s:.*)/')} {self._texts(end)}"
         self._rules.append(f"{rule}[suffix={_quoted(end)}]: /(?s:.*)/")
         return rule
-
-
-_WRITERS: dict[ArgumentStyle, Callable[[_Writer, str, Any], str]] = {
-    "json": _Writer.json,
-    "qwen3_coder": _Writer.qwen3_coder,
-    "glm45": _Writer.glm45,
-    "glm47": _Writer.glm47,
-    "python": _Writer.python,
-    "gemma": _Writer.gemma,
-}
 
 
 def _object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

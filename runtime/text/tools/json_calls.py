@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import msgspec
 
+from runtime.text.tools.forms import NAME, CallForm, is_marker, pieces
 from runtime.text.tools.json_scanner import as_json
 from runtime.text.tools.literals import python_call, python_list
-from runtime.text.tools.reader import MAX_NAME_LENGTH, AnswerReader, Reader, Reading
+from runtime.text.tools.reader import MAX_NAME_LENGTH, AnswerReader, Reader, Reading, accept_all
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _BESIDE_NAME = frozenset({"name", "id", "type"})
 """The keys of a call without arguments."""
 
 
-def json_objects(openings: tuple[str, ...], closings: tuple[str, ...] = ()) -> Reader:
-    """Objects with "name" and the arguments between two tags: one, several, or a list of them.
+def json_objects(openings: tuple[str, ...], closings: tuple[str, ...] = (), name_key: str = "name") -> Reader:
+    """Objects with the name and the arguments between two tags: one, several, or a list of them.
 
     A closing tag may be missing; the text in its place is content.
     """
 
     def read(answer: AnswerReader) -> Reading[None]:
         while (yield from answer.content_until(openings)) is not None:
-            if (yield from _objects(answer, closings)):
+            if (yield from _objects(answer, closings, name_key)):
                 yield from answer.close(*closings)
 
     return read
@@ -58,7 +59,7 @@ def bare_json_objects(openings: tuple[str, ...] = (), *, has_methods: bool = Fal
     return read
 
 
-def _objects(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
+def _objects(answer: AnswerReader, ends: tuple[str, ...], name_key: str = "name") -> Reading[bool]:
     """Calls one after another, with a comma or a semicolon between them if any, or a list of them. Returns whether
     there was one; the text after the last is not read."""
     is_list = (yield from answer.next_character()) == "["
@@ -73,7 +74,7 @@ def _objects(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
             answer.at += 1
             answer.layout()
             return True
-        if first != "{" or not (yield from json_object(answer, ends)):
+        if first != "{" or not (yield from json_object(answer, ends, name_key)):
             break
         answer.end_call()
         num_read, start = num_read + 1, 0
@@ -125,6 +126,51 @@ def _arguments(
     if found in empty:
         answer.at = start
     return found is not None and answer.begin(name, "{}")
+
+
+def framed_objects(form: CallForm) -> Reader:
+    """Calls of this form, which has the name outside of the arguments' object."""
+    openings = pieces(form.before_name)
+    own = pieces(form.head.partition(NAME)[0])
+    middle, tail, between, after = map(pieces, (form.after_name, form.tail, form.between, form.after))
+    starts = tuple(filter(is_marker, openings))
+    ends = tuple(filter(is_marker, (*tail, *after))) or starts
+    name_ends = (middle[0],) if middle else ("{",)
+
+    def read(answer: AnswerReader) -> Reading[None]:
+        while (opening := (yield from answer.content_until(starts))) is not None:
+            start = answer.at
+            is_next = yield from accept_all(answer, openings[openings.index(opening) + 1 :])
+            while is_next:
+                yield from answer.next_character()
+                name = yield from answer.name(name_ends)
+                if name is None or not (yield from accept_all(answer, middle)):
+                    break
+                if not (yield from _arguments(answer, name, ends, empty=ends)):
+                    break
+                yield from _accept_or_stay(answer, tail)
+                answer.end_call()
+                start = 0
+                is_next = yield from _accept_or_stay(answer, [*between, *own])
+                if not is_next:
+                    yield from _accept_or_stay(answer, after)
+                    answer.layout()
+            answer.at = min(start, answer.at)
+
+    return read
+
+
+def _accept_or_stay(answer: AnswerReader, wanted: list[str]) -> Reading[bool]:
+    """Whether these pieces are next; nothing is read if not. At the answer's end the beginning of one is enough."""
+    start = answer.at
+    if wanted and (yield from accept_all(answer, wanted)):
+        return True
+    rest = answer.held[answer.at :]
+    if answer.has_ended and rest and any(piece.startswith(rest) for piece in wanted):
+        answer.at = len(answer.held)
+    else:
+        answer.at = start
+    return False
 
 
 def lines_of_names(answer: AnswerReader) -> Reading[None]:
@@ -195,7 +241,7 @@ DEEPSEEK_MARKERS = (
 )
 
 
-def json_object(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
+def json_object(answer: AnswerReader, ends: tuple[str, ...], name_key: str = "name") -> Reading[bool]:
     """A call: an object of a name and the arguments, in any order, possibly with other keys. Returns whether it is one;
     an object that has begun as a call is one even if it breaks off."""
     answer.at += 1
@@ -216,7 +262,7 @@ def json_object(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
             yield from answer.json_arguments(ends, "}")
         elif (raw := (yield from answer.json_value())) is None:
             return answer.has_begun
-        elif key == "name" and name is None:
+        elif key == name_key and name is None:
             name = _string(raw)
             if not name or len(name) > MAX_NAME_LENGTH:
                 return answer.has_begun
@@ -229,7 +275,7 @@ def json_object(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
             return answer.has_begun
     is_call = answer.has_begun or (
         name is not None
-        and (arguments is not None or _BESIDE_NAME.issuperset(keys))
+        and (arguments is not None or _BESIDE_NAME.issuperset({*keys} - {name_key}))
         and answer.begin(name, _object_of(arguments))
     )
     if not is_call:

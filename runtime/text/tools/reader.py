@@ -14,6 +14,7 @@ from typing import TypeVar
 from uuid import uuid4
 
 from runtime.text.parts import Part, PartKind, ToolCallDelta
+from runtime.text.tools.forms import CALL_ID, CALL_NUMBER
 from runtime.text.tools.json_scanner import JsonScanner
 
 MAX_NAME_LENGTH = 256
@@ -308,6 +309,22 @@ class AnswerReader:
 
 
 Reader = Callable[[AnswerReader], Reading[None]]
+
+
+def accept_all(answer: AnswerReader, wanted: Sequence[str]) -> Reading[bool]:
+    """Whether these pieces of a form are next, with any white space between; they are read. An id is any text up to the
+    piece after it, or up to a brace."""
+    for i, piece in enumerate(wanted):
+        yield from answer.next_character()
+        if piece in (CALL_ID, CALL_NUMBER):
+            end = wanted[i + 1] if i + 1 < len(wanted) else "{"
+            found = yield from answer.find((end,), answer.at, most=MAX_NAME_LENGTH)
+            if found is None:
+                return False
+            answer.at = found[0]
+        elif (yield from answer.accept(piece)) is None:
+            return False
+    return True
 
 
 def _num_begun(text: str, tail: str) -> int:

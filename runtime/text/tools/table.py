@@ -8,16 +8,30 @@ described in their readers. A new one is an entry here, and a reader if none of 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from runtime.text.parts import Part
+from runtime.text.tools.forms import (
+    CALL_ID,
+    CALL_NUMBER,
+    MARKER,
+    NAME,
+    CallForm,
+    Listed,
+    Tagged,
+    is_marker,
+    pieces,
+)  # fmt: skip
 from runtime.text.tools.gemma_calls import gemma_calls
 from runtime.text.tools.json_calls import (
+    ARGUMENT_KEYS,
     DEEPSEEK_MARKERS,
     bare_json_objects,
     fenced_objects,
+    framed_objects,
     json_objects,
     json_or_python,
     lines_of_names,
@@ -25,26 +39,7 @@ from runtime.text.tools.json_calls import (
 )
 from runtime.text.tools.literals import python_calls
 from runtime.text.tools.reader import WHITE_SPACE, AnswerReader, Reader
-from runtime.text.tools.tagged_calls import glm_calls, qwen3_coder_calls
-
-ArgumentStyle = Literal["json", "qwen3_coder", "glm45", "glm47", "python", "gemma"]
-
-
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """The texts around a forced call's arguments. NAME is replaced by the function's name.
-
-    before, between, after  around all calls, and between two
-    head, tail              of each
-    arguments               their style: one JSON object, or one by one
-    """
-
-    head: str
-    tail: str
-    before: str = ""
-    between: str = ""
-    after: str = ""
-    arguments: ArgumentStyle = "json"
+from runtime.text.tools.tagged_calls import tagged_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +49,10 @@ class Notation:
     read       finds the calls in an answer, or None if the format has a parser of its own (harmony)
     form       of a forced call
     markers    texts that count only if sampled as special tokens, in models that have them as such
-    is_in      detects it in a chat template's text
+    is_in      detects it in the text of a chat template that does not show its calls
     short_ids  calls have ids of nine letters and digits
     ends       tokens that end an answer, since what follows them is not the model's
+    has_own_reader  its reader does not follow from its form: it reads other writings of its family, too
     """
 
     name: str
@@ -67,6 +63,7 @@ class Notation:
     is_in: Callable[[str], bool] = field(default=lambda template: False, repr=False)
     short_ids: bool = False
     ends: tuple[str, ...] = ()
+    has_own_reader: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,41 +146,70 @@ def _has(*signs: str, but: str | None = None) -> Callable[[str], bool]:
     return lambda template: any(sign in template for sign in signs) and (but is None or but not in template)
 
 
+PYTHON = Listed("=", ", ")
 _OBJECT = '{"name": "NAME", "arguments": '
 
-HERMES = Notation(
-    "hermes",
-    json_objects(("<tool_call>",), ("</tool_call>",)),
-    CallForm(f"<tool_call>\n{_OBJECT}", "}\n</tool_call>", between="\n"),
-    markers=("<tool_call>", "</tool_call>"),
-    is_in=_has("<tool_call>"),
+
+def of_form(name: str, form: CallForm, **fields: Any) -> Notation:
+    """A notation whose reader and markers follow from its form. Raises ``ValueError`` if nothing marks its calls."""
+    markers = form.markers
+    if not any(is_marker(piece) for piece in pieces(form.before_name)):
+        raise ValueError("nothing marks where a call begins")
+    if isinstance(form.arguments, Tagged):
+        read = tagged_calls(form)
+    elif isinstance(form.arguments, Listed):
+        raise ValueError("its arguments are neither JSON nor between tags")
+    elif (name_key := _name_key(form)) is not None:
+        openings = tuple(MARKER.findall(form.before_name))
+        closings = tuple(MARKER.findall(form.closing))
+        read = json_objects(openings, closings, name_key) if len(openings) == 1 else framed_objects(form)
+    else:
+        read = framed_objects(form)
+    return Notation(name, read, form, markers=markers, has_own_reader=False, **fields)
+
+
+def _name_key(form: CallForm) -> str | None:
+    """The key of the name in the object that holds it and the arguments; None if it is in no such object."""
+    head = form.head.replace(CALL_ID, "0").replace(CALL_NUMBER, "0")
+    try:
+        found = json.loads(f"{head[head.index('{') :]}{{}}}}")
+    except ValueError:
+        return None
+    keys = [key for key, value in found.items() if value == NAME]
+    return keys[0] if keys and any(found.get(key) == {} for key in ARGUMENT_KEYS) else None
+
+
+HERMES = of_form(
+    "hermes", CallForm(f"<tool_call>\n{_OBJECT}", "}\n</tool_call>", between="\n"), is_in=_has("<tool_call>")
 )
 """Hermes, Qwen2.5, Qwen3, Granite 4 and many others."""
 
-QWEN3_CODER = Notation(
+QWEN3_CODER = of_form(
     "qwen3_coder",
-    qwen3_coder_calls,
-    CallForm("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", between="\n", arguments="qwen3_coder"),
-    markers=("<tool_call>", "</tool_call>"),
+    CallForm(
+        "<tool_call>\n<function=NAME>\n",
+        "</function>\n</tool_call>",
+        between="\n",
+        arguments=Tagged("<parameter=KEY>\n", "\n</parameter>", "\n"),
+    ),
     names=("qwen3_xml",),
     is_in=_has("<function="),
 )
 
-_GLM_MARKERS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-
-GLM45 = Notation(
+GLM45 = of_form(
     "glm45",
-    glm_calls,
-    CallForm("<tool_call>NAME\n", "</tool_call>", between="\n", arguments="glm45"),
-    markers=_GLM_MARKERS,
+    CallForm(
+        "<tool_call>NAME\n",
+        "</tool_call>",
+        between="\n",
+        arguments=Tagged("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>", "\n"),
+    ),
     is_in=_has("<arg_key>"),
 )
 
-GLM47 = Notation(
+GLM47 = of_form(
     "glm47",
-    glm_calls,
-    CallForm("<tool_call>NAME", "</tool_call>", arguments="glm47"),
-    markers=_GLM_MARKERS,
+    CallForm("<tool_call>NAME", "</tool_call>", arguments=Tagged("<arg_key>KEY</arg_key><arg_value>", "</arg_value>")),
     is_in=_has("</arg_key><arg_value>"),
 )
 """The same without line ends. Either reads what the other writes, too."""
@@ -276,7 +302,7 @@ DEEPSEEK_V31 = Notation(
 PYTHONIC = Notation(
     "pythonic",
     python_calls(("<|python_start|>", "```tool_code"), ("<|python_end|>", "```")),
-    CallForm("NAME(", ")", before="[", between=", ", after="]", arguments="python"),
+    CallForm("NAME(", ")", before="[", between=", ", after="]", arguments=PYTHON),
     markers=("<|python_start|>", "<|python_end|>"),
     names=("llama4_pythonic",),
     is_in=_has("func_name1(", "```tool_code", "<|python_start|>"),
@@ -286,17 +312,15 @@ PYTHONIC = Notation(
 LFM2 = Notation(
     "lfm2",
     json_or_python(("<|tool_call_start|>",), ("<|tool_call_end|>",)),
-    CallForm("NAME(", ")", before="<|tool_call_start|>[", between=", ", after="]<|tool_call_end|>", arguments="python"),
+    CallForm("NAME(", ")", before="<|tool_call_start|>[", between=", ", after="]<|tool_call_end|>", arguments=PYTHON),
     markers=("<|tool_call_start|>", "<|tool_call_end|>"),
     is_in=_has("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
 )
 """LFM2 and LFM2.5, whose templates may show only how the tools are listed."""
 
-NEMOTRON = Notation(
+NEMOTRON = of_form(
     "nemotron_json",
-    json_objects(("<TOOLCALL>",), ("</TOOLCALL>",)),
     CallForm(_OBJECT, "}", before="<TOOLCALL>[", between=", ", after="]</TOOLCALL>"),
-    markers=("<TOOLCALL>", "</TOOLCALL>"),
     is_in=_has("<TOOLCALL>"),
 )
 """Nemotron before 3; Nemotron 3 writes Qwen3-Coder's."""
@@ -304,7 +328,7 @@ NEMOTRON = Notation(
 GEMMA4 = Notation(
     "gemma4",
     gemma_calls("<|tool_call>", "<tool_call|>", '<|"|>'),
-    CallForm("<|tool_call>call:NAME{", "}<tool_call|>", arguments="gemma"),
+    CallForm("<|tool_call>call:NAME{", "}<tool_call|>", arguments=Listed(":", ",", '<|"|>')),
     markers=("<|tool_call>", "<tool_call|>", '<|"|>'),
     is_in=_has("<|tool_call>"),
     ends=("<|tool_response>",),

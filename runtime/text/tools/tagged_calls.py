@@ -1,4 +1,4 @@
-"""Readers of calls whose arguments are one by one between tags: Qwen3-Coder's and GLM-4.5's.
+"""The reader of calls whose arguments are one by one between tags: Qwen3-Coder's, GLM-4.5's and others.
 
     <tool_call>                                 <tool_call>get_weather
     <function=get_weather>                      <arg_key>city</arg_key>
@@ -18,61 +18,54 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from runtime.text.tools.forms import KEY, CallForm, Tagged, pieces
 from runtime.text.tools.json_scanner import as_json
-from runtime.text.tools.reader import WHITE_SPACE, AnswerReader, Reading
+from runtime.text.tools.reader import WHITE_SPACE, AnswerReader, Reader, Reading, accept_all
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
-def qwen3_coder_calls(answer: AnswerReader) -> Reading[None]:
-    """The outer tags are optional, and a closing tag may be missing before the next element."""
-    while (opening := (yield from answer.content_until(("<tool_call>", "<function=")))) is not None:
-        yield from answer.next_character()
-        if opening == "<tool_call>" and (yield from answer.accept("<function=")) is None:
-            continue
-        name = yield from answer.name((">",))
-        if name is None:
-            continue
-        answer.at += 1
-        if not (yield from _begin(answer, name, "<parameter=", ("</function>", "</tool_call>"))):
-            continue
-        arguments = _Arguments(answer, name)
-        while (yield from answer.accept("<parameter=")) is not None:
-            found = yield from answer.find((">",), answer.at, most=_MAX_KEY_LENGTH)
-            if found is None:
-                break
-            key = answer.held[answer.at : found[0]].strip(WHITE_SPACE)
-            answer.at = found[0] + 1
-            answer.layout()
-            ends = ("</parameter>", "\n<parameter=", "\n</function>", "\n</tool_call>")
-            yield from arguments.add(key, ends, is_padded=True)
-            yield from answer.accept("</parameter>")
-            yield from answer.next_character()
-        yield from _end(answer, arguments, "</function>", "</tool_call>")
+def tagged_calls(form: CallForm) -> Reader:
+    """Calls of this form. Opening tags before the innermost are optional, and a closing tag may be missing before the
+    next element."""
+    style = form.arguments
+    assert isinstance(style, Tagged)
+    openings, closings = tuple(pieces(form.before_name)), tuple(pieces(form.closing))
+    name_end = form.after_name.strip()
+    key_open = style.head.partition(KEY)[0].strip()
+    key_ends = {pieces(head.partition(KEY)[2])[0]: head for head in (style.other_head, style.head) if head is not None}
+    pad = "\n" if style.is_padded else ""
+    ends = (style.tail.strip(), pad + key_open, *(pad + closing for closing in closings))
 
+    def read(answer: AnswerReader) -> Reading[None]:
+        while (opening := (yield from answer.content_until(openings))) is not None:
+            yield from answer.next_character()
+            if not (yield from accept_all(answer, openings[openings.index(opening) + 1 :])):
+                continue
+            name = yield from answer.name((name_end,) if name_end else ("\n", "\r\n", key_open, *closings))
+            if name is None:
+                continue
+            answer.at += len(name_end)
+            if not (yield from _begin(answer, name, key_open, closings)):
+                continue
+            arguments = _Arguments(answer, name)
+            while (yield from answer.accept(key_open)) is not None:
+                found = yield from answer.find(tuple(key_ends), answer.at, most=_MAX_KEY_LENGTH)
+                if found is None:
+                    break
+                key = answer.held[answer.at : found[0]].strip(WHITE_SPACE)
+                answer.at = found[0] + len(found[1])
+                value_open = pieces(key_ends[found[1]].partition(KEY)[2])[1:]
+                if value_open and not (yield from accept_all(answer, value_open)):
+                    break
+                answer.layout()
+                is_text = None if style.other_head is None else key_ends[found[1]] == style.head
+                yield from arguments.add(key, ends, is_padded=style.is_padded, is_text=is_text)
+                yield from answer.accept(ends[0])
+                yield from answer.next_character()
+            yield from _end(answer, arguments, *closings)
 
-def glm_calls(answer: AnswerReader) -> Reading[None]:
-    """GLM-4.5 to 4.7."""
-    while (yield from answer.content_until(("<tool_call>",))) is not None:
-        yield from answer.next_character()
-        name = yield from answer.name(("\n", "\r\n", "<arg_key>", "</tool_call>"))
-        if name is None or not (yield from _begin(answer, name, "<arg_key>", ("</tool_call>",))):
-            continue
-        arguments = _Arguments(answer, name)
-        while (yield from answer.accept("<arg_key>")) is not None:
-            found = yield from answer.find(("</arg_key>",), answer.at, most=_MAX_KEY_LENGTH)
-            if found is None:
-                break
-            key = answer.held[answer.at : found[0]]
-            answer.at = found[0] + len(found[1])
-            yield from answer.next_character()
-            if (yield from answer.accept("<arg_value>")) is None:
-                break
-            answer.layout()
-            yield from arguments.add(key, ("</arg_value>", "<arg_key>", "</tool_call>"), is_padded=False)
-            yield from answer.accept("</arg_value>")
-            yield from answer.next_character()
-        yield from _end(answer, arguments, "</tool_call>")
+    return read
 
 
 def _begin(answer: AnswerReader, name: str, argument: str, ends: tuple[str, ...]) -> Reading[bool]:
@@ -114,16 +107,17 @@ class _Arguments:
         self._before = "{"  # text to write before the next piece
         self._has_some = False
 
-    def add(self, key: str, ends: Sequence[str], *, is_padded: bool) -> Reading[None]:
+    def add(self, key: str, ends: Sequence[str], *, is_padded: bool, is_text: bool | None = None) -> Reading[None]:
         """The argument's value, up to the first of the ends. `is_padded`: a newline before it and one after it do not
-        belong to it."""
+        belong to it. `is_text`: what the answer says of its type; None leaves that to the schema."""
         answer = self._answer
         line_end = "\n"
         if is_padded:
             line_end = (yield from answer.accept("\n", "\r\n")) or line_end
             answer.layout()
         types = types_of(property_schema(self._schema, key), self._schema)
-        is_text = types == {"string"}
+        if is_text is None:
+            is_text = types == {"string"}
         head = f"{', ' if self._has_some else ''}{json.dumps(key, ensure_ascii=False)}: "
         self._has_some = True
         if is_text:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from runtime.text.content import around, beside
+from runtime.text.tools.forms import CALL_ID, CALL_NUMBER, KEY, NAME, Listed, Tagged
 from runtime.text.tools.past_calls import with_arguments
 from runtime.text.tools.table import Notation
 from tokenizer import ChatTemplateError, TemplateForms, Tokenizer
@@ -101,28 +102,26 @@ def written(notation: Notation, calls: Sequence[tuple[str, Any]]) -> str:
     """The text of calls, given names and arguments, which are objects, or texts that are not."""
     form = notation.form
     texts = [
-        form.head.replace("NAME", name) + _WRITERS[form.arguments](arguments) + form.tail for name, arguments in calls
-    ]
+        f"{form.head}{_arguments(form.arguments, arguments)}{form.tail}".replace(CALL_ID, f"call{i:05}")
+        .replace(CALL_NUMBER, str(i)).replace(NAME, name, 1)
+        for i, (name, arguments) in enumerate(calls)
+    ]  # fmt: skip
     return form.before + form.between.join(texts) + form.after
 
 
-def _qwen3_coder(arguments: Any) -> str:
-    return "".join(f"<parameter={key}>\n{_text_or_json(value)}\n</parameter>\n" for key, value in _items(arguments))
+def _arguments(style: Literal["json"] | Tagged | Listed, arguments: Any) -> str:
+    if style == "json":
+        return _text_or_json(arguments)
+    pairs = list(arguments.items()) if isinstance(arguments, Mapping) else []
+    if isinstance(style, Tagged):
+        return "".join(_tagged(style, key, value) for key, value in pairs)
+    write = _gemma_value if style.quote else _python_value
+    return style.comma.join(f"{key}{style.separator}{write(value)}" for key, value in pairs)
 
 
-def _glm45(arguments: Any, line_end: str = "\n") -> str:
-    pairs = ((key, _text_or_json(value)) for key, value in _items(arguments))
-    return "".join(
-        f"<arg_key>{key}</arg_key>{line_end}<arg_value>{value}</arg_value>{line_end}" for key, value in pairs
-    )
-
-
-def _glm47(arguments: Any) -> str:
-    return _glm45(arguments, "")
-
-
-def _python(arguments: Any) -> str:
-    return ", ".join(f"{key}={_python_value(value)}" for key, value in _items(arguments))
+def _tagged(style: Tagged, key: str, value: Any) -> str:
+    head = style.head if isinstance(value, str) or style.other_head is None else style.other_head
+    return f"{head.replace(KEY, key)}{_text_or_json(value)}{style.tail}{style.after}"
 
 
 def _python_value(value: Any) -> str:
@@ -135,10 +134,6 @@ def _python_value(value: Any) -> str:
     return str(value)
 
 
-def _gemma(arguments: Any) -> str:
-    return ",".join(f"{key}:{_gemma_value(value)}" for key, value in _items(arguments))
-
-
 def _gemma_value(value: Any) -> str:
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
@@ -149,16 +144,5 @@ def _gemma_value(value: Any) -> str:
     return json.dumps(value)
 
 
-def _items(arguments: Any) -> list[tuple[str, Any]]:
-    """The arguments one by one; none for a value that is not an object."""
-    return list(arguments.items()) if isinstance(arguments, Mapping) else []
-
-
 def _text_or_json(value: Any) -> str:
     return value if isinstance(value, str) else dumps(value, ensure_ascii=False)
-
-
-_WRITERS = {
-    "json": _text_or_json, "qwen3_coder": _qwen3_coder, "glm45": _glm45, "glm47": _glm47, "python": _python,
-    "gemma": _gemma,
-}  # fmt: skip
