@@ -166,6 +166,8 @@ def _absence(module: str) -> str:
         return f"belongs to a mixture of experts, whose maps take no adapters: {_MERGE}"
     if module.rpartition(".")[2] in ("lm_head", "embed_tokens", "wte", "score"):
         return f"is a token table or a head, which take no adapters: {_MERGE}"
+    if _end_of(module).startswith("vision "):
+        return f"belongs to a vision tower, which takes no adapters: {_MERGE}"
     return "is none of the model's: the adapter is for another model"
 
 

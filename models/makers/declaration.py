@@ -93,9 +93,22 @@ class LinearDeclaration:
             first = 0 if len(self.names) > 1 else first + shard.whole
 
     @property
+    def whole_maps(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Each tensor's name, and (N, K) of all ranks' map."""
+        wholes = tuple(shard.whole for shard in self.rows)
+        for name, count in zip(self.names, wholes if len(self.names) > 1 else (sum(wholes),), strict=True):
+            yield name, (count, self.columns.whole)
+
+    @property
+    def adds_unsplit(self) -> bool:
+        """Whether this rank adds what ranks add once: one does if their results are added, each for a sum of
+        segments."""
+        return self.split != "inputs" or self.rank == 0 or self.is_segmented
+
+    @property
     def adds_bias(self) -> bool:
-        """Whether this rank adds the bias: one rank if the ranks' results are added, each for a sum of segments."""
-        return self.has_bias and (self.split != "inputs" or self.rank == 0 or self.is_segmented)
+        """Whether this rank adds the bias."""
+        return self.has_bias and self.adds_unsplit
 
 
 def several(widths: Width | Sequence[Width]) -> Sequence[Width]:

@@ -589,11 +589,10 @@ class EngineConfig(SchedulingConfig):
                 f"max_cpu_loras is {self.max_cpu_loras}, must be at least max_loras = {self.max_loras}",
                 param="max_cpu_loras",
             )
-        if self.enable_lora and self.num_ranks > 1:
+        if self.enable_lora and (self.pipeline_parallel_size > 1 or (self.exact and self.num_ranks > 1)):
+            cause = f"{self._split_by} {getattr(self, self._split_by)}" + (" and exact" if self.exact else "")
             raise RequestError(
-                f"enable_lora: a model that is split over {self.num_ranks} ranks takes no adapters; leave out "
-                f"{self._split_by}, or merge the adapter",
-                param="enable_lora",
+                f"enable_lora does not go with {cause}: leave it out, or merge the adapter", param="enable_lora"
             )
         if self.prefix_cache_dir and not self.enable_prefix_caching:
             raise RequestError(

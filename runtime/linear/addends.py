@@ -49,6 +49,14 @@ class DeclaredMap(Protocol):
         """For each of the outputs its tensor's name, and this rank's rows and columns of that tensor."""
 
     @property
+    def whole_maps(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Each tensor's name, and (N, K) of all ranks' map."""
+
+    @property
+    def adds_unsplit(self) -> bool:
+        """Whether this rank adds what ranks add once, such as a bias."""
+
+    @property
     def is_segmented(self) -> bool:
         """Whether ranks add the whole addend, instead of their parts."""
 

@@ -55,6 +55,7 @@ class LowRankMap:
     def __init__(self, declared: DeclaredMap, num_slots: int, rank: int) -> None:
         self.shape = declared.shape
         self.num_slots, self.rank = num_slots, rank
+        self.adds_bias = declared.adds_unsplit
         self.parts: list[_Part] = []
         first = 0
         for module, rows, columns in declared.parts:
@@ -98,7 +99,7 @@ class LowRankMap:
                 down[own] = pair.down[:, part.columns]
                 rows = slice(part.first, part.first + part.rows.stop - part.rows.start)
                 up[rows, own] = pair.up[part.rows]
-                if pair.bias is not None:
+                if pair.bias is not None and self.adds_bias:
                     bias[rows] = pair.bias[part.rows]
         _write(self.down.experts[slot], down, None)
         column = first = 0
@@ -116,13 +117,13 @@ class LowRankMaps:
         num_slots: adapters that are on the device at a time.
         rank: the largest.
         maps: the maps that take them, by the first of their modules.
-        modules: (N, K) of each module, of all ranks together, and its map.
+        modules: (N, K) of each module, of all ranks together.
     """
 
     def __init__(self, num_slots: int, rank: int) -> None:
         self.num_slots, self.rank = num_slots, rank
         self.maps: dict[str, LowRankMap] = {}
-        self.modules: dict[str, tuple[tuple[int, int], LowRankMap]] = {}
+        self.modules: dict[str, tuple[int, int]] = {}
 
     def addends_of(self, declared: DeclaredMap) -> Sequence[LowRankMap]:
         """See `AddendSource`; a map that is declared again replaces itself. Those of pictures' towers take none."""
@@ -130,11 +131,7 @@ class LowRankMaps:
             return ()
         made = LowRankMap(declared, self.num_slots, self.rank)
         self.maps[declared.names[0]] = made
-        heights: dict[str, int] = {}
-        for part in made.parts:
-            heights[part.module] = max(heights.get(part.module, 0), part.rows.stop)
-        for module, height in heights.items():
-            self.modules[module] = (height, declared.shape[1]), made
+        self.modules.update(declared.whole_maps)
         return (made,)
 
     def allocate(self, options: LoadOptions) -> None:
@@ -158,7 +155,7 @@ class LowRankMaps:
         for module, pair in pairs.items():
             if module not in self.modules:
                 raise InvalidArgumentError(f"{module}: the model has no such map that takes adapters", param=module)
-            (outputs, inputs), _ = self.modules[module]
+            outputs, inputs = self.modules[module]
             rank = len(pair.down)
             if pair.down.shape != (rank, inputs) or pair.up.shape != (outputs, rank):
                 raise InvalidArgumentError(

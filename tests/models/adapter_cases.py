@@ -75,13 +75,14 @@ def load_adapter_golden(case: str) -> AdapterGolden:
 
 
 def write_adapter(
-    folder: Path, case: str, *, config: dict[str, Any] | None = None, tensors: dict[str, Array] | None = None
-) -> Path:
-    """The case's folder as PEFT writes it, with other fields or tensors."""
+    folder: Path, case: str, *, config: dict[str, Any] | None = None, tensors: dict[str, Array] | None = None,
+    is_alone: bool = False,
+) -> Path:  # fmt: skip
+    """The case's folder as PEFT writes it, with other fields or tensors; or with these alone."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = {**CASES[case].fields, "base_model_name_or_path": "base", **(config or {})}
     (folder / "adapter_config.json").write_text(json.dumps(fields), encoding="utf-8")
     shapes = load_adapter_golden(case).shapes
-    made = {name: adapter_tensor(name, shape, case) for name, shape in shapes.items()}
+    made = {} if is_alone else {name: adapter_tensor(name, shape, case) for name, shape in shapes.items()}
     write_safetensors(folder / "adapter_model.safetensors", {**made, **(tensors or {})})
     return folder

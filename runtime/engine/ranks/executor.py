@@ -23,6 +23,7 @@ from runtime.engine.ranks.messages import (
     StartEncoding,
     StartPass,
     ToRank,
+    WriteAdapter,
     frame,
     step_message,
 )
@@ -105,7 +106,11 @@ class ParallelExecutor:
         return sampled
 
     def write_adapter(self, slot: int, pairs: Mapping[str, Any]) -> None:
-        raise UnsupportedStepError("a model that is split over ranks takes no adapters")
+        parts = {
+            module: [(each.shape, np.frombuffer(each.tobytes(), np.uint8)) for each in pair if each is not None]
+            for module, pair in pairs.items()
+        }
+        self.together(WriteAdapter(slot, parts), lambda: self.local.write_adapter(slot, pairs))
 
     def can_overlap(self, step: StepInput) -> bool:
         return self.local.can_overlap(step)

@@ -116,6 +116,13 @@ class DropEncoded(msgspec.Struct, frozen=True, tag=True):
     slot: int
 
 
+class WriteAdapter(msgspec.Struct, frozen=True, tag=True):
+    """See ``Executor.write_adapter``: for each module the bytes of its pair's float32 arrays, and their shapes."""
+
+    slot: int
+    pairs: dict[str, list[tuple[tuple[int, ...], NDArray[np.uint8]]]]
+
+
 class StartPass(msgspec.Struct, frozen=True, tag=True):
     """See ``Executor.pooling_pass``; it replaces the previous one."""
 
@@ -148,6 +155,7 @@ ToRank = (
     | StartEncoding
     | Encode
     | DropEncoded
+    | WriteAdapter
     | StartPass
     | RunPass
     | Logits

@@ -30,11 +30,13 @@ from runtime.engine.ranks.messages import (
     RunStep,
     StartEncoding,
     StartPass,
+    WriteAdapter,
     frame,
 )
 from runtime.engine.steps.executor import Computation, SidePass, UnsupportedStepError
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.step_input import StepInput
+from runtime.linear.low_rank import Pair
 
 LEAD_S = 0.005
 """How long a rank with a running graph waits for a step to queue after it, before it reads the result."""
@@ -85,6 +87,12 @@ class RankProcess:
                     executor.encode(slot, num_rows)
                 case DropEncoded(slot):
                     executor.drop_encoded(slot)
+                case WriteAdapter(slot, parts):
+                    pairs = {
+                        module: Pair(*(data.view(np.float32).reshape(shape) for shape, data in arrays))
+                        for module, arrays in parts.items()
+                    }
+                    executor.write_adapter(slot, pairs)
                 case StartPass(lengths):
                     pooling_pass = None  # frees its room for the next
                     pooling_pass = executor.pooling_pass(lengths)

@@ -18,7 +18,7 @@ from runtime.engine.make_engine import engine_of
 from runtime.engine.messages import AdapterRef, EngineOutput, EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from tests.models.adapter_cases import adapter_tensor, load_adapter_golden, write_adapter
-from tests.models.folders import write_model
+from tests.models.folders import load_golden, write_model
 
 CASE = "llama"
 NAMES = ("first", "second", "third")
@@ -278,6 +278,33 @@ def test_reloads_of_other_content_never_meet_old_answers(folders: Path, tmp_path
             assert answers[name] == expected[key][: len(answers[name])], (name, key)
 
 
+@pytest.mark.parametrize("name", ["mistral_wide_window", "qwen2_window"])
+def test_ranks_answer_as_one(tmp_path: Path, name: str) -> None:
+    golden = load_golden(name)
+    write_model(tmp_path / "model", golden)
+    rng = np.random.default_rng(1)
+    tensors = {}
+    for tensor, shape in golden.shapes.items():
+        if len(shape) == 2 and "_proj" in tensor:
+            module = f"base_model.model.{tensor.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = rng.standard_normal((4, shape[1])).astype(np.float32) / 4
+            tensors[f"{module}.lora_B.weight"] = rng.standard_normal((shape[0], 4)).astype(np.float32) / 4
+            tensors[f"{module}.lora_B.bias"] = rng.standard_normal(shape[0]).astype(np.float32) / 4
+    folder = write_adapter(tmp_path / "own", CASE, tensors=tensors, config={"lora_bias": True}, is_alone=True)
+    found = []
+    for ranks in (1, 2):
+        engine = opened(tmp_path, tensor_parallel_size=ranks)
+        engine.add(asked("0", IDS[:20], loaded(engine, folder)))
+        engine.add(asked("1", IDS[:20], None))
+        found.append(drained(engine)[0])
+        engine.close()
+    for request in ("0", "1"):
+        one, two = (each[request] for each in found)
+        assert [token for token, _ in one] == [token for token, _ in two]
+        np.testing.assert_allclose([each for _, each in one], [each for _, each in two], atol=1e-4)
+    assert found[0]["0"] != found[0]["1"]
+
+
 def test_an_engine_without_adapters_refuses_them(folders: Path) -> None:
     engine = opened(folders, enable_lora=False)
     ref = AdapterRef(name="first", path=str(folders / "first"), digest="00" * 32)
@@ -299,7 +326,8 @@ def test_an_adapter_that_does_not_fit_is_told(engine: Engine, tmp_path: Path) ->
 @pytest.mark.parametrize(("settings", "message"), [
     ({"max_loras": 0}, "max_loras"), ({"max_lora_rank": 513}, "max_lora_rank"),
     ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras is 3, must be at least max_loras = 4"),
-    ({"enable_lora": True, "tensor_parallel_size": 2}, "split over 2 ranks takes no adapters"),
+    ({"enable_lora": True, "pipeline_parallel_size": 2}, "enable_lora does not go with pipeline_parallel_size 2"),
+    ({"enable_lora": True, "tensor_parallel_size": 2, "exact": True}, "tensor_parallel_size 2 and exact"),
 ])  # fmt: skip
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
