@@ -36,15 +36,13 @@ from numba_kernels.cuda.attention.tiles import (
     Variant,
     head_row,
     is_hidden,
-    key_tile_copier,
     query_tile_copier,
-    scale_copier,
+    run_copier,
     sink_head,
     tile_shape,
     visible_end,
 )
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
-from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_storer
 from numba_kernels.cuda.intrinsics.math import divide_u32, exp2, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
@@ -118,12 +116,11 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     query_registers = steps if keeps_queries else 1
     add_product, pack = product_adder(dtype), pack_bf16 if dtype == "bf16" else pack_f16
     pieces_of_tile = 1 if columns <= 128 else 2  # each of which a lane finds in one page
-    piece_keys = NUM_KEYS // pieces_of_tile
     pages, has_scales = variant.pages, variant.pages != ""
     key_pitch = tile_shape(pages or dtype, head_dim).pitch
-    tiling = pages or dtype, head_dim, block_size, piece_keys, 32, variant.has_window
-    column_of, locate, copy_keys = key_tile_copier(*tiling)
-    scales_of, copy_scales = scale_copier(*tiling)
+    column_of, scales_of, locate_tile, copy_tile = run_copier(
+        pages or dtype, head_dim, block_size, NUM_KEYS, pieces_of_tile, 32, variant.has_window
+    )
     scales_offset = NUM_KEYS * key_pitch
     step_pairs = -(-steps // 2) if has_scales else 0  # steps of bytes, which are loaded two at a time
     single_steps = 0 if has_scales else steps
@@ -149,21 +146,6 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     row_turns = -(-(columns // 4) // row_threads)
     is_whole = columns // 4 % row_threads == 0
     has_pairs = head_dim % 4 == 0
-
-    @device_function
-    def locate_tile(block_tables, table, key, seen, stop, num_kv_heads, lane, pages):
-        for i in range(pieces_of_tile):
-            at = uint32(key + uint32(i * piece_keys))
-            pages[i] = locate(block_tables, table, at, seen, stop, num_kv_heads, lane)
-
-    @device_function
-    def copy_tile(tile, column, scales, pages, key, seen, stop, lane):
-        for i in range(pieces_of_tile):
-            at = uint32(key + uint32(i * piece_keys))
-            copy_keys(uint32(tile + uint32(i * piece_keys * key_pitch)), column, pages[i], at, seen, stop, lane)
-            if has_scales:
-                place = uint32(tile + uint32(scales_offset + i * piece_keys * 4))
-                copy_scales(place, scales, pages[i], at, seen, stop, lane)
 
     @cuda.jit
     def kernel(
@@ -243,9 +225,9 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         key = uint32(turn + warp * uint32(NUM_KEYS))
         next_key = uint32(key + uint32(keys_a_turn))
         later_key = uint32(next_key + uint32(keys_a_turn))
-        locate_tile(block_tables, table, key, seen, stop, num_kv_heads, lane, pages)
-        locate_tile(block_tables, table, next_key, seen, stop, num_kv_heads, lane, next_pages)
-        locate_tile(block_tables, table, later_key, seen, stop, num_kv_heads, lane, later_pages)
+        locate_tile(pages, block_tables, table, key, seen, stop, num_kv_heads, lane)
+        locate_tile(next_pages, block_tables, table, next_key, seen, stop, num_kv_heads, lane)
+        locate_tile(later_pages, block_tables, table, later_key, seen, stop, num_kv_heads, lane)
         copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
         copy_async_commit()
         odd = uint32(0)  # where the tiles of this turn lie in their pairs
@@ -359,7 +341,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
             for i in range(pieces_of_tile):
                 next_pages[i] = later_pages[i]
             later_key = uint32(later_key + uint32(keys_a_turn))
-            locate_tile(block_tables, table, later_key, seen, stop, num_kv_heads, lane, later_pages)
+            locate_tile(later_pages, block_tables, table, later_key, seen, stop, num_kv_heads, lane)
             if has_scales:
                 place = uint32(v_tile + uint32(scales_offset) + below * uint32(4))
                 upper = shared_load_f32(place) * factor

@@ -304,6 +304,36 @@ def scale_copier(
 
 
 @functools.cache
+def run_copier(
+    dtype: str, head_dim: int, block_size: int, num_keys: int, num_runs: int, threads: int, has_window: bool
+) -> tuple[Any, Any, Any, Any]:
+    """``(column, scales_of, locate, copy)``: `key_tile_copier`'s and `scale_copier`'s functions for tiles of which a
+    thread copies `num_runs` pieces of neighbouring rows: ``locate(offsets, …)`` and ``copy(tile, column, scales,
+    offsets, …)``. Scales follow the tile's rows."""
+    keys, pitch = num_keys // num_runs, tile_shape(dtype, head_dim).pitch
+    column, locate_run, copy_run = key_tile_copier(dtype, head_dim, block_size, keys, threads, has_window)
+    scales_of, copy_scales = scale_copier(dtype, head_dim, block_size, keys, threads, has_window)
+    has_scales, scales_at = PAGE_BYTES[dtype] == 1, num_keys * pitch
+
+    @device_function
+    def locate(offsets, block_tables, table, first_key, seen, end_key, num_kv_heads, thread):
+        for i in range(num_runs):
+            at = uint32(first_key + uint32(i * keys))
+            offsets[i] = locate_run(block_tables, table, at, seen, end_key, num_kv_heads, thread)
+
+    @device_function
+    def copy(tile, column, scales, offsets, first_key, seen, end_key, thread):
+        for i in range(num_runs):
+            at = uint32(first_key + uint32(i * keys))
+            copy_run(uint32(tile + uint32(i * keys * pitch)), column, offsets[i], at, seen, end_key, thread)
+            if has_scales:
+                place = uint32(tile + uint32(scales_at + 4 * i * keys))
+                copy_scales(place, scales, offsets[i], at, seen, end_key, thread)
+
+    return column, scales_of, locate, copy
+
+
+@functools.cache
 def widening_copier(pages: str, head_dim: int, block_size: int, num_keys: int, threads: int, has_window: bool) -> Any:
     """A device function ``copy(tile, column, scales, offset, first_key, seen, end_key, thread)``: as
     `key_tile_copier`'s of pages of bytes, but they come as float32, times their scales. Not asynchronous."""

@@ -17,7 +17,7 @@ from numba import cuda, float32, uint32
 
 from numba_kernels.cuda.attention.online_softmax import origin_of, subtract
 from numba_kernels.cuda.attention.parts import scratch_bytes
-from numba_kernels.cuda.attention.tiles import key_tile_copier, scale_copier, tile_shape
+from numba_kernels.cuda.attention.tiles import run_copier, tile_shape
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import exp2
@@ -133,32 +133,13 @@ def wide_tiles(dtype: str, pages: str, head_dim: int, arch: str, is_split: bool)
 
 @functools.cache
 def wide_tile_copier(tiles: WideTiles, block_size: int, has_window: bool) -> tuple[int, Any, Any, Any, Any]:
-    """How many runs of rows a thread has, then `key_tile_copier`'s and `scale_copier`'s functions for all of them:
-    ``column``, ``scales_of``, ``locate(offsets, …)``, ``copy(tile, column, scales, offsets, …)``."""
+    """How many runs of rows a thread has, then `run_copier`'s functions for all of them."""
     pieces = tile_shape(tiles.pages or tiles.dtype, tiles.head_dim).pieces
     runs = -(-tiles.num_keys * pieces // (8 * tiles.threads))
-    keys, scales_at = tiles.num_keys // runs, tiles.num_keys * tiles.key_pitch
-    tiling = tiles.pages or tiles.dtype, tiles.head_dim, block_size, keys, tiles.threads, has_window
-    column, locate_run, copy_run = key_tile_copier(*tiling)
-    scales_of, copy_scales = scale_copier(*tiling)
-    has_scales, key_pitch = tiles.pages != "", tiles.key_pitch
-
-    @device_function
-    def locate(offsets, block_tables, table, first_key, seen, end_key, num_kv_heads, thread):
-        for i in range(runs):
-            at = uint32(first_key + uint32(i * keys))
-            offsets[i] = locate_run(block_tables, table, at, seen, end_key, num_kv_heads, thread)
-
-    @device_function
-    def copy(tile, column, scales, offsets, first_key, seen, end_key, thread):
-        for i in range(runs):
-            at = uint32(first_key + uint32(i * keys))
-            copy_run(uint32(tile + uint32(i * keys * key_pitch)), column, offsets[i], at, seen, end_key, thread)
-            if has_scales:
-                place = uint32(tile + uint32(scales_at + 4 * i * keys))
-                copy_scales(place, scales, offsets[i], at, seen, end_key, thread)
-
-    return runs, column, scales_of, locate, copy
+    found = run_copier(
+        tiles.pages or tiles.dtype, tiles.head_dim, block_size, tiles.num_keys, runs, tiles.threads, has_window
+    )
+    return runs, *found
 
 
 @functools.cache

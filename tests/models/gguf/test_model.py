@@ -24,6 +24,7 @@ from runtime.linear.format import GGML_FORMATS
 from tests.models.driver import logits_of, relative_error
 from tests.models.folders import golden_tensors, load_golden, write_safetensors
 from tests.models.gguf.files import Array, random_blocks, write_gguf
+from tests.models.gguf.test_formats import dequantised
 from tests.models.products import check_products
 
 # Cases, and what the converter leaves out of its files: their twins have what llama.cpp takes instead.
@@ -347,6 +348,19 @@ def test_nine_types_multiplied_as_stored(tmp_path: Path) -> None:
     np.testing.assert_array_equal(whole, logits_of(kept, ids, [1] * len(ids)))
     check_products(kept, ids, logits_of(twin, ids))
     assert relative_error(whole, logits_of(twin, ids)) < 0.15
+
+
+@pytest.mark.exhaustive
+def test_one_bit_is_multiplied_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf, "dequantize", dequantised)  # the package does not read this type
+    blocks, floats = quantised_tensors(lambda name: Ggml.Q1_0, seed=5)
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, blocks, type_of=lambda name: Ggml.Q1_0)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_safetensors(tmp_path / "model.safetensors", floats)
+    ids, kept, twin = list(range(40, 70)), load_model(path), load_model(tmp_path)
+    assert kept.lm_head.format is GGML_FORMATS["Q4_0"]
+    np.testing.assert_array_equal(logits_of(load_model(path, dtype="float32"), ids), logits_of(twin, ids))
+    check_products(kept, ids, logits_of(twin, ids))
 
 
 @pytest.mark.emulator
