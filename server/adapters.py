@@ -15,6 +15,7 @@ from typing import Any
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import AdapterRef
 from runtime.engine.process.client import EngineClient
+from server.config import ServerConfig
 
 MOST_NAMES = 10_000
 MOST_NAME_CHARACTERS = 256
@@ -69,6 +70,13 @@ class Adapters:
         self._client, self._own_names = client, own_names
         self.root = None if root is None else Path(root).expanduser().resolve()
         self._by_name: dict[str, AdapterRef] = {}
+
+    @classmethod
+    def of(cls, client: EngineClient, own_names: Sequence[str], config: ServerConfig) -> Adapters:
+        """With those of the server's start; waits for them. Raises ``RequestError``."""
+        made = cls(client, own_names, config.lora_root)
+        made.load_all(parse_modules(config.lora_modules))
+        return made
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name

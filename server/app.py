@@ -87,7 +87,10 @@ class Application(Starlette):
         adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
         """Sets the loaded model: requests are accepted from now on, or from the application's start. Call it once, on
-        the event loop if that runs. The arguments are `create_app`'s."""
+        the event loop if that runs. The arguments are `create_app`'s; `adapters` are loaded here, while others wait,
+        unless they are given. Raises `RequestError` for one that cannot be."""
+        if adapters is None:
+            adapters = Adapters.of(client, self.model_names, self.config)
         self._model, self._adapters = (client, tokenizer, default_sampling), adapters
         if self._is_running:
             self._begin_service()

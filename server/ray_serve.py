@@ -21,7 +21,7 @@ from runtime.parallel.ray_engines import RayError
 from runtime.text.load import load_tokenizer
 from server.app import Application, create_app
 from server.config import ServerConfig
-from server.serve import check_files, warm_up
+from server.serve import check_adapters, check_files, warm_up
 
 ray = later("ray")
 logger = logging.getLogger("xserv.server")
@@ -99,6 +99,7 @@ def application(deployment: Deployment) -> Any:
     options = dict(deployment.engine_options)
     config = EngineConfig(**options)
     check_files(deployment.config, config.prefix_cache_dir)
+    check_adapters(deployment.config, is_enabled=config.enable_lora)
     num_engines = config.data_parallel_size * config.num_ranks
     device = config.device
     has_gpus = device.startswith("cuda") or (device == "auto" and _cluster_gpus() > 0)

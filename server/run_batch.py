@@ -31,7 +31,7 @@ from runtime.progress import Reporter, Show
 from runtime.text.load import load_tokenizer, read_chat_template
 from server.app import Application
 from server.config import ServerConfig
-from server.serve import served_names
+from server.serve import check_adapters, served_names
 
 URLS = (
     "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses", "/v1/messages",
@@ -110,6 +110,7 @@ def run_batch(
     the errors of `StartingClient`.
     """
     config = replace(config or ServerConfig(), api_keys=(), api_key_files=())
+    check_adapters(config, is_enabled=bool(engine_options.get("enable_lora")))
     with ExitStack() as stack:
         if not input_file.is_file():
             raise BatchFileError(f"{input_file} is no file", param="input_file")

@@ -205,8 +205,7 @@ class _Server(uvicorn.Server):
             folder = Path(client.info.model_path)
             tokenizer = load_tokenizer(folder, self.chat_template)
             warm_up(client)
-            adapters = Adapters(client, self.app.model_names, self.app.config.lora_root)
-            adapters.load_all(parse_modules(self.app.config.lora_modules))
+            adapters = Adapters.of(client, self.app.model_names, self.app.config)
             next_call = partial(self._take_up, client, tokenizer, recommended_sampling(folder), adapters)
         except BaseException as error:
             next_call = partial(self._fail, error)

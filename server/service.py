@@ -227,7 +227,7 @@ class Service:
             raise ApiError(
                 404,
                 f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}"
-                + (f" and {len(self.adapters.all)} adapters of it" if self.adapters.all else "")
+                + (" and adapters of it" if self.adapters.all else "")
                 + ".",
                 param="model",
                 code="model_not_found",

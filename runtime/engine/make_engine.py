@@ -225,7 +225,7 @@ def load_declared(
     read_rule(loaded, declared.folder, config.mmproj)
     if isinstance(maps := loaded.addends, LowRankMaps):
         maps.allocate(LoadOptions(device=loaded.device, dtype=loaded.dtype, exact=config.exact))
-        logger.info("%d slots for adapters of rank %d take %s bytes", maps.num_slots, maps.rank, f"{maps.size_bytes:,}")
+        logger.info("slots for adapters: %d of rank %d, %s bytes", maps.num_slots, maps.rank, f"{maps.size_bytes:,}")
     return loaded
 
 
