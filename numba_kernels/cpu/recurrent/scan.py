@@ -5,33 +5,37 @@ For each value head, with decay e, step size b, key k, query q and value v of a 
     d = b (v - e S^T k)   (mamba: d = b v)      o = e S^T q + d (k . q)      S = e S + k d^T
 
 Columns of S are independent. A work item has some columns of one head for all tokens of a sequence, BLOCK at a time, so
-that they stay in the first-level cache; one pass over the rows adds ``k d^T`` of the token before and sums up ``S^T k``
-and ``S^T q`` of this one. Each lane adds from the first row to the last, whatever the chunk, the processor or the
-number of threads. A state of bfloat16 is rounded after each token.
+that they stay in the first-level cache (of a lone token WIDE); one pass over the rows adds ``k d^T`` of the token
+before and sums up ``S^T k`` and ``S^T q`` of this one. Each lane adds from the first row to the last, whatever the
+chunk, the processor or the number of threads. A state of bfloat16 is rounded after each token.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import llvmlite.ir as ir
 import numpy as np
 from numba import carray, njit
 from numba.core import cgutils, types
 
+from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.intrinsics import atomic, simd
 from numba_kernels.cpu.intrinsics.emitted import LITERAL, emitted
 from numba_kernels.cpu.intrinsics.scalars import load_f32, store_f32
 from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
+from numba_kernels.cpu.layout import TILE_VECTORS
 from numba_kernels.cpu.recurrent.convolution import CHUNK_FIELDS, chunk_end, chunk_of, covered, written_page
 from numba_kernels.cpu.recurrent.tiles import GATE_ONLY, NORMED, SIGMOID, SILU, gate_tile, inner_product
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at
 from numba_kernels.cpu.target import LANES
 
-BLOCK = 32  # columns that are read together
-MOST_UNITS = 16  # of a work item
-_VECTORS = BLOCK // LANES
+BLOCK = 64 if TILE_VECTORS > 1 else 32  # columns that are read together, as registers allow
+WIDE = 128  # the same where a sequence has a single token
+MOST_UNITS = 512 // BLOCK  # of a work item
+_VECTORS, _WIDE_VECTORS = BLOCK // LANES, WIDE // LANES
 _ROW = BLOCK * 4
 _AHEAD = 12  # rows that are prefetched before they are read
 
@@ -54,28 +58,26 @@ def _rounded(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.bitcast(builder.select(builder.fcmp_unordered("uno", value, value), quiet, nearest), value.type)
 
 
-@emitted(types.void, *[LITERAL] * 5, *[types.intp] * 12, *[types.float32] * 4)
+@emitted(types.void, *[LITERAL] * 6, *[types.intp] * 12, *[types.float32] * 4)
 def scan_tile(
-    builder, updates, reads, has_delta, rounds, bypasses, source, source_stride, target, target_stride, rows, fetched,
-    last_k, delta, k, q, v, out, last_decay, decay, step, product,
+    builder, width, updates, reads, has_delta, rounds, bypasses, source, source_stride, target, target_stride, rows,
+    fetched, last_k, delta, k, q, v, out, last_decay, decay, step, product,
 ):  # fmt: skip
-    """A pass over BLOCK columns of ``rows`` rows of a state, all addresses; strides in bytes.
+    """A pass over ``width`` vectors of columns of ``rows`` rows of a state, all addresses; strides in bytes.
 
     With ``updates``, rows become ``last_decay * row + last_k * delta`` and go to ``target``, rounded to bfloat16 with
-    ``rounds``, around the caches with ``bypasses``. With ``reads``, the token's own ``delta [BLOCK]`` and ``out
-    [BLOCK]`` follow from them. A pass that does one of both prefetches rows at ``fetched``, as far apart as those of
+    ``rounds``, around the caches with ``bypasses``. With ``reads``, the token's own ``delta`` and ``out``, of as many
+    columns, follow from them. A pass that does one of both prefetches rows at ``fetched``, as far apart as those of
     ``source``."""
 
     def vectors(at):
-        return [
-            simd.load(builder, simd.offset(builder, at, 64 * each), simd.vector(F32), 4) for each in range(_VECTORS)
-        ]
+        return [simd.load(builder, simd.offset(builder, at, 64 * each), simd.vector(F32), 4) for each in range(width)]
 
     def scalar(at, row):
         return simd.splat(builder, simd.load(builder, builder.add(at, builder.mul(row, ir.Constant(I64, 4))), F32, 4))
 
     added = vectors(delta) if updates else []
-    sums = [cgutils.alloca_once(builder, simd.vector(F32)) for _ in range(2 * _VECTORS)]
+    sums = [cgutils.alloca_once(builder, simd.vector(F32)) for _ in range(2 * width)]
     for each in sums if reads else []:
         builder.store(simd.splat_constant(F32, 0.0), each)
     last = simd.splat(builder, last_decay)
@@ -92,12 +94,12 @@ def scan_tile(
                 simd.store(builder, each, place, 64 if bypasses else 4, is_read_soon=not bypasses)
         if updates != reads:
             ahead = builder.add(fetched, builder.mul(row, source_stride))
-            for line in range(0, _ROW, 64):
-                simd.prefetch(builder, simd.offset(builder, ahead, line))
+            for line in range(width):
+                simd.prefetch(builder, simd.offset(builder, ahead, 64 * line))
         if reads:
-            for first, given in ((0, k), (_VECTORS, q)) if has_delta else ((_VECTORS, q),):
+            for first, given in ((0, k), (width, q)) if has_delta else ((width, q),):
                 factor = scalar(given, row)
-                for register, each in zip(sums[first : first + _VECTORS], state):
+                for register, each in zip(sums[first : first + width], state):
                     builder.store(simd.fma(builder, factor, each, builder.load(register)), register)
     if reads:
         now, size, both = simd.splat(builder, decay), simd.splat(builder, step), simd.splat(builder, product)
@@ -105,7 +107,7 @@ def scan_tile(
             if has_delta:
                 value = builder.fsub(value, builder.fmul(now, builder.load(sums[number])))
             value = builder.fmul(size, value)
-            result = simd.fma(builder, value, both, builder.fmul(now, builder.load(sums[_VECTORS + number])))
+            result = simd.fma(builder, value, both, builder.fmul(now, builder.load(sums[width + number])))
             simd.store(builder, value, simd.offset(builder, delta, 64 * number))
             simd.store(builder, result, simd.offset(builder, out, 64 * number))
 
@@ -129,12 +131,34 @@ def _store(stored, state, stride, columns, block, rows):
             store_f32(stored, state, row * stride + i, source[i])
 
 
+def _step_of(has_delta: int) -> Any:
+    """A function that computes a lone token: it reads WIDE columns of all rows from one page, and writes them to the
+    other around the caches, while it prefetches those at ``after``. If these are all columns, memory delivers one
+    stream."""
+
+    @njit(nogil=True)
+    @name_by_content
+    def step_rows(read, written, row_bytes, rows, after, delta, k, q, v, out, decay, step, product):
+        scan_tile(
+            _WIDE_VECTORS, 0, 1, has_delta, 0, 0, read, row_bytes, 0, 0, rows, read + _AHEAD * row_bytes, 0, delta, k,
+            q, v, out, decay, decay, step, product,
+        )  # fmt: skip
+        scan_tile(
+            _WIDE_VECTORS, 1, 0, has_delta, 0, 1, read, row_bytes, written, row_bytes, rows, after, k, delta, 0, 0, 0,
+            0, decay, decay, decay, decay,
+        )  # fmt: skip
+
+    return step_rows
+
+
 @functools.cache
 def scan_kernel(is_delta: bool, stored: type) -> Kernel:
     """``out [T, value_heads * value_dim]``, not yet normalised, and the states of the pages that are written. A work
     item is ``units_a_work_item`` blocks of columns of a sequence's heads."""
     itemsize = np.dtype(stored).itemsize
     is_plain, has_delta, rounds = stored is np.float32, int(is_delta), int(stored is not np.float32)
+    has_steps = is_plain and TILE_VECTORS > 1  # and so registers for the sums of WIDE columns
+    step_wide = _step_of(has_delta)
 
     def scan(arguments, work_item):
         a = carray(arguments, 1)[0]
@@ -152,15 +176,23 @@ def scan_kernel(is_delta: bool, stored: type) -> Kernel:
         replayed = p - length if p > 0 else 0
         total = replayed + n
         kept = replayed + covered(n, p, a.pending) - p
-        memory = np.empty((key_dim + 3) * BLOCK, np.float32)  # of a block and three rows, which begin with a line
+        # Of a block and two rows of WIDE columns, which begin with a line.
+        memory = np.empty((key_dim + 1) * BLOCK + 2 * WIDE, np.float32)
         base = (address(memory) + 63) // 64 * 64
-        block_at, delta_at, result_at = base, base + key_dim * _ROW, base + (key_dim + 1) * _ROW
+        block_at, delta_at, result_at = base, base + key_dim * _ROW, base + key_dim * _ROW + WIDE * 4
         small = np.zeros(BLOCK, np.float32)
-        result, stride = float32_at(result_at, BLOCK), value_dim
+        result, stride = float32_at(result_at, WIDE), value_dim
         of_head = key_dim * value_dim * itemsize
+        can_step = has_steps and total == 1 and p > 0 and (a.state | (stride * 4)) % 64 == 0
+        next_unit = first_unit
         for unit in range(first_unit, end_unit):
+            if unit < next_unit:
+                continue
             head, column = unit // num_blocks, unit % num_blocks * BLOCK
             columns = min(BLOCK, value_dim - column)
+            if can_step and value_dim - column >= WIDE and unit + WIDE // BLOCK <= end_unit:
+                columns = WIDE
+            next_unit = unit + (columns + BLOCK - 1) // BLOCK
             key_head = head % key_heads if a.tiled != 0 else head // (value_heads // key_heads)
             if n == 0:
                 for token in range(start, chunk_end(a, seq)):
@@ -169,9 +201,9 @@ def scan_kernel(is_delta: bool, stored: type) -> Kernel:
                 continue
             read = a.state + (page * value_heads + head) * of_head + column * itemsize
             written = a.state + (written_page(a, seq) * value_heads + head) * of_head + column * itemsize
-            after = (unit + 1) // num_blocks * of_head + (unit + 1) % num_blocks * BLOCK * itemsize
-            after = a.state + page * value_heads * of_head + after if p > 0 and unit + 1 < end_unit else block_at
-            is_direct = is_plain and columns == BLOCK
+            after = next_unit // num_blocks * of_head + next_unit % num_blocks * BLOCK * itemsize
+            after = a.state + page * value_heads * of_head + after if p > 0 and next_unit < end_unit else block_at
+            is_direct = is_plain and columns >= BLOCK
             source, source_stride = block_at, np.int64(_ROW)
             if p == 0:
                 float32_at(block_at, key_dim * BLOCK)[:] = 0.0
@@ -193,16 +225,20 @@ def scan_kernel(is_delta: bool, stored: type) -> Kernel:
                     v = address(small)
                 decay, step = factors[key_heads + head], factors[key_heads + value_heads + head]
                 product = factors[key_head]
-                if t == 0:
+                if columns == WIDE:
+                    step_wide(
+                        read, written, stride * 4, key_dim, after, delta_at, k, q, v, result_at, decay, step, product
+                    )
+                elif t == 0:
                     scan_tile(
-                        0, 1, has_delta, rounds, 0, source, source_stride, 0, 0, key_dim,
+                        _VECTORS, 0, 1, has_delta, rounds, 0, source, source_stride, 0, 0, key_dim,
                         source + _AHEAD * source_stride, 0, delta_at, k, q, v, result_at, last_decay, decay, step,
                         product,
                     )  # fmt: skip
                 else:
                     scan_tile(
-                        1, 1, has_delta, rounds, 0, source, source_stride, block_at, _ROW, key_dim, 0, last_k, delta_at,
-                        k, q, v, result_at, last_decay, decay, step, product,
+                        _VECTORS, 1, 1, has_delta, rounds, 0, source, source_stride, block_at, _ROW, key_dim, 0, last_k,
+                        delta_at, k, q, v, result_at, last_decay, decay, step, product,
                     )  # fmt: skip
                     source, source_stride = block_at, np.int64(_ROW)
                     if t == kept:
@@ -218,17 +254,17 @@ def scan_kernel(is_delta: bool, stored: type) -> Kernel:
                         skip = float32_at(a.skip, value_heads)[head]
                         for i in range(columns):
                             out[i] = result[i] + skip * given[i]
-            if kept < total:
+            if kept < total or columns == WIDE:
                 continue
             if is_direct and (written | (stride * 4)) % 64 == 0:
                 scan_tile(
-                    1, 0, has_delta, rounds, 1, source, source_stride, written, stride * 4, key_dim, after, last_k,
-                    delta_at, 0, 0, 0, 0, last_decay, last_decay, last_decay, last_decay,
+                    _VECTORS, 1, 0, has_delta, rounds, 1, source, source_stride, written, stride * 4, key_dim, after,
+                    last_k, delta_at, 0, 0, 0, 0, last_decay, last_decay, last_decay, last_decay,
                 )  # fmt: skip
                 continue
             scan_tile(
-                1, 0, has_delta, rounds, 0, source, source_stride, block_at, _ROW, key_dim, block_at, last_k, delta_at,
-                0, 0, 0, 0, last_decay, last_decay, last_decay, last_decay,
+                _VECTORS, 1, 0, has_delta, rounds, 0, source, source_stride, block_at, _ROW, key_dim, block_at, last_k,
+                delta_at, 0, 0, 0, 0, last_decay, last_decay, last_decay, last_decay,
             )  # fmt: skip
             _store(stored, written, stride, columns, block_at, key_dim)
         memory[0] = small[0] = 0.0  # they live until here: numba frees an array after its last use by name

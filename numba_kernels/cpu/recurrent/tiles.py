@@ -16,6 +16,7 @@ from numba_kernels.cpu.running.launch import address, float32_at
 from numba_kernels.cpu.target import LANES
 
 NORMED, SIGMOID, SILU, GATE_ONLY = range(4)  # forms of `gate_tile`
+_PART = 16  # vectors of channels that are convolved together
 
 
 def _sigmoid(builder, x):
@@ -25,32 +26,49 @@ def _sigmoid(builder, x):
 
 @emitted(types.void, LITERAL, LITERAL, *[types.intp] * 8)
 def _convolve_vectors(builder, taps, has_silu, rows, count, first, conv, bias, out, out_stride, vectors):
-    """The first ``vectors * LANES`` channels of `convolve`; all addresses and bytes."""
+    """The first ``vectors * LANES`` channels of `convolve`; all addresses and bytes.
+
+    Up to _PART vectors of a token are computed before the next token's, so that neighbouring lines of its row are read
+    together: rows may lie pages apart."""
     whole = simd.vector(F32, taps * LANES)
     undefined = ir.Constant(whole, ir.Undefined)
-    with cgutils.for_range(builder, vectors, intp=I64) as channels:
-        moved = builder.mul(channels.index, ir.Constant(I64, LANES * 4))
-        place = builder.add(first, moved)
-        filters = simd.load(builder, builder.add(conv, builder.mul(moved, ir.Constant(I64, taps))), whole, 4)
-        orders = [ir.Constant(simd.vector(I32), [lane * taps + tap for lane in range(LANES)]) for tap in range(taps)]
-        weights = [builder.shuffle_vector(filters, undefined, order) for order in orders]
-        added = cgutils.alloca_once(builder, simd.vector(F32))
-        builder.store(simd.splat_constant(F32, 0.0), added)
-        with builder.if_then(builder.icmp_signed("!=", bias, ir.Constant(I64, 0))):
-            builder.store(simd.load(builder, builder.add(bias, moved), simd.vector(F32), 4), added)
-        start = builder.load(added)
+    table = cgutils.alloca_once(builder, ir.ArrayType(simd.vector(F32), (taps + 1) * _PART))
+
+    def entry(vector, number):
+        return builder.gep(table, [ir.Constant(I64, 0), builder.add(vector, ir.Constant(I64, number * _PART))])
+
+    parts = builder.sdiv(builder.add(vectors, ir.Constant(I64, _PART - 1)), ir.Constant(I64, _PART))
+    with cgutils.for_range(builder, parts, intp=I64) as part:
+        begin = builder.mul(part.index, ir.Constant(I64, _PART))
+        left = builder.sub(vectors, begin)
+        size = builder.select(builder.icmp_signed("<", left, ir.Constant(I64, _PART)), left, ir.Constant(I64, _PART))
+        moved = builder.mul(begin, ir.Constant(I64, LANES * 4))
+        place, to = builder.add(first, moved), builder.add(out, moved)
+        with cgutils.for_range(builder, size, intp=I64) as channels:
+            line = builder.add(moved, builder.mul(channels.index, ir.Constant(I64, LANES * 4)))
+            filters = simd.load(builder, builder.add(conv, builder.mul(line, ir.Constant(I64, taps))), whole, 4)
+            for tap in range(taps):
+                order = ir.Constant(simd.vector(I32), [lane * taps + tap for lane in range(LANES)])
+                builder.store(builder.shuffle_vector(filters, undefined, order), entry(channels.index, tap))
+            start = entry(channels.index, taps)
+            builder.store(simd.splat_constant(F32, 0.0), start)
+            with builder.if_then(builder.icmp_signed("!=", bias, ir.Constant(I64, 0))):
+                builder.store(simd.load(builder, builder.add(bias, line), simd.vector(F32), 4), start)
         with cgutils.for_range(builder, count, intp=I64) as tokens:
-            table = builder.add(rows, builder.mul(tokens.index, ir.Constant(I64, 8)))
-            total = start
-            for tap, weight in enumerate(weights):
-                row = simd.load(builder, simd.offset(builder, table, 8 * tap), I64, 8)
-                total = simd.fma(
-                    builder, weight, simd.load(builder, builder.add(row, place), simd.vector(F32), 4), total
-                )
-            if has_silu:
-                total = builder.fmul(total, _sigmoid(builder, total))
-            to = builder.add(builder.add(out, moved), builder.mul(tokens.index, out_stride))
-            simd.store(builder, total, to)
+            at = builder.add(rows, builder.mul(tokens.index, ir.Constant(I64, 8)))
+            given = [
+                builder.add(simd.load(builder, simd.offset(builder, at, 8 * tap), I64, 8), place) for tap in range(taps)
+            ]
+            result = builder.add(to, builder.mul(tokens.index, out_stride))
+            with cgutils.for_range(builder, size, intp=I64) as channels:
+                line = builder.mul(channels.index, ir.Constant(I64, LANES * 4))
+                total = builder.load(entry(channels.index, taps))
+                for tap, row in enumerate(given):
+                    value = simd.load(builder, builder.add(row, line), simd.vector(F32), 4)
+                    total = simd.fma(builder, builder.load(entry(channels.index, tap)), value, total)
+                if has_silu:
+                    total = builder.fmul(total, _sigmoid(builder, total))
+                simd.store(builder, total, builder.add(result, line))
 
 
 @njit(nogil=True)

@@ -7,8 +7,9 @@ saved after use with truncation and padding, and `oracle.npz`: for each prompt i
 and the logits of both (`logits_0` …, `[tokens, vocabulary]`, float32 arithmetic over the rounded weights). The answer
 has the error of the model in its own type, or, in float32, against products in float64 (`noise`, relative to the
 largest logit), names and shapes of the weights, and the ids of the texts; or the reason why transformers refuses the
-configuration. If the model generates nothing, `oracle.npz` has each prompt's result instead (`output_0` …): hidden
-states, labels' scores, or the last token's logits.
+configuration. In float32 it has `condition`, too: how far the logits of float64 move if each weight moves by about
+half a unit of float32's last place, which no implementation can know. If the model generates nothing, `oracle.npz` has
+each prompt's result instead (`output_0` …): hidden states, labels' scores, or the last token's logits.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from tokenizers.trainers import BpeTrainer
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.models.golden_weights import golden_tensor, named_tensors, stored_tensors
+
+_TRIES = 4  # of moved weights
 
 
 def make(request: dict[str, Any]) -> dict[str, Any]:
@@ -80,9 +83,14 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
             noise = max(noise, float(difference / np.abs(logits).max()))
     except ValueError as error:  # a configuration that fails only when the model runs
         return {"refused": f"{request['config_class']}: {error}"[:200]}
+    condition = 0.0
+    if dtype is torch.float32 and "types" not in request:
+        whole = [[*prompt, *arrays[f"greedy_{index}"]] for index, prompt in enumerate(request["prompts"])]
+        condition = _condition(own, whole)
     np.savez(folder / "oracle.npz", allow_pickle=False, **arrays)
     texts = request.get("texts", [])
-    return {"noise": noise, "shapes": shapes, "token_ids": _tokenized(texts, folder) if texts else []}
+    token_ids = _tokenized(texts, folder) if texts else []
+    return {"noise": noise, "condition": condition, "shapes": shapes, "token_ids": token_ids}
 
 
 def _tokenized(texts: list[str], folder: Path) -> list[list[int]]:
@@ -114,6 +122,23 @@ def _continued(
     return ids[len(prompt) :], rows
 
 
+def _condition(model: Any, texts: list[list[int]]) -> float:
+    """How far the logits of a model of float64 move, relative to the largest, if each weight moves by 2**-24 of itself
+    in one direction or the other: the most of some tries. The model is not the same afterwards."""
+    exact = [_logits(model, ids, torch.float64) for ids in texts]
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    generator, largest = torch.Generator().manual_seed(0), 0.0
+    for _ in range(_TRIES):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                signs = 2 * torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.float64) - 1
+                parameter.copy_(weights[name] * (1 + 2.0**-24 * signs))
+        for ids, expected in zip(texts, exact, strict=True):
+            moved = np.abs(_logits(model, ids, torch.float64) - expected).max() / np.abs(expected).max()
+            largest = max(largest, float(moved))
+    return largest
+
+
 def _output(model: Any, ids: list[int], types: list[int] | None) -> np.ndarray:
     """The labels' scores of a classifier, the logits of a generator's last token, else the hidden states."""
     given = {} if types is None else {"token_type_ids": torch.tensor([types])}
@@ -123,9 +148,9 @@ def _output(model: Any, ids: list[int], types: list[int] | None) -> np.ndarray:
     return rows[-1] if type(model).__name__.endswith("ForCausalLM") else rows
 
 
-def _logits(model: Any, ids: list[int]) -> np.ndarray:
+def _logits(model: Any, ids: list[int], dtype: Any = torch.float32) -> np.ndarray:
     with torch.inference_mode():
-        logits = model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0].to(dtype).numpy()
     assert logits.shape[0] == len(ids)
     return logits
 
