@@ -25,14 +25,14 @@ from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64
 from numba_kernels.cpu.layout import PANEL_COLUMNS, TILE_VECTORS
-from numba_kernels.cpu.target import LANES
+from numba_kernels.cpu.target import HAS_BYTE_DOT, LANES
 
 PREFIX = "unpacked "
 """The tile's name of blocks in the buffer, before their own name."""
 
 _MOST_ROWS, _MOST_JOINED_ROWS = 6, 3  # whose sums stay in registers; of those that are joined word by word
 _LINE_BYTES = 64
-_WORDS_A_TURN = 2  # of the loop over a group's words
+_WORDS_A_TURN = X_WORDS if HAS_BYTE_DOT else 2  # of the loop over a group's words: its end costs 3 to 5 %
 _VECTOR_BYTES = LANES * 4
 _PARTS = range(LANES // PART)
 _WORDS, _FLOATS, _SHORTS = simd.vector(I32, PART), simd.vector(F32, PART), simd.vector(I16, 2 * PART)
@@ -239,32 +239,30 @@ class WideSums(UnpackedSums):
 
     def _add_wide_group(self, builder, block_at, vector_bytes, group, x_at):
         block, halves = self.block, X_GROUP // self.block.group
-        words = X_WORDS // halves
 
         def row(word, r, kind):
             place = simd.offset(builder, x_at, (word * self.height + r) * 4)
             return simd.splat(builder, simd.load(builder, place, kind, 4))
 
-        def table(number, half, v):
-            return table_of(builder, block, block_at, group, number, half, v)
+        def table(number, v):
+            return [table_of(builder, block, block_at, group, number, half, v) for half in range(halves)]
 
         first = words_of_group(builder, block, block_at, group, 0)
-        kept = {}
-        for half in range(halves):
-            wholes = self._wide_integers(builder, first, vector_bytes, x_at, half, words)
+        # As many rows at once as leave the integer sums of all halves in registers.
+        turns = min(halves, self.height)
+        for turn in range(turns):
+            rows = range(self.height * turn // turns, self.height * (turn + 1) // turns)
+            wholes = self._wide_integers(builder, first, vector_bytes, x_at, rows, halves)
             for v in range(self.vectors):
-                scale = table(0, half, v)
-                is_last = half == halves - 1
-                minima = [table(1, each, v) for each in range(halves)] if block.minimum and is_last else []
-                for r in range(self.height):
-                    number = builder.sitofp(wholes[r, v], _FLOATS)
-                    value = simd.fma(builder, number, scale, kept[r, v]) if half else builder.fmul(number, scale)
-                    if not is_last:
-                        kept[r, v] = value
-                        continue
-                    for each, minimum in enumerate(minima):
+                scales, minima = table(0, v), table(1, v) if block.minimum else []
+                for r in rows:
+                    value = None
+                    for half, scale in enumerate(scales):
+                        number = builder.sitofp(wholes[half, r, v], _FLOATS)
+                        value = simd.fma(builder, number, scale, value) if half else builder.fmul(number, scale)
+                    for half, minimum in enumerate(minima):
                         if halves > 1:
-                            below = builder.sitofp(row(X_WORDS + 1 + each, r, I32), _FLOATS)
+                            below = builder.sitofp(row(X_WORDS + 1 + half, r, I32), _FLOATS)
                         else:
                             below = row(X_WORDS + 2, r, F32)
                         value = simd.fma(builder, below, minimum, value)
@@ -272,35 +270,38 @@ class WideSums(UnpackedSums):
                     total = simd.load(builder, at, _FLOATS, 4)
                     simd.store(builder, simd.fma(builder, value, row(X_WORDS, r, F32), total), at)
 
-    def _wide_integers(self, builder, first, vector_bytes, x_at, half, words):
-        """The integer sums of a group of the weight, by row and vector."""
-        sums = {(r, v): cgutils.alloca_once(builder, _WORDS) for r in range(self.height) for v in range(self.vectors)}
-        for r in range(self.height):
-            start = ir.Constant(_WORDS, [0] * LANES)
-            if start_of(self.block):
-                place = simd.offset(builder, x_at, ((X_WORDS + 1 + half) * self.height + r) * 4)
-                start = simd.splat(builder, simd.load(builder, place, I32, 4))
-            for v in range(self.vectors):
-                builder.store(start, sums[r, v])
-        step = _WORDS_A_TURN
+    def _wide_integers(self, builder, first, vector_bytes, x_at, rows, halves):
+        """The integer sums of a group of x, by half, row and vector: of these rows."""
+        words = X_WORDS // halves
+        keys = [(half, r, v) for half in range(halves) for r in rows for v in range(self.vectors)]
+        sums = {key: cgutils.alloca_once(builder, _WORDS) for key in keys}
+        for half in range(halves):
+            for r in rows:
+                start = ir.Constant(_WORDS, [0] * LANES)
+                if start_of(self.block):
+                    place = simd.offset(builder, x_at, ((X_WORDS + 1 + half) * self.height + r) * 4)
+                    start = simd.splat(builder, simd.load(builder, place, I32, 4))
+                for v in range(self.vectors):
+                    builder.store(start, sums[half, r, v])
+        step = max(1, _WORDS_A_TURN // halves)
         with cgutils.for_range(builder, simd.not_unrolled(builder, words // step), intp=I64) as loop:
-            at = builder.add(builder.mul(loop.index, _i64(step)), _i64(half * words))
+            at = builder.mul(loop.index, _i64(step))
             word_at = builder.add(first, builder.mul(at, _i64(_VECTOR_BYTES)))
             x_word = builder.add(x_at, builder.mul(at, _i64(self.height * 4)))
-            for word in range(step):
+            for half, word in [(half, half * words + each) for each in range(step) for half in range(halves)]:
                 weights = [
                     simd.load(
                         builder, simd.offset(builder, word_at, word * _VECTOR_BYTES + v * vector_bytes), _WORDS, 4
                     )
                     for v in range(self.vectors)
                 ]
-                for r in range(self.height):
+                for r in rows:
                     place = simd.offset(builder, x_word, (word * self.height + r) * 4)
                     value = dots.bytes_of_rows(builder, simd.load(builder, place, I32, 4))
                     for v in range(self.vectors):
                         weight = dots.bytes_of_weights(builder, weights[v])
-                        added = dots.add_four(builder, builder.load(sums[r, v]), weight, value)
-                        builder.store(added, sums[r, v])
+                        added = dots.add_four(builder, builder.load(sums[half, r, v]), weight, value)
+                        builder.store(added, sums[half, r, v])
         return {key: builder.load(each) for key, each in sums.items()}
 
 
