@@ -194,8 +194,8 @@ def resolve(
                 )
             raise RequestError(
                 f"a request of {length} tokens needs {sum(needed)} KV blocks of {block_size} tokens "
-                f"({_product(needed, full_bytes):,} bytes), but the KV cache has {num_blocks}: lower "
-                "max_model_len or raise kv_cache_memory_bytes",
+                f"({_product(needed, full_bytes):,} bytes), but the KV cache has {num_blocks} ({num_bytes:,} bytes): "
+                "lower max_model_len or raise kv_cache_memory_bytes",
                 param="kv_cache_memory_bytes",
             )
     if whole_tokens is not None and chunk is not None:

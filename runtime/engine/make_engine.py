@@ -53,7 +53,7 @@ from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel, RotatingModel
 from runtime.errors import InvalidArgumentError
-from runtime.kv.cache import KVCache
+from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.kv.kinds import State
 from runtime.kv.page_bytes import PageBytes
 from runtime.kv.page_store import DiskPages, make_private
@@ -217,8 +217,10 @@ def load_declared(
     are as long as the longest sequence that could ever be served."""
     logger.info("loading %s on %s", declared.folder, declared.options.device)
     read_rule(declared.model, declared.folder, config.mmproj)
+    limits = limits_of(declared.model, config)
+    _say_states(declared.model.kv_cache_spec(config.block_size), limits)
     loaded = declared.load(
-        max_model_len=limits_of(declared.model, config).max_model_len, reporter=reporter,
+        max_model_len=limits.max_model_len, reporter=reporter,
         communicator=communicator if communicator is not None and communicator.num_ranks > 1 else None,
         pipeline=communicator if communicator is not None and communicator.num_stages > 1 else None,
     )  # fmt: skip
@@ -227,6 +229,15 @@ def load_declared(
         maps.allocate(LoadOptions(device=loaded.device, dtype=loaded.dtype, exact=config.exact))
         logger.info("slots for adapters: %d of rank %d, %s bytes", maps.num_slots, maps.rank, f"{maps.size_bytes:,}")
     return loaded
+
+
+def _say_states(spec: KVCacheSpec, limits: EngineLimits) -> None:
+    """Logs how many sequences' states fit."""
+    pages = Counter[int]()  # by pool: those of a sequence's states
+    for pool, kind in zip(spec.group_pools, spec.group_kinds):
+        pages[pool] += 0 if kind.follows_tokens else kind.table_pages(1, spec.block_size)
+    if fit := [limits.pool_sizes[pool] // count for pool, count in pages.items() if count]:
+        logger.info("the recurrent states of %d sequences fit, those of cached prefixes included", min(fit))
 
 
 def engine_over(
@@ -306,11 +317,6 @@ def executor_over(
     spec = loaded.kv_cache_spec(config.block_size)
     for size, num_bytes in zip(limits.pool_sizes, spec.block_bytes, strict=True):
         logger.info("allocating %d KV blocks of %d bytes", size, num_bytes)
-    pages = Counter[int]()  # by pool: those of a sequence's states
-    for pool, kind in zip(spec.group_pools, spec.group_kinds):
-        pages[pool] += 0 if kind.follows_tokens else kind.table_pages(1, spec.block_size)
-    if fit := [limits.pool_sizes[pool] // count for pool, count in pages.items() if count]:
-        logger.info("the recurrent states of %d sequences fit, those of cached prefixes included", min(fit))
     if isinstance(loaded, PictureModel):
         reads_pictures(loaded, folder)
     adapters = loaded.addends if isinstance(loaded.addends, LowRankMaps) else None
