@@ -58,8 +58,8 @@ HANG_S = 600
 """A case that takes longer has failed."""
 MAX_SHRINKS = 40
 MOST_CONDITION, MOST_DRAWS = 2e-5, 12
-"""Of a model in float32, and seeds of weights that are tried. After a delta rule the norm divides by outputs that may
-cancel, so with some weights rounding alone moves logits by more than the bound."""
+"""The largest condition of a model in float32, and how many seeds of weights are tried for it. After a delta rule the
+norm divides by outputs that may cancel, so with some weights rounding alone moves logits by more than the bound."""
 NOT_KEPT = ("fields", "notes", "texts", "fuses_experts")
 """Names of goldens' weights, as they are written."""
 
