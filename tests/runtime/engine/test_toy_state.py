@@ -99,7 +99,8 @@ def test_info_tells_states_from_pages_of_tokens(folder: Path, caplog: pytest.Log
     num_sequences = info.pools[pool].num_blocks // (2 * num_groups)
     assert states[0]["num_sequences"] == num_sequences
     said, _, later = caplog.text.partition(f"the recurrent states of {num_sequences} sequences fit")
-    assert later and "allocating" not in said  # before the model is loaded
+    assert later
+    assert "allocating" not in said  # before the model is loaded
     text = as_text({"devices": [], "model": {"max_model_len": 160}, "memory": report})
     assert re.search(rf"  states .* layers in .*, whatever the length: {num_sequences:,} sequences at once\n", text)
 
