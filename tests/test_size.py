@@ -21,18 +21,18 @@ MOST_LINES = {
     "runtime/backends": 3_132,
     "runtime/linear": 2_513,
     "runtime/kv": 1_629,
-    "runtime/engine": 21_900,
+    "runtime/engine": 21_891,
     "runtime/text": 7_770,
-    "runtime/llm": 1_789,
+    "runtime/llm": 1_788,
     "runtime/parallel": 1_112,
     "runtime/images": 937,
     "runtime/commands": 2_921,
-    "runtime/bench": 10_045,
+    "runtime/bench": 9_866,
     "runtime": 3_345,
     "models": 19_281,
     "server": 19_591,
     "tokenizer": 7_046,
-    "tools": 16_838,
+    "tools": 16_605,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 40_430
+MOST_WORDS = 40_165
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

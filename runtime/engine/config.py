@@ -79,7 +79,7 @@ class SchedulingConfig:
         Policy,
         Option(
             help="Order of requests: by arrival, by priority and arrival, or by least slack.",
-            about='"priority" (and arrival; the default), "fcfs", "deadline" (least slack first)',
+            about='"priority" (and arrival), "fcfs", "deadline" (least slack first)',
             heading="Scheduling",
         ),
     ] = "priority"
@@ -87,10 +87,7 @@ class SchedulingConfig:
         Batching,
         Option(
             help="How prompts and decodes share steps; all but stall-free are for comparison.",
-            about=(
-                '"stall-free" (decodes, then chunks of prompts; the default), and for comparison "prefill-first", '
-                '"orca", "static", which compute prompts whole'
-            ),
+            about='"stall-free" (decodes, then chunks of prompts), or, to compare, "prefill-first", "orca", "static"',
             heading="Scheduling",
         ),
     ] = "stall-free"
@@ -188,10 +185,7 @@ class EngineConfig(SchedulingConfig):
         KVCacheDtype,
         Option(
             help="Type of the KV cache; auto: the weights'. int8 and fp8 take a byte a number.",
-            about=(
-                "of the KV cache: auto (the weights'), float32, float16, bfloat16, int8, fp8; the last two with a "
-                "scale for each token and head"
-            ),
+            about='"auto" (the weights\'), "float32", "float16", "bfloat16", "int8", "fp8"',
             heading="Model",
         ),
     ] = "auto"
@@ -289,7 +283,7 @@ class EngineConfig(SchedulingConfig):
     max_waiting_tokens: Annotated[
         int,
         Option(
-            about="most prompt tokens of all requests in the waiting queue; one request alone may have more",
+            about="most prompt tokens in the waiting queue; one request alone may have more",
         ),
     ] = DEFAULT_MAX_WAITING_TOKENS
     load_format: Annotated[
@@ -370,7 +364,7 @@ class EngineConfig(SchedulingConfig):
         str,
         Option(
             help="Folder that keeps prefixes for the next start, in clear text, for its owner alone.",
-            about='a folder that keeps the pages of prefixes, and states, for the next start; "": none',
+            about='folder that keeps prefixes for the next start; "": none',
             heading="Scheduling",
             flag=Flag(kind=str, metavar="DIR"),
         ),
@@ -387,7 +381,7 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="GiB of host memory for preempted sequences and idle prefixes.",
-            about="host memory for swapped sequences and for prefixes that the device had no room for",
+            about="host memory for swapped sequences and for prefixes that the device has no room for",
             heading="Scheduling",
             least=0,
             flag=Flag(name="swap_space", kind=float, least=0.0, read=_bytes_of_gib, write=_gib_of_bytes),
@@ -407,8 +401,8 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="float: products never round x to bytes; on a CPU integer weights then become floats.",
             about=(
-                '"auto": products of integers round rows of x to int8 on a cpu, and in long steps on a GPU if the '
-                'checkpoint asks for it; "float": x is never rounded; weights without such a product become floats'
+                '"auto": integer products round rows of x to int8 on a cpu, on a GPU where the checkpoint asks for it; '
+                '"float": x is never rounded (quantisation.md)'
             ),
             heading="Execution",
         ),
@@ -464,10 +458,7 @@ class EngineConfig(SchedulingConfig):
         SpeculationAcceptance,
         Option(
             help="Keep proposals that change no token, or more of a draft model's by rejection sampling.",
-            about=(
-                '"exact" (keep proposals that equal the sample; no token changes), "rejection" (keep more of a draft '
-                "model's; the distribution stays)"
-            ),
+            about='"exact" (no token changes), or "rejection" (keeps more of a draft model\'s; the distribution stays)',
             heading="Execution",
         ),
     ] = "exact"
@@ -521,7 +512,7 @@ class EngineConfig(SchedulingConfig):
         ExecutorBackend,
         Option(
             help="Starter of the engines' processes: this machine (mp), or Ray (ray).",
-            about='who starts the engines\' processes: this machine ("mp"), or Ray on its nodes ("ray")',
+            about='starter of the engines: this machine ("mp"), or Ray ("ray")',
             heading="Execution",
         ),
     ] = "mp"
