@@ -75,7 +75,8 @@ def main() -> None:
 
 def make_gemma4() -> None:
     """Height, width and digest of the pixels of each size, or None if transformers refuses it."""
-    processor, found = transformers.Gemma4ImageProcessorPil(do_rescale=False, do_normalize=False), []
+    processor = transformers.Gemma4ImageProcessorPil(do_rescale=False, do_normalize=False)
+    found: list[Any] = []
     for size in SIZES:
         try:
             pixels = pixels_of(processor([small_picture(*size)], return_tensors="np")).astype(np.uint8)
