@@ -1,8 +1,8 @@
 """Reads a LoRA adapter's folder as PEFT writes it: `adapter_config.json` and `adapter_model.safetensors`.
 
 The tensors say which modules are changed; the config gives the scale of each, `lora_alpha / r` or with `use_rslora`
-`lora_alpha / sqrt(r)`. What would change the answers otherwise is refused by name. `adapter_model.bin`, a pickle, is
-never read. Checked against peft 0.21.
+`lora_alpha / sqrt(r)`. A field that would change the answers in another way is refused by name. `adapter_model.bin`, a
+pickle, is never read. Checked against peft 0.21.
 """
 
 from __future__ import annotations

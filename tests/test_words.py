@@ -17,6 +17,9 @@ PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools"
 OPENING = re.compile(r"(What|Where|Of|Which|Who|Whose)\b")
 """A docstring that begins with a relative clause or a genitive does not say what the thing is."""
 
+SENTENCE = re.compile(r"\.\s+(What|Of|Who|Whose)\b(?=[^.?!]*\.(?:[\s\"']|$))")
+"""So does a later sentence, unless it asks something."""
+
 BEHIND = re.compile(r"\bbehind\b", re.IGNORECASE)
 """In time and in order a thing comes after another one."""
 
@@ -31,7 +34,9 @@ PERSONS = re.compile(r"\b(whoever|nobody)\b", re.IGNORECASE)
 """Callers, clients, kernels and logs have names."""
 
 
-SUSPECT = re.compile(rf"{BEHIND.pattern}|{PERSONS.pattern}|[\"'](?:{OPENING.pattern})", re.IGNORECASE)
+SUSPECT = re.compile(
+    rf"{BEHIND.pattern}|{PERSONS.pattern}|[\"'](?:{OPENING.pattern})|{SENTENCE.pattern}", re.IGNORECASE
+)
 """A file without a match has no tell-tale: most files need no parsing."""
 
 
@@ -61,6 +66,8 @@ def tell_tales(source: str) -> Iterator[tuple[int, str]]:
     for line, text, is_docstring in words_of(source):
         if is_docstring and (found := OPENING.match(text)):
             yield line, found[0]
+        if is_docstring:
+            yield from ((line, found[1]) for found in SENTENCE.finditer(text))
         for pattern in (BEHIND, PERSONS):
             for found in pattern.finditer(PLACES.sub("", text)):
                 yield line, found[0]
@@ -87,6 +94,10 @@ def test_docstrings_and_comments_are_plain() -> None:
         ("It stands behind a reverse proxy, and the pages lie behind.", ["behind"]),
         ("Nobody reads them.", ["Nobody"]),
         ("The step after this one.", []),
+        ("It reads rows. What it reads is kept.", ["What"]),
+        ("It reads rows. Of these\nit keeps two.", ["Of"]),
+        ("What the answer is: a list. Who asked? Nothing else.", ["What"]),
+        ("It says what it reads. Who may ask?", []),
     ],
 )
 def test_the_patterns(text: str, words: list[str]) -> None:

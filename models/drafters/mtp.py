@@ -6,7 +6,8 @@ arXiv 2412.19437, 2.2), as a drafter.
 
 A checkpoint has it as layer `num_hidden_layers`, with names as above, or apart (`mtp.`). Its layer is one of the
 family's, or two where each has one part (Nemotron-H). Table and head are the model's: the copies that a checkpoint
-stores beside it are passed over. Of several such layers, each trained for a token further on, only the first is used.
+stores beside it are passed over. If there are several such layers, each trained for a token further on, only the first
+is used.
 """
 
 from __future__ import annotations

@@ -422,9 +422,9 @@ class Maker(ABC):
         return self._with(options=replace(self.options, dtype=None, format=None, rounding=""))
 
     def taps(self, name: str, channels: Width | Sequence[Width], count: int) -> Tensor:
-        """A convolution over time, a channel by itself: `name.weight [channels, 1, count]` as float32
-        `[channels, count]`, rounded as `vector` is. Of several widths this rank has its share of each. With a count of
-        0 it is the bias, `name.bias [channels]`."""
+        """A convolution over time, a channel by itself: `name.weight [channels, 1, count]` as float32 `[channels,
+        count]`, rounded as `vector` is. This rank has its share of each of several widths. With a count of 0 it is the
+        bias, `name.bias [channels]`."""
         widths = several(channels)
         shares = [self._share(each, is_cut=isinstance(each, Shard)) for each in widths]
         made = self._taps(f"{self._prefix}{name}.{'weight' if count else 'bias'}", shares, count)

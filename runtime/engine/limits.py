@@ -46,8 +46,8 @@ class EngineLimits:
     swap space in blocks; ``cache_kinds`` and ``cache_pools`` are the kind and the pool of each cache group,
     ``pool_sizes`` and ``host_pool_sizes`` the blocks of each pool, ``block_bytes`` the bytes of one of them that the
     engine's own rank swaps. ``longrope_threshold`` is the model's, or None if no sequence can be longer. ``most_whole``
-    tokens of images that may not be cut fit a step and the pools; None if there are none. Of a sequence with recurrent
-    states a step tries at most ``pending_tokens`` draft tokens."""
+    tokens of images that may not be cut fit a step and the pools; None if there are none. A step tries at most
+    ``pending_tokens`` draft tokens of a sequence with recurrent states."""
 
     max_model_len: int
     max_num_seqs: int

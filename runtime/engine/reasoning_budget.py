@@ -1,7 +1,7 @@
 """A bound on the tokens of a choice's reasoning: after so many, the tokens that end it are forced.
 
 A forced token is drawn from a mask of one id, so that whatever follows from a draw (proposals that are kept, penalties,
-log probabilities) follows as usual. Which token is forced depends on the output's tokens alone.
+log probabilities) follows as usual. The forced token depends on the output's tokens alone.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ up to the page's end. `PageStore` is what the engine knows of such a place; `Dis
 A file holds pages of one pool, plane by plane, after a header with their keys, tokens and checksums. It is written
 under another name, synchronised and renamed, by a thread of its own, so that it exists whole or not at all; it is never
 changed afterwards. Several processes may use a folder: each sees the others' files, and a file that another one deletes
-is a miss. The least recently used files go first. What cannot be read, or is not what its header says, is a miss.
+is a miss. The least recently used files go first. A file that cannot be read, or differs from its header, is a miss.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def new_request_id() -> str:
 
 
 PROBES = frozenset({"/health", "/ping", "/ready", "/metrics"})
-"""Paths that are answered while the server drains or is full: those who watch it must go on seeing it."""
+"""Paths that are answered while the server drains or is full: monitors must go on seeing it."""
 
 WATCHERS = PROBES | {"/live"}
 """Paths whose requests do not delay the server's stop: they end when all others have."""

@@ -209,7 +209,7 @@ def least_router_margin(config: Any, prompt: list[int], seed: int) -> float:
 
 def is_steady(config: Any, seed: int) -> Callable[[list[int]], bool]:
     """Whether a prompt's logits have little noise: by float32 arithmetic, and by inputs of maps that are rounded to
-    bfloat16, which do not change the continuation either. Of a model without states any prompt's have."""
+    bfloat16, which do not change the continuation either. Without states any prompt's have."""
     if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
         return lambda prompt: True
     plain, narrow, rounded = (load(config, seed, each) for each in (False, True, True))

@@ -9,7 +9,7 @@ See https://arxiv.org/abs/2412.06464 and https://arxiv.org/abs/2405.21060. No ex
 at most 1 (times dt).
 
 A block has one chunk, one key head, and some of its value heads, one after another: Q, K and their products are made
-once. Of the products of 64 x 64, tiles above the diagonal are left out. A sequence's last chunk also writes the page's
+once. Tiles above the diagonal of the products of 64 x 64 are left out. A sequence's last chunk also writes the page's
 convolution inputs and length. `chunk_layout` has the workspace, `chunk_inputs` the tiles.
 """
 

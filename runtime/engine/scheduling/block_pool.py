@@ -53,11 +53,11 @@ class Hit:
     """The longest cached prefix of some tokens.
 
     blocks       by group: the device block of each full page; None if only the host has it, ``NO_BLOCK``
-                 before ``first_pages``. Of a state's group: the one block of the state after ``num_tokens``
+                 before ``first_pages``. A state's group has the one block of the state after ``num_tokens``
     first_pages  by group: the computation does not need pages before this one
     host_slots   by group: the host slots of the pages that are None in ``blocks``
     partial      by group that has pages of tokens: a block on the device that continues them; empty if there is none
-                 or the host has any. Of models with states, what the host alone has is one more page in ``blocks``
+                 or the host has any. If the model has states, the host's is one more page in ``blocks``
     num_partial  how many of its first tokens match
     num_tokens   tokens of all pages
     num_pages    full pages of tokens

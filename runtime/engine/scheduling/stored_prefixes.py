@@ -2,8 +2,8 @@
 ended, and read back when a prompt begins with them.
 
 A page's key is a hash of the store's root, its salt, and all tokens up to its end, with pictures by their digests; the
-tokens are stored beside it and compared. What is read lies in blocks of the pool, as if a sequence with that prefix had
-just ended, so that the rest of the engine need not know of the store.
+tokens are stored beside it and compared. Pages that are read lie in blocks of the pool, as if a sequence with that
+prefix had just ended, so that the rest of the engine need not know of the store.
 """
 
 from __future__ import annotations

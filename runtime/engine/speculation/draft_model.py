@@ -6,7 +6,7 @@ distributions give equal tokens at any temperature. For rejection sampling it us
 distributions. It has its own pages; if there are too few, the sequence that was drafted for least recently loses its
 pages, which are recomputed if it is drafted for again.
 
-Of a recurrent state a sequence has three pages: of its known tokens, and two that guesses write in turn. So a guess
+A sequence has three pages of a recurrent state: one of its known tokens, and two that guesses write in turn. So a guess
 changes nothing, and those that were right are computed again.
 """
 
@@ -94,7 +94,7 @@ class DraftModelDrafter:
         return sum(map(len, self._free_blocks))
 
     def prepare(self, asked: list[tuple[Sequence, int]]) -> None:
-        """See `BatchDrafter`. Of a long prompt it computes one step's worth at a time, and proposes at its end."""
+        """See `BatchDrafter`. It computes a long prompt one step's worth at a time, and proposes at its end."""
         self._proposed, self._distributions = {}, {}
         room, keep = self._limits.max_num_batched_tokens, {sequence for sequence, _ in asked}
         ready: list[tuple[Sequence, _Seen, int]] = []  # with the draft length

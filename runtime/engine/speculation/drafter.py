@@ -1,6 +1,6 @@
 """The interfaces of drafters, which propose a sequence's next tokens.
 
-Those that draft from the hidden states of a step write pairs to pages of their own: `drafting` has the two ways
+Drafters that read the hidden states of a step write pairs to pages of their own: `drafting` has the two ways
 (`Drafting`), and `state_proposer` keeps track of the sequences and pages of the pairs.
 """
 

@@ -112,7 +112,7 @@ class Acceptance:
         return self._kinds[kind].kept + self._kinds[kind].lost
 
     def try_or_watch(self, drafts: dict[Sequence, Draft], counts: dict[Sequence, int]) -> None:
-        """The next step tries drafts of these lengths. Of other sequences one draft at a time is compared."""
+        """The next step tries drafts of these lengths. It compares one draft at a time of other sequences."""
         for sequence, draft in drafts.items():
             self._sequences.setdefault(sequence, _Chance(SEQUENCE_FADING))
             if counts.get(sequence):

@@ -2,8 +2,8 @@
 
 All possible places in the pattern are followed at once, in the order in which a backtracking matcher would try them, so
 the match is the same, and no pattern takes exponential time. The syntax is that of Python's `regex` module with DOTALL,
-as transformers compiles these patterns. What this way cannot express (lookaround, backreferences, atomic groups) or no
-published pattern needs (inline flags, properties) is refused by name.
+as transformers compiles these patterns. It refuses by name what this way cannot express (lookaround, backreferences,
+atomic groups) and what no published pattern needs (inline flags, properties).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The notation of calls and the tags of reasoning that a chat template shows.
 
-The template renders conversations that differ in one thing: a text or a call, one call or two, one argument or
-another, with reasoning or without. What differs in the renderings are the texts around names, arguments and reasoning.
-A form that is found is accepted if it writes what the template wrote, and its reader reads that back. Anything else, a
-template that refuses calls, leaves them out or marks them by nothing, gives no notation, and the reason; no error is
-raised.
+The template renders conversations that differ in one thing: a text or a call, one call or two, one argument or another,
+with reasoning or without. The renderings differ in the texts around names, arguments and reasoning. A form that is
+found is accepted if it writes what the template wrote, and its reader reads that back. Anything else, a template that
+refuses calls, leaves them out or marks them by nothing, gives no notation, and the reason; no error is raised.
 """
 
 from __future__ import annotations
