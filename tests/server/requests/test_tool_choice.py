@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
+from tests.runtime.text.response_template.cases import TEMPLATES
+from tests.runtime.text.tools.families import FAMILIES
 from tests.server.running import running
 
 PARAMETERS: dict[str, Any] = {
@@ -37,13 +40,23 @@ def flat(name: str, **fields: Any) -> Any:
     return {"type": "function", "name": name, "parameters": CLOSED, **fields}
 
 
+_FIELDS = {name: field for name, field in TEMPLATES["objects"]["fields"].items() if name != "reasoning_content"}
+RESPONSES = {**TEMPLATES["objects"], "fields": _FIELDS}
 TOOLS = [tool("get_weather"), tool("get_time")]
 FLAT = [flat("get_weather"), flat("get_time")]
 
 
+SEED = re.sub(r"{% if m.reasoning_content %}.*?{% endif %}", "", FAMILIES["seed"][0], flags=re.DOTALL)
+
+
 @contextmanager
-def serving(engine: ThreadEngineClient, **config: Any) -> Iterator[openai.OpenAI]:
-    app = create_app(engine, load_tokenizer(engine.info.model_path), config=ServerConfig(**config))
+def serving(
+    engine: ThreadEngineClient, chat_template: str | None = None, response_template: Any = None, **config: Any
+) -> Iterator[openai.OpenAI]:
+    tokenizer = load_tokenizer(engine.info.model_path, chat_template)
+    assert tokenizer is not None
+    tokenizer.response_template = response_template
+    app = create_app(engine, tokenizer, config=ServerConfig(**config))
     with running(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -93,6 +106,33 @@ def test_a_forced_call_in_every_notation(engine: ThreadEngineClient, notation: s
             (call,) = events.get_final_response().output
         assert call.type == "function_call"
         jsonschema.validate(json.loads(call.arguments), CLOSED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.exhaustive_cases(*(family for family in FAMILIES if family not in ("seed", "kimi")))
+def test_a_forced_call_in_the_notation_that_the_template_shows(engine: ThreadEngineClient, family: str) -> None:
+    with serving(engine, FAMILIES[family][0], reasoning_parser="none") as client:  # else it thinks without end
+        ((name, arguments),) = calls_of(ask(client, tool_choice="required"))
+        assert name in ("get_weather", "get_time")
+        jsonschema.validate(arguments, CLOSED)
+        with client.chat.completions.stream(
+            **MODEL, messages=MESSAGES, tools=TOOLS, max_tokens=400, tool_choice="required", parallel_tool_calls=False
+        ) as stream:
+            assert calls_of(stream.get_final_completion()) == [(name, arguments)]
+
+
+def test_a_forced_call_of_a_model_with_a_response_template(
+    engine: ThreadEngineClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The grammar follows the chat template, and so does the parser of that answer."""
+    with caplog.at_level(logging.INFO, "xserv.server"), serving(engine, SEED, RESPONSES) as client:
+        ((_, arguments),) = calls_of(ask(client, tool_choice="required"))
+        jsonschema.validate(arguments, CLOSED)
+        free = ask(client, max_tokens=20)
+        assert free.choices[0].message.content
+    (line,) = [record.message for record in caplog.records if record.message.startswith("answers are read by")]
+    assert line.startswith("answers are read by response_template of tokenizer_config.json; for forced calls")
+    assert "as the chat template writes them: <seed:tool_call>" in line
 
 
 def test_the_log_says_once_that_the_template_ignores_tools(

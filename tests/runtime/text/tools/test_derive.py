@@ -168,6 +168,25 @@ def test_the_model_s_format_is_what_its_template_shows() -> None:
     assert "--tool-call-parser hermes" in named.origin
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stop_strings_count_in_content_alone(name: str) -> None:
+    shown = shown_in(FAMILIES[name][0], VARIABLES)
+    assert shown.notation is not None
+    assert shown.tags is not None
+    tokenizer = with_special(*shown.notation.markers, *shown.tags.tokens)
+    call = written(shown.notation, BOTH)
+    text = f"{shown.tags.opening}\nRome, days.{shown.tags.closing}\nSo: {call}"
+    for tail, reason, content in (("", "length", "So:"), ("\nIn Rome it", "stop", "So:\nIn ")):
+        ids = tokenizer.encode(text + tail, add_special_tokens=False)
+        params = SamplingParams(max_tokens=None, stop=["Rome", "days", "}", "get_", "<"])
+        reading = ToolReading.of(shown.notation, TOOLS)
+        pipeline = TextPipeline(tokenizer, params, [], reasoning="may_open", tags=shown.tags, tools=reading)
+        _, deltas = run(pipeline, outputs_of(ids, list(range(len(ids))), "length"))
+        message = message_of(deltas)
+        assert (message.content, message.reasoning, loaded(message)) == (content, "Rome, days.", BOTH)
+        assert next(delta.finish_reason for delta in deltas if delta.finish_reason) == reason
+
+
 def test_a_token_that_ends_the_turn_after_calls_ends_the_answer() -> None:
     tokenizer = with_special("<|tool_response>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|end|>")
     tokenizer.chat_templates = {"default": FAMILIES["gemma4"][0]}
