@@ -65,7 +65,7 @@ class BothWays(Model):
 class DecoderBothWays(BothWays):
     """Stands before a decoder's class whose tokens see later ones, too."""
 
-    layers: Sequence[Callable[..., Tensor]]
+    layers: Any
 
     def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         batches, windows = self.in_both_directions(batch), self.config.layer_windows

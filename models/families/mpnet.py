@@ -59,7 +59,8 @@ def buckets_of(distances: NDArray[Any]) -> NDArray[np.int32]:
     far = np.abs(distances)
     wide = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(single)) / np.float32(math.log(LONGEST / single))
     steps = np.minimum(single + (wide * np.float32(half - single)).astype(np.int64), half - 1)
-    return (np.where(distances > 0, half, 0) + np.where(far < single, far, steps)).astype(np.int32)
+    found: NDArray[np.int32] = (np.where(distances > 0, half, 0) + np.where(far < single, far, steps)).astype(np.int32)
+    return found
 
 
 def _read(fields: Fields, label_head: LabelHead) -> BertConfig:
