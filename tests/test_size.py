@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 37_196,
+    "numba_kernels": 37_233,
     "runtime/emulator": 17_013,
     "runtime/device": 3_843,
     "runtime/tensor": 1_820,
@@ -29,7 +29,7 @@ MOST_LINES = {
     "runtime/commands": 2_921,
     "runtime/bench": 9_866,
     "runtime": 3_345,
-    "models": 19_282,
+    "models": 19_283,
     "server": 19_591,
     "tokenizer": 7_046,
     "tools": 16_606,
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_908
+MOST_WORDS = 39_905
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -12,16 +12,22 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import llvmlite.ir as ir
 import numpy as np
 from numba import carray, njit
+from numba.core import types
 
 from numba_kernels.blocks import BLOCKS
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.gemm.arranged_rows import ELEMENTS_A_WORD
 from numba_kernels.cpu.gemm.block_rows import row_reader
 from numba_kernels.cpu.gemm.packed_words import ZERO_POINT
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.emitted import KIND, emitted
 from numba_kernels.cpu.intrinsics.scalars import load_f32
+from numba_kernels.cpu.intrinsics.simd import F32, I64
 from numba_kernels.cpu.layout import PANEL_COLUMNS
+from numba_kernels.cpu.rows import for_each_vector
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at
 
 FIELDS = Fields(
@@ -44,6 +50,25 @@ def rows_of(a, work_item):
     return indices, start, end
 
 
+@emitted(types.void, KIND, types.intp, types.intp, types.float32, types.intp, types.intp)
+def add_row(builder, stored, source, count, multiplier, target, is_added):
+    """``target[i] = source[i] * multiplier`` for ``count`` stored elements, plus what was there where ``is_added`` is
+    not 0; sums begin at zero."""
+    factor, zero = simd.splat(builder, multiplier), simd.splat_constant(F32, 0.0)
+    has_old = builder.icmp_signed("!=", is_added, ir.Constant(I64, 0))
+    item_bytes = stored.bitwidth // 8
+
+    def piece(place, mask):
+        at = builder.add(source, builder.udiv(place, ir.Constant(I64, 4 // item_bytes)))
+        to = builder.add(target, place)
+        old = simd.masked_load(builder, to, builder.and_(mask, simd.splat(builder, has_old)))
+        bits = simd.masked_load(builder, at, mask, F32 if item_bytes == 4 else simd.I16, item_bytes)
+        value = builder.fmul(simd.widen(builder, bits, stored), factor)
+        simd.masked_store(builder, builder.fadd(builder.select(has_old, old, zero), value), to, mask)
+
+    for_each_vector(builder, count, piece)
+
+
 @functools.cache
 def embedding_kernel(stored: Any) -> Kernel:
     """``out [R, W]`` = rows ``indices [R]`` of a table of ``stored`` times ``multiplier``, added to ``out`` where
@@ -54,6 +79,7 @@ def embedding_kernel(stored: Any) -> Kernel:
         return _block_kernel(stored)
     elements = ELEMENTS_A_WORD[np.dtype(stored).name]
     is_int8 = stored is np.uint8
+    is_float, item_bytes = not is_int8, np.dtype(stored).itemsize
     panel_step = PANEL_COLUMNS * elements
 
     @njit(nogil=True)
@@ -69,9 +95,14 @@ def embedding_kernel(stored: Any) -> Kernel:
         indices, start, end = rows_of(a, work_item)
         width, whole_words = a.width, a.width // elements
         words = -(-width // elements)
+        out_at = a.out
         for row in range(start, end):
             index = np.int64(indices[row])
             out = float32_at(a.out + row * width * 4, width)
+            if a.is_packed == 0 and is_float:
+                at = a.table + index * width * item_bytes
+                add_row(stored, at, width, np.float32(a.multiplier), out_at + row * width * 4, a.is_added)
+                continue
             if a.is_added == 0:
                 out[:] = 0.0
             if a.is_packed == 0:

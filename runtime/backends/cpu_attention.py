@@ -194,7 +194,7 @@ def attention(
     """See `ops.attention`."""
     (tokens, q_heads, head_dim), (blocks, kv_heads, block_size) = q.shape, pages
     share, width = q_heads // kv_heads, v_cache.shape[3]
-    group_tokens = max(1, _attention.GROUP_ROWS // share)
+    group_tokens = max(1, _attention.group_rows(head_dim) // share)
     plan = _attention_plan(batch, group, tokens, group_tokens, block_size, "attention")
     result = new((tokens, q_heads * head_dim))
     if plan is None:

@@ -42,7 +42,8 @@ from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at
 from numba_kernels.cpu.target import LANES
 
-GROUP_ROWS = 32  # a group has so many rows, or one token's where more query heads share a KV head
+GROUP_ROWS, WIDE_GROUP_ROWS = 64, 32  # a group has so many rows, or one token's where more heads share a KV head
+_NARROW_HEAD = 64  # elements: queries and sums of GROUP_ROWS such rows stay in the first-level cache
 SEGMENT_TOKENS = 1024
 BAD_BLOCK, BAD_LENGTH = 1, 2
 _HALVES = CHUNK_TOKENS // HALF_TOKENS
@@ -223,6 +224,11 @@ def group_starts_kernel() -> Kernel:
             starts[seq + 1] = starts[seq] + -(-length // a.group_tokens)
 
     return Kernel(group_starts, Fields("*query_start *group_starts num_seqs group_tokens"))
+
+
+def group_rows(head_dim: int) -> int:
+    """Rows of a group with heads of this size."""
+    return GROUP_ROWS if head_dim <= _NARROW_HEAD else WIDE_GROUP_ROWS
 
 
 def span_of(block_size: int) -> int:
