@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 37_233,
-    "runtime/emulator": 17_013,
-    "runtime/device": 3_843,
+    "numba_kernels": 37_085,
+    "runtime/emulator": 16_980,
+    "runtime/device": 3_818,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_132,
+    "runtime/backends": 3_120,
     "runtime/linear": 2_513,
     "runtime/kv": 1_629,
     "runtime/engine": 21_891,
@@ -27,12 +27,12 @@ MOST_LINES = {
     "runtime/parallel": 1_112,
     "runtime/images": 937,
     "runtime/commands": 2_921,
-    "runtime/bench": 9_866,
+    "runtime/bench": 9_826,
     "runtime": 3_345,
     "models": 19_283,
     "server": 19_591,
-    "tokenizer": 7_046,
-    "tools": 16_606,
+    "tokenizer": 7_043,
+    "tools": 16_509,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -17,14 +17,12 @@ from numba_kernels.cuda import (
     embedding,
     experts,
     gemm,
-    kv_cache,
     latent,
     logprobs,
     norm,
     probes,
     qkv,
     recurrent,
-    rope,
     rounded_norm,
     sampling,
 )
@@ -32,8 +30,8 @@ from numba_kernels.cuda.arithmetic import elementwise, integer_matmul, reduce, s
 from numba_kernels.cuda.specialisation import Specialisation
 
 FAMILIES = (
-    activation, attention, decode_inputs, dequantize, elementwise, embedding, experts, gemm, integer_matmul, kv_cache,
-    latent, logprobs, norm, probes, qkv, recurrent, reduce, rope, rounded_norm, dynamic_quantisation, sampling, softmax,
+    activation, attention, decode_inputs, dequantize, elementwise, embedding, experts, gemm, integer_matmul, latent,
+    logprobs, norm, probes, qkv, recurrent, reduce, rounded_norm, dynamic_quantisation, sampling, softmax,
 )  # fmt: skip
 
 

@@ -9,26 +9,21 @@ the second half's place (Gemma 4). sin and cos are never computed on the device.
 
 A head is cut into units of two runs of `width` elements each, so that a lane holds both partners of every pair that
 it rotates: runs u and R/2 + u for half-split tables, neighbouring runs for interleaved ones. `head_cut` has the cut,
-and its `load`, `rotate`, `store` also serve the fused `qkv` kernel. A run is 16 bytes where the sizes allow it, else
-one element. A head belongs to 1, 2, 4 ... 32 lanes; no result depends on other tokens.
+and `load`, `rotate`, `store` for the `qkv` kernel. A run is 16 bytes where the sizes allow it, else one element. A head
+belongs to 1, 2, 4 ... 32 lanes; no result depends on other tokens.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from numba import cuda, float32, types, uint32, uint64
+from numba import float32, uint32, uint64
 
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer, floats_loader
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
-from numba_kernels.cuda.intrinsics.math import divide_u32
-from numba_kernels.cuda.specialisation import Launch, Specialisation
-
-THREADS = 128
 
 
 @dataclass(frozen=True)
@@ -146,62 +141,3 @@ def head_cut(
             store_run(head + uint64(second) * item_bytes, high)
 
     return HeadCut(width, num_units, lanes, -(-num_units // lanes), places, load, rotate, store)
-
-
-@functools.cache
-def _rope(dtype: str, head_dim: int, rotary: int, interleaved: bool, is_vector: bool) -> Specialisation:
-    """Arguments: x, positions, cos, sin, out addresses; num_tokens, num_heads, x and out elements a token."""
-    cut = head_cut(dtype, head_dim, rotary, interleaved, is_vector)
-    width, num_units, lanes, rounds = cut.width, cut.num_units, cut.lanes, cut.rounds
-    load, rotate, store = cut.load, cut.rotate, cut.store
-    heads_a_block = THREADS // lanes
-    head_bytes, table_row_bytes = uint64(head_dim * ITEM_BYTES[dtype]), uint64(2 * rotary)
-    item_bytes = uint64(ITEM_BYTES[dtype])
-
-    @cuda.jit
-    def rope(x, positions, cos, sin, out, num_tokens, num_heads, x_stride, out_stride):
-        thread = uint32(cuda.threadIdx.x)
-        lane = uint32(thread & uint32(lanes - 1))
-        index = uint32(uint32(cuda.blockIdx.x) * uint32(heads_a_block) + thread // uint32(lanes))
-        if index >= uint32(num_tokens * num_heads):
-            return
-        low = cuda.local.array(width, float32)
-        high = cuda.local.array(width, float32)
-        token = divide_u32(index, num_heads)
-        head = uint64(uint32(index - token * num_heads)) * head_bytes
-        source = x + uint64(token) * uint64(x_stride) * item_bytes + head
-        target = out + uint64(token) * uint64(out_stride) * item_bytes + head
-        row = uint64(uint32(positions[token])) * table_row_bytes
-        for part in range(rounds):
-            unit = uint32(lane + uint32(part * lanes))
-            if unit < uint32(num_units):
-                load(source, unit, low, high)
-                rotate(unit, low, high, cos + row, sin + row)
-                store(target, unit, low, high)
-
-    name = f"rope_{dtype}_d{head_dim}_r{rotary}{'_interleaved' if interleaved else ''}_x{width}"
-    constants = {"dtype": dtype, "head_dim": head_dim, "rotary": rotary, "interleaved": interleaved, "width": width}
-    integers = (types.uint32,) * 4
-    pointers = (types.uint64, types.CPointer(types.int32), types.uint64, types.uint64, types.uint64)
-    return Specialisation(name, rope, pointers + integers, THREADS, constants=constants)
-
-
-def plan_rope(
-    num_tokens: int, num_heads: int, head_dim: int, rotary: int, dtype: str, *, interleaved: bool, alignment: int = 16
-) -> Launch:
-    """x and out [num_tokens, num_heads, head_dim] (may be the same), both counts at least 1.
-
-    Arguments: x, positions (int32), cos, sin, out addresses; num_tokens, num_heads; elements from one token to the
-    next in x and in out. `alignment` in bytes divides x, out and their token strides. ValueError for unsupported sizes.
-    """
-    check_rotary(dtype, head_dim, rotary, alignment)
-    kernel = _rope(dtype, head_dim, rotary, interleaved, alignment % 16 == 0)
-    heads_a_block = THREADS // head_cut(dtype, head_dim, rotary, interleaved, alignment % 16 == 0).lanes
-    return Launch(kernel, (-(-num_tokens * num_heads // heads_a_block), 1, 1), (THREADS, 1, 1))
-
-
-def specialisations() -> Iterator[Specialisation]:
-    """The usual head dims, all of a head rotated, half-split."""
-    for dtype in DTYPES:
-        for head_dim in (32, 64, 128):
-            yield _rope(dtype, head_dim, head_dim, False, True)

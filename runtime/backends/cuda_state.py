@@ -30,30 +30,18 @@ Queue = list[tuple[Launch, tuple[int | float, ...]]]
 """Launches with their arguments, in order."""
 
 
-def short_conv(
-    x: Tensor, weights: ShortConv, pages: tuple[Tensor, ...], batch: Batch, group: int, pending: int
+def run(
+    x: Tensor, weights: ShortConv | DeltaRule | Mamba, pages: tuple[Tensor, ...], batch: Batch, group: int, pending: int
 ) -> Tensor:
-    """See `ops.short_conv`."""
-    return _run(x, *queued(x, weights, pages, batch, group, pending))
-
-
-def delta_rule(
-    x: Tensor, weights: DeltaRule, pages: tuple[Tensor, ...], batch: Batch, group: int, pending: int
-) -> Tensor:
-    """See `ops.delta_rule`."""
-    return _run(x, *queued(x, weights, pages, batch, group, pending))
-
-
-def mamba(x: Tensor, weights: Mamba, pages: tuple[Tensor, ...], batch: Batch, group: int, pending: int) -> Tensor:
-    """See `ops.mamba`."""
-    return _run(x, *queued(x, weights, pages, batch, group, pending))
-
-
-def _run(x: Tensor, queue: Queue, result: Tensor, owners: Any) -> Tensor:
+    """See `ops.short_conv`, `ops.delta_rule` and `ops.mamba`."""
+    queue, result, _owners = queued(x, weights, pages, batch, group, pending)
     gpu = Gpu.of(x.device)
     for launch, arguments in queue:
         gpu.launch(launch, *arguments)
     return result
+
+
+short_conv = delta_rule = mamba = run
 
 
 def queued(

@@ -21,13 +21,12 @@ from numba_kernels.cpu import peaks
 from numba_kernels.cpu.target import TILES, available_tiles
 from runtime.bench.environment import finished
 from runtime.bench.metrics import interleaved, markdown_table
-from runtime.bench.peers.cpu_limits import LOOP_S, READ_BUFFER_BYTES
+from runtime.bench.peers.cpu_limits import LOOP_S, READ_BUFFER_BYTES, unit_loops
 
 UNITS = {
     "float32": "fused multiply-add", "bfloat16": "vdpbf16ps", "bfloat16 tiles": "tdpbf16ps", "int8": "vpdpbusd",
     "int8 tiles": "tdpbsud",
 }  # fmt: skip
-_DOTS = {"bfloat16": "avx512bf16", "int8": "avx512vnni"}
 _TILES = {"bfloat16 tiles": "amx-bf16", "int8 tiles": "amx-int8"}
 
 
@@ -41,10 +40,7 @@ def thread_seconds(work: Callable[[], object]) -> float:
 def unit_rates(read_buffer_bytes: int = READ_BUFFER_BYTES) -> dict[str, Callable[[], float]]:
     """By unit that the processor has, and "read": a function that measures operations, or bytes, a second of one
     thread."""
-    loops = {"float32": (peaks.fma_loop, peaks.FLOPS_PER_FMA_ITERATION)}
-    for unit, feature in _DOTS.items():
-        if (loop := peaks.dot_loop(feature)) is not None:
-            loops[unit] = loop, peaks.OPS_PER_DOT_ITERATION[feature]
+    loops = unit_loops()
     for unit, feature in _TILES.items():
         if (loop := peaks.tile_loop(feature)) is not None:
             loops[unit] = loop, peaks.OPS_PER_TILE_ITERATION[feature]

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 GRANULE = 512
 """Every block's size is a multiple of this, and so is its distance from its segment's start."""
 
-_EXACT = 16  # sizes below this many granules have a class each; above, 16 classes to a power of two
-
 
 def size_class(num_granules: int) -> int:
-    """The class that holds a free block of that size: no request of that class is larger than the block."""
+    """The class that holds a free block of that size: no request of that class is larger than the block. Sizes below 16
+    granules have a class each; above, 16 classes to a power of two."""
     exponent = num_granules.bit_length() - 5
     return num_granules if exponent <= 0 else (exponent << 4) + (num_granules >> exponent)
 

@@ -22,7 +22,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.device.context import Stream
 from runtime.device.driver import Driver
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType
@@ -47,7 +46,7 @@ DTYPES = {
     "int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "bfloat16": 9, "float8_e4m3": 10,
     "float8_e5m2": 11,
 }  # fmt: skip
-OPERATIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+_SUM = 0
 
 _WHERE = "pip install '.[nccl]' in xserv's checkout, or nvidia-nccl-cu13, or name its folder in LD_LIBRARY_PATH"
 
@@ -83,7 +82,6 @@ class _Out(NamedTuple):
 
 
 _INT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
-_REDUCING = (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER)
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ncclGetVersion": (_Out(_INT),),
     "ncclGetUniqueId": (_Out(UniqueId),),
@@ -92,10 +90,8 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ncclCommDestroy": (_POINTER,),
     "ncclCommAbort": (_POINTER,),
     "ncclCommGetAsyncError": (_POINTER, _Out(_INT)),
-    "ncclAllReduce": _REDUCING,
-    "ncclReduceScatter": _REDUCING,
+    "ncclAllReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
     "ncclAllGather": (_POINTER, _POINTER, _SIZE, _INT, _POINTER, _POINTER),
-    "ncclBroadcast": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
     "ncclSend": (_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
     "ncclRecv": (_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
     "ncclGroupStart": (),
@@ -275,35 +271,21 @@ class NcclComm:
         """NCCL's own; None once it was destroyed or aborted."""
         return self._comm
 
-    def all_reduce(
-        self, source: int, target: int, count: int, dtype: DType, operation: str = "sum", stream: Stream | None = None
-    ) -> None:
-        """All ranks' `count` numbers, added or reduced by `operation`, in each rank's target, perhaps the source."""
-        self._queue("ncclAllReduce", source, target, count, _number(dtype), _operation(operation), stream=stream)
+    def all_reduce(self, source: int, target: int, count: int, dtype: DType) -> None:
+        """The sums of all ranks' `count` numbers in each rank's target, perhaps the source."""
+        self._queue("ncclAllReduce", source, target, count, _number(dtype), _SUM)
 
-    def reduce_scatter(
-        self, source: int, target: int, count: int, dtype: DType, operation: str = "sum", stream: Stream | None = None
-    ) -> None:
-        """Rank r gets the r-th part of the sum of all ranks' `num_ranks * count` numbers."""
-        self._queue("ncclReduceScatter", source, target, count, _number(dtype), _operation(operation), stream=stream)
-
-    def all_gather(self, source: int, target: int, count: int, dtype: DType, stream: Stream | None = None) -> None:
+    def all_gather(self, source: int, target: int, count: int, dtype: DType) -> None:
         """All ranks' `count` numbers, in the order of ranks, in each rank's target."""
-        self._queue("ncclAllGather", source, target, count, _number(dtype), stream=stream)
+        self._queue("ncclAllGather", source, target, count, _number(dtype))
 
-    def broadcast(
-        self, source: int, target: int, count: int, dtype: DType, root: int, stream: Stream | None = None
-    ) -> None:
-        """The root's `count` numbers in each rank's target; only the root's source is read."""
-        self._queue("ncclBroadcast", source, target, count, _number(dtype), root, stream=stream)
-
-    def send(self, source: int, count: int, dtype: DType, peer: int, stream: Stream | None = None) -> None:
+    def send(self, source: int, count: int, dtype: DType, peer: int) -> None:
         """`count` numbers to a rank that receives as many."""
-        self._queue("ncclSend", source, count, _number(dtype), peer, stream=stream)
+        self._queue("ncclSend", source, count, _number(dtype), peer)
 
-    def receive(self, target: int, count: int, dtype: DType, peer: int, stream: Stream | None = None) -> None:
+    def receive(self, target: int, count: int, dtype: DType, peer: int) -> None:
         """`count` numbers of a rank that sends as many."""
-        self._queue("ncclRecv", target, count, _number(dtype), peer, stream=stream)
+        self._queue("ncclRecv", target, count, _number(dtype), peer)
 
     def new_window(self, size_bytes: int) -> Window:
         """New memory, registered as symmetric. Every rank calls it in the same order, of the same size. Raises
@@ -332,7 +314,7 @@ class NcclComm:
         """Reports a queued step to an emulated NCCL, which compares it among ranks, as a collective. `check` for a real
         one."""
         if self.nccl.is_emulated:
-            self._queue("emuEndStep", number, stream=None)
+            self._queue("emuEndStep", number)
         else:
             self.check()
 
@@ -359,13 +341,13 @@ class NcclComm:
             self.gpu.context.make_current()
             self._call("ncclCommAbort", comm)
 
-    def _queue(self, function: str, *arguments: Any, stream: Stream | None) -> None:
+    def _queue(self, function: str, *arguments: Any) -> None:
         if self._comm is None:
             raise NcclError(f"{function}: rank {self.rank} has left its communicator", call=function, code=5)
         gpu = self.gpu
         gpu.context.make_current()
         gpu.break_chain()
-        self._call(function, *arguments, self._comm, int((stream or gpu.stream).handle))
+        self._call(function, *arguments, self._comm, int(gpu.stream.handle))
 
     def _call(self, function: str, *arguments: Any) -> Any:
         return self.nccl.call(function, *arguments, comm=self._comm)
@@ -376,9 +358,3 @@ def _number(dtype: DType) -> int:
     if found is None:
         raise InvalidArgumentError(f"NCCL has no {dtype.name}: dtype must be one of {', '.join(DTYPES)}", param="dtype")
     return found
-
-
-def _operation(name: str) -> int:
-    if name not in OPERATIONS:
-        raise InvalidArgumentError(f"operation is {name!r}, must be one of {', '.join(OPERATIONS)}", param="operation")
-    return OPERATIONS[name]

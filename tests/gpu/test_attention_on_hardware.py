@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.gpu.reuse import on_hardware
 from tests.numba_kernels.cuda import test_attention as attention
 from tests.numba_kernels.cuda import test_attention_exact as exact
-from tests.numba_kernels.cuda import test_kv_cache as kv_cache
 from tests.numba_kernels.cuda import test_rope as rope
 
 test_equals_float64 = on_hardware(attention.test_equals_float64)
@@ -18,7 +17,4 @@ test_exact_mode = on_hardware(exact.test_in_exact_mode_a_row_has_the_same_bits_a
 test_a_padded_sequence_gives_zeros = on_hardware(exact.test_a_padded_sequence_gives_zeros)
 test_nan_in_a_query_stays_in_its_row = on_hardware(exact.test_nan_in_a_query_stays_in_its_row)
 test_large_scores = on_hardware(exact.test_large_scores_neither_overflow_nor_underflow)
-test_write_kv = on_hardware(kv_cache.test_write)
-test_write_of_every_half = on_hardware(kv_cache.test_write_of_every_half_precision_number)
-test_rope = on_hardware(rope.test_rope_equals_float64)
 test_qkv_prepare = on_hardware(rope.test_qkv_prepare_equals_float64_and_the_cpu)

@@ -216,9 +216,6 @@ def _bert_patterns() -> tuple[Any, Any, Any, Any]:
     )  # fmt: skip
 
 
-_ASCII_CLEANED: dict[int, str | None] = {**dict.fromkeys((*range(32), 127)), **dict.fromkeys((9, 10, 13), " ")}
-
-
 def _bert(switches: tuple[bool, bool, bool, bool], text: str, is_at_start: bool) -> tuple[str, bool]:
     """BERT's: characters that are no text go, white space becomes spaces, ideographs stand apart, accents go, letters
     become small."""

@@ -44,7 +44,7 @@ QUESTIONS = (
     "What is 17 plus 25?", "Who are you?", "Sort these words: pear, apple, fig", "Count from 3 to 9",
     "What is the capital of France?", "Reverse the word stone",
 )  # fmt: skip
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send and receive")
+KINDS = ("all_reduce", "all_gather", "send and receive")
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -97,10 +97,6 @@ def _call(comm: NcclComm, kind: str, source: int, target: int, count: int, dtype
         comm.all_reduce(source, target, count, dtype)
     elif kind == "all_gather":
         comm.all_gather(source, target, count, dtype)
-    elif kind == "reduce_scatter":
-        comm.reduce_scatter(source, target, count, dtype)
-    elif kind == "broadcast":
-        comm.broadcast(source, target, count, dtype, 0)
     else:
         with comm.nccl.group():
             comm.send(source, count, dtype, 0)
@@ -230,13 +226,12 @@ def _refuses(comm: NcclComm) -> None:
 
 
 def _two_ranks(options: Options, sizes: tuple[int, ...]) -> tuple[list[dict[str, Any]], str, str]:
-    """Rows of `collective_rank` by two processes on the same device, each verified before it is timed; or NCCL's
+    """Rows of `collective_rank` by two processes on the same device, each verified; or NCCL's
     refusal, or another error."""
     nccl = open_nccl(Gpu.of(options.device).driver)
     task = {
         "num_ranks": 2, "sizes": sizes, "num_calls": 2 if options.is_quick else 10, "device": options.device,
-        "num_rounds": 1 if options.is_quick else 3, "unique_id": nccl.unique_id().hex(),
-        "collectives": ["all_reduce", "all_gather", "reduce_scatter", "broadcast"],
+        "unique_id": nccl.unique_id().hex(), "collectives": ["all_reduce", "all_gather"],
     }  # fmt: skip
     environment = {**os.environ, **SHARED_GPU}
     limit_s = TWO_RANKS_S * (1 if options.is_real else 12)
@@ -296,7 +291,7 @@ def _collectives(options: Options, two_ranks: Callable[[], tuple[list[dict[str, 
         return {"skipped": refusal}
     return {
         "nccl": open_nccl(Gpu.of(options.device).driver).version(),
-        "us": {f"{row['collective']} {row['bytes']} {row['way']}": round(row["us"], 1) for row in rows},
+        "us": {f"{row['collective']} {row['bytes']}": round(row["us"], 1) for row in rows},
     }
 
 

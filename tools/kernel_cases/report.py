@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_kernels.cuda import dynamic_quantisation, kv_cache, logprobs, qkv, rope, rounded_norm
+from numba_kernels.cuda import dynamic_quantisation, logprobs, qkv, rounded_norm
 from numba_kernels.cuda.gemm import hopper
 from numba_kernels.cuda.gemm.hopper_packed import HIGH, LOW
 from numba_kernels.cuda.quantised_pages import PAGES
@@ -212,9 +212,9 @@ _VOCABULARY = 151_936  # Qwen3's: the blocks of a cluster share its row
 
 
 def _tokens() -> Iterator[Case]:
-    row, heads = _TOKENS * _SIZE * 2, _TOKENS * HEADS * HEAD_DIM * 2
+    row = _TOKENS * _SIZE * 2
     angles, whole = _TOKENS * HEAD_DIM * 4, _TOKENS * (HEADS + 2 * KV_HEADS) * HEAD_DIM * 2
-    pages, logits = 2 * _TOKENS * KV_HEADS * HEAD_DIM * 2, 4 * 4 * _VOCAB
+    logits = 4 * 4 * _VOCAB
     yield operation_case(
         "embedding bf16", "embedding", f"{_TOKENS} of {_VOCAB} rows of {_SIZE}", 2 * row + 4 * _TOKENS, 0,
         ops.embedding, lambda inputs: (
@@ -222,16 +222,8 @@ def _tokens() -> Iterator[Case]:
         ), tolerance=0.0,
     )  # fmt: skip
     yield _launched(
-        "rope bf16", "rope", f"{_TOKENS} x {HEADS} heads of {HEAD_DIM}", heads + angles + 4 * _TOKENS + heads,
-        3 * heads, _rope,
-    )  # fmt: skip
-    yield _launched(
         "qkv_prepare bf16", "qkv", f"{_TOKENS} x {HEADS}/{KV_HEADS} heads of {HEAD_DIM}, norms, rope",
         whole + angles + 12 * _TOKENS + 8 * HEAD_DIM + whole, 5 * whole, _qkv_prepare,
-    )  # fmt: skip
-    yield _launched(
-        "write_kv bf16", "kv_cache", f"{_TOKENS} x {KV_HEADS} heads of {HEAD_DIM}", pages + 8 * _TOKENS + pages, 0,
-        _write_kv,
     )  # fmt: skip
     for kind in ("greedy", "temperature", "top_p", "top_k top_p"):
         yield replace(sampling_case(kind, 1, _VOCABULARY), name=f"sampling {kind}", shape=f"1 x {_VOCABULARY}")
@@ -250,12 +242,6 @@ def _pages(inputs: Inputs) -> tuple[int, int, int]:
     return inputs.put(np.arange(_TOKENS, dtype=np.int64)), inputs.empty(size), inputs.empty(size)
 
 
-def _rope(inputs: Inputs) -> tuple[Any, ...]:
-    launch = rope.plan_rope(_TOKENS, HEADS, HEAD_DIM, HEAD_DIM, "bf16", interleaved=False)
-    x, stride = inputs.put_normal(_TOKENS, HEADS, HEAD_DIM), HEADS * HEAD_DIM
-    return launch, x, *_positions(inputs), x, _TOKENS, HEADS, stride, stride
-
-
 def _qkv_prepare(inputs: Inputs) -> tuple[Any, ...]:
     launch = qkv.plan_qkv_prepare(
         _TOKENS, HEADS, KV_HEADS, HEAD_DIM, BLOCK, "bf16", rotary=HEAD_DIM, norm="head"
@@ -265,13 +251,6 @@ def _qkv_prepare(inputs: Inputs) -> tuple[Any, ...]:
     q = inputs.empty(_TOKENS * HEADS * HEAD_DIM * 2)
     memory = *_positions(inputs), 0, 0, *norms, *_pages(inputs), 0, 0, q
     return launch, x, *memory, _TOKENS, HEADS, KV_HEADS, 1e-6
-
-
-def _write_kv(inputs: Inputs) -> tuple[Any, ...]:
-    launch = kv_cache.plan_write_kv(_TOKENS, KV_HEADS, HEAD_DIM, BLOCK, "bf16")
-    k, v = (inputs.put_normal(_TOKENS, KV_HEADS, HEAD_DIM) for _ in range(2))
-    stride = KV_HEADS * HEAD_DIM
-    return launch, k, v, *_pages(inputs), _TOKENS, KV_HEADS, stride, stride
 
 
 def _logprobs(inputs: Inputs) -> tuple[Any, ...]:

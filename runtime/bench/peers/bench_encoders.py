@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,10 @@ def bench_encoders(
     measured = []
     with contextlib.ExitStack() as outer:
         if meter is None:
-            meter = LimitMeter(_one_thread()) if clock == "processor" else outer.enter_context(open_meter())
+            one_thread = clock == "processor"
+            meter = (
+                LimitMeter(partial(CpuLimits.of, 1, unit_rates())) if one_thread else outer.enter_context(open_meter())
+            )
         for model in models:
             for dtype in dtypes:
                 say(f"{model}, {dtype}: writing and loading")
@@ -163,13 +167,13 @@ def bench_encoders(
                         sides.append(side)
                     for each in texts:
                         say(f"{model}, {dtype}: {each.name}")
-                        row = _measured(sides, each.ids(shape.vocab_size, seed), dtype, num_rounds, meter)
+                        row = _measured(sides, each.ids(shape.config["vocab_size"], seed), dtype, num_rounds, meter)
                         row = {"model": model, "dtype": dtype, "texts": each.name, **row}
                         measured.append((shape, each, row))
                     if serves:
                         stack.close()
                         say(f"{model}, {dtype}: serving")
-                        served = _served(Path(name), sides[0], texts[0].ids(shape.vocab_size, seed)[0], dtype)
+                        served = _served(Path(name), sides[0], texts[0].ids(shape.config["vocab_size"], seed)[0], dtype)
                         report["served"].append({"model": model, "dtype": dtype, **served})
         report["limits"] = meter.report()
         for shape, each, row in measured:
@@ -179,17 +183,6 @@ def bench_encoders(
             judge(each, row["dtype"], row)
             report["results"].append(row)
     return finished(report)
-
-
-def _one_thread() -> Callable[[], CpuLimits]:
-    """A measurement of one thread by its processor time."""
-    rates = unit_rates()
-
-    def measure() -> CpuLimits:
-        found = {unit: rate() for unit, rate in rates.items()}
-        return CpuLimits(1, found["read"], found["float32"], found.get("bfloat16"), found.get("int8"))
-
-    return measure
 
 
 def _arguments(folder: Path, dtype: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,25 @@ class CpuLimits:
     bfloat16_flops_per_s: float | None
     int8_ops_per_s: float | None
 
+    @staticmethod
+    def of(num_threads: int, rates: Mapping[str, Callable[[], float]]) -> CpuLimits:
+        """A measurement by "read" and the units of `unit_loops`."""
+        found = {unit: rate() for unit, rate in rates.items()}
+        return CpuLimits(num_threads, found["read"], found["float32"], found.get("bfloat16"), found.get("int8"))
+
     def operations_per_s(self, dtype: str) -> float:
         """The rate of products with weights of `dtype`: by its own instruction, or widened to float32."""
         own = {"bfloat16": self.bfloat16_flops_per_s, "int8": self.int8_ops_per_s, GGUF: self.int8_ops_per_s}.get(dtype)
         return own or self.float32_flops_per_s
+
+
+def unit_loops() -> dict[str, tuple[Callable[[int], Any], int]]:
+    """By unit that the processor has: its loop, and the operations of an iteration."""
+    found: dict[str, tuple[Callable[[int], Any], int]] = {"float32": (peaks.fma_loop, peaks.FLOPS_PER_FMA_ITERATION)}
+    for unit, feature in (("bfloat16", "avx512bf16"), ("int8", "avx512vnni")):
+        if (loop := peaks.dot_loop(feature)) is not None:
+            found[unit] = loop, peaks.OPS_PER_DOT_ITERATION[feature]
+    return found
 
 
 RATES = ("read_bytes_per_s", "float32_flops_per_s", "bfloat16_flops_per_s", "int8_ops_per_s")
@@ -130,24 +146,8 @@ def open_meter(read_buffer_bytes: int = READ_BUFFER_BYTES, loop_s: float = LOOP_
                 run(iterations)
             return lambda: count * iterations * per_iteration / run(iterations)
 
-        float32 = arithmetic(peaks.fma_loop, peaks.FLOPS_PER_FMA_ITERATION)
-        dots = {
-            feature: arithmetic(loop, operations)
-            for feature, operations in peaks.OPS_PER_DOT_ITERATION.items()
-            if (loop := peaks.dot_loop(feature)) is not None
-        }
-
-        def measure() -> CpuLimits:
-            by_dot = {feature: rate() for feature, rate in dots.items()}
-            return CpuLimits(
-                num_threads=count,
-                read_bytes_per_s=reading(),
-                float32_flops_per_s=float32(),
-                bfloat16_flops_per_s=by_dot.get("avx512bf16"),
-                int8_ops_per_s=by_dot.get("avx512vnni"),
-            )
-
-        yield LimitMeter(measure)
+        rates = {"read": reading, **{unit: arithmetic(*loop) for unit, loop in unit_loops().items()}}
+        yield LimitMeter(partial(CpuLimits.of, count, rates))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,47 +19,40 @@ from runtime.bench.peers.workloads import write_random_folder
 
 @dataclass(frozen=True, slots=True)
 class EncoderShape:
-    """A model's dimensions."""
+    """A model's `config.json`, and how it pools."""
 
-    model_type: str
-    architecture: str
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    inner_size: int
-    vocab_size: int
-    position_rows: int
-    type_vocab_size: int
-    pad_token_id: int
-    norm_eps: float
+    config: Mapping[str, Any]
     pooling: str
 
     def write(self, folder: Path, seed: int, dtype: str) -> None:
-        """A folder with random weights of `dtype`, float32 or bfloat16, that pools as the model does."""
-        config = {
-            "architectures": [self.architecture], "model_type": self.model_type, "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_layers, "num_attention_heads": self.num_heads,
-            "intermediate_size": self.inner_size, "hidden_act": "gelu", "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.position_rows, "type_vocab_size": self.type_vocab_size,
-            "layer_norm_eps": self.norm_eps, "pad_token_id": self.pad_token_id, "dtype": dtype,
-        }  # fmt: skip
-        write_random_folder(folder, config, seed)
+        """A folder with random weights of `dtype`, float32 or bfloat16."""
+        write_random_folder(folder, {**self.config, "dtype": dtype}, seed)
 
     def least_s(self, limits: CpuLimits, dtype: str, lengths: Sequence[int]) -> float:
         """The longer of reading the layers' weights once and of all products: those with weights by the instruction
         of `dtype`, attention's, of every token with every other, by float32's, in bfloat16 also by its own."""
-        tokens, size = sum(lengths), self.hidden_size
-        weights = self.num_layers * (4 * size * size + 2 * size * self.inner_size)
-        attended = 4 * size * self.num_layers * sum(length * length for length in lengths)
+        size: int = self.config["hidden_size"]
+        tokens, num_layers = sum(lengths), int(self.config["num_hidden_layers"])
+        weights = num_layers * (4 * size * size + 2 * size * int(self.config["intermediate_size"]))
+        attended = 4 * size * num_layers * sum(length * length for length in lengths)
         of_attention = limits.operations_per_s("float32" if dtype == "int8" else dtype)
         products = 2 * weights * tokens / limits.operations_per_s(dtype) + attended / of_attention
         return max(weights * WEIGHT_BYTES[dtype] / limits.read_bytes_per_s, products)
 
 
 SHAPES = {
-    "minilm-l6": EncoderShape("bert", "BertModel", 384, 6, 12, 1536, 30522, 512, 2, 0, 1e-12, "mean"),
-    "bge-m3": EncoderShape("xlm-roberta", "XLMRobertaModel", 1024, 24, 16, 4096, 250002, 8194, 1, 1, 1e-5, "cls"),
-}
+    "minilm-l6": EncoderShape({
+        "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6,
+        "num_attention_heads": 12, "intermediate_size": 1536, "vocab_size": 30522, "max_position_embeddings": 512,
+        "type_vocab_size": 2, "pad_token_id": 0, "layer_norm_eps": 1e-12, "hidden_act": "gelu",
+    }, "mean"),
+    "bge-m3": EncoderShape({
+        "architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta", "hidden_size": 1024,
+        "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096, "vocab_size": 250002,
+        "max_position_embeddings": 8194, "type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu",
+    }, "cls"),
+}  # fmt: skip
 
 DTYPES = ("float32", "bfloat16", "int8")
 PEER_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "float32"}
@@ -124,39 +117,17 @@ def markdown(report: Mapping[str, Any]) -> str:
         share = f"{row['share_of_limit']:.0%}"
         rows.append([row["model"], row["dtype"], row["texts"], *sides, ratio, share, row["goal"],
                      "met" if row["is_met"] else "missed"])  # fmt: skip
-    head = (
-        "model",
-        "weights",
-        "texts",
-        *(f"{name}, ms" for name in report["sides"]),
-        "ratio",
-        "of the limit",
-        "goal",
-        "",
-    )
+    sides = [f"{name}, ms" for name in report["sides"]]
+    head = ["model", "weights", "texts", *sides, "ratio", "of the limit", "goal", ""]
     parts = [markdown_table(head, rows)] if rows else []
     if report["served"]:
-        head = (
-            "model",
-            "weights",
-            "start, s",
-            "MB beside the weights",
-            "1 text, ms",
-            "over HTTP, ms",
-            "more, ms",
-            "of the processor",
-        )
+        head = ["model", "weights", "start, s", "MB beside the weights", "1 text, ms", "over HTTP, ms", "more, ms"]
+        head.append("of the processor")
         parts.append(markdown_table(head, [_served(each) for each in report["served"]]))
     return "\n\n".join(parts)
 
 
 def _served(each: Mapping[str, Any]) -> list[str]:
-    numbers = (
-        each["start_s"],
-        each["beside_weights_bytes"] / 1e6,
-        each["direct_ms"],
-        each["http_ms"],
-        each["more_ms"],
-        each["more_processor_ms"],
-    )
+    times = (each[name] for name in ("direct_ms", "http_ms", "more_ms", "more_processor_ms"))
+    numbers = each["start_s"], each["beside_weights_bytes"] / 1e6, *times
     return [each["model"], each["dtype"], *(f"{number:,.2f}" for number in numbers)]

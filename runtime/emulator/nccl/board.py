@@ -64,7 +64,8 @@ class Call:
     Attributes:
         kind: the function without its prefix, "AllReduce".
         count: elements, as the call counts them; for a mark that is no collective, its number.
-        dtype, operation, root: the numbers of nccl.h; -1 where the call has none.
+        dtype: its number in nccl.h; -1 where the call has none.
+        peer: of a message; -1 for collectives.
         source, target: where its buffers lie in a window, as 1 + the window's number << 40 | offset; 0 outside windows.
         place: the model's line that called, "families/llama.py:61".
     """
@@ -72,8 +73,7 @@ class Call:
     kind: str
     count: int
     dtype: int = -1
-    operation: int = -1
-    root: int = -1
+    peer: int = -1
     source: int = 0
     target: int = 0
     place: str = ""
@@ -86,17 +86,17 @@ class Call:
 
     def packed(self) -> bytes:
         """Numbers, then texts."""
-        numbers = (self.count, self.dtype, self.operation, self.root, self.source, self.target)
+        numbers = (self.count, self.dtype, self.peer, self.source, self.target)
         text = f"{self.kind}\0{self.place}".encode()[: _CALL_BYTES - 8 * len(numbers)]
         return np.array(numbers, np.int64).tobytes() + text.ljust(_CALL_BYTES - 8 * len(numbers), b"\0")
 
     @staticmethod
     def unpacked(data: bytes) -> Call:
         """The inverse of `packed`."""
-        count, dtype, operation, root, source, target = np.frombuffer(data[:48], np.int64).tolist()
-        kind, place, *_ = data[48:].split(b"\0")
+        count, dtype, peer, source, target = np.frombuffer(data[:40], np.int64).tolist()
+        kind, place, *_ = data[40:].split(b"\0")
         words = place.decode(errors="replace")
-        return Call(kind.decode(), count, dtype, operation, root, source, target, words)
+        return Call(kind.decode(), count, dtype, peer, source, target, words)
 
 
 def new_unique_id() -> tuple[bytes, int]:
@@ -287,21 +287,18 @@ _TYPES = {
     0: "int8", 1: "uint8", 2: "int32", 3: "uint32", 4: "int64", 5: "uint64", 6: "float16", 7: "float32", 8: "float64",
     9: "bfloat16", 10: "float8_e4m3", 11: "float8_e5m2",
 }  # fmt: skip
-_OPERATIONS = {0: "sum", 1: "prod", 2: "max", 3: "min", 4: "avg"}
 _WINDOW_SHIFT = 40
 
 
 def described(call: Call) -> str:
-    """`ncclAllReduce of 64 float32 (sum) at families/llama.py:61`."""
+    """`ncclAllReduce of 64 float32 at families/llama.py:61`."""
     if call.kind == "end of step":
         return f"end of step {call.count}"
     if call.dtype < 0:
         return f"nccl{call.kind} of {call.count:,} bytes at {call.place}"
     words = [f"nccl{call.kind} of {call.count:,} {_TYPES[call.dtype]}"]
-    if call.operation >= 0:
-        words.append(f"({_OPERATIONS[call.operation]})")
-    if call.root >= 0:
-        words.append({"Send": "to", "Recv": "of"}.get(call.kind, "from") + f" rank {call.root}")
+    if call.peer >= 0:
+        words.append(f"{'to' if call.kind == 'Send' else 'of'} rank {call.peer}")
     for name, place in (("source", call.source), ("target", call.target)):
         if place:
             words.append(f"{name} at {place & ((1 << _WINDOW_SHIFT) - 1):,} of window {(place >> _WINDOW_SHIFT) - 1}")

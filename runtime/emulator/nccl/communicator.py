@@ -1,7 +1,7 @@
 """One rank of an emulated communicator: its calls, its progress, and whether the others can join.
 
-Each collective is compared among all ranks before data moves: function, count, type, operation, root, and the
-places in windows. If ranks differ, or one cannot join any more, the communicator fails for all of them, and each error
+Each collective is compared among all ranks before data moves: function, count, type, and the places in
+windows. If ranks differ, or one cannot join any more, the communicator fails for all of them, and each error
 has every rank's call and the model's line.
 
 Collectives and messages are works of a stream, which park until the other ranks have joined. A work is done in pieces:
@@ -221,13 +221,11 @@ class _Collective(Meeting):
         call = template.call
         self._number = self._comm.post(group, call)
         self._kind, self._element = call.kind, ELEMENTS.get(call.dtype, np.dtype(np.uint8))
-        self._parts = self._comm.num_ranks if call.kind == "ReduceScatter" else 1
-        each = SLOT_BYTES // (self._parts * self._element.itemsize)
+        each = SLOT_BYTES // self._element.itemsize
         self._count = call.count if call.dtype >= 0 else 0
         self._pieces = [(first, min(each, self._count - first)) for first in range(0, self._count, each)]
         self._next = 0
         self._is_compared = self._is_published = False
-        self._is_silent = call.kind == "Recv" or (call.kind == "Broadcast" and call.root != self._comm.rank)
 
     @property
     def label(self) -> str:
@@ -274,46 +272,36 @@ class _Collective(Meeting):
     def _check(self, work: Work) -> None:
         """All bytes read and written, for the checkers."""
         template, ranks, size = self._template, self._comm.num_ranks, self._count * self._element.itemsize
-        reads = 0 if self._is_silent else size * self._parts
+        reads = 0 if self._kind == "Recv" else size
         writes = 0 if self._kind == "Send" else size * (ranks if self._kind == "AllGather" else 1)
         self._comm.memory.check(work, self.label, template.source, reads, is_write=False)
         self._comm.memory.check(work, self.label, template.target, writes, is_write=True)
 
     def _publish(self, first: int, count: int, turn: int) -> None:
-        if self._is_silent:
-            return
-        size, slot = self._element.itemsize, self._group.my_slot(turn).ctypes.data
-        for part in range(self._parts):
-            at = self._template.source + (part * self._count + first) * size
-            ctypes.memmove(slot + part * count * size, at, count * size)
+        size = self._element.itemsize
+        ctypes.memmove(self._group.my_slot(turn).ctypes.data, self._template.source + first * size, count * size)
 
     def _combine(self, first: int, count: int, turn: int) -> None:
-        size, slots, call = self._element.itemsize, self._group.slots(turn), self._template.call
+        size, slots = self._element.itemsize, self._group.slots(turn)
         at, memory = self._template.target + first * size, self._comm.memory
         if self._kind == "AllGather":
             for rank, slot in enumerate(slots):
                 memory.write(at + rank * self._count * size, slot[: count * size])
-            return
-        if self._kind in ("Broadcast", "Recv"):
-            memory.write(at, slots[call.root if self._kind == "Broadcast" else 0][: count * size])
-            return
-        part = self._comm.rank * count * size if self._kind == "ReduceScatter" else 0
-        numbers = [slot[part : part + count * size].view(self._element) for slot in slots]
-        memory.write(at, _reduced(numbers, call.operation).view(np.uint8))
+        elif self._kind == "Recv":
+            memory.write(at, slots[0][: count * size])
+        else:
+            numbers = [slot[: count * size].view(self._element) for slot in slots]
+            memory.write(at, _sum(numbers).view(np.uint8))
 
 
-def _reduced(numbers: list[NDArray[Any]], operation: int) -> NDArray[Any]:
-    """All ranks' numbers reduced by an operation of `ncclRedOp_t`."""
+def _sum(numbers: list[NDArray[Any]]) -> NDArray[Any]:
+    """The sums of all ranks' numbers."""
     element = numbers[0].dtype
     is_narrow = element.kind not in "iu" and element.itemsize < 4
-    wide = [each.astype(np.float32) if is_narrow else each for each in numbers]
-    result = wide[0].copy()
-    combine = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum, 4: np.add}[operation]
+    result = numbers[0].astype(np.float32 if is_narrow else element)
     with np.errstate(all="ignore"):
-        for each in wide[1:]:
-            combine(result, each, out=result)
-        if operation == 4:
-            result = result / len(wide) if result.dtype.kind == "f" else result // len(wide)
+        for each in numbers[1:]:
+            result += each.astype(result.dtype)
         return result.astype(element)
 
 

@@ -222,23 +222,13 @@ class EmulatedNccl:
 
     @_function
     def ncclAllReduce(self, source: int, target: int, count: int, dtype: int, op: int, comm: int, stream: Any) -> None:
-        self._collective(comm, stream, "AllReduce", source, target, count, dtype, operation=op)
-
-    @_function
-    def ncclReduceScatter(
-        self, source: int, target: int, count: int, dtype: int, op: int, comm: int, stream: Any
-    ) -> None:
-        self._collective(comm, stream, "ReduceScatter", source, target, count, dtype, operation=op, reads="all")
+        if op != 0:
+            raise _Failed(_INVALID_ARGUMENT, f"operation {op}: sums alone are emulated")
+        self._collective(comm, stream, "AllReduce", source, target, count, dtype, writes=1)
 
     @_function
     def ncclAllGather(self, source: int, target: int, count: int, dtype: int, comm: int, stream: Any) -> None:
-        self._collective(comm, stream, "AllGather", source, target, count, dtype, writes="all")
-
-    @_function
-    def ncclBroadcast(
-        self, source: int, target: int, count: int, dtype: int, root: int, comm: int, stream: Any
-    ) -> None:
-        self._collective(comm, stream, "Broadcast", source, target, count, dtype, root=root)
+        self._collective(comm, stream, "AllGather", source, target, count, dtype, writes=self._comm(comm).num_ranks)
 
     @_function
     def emuEndStep(self, number: int, comm: int, stream: Any) -> None:
@@ -248,23 +238,15 @@ class EmulatedNccl:
         self.driver.submit(self.driver.stream(stream), Template(found, Call("end of step", number), 0, 0))
 
     def _collective(
-        self, handle: int, stream: Any, kind: str, source: int, target: int, count: int, dtype: int, *,
-        operation: int = -1, root: int = -1, reads: str = "", writes: str = "",
-    ) -> None:  # fmt: skip
+        self, handle: int, stream: Any, kind: str, source: int, target: int, count: int, dtype: int, *, writes: int
+    ) -> None:
         comm = self._comm(handle)
         self._check_alive(comm)
         size = self._size(count, dtype)
-        if operation != -1 and not 0 <= operation <= 4:
-            raise _Failed(_INVALID_ARGUMENT, f"operation {operation}")
-        if root != -1 and not 0 <= root < comm.num_ranks:
-            raise _Failed(_INVALID_ARGUMENT, f"root {root} of {comm.num_ranks} ranks")
         if not count:
             return
-        call = Call(
-            kind, count, dtype, operation, root,
-            comm.place_of(source, size * (comm.num_ranks if reads else 1)),
-            comm.place_of(target, size * (comm.num_ranks if writes else 1)), line_name(*calling_line()),
-        )  # fmt: skip
+        source_place, target_place = comm.place_of(source, size), comm.place_of(target, size * writes)
+        call = Call(kind, count, dtype, -1, source_place, target_place, line_name(*calling_line()))
         self.driver.submit(self.driver.stream(stream), Template(comm, call, source, target))
 
     @staticmethod
@@ -297,7 +279,7 @@ class EmulatedNccl:
         if not 0 <= peer < comm.num_ranks or peer == comm.rank:
             raise _Failed(_INVALID_ARGUMENT, f"peer {peer} of rank {comm.rank} of {comm.num_ranks}")
         if count:
-            call = Call(kind, count, dtype, root=peer, place=line_name(*calling_line()))
+            call = Call(kind, count, dtype, peer, place=line_name(*calling_line()))
             key = comm, self.driver.stream(stream)
             self._group.messages.setdefault(key, []).append((call, address, peer))
         self._end_if_alone()
@@ -395,7 +377,7 @@ class DryNccl:
 
     ncclCommInitRank = ncclCommWindowRegister = _handle
     ncclCommFinalize = ncclCommDestroy = ncclCommAbort = ncclCommWindowDeregister = ncclMemFree = _accept
-    ncclAllReduce = ncclAllGather = ncclReduceScatter = ncclBroadcast = ncclSend = ncclRecv = emuEndStep = _accept
+    ncclAllReduce = ncclAllGather = ncclSend = ncclRecv = emuEndStep = _accept
     ncclGroupStart = ncclGroupEnd = _accept
 
 

@@ -1,11 +1,10 @@
-"""RoPE and qkv_prepare on the device: against float64 and the CPU, and exact where nothing is computed."""
+"""qkv_prepare on the device: against float64 and the CPU, and exact where nothing is computed."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from numba_kernels.cuda import rope
 from numba_kernels.cuda.kv_cache import page_row
 from numba_kernels.cuda.qkv import plan_qkv_prepare
 from runtime import ops
@@ -20,70 +19,11 @@ DTYPES = ("f32", "f16", "bf16")
 TOLERANCE = {"f32": 1e-6, "f16": 2.0**-11 + 1e-6, "bf16": 2.0**-8 + 1e-6}
 NUM_POSITIONS = 500
 
-# head_dim, rotary, interleaved: whole and part of a head, runs of 16 bytes and of one element, odd heads
-ROTATIONS = [(64, 64, False), (64, 32, False), (32, 32, True), (5, 2, False), (10, 10, True)]
-SIZES = [(1, 1), (2, 3), (3, 7), (17, 2), (31, 5), (64, 1), (97, 4), (130, 3)]  # tokens, heads
-
 
 def tables(rotary: int) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin [NUM_POSITIONS, rotary / 2] float32."""
     angles = np.outer(np.arange(NUM_POSITIONS), 10000.0 ** -np.linspace(0, 1, max(1, rotary // 2)))[:, : rotary // 2]
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "rotary", "interleaved"), ROTATIONS)
-@pytest.mark.exhaustive_cases("10-10", "f32")
-def test_rope_equals_float64(gpu: Gpu, head_dim: int, rotary: int, interleaved: bool, dtype: str) -> None:
-    rng = np.random.default_rng(head_dim + rotary)
-    cos, sin = tables(rotary)
-    cos_block, sin_block = put(gpu, cos), put(gpu, sin)
-    for tokens, heads in SIZES:
-        x = rng.standard_normal((tokens, heads, head_dim)).astype(numpy_dtype(dtype))
-        positions = rng.integers(0, NUM_POSITIONS, tokens).astype(np.int32)
-        launch = rope.plan_rope(tokens, heads, head_dim, rotary, dtype, interleaved=interleaved)
-        x_block, positions_block, out = put(gpu, x), put(gpu, positions), empty(gpu, x.shape, dtype)
-        arguments = x_block.address, positions_block.address, cos_block.address, sin_block.address
-        sizes = tokens, heads, heads * head_dim, heads * head_dim
-        gpu.launch(launch, *arguments, out.address, *sizes)
-        actual = get(gpu, out, x.shape, dtype)
-        expected = dense.rotate(x, cos[positions][:, None], sin[positions][:, None], interleaved)
-        assert dense.relative_error(actual, expected) < TOLERANCE[dtype]
-        assert_equal(actual[..., rotary:], x[..., rotary:])
-        gpu.launch(launch, *arguments, x_block.address, *sizes)  # in place
-        assert_equal(get(gpu, x_block, x.shape, dtype), actual)
-
-
-def test_rope_of_some_heads_of_wider_rows(gpu: Gpu) -> None:
-    x = np.random.default_rng(0).standard_normal((9, 6, 64)).astype(np.float32)
-    positions = np.arange(9, dtype=np.int32)
-    cos, sin = tables(64)
-    blocks = [put(gpu, array) for array in (x, positions, cos, sin)]
-    x_block, positions_block, cos_block, sin_block = blocks
-    at = x_block.address + 2 * 64 * 4  # heads 2 and 3 of 6
-    launch = rope.plan_rope(9, 2, 64, 64, "f32", interleaved=False)
-    gpu.launch(
-        launch, at, positions_block.address, cos_block.address, sin_block.address, at, 9, 2, 6 * 64, 6 * 64
-    )  # fmt: skip
-    expected = x.astype(np.float64)
-    expected[:, 2:4] = dense.rotate(x[:, 2:4], cos[positions][:, None], sin[positions][:, None], False)
-    actual = get(gpu, x_block, x.shape, np.float32)
-    assert dense.relative_error(actual, expected) < TOLERANCE["f32"]
-    assert_equal(actual[:, [0, 1, 4, 5]], x[:, [0, 1, 4, 5]])
-
-
-def test_interleaved_and_half_split_are_permutations_of_each_other(gpu: Gpu) -> None:
-    x = np.random.default_rng(1).standard_normal((40, 2, 32)).astype(np.float32)
-    positions = np.arange(40, dtype=np.int32)
-    results = []
-    for interleaved in (False, True):
-        given = x.reshape(40, 2, 2, 16).swapaxes(2, 3).reshape(x.shape) if interleaved else x
-        blocks = [put(gpu, array) for array in (given, positions, *tables(32))]
-        out = empty(gpu, x.shape, "f32")
-        launch = rope.plan_rope(40, 2, 32, 32, "f32", interleaved=interleaved)
-        gpu.launch(launch, *(block.address for block in blocks), out.address, 40, 2, 64, 64)
-        results.append(get(gpu, out, x.shape, np.float32))
-    assert_equal(results[1].reshape(40, 2, 16, 2).swapaxes(2, 3).reshape(x.shape), results[0])
 
 
 # tokens, q heads, kv heads, head_dim, block size, rotary (0 = none), interleaved, norm
@@ -225,12 +165,14 @@ def test_one_head_may_be_normalised_and_the_other_not(gpu: Gpu) -> None:
 
 def test_refuses_what_no_kernel_is_for() -> None:
     with pytest.raises(ValueError, match="rotary is 7, must be even"):
-        rope.plan_rope(1, 1, 8, 7, "f32", interleaved=False)
+        plan_qkv_prepare(1, 1, 1, 8, 16, "f32", rotary=7)
     with pytest.raises(ValueError, match="rotary is 10, must be even and at most head_dim = 8"):
         plan_qkv_prepare(1, 1, 1, 8, 16, "f32", rotary=10)
     with pytest.raises(ValueError, match="block_size is 12"):
         plan_qkv_prepare(1, 1, 1, 8, 12, "f32")
+    with pytest.raises(ValueError, match="head_dim is 513, must be 1 to 512"):
+        plan_qkv_prepare(1, 1, 1, 513, 16, "f32")
     with pytest.raises(ValueError, match="dtype is 'f64'"):
-        rope.plan_rope(1, 1, 8, 8, "f64", interleaved=False)
+        plan_qkv_prepare(1, 1, 1, 8, 16, "f64")
     with pytest.raises(ValueError, match="alignment is 1 bytes"):
-        rope.plan_rope(1, 1, 8, 8, "f16", interleaved=False, alignment=1)
+        plan_qkv_prepare(1, 1, 1, 8, 16, "f16", alignment=1)
