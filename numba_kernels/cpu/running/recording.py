@@ -115,6 +115,10 @@ class Recording:
         """The next launch. ``arguments`` begin with the status, 0."""
         self._launches.append((function, arguments, num_work_items, num_workers, explain))
 
+    def keep(self, function: int) -> None:
+        """Drops all launches so far but those of one kernel, by its address."""
+        self._launches = [each for each in self._launches if each[0] == function]
+
     def lives_on(self, owner: _Numbered, address: int, size_bytes: int, what: str) -> None:
         """A kernel will read or write ``size_bytes`` at ``address``, which are valid as long as ``owner`` lives.
 

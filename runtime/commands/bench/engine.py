@@ -17,6 +17,7 @@ from runtime.engine.config import integers
 _cpu_products = later("runtime.bench.cpu_products")
 _cpu_rates = later("runtime.bench.cpu_rates")
 _cpu_latent = later("runtime.bench.kernels.cpu_latent")
+_cpu_states = later("runtime.bench.kernels.cpu_states")
 _burst = later("runtime.bench.load.burst")
 _exact = later("runtime.bench.scheduling.exact")
 _overhead = later("runtime.bench.scheduling.overhead")
@@ -171,7 +172,7 @@ def products(
 def kernels(
     output: ReportOptions,
     device: Annotated[
-        str, typer.Option(help="cuda[:N]; emulated[:ARCH] runs tiny shapes and counts; cpu has only the part latent.")
+        str, typer.Option(help="cuda[:N]; emulated[:ARCH] runs tiny shapes and counts; cpu has latent and states.")
     ] = "cuda",
     parts: Annotated[
         str | None, typer.Option(help="Lines to run, comma-separated; default: all but state.", show_default=False)
@@ -181,12 +182,15 @@ def kernels(
 ) -> None:
     """Each kernel against its goal: verified, then timed. cuBLAS takes turns with ours if installed."""
     if device == "cpu":
-        if parts not in (None, "latent"):
-            raise typer.BadParameter(f"{parts!r}: on the cpu there is only latent", param_hint="--parts")
+        if parts not in (None, "latent", "states"):
+            raise typer.BadParameter(f"{parts!r}: on the cpu there are latent and states", param_hint="--parts")
         if plot is not None:
             raise typer.BadParameter("there is no roofline of the cpu", param_hint="--plot")
-        found = _cpu_latent.bench_latent(num_runs=num_runs, report_progress=lambda line: print(line, file=sys.stderr))
-        output.deliver(found, "\n".join(_cpu_latent.as_lines(found)))
+        measure, lines = _cpu_latent.bench_latent, _cpu_latent.as_lines
+        if parts == "states":
+            measure, lines = _cpu_states.bench_states, _cpu_states.as_lines
+        found = measure(num_runs=num_runs, report_progress=lambda line: print(line, file=sys.stderr))
+        output.deliver(found, "\n".join(lines(found)))
         return
     usual = tuple(part for part in _bench_kernels.PARTS if part != "state")
     report = _bench_kernels.bench_kernels(
