@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 37_085,
+    "numba_kernels": 37_089,
     "runtime/emulator": 16_980,
     "runtime/device": 3_818,
     "runtime/tensor": 1_820,
@@ -26,13 +26,13 @@ MOST_LINES = {
     "runtime/llm": 1_788,
     "runtime/parallel": 1_112,
     "runtime/images": 937,
-    "runtime/commands": 2_921,
-    "runtime/bench": 9_826,
+    "runtime/commands": 2_925,
+    "runtime/bench": 10_005,
     "runtime": 3_345,
     "models": 19_283,
     "server": 19_591,
     "tokenizer": 7_043,
-    "tools": 16_509,
+    "tools": 16_742,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_909
+MOST_WORDS = 39_928
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
