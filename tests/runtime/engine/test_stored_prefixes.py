@@ -31,9 +31,14 @@ from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from runtime.kv.kinds import State
+from tests.models.drafters.assistant_cases import write_assistant_for
+from tests.models.drafters.mtp_cases import write_with_prediction
 from tests.models.folders import load_golden, write_model
+from tests.models.vision.chat_model import write_chat_model
 from tests.runtime.engine.fakes import Collected, collect, run_to_end, said_by_engine
 from tests.runtime.engine.storing_engine import SETTINGS, VOCAB_SIZE, answers, make_requests
+from tests.runtime.engine.test_picture_schedules import SETTINGS as PICTURE_SETTINGS
+from tests.runtime.engine.test_picture_schedules import make_requests as make_picture_requests
 from tests.runtime.engine.test_window_groups import MIXED
 from tests.runtime.engine.test_window_groups import write_model as write_windows
 from tests.waiting import wait_until
@@ -118,6 +123,95 @@ def test_a_prompt_is_read_back_up_to_its_last_page(tmp_path: Path) -> None:
         assert ask(other)[0] == 0, "pages of another type"
     files = list((tmp_path / "prefixes").rglob("*"))
     assert all(file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "prefixes", *files))
+
+
+def find_after_restarts(
+    folder: Path, prefixes: Path, requests: list[EngineRequest], others: list[dict[str, Any]], **settings: Any
+) -> int:
+    """Engines of these settings, one after another, find what those before have stored, and answer as one that runs
+    each request alone and uncached. Returns the tokens that the last one read back."""
+    lone = {"max_num_seqs": 1, "enable_prefix_caching": False, "speculation": "off"}
+    with engine_on(folder, None, **{**settings, **lone}) as alone:
+        known = answers(alone, requests)
+    for number, more in enumerate(others):
+        with engine_on(folder, prefixes, **settings, **more) as engine:
+            if engine.speculator is not None:
+                engine.speculator.tries_all()
+            assert answers(engine, requests) == known, (number, more)
+            drafts, found = engine.stats().num_draft_tokens, restored(engine)
+            assert (drafts > 0) == ("speculation" in more), more
+        assert found > 0 or not number, more
+    return found
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_odd", "deepseek_v3_odd"])
+def test_drafts_of_prediction_layers(case: str, tmp_path: Path) -> None:
+    """Their layers' pages come back, too, whether or not they were used."""
+    folder = write_with_prediction(tmp_path / "model", case)
+    requests = make_requests(5, 16, len_vocabulary(folder))
+    find_after_restarts(folder, tmp_path / "prefixes", requests, [{"speculation": "mtp"}] * 3, load_format="auto")
+
+
+def len_vocabulary(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text())
+    return int(config.get("text_config", config)["vocab_size"])
+
+
+def test_pictures_are_compared_by_their_digests(tmp_path: Path) -> None:
+    """And an assistant's draft tokens change no bit of what follows them."""
+    folder = write_chat_model(tmp_path / "model", "gemma4_causal")
+    drafter = write_assistant_for(tmp_path / "drafter", folder)
+    options = {**PICTURE_SETTINGS, "load_format": "auto", "num_blocks": 200, "speculation": "off"}
+    with engine_on(folder, None, **options) as engine:
+        requests = make_picture_requests(random.Random(3), 12, engine)
+    others = [each for each in requests if each.images]
+    others = [
+        msgspec.structs.replace(
+            each,
+            images=tuple(msgspec.structs.replace(item, digest=b"other " + item.digest[6:]) for item in each.images),
+        )
+        for each in others
+    ]
+    options.pop("speculation")
+    drafting = [{"speculation": f"mtp:{drafter}"}] * 2
+    find_after_restarts(folder, tmp_path / "prefixes", requests, drafting, **options)
+    with engine_on(folder, tmp_path / "prefixes", **options, speculation=f"mtp:{drafter}") as engine:
+        starts = {each.request_id: each.images[0].first_token for each in others}
+        cached = {each.request_id: cached_tokens(engine, each) for each in others}
+    assert others
+    assert all(cached[name] <= starts[name] for name in starts), "another picture's page"
+
+
+def cached_tokens(engine: Engine, request: EngineRequest) -> int:
+    """Tokens of a request's prompt that were found, and which nothing else finds after it."""
+    engine.add(request)
+    found = run_to_end(engine)[request.request_id].of(0)[0].num_cached_tokens
+    engine.reset_prefix_cache()
+    assert found is not None
+    return found
+
+
+GPU_CASES: dict[str, dict[str, Any]] = {
+    "llama_default": {},
+    "qwen3_tied_gqa4": {"kv_cache_dtype": "fp8"},
+    "deepseek_v3_odd": {},
+    "deepseek_v3_wide": {"kv_cache_dtype": "fp8"},
+    "qwen3_5_odd": {},
+}
+"""Pages of floats, of fp8, latent ones of both, and states."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.emulator
+@pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_gpus_read_back_the_bits_of_a_lone_run(case: str, device: str, tmp_path: Path) -> None:
+    """In exact mode."""
+    folder = write_model(tmp_path / "model", load_golden(case))
+    settings = {**GPU_CASES[case], "device": device, "exact": True, "load_format": "auto"}
+    requests = [each for each in make_requests(7, 8, len_vocabulary(folder)) if each.params.n == 1]
+    others: list[dict[str, Any]] = [{}, {}, {"num_blocks": 60, "preemption": "swap", "swap_space_bytes": 1 << 22}]
+    find_after_restarts(folder, tmp_path / "prefixes", requests, others, **settings)
 
 
 def test_salts_and_other_models_find_nothing(tmp_path: Path) -> None:
