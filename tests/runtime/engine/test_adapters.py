@@ -332,3 +332,27 @@ def test_an_adapter_that_does_not_fit_is_told(engine: Engine, tmp_path: Path) ->
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         EngineConfig(**settings)
+
+
+def test_prefixes_on_the_disk_are_those_of_an_adapters_content(folders: Path, tmp_path: Path, device: str) -> None:
+    """After a restart each adapter finds its own pages, and one of the same name with other numbers none."""
+    exact = {"exact": True} if device != "cpu" else {}
+    changed = tmp_path / NAMES[0]
+    write_scaled(changed, -2.0)
+    paths: list[Path | None] = [None, *(folders / name for name in NAMES[:2]), changed]
+    known: list[Answer] = []
+    alone = opened(folders, device=device, enable_prefix_caching=False, **exact)
+    for path in paths:
+        alone.add(asked("x", IDS, None if path is None else loaded(alone, path)))
+        known.append(drained(alone)[0]["x"])
+    alone.close()
+    assert len({str(each) for each in known}) == 4
+    for number, cached in enumerate(([0, 0, 0], [32, 32, 32, 0])):
+        engine = opened(folders, device=device, prefix_cache_dir=str(tmp_path / "prefixes"), **exact)
+        for path, expected, least in zip(paths, known, cached):
+            engine.add(asked("x", IDS, None if path is None else loaded(engine, path)))
+            answers, firsts = drained(engine)
+            assert answers["x"] == expected, (number, path)
+            assert firsts["x"].num_cached_tokens == least
+            engine.rest()
+        engine.close()
