@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 19_283,
     "server": 19_591,
     "tokenizer": 7_043,
-    "tools": 16_742,
+    "tools": 16_509,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_928
+MOST_WORDS = 39_935
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
