@@ -86,7 +86,7 @@ def script(request: EngineRequest) -> str:
 def run(program: Path, arguments: list[str], home: Path, work: Path, **environment: str) -> None:
     done = subprocess.run(
         [str(program), *arguments], env=confined(home, **NOWHERE, **environment), cwd=work,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", timeout=60, check=False,
     )  # fmt: skip
     print(f"{done.returncode}: {done.stdout[-800:]}\n{done.stderr[-800:]}", flush=True)
 
@@ -103,7 +103,7 @@ def run_claude(program: Path, url: str, home: Path, work: Path) -> None:
 
 
 def run_codex(program: Path, url: str, home: Path, work: Path) -> None:
-    (home / "config.toml").write_text(CODEX.format(url=url, model=MODEL))
+    (home / "config.toml").write_text(CODEX.format(url=url, model=MODEL), encoding="utf-8")
     plain = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     for number, question in enumerate(QUESTIONS):
         more = ["resume", "--last"] if number else []
@@ -131,7 +131,7 @@ def record(name: str, program: Path) -> tuple[list[Json], list[str]]:
             each.mkdir()
         write_byte_tokenizer(model, has_template=False)
         (model / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-        (work / "notes.txt").write_text("teh cat sat on the mat\n")
+        (work / "notes.txt").write_text("teh cat sat on the mat\n", encoding="utf-8")
         answers: list[str] = []
 
         def answer(request: EngineRequest, index: int) -> list[int]:
@@ -223,7 +223,9 @@ def main() -> None:
     parser.add_argument("name", choices=PROGRAMS)
     parser.add_argument("program", type=Path)
     asked = parser.parse_args()
-    version = subprocess.run([asked.program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    version = subprocess.run(
+        [asked.program, "--version"], capture_output=True, encoding="utf-8", check=True
+    ).stdout.strip()
     found = compact(f"{asked.name} {version}", *record(asked.name, asked.program))
     file = Path(__file__).parents[1] / "server" / "agents" / "recorded" / f"{asked.name}.json"
     file.parent.mkdir(exist_ok=True)
