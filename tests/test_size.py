@@ -22,7 +22,7 @@ MOST_LINES = {
     "runtime/linear": 2_513,
     "runtime/kv": 1_629,
     "runtime/engine": 21_891,
-    "runtime/text": 7_769,
+    "runtime/text": 7_780,
     "runtime/llm": 1_788,
     "runtime/parallel": 1_112,
     "runtime/images": 937,

@@ -23,6 +23,9 @@ from tokenizer import Tokenizer
 
 LONGEST_DELIMITER = 1024
 """Characters of a delimiter: what has begun longer ago is none, so that each character costs bounded time."""
+MOST_READS = 64
+"""How often each character of an answer may be read on average, the first 1,000 excepted; after that no more delimiters
+are looked for, and the text belongs to the region where that was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class ResponseTemplateParser:
         self._space = ""  # after its text
         self._begun: set[str] = set()  # fields that have shown text
         self._num_calls = 0
+        self._num_reads = 0
         self._watch()
         if prefix:
             self.push(prefix)
@@ -166,6 +170,8 @@ class ResponseTemplateParser:
             if self._field is not None:
                 watched.append((False, self._field, self._field.closing))
         self._read = self._base
+        if self._num_reads > MOST_READS * (1_000 + self._base) * (1 + len(self._template.fields)):
+            watched = []
         self._watched = [
             _Watched(is_opening, field, Search(delimiter.pattern, self._base, self._before))
             for is_opening, field, delimiter in watched
@@ -201,6 +207,11 @@ class ResponseTemplateParser:
         while self._read < end:
             character = self._held[self._read - self._base]
             self._read += 1
+            self._num_reads += len(self._watched)
+            if self._num_reads > MOST_READS * (1_000 + self._read) * (1 + len(self._template.fields)):
+                self._watched = []
+                self._read = end
+                return None
             is_found = False
             for each in self._watched:
                 search = each.search

@@ -104,6 +104,16 @@ def test_a_long_answer_takes_linear_time() -> None:
             parsed(case, cut(text, range(0, len(text), 40)))
 
 
+def test_a_pattern_that_reads_far_ahead_again_and_again_is_given_up() -> None:
+    """It would read each character of the answer a thousand times."""
+    fields: Any = {"content": {}, "thinking": {"open_pattern": "a(?:[^b]*b)?", "close": "c"}}
+    template = read_response_template({"start_anchor": "A", "fields": fields})
+    text = "ac" * 20_000
+    found = [parts_of(ResponseTemplateParser(template), cut(text, range(0, len(text), step))) for step in (7, 40_000)]
+    first, second = (message_of_parts(parts) for parts in found)
+    assert first == second
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
