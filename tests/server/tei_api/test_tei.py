@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.models.encoder_cases import QUERY, TEXTS, expected, write_encoder
+from tests.models.encoder_cases import QUERY, TEXTS, expected, write_encoder, write_layout
 from tests.server.real_server import Real, serving_real
 
 LONG = "fox " * 100
@@ -50,6 +51,23 @@ def test_embed(embedding: Real, path: str) -> None:
     )
     assert len(ask(inputs=QUERY, dimensions=8)[0]) == 8
     assert isinstance(ask(inputs=QUERY, encoding_format="base64")[0], str)
+
+
+def test_prompts_that_are_not_pooled(tmp_path: Path) -> None:
+    """sentence-transformers' `include_prompt: false`."""
+    theirs = {
+        name: expected(f"layout without_prompt{suffix}") for name, suffix in (("", ""), ("document", " document"))
+    }
+    with serving_real(write_layout(tmp_path, "without_prompt")) as server:
+        for name, wanted in theirs.items():
+            asked = {"prompt_name": name} if name else {}
+            embedded = server.http.post("/embed", json={"inputs": TEXTS, **asked}).json()
+            np.testing.assert_allclose(embedded, wanted, rtol=1e-5, atol=1e-6)
+            assert embedded == vectors(server, TEXTS, **asked)
+        asked = {"model": server.model, "input": TEXTS}
+        np.testing.assert_allclose(
+            server.http.post("/api/embed", json=asked).json()["embeddings"], theirs[""], rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
