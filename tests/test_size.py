@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 19_283,
     "server": 19_591,
     "tokenizer": 7_043,
-    "tools": 16_509,
+    "tools": 16_742,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
