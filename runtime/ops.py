@@ -758,21 +758,24 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     return backend.sample(logits, params)  # type: ignore[no-any-return]
 
 
-def sample_into(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
+def sample_into(
+    logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool, has_chains: bool = False
+) -> None:
     """`sample` with parameters on the device: on a GPU queued only, so that a graph can record it.
 
     ``fields`` are the arrays of SamplingArrays except the mask, in their order; seeds int64. ``results [2 n + 1]``
     int32 gets ids, statuses (0: sampled), and on a GPU whether an id was outside its table since the last `check_ids`.
-    Without ``has_penalties`` no row may have one. The contents of the arrays are not checked; the caller must ensure
-    that they are valid.
+    Without ``has_penalties`` or ``has_chains`` no row may have one. With ``has_chains`` the ``results [3 n + 1]`` end
+    with each row's next mu of mirostat, as bits of float32. The contents of the arrays are not checked; the caller must
+    ensure that they are valid.
     """
     op, backend = "sample_into", _sampling_backend("sample_into", logits)
     rows, device = logits.shape[0], logits.device
     for field, (name, dtype, shape) in zip(fields, SAMPLING_FIELDS, strict=True):
         wanted = int64 if dtype == np.uint64 else DType.parse(dtype)
         check(op, f"fields.{name}", field, device, wanted, (rows if shape == "n" else None,))
-    check(op, "results", results, device, int32, (2 * rows + 1,))
-    backend.sample_into(logits, fields, results, has_penalties=has_penalties)
+    check(op, "results", results, device, int32, ((3 if has_chains else 2) * rows + 1,))
+    backend.sample_into(logits, fields, results, has_penalties=has_penalties, has_chains=has_chains)
 
 
 def distributions(logits: Tensor, params: SamplingArrays) -> NDArray:

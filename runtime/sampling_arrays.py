@@ -2,7 +2,8 @@
 
 All arrays are C-contiguous numpy arrays on the host; the operation uploads them. A draw's lists are ``ids[start[i] :
 end[i]]``; several draws of a sequence read one list, each up to its own end. Semantics and order are vLLM V1's: allowed
-mask and bias, then penalties, then the argmax for a greedy row, else temperature, min-p, top-k, top-p and sampling.
+mask and bias, then penalties, then the argmax for a greedy row, else temperature, min-p, top-k, top-p and sampling; a
+row with a chain has its own order of samplers.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.sampling_table import COLUMNS
+from runtime.sampling_table import KERNEL_COLUMNS
 
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
 
 
-_Numbers: Any = make_dataclass("_Numbers", [(name, NDArray) for name in COLUMNS], slots=True)
+_Numbers: Any = make_dataclass("_Numbers", [(name, NDArray) for name in KERNEL_COLUMNS], slots=True)
 
 
 @dataclass(slots=True)
 class SamplingArrays(_Numbers):  # type: ignore[misc]
-    """Parameters of ``n`` rows of logits over a vocabulary of ``V``; first the numbers of ``COLUMNS``, each ``[n]``."""
+    """Parameters of ``n`` rows of logits over a vocabulary of ``V``; first the numbers of
+    ``KERNEL_COLUMNS``, each ``[n]``."""
 
     seed: NDArray[np.uint64]  # [n]
     choice_index: Int32Array  # [n] which of a request's n choices
@@ -39,7 +41,15 @@ class SamplingArrays(_Numbers):  # type: ignore[misc]
     bias_values: Float32Array  # as many
     bias_start: Int32Array  # [n]
     bias_end: Int32Array  # [n]
+    chain_words: Int32Array  # [any] the words of `numba_kernels.sampler_chain` of the rows that have a chain
+    chain_start: Int32Array  # [n]
+    chain_end: Int32Array  # [n]
     allowed_mask: NDArray[np.uint32] | None = None  # [n, ceil(V / 32)] bit t % 32 of word t // 32: t is allowed
+
+    @property
+    def has_chains(self) -> bool:
+        """Whether some row has a chain."""
+        return bool(self.chain_end.any())
 
     @property
     def num_rows(self) -> int:
@@ -58,14 +68,14 @@ class SamplingArrays(_Numbers):  # type: ignore[misc]
     @classmethod
     def neutral(cls, num_rows: int) -> SamplingArrays:
         """Greedy rows with every other parameter off, for the caller to fill in."""
-        others = SAMPLING_FIELDS[len(COLUMNS) :]
+        others = SAMPLING_FIELDS[len(KERNEL_COLUMNS) :]
         zeros = {name: np.zeros(num_rows if size == "n" else 0, dtype) for name, dtype, size in others}
-        numbers = {name: np.full(num_rows, column.neutral, column.dtype) for name, column in COLUMNS.items()}
+        numbers = {name: np.full(num_rows, column.neutral, column.dtype) for name, column in KERNEL_COLUMNS.items()}
         return cls(**{**zeros, **numbers})
 
 
 SAMPLING_FIELDS = (
-    *((name, np.dtype(column.dtype), "n") for name, column in COLUMNS.items()),
+    *((name, np.dtype(column.dtype), "n") for name, column in KERNEL_COLUMNS.items()),
     ("seed", np.dtype(np.uint64), "n"),
     ("choice_index", np.dtype(np.int32), "n"),
     ("position", np.dtype(np.int32), "n"),
@@ -79,6 +89,9 @@ SAMPLING_FIELDS = (
     ("bias_values", np.dtype(np.float32), "any"),
     ("bias_start", np.dtype(np.int32), "n"),
     ("bias_end", np.dtype(np.int32), "n"),
+    ("chain_words", np.dtype(np.int32), "any"),
+    ("chain_start", np.dtype(np.int32), "n"),
+    ("chain_end", np.dtype(np.int32), "n"),
 )
 """Name, type and size of all but the mask, in the order of the kernels' arguments: one a draw, or any number."""
 
@@ -88,6 +101,7 @@ class SampledTokens(NamedTuple):
 
     token_ids: Int32Array  # [n]
     ok: NDArray[np.bool_]  # [n]
+    mus: Float32Array | None = None  # [n] mirostat's next mu of rows that have one; None without chains
 
 
 class TopLogprobs(NamedTuple):

@@ -27,6 +27,7 @@ class Column:
     is_penalty  unless neutral, its kernels count the ids of prompt and output
     shapes_draws  it does not affect greedy sampling
     is_recommended  a model's ``generation_config.json`` may recommend it
+    reader      who reads it: every sampling "kernel"; only those of sampler "chain"s; the "host", which makes a list
     """
 
     help: str
@@ -38,6 +39,7 @@ class Column:
     is_penalty: bool = False
     shapes_draws: bool = False
     is_recommended: bool = False
+    reader: Literal["kernel", "chain", "host"] = "kernel"
 
     @property
     def kind(self) -> type[int] | type[float]:
@@ -97,12 +99,108 @@ class SamplingNumbers:
             is_penalty=True,
         ),
     ] = 0.0  # fmt: skip
+    top_n_sigma: Annotated[
+        float,
+        Column(
+            help="Keep logits within n standard deviations of the largest; 0 or -1: all.", dtype="float32", neutral=0.0,
+            low=-1.0, high=MAX_FACTOR, shapes_draws=True, reader="chain",
+        ),
+    ] = 0.0  # fmt: skip
+    typical_p: Annotated[
+        float,
+        Column(
+            help="Locally typical sampling, in (0, 1].", dtype="float32", neutral=1.0, low=0.0, high=1.0,
+            is_low_open=True, shapes_draws=True, is_recommended=True, reader="chain",
+        ),
+    ] = 1.0  # fmt: skip
+    xtc_probability: Annotated[
+        float,
+        Column(
+            help="How often XTC drops all but the last of the probable tokens.", dtype="float32", neutral=0.0, low=0.0,
+            high=1.0, shapes_draws=True, reader="chain",
+        ),
+    ] = 0.0  # fmt: skip
+    xtc_threshold: Annotated[
+        float,
+        Column(
+            help="Least probability of XTC's probable tokens; above 0.5: none.", dtype="float32", neutral=0.1, low=0.0,
+            high=1.0, reader="chain",
+        ),
+    ] = 0.1  # fmt: skip
+    dynatemp_range: Annotated[
+        float,
+        Column(
+            help="Temperature by entropy, up to so far below and above; 0: fixed.", dtype="float32", neutral=0.0,
+            low=0.0, high=MAX_FACTOR, shapes_draws=True, reader="chain",
+        ),
+    ] = 0.0  # fmt: skip
+    dynatemp_exponent: Annotated[
+        float,
+        Column(
+            help="Exponent of the entropy's share of its maximum.", dtype="float32", neutral=1.0, low=0.0,
+            high=MAX_FACTOR, reader="chain",
+        ),
+    ] = 1.0  # fmt: skip
+    mirostat: Annotated[
+        int,
+        Column(
+            help="2: Mirostat 2.0; 0: none.", dtype="int32", neutral=0, low=0, high=2, shapes_draws=True,
+            reader="chain",
+        ),
+    ] = 0  # fmt: skip
+    mirostat_tau: Annotated[
+        float,
+        Column(
+            help="Mirostat's surprise to aim at, in bits.", dtype="float32", neutral=5.0, low=0.0, high=MAX_FACTOR,
+            reader="chain",
+        ),
+    ] = 5.0  # fmt: skip
+    mirostat_eta: Annotated[
+        float,
+        Column(
+            help="Mirostat's learning rate.", dtype="float32", neutral=0.1, low=0.0, high=MAX_FACTOR, reader="chain",
+        ),
+    ] = 0.1  # fmt: skip
+    dry_multiplier: Annotated[
+        float,
+        Column(
+            help="DRY's penalty of tokens that go on repeating; 0: none.", dtype="float32", neutral=0.0, low=0.0,
+            high=MAX_FACTOR, reader="host",
+        ),
+    ] = 0.0  # fmt: skip
+    dry_base: Annotated[
+        float,
+        Column(
+            help="DRY's growth of the penalty with each repeated token.", dtype="float32", neutral=1.75, low=1.0,
+            high=MAX_FACTOR, reader="host",
+        ),
+    ] = 1.75  # fmt: skip
+    dry_allowed_length: Annotated[
+        int,
+        Column(
+            help="Repeated tokens before DRY's penalty begins.", dtype="int32", neutral=2, low=0, high=2**31 - 1,
+            reader="host",
+        ),
+    ] = 2  # fmt: skip
+    dry_penalty_last_n: Annotated[
+        int,
+        Column(
+            help="Last tokens in which DRY looks for repetitions; -1: all, 0: none.", dtype="int32", neutral=-1, low=-1,
+            high=2**31 - 1, reader="host",
+        ),
+    ] = -1  # fmt: skip
 
 
 COLUMNS: dict[str, Column] = {
     name: get_args(hint)[1] for name, hint in get_type_hints(SamplingNumbers, include_extras=True).items()
 }
-"""By parameter, in the order of the kernels' arguments."""
+"""By parameter."""
+
+KERNEL_COLUMNS = {name: column for name, column in COLUMNS.items() if column.reader == "kernel"}
+"""In the order of the kernels' arguments."""
+
+CHAIN_COLUMNS = {name: column for name, column in COLUMNS.items() if column.reader == "chain"}
+"""In the order of a chain's words (`numba_kernels.sampler_chain`)."""
 
 DEFAULTS: dict[str, float] = {field.name: field.default for field in fields(SamplingNumbers)}  # type: ignore[misc]
 

@@ -40,6 +40,7 @@ FLOORS = {
     "numba_kernels.source_digests": 1,
     "numba_kernels.pointers": 1,
     "numba_kernels.split_k": 1,
+    "numba_kernels.sampler_chain": 1,
     "numba_kernels.latent_rows": 1,
     "runtime.pooling": 1,
     "numba_kernels.cuda": 2,

@@ -15,7 +15,7 @@ from runtime.sampling_table import COLUMNS, Column
 from tokenizer.errors import TokenizerFileError
 from tokenizer.warn import warn_once
 
-_ONE = "num_beams num_beam_groups typical_p guidance_scale encoder_repetition_penalty"
+_ONE = "num_beams num_beam_groups guidance_scale encoder_repetition_penalty"
 _ZERO = (
     "epsilon_cutoff eta_cutoff diversity_penalty penalty_alpha top_h no_repeat_ngram_size encoder_no_repeat_ngram_size"
     " min_length min_new_tokens"

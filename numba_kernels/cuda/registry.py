@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from numba_kernels.cuda import (
     activation,
     attention,
+    chain_sampling,
     decode_inputs,
     dequantize,
     dynamic_quantisation,
@@ -30,8 +31,9 @@ from numba_kernels.cuda.arithmetic import elementwise, integer_matmul, reduce, s
 from numba_kernels.cuda.specialisation import Specialisation
 
 FAMILIES = (
-    activation, attention, decode_inputs, dequantize, elementwise, embedding, experts, gemm, integer_matmul, latent,
-    logprobs, norm, probes, qkv, recurrent, reduce, rounded_norm, dynamic_quantisation, sampling, softmax,
+    activation, attention, chain_sampling, decode_inputs, dequantize, elementwise, embedding, experts, gemm,
+    integer_matmul, latent, logprobs, norm, probes, qkv, recurrent, reduce, rounded_norm, dynamic_quantisation,
+    sampling, softmax,
 )  # fmt: skip
 
 

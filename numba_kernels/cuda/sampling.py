@@ -82,7 +82,7 @@ NOTHING_TO_DRAW = 1  # NaN or +inf among the row's logits, or -inf alone
 BAD_ID = 2  # an id outside the vocabulary among bias or penalty ids
 GREEDY_BELOW = 1e-5  # vLLM's: a lower temperature is the argmax
 _IN_PROMPT = 1 << 31  # of a count: the token is in the prompt
-_HAS_LOGITS, _IS_SPOILT, _HAS_BAD_ID, _IS_SPOILT_BY_LISTS = 1, 2, 4, 8  # what a row's threads find
+HAS_LOGITS, IS_SPOILT, HAS_BAD_ID, IS_SPOILT_BY_LISTS = 1, 2, 4, 8  # what a row's threads find
 _LISTED_AT_ONCE = 4
 _ALL_BITS = 0xFFFFFFFF
 _SEARCH_AT = 2 * ENTRIES_BYTES  # in shared memory, after the entries of the first and the last exchange
@@ -96,9 +96,9 @@ _FAR = 2
 _count = instruction("red.global.add.u32 [$0], $1;", "", "l r")
 _mark = instruction("red.global.or.b32 [$0], $1;", "", "l r")
 _take = instruction("atom.global.exch.b32 $0, [$1], $2;", "r", "l r")
-_load = instruction("ld.f32 $0, [$1];", "f", "l")  # of a row's part: device or shared memory
-_store = instruction("st.f32 [$0], $1;", "", "l f")
-_store_4 = instruction("st.v4.f32 [$0], {$1,$2,$3,$4};", "", "l ffff")
+load = instruction("ld.f32 $0, [$1];", "f", "l")  # of a row's part: device or shared memory
+store = instruction("st.f32 [$0], $1;", "", "l f")
+store_4 = instruction("st.v4.f32 [$0], {$1,$2,$3,$4};", "", "l ffff")
 
 
 @device_function
@@ -126,14 +126,14 @@ def _repeat(logit, penalty):
 
 
 @device_function
-def _add_bias(part, first_token, num_tokens, vocab, ids, values, count):
+def add_bias(part, first_token, num_tokens, vocab, ids, values, count):
     """Adds a list's biases to a part; those of one token in their order, by the thread that has the first. Flags."""
     flags = uint32(0)
     i = uint32(cuda.threadIdx.x)
     while i < count:
         token = memory.load_b32(ids + uint64(i) * uint64(4))
         if token >= vocab:
-            flags = uint32(_HAS_BAD_ID)
+            flags = uint32(HAS_BAD_ID)
         elif uint32(token - first_token) < num_tokens:  # else it wraps around
             is_first = True
             j = uint32(0)
@@ -142,13 +142,13 @@ def _add_bias(part, first_token, num_tokens, vocab, ids, values, count):
                 j = uint32(j + uint32(1))
             if is_first:
                 place = part + uint64(uint32(token - first_token)) * uint64(4)
-                logit = _load(place)
+                logit = load(place)
                 j = i
                 while j < count:
                     if memory.load_b32(ids + uint64(j) * uint64(4)) == token:
                         logit = add(logit, memory.load_f32(values + uint64(j) * uint64(4)))
                     j = uint32(j + uint32(1))
-                _store(place, logit)
+                store(place, logit)
         i = uint32(i + uint32(THREADS))
     return flags
 
@@ -164,7 +164,7 @@ def _penalised(logit, count, repetition, presence, frequency):
 
 
 @device_function
-def _go_through(step, part, first_token, num_tokens, vocab, counts, ids, count, is_prompt, penalties):
+def go_through(step, part, first_token, num_tokens, vocab, counts, ids, count, is_prompt, penalties):
     """Step 0 clears the counts of a list's tokens, step 1 counts them or marks them as the prompt's, and in step 2 the
     thread that takes a token's count penalises it. Flags."""
     flags = uint32(0)
@@ -181,7 +181,7 @@ def _go_through(step, part, first_token, num_tokens, vocab, counts, ids, count, 
             if uint32(i + uint32(e * THREADS)) < count:
                 place = counts + uint64(tokens[e]) * uint64(4)
                 if tokens[e] >= vocab:
-                    flags = uint32(_HAS_BAD_ID)
+                    flags = uint32(HAS_BAD_ID)
                 elif uint32(tokens[e] - first_token) < num_tokens:
                     if step == uint32(0):
                         memory.store_b32(place, uint32(0))
@@ -194,14 +194,14 @@ def _go_through(step, part, first_token, num_tokens, vocab, counts, ids, count, 
                         times = _take(place, uint32(0))
                         if times != uint32(0):
                             logit_place = part + uint64(uint32(tokens[e] - first_token)) * uint64(4)
-                            logit = _penalised(_load(logit_place), times, penalties[0], penalties[1], penalties[2])
-                            _store(logit_place, logit)
+                            logit = _penalised(load(logit_place), times, penalties[0], penalties[1], penalties[2])
+                            store(logit_place, logit)
         i = uint32(i + uint32(_LISTED_AT_ONCE * THREADS))
     return flags
 
 
 @device_function
-def _pick(items, index):
+def pick(items, index):
     """One of a tuple of four."""
     low = items[0] if index == uint32(0) else items[1]
     high = items[2] if index == uint32(2) else items[3]
@@ -209,7 +209,7 @@ def _pick(items, index):
 
 
 @device_function
-def _no_later_than(word):
+def no_later_than(word):
     """A bound above -ln(1 - u), u = (word + 0.5) / 2^32: it is convex, and 1 - u is at least 2^-(s + 1)."""
     steps = f32_from_u32(count_leading_zeros(word ^ uint32(0xFFFFFFFF)) + uint32(1))
     chord = f32_from_u32(word) * float32(1.387 * 2.0**-32) + float32(2.0**-32)
@@ -217,7 +217,7 @@ def _no_later_than(word):
 
 
 @device_function
-def _may_win(logit, word, largest, bound):
+def could_win(logit, word, largest, bound):
     """Whether a token could be no later than `bound`: its time is at least uniform / weight, which are off by less than
     1e-5 here."""
     weight = exp2(subtract(logit, largest) * float32(1.44269504))
@@ -225,7 +225,7 @@ def _may_win(logit, word, largest, bound):
 
 
 @device_function
-def _race(logit, word, token, largest, lowest, bound, first):
+def race(logit, word, token, largest, lowest, bound, first):
     """The time of the first to finish of the thread's tokens, as a pair, and that token, when another one runs. Tokens
     later than `bound` cannot win."""
     time, time_low, winner = first
@@ -240,7 +240,7 @@ def _race(logit, word, token, largest, lowest, bound, first):
 
 
 @device_function
-def _soonest_of_warp(time):
+def soonest_of_warp(time):
     """The least of the lanes' positive float32."""
     flipped = maximum_u32_of_warp(bits_from_f32(time) ^ uint32(_ALL_BITS))
     return f32_from_bits(flipped ^ uint32(_ALL_BITS))
@@ -307,7 +307,7 @@ def _kernel(is_cluster: bool) -> Specialisation:
             if passes > uint32(0):
                 sync_block()
                 place = uint64(first_bias) * uint64(4)
-                flags |= _add_bias(
+                flags |= add_bias(
                     part, first_token, num_tokens, vocab, bias_ids + place, bias_values + place, num_bias
                 )  # fmt: skip
                 if is_penalised:
@@ -318,12 +318,12 @@ def _kernel(is_cluster: bool) -> Specialisation:
                     step = uint32(0)
                     while step < uint32(3):
                         sync_block()
-                        flags |= _go_through(
+                        flags |= go_through(
                             step, part, first_token, num_tokens, vocab, counts,
                             prompt_ids + uint64(prompt) * uint64(4), num_prompt, True,
                             (repetition, presence, frequency),
                         )  # fmt: skip
-                        flags |= _go_through(
+                        flags |= go_through(
                             step, part, first_token, num_tokens, vocab, counts,
                             output_ids + uint64(output) * uint64(4), num_output, False,
                             (repetition, presence, frequency),
@@ -352,15 +352,15 @@ def _kernel(is_cluster: bool) -> Specialisation:
                         divide(a, temperature), divide(b, temperature), divide(c, temperature), divide(d, temperature)
                     )  # fmt: skip
                 if is_changed:
-                    _store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
+                    store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
                 largest_of_quad = maximum_f32(maximum_f32(a, b), maximum_f32(c, d))
                 if largest_of_quad > largest:
                     largest, best_quad = largest_of_quad, quad
                 quad = uint32(quad + uint32(THREADS))
             if not read_largest < float32(INFINITY):
-                flags |= uint32(_IS_SPOILT) if passes == uint32(0) else uint32(_IS_SPOILT_BY_LISTS)
+                flags |= uint32(IS_SPOILT) if passes == uint32(0) else uint32(IS_SPOILT_BY_LISTS)
             elif read_largest > float32(-INFINITY) and passes == uint32(0):
-                flags |= uint32(_HAS_LOGITS)
+                flags |= uint32(HAS_LOGITS)
             raw = part
             passes = uint32(passes + uint32(1))
         token = uint32(NO_TOKEN)
@@ -374,12 +374,12 @@ def _kernel(is_cluster: bool) -> Specialisation:
         best, best_token, _, flags = exchanged(shared, rising(largest), token ^ uint32(NO_TOKEN), uint32(0), flags)
         largest, token = of_rising(best), best_token ^ uint32(NO_TOKEN)
         status = int32(OK)
-        if flags & uint32(_IS_SPOILT) != uint32(0) or flags & uint32(_HAS_LOGITS) == uint32(0):
+        if flags & uint32(IS_SPOILT) != uint32(0) or flags & uint32(HAS_LOGITS) == uint32(0):
             status = int32(NOTHING_TO_DRAW)
-        elif flags & uint32(_HAS_BAD_ID) != uint32(0):
+        elif flags & uint32(HAS_BAD_ID) != uint32(0):
             status = int32(BAD_ID)
         elif (
-            flags & uint32(_IS_SPOILT_BY_LISTS) != uint32(0)
+            flags & uint32(IS_SPOILT_BY_LISTS) != uint32(0)
             or largest == float32(INFINITY)
             or largest == float32(-INFINITY)
         ):
@@ -394,7 +394,7 @@ def _kernel(is_cluster: bool) -> Specialisation:
                     b = b if exp(subtract(b, largest)) >= min_p else float32(-INFINITY)
                     c = c if exp(subtract(c, largest)) >= min_p else float32(-INFINITY)
                     d = d if exp(subtract(d, largest)) >= min_p else float32(-INFINITY)
-                    _store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
+                    store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
                     quad = uint32(quad + uint32(THREADS))
 
             # The lowest rank that is kept: at first all but -inf, then top-k with its ties, then top-p.
@@ -419,7 +419,7 @@ def _kernel(is_cluster: bool) -> Specialisation:
             key_low, key_high = uint32(seed), uint32(seed >> uint64(32))
             choice, position = load_b32(choices + of_row), load_b32(positions + of_row)
             words = philox(token >> uint32(2), choice, position, uint32(0), key_low, key_high)
-            first = _no_later_than(_pick(words, token & uint32(3))), float32(0.0), uint32(NO_TOKEN)
+            first = no_later_than(pick(words, token & uint32(3))), float32(0.0), uint32(NO_TOKEN)
             if num_candidates > uint32(MAX_CANDIDATES) and (are_few or lowest > uint64(LOWEST_FINITE)):
                 num_candidates = gather_candidates(own_part, lowest, search_memory, turn)
             first_of_warp = thread & uint32(0xFFFFFFE0)
@@ -427,26 +427,26 @@ def _kernel(is_cluster: bool) -> Specialisation:
                 while first_of_warp < num_quads:
                     quad = uint32(first_of_warp + lane)
                     quad_logits = load_quad(part, quad, num_tokens)
-                    at, bound = uint32(first_quad + quad), _soonest_of_warp(first[0])
+                    at, bound = uint32(first_quad + quad), soonest_of_warp(first[0])
                     words = philox(at, choice, position, uint32(0), key_low, key_high)
                     may_win = False
                     for e in range(4):
-                        may_win |= _may_win(quad_logits[e], words[e], largest, bound)
+                        may_win |= could_win(quad_logits[e], words[e], largest, bound)
                     e = uint32(0)
                     while may_win and e < uint32(4):
                         token = uint32(uint32(at * uint32(4)) + e)
-                        first = _race(_pick(quad_logits, e), _pick(words, e), token, largest, lowest, bound, first)
+                        first = race(pick(quad_logits, e), pick(words, e), token, largest, lowest, bound, first)
                         e = uint32(e + uint32(1))
                     first_of_warp = uint32(first_of_warp + uint32(THREADS))
             else:
                 while first_of_warp < num_candidates:
-                    bound = _soonest_of_warp(first[0])
+                    bound = soonest_of_warp(first[0])
                     if uint32(first_of_warp + lane) < num_candidates:
                         logit, token = candidate_at(search_memory, uint32(first_of_warp + lane))
                         words = philox(token >> uint32(2), choice, position, uint32(0), key_low, key_high)
-                        word = _pick(words, token & uint32(3))
-                        if _may_win(logit, word, largest, bound):
-                            first = _race(logit, word, token, largest, lowest, bound, first)
+                        word = pick(words, token & uint32(3))
+                        if could_win(logit, word, largest, bound):
+                            first = race(logit, word, token, largest, lowest, bound, first)
                     first_of_warp = uint32(first_of_warp + uint32(THREADS))
             _, _, best_token, _ = exchanged(
                 uint32(shared + uint32(ENTRIES_BYTES)), bits_from_f32(first[0]) ^ uint32(_ALL_BITS),

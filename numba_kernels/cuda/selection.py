@@ -53,7 +53,7 @@ _NUM_BINS = 1 << 11
 _HIGH = 4 * _NUM_BINS  # from the words of the low halves to those of the high ones
 _NUM_GROUPS = 32
 _GROUP_BINS = _NUM_BINS // _NUM_GROUPS
-_BINS_BYTES = 2 * _HIGH
+BINS_BYTES = 2 * _HIGH
 assert _NUM_BINS == 4 * THREADS  # a thread has four bins
 assert _GROUP_BINS == 64  # a half warp has a group, a lane two bins of one
 
@@ -62,7 +62,7 @@ TOO_MANY = 0xFFFFFFFF
 """Any number of candidates above `MAX_CANDIDATES`: there is no list."""
 
 # Shared memory of a search: bins twice, a block's choice, candidates and twice their number, groups twice.
-_CHOSEN_AT = 2 * _BINS_BYTES
+_CHOSEN_AT = 2 * BINS_BYTES
 _COUNTS_AT = _CHOSEN_AT + 32
 _CANDIDATES_AT = _COUNTS_AT + 16
 _GROUPS_AT = _CANDIDATES_AT + 8 * MAX_CANDIDATES
@@ -200,7 +200,8 @@ def clear_search(shared):
 
 
 @device_function
-def _add_mass(bins, digit, mass):
+def add_mass(bins, digit, mass):
+    """Adds to a digit's bin."""
     low, high = split(mass)
     place = uint32(bins + digit * uint32(4))
     if _add_and_get(place, low) > uint32(uint32(_ALL_BITS) - low):
@@ -223,7 +224,7 @@ def _add_token(logit, token, largest, is_mass, within, bins, digit, mass):
         own = uint32(uint32(key & rest) >> shift)
         if own != digit:
             if mass != uint64(0):
-                _add_mass(bins, digit, mass)
+                add_mass(bins, digit, mass)
             digit, mass = own, uint64(0)
         mass += mass_of(exp(subtract(logit, largest))) if is_mass else uint64(1)
     return digit, mass
@@ -248,7 +249,7 @@ def _sum_quads(part, largest, is_mass, within, bins):
                 digit, mass = _add_token(logits[e], token, largest, is_mass, within, bins, digit, mass)
         quad = uint32(quad + uint32(THREADS))
     if mass != uint64(0):
-        _add_mass(bins, digit, mass)
+        add_mass(bins, digit, mass)
 
 
 @device_function
@@ -261,7 +262,7 @@ def _sum_candidates(shared, count, largest, is_mass, within, bins):
         digit, mass = _add_token(logit, token, largest, is_mass, within, bins, digit, mass)
         i = uint32(i + uint32(THREADS))
     if mass != uint64(0):
-        _add_mass(bins, digit, mass)
+        add_mass(bins, digit, mass)
 
 
 @device_function
@@ -307,7 +308,7 @@ def gather_candidates(part, lowest, shared, turn):
 
 
 @functools.cache
-def _digit_chooser(is_cluster: bool) -> Any:
+def digit_chooser(is_cluster: bool) -> Any:
     """A device function ``(wanted, share, shared, turn) -> (is short, digit, left, mass)``: the digit in which the mass
     `wanted`, counted from the highest digit down, is reached, the mass required of it, and its own mass.
 
@@ -321,7 +322,7 @@ def _digit_chooser(is_cluster: bool) -> Any:
     def choose(wanted, share, shared, turn):
         thread = uint32(cuda.threadIdx.x)
         lane = thread & uint32(31)
-        bins = uint32(shared + turn * uint32(_BINS_BYTES))
+        bins = uint32(shared + turn * uint32(BINS_BYTES))
         groups = uint32(uint32(shared + uint32(_GROUPS_AT)) + turn * uint32(8 * _NUM_GROUPS))
         chosen_at = uint32(shared + uint32(_CHOSEN_AT))
         sync_block()
@@ -335,7 +336,7 @@ def _digit_chooser(is_cluster: bool) -> Any:
         if lane & uint32(15) == uint32(0):
             memory.shared_store_2xb32(uint32(groups + uint32(thread >> uint32(4)) * uint32(8)), split(mass))
         meet()
-        _clear_bins(uint32(shared + (turn ^ uint32(1)) * uint32(_BINS_BYTES)))
+        _clear_bins(uint32(shared + (turn ^ uint32(1)) * uint32(BINS_BYTES)))
         if thread < uint32(32):
             last = uint32(size() - uint32(1))
             # A group a lane, the highest first.
@@ -395,7 +396,7 @@ def searcher(is_cluster: bool) -> Any:
     shared          address of `SEARCH_BYTES`, after `clear_search`
     turn            0 at first
     """
-    choose = _digit_chooser(is_cluster)
+    choose = digit_chooser(is_cluster)
     first_shift, middle_shift, _ = _SHIFTS
 
     @device_function
@@ -409,7 +410,7 @@ def searcher(is_cluster: bool) -> Any:
             if num_candidates > uint32(MAX_CANDIDATES) and (are_few or low > uint32(LOWEST_FINITE >> ID_BITS)):
                 num_candidates = gather_candidates(part, uint64(low) << uint64(ID_BITS), shared, turn)
             within = low, uint32((key | rest) - low), rest, is_by_id, id_key, id_rest, shift
-            bins = uint32(shared + turn * uint32(_BINS_BYTES))
+            bins = uint32(shared + turn * uint32(BINS_BYTES))
             if num_candidates > uint32(MAX_CANDIDATES):
                 _sum_quads(part, largest, is_mass, within, bins)
             else:

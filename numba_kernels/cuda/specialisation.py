@@ -46,6 +46,7 @@ class Specialisation:
         replaced_from: the compute capability from which on plans take another kernel instead, or 0.
         needs_arch_features: whether it holds instructions of one architecture only (wgmma, setmaxnreg: ``sm_90a``).
         spills_on: architectures that have too few registers or too little shared memory: plans leave it out there.
+        uses_float64: whether float64 is meant; it is slow on most GPUs, so that elsewhere it is a mistake.
         fastmath: whether ptx may use approximate division and square root, and flush subnormals.
     """
 
@@ -59,6 +60,7 @@ class Specialisation:
     replaced_from: int = 0
     needs_arch_features: bool = False
     spills_on: tuple[str, ...] = ()
+    uses_float64: bool = False
     fastmath: bool = False
 
 

@@ -74,6 +74,9 @@ def check_rows(
     check(op, argument, tensor, device, dtype, shape)
 
 
+_LISTS = ("prompt", "prompt_ids"), ("output", "output_ids"), ("bias", "bias_ids"), ("chain", "chain_words")
+
+
 def check_sampling(op: str, rows: int, vocab: int, params: SamplingArrays) -> None:
     """Raises InvalidArgumentError where an array of the parameters is not what ``logits [rows, vocab]`` need."""
     mask_words = -(-vocab // 32)
@@ -82,13 +85,13 @@ def check_sampling(op: str, rows: int, vocab: int, params: SamplingArrays) -> No
         wanted = (rows,) if shape == "n" else value.shape[:1]
         if value.dtype != dtype or value.shape != wanted or not value.flags.c_contiguous:
             raise fail(op, f"params.{name}", f"is {value.dtype} {value.shape}, must be contiguous {dtype} {wanted}")
-    for name in ("prompt", "output", "bias") if rows else ():
+    for name, ids in _LISTS if rows else ():
         start, end = getattr(params, f"{name}_start"), getattr(params, f"{name}_end")
-        size = getattr(params, f"{name}_ids").size
+        size = getattr(params, ids).size
         if not size and not np.count_nonzero(start) and not np.count_nonzero(end):
             continue  # nearly always
         if start.min() < 0 or end.max() > size or (start > end).any():
-            raise fail(op, f"params.{name}_end", f"must lie between {name}_start, from 0 on, and the {size} {name}_ids")
+            raise fail(op, f"params.{name}_end", f"must lie between {name}_start, from 0 on, and the {size} {ids}")
     if params.bias_values.size != params.bias_ids.size:
         raise fail(op, "params.bias_values", f"has {params.bias_values.size} entries, bias_ids {params.bias_ids.size}")
     mask = params.allowed_mask

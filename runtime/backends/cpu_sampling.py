@@ -24,14 +24,20 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     mask = params.allowed_mask
     token_ids = np.empty(rows, np.int32)
     fields = [address_of(getattr(params, name)) for name, _, _ in SAMPLING_FIELDS]
-    _launch(op, logits, fields, 0 if mask is None else address_of(mask), address_of(token_ids), 0)
-    return SampledTokens(token_ids, token_ids >= 0)
+    mus = np.empty(rows, np.float32) if params.has_chains else None
+    out = address_of(token_ids), 0, 0 if mus is None else address_of(mus)
+    kernel = _sampling.sampling_kernel(mus is not None)
+    _launch(op, logits, fields, 0 if mask is None else address_of(mask), out, kernel)
+    return SampledTokens(token_ids, token_ids >= 0, mus)
 
 
-def sample_into(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
+def sample_into(
+    logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool, has_chains: bool
+) -> None:
     """See `ops.sample_into`. The kernel reads each row's parameters itself and ignores ``has_penalties``."""
-    out = results.address
-    _launch("sample_into", logits, [field.address for field in fields], 0, out, out + 4 * logits.shape[0])
+    first, rows = results.address, logits.shape[0]
+    out = first, first + 4 * rows, first + 4 * (2 * rows + 1) if has_chains else 0
+    _launch("sample_into", logits, [each.address for each in fields], 0, out, _sampling.sampling_kernel(has_chains))
 
 
 def distributions(logits: Tensor, params: SamplingArrays) -> NDArray[np.float32]:
@@ -39,7 +45,8 @@ def distributions(logits: Tensor, params: SamplingArrays) -> NDArray[np.float32]
     found = np.empty(logits.shape, np.float32)
     fields = [address_of(getattr(params, name)) for name, _, _ in SAMPLING_FIELDS]
     mask = 0 if params.allowed_mask is None else address_of(params.allowed_mask)
-    _launch("distributions", logits, fields, mask, address_of(found), 0, _sampling.distributions_kernel())
+    kernel = _sampling.distributions_kernel(params.has_chains)
+    _launch("distributions", logits, fields, mask, (address_of(found), 0, 0), kernel)
     return found
 
 
@@ -60,18 +67,16 @@ def keep_proposals(
 
 
 def _launch(
-    op: str, logits: Tensor, fields: list[int], mask: int, token_ids: int, statuses: int, kernel: Kernel | None = None
-) -> None:
-    """The arguments but the logits as addresses, 0 for none."""
+    op: str, logits: Tensor, fields: list[int], mask: int, out: tuple[int, int, int], kernel: Kernel
+) -> None:  # fmt: skip
+    """The arguments but the logits as addresses, 0 for none. ``out``: ids, statuses, mus."""
     rows, vocab = logits.shape
 
     def explain(status: int) -> Exception:
         return fail(op, "params", f"name a token id outside the vocabulary of {vocab}")
 
     workers = 1 if rows * vocab < SERIAL_ELEMENTS else num_workers()
-    (kernel or _sampling.sampling_kernel())(
-        rows, workers, logits.address, *fields, mask, token_ids, statuses, rows, vocab, -(-vocab // 32), explain=explain
-    )
+    kernel(rows, workers, logits.address, *fields, mask, *out, rows, vocab, -(-vocab // 32), explain=explain)
 
 
 def log_softmax_topk(logits: Tensor, chosen: Int32Array, top_n: int) -> TopLogprobs:

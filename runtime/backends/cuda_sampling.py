@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from numba_kernels.cuda import chain_sampling as _chains
 from numba_kernels.cuda import logprobs as _logprobs
 from numba_kernels.cuda import sampling as _sampling
 from runtime.backends.checks import fail
@@ -21,6 +22,8 @@ from runtime.sampling_table import PENALTIES
 from runtime.tensor.tensor import Tensor
 
 _plan = remembered(_sampling.plan)
+_plan_chains = remembered(_chains.plan)
+_FIRST_OF_CHAINS = next(place for place, (name, _, _) in enumerate(SAMPLING_FIELDS) if name == "chain_words")
 
 
 def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
@@ -33,37 +36,51 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     fields = upload_together([_as_tensor_type(array) for array in arrays], device)
     mask_address = 0 if mask is None else fields.pop().address
     has_penalties = any((getattr(params, name) != neutral).any() for name, neutral in PENALTIES.items())
-    result = Tensor.new((2 * rows + 1,), int32, device)  # ids, statuses, whether an id was outside its table
-    _launch(logits, [field.address for field in fields], mask_address, result.address, has_penalties)
+    has_chains = params.has_chains
+    # ids, statuses, whether an id was outside its table, and mus
+    result = Tensor.new(((3 if has_chains else 2) * rows + 1,), int32, device)
+    addresses = [field.address for field in fields]
+    _launch(logits, addresses, mask_address, result.address, has_penalties, has_chains)
     sampled = result.to("cpu").array
     token_ids, statuses = sampled[:rows], sampled[rows : 2 * rows]
     if sampled[2 * rows]:
         check_id_flag(device)
     if (statuses == _sampling.BAD_ID).any():
         raise fail("sample", "params", f"name a token id outside the vocabulary of {vocab}")
-    return SampledTokens(token_ids, statuses == _sampling.OK)
+    mus = sampled[2 * rows + 1 :].view(np.float32) if has_chains else None
+    return SampledTokens(token_ids, statuses == _sampling.OK, mus)
 
 
-def sample_into(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
+def sample_into(
+    logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool, has_chains: bool
+) -> None:
     """See `ops.sample_into`."""
-    _launch(logits, [field.address for field in fields], 0, results.address, has_penalties)
+    _launch(logits, [field.address for field in fields], 0, results.address, has_penalties, has_chains)
 
 
-def _launch(logits: Tensor, fields: list[int], mask_address: int, out_address: int, has_penalties: bool) -> None:
-    """Draws from at least one row: ids, statuses and the flag for bad ids, ``[2 rows + 1]`` int32 at `out_address`."""
+def _launch(
+    logits: Tensor, fields: list[int], mask_address: int, out_address: int, has_penalties: bool, has_chains: bool
+) -> None:
+    """Draws from at least one row: ids, statuses, the flag for bad ids and, with chains, mus: ``[2 rows + 1]`` or
+    ``[3 rows + 1]`` int32 at `out_address`."""
     rows, vocab = logits.shape
     gpu = Gpu.of(logits.device)
-    plan = _plan(
-        rows, vocab, max_clusters=gpu.max_clusters, num_sms=gpu.properties.num_sms,
-        max_shared=gpu.properties.shared_bytes_per_block,
-    )  # fmt: skip
+    flag_address, mus = out_address + 8 * rows, [out_address + 8 * rows + 4] if has_chains else []
+    if has_chains:
+        plan = _plan_chains(rows, vocab)
+    else:
+        fields = fields[:_FIRST_OF_CHAINS]
+        plan = _plan(
+            rows, vocab, max_clusters=gpu.max_clusters, num_sms=gpu.properties.num_sms,
+            max_shared=gpu.properties.shared_bytes_per_block,
+        )  # fmt: skip
     assert plan is not None
     work = Tensor.new((plan.work_bytes,), uint8, logits.device) if plan.work_bytes else None
     counts = Tensor.new((rows, vocab), int32, logits.device) if has_penalties else None
     gpu.launch(
         plan.launch, logits.address, *fields, mask_address, 0 if work is None else work.address,
-        0 if counts is None else counts.address, out_address, out_address + 4 * rows, id_flag(logits.device).address,
-        out_address + 8 * rows, vocab, -(-vocab // 32),
+        0 if counts is None else counts.address, out_address, out_address + 4 * rows, *mus,
+        id_flag(logits.device).address, flag_address, vocab, -(-vocab // 32),
     )  # fmt: skip
 
 

@@ -249,6 +249,17 @@ class SamplingOptions(_NumberOptions):  # type: ignore[misc]
         typer.Option("--stop-token-id", help="Token id that ends an answer; may be repeated."),
     ] = None
     ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = None
+    samplers: Annotated[
+        list[str] | None,
+        typer.Option("--sampler", help="Sampler that acts, by llama.cpp's name; repeated in their order."),
+    ] = None
+    temperature_last: Annotated[
+        bool | None, typer.Option("--temperature-last", help="The temperature after the filters, as llama.cpp.")
+    ] = None
+    dry_sequence_breakers: Annotated[
+        list[str] | None,
+        typer.Option("--dry-sequence-breaker", help="Text that DRY's repetitions do not reach over; may be repeated."),
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """The fields that were named on the command line."""

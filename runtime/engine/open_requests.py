@@ -164,6 +164,8 @@ class OpenRequests:
                     continue
                 request = sequence.request
                 sequence.append(token_id)
+                if sampled.mus is not None:
+                    sequence.mirostat_mu = sampled.mus[i]
                 num_appended += 1
                 sequence.last_token_s = now
                 if (

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from numba_kernels.sampler_chain import IS_MIROSTAT, STAGES, USUAL_STAGES
 from runtime.engine.checks import is_integer, is_number
+from runtime.engine.dry import NO_BREAKERS, DryBreakers
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 from runtime.engine.option_names import KnownOptions
 from runtime.engine.reasoning_budget import ReasoningBudget
+from runtime.engine.samplers import checked_breakers, checked_samplers
 from runtime.sampling_table import COLUMNS, DEFAULTS, PENALTIES, SamplingNumbers
 
 MAX_N = 128
@@ -59,7 +62,7 @@ else:
 
 class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=KnownOptions):
     """Sampling parameters of one request: the numbers of ``runtime.sampling_table``, ``temperature`` to
-    ``frequency_penalty``, with their meanings and bounds, and
+    ``dry_penalty_last_n``, with their meanings and bounds, and
 
     n                       choices to generate, 1 … 128; choice ``i`` is sampled with ``(seed, i)``
     seed                    a sample depends on seed, choice index and output position only; None for a random seed
@@ -81,6 +84,10 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
                             after those before it
     grammar                 a constraint on the text; it ends ("stop") when nothing can follow
     reasoning_budget        a bound on the tokens of reasoning, after which it is closed
+    samplers                names of samplers in the order in which they act, with llama.cpp's names; others are off
+    temperature_last        llama.cpp's order: the temperature after the filters; else vLLM's
+    dry_sequence_breakers   texts that DRY's repetitions do not reach over; ``LLM`` turns them into
+    dry_breakers            the same as token ids
     structured_outputs      a grammar in vLLM's form; it is kept as ``grammar``
     output_kind             the content of each output of ``AsyncLLM.generate``; ``LLM`` gives whole answers alone
 
@@ -108,6 +115,10 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     bad_words_token_ids: list[list[int]] | None = None
     grammar: Grammar | None = None
     reasoning_budget: ReasoningBudget | None = None
+    samplers: list[str] | None = None
+    temperature_last: bool = False
+    dry_sequence_breakers: list[str] | None = None
+    dry_breakers: DryBreakers | None = None
     structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
@@ -125,7 +136,9 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         self._integer("truncate_prompt_tokens", -1, 2**31 - 1, optional=True)
         check_truncation(self.truncate_prompt_tokens)
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in (
+            "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "temperature_last"
+        ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be a bool, got {getattr(self, name)!r}", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -154,6 +167,13 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
             problem = f"reasoning_budget must be a ReasoningBudget or None, got {self.reasoning_budget!r:.80}"
             raise RequestError(problem, param="reasoning_budget")
         self._structured_outputs()
+        if self.mirostat == 1:
+            raise RequestError("mirostat must be 0 or 2, got 1: version 1 is not built", param="mirostat")
+        self._set("samplers", checked_samplers(self.samplers, is_last=self.temperature_last))
+        self._set("dry_sequence_breakers", checked_breakers(self.dry_sequence_breakers))
+        if self.dry_breakers is not None and not isinstance(self.dry_breakers, DryBreakers):
+            problem = f"dry_breakers must be DryBreakers or None, got {self.dry_breakers!r:.80}"
+            raise RequestError(problem, param="dry_breakers")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(
                 f"output_kind must be a RequestOutputKind, got {self.output_kind!r:.80}", param="output_kind"
@@ -172,7 +192,35 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def has_penalties(self) -> bool:
-        return any(getattr(self, name) != neutral for name, neutral in PENALTIES.items())
+        numbers = self.numbers
+        return any(numbers[name] != neutral for name, neutral in PENALTIES.items())
+
+    @property
+    def has_dry(self) -> bool:
+        """Whether DRY looks for repetitions."""
+        return self.dry_multiplier != 0.0 and self.dry_penalty_last_n != 0 and _names(self.samplers, "dry")
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The chain of samplers (`numba_kernels.sampler_chain`); empty for vLLM's usual ones."""
+        ordered = self.samplers
+        if self.temperature_last:
+            ordered = list(STAGES)
+        has_mirostat = self.mirostat != 0
+        is_usual = ordered is None and not (
+            has_mirostat or self.has_dry or self.top_n_sigma > 0 or self.typical_p < 1 or self.dynatemp_range > 0
+            or (self.xtc_probability > 0 and self.xtc_threshold <= 0.5)
+        )  # fmt: skip
+        if is_usual or (self.is_greedy and not self.has_dry):
+            return ()
+        own = USUAL_STAGES if ordered is None else tuple(STAGES[name] for name in ordered if name in STAGES)
+        return (*own, IS_MIROSTAT) if has_mirostat else own
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Those of ``runtime.sampling_table`` that act: penalties do nothing if ``samplers`` does not name them."""
+        numbers: dict[str, float] = {name: getattr(self, name) for name in COLUMNS}
+        return numbers if _names(self.samplers, "penalties") else numbers | PENALTIES
 
     def validate(self, vocab_size: int) -> None:
         """Check that every token id lies in ``[0, vocab_size)``.
@@ -181,6 +229,9 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         if self.bad_words is not None:
             raise RequestError("bad_words are texts, and the engine knows ids: bad_words_token_ids", param="bad_words")
+        if self.dry_sequence_breakers:
+            problem = "dry_sequence_breakers are texts, and the engine knows ids: dry_breakers"
+            raise RequestError(problem, param="dry_sequence_breakers")
         if self.truncate_prompt_tokens is not None:
             problem = "truncate_prompt_tokens must be None: the engine cuts no prompt; cut it before, as LLM does"
             raise RequestError(problem, param="truncate_prompt_tokens")
@@ -192,6 +243,9 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         check_token_ids("reasoning_budget", () if budget is None else budget.ids, vocab_size)
         for word in self.bad_words_token_ids or ():
             check_token_ids("bad_words_token_ids", word, vocab_size)
+        breakers = self.dry_breakers or NO_BREAKERS
+        for ids in (breakers.token_ids, *breakers.sequences):
+            check_token_ids("dry_breakers", ids, vocab_size)
 
     def _set(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)
@@ -310,6 +364,10 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
                     f"{name}: an entry must have 1 to {MAX_BAD_WORD_TOKENS} ids, got {len(word)}", param=name
                 )
         self._set(name, [[int(i) for i in word] for word in words])
+
+
+def _names(samplers: list[str] | None, name: str) -> bool:
+    return samplers is None or name in samplers
 
 
 def check_truncation(most: int | None) -> None:

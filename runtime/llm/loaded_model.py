@@ -35,6 +35,7 @@ from runtime.pooling import normalized
 from runtime.progress import ON_STDERR, SILENT
 from runtime.text.chat import chat_prompt
 from runtime.text.content import PictureText, picture_text, with_picture_texts
+from runtime.text.dry_breakers import with_dry_breakers
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
 from runtime.text.pooled_texts import check_cut, num_unpooled, pair_of, prompted
@@ -233,6 +234,7 @@ class LoadedModel:
         if params.bad_words:
             ids = bad_words_token_ids(params.bad_words, self.tokenizer) + (params.bad_words_token_ids or [])
             params = msgspec.structs.replace(params, bad_words=None, bad_words_token_ids=ids)
+        params = with_dry_breakers(params, self.tokenizer)
         self._grammars.check(params.grammar)
         token_ids, images = self._with_images(prompt, token_ids)
         if (most := params.truncate_prompt_tokens) is not None:

@@ -23,6 +23,10 @@ class OllamaOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    typical_p: float | None = None
+    mirostat: Int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
     num_predict: Int | None = None
@@ -36,6 +40,10 @@ CHAT_NAMES = {
     "repeat_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
+    "typical_p": "typical_p",
+    "mirostat": "mirostat",
+    "mirostat_tau": "mirostat_tau",
+    "mirostat_eta": "mirostat_eta",
     "seed": "seed",
     "stop": "stop",
     "num_predict": "max_tokens",
@@ -137,7 +145,7 @@ OLLAMA_PARTS = (OllamaMessage, OllamaOptions)
 WITHOUT_EFFECT = (
     "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "draft_num_predict", "numa",
     "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "repeat_last_n",
-    "typical_p", "tfs_z", "mirostat", "mirostat_tau", "mirostat_eta", "penalize_newline",
+    "tfs_z", "penalize_newline",
 )  # fmt: skip
 """Ollama's options among `EXTENSIONS`."""
 

@@ -14,6 +14,9 @@ from server.errors import ApiError, invalid, json_text
 
 SAME_AS: dict[str, str] = {
     "repeat_penalty": "repetition_penalty",
+    "typ_p": "typical_p",
+    "nsigma": "top_n_sigma",
+    "dry_range": "dry_penalty_last_n",
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
@@ -41,6 +44,9 @@ SAME_AS: dict[str, str] = {
 FILL_CONTEXT = -2
 """llama.cpp's and Ollama's limit of an answer that goes on to the context's end, which is no other than -1 here."""
 
+_NOT_BUILT = "infill", "adaptive_p"
+"""Samplers of llama.cpp's `samplers`."""
+
 _AT_START = "decided when the server starts"
 _SAMPLER = "a sampler that is not built"
 _SHAPE = "the answer has one shape"
@@ -53,10 +59,8 @@ _REASONS: dict[str, str] = {
     _AT_START: "num_ctx num_batch num_ubatch num_gpu main_gpu low_vram f16_kv vocab_only use_mmap use_mlock num_thread "
     "numa logits_all embedding_only keep_alive ttl id_slot slot_id draft_model draft_num_predict lora lora_path "
     "adapter_id options speculative.n_max speculative.n_min speculative.p_min speculative.type",
-    _SAMPLER: "typical_p tfs_z top_a top_n_sigma mirostat mirostat_tau mirostat_eta dynatemp_range dynatemp_exponent "
-    "xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers "
-    "repeat_last_n penalize_nl penalize_newline samplers min_keep adaptive_target adaptive_decay smoothing_factor "
-    "repetition_detection backend_sampling do_sample watermark",
+    _SAMPLER: "tfs_z top_a repeat_last_n penalize_nl penalize_newline min_keep adaptive_target adaptive_decay "
+    "smoothing_factor repetition_detection backend_sampling do_sample watermark",
     _SHAPE: "timings_per_token return_progress post_sampling_probs response_fields n_probs separate_reasoning "
     "stream_reasoning reasoning_format reasoning_in_content parse_tool_calls incremental_output result_format details "
     "decoder_input_details return_hidden_states return_routed_experts return_cached_tokens_details return_meta_info "
@@ -127,6 +131,7 @@ def rewrite(request: dict[str, Any], fields: Iterable[str], ignored: list[str], 
                 value = -1
             if value is not None:
                 _put(result, name, meaning, value, sent)
+    _rewrite_samplers(result, ignored)
     if "reasoning_effort" in known:
         _rewrite_thinking(result, ignored, sent)
     if "tool_choice" in known and "stop_sequences" not in known:  # Anthropic's own requests have other names
@@ -134,6 +139,15 @@ def rewrite(request: dict[str, Any], fields: Iterable[str], ignored: list[str], 
     if "continue_final_message" in known:
         _rewrite_prefix(result)
     return result
+
+
+def _rewrite_samplers(request: dict[str, Any], ignored: list[str]) -> None:
+    """llama.cpp's names of samplers that are not built have no effect: editors' plug-ins send "infill"."""
+    names = request.get("samplers")
+    if isinstance(names, list):
+        left_out = [name for name in names if isinstance(name, str) and name.lower().replace("-", "_") in _NOT_BUILT]
+        request["samplers"] = [name for name in names if name not in left_out]
+        ignored += [f"samplers.{name}" for name in dict.fromkeys(left_out)]
 
 
 def _rewrite_thinking(request: dict[str, Any], ignored: list[str], sent: dict[str, str]) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from runtime.engine.samplers import MAX_BREAKERS
 from runtime.pooling import Pooling
 from runtime.sampling_table import COLUMNS
 
@@ -47,6 +48,7 @@ MAX_TOOLS = 128
 """Functions of a request."""
 
 MAX_BAD_WORDS = 128
+MAX_SAMPLERS = 16
 MAX_GRAMMAR_CHARACTERS = 64 * 1024
 """A regular expression or a grammar in a request."""
 
@@ -66,6 +68,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class CommonFields(SamplingFields, kw_only=True):
     """The fields of every API that generates, beside its own, with one meaning.
 
+    samplers    names of samplers in the order in which they act; the others are off
+    temperature_last  the temperature acts after the filters, as in llama.cpp
+    dry_sequence_breakers  texts that DRY's repetitions do not reach over; by default llama.cpp's
     priority    smaller is admitted first; not used by the "deadline" and "fcfs" policies
     cache_salt  cached prefixes are shared only with requests of the same salt
     request_id  the request's name in logs, in `X-Request-Id` and for `POST /v1/requests/{id}/cancel`
@@ -73,6 +78,9 @@ class CommonFields(SamplingFields, kw_only=True):
 
     stream: bool | None = None
     seed: Int | None = None
+    samplers: Annotated[list[str], msgspec.Meta(max_length=MAX_SAMPLERS)] | None = None
+    temperature_last: bool | None = None
+    dry_sequence_breakers: Annotated[list[str], msgspec.Meta(max_length=MAX_BREAKERS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Int | None = None
     priority: Int | None = None

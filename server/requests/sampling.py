@@ -8,6 +8,7 @@ from typing import Any
 
 from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from runtime.sampling_table import COLUMNS
+from runtime.text.dry_breakers import with_dry_breakers
 from runtime.text.stop import bad_words_token_ids
 from server.errors import engine_errors, in_own_names, invalid
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -17,6 +18,8 @@ _SAME_NAME = (
     "n",
     *COLUMNS,
     "seed",
+    "samplers",
+    "temperature_last",
     "stop",
     "stop_token_ids",
     "ignore_eos",
@@ -27,6 +30,8 @@ _SAME_NAME = (
     "prompt_logprobs",
 )
 """Fields that mean to the engine what they mean in the request."""
+
+_FILTERS = [name for name, column in COLUMNS.items() if column.shapes_draws]
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat goes on to the end of the context."""
@@ -84,6 +89,8 @@ def _params(
     fields = {**defaults, "detokenize": tokenizer is not None}
     if fields.get("temperature") == 0 and _asks_for_draws(request):
         del fields["temperature"]
+    if request.mirostat:  # it filters by itself: what only the model recommends would filter before it
+        fields = {name: value for name, value in fields.items() if name == "temperature" or name not in _FILTERS}
     for name in _SAME_NAME:
         value = getattr(request, name)
         if value is not None:
@@ -94,13 +101,14 @@ def _params(
     with in_own_names({"bad_words_token_ids": "bad_words", **names}), engine_errors():
         if request.bad_words:
             fields["bad_words_token_ids"] = bad_words_token_ids(request.bad_words, tokenizer)
-        return SamplingParams(**fields)
+        params = SamplingParams(**fields, dry_sequence_breakers=request.dry_sequence_breakers)
+        return with_dry_breakers(params, tokenizer)
 
 
 def _asks_for_draws(request: GenerationRequest) -> bool:
     """Whether a request implies sampling. A model may recommend greedy decoding, but several choices, or sampling
     fields, would have no effect then: without a temperature they mean OpenAI's default, 1."""
-    how_to_draw = ["seed", *(name for name, column in COLUMNS.items() if column.shapes_draws)]
+    how_to_draw = ["seed", *_FILTERS]
     return (request.n or 1) > 1 or any(getattr(request, name) is not None for name in how_to_draw)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
-from numba_kernels.cuda import experts, logprobs, sampling
+from numba_kernels.cuda import chain_sampling, experts, logprobs, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_tensor_core
 from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.tiles import WIDE
@@ -253,6 +253,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         return {str(tile): tile for tile in tiles}[constants["tile"]].shared_bytes
     if name.startswith("attention_flash_hopper"):
         return hopper_tiles(constants["head_dim"], constants["v_dim"]).shared_bytes
+    if name == "chain_sampling":
+        return chain_sampling.SHARED_BYTES
     if name.startswith("sampling"):
         model = model_of(arch)
         clusters = model.max_clusters if constants["is_cluster"] else ()
@@ -310,9 +312,10 @@ def examine(
 
 
 def examine_text(specialisation: Specialisation, arch: str, cache: KernelCache) -> list[str]:
-    """Forbidden properties of a kernel's PTX, in words: float64 and local memory."""
+    """Forbidden properties of a kernel's PTX, in words: local memory, and float64 that is not meant."""
     text = cache.get(specialisation, arch, is_ptx=True).image.decode()
-    found = [words for pattern, words in ((_DOUBLE, "f64"), (_LOCAL, "local")) if pattern.search(text)]
+    forbidden = (_LOCAL, "local"), *(() if specialisation.uses_float64 else ((_DOUBLE, "f64"),))
+    found = [words for pattern, words in forbidden if pattern.search(text)]
     return [f"{specialisation.name} on {arch}: {words} in its PTX" for words in found]
 
 
@@ -330,7 +333,8 @@ def _examine(
     return StaticFacts(
         specialisation.name, arch, threads, code.num_registers, code.stack_bytes,
         code.spill_store_bytes + code.spill_load_bytes, shared, blocks, blocks * threads / model.threads_per_sm,
-        tuple(_PTXAS.findall(code.log)), _DOUBLE.search(text) is not None, _LOCAL.search(text) is not None, machine,
+        tuple(_PTXAS.findall(code.log)), not specialisation.uses_float64 and _DOUBLE.search(text) is not None,
+        _LOCAL.search(text) is not None, machine,
     )  # fmt: skip
 
 

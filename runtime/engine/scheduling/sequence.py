@@ -207,6 +207,7 @@ class Sequence:
     miss           why no more were; None if there were no more
     cached_ids     what another prompt has where this one differs, if the request shows it
     matcher        the state of its output in the request's grammar, or None
+    mirostat_mu    mirostat's mu after its last token; None before the first
     """
 
     __slots__ = (
@@ -226,6 +227,7 @@ class Sequence:
         "last_token_s",
         "matcher",
         "max_tokens",
+        "mirostat_mu",
         "miss",
         "num_cached_tokens",
         "num_committed",
@@ -266,6 +268,7 @@ class Sequence:
         self.rotary_offset = 0 if request.pictures is None else request.pictures.rotary_offset
         self.row: int | None = None
         self.matcher: GrammarMatcher | None = None
+        self.mirostat_mu: float | None = None
         self.state = State.HELD
         self.state_ends = (range(1), NO_STATE)
         self.checkpoints: list[int] = []

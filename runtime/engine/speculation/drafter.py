@@ -20,7 +20,7 @@ from runtime.dtype import DType
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.steps.executor import AuxiliaryHiddenStates
 from runtime.sampling_arrays import SamplingArrays
-from runtime.sampling_table import COLUMNS
+from runtime.sampling_table import KERNEL_COLUMNS
 from runtime.tensor.tensor import Tensor
 
 Ids = NDArray[np.int32]
@@ -169,8 +169,8 @@ def rows_of(x: Tensor, rows: NDArray[np.int32], device: Device) -> Tensor:
     return ops.gather_rows(x, indices)
 
 
-SAMPLED_BY = [name for name, column in COLUMNS.items() if not column.is_penalty]
-"""The sampling parameters that a draft follows; penalties and biases are ignored."""
+SAMPLED_BY = [name for name, column in KERNEL_COLUMNS.items() if not column.is_penalty]
+"""The sampling parameters that a draft follows; penalties, biases and chains are ignored."""
 
 
 def arrays_ahead(sequences: Sequences[Sequence], num_ahead: Sequences[int]) -> SamplingArrays:

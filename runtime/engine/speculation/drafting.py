@@ -28,7 +28,7 @@ from runtime.engine.speculation.drafter import SAMPLED_BY, Drawing, Ids, PairChu
 from runtime.engine.steps.layout import BlockTables, StepLayout, lay_out
 from runtime.engine.steps.recorder import Computed, Recording, Recordings, open_recorder
 from runtime.kv.cache import KVCache
-from runtime.sampling_table import COLUMNS
+from runtime.sampling_table import KERNEL_COLUMNS
 from runtime.tensor.tensor import Tensor
 
 
@@ -149,7 +149,7 @@ class RecordedDrafts:
         self._step_slots = np.full((most_steps, groups, seqs), -1, np.int64)
         self._results = np.zeros((most_steps, 2 * seqs + 1), np.int32)
         self._columns: dict[str, NDArray[Any]] = {
-            name: np.full(seqs, column.neutral, column.dtype) for name, column in COLUMNS.items()
+            name: np.full(seqs, column.neutral, column.dtype) for name, column in KERNEL_COLUMNS.items()
         }
         self._seeds, self._choices = np.zeros(seqs, np.int64), np.zeros(seqs, np.int32)
         self._nothing, self._no_values = np.zeros(seqs, np.int32), np.zeros(seqs, np.float32)
@@ -250,11 +250,11 @@ class RecordedDrafts:
                 "logits_indices": self._no_logits,
             }  # fmt: skip
             batches.append(StepLayout(arrays, 1, longest).batch(CPU, exact=exact))
-        columns = [*(self._columns[name] for name in COLUMNS), self._seeds, self._choices]
+        columns = [*(self._columns[name] for name in KERNEL_COLUMNS), self._seeds, self._choices]
         fields = [Tensor.from_numpy(each[:seqs]) for each in columns]
         positions = [Tensor.from_numpy(each[:seqs]) for each in self._draw_positions[: shape.num_steps]]
         none, values = Tensor.from_numpy(self._nothing[:seqs]), Tensor.from_numpy(self._no_values[:seqs])
-        lists = [none] * 7 + [values] + [none] * 2
+        lists = [none] * 7 + [values] + [none] * 5
         given, last = [each[:pairs] for each in self._given], Tensor.from_numpy(self._last[:seqs])
         drafter = self._drafter
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.batch import STEP_FIELDS
+from runtime.engine.dry import NO_BREAKERS
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.pictures import Pictures
 from runtime.engine.scheduling.sequence import Request, Sequence
@@ -25,7 +26,6 @@ from runtime.engine.steps.step_input import (
     UncutSpan,
 )
 from runtime.kv.groups import NO_BLOCK
-from runtime.sampling_table import COLUMNS
 
 _OF_SEQUENCES = {name: attrgetter(field.row) for name, field in STEP_FIELDS.items() if field.row}
 _OF_CHUNKS = {name: attrgetter(field.step) for name, field in STEP_FIELDS.items() if field.step}
@@ -143,7 +143,7 @@ class Assembler:
         known = request.prompt_logprobs if sequence.needs_prompt_logprobs else None
         self._first_unknown[row] = sequence.num_prompt_tokens if known is None else len(known) - 1
         bias, ends = params.logit_bias or {}, {*request.eos_token_ids, *(params.stop_token_ids or ())}
-        reads_outputs = bool(params.bad_words_token_ids) or params.reasoning_budget is not None
+        reads_outputs = bool(params.bad_words_token_ids) or params.reasoning_budget is not None or params.has_dry
         has_outputs = params.has_penalties or reads_outputs
         return RowLoad(
             row=row,
@@ -152,11 +152,11 @@ class Assembler:
             num_prompt_tokens=sequence.num_prompt_tokens,
             last_token_id=sequence.last_token_id,
             rotary_offset=sequence.rotary_offset,
-            numbers={name: getattr(params, name) for name in COLUMNS},
+            numbers=params.numbers,
             logprobs=params.logprobs,
             logprob_ids=params.logprob_token_ids or [],
             # A repetition penalty counts an id once, however often the prompt has it.
-            prompt_ids=np.unique(request.prompt_ids) if params.repetition_penalty != 1.0 else None,
+            prompt_ids=np.unique(request.prompt_ids) if params.numbers["repetition_penalty"] != 1.0 else None,
             output_ids=sequence.output_ids.copy() if has_outputs else None,
             bias_ids=list(bias),
             bias_values=list(bias.values()),
@@ -165,6 +165,10 @@ class Assembler:
             bad_words=params.bad_words_token_ids or [],
             allowed_ids=params.allowed_token_ids,
             reasoning_budget=params.reasoning_budget,
+            stages=params.stages,
+            mirostat_mu=2.0 * params.mirostat_tau if sequence.mirostat_mu is None else sequence.mirostat_mu,
+            dry_prompt_ids=request.prompt_ids if params.has_dry else None,
+            dry_breakers=params.dry_breakers or NO_BREAKERS,
             has_masks=sequence.matcher is not None,
             row_numbers={name: of(sequence) for name, of in _OF_SEQUENCES.items()},
         )

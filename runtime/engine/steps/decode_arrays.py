@@ -25,7 +25,6 @@ from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.inputs import DEVICE_TYPES, PADDING
 from runtime.engine.steps.persistent_batch import PersistentBatch
 from runtime.engine.steps.recorder import Recorder, Recording, StepBuffers
-from runtime.engine.steps.sampler import PenaltyLists
 from runtime.sampling_arrays import SAMPLING_FIELDS
 from runtime.tensor.storage import Storage
 from runtime.tensor.tensor import Tensor
@@ -108,11 +107,11 @@ class DecodeArrays:
         self._tables = Tensor.zeros((self._num_groups * batch_slots, width), int32, device)  # group by group
         self._flat_tables = self._tables.view(-1)
         self._group_starts = range(0, self._num_groups * batch_slots, batch_slots)
-        self._results = Tensor.zeros(2 * batch_slots + 1, int32, device)
+        self._results = Tensor.zeros(3 * batch_slots + 1, int32, device)
         self._numbers = Tensor.arange(batch_slots + 1, dtype=int32).to(device)
         self._uploads = []
         for _ in range(2):
-            buffers = recorder.new_buffers(size + 4 * TAIL_WORDS, 2 * batch_slots + 1)
+            buffers = recorder.new_buffers(size + 4 * TAIL_WORDS, 3 * batch_slots + 1)
             self._uploads.append(_Upload(buffers, buffers.upload[:size], buffers.upload[size:].view(np.int32)))
         self._batch_slot_of = np.full(batch_slots, -1, np.intp)  # by row; -1: none
         self._row_at = np.full(batch_slots, -1, np.intp)  # by place; -1: none
@@ -168,13 +167,13 @@ class DecodeArrays:
         placement: Placement,
         token_ids: NDArray[np.int32],
         sources: NDArray[np.intp] | None = None,
-        lists: list[PenaltyLists] | None = None,
+        lists: Mapping[str, Sequence[NDArray[np.int32]]] | None = None,
     ) -> StepBuffers:
         """Queue the upload of the step's inputs.
 
         token_ids  of each row, its last, or anything if the device has it
         sources    of each row: the place where the previous step samples its token, or -1; None for no row
-        lists      of each row, for penalties
+        lists      by their fields' names, of each row
         """
         self._uploads.reverse()
         upload = self._uploads[0]
@@ -184,7 +183,7 @@ class DecodeArrays:
         if sources is not None or self._has_sources:
             columns["sources"][placement.batch_slots] = -1 if sources is None else sources
             self._has_sources = sources is not None
-        num_listed = 0 if lists is None else sum(len(ids) for pair in lists for ids in pair)
+        num_listed = 0 if lists is None else sum(len(each) for of_rows in lists.values() for each in of_rows)
         columns["num_changes"][0] = num_changes = self._write_changes(tail[: TAIL_WORDS - num_listed])
         end = 2 * num_changes
         if lists is not None:
@@ -193,9 +192,10 @@ class DecodeArrays:
         self.recorder.upload(self._inputs, upload.buffers, self._size + 4 * end)
         return upload.buffers
 
-    def launch(self, graph: Recording, placement: Placement, buffers: StepBuffers) -> None:
+    def launch(self, graph: Recording, placement: Placement, buffers: StepBuffers, *, has_chains: bool) -> None:
         """Queue the step, and the download of its samples."""
-        self.recorder.launch(graph, self._results, 2 * placement.num_batch_slots + 1, buffers)
+        num_results = (3 if has_chains else 2) * placement.num_batch_slots + 1
+        self.recorder.launch(graph, self._results, num_results, buffers)
 
     # Reads and writes of a graph
 
@@ -226,7 +226,7 @@ class DecodeArrays:
                 fields[name] = self._on_device[name][:num_batch_slots]
         return Batch(**fields, max_query_len=1, max_seq_len=max_seq_len, exact=self._exact)
 
-    def sample(self, logits: Tensor, *, has_penalties: bool) -> None:
+    def sample(self, logits: Tensor, *, has_penalties: bool, has_chains: bool) -> None:
         """Queue sampling from ``logits [num_batch_slots, vocab_size]``."""
         num_batch_slots = logits.shape[0]
         fields = [
@@ -235,7 +235,8 @@ class DecodeArrays:
             else self._tail[float32 if dtype == np.float32 else int32]
             for name, dtype, size in SAMPLING_FIELDS
         ]
-        ops.sample_into(logits, fields, self._results[: 2 * num_batch_slots + 1], has_penalties=has_penalties)
+        results = self._results[: (3 if has_chains else 2) * num_batch_slots + 1]
+        ops.sample_into(logits, fields, results, has_penalties=has_penalties, has_chains=has_chains)
 
     def clear(self) -> None:
         """Empty all places on the device, for a trial run of a graph."""
@@ -294,13 +295,15 @@ class DecodeArrays:
             self.recorder.write(self._flat_tables[int(sorted_entries[start]) :], sorted_ids[start:end])
         return 0
 
-    def _write_lists(self, placement: Placement, lists: list[PenaltyLists], tail: NDArray[np.int32], at: int) -> int:
+    def _write_lists(
+        self, placement: Placement, lists: Mapping[str, Sequence[NDArray[np.int32]]], tail: NDArray[np.int32], at: int
+    ) -> int:
         """Write the lists from ``tail[at]`` on, in step order; returns their end."""
-        for index, name in enumerate(("prompt", "output")):
-            lengths = [len(pair[index]) for pair in lists]
+        for name, of_rows in lists.items():
+            lengths = [len(each) for each in of_rows]
             ends = at + np.cumsum(lengths)
             self._columns[f"{name}_start"][placement.batch_slots] = ends - lengths
             self._columns[f"{name}_end"][placement.batch_slots] = ends
             first, at = at, int(ends[-1])
-            np.concatenate([pair[index] for pair in lists], out=tail[first:at])
+            np.concatenate(of_rows, out=tail[first:at])
         return at

@@ -1,9 +1,9 @@
 """Decode steps as recorded graphs: all kernels of a step, sampling included, in one launch.
 
 There is a graph for a number of places, for sequences up to a length (attention splits long ones), with and without
-penalties, with and without the logits kept for log probabilities. It is recorded after the first step that needs it,
-which runs eagerly. All share memory, and read and write `DecodeArrays`. Unsupported steps run
-eagerly: those with prompts, logit bias, allowed ids, or tokens that ``min_tokens`` forbids.
+penalties, with and without chains of samplers, with and without the logits kept for log probabilities. It is recorded
+after the first step that needs it, which runs eagerly. All share memory, and read and write `DecodeArrays`. Unsupported
+steps run eagerly: those with prompts, logit bias, allowed ids, or tokens that ``min_tokens`` forbids.
 
 A step may start while the previous one runs, if a graph runs that, too: it reads the tokens where they are sampled.
 """
@@ -11,6 +11,7 @@ A step may start while the previous one runs, if a graph runs that, too: it read
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +27,7 @@ from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
 from runtime.engine.steps.executor import Model, logits_to_sample
 from runtime.engine.steps.forwards import ForwardRecordings
+from runtime.engine.steps.inputs import sampled_of
 from runtime.engine.steps.layout import StepLayout, largest
 from runtime.engine.steps.persistent_batch import PersistentBatch
 from runtime.engine.steps.recorder import (
@@ -40,11 +42,11 @@ from runtime.engine.steps.recorder import (
 )
 from runtime.engine.steps.step_input import StepInput
 from runtime.kv.cache import KVCache
-from runtime.sampling_arrays import SamplingArrays
+from runtime.sampling_arrays import SampledTokens, SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 MOST_LISTED = TAIL_WORDS // 2
-"""Tokens that the penalties of one step may count; with more it runs eagerly."""
+"""Tokens that the penalties of one step may count, with its chains' words; with more it runs eagerly."""
 
 _CANNOT = "the model's operations cannot be recorded, each is done at once from now on"
 
@@ -55,6 +57,7 @@ class GraphKey(msgspec.Struct, frozen=True, gc=False):
     num_batch_slots: int
     max_seq_len: int
     has_penalties: bool
+    has_chains: bool
     keeps_logits: bool
     has_adapters: bool = False
 
@@ -71,6 +74,7 @@ class DecodeRun:
         *,
         number: int,
         keeps_outputs: bool,
+        has_chains: bool,
     ) -> None:
         self.batch_slots = placement.batch_slots
         self.logits = result.logits
@@ -79,23 +83,24 @@ class DecodeRun:
         """Hidden states after the kept layers, a row a place: until the next graph is launched."""
         self.number = number
         self.keeps_outputs = keeps_outputs
+        self._has_chains = has_chains
         self._graphs = graphs
         self._num_batch_slots = placement.num_batch_slots
         self._buffers = buffers
 
-    def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The sampled id of each row, and whether it is valid; empty if a later stage samples. Raises LaunchError if
-        the device failed, InvalidArgumentError if a token was outside the vocabulary."""
+    def wait(self) -> SampledTokens:
+        """The sample of each row; none if a later stage samples. Raises LaunchError if the device failed,
+        InvalidArgumentError if a token was outside the vocabulary."""
         try:
             self._buffers.wait()
         finally:
             self._graphs.ended(self)
         count, results = self._num_batch_slots, self._buffers.results
         if not self._graphs.samples:
-            return results[:0], results[:0] == 0
+            return SampledTokens(results[:0], results[:0] == 0)
         if self._graphs.device.kind != "cpu" and results[2 * count]:  # the CPU's kernels check ids themselves
             ops.check_ids(self._graphs.device)
-        return results[self.batch_slots], results[count:][self.batch_slots] == 0
+        return sampled_of(results, count, self.batch_slots, has_chains=self._has_chains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +108,10 @@ class _Members:
     """The rows of a step, reused while the next steps have the same ones.
 
     version   the rows', when this was made
-    is_plain  none of them has penalties or anything that may forbid ids
+    is_plain  none of them has penalties, a chain or anything that may forbid ids
     keeps_outputs  one of them has parameters that depend on its output
     has_adapters  one of them has an adapter
+    waits     one of them has a chain that depends on its last sample
     """
 
     rows: NDArray[np.int64]
@@ -115,6 +121,7 @@ class _Members:
     is_plain: bool
     keeps_outputs: bool
     has_adapters: bool
+    waits: bool
 
 
 class DecodeGraphs:
@@ -183,18 +190,19 @@ class DecodeGraphs:
         rows, sampling, members = step.rows, self._rows.sampling, self._members
         if members is None or members.rows is not rows or members.version != self._rows.version:
             members = self._members = self._members_of(rows)
-        num_listed = None
+        num_ids = num_words = None
         if not members.is_plain:
             positions = step.starts + 1 - sampling.num_prompt_tokens[rows]
             if sampling.masks(rows, positions):
                 return None
-            num_listed = sampling.num_penalty_ids(rows, positions)
-            if num_listed is not None and num_listed > MOST_LISTED:
+            num_ids, num_words = sampling.num_listed(rows, positions)
+            if (num_ids or 0) + (num_words or 0) > MOST_LISTED:
                 return None
         return GraphKey(
             num_batch_slots=members.num_batch_slots,
             max_seq_len=self._lengths[bisect_left(self._lengths, largest(step.starts) + 1)],
-            has_penalties=num_listed is not None,
+            has_penalties=num_ids is not None,
+            has_chains=num_words is not None,
             keeps_logits=members.keeps_logits,
             has_adapters=members.has_adapters,
         )
@@ -228,6 +236,7 @@ class DecodeGraphs:
             and running is not None
             and running.logits is None
             and not key.has_penalties
+            and not (key.has_chains and self._members is not None and self._members.waits)
             and key in self.recordings.kept
         )
 
@@ -246,22 +255,29 @@ class DecodeGraphs:
         assert self._arrays is not None
         assert self._running is None or self.can_overlap(key), "the step before has to be waited for"
         self._kv_cache.wait_for_arrivals()
-        rows, running, sources, lists = step.rows, self._running, None, None
+        rows, running, sources = step.rows, self._running, None
+        lists: dict[str, Sequence[NDArray[np.int32]]] | None = None
         if running is not None:
             sources = np.where(self._sampled_by[rows] == running.number, self._sampled_at[rows], -1)
-        if key.has_penalties:
+        if key.has_penalties or key.has_chains:
             sampling = self._rows.sampling
-            lists = sampling.penalty_lists(rows, step.starts + 1 - sampling.num_prompt_tokens[rows])
+            positions = step.starts + 1 - sampling.num_prompt_tokens[rows]
+            lists = {}
+            if key.has_penalties:
+                lists["prompt"], lists["output"] = zip(*sampling.penalty_lists(rows, positions))
+            if key.has_chains:
+                lists["chain"] = sampling.chain_words(rows, positions)
         graph = self.recordings.kept[key]
         token_ids = self._rows.tokens_of(step.token_ids, rows)
         placement = self._arrays.place(rows, step.starts, key.num_batch_slots, step.numbers)
         buffers = self._arrays.send(placement, token_ids, sources, lists)
-        self._arrays.launch(graph, placement, buffers)
+        self._arrays.launch(graph, placement, buffers, has_chains=key.has_chains)
         if self._recorder.queues:
             self._sampled_at[rows], self._sampled_by[rows] = placement.batch_slots, step.number
         assert self._members is not None
         self._running = DecodeRun(
             self, placement, buffers, graph.result, number=step.number, keeps_outputs=self._members.keeps_outputs,
+            has_chains=key.has_chains,
         )  # fmt: skip
         self.num_steps += 1
         return self._running
@@ -326,6 +342,7 @@ class DecodeGraphs:
             is_plain=sampling.are_plain(rows),
             keeps_outputs=bool(sampling.keeps_outputs[rows].any()),
             has_adapters=bool((self._rows.numbers["adapters"][rows] >= 0).any()),
+            waits=bool(sampling.chains.waits[rows].any()),
         )
 
     def _recorded(self, key: GraphKey) -> Recording:
@@ -353,7 +370,7 @@ class DecodeGraphs:
             recorder.outlive(hidden)
             return Computed(None, None)
         logits = logits_to_sample(self._model, hidden)
-        arrays.sample(logits, has_penalties=key.has_penalties)
+        arrays.sample(logits, has_penalties=key.has_penalties, has_chains=key.has_chains)
         kept = tuple(recorder.outlive(batch.kept[layer], at) for layer, at in zip(self._auxiliary_layers, self._rooms))
         found = recorder.outlive(logits, room)  # raises an error for an array that no kernel has made
         return Computed(None, found if key.keeps_logits else None, kept=kept)

@@ -87,7 +87,7 @@ class ForwardRecordings:
         tokens, seqs = limits.max_num_batched_tokens, limits.max_num_seqs
         # Some policies compute a prompt whole on a CPU; on a GPU steps with drafts are padded.
         tokens = max(tokens, limits.max_model_len if self._is_cpu else _WIDTHS[-1] * seqs)
-        samples = SamplingShape(tokens, MOST_LISTED, True)
+        samples = SamplingShape(tokens, MOST_LISTED, True, True)
         self._most = Shape(
             tokens,
             seqs if self._is_cpu else 2 * seqs,
@@ -151,7 +151,7 @@ class ForwardRecordings:
         num_tokens, num_seqs, num_logits = layout.num_tokens, layout.num_seqs, layout.num_logits
         if self._is_cpu:  # its kernels see for themselves how long a chunk is, and whether there are penalties
             longest = num_tokens - num_seqs + 1
-            room = None if samples is None else SamplingShape(num_logits, MOST_LISTED, True)
+            room = None if samples is None else SamplingShape(num_logits, MOST_LISTED, True, samples.has_chains)
             return Shape(
                 num_tokens,
                 num_seqs,
@@ -230,7 +230,7 @@ class ForwardRecordings:
         self._memory.write(inputs, layout, samples)
         recorder, results = self._recorder, None
         if self._is_cpu and shape.samples is not None:
-            results = Tensor.zeros(2 * shape.num_logits + 1, int32)
+            results = Tensor.zeros(shape.samples.num_results, int32)
 
         def work() -> Computed:
             inputs.batch.computed.clear()
@@ -238,8 +238,11 @@ class ForwardRecordings:
             if shape.samples is not None and computed.logits is not None:
                 sampled = results
                 if sampled is None:
-                    sampled = Tensor.empty((2 * shape.samples.num_samples + 1,), int32, recorder.device)
-                ops.sample_into(computed.logits, inputs.fields, sampled, has_penalties=shape.samples.has_penalties)
+                    sampled = Tensor.empty((shape.samples.num_results,), int32, recorder.device)
+                ops.sample_into(
+                    computed.logits, inputs.fields, sampled, has_penalties=shape.samples.has_penalties,
+                    has_chains=shape.samples.has_chains,
+                )  # fmt: skip
             hidden, logits = (None if each is None else recorder.outlive(each) for each in computed[:2])
             return Computed(hidden, logits, sampled, tuple(map(recorder.outlive, computed.kept)))
 

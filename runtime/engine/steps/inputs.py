@@ -18,17 +18,17 @@ from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.layout import StepLayout
 from runtime.engine.steps.recorder import Recorder
 from runtime.kv.cache import KVCache
-from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
-from runtime.sampling_table import COLUMNS, PENALTIES
+from runtime.sampling_arrays import SAMPLING_FIELDS, SampledTokens, SamplingArrays
+from runtime.sampling_table import KERNEL_COLUMNS, PENALTIES
 from runtime.tensor.storage import ALIGNMENT_BYTES, Storage
 from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import contiguous_strides
 
 MOST_LISTED = 1 << 16
-"""Ids that each list of a recording's samples may have: of penalties, and of biases."""
+"""Entries that each list of a recording's samples may have: of penalties, of biases, of chains."""
 
 PADDING: dict[str, int | float] = {name: each.padding for name, each in STEP_FIELDS.items()}
-PADDING |= {name: column.neutral for name, column in COLUMNS.items()}
+PADDING |= {name: column.neutral for name, column in KERNEL_COLUMNS.items()}
 """The contents of padding: no token is stored, and samples are greedy, without anything else (0)."""
 DEVICE_TYPES = {name: np.dtype(np.int64 if dtype == np.uint64 else dtype) for name, dtype, _ in SAMPLING_FIELDS}
 """The types of samples' arrays on a device: tensors have no uint64, so seeds are int64."""
@@ -41,16 +41,23 @@ class SamplingShape(NamedTuple):
     num_samples    rows of logits
     room           ids that each list may have
     has_penalties  of some sample; without any, a kernel that is told so need not look
+    has_chains     some sample has a chain
     """
 
     num_samples: int
     room: int
     has_penalties: bool
+    has_chains: bool
+
+    @property
+    def num_results(self) -> int:
+        """Numbers that `ops.sample_into` writes."""
+        return (3 if self.has_chains else 2) * self.num_samples + 1
 
 
 def room_for(samples: SamplingArrays) -> int:
-    """The number of ids in the longest of its lists."""
-    return max(len(samples.prompt_ids), len(samples.output_ids), len(samples.bias_ids))
+    """The number of entries in the longest of its lists."""
+    return max(len(getattr(samples, name)) for name in _LISTS)
 
 
 def shape_of(samples: SamplingArrays, num_samples: int) -> SamplingShape:
@@ -58,7 +65,7 @@ def shape_of(samples: SamplingArrays, num_samples: int) -> SamplingShape:
     longest = room_for(samples)
     room = max(256, 1 << (longest - 1).bit_length()) if longest else 1
     has_penalties = any((getattr(samples, name) != neutral).any() for name, neutral in PENALTIES.items())
-    return SamplingShape(num_samples, room, has_penalties)
+    return SamplingShape(num_samples, room, has_penalties, samples.has_chains)
 
 
 class Shape(NamedTuple):
@@ -187,17 +194,25 @@ class StepMemory:
         self.recorder.write(Tensor(self._storage, uint8, (inputs.size_bytes,), (1,)), self._host[: inputs.size_bytes])
 
 
-def read_sampled(sampled: Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """The ids of the first ``count`` samples, and whether each is valid. Waits for the device. Raises LaunchError if it
-    failed, InvalidArgumentError if an id was outside the vocabulary."""
-    num_samples = sampled.shape[0] // 2
+def read_sampled(sampled: Tensor, count: int, *, has_chains: bool) -> SampledTokens:
+    """The first ``count`` samples. Waits for the device. Raises LaunchError if it failed, InvalidArgumentError if an id
+    was outside the vocabulary."""
+    num_samples = sampled.shape[0] // (3 if has_chains else 2)
     if sampled.device.kind == "cpu":  # its kernels check ids themselves
         results = sampled.array
     else:
         results = sampled.to("cpu").array
         if results[2 * num_samples]:
             ops.check_ids(sampled.device)
-    return results[:count].copy(), results[num_samples : num_samples + count] == 0
+    return sampled_of(results, num_samples, slice(count), has_chains=has_chains)
+
+
+def sampled_of(
+    results: NDArray[np.int32], num_samples: int, chosen: slice | NDArray[np.intp], *, has_chains: bool
+) -> SampledTokens:
+    """Copies of some of the samples that `ops.sample_into` has written."""
+    mus = results[2 * num_samples + 1 :].view(np.float32)[chosen].copy() if has_chains else None
+    return SampledTokens(results[chosen].copy(), results[num_samples : 2 * num_samples][chosen] == 0, mus)
 
 
 def _aligned(size_bytes: int) -> int:

@@ -421,12 +421,12 @@ class LocalExecutor:
         return self._results.sample(step.prompt_logprobs, laid_out, masks, proposed, computed)
 
     def _sampled_by_graph(self, step: StepInput, run: DecodeRun, version: int) -> Sampled:
-        token_ids, is_valid = run.wait()
+        tokens = run.wait()
         if not self.samples:
             return Sampled()
         if run.kept:
             self.auxiliary_hidden_states = AuxiliaryHiddenStates(step.number, run.kept, run.batch_slots)
-        return self._results.of_graph(step, run, token_ids, is_valid, version)
+        return self._results.of_graph(step, run, tokens, version)
 
 
 def _wants_last(step: StepInput) -> bool:

@@ -133,6 +133,11 @@ class PersistentBatch:
         is_same = self.versions[rows] <= version
         self.sampling.write_outputs(rows[is_same], positions[is_same], token_ids[is_same])
 
+    def note_mus(self, rows: NDArray[np.int64], mus: NDArray[np.float32], version: int) -> None:
+        """Record mirostat's mu after tokens sampled by a step that began at ``version``."""
+        is_same = self.versions[rows] <= version
+        self.sampling.chains.note(rows[is_same], mus[is_same])
+
     def lay_out(self, step: StepInput) -> LaidOut:
         """A step whose rows are loaded. Unchanged arrays of decodes with drafts are the same objects as before."""
         places = self._kept_places(step) if step.draws_everywhere else self._places_of(step)

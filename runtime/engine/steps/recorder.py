@@ -37,7 +37,7 @@ class Computed(NamedTuple):
     hidden  [num_tokens, hidden_size]; None on a stage that another one follows, since later passes overwrite what it
             has sent
     logits  [num_samples, vocab_size], or None if not needed
-    sampled [2 n + 1] int32, as `ops.sample_into` writes it, n at least the step's samples; None if nothing was sampled
+    sampled int32, as `ops.sample_into` writes it, n at least the step's samples; None if nothing was sampled
     kept    [num_tokens, hidden_size] after each kept layer
     """
 

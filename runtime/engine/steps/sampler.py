@@ -17,15 +17,16 @@ from runtime import ops
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.reasoning_budget import ReasoningBudget
 from runtime.engine.sampling_params import MAX_BAD_WORD_TOKENS
+from runtime.engine.steps.chains import NO_WORDS, Chains
 from runtime.engine.steps.step_input import RowLoad
 from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
-from runtime.sampling_table import COLUMNS, PENALTIES
+from runtime.sampling_table import KERNEL_COLUMNS, PENALTIES
 from runtime.tensor.tensor import Tensor
 
 logger = logging.getLogger("xserv.engine")
 
-_FLOATS = [name for name, column in COLUMNS.items() if column.dtype == "float32"]
-_INTEGERS = [name for name, column in COLUMNS.items() if column.dtype == "int32"] + ["choice_index"]
+_FLOATS = [name for name, column in KERNEL_COLUMNS.items() if column.dtype == "float32"]
+_INTEGERS = [name for name, column in KERNEL_COLUMNS.items() if column.dtype == "int32"] + ["choice_index"]
 """Parameters that are rows of one array, so that one call gathers all of a type."""
 
 RowNumbers = NDArray[np.int64]
@@ -43,7 +44,8 @@ class SamplingRows:
     num_prompt_tokens  by row
     num_alternatives   by row: alternatives in each token's log probabilities, or -1 for none at all
     logprob_ids        by row: the ids whose log probabilities are wanted, if it names any
-    keeps_outputs      by row: whether penalties or bad words depend on the output
+    keeps_outputs      by row: whether penalties, bad words or DRY depend on the output
+    chains             by row: its chain of samplers
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -56,8 +58,9 @@ class SamplingRows:
         self._integers = np.zeros((len(_INTEGERS), max_num_seqs), np.int32)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         # Rows that cost more than their numbers: penalties; bias, bad words, ids that min_tokens may mask; allowed ids
-        # or a grammar.
-        self._flags = np.zeros((3, max_num_seqs), np.bool_)
+        # or a grammar; a chain.
+        self._flags = np.zeros((4, max_num_seqs), np.bool_)
+        self.chains = Chains(max_num_seqs)
         self._min_tokens = np.zeros(max_num_seqs, np.int64)
         self._prompt_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
         self._outputs: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
@@ -93,8 +96,10 @@ class SamplingRows:
         if load.reasoning_budget is not None:
             self._budgets[row] = load.reasoning_budget
         has_bias = bool(load.bias_ids or load.bad_words or (load.min_tokens and load.end_ids) or row in self._budgets)
-        self._flags[:, row] = has_penalties, has_bias, load.allowed_ids is not None or load.has_masks
-        self.keeps_outputs[row] = keeps = has_penalties or bool(load.bad_words) or row in self._budgets
+        has_masks, has_chain = load.allowed_ids is not None or load.has_masks, self.chains.load(load)
+        self._flags[:, row] = has_penalties, has_bias, has_masks, has_chain
+        has_dry = load.dry_prompt_ids is not None
+        self.keeps_outputs[row] = keeps = has_penalties or bool(load.bad_words) or row in self._budgets or has_dry
         self._outputs[row] = _NO_IDS
         if keeps:
             known = _NO_IDS if load.output_ids is None else load.output_ids
@@ -109,6 +114,7 @@ class SamplingRows:
         self.logprob_ids.pop(load.row, None)
         self.keeps_outputs[load.row] = False
         self._budgets.pop(load.row, None)
+        self.chains.forget(load.row)
         self._flags[:, load.row] = True
 
     @property
@@ -131,7 +137,7 @@ class SamplingRows:
         ends_of_none: dict[str, Any] = dict.fromkeys(_ENDS_OF_LISTS, np.zeros(len(rows), np.int32))
         floats = zip(_FLOATS, self._floats.take(rows, axis=1))  # each contiguous
         integers = zip(_INTEGERS, self._integers.take(rows, axis=1))
-        any_penalties, any_bias, any_allowed = np.logical_or.reduce(self._flags.take(rows, axis=1), axis=1)
+        any_penalties, any_bias, any_allowed, any_chains = np.logical_or.reduce(self._flags.take(rows, axis=1), axis=1)
         arrays = SamplingArrays(
             **dict(floats),
             **dict(integers),
@@ -151,6 +157,9 @@ class SamplingRows:
             everything = np.full(-(-self.vocab_size // 32), 0xFFFFFFFF, np.uint32)
             masks = [self._allowed[row] for row in rows]
             arrays.allowed_mask = np.stack([everything if mask is None else mask for mask in masks])
+        if any_chains:
+            words = self.chain_words(rows, positions)
+            arrays.chain_words, arrays.chain_start, arrays.chain_end = shared_lists([None] * len(rows), words)
         if self._budgets:
             self._force(arrays, rows, positions)
         return arrays
@@ -189,22 +198,29 @@ class SamplingRows:
             for row, position, wanted in zip(rows.tolist(), positions.tolist(), self._flags[0].take(rows).tolist())
         ]
 
-    def num_penalty_ids(self, rows: RowNumbers, positions: NDArray[np.int64]) -> int | None:
-        """An upper bound of the ids in `penalty_lists`; None without penalties."""
-        (wanted,) = self._flags[0].take(rows).nonzero()
-        if not wanted.size:
-            return None
-        return sum(len(self._prompt_ids[rows[i]]) + int(positions[i]) for i in wanted.tolist())
+    def chain_words(self, rows: RowNumbers, positions: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+        """The words of each of these samples' chains; empty without one."""
+        return [
+            self.chains.words(row, self._outputs[row][:position]) if has_chain else NO_WORDS
+            for row, position, has_chain in zip(rows.tolist(), positions.tolist(), self._flags[3].take(rows).tolist())
+        ]
+
+    def num_listed(self, rows: RowNumbers, positions: NDArray[np.int64]) -> tuple[int | None, int | None]:
+        """Upper bounds of the ids in `penalty_lists`, and of the words in `chain_words`; None without any."""
+        (wanted,), (chained,) = self._flags[0].take(rows).nonzero(), self._flags[3].take(rows).nonzero()
+        num_ids = sum(len(self._prompt_ids[rows[i]]) + int(positions[i]) for i in wanted.tolist())
+        num_words = sum(self.chains.most_words(int(rows[i]), int(positions[i])) for i in chained.tolist())
+        return num_ids if wanted.size else None, num_words if chained.size else None
 
     def are_plain(self, rows: RowNumbers) -> bool:
-        """Whether none of these rows has penalties, logit bias, bad words, ``min_tokens``, allowed ids, a grammar or a
-        budget of reasoning."""
+        """Whether none of these rows has penalties, logit bias, bad words, ``min_tokens``, allowed ids, a grammar, a
+        budget of reasoning or a chain."""
         return not self._flags.take(rows, axis=1).any()
 
     def masks(self, rows: RowNumbers, positions: NDArray[np.int64]) -> bool:
         """Whether one of these samples is under a logit bias, allowed ids, a grammar, bad words (which may forbid
         none), or ids that ``min_tokens`` forbids, or may be forced by a budget of reasoning."""
-        may_mask, has_allowed = self._flags[1:].take(rows, axis=1)
+        may_mask, has_allowed = self._flags[1:3].take(rows, axis=1)
         return bool(has_allowed.any()) or any(
             self._num_bias[rows[i]] > 0
             or len(self._bad_words[rows[i]]) > 0

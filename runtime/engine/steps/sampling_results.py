@@ -9,18 +9,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from numba_kernels.sampler_chain import MU
 from runtime import ops
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeRun
 from runtime.engine.steps.executor import DrawMasks, Model
 from runtime.engine.steps.inputs import read_sampled
 from runtime.engine.steps.layout import largest
-from runtime.engine.steps.persistent_batch import LaidOut, PersistentBatch
+from runtime.engine.steps.persistent_batch import LaidOut, PersistentBatch, Samples
 from runtime.engine.steps.pooling_pass import slices
 from runtime.engine.steps.recorder import Computed
 from runtime.engine.steps.sampler import logprobs_of, token_logprobs
 from runtime.engine.steps.step_input import PromptLogprobs, Sampled, StepInput
-from runtime.sampling_arrays import SamplingArrays
+from runtime.sampling_arrays import SampledTokens, SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 
@@ -55,12 +56,21 @@ class SamplingResults:
             assert arrays.allowed_mask is not None, "rows with masks were loaded so"
             arrays.allowed_mask[batch_slots] &= words[:, : arrays.allowed_mask.shape[1]]
         if computed.sampled is not None:
-            token_ids, is_valid = read_sampled(computed.sampled, len(samples.rows))
+            tokens = read_sampled(computed.sampled, len(samples.rows), has_chains=arrays.has_chains)
         else:
-            token_ids, is_valid = ops.sample(logits, arrays)
-        if proposed is not None and samples.proposals is not None and samples.counts is not None:
+            tokens = ops.sample(logits, arrays)
+        token_ids, is_valid, mus = tokens
+        if samples.proposals is not None and samples.counts is not None:
             token_ids, is_valid = token_ids.copy(), is_valid.copy()
-            reject(logits, arrays, samples.counts, samples.proposals, proposed, token_ids, is_valid)
+            waiting = self._with_mirostat(samples.rows, samples.counts) if mus is not None else []
+            if waiting:
+                firsts = [first for _, first in waiting]
+                follow_mirostat(logits, arrays, firsts, samples, SampledTokens(token_ids, is_valid, mus))
+            if proposed is not None:  # those of mirostat are accepted if they equal the sample
+                of_mirostat = {i for i, _ in waiting}
+                proposed = [None if i in of_mirostat else each for i, each in enumerate(proposed)]
+                if any(each is not None for each in proposed):
+                    reject(logits, arrays, samples.counts, samples.proposals, proposed, token_ids, is_valid)
         if failed or broken:
             is_valid[[*failed, *broken]] = False
         logprobs = self._logprobs(samples.rows, token_ids, is_valid, logits)
@@ -69,6 +79,7 @@ class SamplingResults:
             is_valid=is_valid.tolist(),
             counts=samples.counts,
             logprobs=logprobs,
+            mus=None if mus is None else mus.tolist(),
             prompt_logprobs=prompt_logprobs,
             broken=broken,
         )
@@ -76,24 +87,42 @@ class SamplingResults:
         if samples.proposals is not None:
             sampled, kept = _accepted(sampled, samples.proposals.tolist())
             rows, positions, token_ids = rows[kept], positions[kept], token_ids[kept]
+            mus = None if mus is None else mus[kept]
         self._rows.note(rows, token_ids)
+        if mus is not None:
+            self._rows.note_mus(rows, mus, samples.version)
         if np.count_nonzero(self._rows.sampling.keeps_outputs[rows]):
             self._rows.note_outputs(rows, positions, token_ids, samples.version)
         return sampled
 
     def of_graph(
-        self, step: StepInput, run: DecodeRun, token_ids: NDArray[np.int32], is_valid: NDArray[np.bool_], version: int
-    ) -> Sampled:
+        self, step: StepInput, run: DecodeRun, tokens: SampledTokens, version: int
+    ) -> Sampled:  # fmt: skip
         """The samples of a decode graph. ``version``: the rows', when the step began."""
-        rows = self._rows
+        rows, (token_ids, is_valid, mus) = self._rows, tokens
         rows.note(step.rows, token_ids)
+        if mus is not None:
+            rows.note_mus(step.rows, mus, version)
         if run.keeps_outputs:
             positions = step.starts + 1 - rows.sampling.num_prompt_tokens[step.rows]
             rows.note_outputs(step.rows, positions, token_ids, version)
         logprobs = None
         if run.logits is not None:
             logprobs = self._logprobs(step.rows, token_ids, is_valid, run.logits, run.batch_slots)
-        return Sampled(token_ids=token_ids.tolist(), is_valid=is_valid.tolist(), logprobs=logprobs)
+        return Sampled(
+            token_ids=token_ids.tolist(), is_valid=is_valid.tolist(), logprobs=logprobs,
+            mus=None if mus is None else mus.tolist(),
+        )  # fmt: skip
+
+    def _with_mirostat(self, rows: NDArray[np.int64], counts: list[int]) -> list[tuple[int, int]]:
+        """The chunks with drafts whose samples depend on those before them, and the first sample of each."""
+        firsts = (np.cumsum(counts) - counts).tolist()
+        chains = self._rows.sampling.chains
+        return [
+            (i, first)
+            for i, (first, count) in enumerate(zip(firsts, counts))
+            if count > 1 and chains.has_mirostat(int(rows[first]))
+        ]
 
     def _logprobs(
         self,
@@ -153,10 +182,37 @@ def _accepted(sampled: Sampled, proposals: list[int]) -> tuple[Sampled, list[int
         is_valid=[sampled.is_valid[i] for i in kept],
         counts=counts,
         logprobs=None if sampled.logprobs is None else [sampled.logprobs[i] for i in kept],
+        mus=None if sampled.mus is None else [sampled.mus[i] for i in kept],
         prompt_logprobs=sampled.prompt_logprobs,
         broken=[at for at, i in enumerate(kept) if i in sampled.broken],
     )
     return accepted, kept
+
+
+def follow_mirostat(
+    logits: Tensor, arrays: SamplingArrays, firsts: list[int], samples: Samples, tokens: SampledTokens
+) -> None:
+    """Sample again after each draft token that was sampled, with mirostat's mu after it, for the chunks with these
+    first samples; write to ``tokens``."""
+    token_ids, is_valid, mus = tokens
+    assert samples.proposals is not None, "with drafts"
+    assert samples.counts is not None, "with drafts"
+    assert mus is not None, "with chains"
+    end_of = dict(zip((np.cumsum(samples.counts) - samples.counts).tolist(), np.cumsum(samples.counts).tolist()))
+    reached, numbers = [(first, end_of[first]) for first in firsts], arrays.chain_words.view(np.float32)
+    while True:
+        reached = [
+            (at + 1, end)
+            for at, end in reached
+            if at + 1 < end and is_valid[at] and token_ids[at] == samples.proposals[at]
+        ]
+        if not reached:
+            return
+        places = np.array([at for at, _ in reached])
+        numbers[arrays.chain_start[places] + MU] = mus[places - 1]
+        batch_slots = Tensor.from_numpy(places.astype(np.int32)).to(logits.device)
+        found = ops.sample(ops.gather_rows(logits, batch_slots), arrays.at(places))
+        token_ids[places], is_valid[places], mus[places] = found.token_ids, found.ok, found.mus
 
 
 def reject(

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.dry import NO_BREAKERS, DryBreakers
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.reasoning_budget import ReasoningBudget
 
@@ -34,12 +35,15 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     logprobs        alternatives in each sampled token's log probabilities; None for no log probabilities
     logprob_ids     the ids whose log probabilities are wanted instead of the most probable ones
     prompt_ids      each id of the prompt once, if penalties count them
-    output_ids      the output so far, if penalties or bad words depend on it
+    output_ids      the output so far, if penalties, bad words or DRY depend on it
     bias_ids, bias_values  logit bias
     min_tokens      outputs before which none of ``end_ids`` may be sampled
     bad_words       the last id of each may not be sampled after the others
     allowed_ids     the only ids that may be sampled, or None for all
     reasoning_budget  forces the tokens that end the reasoning
+    stages          the row's chain of samplers (`numba_kernels.sampler_chain`), empty for the usual ones
+    mirostat_mu     mirostat's mu after the tokens so far
+    dry_prompt_ids  the prompt, if DRY looks for repetitions, with ``dry_breakers``
     has_masks       each sample has a mask of a grammar, which is sent with the step
     row_numbers     of the batch's fields that have a number for each sequence, by name
     """
@@ -62,6 +66,10 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     bad_words: list[list[int]] = []
     allowed_ids: list[int] | None = None
     reasoning_budget: ReasoningBudget | None = None
+    stages: tuple[int, ...] = ()
+    mirostat_mu: float = 0.0
+    dry_prompt_ids: NDArray[np.int32] | None = None
+    dry_breakers: DryBreakers = NO_BREAKERS
     has_masks: bool = False
     row_numbers: dict[str, int] = {}
 
@@ -224,6 +232,7 @@ class Sampled(msgspec.Struct, kw_only=True):
                      samples a chunk's last one may be so.
     broken           tokens of rows whose parameters failed
     logprobs         an entry a token, None if its row did not request any; None if no row did
+    mus              mirostat's mu after each token; None if no row has a chain
     prompt_logprobs  entries for each of the step's ``prompt_logprobs``
     """
 
@@ -231,6 +240,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     is_valid: list[bool] = []
     counts: list[int] | None = None
     logprobs: list[TokenLogprobs | None] | None = None
+    mus: list[float] | None = None
     prompt_logprobs: list[list[TokenLogprobs]] = []
     broken: list[int] = []
 

@@ -94,9 +94,9 @@ def test_what_has_no_effect_is_named(served: Served) -> None:
         assert answer.status_code == 200, answer.text
         return answer.headers.get("x-xserv-ignored")
 
-    options = {"num_ctx": 9, "mirostat": 1, "num_predict": 2.0, "seed": None, "use_mmap": None}
+    options = {"num_ctx": 9, "tfs_z": 1, "num_predict": 2.0, "seed": None, "use_mmap": None}
     assert ignored("/api/chat", messages=HELLO, options=options, keep_alive=0) == (
-        "keep_alive, options.num_ctx, options.mirostat"
+        "keep_alive, options.num_ctx, options.tfs_z"
     )
     assert served.engine.requests[-1].params.max_tokens == 2
     assert ignored("/api/generate", prompt="x", options={"num_thread": 1}) == "options.num_thread"

@@ -119,7 +119,7 @@ def run_step(running: Running, num_batch_slots: int) -> np.ndarray:
         return ops.gather_rows(running.nothing, arrays._numbers[:num_batch_slots])  # any
 
     graph = arrays.recorder.record(work)
-    arrays.launch(graph, placement, buffers)
+    arrays.launch(graph, placement, buffers, has_chains=False)
     buffers.wait()
     batch = arrays.batch(num_batch_slots, 64)
     tables, lengths = numpy_of(batch.block_tables[0]), numpy_of(batch.seq_lens)
@@ -219,7 +219,7 @@ def test_parameters_and_lists_lie_at_the_places(running: Running) -> None:
     lists = running.rows.sampling.penalty_lists(step.rows, positions)
     outputs = [ids.tolist() for _, ids in lists]
     assert outputs == [sequences[0].output_ids.tolist(), [], sequences[2].output_ids.tolist()]
-    arrays.send(placement, np.zeros(3, np.int32), np.array([-1, 4, -1]), lists)
+    arrays.send(placement, np.zeros(3, np.int32), np.array([-1, 4, -1]), dict(zip(("prompt", "output"), zip(*lists))))
     held = {name: numpy_of(tensor) for name, tensor in arrays._on_device.items()}
     tail = numpy_of(arrays._tail[decode_arrays.int32])
     for sequence, batch_slot, (prompt, output) in zip(sequences, placement.batch_slots.tolist(), lists):

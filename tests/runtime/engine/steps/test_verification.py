@@ -92,7 +92,7 @@ def test_what_was_written_before_is_written_again_where_something_else_was() -> 
     )
     recorder = CpuRecorder()
     kv_cache = KVCache(KVCacheSpec.uniform(1, 1, 8, 8, float32, recorder.device), 1)
-    shapes = [Shape(6, 6, 6, 1, 64, SamplingShape(6, room, True)) for room in (4, 2)]
+    shapes = [Shape(6, 6, 6, 1, 64, SamplingShape(6, room, True, False)) for room in (4, 2)]
     memory, other = (StepMemory(recorder, limits, kv_cache, shapes[0]) for _ in range(2))
     known = [SamplingArrays.neutral(count) for count in (2, 3, 3, 5)]
     for number, each in enumerate(known):
