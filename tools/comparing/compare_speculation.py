@@ -41,6 +41,7 @@ from models.drafters.hidden_state_drafter import BlockDrafter, PairDrafter
 from models.drafters.mtp import load_mtp
 from models.experts import MoeConfig
 from runtime.engine.config import OWN_DRAFTER, EngineConfig
+from runtime.engine.dry import DryBreakers
 from runtime.engine.engine import Engine
 from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 from runtime.engine.make_engine import engine_over, limits_of, loaded_model
@@ -247,6 +248,15 @@ def _request(
     if rng.random() < 0.7:
         params |= {"temperature": rng.choice((0.3, 1.0, 1.5)), "seed": rng.randrange(2**40)}
         params |= rng.choice(({}, {"top_k": 8}, {"top_p": 0.9}, {"min_p": 0.05}))
+    if rng.random() < 0.4:
+        params |= rng.choice(
+            (
+                {"mirostat": 2, "mirostat_tau": rng.choice((0.5, 3.0)), "mirostat_eta": 0.5},
+                {"dry_multiplier": 1.0, "dry_allowed_length": 1, "dry_breakers": DryBreakers(token_ids=alphabet[:1])},
+                {"typical_p": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.02, "dynatemp_range": 0.5},
+                {"temperature_last": True, "top_n_sigma": 1.5, "mirostat": 2, "dry_multiplier": 2.0},
+            )
+        )
     if rng.random() < 0.5:
         params["logprobs"] = rng.choice((0, 3))
     if rng.random() < 0.2:

@@ -108,7 +108,7 @@ def mirostat(add: Callable[..., None], rng: np.random.Generator) -> None:
 
 
 def dry(add: Callable[..., None], rng: np.random.Generator, model: Any) -> None:
-    """The penalties is subtracted after texts of few tokens, with the texts of breakers as the library reads them."""
+    """The penalties after texts of few tokens, with the texts of breakers as the library reads them."""
     vocab = llama_cpp.llama_model_get_vocab(model)
     size = llama_cpp.llama_vocab_n_tokens(vocab)
     texts = [b"a the end", b" b\n", b"User: hello", b"a User: b a User: b", b"one two:", b"x y z end the end of the en"]

@@ -60,8 +60,6 @@ def test_each_sampler_changes_the_answer(alone: list[list[tuple[list[int], Any]]
     "options",
     [
         pytest.param({"max_num_seqs": 32}, id="graphs"),
-        pytest.param({"max_num_seqs": 32, "speculation": "ngram"}, id="drafts"),
-        pytest.param({"max_num_seqs": 32, "speculation": "ngram", "speculation_acceptance": "rejection"}, id="mixed"),
         pytest.param({"max_num_seqs": 32, "num_blocks": 40, "block_size": 8, "max_num_batched_tokens": 16,
                       "swap_space_bytes": 0}, id="preempted"),
         pytest.param({"max_num_seqs": 3, "overlap": "on"}, id="overlapped"),
@@ -75,7 +73,5 @@ def test_an_answer_depends_on_its_request_alone(
         stats = llm.client.stats()
         if "num_blocks" in options:
             assert stats.num_preemptions > 0
-        if "speculation" in options:
-            assert stats.num_accepted_tokens > 0
         if options == {"max_num_seqs": 32}:
             assert stats.num_graph_steps > 0
