@@ -203,6 +203,23 @@ class ServerConfig:
     max_stored_responses: Annotated[int, _count("Most answers of /v1/responses that are kept.")] = 1024
     max_stored_response_bytes: Annotated[int, _count("Bytes of the answers that are kept.")] = 64 * 1024 * 1024
     stored_response_ttl_s: Annotated[float, _seconds("Seconds that an answer is kept.")] = 3600.0
+    responses_dir: Annotated[
+        str,
+        Option(
+            help="Folder in which answers of /v1/responses outlive the server, but those with store: false.",
+            about="folder in which they outlive the server, readable by its owner alone; several servers may share it",
+            heading=LIMITS,
+            flag=Flag(metavar="DIR"),
+        ),
+    ] = ""
+    responses_dir_bytes: Annotated[int, _count("Bytes of the answers in --responses-dir.")] = 1 << 30
+    responses_dir_ttl_s: Annotated[
+        float,
+        Option(
+            help="Seconds that an answer is kept in --responses-dir.", heading=LIMITS, below=1e9,
+            must_be="above 0 and below 1,000,000,000 seconds",
+        ),
+    ] = 30 * 86400.0  # fmt: skip
 
     tool_call_parser: Annotated[
         str,

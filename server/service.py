@@ -51,6 +51,7 @@ from server.requests.bridge import LoopBridge
 from server.requests.call_memory import CallMemory
 from server.requests.generation import Generation, GenerationError
 from server.requests.structured import RequestSchemas
+from server.responses_api.folder import response_folder
 from server.responses_api.store import Key as ResponseKey
 from server.responses_api.store import ResponseStore, Running
 from server.transport.exchange import Exchange, Lifecycle
@@ -182,8 +183,9 @@ class Service:
         self.metrics = metrics
         self.running = RunningGenerations()
         self.responses = ResponseStore(
-            config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_ttl_s
-        )
+            config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_ttl_s,
+            folder=response_folder(config),
+        )  # fmt: skip
         self.running_responses: dict[ResponseKey, Running] = {}
         self.calls = CallMemory(0 if info.exact else config.remembered_call_bytes)
         self.renderer = Renderer()
@@ -212,6 +214,7 @@ class Service:
         if self.pictures is not None:
             self.pictures.close()
         self.executor.shutdown(wait=True, cancel_futures=True)
+        self.responses.close()
 
     def check_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 unless `name` is one of the served model's; None means that one. An adapter's name is

@@ -411,22 +411,21 @@ class DiskPages:
                     os.unlink(each.path)
 
 
-def make_private(folder: Path) -> None:
-    """Makes a folder for its owner alone, or checks that it is such a one. Raises InvalidArgumentError."""
+def make_private(folder: Path, param: str = "prefix_cache_dir") -> None:
+    """Makes a folder for its owner alone, or checks that it is such a one. Raises InvalidArgumentError that names the
+    option."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "it cannot be read and written")
     except OSError as error:
-        raise InvalidArgumentError(
-            f"prefix_cache_dir {folder} cannot be used: {error.strerror or error}", param="prefix_cache_dir"
-        ) from None
+        raise InvalidArgumentError(f"{param} {folder} cannot be used: {error.strerror or error}", param=param) from None
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InvalidArgumentError(
-            f"prefix_cache_dir {folder} has mode {stat.S_IMODE(found.st_mode):o} and owner {found.st_uid}: it holds "
+            f"{param} {folder} has mode {stat.S_IMODE(found.st_mode):o} and owner {found.st_uid}: it holds "
             f"prompts, so it must be owner {os.geteuid()}'s alone (chmod 700)",
-            param="prefix_cache_dir",
+            param=param,
         )
 
 

@@ -32,14 +32,15 @@ MAX_KEY_FILE_BYTES = 1 << 20
 class ApiKeys:
     """The keys that are valid now.
 
+    secret       names tenants; None: another one in each process
     keys, files  as in `ServerConfig`; raises `ServerConfigError` for a file that cannot be read or a key that cannot be
                  sent
     """
 
-    def __init__(self, keys: Sequence[str], files: Sequence[str]) -> None:
+    def __init__(self, keys: Sequence[str], files: Sequence[str], secret: bytes | None = None) -> None:
         self._keys = tuple(keys)
         self._files = tuple(files)
-        self._secret = secrets.token_bytes(32)
+        self._secret = secret or secrets.token_bytes(32)
         self._digests: tuple[bytes, ...] = ()
         self._digests = self._read()
 
@@ -57,7 +58,7 @@ class ApiKeys:
             logger.info("%d API keys are valid", len(self._digests))
 
     def tenant_of(self, key: bytes) -> str | None:
-        """The tenant of this key, constant until the server ends, or None for a wrong key."""
+        """The tenant of this key, constant for one secret, or None for a wrong key."""
         digest = hashlib.sha256(key).digest()
         is_valid = False
         for known in self._digests:

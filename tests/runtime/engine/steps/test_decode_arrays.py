@@ -121,7 +121,7 @@ def run_step(running: Running, num_batch_slots: int) -> np.ndarray:
     graph = arrays.recorder.record(work)
     arrays.launch(graph, placement, buffers, has_chains=False)
     buffers.wait()
-    batch = arrays.batch(num_batch_slots, 64)
+    batch = arrays.batch(num_batch_slots, 64, has_adapters=False)
     tables, lengths = numpy_of(batch.block_tables[0]), numpy_of(batch.seq_lens)
     slots, ids, positions = (numpy_of(t) for t in (batch.slot_mappings[0], batch.token_ids, batch.positions))
     batch_slots = placement.batch_slots.tolist()
