@@ -35,7 +35,7 @@ _LOOKED_S = 300.0
 _MOST_QUEUED = 1024
 """Responses that wait to be written."""
 _LEAST_BYTES = 4096
-"""What a file counts at least, so that the bound of bytes bounds their number."""
+"""The least that a file counts, so that the bound of bytes bounds their number."""
 
 
 class ResponseFolder:
@@ -70,7 +70,7 @@ class ResponseFolder:
         self._thread.submit(self._write, name, content)
 
     def get(self, tenant: str | None, response_id: str) -> bytes | None:
-        """What was stored, or None."""
+        """The stored data, or None."""
         name = self._name(tenant, response_id)
         with self._lock:
             content = self._pending.get(name)
@@ -87,7 +87,7 @@ class ResponseFolder:
         return data if self._clock() < float(stored_s) + self._ttl_s else None
 
     def has(self, tenant: str | None, response_id: str) -> bool:
-        """Whether it is kept, here or by another server: nobody has deleted it."""
+        """Whether it is kept, here or by another server, and not deleted."""
         name = self._name(tenant, response_id)
         with self._lock:
             return name in self._pending or (self._folder / name).exists()
