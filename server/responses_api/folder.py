@@ -1,8 +1,8 @@
 """Stored responses in a folder, so that conversations outlive the server: a file each, JSON after a digest.
 
 A file is written under another name, synchronised and renamed, by a thread of its own: it exists whole or not at all.
-Its name tells neither tenant nor id. Several servers may use a folder; a file that one deletes is a miss to all. What
-cannot be read, is torn, has expired or belongs to another tenant is a miss, too. The oldest files go first.
+Its name tells neither tenant nor id. Several servers may use a folder; a file that one deletes is a miss to all. A
+file that cannot be read, is torn, has expired or belongs to another tenant is a miss, too. The oldest files go first.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class ResponseFolder:
         is_written = False
         try:
             write_private(path, content)
+            os.utime(path, (self._clock(), self._clock()))
             is_written = True
             with self._lock:
                 if self._pending.get(name) is content:  # else it was deleted, or replaced
