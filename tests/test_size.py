@@ -27,12 +27,12 @@ MOST_LINES = {
     "runtime/parallel": 1_112,
     "runtime/images": 937,
     "runtime/commands": 2_936,
-    "runtime/bench": 10_005,
+    "runtime/bench": 10_003,
     "runtime": 3_460,
     "models": 19_283,
-    "server": 19_894,
+    "server": 19_892,
     "tokenizer": 7_043,
-    "tools": 16_925,
+    "tools": 16_918,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

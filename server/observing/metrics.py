@@ -7,7 +7,6 @@ server's counts have number 0. Belongs to the event loop's thread."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -99,7 +98,6 @@ class Metrics(Collector):
         self._generation: GenerationMetrics | None = None
         self._model_name = model_name
         self._gauges = gauges or {}
-        self._started_s = time.time()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 

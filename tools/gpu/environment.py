@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 
 from runtime.bench.environment import describe_machine
 from runtime.device.assemble import require_compiler
@@ -15,6 +14,7 @@ from runtime.device.errors import CompileError
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelCache
 from runtime.device.kernel_key import tool_versions
+from tools.gpu.checking.unpack import installed
 from tools.gpu.sections import ROOT, Case, Options, Result
 
 PACKAGES = (
@@ -27,7 +27,7 @@ TOOLS = ("nvcc", "ptxas", "ncu", "compute-sanitizer", "nvidia-smi")
 
 def cases(options: Options) -> Iterator[Case]:
     yield Case("machine", _machine)
-    yield Case("packages", lambda: {name: _version(name) for name in PACKAGES})
+    yield Case("packages", lambda: {name: installed(name) for name in PACKAGES})
     yield Case("tools", lambda: {name: shutil.which(name) for name in TOOLS})
     yield Case("nvidia-smi", _nvidia_smi)
     yield Case("device", lambda: _device(options))
@@ -38,13 +38,6 @@ def cases(options: Options) -> Iterator[Case]:
 
 def _machine() -> Result:
     return describe_machine() | {"commit": _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _output(*command: str) -> str | None:

@@ -39,7 +39,7 @@ class Counts:
         requests, sectors: warp instructions to device memory, 32-byte sectors that they touched; a TMA copy is one
             request, for any number of multicast targets.
         global_bytes: of device memory requested by lanes.
-        word_sectors, word_bytes: those of them that are loads of one 32-bit integer a lane: tables and lengths.
+        word_sectors: sectors of loads of one 32-bit integer a lane: tables and lengths.
         useful_sectors: the fewest sectors for their bytes; a sector that lanes share counts once.
         wavefronts, conflicts: of shared memory; conflicts of the kernel, and of its loops alone. TMA's writes and
             wgmma's reads are not modelled.
@@ -58,7 +58,6 @@ class Counts:
     sectors: int = 0
     global_bytes: int = 0
     word_sectors: int = 0
-    word_bytes: int = 0
     useful_sectors: float = 0.0
     wavefronts: int = 0
     conflicts: int = 0
@@ -112,7 +111,6 @@ class Counts:
             self.global_bytes += traffic.global_bytes
             if _WORD.fullmatch(kernel.instructions[site].opcode):
                 self.word_sectors += traffic.global_sectors
-                self.word_bytes += traffic.global_bytes
             self.useful_sectors += min(traffic.global_bytes / SECTOR_BYTES, traffic.global_sectors)
             self.wavefronts += traffic.shared_wavefronts
             self.conflicts += traffic.bank_conflicts
