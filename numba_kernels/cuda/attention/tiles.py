@@ -93,6 +93,18 @@ def visible_end(seq_len, query_len, token):
     return end
 
 
+@device_function
+def rows_of_tile(tile, tile_rows, seq_len, query_len, share):
+    """How many rows the chunk has, the first of the tile, and one past the last keys that its first and last row see;
+    `share` rows belong to a token."""
+    rows = uint32(query_len * share)
+    first_row = uint32(tile * uint32(tile_rows))
+    last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
+    shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
+    longest_end = visible_end(seq_len, query_len, divide_u32(last_row, share))
+    return rows, first_row, shortest_end, longest_end
+
+
 @functools.cache
 def end_finder(has_spans: bool) -> Any:
     """A device function ``(bidirectional_until, first_token, seq_len, query_len, token)``: one past the last key that

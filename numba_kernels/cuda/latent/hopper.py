@@ -28,7 +28,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     reciprocal_of,
 )
 from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, record_place
-from numba_kernels.cuda.attention.tiles import tile_shape, visible_end
+from numba_kernels.cuda.attention.tiles import rows_of_tile, tile_shape, visible_end
 from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
@@ -170,11 +170,7 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
         )
         if seq >= num_seqs:
             return
-        rows = uint32(query_len * num_heads)
-        first_row = uint32(tile * uint32(NUM_ROWS))
-        last_row = uint32(minimum_u32(uint32(first_row + uint32(NUM_ROWS)), rows) - uint32(1))
-        shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, num_heads))
-        longest_end = visible_end(seq_len, query_len, divide_u32(last_row, num_heads))
+        rows, first_row, shortest_end, longest_end = rows_of_tile(tile, NUM_ROWS, seq_len, query_len, num_heads)
         first_key = uint32(part * part_keys)
         stop = minimum_u32(uint32(first_key + part_keys), longest_end)
         num_tiles = uint32(0)

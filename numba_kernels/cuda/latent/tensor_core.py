@@ -21,7 +21,13 @@ from numba import cuda, float32, types, uint32, uint64
 
 from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, origin_of, reciprocal_of, subtract
 from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, record_place, scratch_bytes
-from numba_kernels.cuda.attention.tiles import output_tile_copier, query_tile_copier, tile_shape, visible_end
+from numba_kernels.cuda.attention.tiles import (
+    output_tile_copier,
+    query_tile_copier,
+    rows_of_tile,
+    tile_shape,
+    visible_end,
+)
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, exp2, minimum_u32
@@ -229,11 +235,7 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
         )
         if seq >= num_seqs:
             return
-        rows = uint32(query_len * num_heads)
-        first_row = uint32(tile * uint32(NUM_ROWS))
-        last_row = uint32(minimum_u32(uint32(first_row + uint32(NUM_ROWS)), rows) - uint32(1))
-        shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, num_heads))
-        longest_end = visible_end(seq_len, query_len, divide_u32(last_row, num_heads))
+        rows, first_row, shortest_end, longest_end = rows_of_tile(tile, NUM_ROWS, seq_len, query_len, num_heads)
         key = uint32(part * part_keys)
         stop = minimum_u32(uint32(key + part_keys), longest_end)
         table = uint64(seq) * uint64(table_width)
