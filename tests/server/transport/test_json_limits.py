@@ -452,10 +452,10 @@ def test_a_full_queue_says_when_to_come_again(tokenizer: Tokenizer) -> None:
 
 def default_of(text: str) -> object:
     """A default as the operators' page has it."""
-    if number := re.fullmatch(r"([\d.,]+)( KiB| MiB| s)?", text):
-        unit = {" KiB": 1 << 10, " MiB": 1 << 20}.get(number[2], 1)
+    if number := re.fullmatch(r"([\d.,]+)( KiB| MiB| GiB| s| days)?", text):
+        unit = {" KiB": 1 << 10, " MiB": 1 << 20, " GiB": 1 << 30, " days": 86_400}.get(number[2], 1)
         return float(number[1].replace(",", "")) * unit
-    return {"on": True, "off": False, "any": ()}.get(text, text)
+    return {"on": True, "off": False, "any": (), "none": ""}.get(text, text)
 
 
 def test_every_option_is_in_the_operators_page_with_its_default() -> None:
