@@ -80,6 +80,8 @@ def read_adapter(folder: Path) -> PeftAdapter:
     Raises `ConfigError` and `WeightsError`, naming file, field or tensor, and what to do.
     """
     path = folder / CONFIG_FILE
+    if folder.is_file():
+        raise ConfigError(f"{folder}: is a file; an adapter is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
     if not path.is_file():

@@ -205,6 +205,9 @@ def test_tensors_that_cannot_be_served_are_refused_by_name(
 def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="there is no such folder"):
         read_adapter(tmp_path / "nowhere")
+    (tmp_path / "adapter.gguf").touch()
+    with pytest.raises(ModelLoadError, match="is a file; an adapter is a folder with adapter_config.json"):
+        read_adapter(tmp_path / "adapter.gguf")
     with pytest.raises(ModelLoadError, match=r"adapter_config\.json: the file is missing"):
         read_adapter(tmp_path)
     folder = write_adapter(tmp_path / "pickled", "llama")
