@@ -211,7 +211,7 @@ class DecodeArrays:
             device["token_ids"][:num_batch_slots],
         )
 
-    def batch(self, num_batch_slots: int, max_seq_len: int, *, has_adapters: bool) -> Batch:
+    def batch(self, num_batch_slots: int, max_seq_len: int, *, has_adapters: bool = False) -> Batch:
         """The first places as a batch of decodes."""
         fields: dict[str, Any] = {}
         for name, field in fields_of(is_last_wanted=False, has_adapters=has_adapters).items():
