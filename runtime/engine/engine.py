@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from runtime.engine.grammar.grammar import grammar_error
 from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.limits import EngineLimits
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
-from runtime.engine.open_requests import OpenRequests
+from runtime.engine.open_requests import OpenRequests, is_parked
 from runtime.engine.open_steps import OpenSteps, Poll
 from runtime.engine.picture_queue import EncodingBudget, PictureQueue
 from runtime.engine.scheduling.block_events import BlockChanges, BlockEvents, SharedDigest
@@ -98,7 +99,7 @@ class Engine:
             rows = None if info.device == "cpu" else GPU_ROWS_PER_TOKEN * limits.max_num_batched_tokens
             self.pictures = PictureQueue(executor, info.images, EncodingBudget(rows))
             self.embedder.on_end = self.pictures.release
-        self.opened.on_request_end = self._release
+            self.opened.on_request_end.append(self.pictures.release)
         self.adapters: Adapters | None = None
         self.steps = OpenSteps(
             self.scheduler, self.opened, executor, self.assembler, limits.max_num_seqs, self.pictures
@@ -132,14 +133,8 @@ class Engine:
 
     def take_adapters(self, maps: LowRankMaps, read: Reader, most_kept: int) -> None:
         """Serve adapters in the slots of ``maps``. To be called before the first request."""
-        self.adapters = Adapters(maps, read, self.executor, most_kept, self.opened.is_parked)
-
-    def _release(self, request: Request) -> None:
-        """A request has ended."""
-        if self.pictures is not None:
-            self.pictures.release(request)
-        if self.adapters is not None:
-            self.adapters.release(request)
+        self.adapters = Adapters(maps, read, self.executor, most_kept, partial(is_parked, self.scheduler))
+        self.opened.on_request_end.append(self.adapters.release)
 
     @property
     def speculator(self) -> Speculator | None:

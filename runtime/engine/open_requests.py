@@ -41,7 +41,7 @@ class OpenRequests:
     by_id            the requests
     num_unscheduled  those of which nothing has been scheduled; num_unscheduled_tokens: their prompts' tokens
     on_end           called with each finished choice, or None
-    on_request_end   called with each finished request, or None
+    on_request_end   called with each finished request
     """
 
     def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
@@ -52,7 +52,7 @@ class OpenRequests:
         self._scheduler = scheduler
         self._seeds = random.Random(seed)
         self.on_end: Callable[[Sequence], None] | None = None
-        self.on_request_end: Callable[[Request], None] | None = None
+        self.on_request_end: list[Callable[[Request], None]] = []
 
     def admit(self, request: Request) -> None:
         """Put a prepared request in the waiting queue.
@@ -120,12 +120,6 @@ class OpenRequests:
         """From the next step on the request holds nothing but its output; unknown ids are ignored."""
         if (request := self.by_id.get(request_id)) is not None:
             self._scheduler.paused.add(request)
-
-    def is_parked(self, request: Request) -> bool:
-        """Whether a request is paused, and its choices are out of all steps that may still be started."""
-        return request in self._scheduler.paused and all(
-            sequence.state in (State.HELD, State.FINISHED) for sequence in request.sequences
-        )
 
     def resume(self, request_id: str) -> None:
         """Continue a paused request; others are left as they are."""
@@ -267,8 +261,8 @@ class OpenRequests:
             self.on_end(sequence)
         if not request.open_sequences:
             del self.by_id[request.request_id]
-            if self.on_request_end is not None:
-                self.on_request_end(request)
+            for release in self.on_request_end:
+                release(request)
             self._scheduler.paused.discard(request)
             self.mark_scheduled(request)
 
@@ -278,6 +272,12 @@ class OpenRequests:
             request.was_scheduled = True
             self.num_unscheduled -= 1
             self.num_unscheduled_tokens -= request.num_prompt_tokens
+
+
+def is_parked(scheduler: Scheduler, request: Request) -> bool:
+    """Whether a request is paused, and its choices are out of all steps that may still be started."""
+    held = (State.HELD, State.FINISHED)
+    return request in scheduler.paused and all(sequence.state in held for sequence in request.sequences)
 
 
 def _proposals(sequence: Sequence) -> ProposalCounts | None:

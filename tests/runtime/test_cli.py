@@ -81,11 +81,11 @@ def test_help_stands_under_headings() -> None:
         return re.findall(r"^(\w.*):$", invoke(*arguments, "--help")[1], re.MULTILINE)
 
     assert headings() == ["Options", "Use a model", "Look at one", "Measure and compile"]
-    engine = ["Model", "Memory and batches", "Execution", "Scheduling"]
+    engine = ["Model", "Memory and batches", "Execution", "Scheduling", "Adapters"]
     assert headings("chat") == ["Arguments", "Options", *engine, "Sampling"]
     of_server = ["Limits of the server", "Answers", "Keys and addresses", "Operations"]
     assert headings("serve") == ["Arguments", "Options", *engine, *of_server]
-    assert headings("bench", "streaming")[1:5] == engine
+    assert headings("bench", "streaming")[1:6] == engine
     text = invoke("serve", "--help")[1]
     assert text.index("Keys and addresses:") < text.index("--api-key") < text.index("Operations:")
 
@@ -146,7 +146,7 @@ def test_defaults_are_those_of_the_library() -> None:
             assert name in settings or value == parameters[name].default, (function, name)
     reachable = EngineOptions(
         max_model_len=1, max_num_batched_tokens=1, kv_cache_bytes=1, seed=1, prefill_chunk=1,
-        prefill_chunk_stages="64,32,2,99", overlap=True,
+        prefill_chunk_stages="64,32,2,99", overlap=True, max_cpu_loras=1,
     )  # fmt: skip
     assert settings - reachable.arguments().keys() == {"num_blocks", "max_waiting", "max_waiting_tokens"}
     assert LlmOptions().arguments().keys().isdisjoint({"model", "seed", "tokenizer"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -258,7 +259,7 @@ def test_an_addend_gets_normalised_rows_and_enters_before_the_gate(launched: lis
         ops.prepare_linear(matrix, options=LoadOptions(device=device), norm=norm), norm=norm, addends=[shift]
     )
     assert linear.weight.is_normed == (median == 0.5)  # type: ignore[attr-defined]
-    batch: Any = object()
+    batch: Any = SimpleNamespace(adapters=True)
     plain, gated = linear(x.to(device), batch), linear.glu(x.to(device), "silu", batch)
     wide = x.array.astype(np.float64)
     normalised = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * median

@@ -24,6 +24,11 @@ class FakeTokenizer:
     def template_forms(self, chat_template: str | None = None, *, has_tools: bool = False) -> TemplateForms:
         return forms_of("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:", (), has_tools)
 
+    special_tokens_map: dict[str, str] = {}  # noqa: RUF012
+
+    def chat_template(self, name: str | None = None, *, has_tools: bool = False) -> str:
+        return "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:<think>"
+
     def token_to_id(self, token: str) -> int | None:
         return None
 
@@ -62,7 +67,9 @@ class FakeLLM:
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.0)
 
-    def stream(self, prompt: list[int], params: SamplingParams, *, answer_format: AnswerFormat) -> Iterator[TextDelta]:
+    def stream(
+        self, prompt: list[int], params: SamplingParams, *, answer_format: AnswerFormat, lora_request: None
+    ) -> Iterator[TextDelta]:
         text = "".join(map(chr, prompt))
         self.prompts.append(text)
         self.params.append(params)

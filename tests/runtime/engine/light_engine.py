@@ -71,7 +71,7 @@ class LightEngine:
         self.embedder = SimpleNamespace(
             has_work=False,
             advance=lambda: None,
-            prepare=lambda token_ids, pooling, images, cache_salt, task, second_from: SimpleNamespace(future=Future()),
+            prepare=lambda *asked: SimpleNamespace(future=Future()),
         )
         self.num_unscheduled = self.num_unscheduled_tokens = self.num_requests = self.num_tokens = 0
         self._open: dict[str, tuple[Request, dict[int, int]]] = {}  # drawn tokens by choice

@@ -258,7 +258,7 @@ def test_embeddings_read_pictures(folder: Path, most: int) -> None:
 
 def test_pictures_of_an_embedding_that_nobody_wants_are_not_encoded(folder: Path) -> None:
     with opened(folder) as llm:
-        _, ids, images, salt, _ = llm._asked_embedding(asked(PICTURES))
+        _, ids, images, salt, *_ = llm._asked_embedding(asked(PICTURES))
     engine = build_engine(folder, max_num_batched_tokens=64)
     given_up, wanted = (engine.embedder.prepare(ids, "last", images, salt) for _ in range(2))
     given_up.future.cancel()
@@ -343,7 +343,7 @@ def test_pictures_are_kept_within_a_bound_and_encoded_once(engine: Any, monkeypa
     monkeypatch.setattr(engine.executor, "start_encoding", counted)
     support = msgspec.structs.replace(engine.info.images, max_tokens=8)  # two pictures of 4 tokens
     engine.pictures = engine.steps.pictures = PictureQueue(engine.executor, support, EncodingBudget(40))
-    engine.opened.on_request_end = engine.pictures.release
+    engine.opened.on_request_end = [engine.pictures.release]
     for name, seeds in (("a", (1,)), ("b", (1, 2)), ("c", (3, 4)), ("d", (3,)), ("e", (1,))):
         engine.add(request(name, *(item(seed, 1 + 4 * place) for place, seed in enumerate(seeds))))
     ended = [output.request_id for output in run(engine) if output.finish_reason == "length"]
