@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Ggml
@@ -20,6 +19,7 @@ from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS
 from runtime.linear.options import LoadOptions
 from runtime.linear.weight import BlockRows, JoinedWeight, KeptRows, packed_bytes
 from tests.models.gguf.files import random_blocks
+from tests.models.gguf.test_formats import dequantised
 from tests.numba_kernels.cpu.cases import normal, tensor
 from tests.oracles import int8
 
@@ -42,7 +42,7 @@ def blocks(rng: np.random.Generator, name: str, width: int, depth: int) -> tuple
 def kept(name: str, raw: np.ndarray, depth: int) -> tuple[BlockRows, np.ndarray]:
     """The same of a file's rows of bytes."""
     rows = BlockRows(KEPT[name].kept_blocks(raw), GGML_FORMATS[KEPT[name].kept], depth)
-    return rows, gguf.dequantize(raw, Ggml[name])
+    return rows, dequantised(raw, Ggml[name])
 
 
 class AllBytes(np.random.Generator):

@@ -79,7 +79,7 @@ def kernels_of_a_decode_layer(config: Mapping[str, Any], *, num_seqs: int, arch:
         )  # fmt: skip
         graphs = local(engine).graphs
         assert graphs is not None, "decode graphs are on by default"
-        graphs.want(GraphKey(num_seqs, 2048, has_penalties=False, keeps_logits=False))
+        graphs.want(GraphKey(num_seqs, 2048, has_penalties=False, keeps_logits=False, has_chains=False))
         graphs.record()
         noted = list(gpu.noted)
         engine.close()
