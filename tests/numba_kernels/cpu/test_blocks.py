@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Ggml
 
 from models.gguf.formats import FORMATS as TYPES
@@ -62,7 +63,7 @@ class AllBytes(np.random.Generator):
 @pytest.mark.exhaustive_cases("Q5_K")
 def test_products_rows_and_tables(name: str) -> None:
     """A row has the same bits alone; a row of a table is what the package makes of it."""
-    for rows, width, depth in SHAPES + HALVES * (gguf.GGML_QUANT_SIZES[Ggml[name]][0] == 32):
+    for rows, width, depth in SHAPES + HALVES * (GGML_QUANT_SIZES[Ggml[name]][0] == 32):
         rng = np.random.default_rng([rows, width, depth])
         weight, floats = blocks(rng, name, width, depth)
         x, bias, residual = normal(rng, (rows, depth)), normal(rng, width), normal(rng, (rows, width))
