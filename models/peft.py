@@ -24,11 +24,12 @@ from models.checkpoints.stacked import RowStack, Stack
 from models.configuration.json_fields import Fields, read_json_object
 from models.errors import ConfigError, WeightsError
 from runtime.linear.low_rank import Pair
+from tokenizer.patterns.linear_pattern import LinearPattern, PatternError
 
 Array = np.ndarray[Any, Any]
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-MOST_PATTERN_CHARACTERS = 256
+MOST_NAME_CHARACTERS = 512
 
 _PREFIX = "base_model.model."
 _PAIR = re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.(weight|bias)")
@@ -79,6 +80,13 @@ def read_adapter(folder: Path) -> PeftAdapter:
 
     Raises `ConfigError` and `WeightsError`, naming file, field or tensor, and what to do.
     """
+    try:
+        return _read(folder)
+    except OSError as error:
+        raise ConfigError(f"{str(folder)!r:.300}: cannot be read ({error.strerror})") from None
+
+
+def _read(folder: Path) -> PeftAdapter:
     path = folder / CONFIG_FILE
     if folder.is_file():
         raise ConfigError(f"{folder}: is a file; an adapter is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -181,7 +189,7 @@ def _end_of(module: str) -> str:
 
 
 def _read_config(fields: Fields, values: Mapping[str, Any]) -> Any:
-    """Checks the config; returns a function of a module's name and rank: its scale."""
+    """Checks the config; returns a function of a module's name and rank: its scale, which may be infinite."""
     kind = fields.raw("peft_type")
     if kind != "LORA":
         raise fields.error("peft_type", f"is {kind!r:.60}, must be 'LORA': {_MERGE}")
@@ -214,31 +222,40 @@ def _read_config(fields: Fields, values: Mapping[str, Any]) -> Any:
     return scale_of
 
 
-def _patterns(fields: Fields, name: str) -> list[tuple[re.Pattern[str], float]]:
-    """A config's regular expressions of modules' names, and their numbers. They must match in time linear in the
-    name's length, so a repeated group is refused."""
+def _patterns(fields: Fields, name: str) -> list[tuple[Callable[[str], bool], float]]:
+    """Whether each of a config's regular expressions matches a module's name, and its number."""
     given = fields.raw(name) or {}
     if not isinstance(given, dict):
         raise fields.error(name, f"is {given!r:.60}, must be an object")
     made = []
-    for pattern, number in given.items():
-        if isinstance(number, bool) or not isinstance(number, int | float):
-            raise fields.error(f"{name}[{pattern!r:.60}]", f"is {number!r:.60}, must be a number")
-        if len(pattern) > MOST_PATTERN_CHARACTERS or re.search(r"\)[*+?{]|[*+}][^)]*[*+}][^)]*[*+}]|\\\d", pattern):
-            raise fields.error(f"{name}[{pattern!r:.60}]", "is too complex: write the modules' names out")
+    for pattern in given:
+        number = Fields(given, f"{fields.where}: {name}").number(pattern)
         try:
-            made.append((re.compile(rf"(?:.*\.)?(?:{pattern})$"), number))
-        except re.error as error:
-            raise fields.error(f"{name}[{pattern!r:.60}]", f"is no regular expression ({error})") from None
+            made.append((_matcher(pattern), number))
+        except (PatternError, RecursionError) as error:
+            raise fields.error(
+                f"{name}[{pattern!r:.60}]", f"cannot be matched ({error!s:.200}): write the modules' names out"
+            ) from None
     return made
 
 
-def _of_pattern(patterns: list[tuple[re.Pattern[str], float]], module: str, default: float) -> float:
-    return next((number for pattern, number in patterns if pattern.match(module)), default)
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether a pattern matches the end of a name, from a dot on, in time linear in the name's length."""
+    if re.fullmatch(r"[\w.-]*", pattern):
+        plain = re.compile(rf"(?:.*\.)?{pattern}\Z")
+        return lambda name: plain.match(name) is not None
+    linear = LinearPattern(rf"\A(?:.*\.)?(?:{pattern})\Z")
+    return lambda name: next(linear.matches(name), None) is not None
+
+
+def _of_pattern(patterns: list[tuple[Callable[[str], bool], float]], module: str, default: float) -> float:
+    return next((number for matches, number in patterns if matches(module)), default)
 
 
 def _module_of(path: Path, name: str) -> tuple[str, str]:
     """The module of a tensor, and which part of its pair it is."""
+    if len(name) > MOST_NAME_CHARACTERS:
+        raise WeightsError(f"{path}: a tensor's name has {len(name)} characters, the most is {MOST_NAME_CHARACTERS}")
     found = _PAIR.fullmatch(name.removeprefix(_PREFIX))
     if found is None or (found[2], found[3]) == ("A", "bias"):
         kind = next(
@@ -268,8 +285,12 @@ def _pair_of(path: Path, module: str, parts: Mapping[str, np.ndarray[Any, Any]],
         )
     if bias is not None and bias.shape != (len(up),):
         raise WeightsError(f"{path}: {module} has the lora_B.bias {list(bias.shape)}, must be [{len(up)}]")
-    scale = np.float32(scale_of(module, len(down)))
-    return Pair(
-        down.astype(np.float32), up.astype(np.float32) * scale,
-        None if bias is None else bias.astype(np.float32) * scale,
-    )  # fmt: skip
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale = np.float32(scale_of(module, len(down)))
+        scaled = up.astype(np.float32) * scale, None if bias is None else bias.astype(np.float32) * scale
+    if not all(np.isfinite(each).all() for each in scaled if each is not None):
+        raise WeightsError(
+            f"{path}: {module} holds infinity once scaled by {scale:g}, its lora_alpha over its rank: the adapter is"
+            " broken"
+        )
+    return Pair(down.astype(np.float32), *scaled)

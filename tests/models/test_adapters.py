@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,11 @@ _MERGE = "merge the adapter"
         ({"r": 0}, "r must be from 1"),
         ({"r": 6}, "has rank 4, r and rank_pattern say 6"),
         ({"lora_alpha": "many"}, "lora_alpha must be a number"),
-        ({"rank_pattern": {"(a+)+": 4}}, "is too complex: write the modules' names out"),
-        ({"rank_pattern": {"(": 4}}, "is no regular expression"),
+        ({"rank_pattern": {"(": 4}}, "cannot be matched .*: write the modules' names out"),
+        ({"rank_pattern": {"(?x:([a-z0-9_.]+) +)X": 4}}, "cannot be matched .*: write the modules' names out"),
+        ({"rank_pattern": {"q_proj": 10**400}}, "q_proj must be finite, not inf"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "q_proj must be finite, not nan"),
+        ({"lora_alpha": 1e308}, "holds infinity once scaled by inf"),
         ({"made_up": 7}, "made_up"),
     ],
 )
@@ -168,6 +172,20 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read_adapter(write_adapter(tmp_path, "llama", config=config))
+
+
+def test_patterns_are_matched_in_linear_time(tmp_path: Path) -> None:
+    bombs = ["([a-z0-9_.]+)+X", "(.*)" * 12 + "X", "(.|..)" * 40 + "X", "(?:[a-z0-9_.]|[a-z0-9_.]){1,30}X"]
+    plain = read_adapter(write_adapter(tmp_path / "plain", "llama"))
+    started = time.process_time()
+    found = read_adapter(write_adapter(tmp_path / "bombs", "llama", config={"rank_pattern": dict.fromkeys(bombs, 9)}))
+    assert time.process_time() - started < 30  # backtracking takes years
+    assert all(np.array_equal(found.pairs[each].up, plain.pairs[each].up) for each in plain.pairs)
+
+
+def test_a_folder_whose_path_cannot_be_looked_up_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        read_adapter(Path("/", "x" * 5000))
 
 
 def test_defaults_and_notes_of_training_are_harmless(tmp_path: Path) -> None:

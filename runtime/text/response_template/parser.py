@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from runtime.text.parts import Part, PartKind, ToolCallDelta
 from runtime.text.reasoning import ReasoningTags
-from runtime.text.response_template.linear_pattern import Match, Search
 from runtime.text.response_template.template import Delimiter, Field, ResponseTemplate, read_response_template
 from runtime.text.response_template.values import cast, transformed
 from runtime.text.tools.reader import MAX_NAME_LENGTH, long_id
 from runtime.text.tools.table import ToolReading
 from tokenizer import Tokenizer
+from tokenizer.patterns.linear_pattern import Match, Search
 
 LONGEST_DELIMITER = 1024
 """Characters of a delimiter: what has begun longer ago is none, so that each character costs bounded time."""

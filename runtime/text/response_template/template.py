@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from runtime.text.response_template.linear_pattern import LinearPattern
 from runtime.text.response_template.values import ValueParser, check_transform
+from tokenizer.patterns.linear_pattern import LinearPattern
 
 Role = Literal["content", "reasoning", "call", "layout"]
 _ROLES: Mapping[str, Role] = {

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.text.response_template.linear_pattern import LinearPattern
 from runtime.text.tools.literals import Literals
+from tokenizer.patterns.linear_pattern import LinearPattern
 
 KINDS = ("text", "int", "float", "bool", "json", "xml-inline", "kv-lines", "python-call-list")
 _BARE_KEY = re.compile(r"\s*(\w+)\s*:")
