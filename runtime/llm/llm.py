@@ -103,13 +103,9 @@ class LLM(LoadedModel):
         template: str | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[Job]:
-        if lora_request is None or isinstance(lora_request, LoRARequest):
-            lora_request = [lora_request] * len(prompts)
-        if len(lora_request) != len(prompts):
-            raise RequestError(
-                f"lora_request has {len(lora_request)} entries for {len(prompts)} prompts", param="lora_request"
-            )
-        adapters = [self._adapter_of(each) for each in lora_request]
+        asked: LoRARequest | Sequence[LoRARequest | None]
+        asked = [None] * len(prompts) if lora_request is None else lora_request
+        adapters = [self._adapter_of(each) for each in one_each("lora_request", prompts, asked, LoRARequest)]
         chosen = self.default_sampling_params() if sampling_params is None else sampling_params
         each = one_each("sampling_params", prompts, chosen, SamplingParams)
         return [

@@ -89,6 +89,10 @@ def one_each(name: str, prompts: Sequence[Prompt], given: T | Sequence[T], kind:
     if isinstance(given, kind):
         return [given] * len(prompts)
     listed: Any = given
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise RequestError(
+            f"{name} must be a {kind.__name__}, or a list of one a prompt, got {type(given).__name__}", param=name
+        )
     if len(listed) != len(prompts):
         raise RequestError(f"{len(prompts)} prompts, but {len(listed)} {name}", param=name)
     result: Iterable[T] = listed
