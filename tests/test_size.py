@@ -23,7 +23,7 @@ MOST_LINES = {
     "runtime/kv": 1_628,
     "runtime/engine": 22_331,
     "runtime/text": 7_329,
-    "runtime/llm": 1_790,
+    "runtime/llm": 1_789,
     "runtime/parallel": 1_112,
     "runtime/images": 937,
     "runtime/commands": 2_936,

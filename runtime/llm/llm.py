@@ -103,8 +103,7 @@ class LLM(LoadedModel):
         template: str | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[Job]:
-        asked: LoRARequest | Sequence[LoRARequest | None]
-        asked = [None] * len(prompts) if lora_request is None else lora_request
+        asked: Any = [None] * len(prompts) if lora_request is None else lora_request
         adapters = [self._adapter_of(each) for each in one_each("lora_request", prompts, asked, LoRARequest)]
         chosen = self.default_sampling_params() if sampling_params is None else sampling_params
         each = one_each("sampling_params", prompts, chosen, SamplingParams)
