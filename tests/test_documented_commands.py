@@ -33,7 +33,7 @@ STARTS = re.compile(r"(?:\.venv/bin/)?xserv (?:--)?[a-z]|python3? -m |python too
 
 QUICK = {
     r"printf 'What is 17 plus 25?\n' | make -s chat": "42",
-    r"printf 'What is 34 times 12?\n' | make -s chat MODEL=models/demo_moe ARGS=--calculator": "34 * 12 = 408",
+    r"printf 'What is 34 times 12?\n' | make -s chat MODEL=models/demo_moe": "34 * 12 = 408",
     r"printf 'Which bar is the largest?\n' | make -s chat MODEL=models/demo_vision "
     "ARGS='--image models/demo_vision/chart.png'": "The blue bar is the largest.",
     'xserv generate --prompt "Once upon a time" --json': '"finish_reason"',
