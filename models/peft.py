@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -62,17 +63,16 @@ class PeftAdapter:
 
     digest: str
     pairs: Mapping[str, Pair]
-    base: str
 
-    @property
-    def rank(self) -> int:
-        """The largest of its pairs."""
-        return max(len(pair.down) for pair in self.pairs.values())
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the pairs in memory."""
-        return sum(each.nbytes for pair in self.pairs.values() for each in pair if each is not None)
+def rank_and_base(folder: Path) -> tuple[int, str]:
+    """The largest rank of an adapter, by its file's header, and the name of its base model, "" for none. Raises as
+    `read_adapter`."""
+    with _named_errors(folder):
+        values, file = _open(folder)
+        ranks = [entry.shape[0] for name, entry in file.tensors.items() if "lora_A" in name and entry.shape]
+        base = values.get("base_model_name_or_path")
+        return max(ranks, default=1), base if isinstance(base, str) else ""
 
 
 def read_adapter(folder: Path) -> PeftAdapter:
@@ -80,13 +80,20 @@ def read_adapter(folder: Path) -> PeftAdapter:
 
     Raises `ConfigError` and `WeightsError`, naming file, field or tensor, and what to do.
     """
-    try:
+    with _named_errors(folder):
         return _read(folder)
+
+
+@contextmanager
+def _named_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"{str(folder)!r:.300}: cannot be read ({error.strerror})") from None
 
 
-def _read(folder: Path) -> PeftAdapter:
+def _open(folder: Path) -> tuple[dict[str, Any], SafetensorsFile]:
+    """The config of an adapter, and its file of tensors."""
     path = folder / CONFIG_FILE
     if folder.is_file():
         raise ConfigError(f"{folder}: is a file; an adapter is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -94,15 +101,19 @@ def _read(folder: Path) -> PeftAdapter:
         raise ConfigError(f"{folder}: there is no such folder")
     if not path.is_file():
         raise ConfigError(f"{path}: the file is missing; an adapter is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
-    values = read_json_object(path)
-    scale_of = _read_config(Fields(values, str(path)), values)
-    weights = folder / WEIGHTS_FILE
+    values, weights = read_json_object(path), folder / WEIGHTS_FILE
     if not weights.is_file() and (folder / "adapter_model.bin").is_file():
         raise WeightsError(
             f"{weights}: the file is missing; adapter_model.bin is a pickle, which may run code, and is not read: save"
             " the adapter again (peft: `save_pretrained`)"
         )
-    file = SafetensorsFile(weights)
+    return values, SafetensorsFile(weights)
+
+
+def _read(folder: Path) -> PeftAdapter:
+    values, file = _open(folder)
+    scale_of = _read_config(Fields(values, str(folder / CONFIG_FILE)), values)
+    weights = file.path
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
     halves: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
     for name in sorted(file.tensors):
@@ -110,17 +121,17 @@ def _read(folder: Path) -> PeftAdapter:
         entry = file.tensors[name]
         if entry.dtype not in _FLOATS:
             raise WeightsError(f"{weights}: {name} is {entry.dtype}, must be one of {', '.join(_FLOATS)}")
-        array = file.array(name)
+        stored = file.array(name)
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-        if not np.isfinite(array.astype(np.float32)).all():
+        digest.update(stored.reshape(-1).view(np.uint8).data)
+        array = stored.astype(np.float32)
+        if not np.isfinite(array).all():
             raise WeightsError(f"{weights}: {name} holds NaN or infinity: the adapter is broken")
         halves.setdefault(module, {})[part] = array
     if not halves:
         raise WeightsError(f"{weights}: holds no pair lora_A, lora_B")
     pairs = {module: _pair_of(weights, module, parts, scale_of) for module, parts in halves.items()}
-    base = values.get("base_model_name_or_path")
-    return PeftAdapter(digest.hexdigest(), pairs, base if isinstance(base, str) else "")
+    return PeftAdapter(digest.hexdigest(), pairs)
 
 
 def resolve_modules(
@@ -287,10 +298,10 @@ def _pair_of(path: Path, module: str, parts: Mapping[str, np.ndarray[Any, Any]],
         raise WeightsError(f"{path}: {module} has the lora_B.bias {list(bias.shape)}, must be [{len(up)}]")
     with np.errstate(over="ignore", invalid="ignore"):
         scale = np.float32(scale_of(module, len(down)))
-        scaled = up.astype(np.float32) * scale, None if bias is None else bias.astype(np.float32) * scale
+        scaled = up * scale, None if bias is None else bias * scale
     if not all(np.isfinite(each).all() for each in scaled if each is not None):
         raise WeightsError(
             f"{path}: {module} holds infinity once scaled by {scale:g}, its lora_alpha over its rank: the adapter is"
             " broken"
         )
-    return Pair(down.astype(np.float32), *scaled)
+    return Pair(down, *scaled)

@@ -94,8 +94,7 @@ class Adapters:
         for name, path in modules.items():
             self._check_free(name)
             folder = str(Path(path).expanduser().resolve())
-            digest = bytes(int(each) for each in self._client.load_adapter(name, folder).result())
-            self._by_name[name] = AdapterRef(name=name, path=folder, digest=digest.hex())
+            self._by_name[name] = AdapterRef.of(name, folder, self._client.load_adapter(name, folder).result())
 
     async def load(self, name: str, path: str, *, is_new: bool) -> None:
         """Loads the folder at a client's path, under the root; with `is_new` False it may replace one of that name.
@@ -108,7 +107,7 @@ class Adapters:
         found = await asyncio.wrap_future(self._client.load_adapter(name, str(folder)))
         if is_new:
             self._check_free(name)  # another request may have been faster
-        self._by_name[name] = AdapterRef(name=name, path=str(folder), digest=bytes(int(i) for i in found).hex())
+        self._by_name[name] = AdapterRef.of(name, str(folder), found)
 
     def unload(self, name: str) -> bool:
         """Forgets a name; its open requests go on. False if there is none."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from models.configuration.generation_config import load_generation_config
-from models.peft import read_adapter
+from models.peft import rank_and_base
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM, Logprob, LoRARequest, RequestOutput
 
@@ -28,10 +28,10 @@ def with_adapter(arguments: dict[str, Any], folder: Path | None) -> tuple[dict[s
     named. Raises `ConfigError`, `WeightsError`."""
     if folder is None:
         return arguments, None
-    found = read_adapter(folder)
-    arguments = {**arguments, "enable_lora": True, "max_lora_rank": max(found.rank, arguments["max_lora_rank"])}
-    if arguments.get("model") is None and found.base:
-        arguments["model"] = found.base
+    rank, base = rank_and_base(folder)
+    arguments = {**arguments, "enable_lora": True, "max_lora_rank": max(rank, arguments["max_lora_rank"])}
+    if arguments.get("model") is None and base:
+        arguments["model"] = base
     return arguments, LoRARequest(folder.name or str(folder), 1, str(folder))
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +22,9 @@ from numpy.typing import NDArray
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import AdapterRef
 from runtime.engine.scheduling.sequence import ReadAdapter, Request
+from runtime.engine.steps.executor import Executor
 from runtime.errors import XservError
-from runtime.linear.low_rank import LowRankMaps, Pair
+from runtime.linear.low_rank import LowRankMaps
 
 logger = logging.getLogger("xserv.engine")
 
@@ -33,19 +33,12 @@ Reader = Callable[[Path], ReadAdapter]
 """Reads a folder, names the modules as the model does; raises an `XservError`."""
 
 
-class WritesAdapters(Protocol):
-    """The executor's part."""
-
-    def write_adapter(self, slot: int, pairs: Mapping[str, Pair]) -> None:
-        """Writes an adapter to a slot that no open step reads."""
-
-
 class Adapters:
     """``num_slots`` on the device, at most ``most_kept`` in host memory. `load` and `prepare` are thread-safe; the rest
     belongs to the engine's loop."""
 
     def __init__(
-        self, maps: LowRankMaps, read: Reader, executor: WritesAdapters, most_kept: int,
+        self, maps: LowRankMaps, read: Reader, executor: Executor, most_kept: int,
         is_parked: Callable[[Request], bool],
     ) -> None:  # fmt: skip
         """``is_parked``: whether a request is paused, and no step that may still be started has it."""
@@ -62,15 +55,6 @@ class Adapters:
     def __len__(self) -> int:
         """Waiting requests."""
         return len(self._waiting)
-
-    def __contains__(self, request: object) -> bool:
-        """Whether it waits."""
-        return request in self._waiting
-
-    @property
-    def resident(self) -> list[str]:
-        """The digests in slots, hexadecimal."""
-        return [digest.hex() for digest in self._slots.values() if digest]
 
     def load(self, name: str, path: str) -> Future[NDArray[np.float32]]:
         """Reads an adapter in another thread, checks it against the model, and keeps it. The result is its digest's 32
@@ -100,6 +84,11 @@ class Adapters:
     def add(self, request: Request) -> None:
         """Enqueue a request that needs its adapter."""
         self._waiting.append(request)
+
+    def resume(self, request: Request) -> None:
+        """Enqueue a request that has lost its slot while it was paused; others keep theirs."""
+        if request.awaits_adapter and request not in self._waiting:
+            self._waiting.append(request)
 
     def release(self, request: Request) -> None:
         """Release the slot of a request that has ended."""

@@ -42,8 +42,6 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
     prompt_ids = prompt_of("prompt", request.prompt_token_ids, info.vocab_size, info.max_model_len)
     request.params.validate(info.vocab_size)
     check_token_ids("eos_token_ids", request.eos_token_ids, info.vocab_size)
-    if request.adapter is not None and not info.max_loras:
-        raise RequestError("the engine takes no adapters: start it with enable_lora", param="model")
     if request.prediction:
         as_token_ids("prediction", request.prediction, info.vocab_size)
     return record_of(request, info, prompt_ids)
@@ -51,9 +49,11 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
 
 def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.int32] | None = None) -> Request:
     """The record of a request that another process has prepared, whose engine may since have started with a shorter
-    context. Raises as ``prepare`` does, for its length and its images."""
+    context. Raises as ``prepare`` does, for its adapter, its length and its images."""
     if prompt_ids is None:
         prompt_ids = np.array(request.prompt_token_ids, np.int32)
+    if request.adapter is not None and not info.max_loras:
+        raise RequestError("the engine takes no adapters: start it with enable_lora", param="model")
     params, room = request.params, info.max_model_len - len(prompt_ids)
     if room < 1:
         raise ContextLengthExceededError(len(prompt_ids), info.max_model_len)

@@ -157,8 +157,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         has_pictures = self.pictures is not None and len(self.pictures) > 0
-        has_adapters = self.adapters is not None and len(self.adapters) > 0
-        is_awaited = len(self.grammars) > 0 or has_pictures or has_adapters
+        return self._has_work_beside_pictures or has_pictures
+
+    @property
+    def _has_work_beside_pictures(self) -> bool:
+        is_awaited = len(self.grammars) > 0 or (self.adapters is not None and len(self.adapters) > 0)
         return bool(self.steps.open) or self.scheduler.has_work or is_awaited
 
     @property
@@ -181,8 +184,7 @@ class Engine:
         Thread-safe."""
         prepared = (record_of if is_prepared else prepare)(request, self.info)
         if request.adapter is not None:
-            if self.adapters is None:
-                raise RequestError("the engine takes no adapters: start it with enable_lora", param="model")
+            assert self.adapters is not None, "refused by admission"
             prepared.adapter = self.adapters.prepare(request.adapter)
         if prepared.awaits_grammar and self.vocabulary is None:
             raise grammar_error("this engine knows no text, so that it follows no grammar")
@@ -228,14 +230,8 @@ class Engine:
 
     def resume(self, request_id: str) -> None:
         self.opened.resume(request_id)
-        request = self.requests.get(request_id)
-        if (
-            request is not None
-            and request.awaits_adapter
-            and self.adapters is not None
-            and request not in self.adapters
-        ):
-            self.adapters.add(request)  # another has its slot
+        if self.adapters is not None and (request := self.requests.get(request_id)) is not None:
+            self.adapters.resume(request)
 
     def cancel_all(self) -> list[EngineOutput]:
         """End every request."""
@@ -252,8 +248,7 @@ class Engine:
         outputs: list[EngineOutput] = []
         if self.pictures is not None and len(self.pictures) > 0:
             self._encode(self.pictures, outputs)
-            is_awaited = len(self.grammars) > 0 or (self.adapters is not None and len(self.adapters) > 0)
-            if not (self.steps.open or self.scheduler.has_work or is_awaited):
+            if not self._has_work_beside_pictures:
                 return outputs
         if len(self.grammars) > 0 and not self._start_compiled(outputs):
             return outputs

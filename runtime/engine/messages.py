@@ -7,6 +7,7 @@ names.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import msgspec
@@ -57,6 +58,11 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     path: str
     digest: str
+
+    @classmethod
+    def of(cls, name: str, path: str, numbers: Iterable[float]) -> AdapterRef:
+        """From the digest's bytes as numbers, as ``EngineClient.load_adapter`` returns them."""
+        return cls(name=name, path=path, digest=bytes(int(each) for each in numbers).hex())
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -358,6 +364,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     mapped_bytes    of tables that are not among the weights: read a row a token, in their files or the host's memory
     pooling         how the model embeds and classifies
     exact           log probabilities are the same in any batch
+    max_loras, max_lora_rank  adapters on the device at a time, and their largest rank; 0: it takes none
     """
 
     model_name: str

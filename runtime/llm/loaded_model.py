@@ -265,8 +265,8 @@ class LoadedModel:
         found = self._adapters.get(asked)
         if found is None:
             path = str(Path(asked.lora_path).expanduser().resolve())
-            digest = bytes(int(each) for each in self.client.load_adapter(asked.lora_name, path).result())
-            found = self._adapters[asked] = AdapterRef(name=asked.lora_name, path=path, digest=digest.hex())
+            digest = self.client.load_adapter(asked.lora_name, path).result()
+            found = self._adapters[asked] = AdapterRef.of(asked.lora_name, path, digest)
         return found
 
     def _with_images(self, prompt: Prompt, token_ids: list[int]) -> tuple[list[int], tuple[ImageItem, ...]]:

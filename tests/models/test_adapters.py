@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from models.errors import ModelLoadError
-from models.peft import in_own_order, read_adapter, resolve_modules
+from models.peft import in_own_order, rank_and_base, read_adapter, resolve_modules
 from models.registry import load_model
 from runtime.errors import InvalidArgumentError
 from runtime.linear.low_rank import LowRankMaps, Pair
@@ -197,7 +197,7 @@ def test_defaults_and_notes_of_training_are_harmless(tmp_path: Path) -> None:
     plain = read_adapter(write_adapter(tmp_path / "plain", "llama"))
     found = read_adapter(write_adapter(tmp_path / "noted", "llama", config=notes))
     assert found.pairs.keys() == plain.pairs.keys()
-    assert found.base == "base"
+    assert rank_and_base(tmp_path / "noted") == (4, "base")
 
 
 @pytest.mark.parametrize(

@@ -152,34 +152,18 @@ class ForwardRecordings:
         if self._is_cpu:  # its kernels see for themselves how long a chunk is, and whether there are penalties
             longest = num_tokens - num_seqs + 1
             room = None if samples is None else SamplingShape(num_logits, MOST_LISTED, True, samples.has_chains)
-            return Shape(
-                num_tokens,
-                num_seqs,
-                num_logits,
-                longest,
-                length,
-                room,
-                layout.is_last_wanted,
-                has_adapters=layout.has_adapters,
-            )
-        longest = layout.max_query_len
-        if samples is not None and 1 < longest <= _WIDTHS[-1] and num_logits == num_tokens:
-            batch_slots = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
-            longest = _WIDTHS[bisect_left(_WIDTHS, longest)]
-            num_tokens = num_logits = batch_slots * longest
-            num_seqs = 2 * batch_slots
-        room = None if samples is None else shape_of(samples, num_logits)
+        else:
+            longest = layout.max_query_len
+            if samples is not None and 1 < longest <= _WIDTHS[-1] and num_logits == num_tokens:
+                batch_slots = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
+                longest = _WIDTHS[bisect_left(_WIDTHS, longest)]
+                num_tokens = num_logits = batch_slots * longest
+                num_seqs = 2 * batch_slots
+            room = None if samples is None else shape_of(samples, num_logits)
         return Shape(
-            num_tokens,
-            num_seqs,
-            num_logits,
-            longest,
-            length,
-            room,
-            layout.is_last_wanted,
-            layout.long_chunks,
+            num_tokens, num_seqs, num_logits, longest, length, room, layout.is_last_wanted, layout.long_chunks,
             layout.has_adapters,
-        )
+        )  # fmt: skip
 
     def _run_timed(self, shape: Shape, batch: Batch, forward: Forward) -> Computed:
         """Run eagerly. The time of a new shape that could be recorded is remembered."""
