@@ -95,6 +95,9 @@ def bidirectional_of(base: Architecture) -> Architecture:
 def _read_bidirectional(base: Architecture, fields: Fields) -> ModelConfig:
     config = base.read_config(fields)
     fields.expect("is_causal", False)
+    if config.recurrence or config.latent_values:
+        kind = config.recurrence or "latent"
+        raise fields.error("is_causal", f"= false is not implemented for a model with {kind} layers")
     if any(window is not None for window in config.layer_windows):
         raise fields.error("is_causal", "= false beside windows is not implemented: whether one lies on both sides")
     return replace(config, tie_word_embeddings=True)

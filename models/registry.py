@@ -22,7 +22,7 @@ from models.configuration.json_fields import Fields
 from models.configuration.missing_operations import missing_operations
 from models.configuration.overrides import changes
 from models.configuration.rope_config import RopeConfig
-from models.encoder import bidirectional_of, has_bidirectional
+from models.encoder import BothWays, bidirectional_of, has_bidirectional
 from models.errors import ConfigError, ModelLoadError
 from models.families import architecture_named, architectures_naming, known_architectures
 from models.makers.declaring_maker import DeclaringMaker
@@ -95,10 +95,15 @@ _ADVICE = ": no code reads it. If the model computes the same without it, ignore
 
 
 def find_architecture(fields: Fields) -> Architecture:
-    """`_find`'s architecture, or the one of its decoder in both directions."""
+    """The architecture that the config names; in both directions if it is a decoder and `is_causal` is false.
+
+    A model that has no such form leaves the field unread, so that it is refused."""
     found = _find(fields)
-    if fields.has("is_causal") and fields.raw("is_causal") is False and has_bidirectional(found):
-        return bidirectional_of(found)
+    if fields.values().get("is_causal") is False:
+        if issubclass(found.model_class, BothWays):
+            fields.expect("is_causal", False)
+        elif has_bidirectional(found):
+            return bidirectional_of(found)
     return found
 
 

@@ -19,6 +19,7 @@ from models.quantized.gptq import AwqScheme
 from models.quantized.scheme import read_quantization
 from models.registry import load_config, parse_config
 from runtime.dtype import bfloat16, float16, float32
+from tests.models.encoder_cases import CASES as ENCODERS
 from tests.models.folders import CASES, GOLDENS
 from tests.models.published_configs import PUBLISHED
 from tokenizer.warn import warn_once
@@ -344,6 +345,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_wrong_or_not_supported_is_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match="^some/config.json: .*" + message):
         parse_config(values, "some/config.json")
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("gpt2_unscaled", "is_causal = False is not supported for GPT2LMHeadModel"),
+        ("gemma4_keys_odd", "is_causal = False is not supported for Gemma4ForCausalLM"),
+        ("lfm2_odd", "is_causal = false is not implemented for a model with short_conv layers"),
+        ("qwen3_5_odd", "is_causal = false is not implemented for a model with delta_rule layers"),
+        ("deepseek_v2_odd", "is_causal = false is not implemented for a model with latent layers"),
+        ("mistral_window", "is_causal = false beside windows is not implemented"),
+    ],
+)
+def test_a_decoder_that_cannot_see_later_tokens_is_refused(case: str, message: str) -> None:
+    fields = read_json_object(GOLDENS / case / "config.json")
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**fields, "is_causal": False})
+
+
+def test_is_causal_false_says_nothing_new_of_an_encoder() -> None:
+    fields = ENCODERS["bert"]
+    assert parse_config({**fields, "is_causal": False}) == parse_config(fields)
 
 
 SAVED = json.loads((Path(__file__).parent / "saved_configs.json").read_text())
