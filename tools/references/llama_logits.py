@@ -1,4 +1,4 @@
-"""Prints llama.cpp's logits of a prompt; `make_hybrid_logits.py` runs it.
+"""Prints llama.cpp's logits of a prompt; `make_hybrid_gguf.py` runs it.
 
 The request on stdin has a file and ids. The cache holds float32, and graphs are computed without flash attention.
 """
@@ -16,9 +16,8 @@ import numpy as np
 def main() -> None:
     request = json.load(sys.stdin)
     ids = request["ids"]
-    quiet = llama_cpp.llama_log_callback(lambda *_: None)
-    if not request.get("says"):
-        llama_cpp.llama_log_set(quiet, None)
+    quiet = llama_cpp.llama_log_callback(lambda *_: None)  # held: C calls it
+    llama_cpp.llama_log_set(quiet, None)
     model = llama_cpp.llama_model_load_from_file(request["path"].encode(), llama_cpp.llama_model_default_params())
     assert model, f"llama.cpp does not load {request['path']}"
     options = llama_cpp.llama_context_default_params()

@@ -135,10 +135,6 @@ def compile_all(
     return kernels, refused, cache.num_compiled
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def make_lenient() -> None:
     """Makes tests continue after failures until the process ends, so that a dummy device sees all of their launches.
 
@@ -205,3 +201,7 @@ def _tried(node: ast.stmt, statement: ast.stmt, errors: list[str]) -> ast.stmt:
     names = ast.Tuple([ast.Name(error, ast.Load()) for error in errors], ast.Load())
     handler = ast.ExceptHandler(names, None, [ast.Pass()])
     return ast.copy_location(ast.Try([statement], [handler], [], []), node)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
