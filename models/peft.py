@@ -28,6 +28,8 @@ from runtime.linear.low_rank import Pair
 from tokenizer.patterns.linear_pattern import LinearPattern, PatternError
 
 Array = np.ndarray[Any, Any]
+_ScaleOf = Callable[[str, int], float]
+"""A module's scale, which may be infinite, by its name and rank."""
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MOST_NAME_CHARACTERS = 512
@@ -115,7 +117,7 @@ def _read(folder: Path) -> PeftAdapter:
     scale_of = _read_config(Fields(values, str(folder / CONFIG_FILE)), values)
     weights = file.path
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
-    halves: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
+    halves: dict[str, dict[str, Array]] = {}
     for name in sorted(file.tensors):
         module, part = _module_of(weights, name)
         entry = file.tensors[name]
@@ -199,8 +201,8 @@ def _end_of(module: str) -> str:
     return f"{'vision ' if is_tower else ''}{found[1]}" if found else module
 
 
-def _read_config(fields: Fields, values: Mapping[str, Any]) -> Any:
-    """Checks the config; returns a function of a module's name and rank: its scale, which may be infinite."""
+def _read_config(fields: Fields, values: Mapping[str, Any]) -> _ScaleOf:
+    """Checks the config."""
     kind = fields.raw("peft_type")
     if kind != "LORA":
         raise fields.error("peft_type", f"is {kind!r:.60}, must be 'LORA': {_MERGE}")
@@ -284,7 +286,8 @@ def _module_of(path: Path, name: str) -> tuple[str, str]:
     return found[1], f"{found[2]}.{found[3]}"
 
 
-def _pair_of(path: Path, module: str, parts: Mapping[str, np.ndarray[Any, Any]], scale_of: Any) -> Pair:
+def _pair_of(path: Path, module: str, parts: Mapping[str, Array], scale_of: _ScaleOf) -> Pair:
+    """A module's pair from its float32 tensors, scaled."""
     for wanted in ("A.weight", "B.weight"):
         if wanted not in parts:
             raise WeightsError(f"{path}: {module} has no lora_{wanted}")
