@@ -61,8 +61,8 @@ class Model(ABC):
         logits_scale, logits_softcap: factor of `compute_logits`' logits, and the bound of its tanh.
         gives_last_rows: whether `forward` gives the rows of last tokens alone where no others are wanted.
         suppressed_ids: ids that are never sampled, int32 on the device; None if there are none.
-        addends: the source of its maps' addends, or None.
-        stacks: tensors that hold several maps', by name.
+        addends: the source of the addends of its maps, or None.
+        stacks: tensors that a checkpoint may store for several maps together, by name.
         pipeline: the stage of the model that this is, or None if it is whole.
         stages: the numbers of the layers that each stage has; empty if it is whole.
         own_layers: of those that it has.
@@ -124,7 +124,8 @@ class Model(ABC):
         return ""
 
     def own_order(self, module: str) -> tuple[NDArray[np.intp] | None, NDArray[np.intp] | None]:
-        """The places of this model's rows, and columns, in a map as it was trained; None: they have its order."""
+        """Where the rows, and the columns, of a map of this model lie in the map as it was trained. None means the same
+        order. A GGUF file may have another one."""
         return None, None
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:

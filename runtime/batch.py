@@ -80,7 +80,8 @@ NO_LONG_CHUNKS = LongChunks()
 class Batch:
     """The input of one forward pass. Every Tensor lies on the model's device and is C-contiguous.
 
-    The runner sets every field once, before ``Model.forward``; only ``kept`` and ``carried`` change afterwards.
+    The runner sets every field once, before ``Model.forward``; only ``kept``, ``carried``, ``position_bias``, ``plans``
+    and ``computed`` change afterwards.
     ``slot_mappings`` and ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most
     models have one.
     Each array of a step's layout is declared here alone (`StepField`).
@@ -130,7 +131,7 @@ class Batch:
     until_by_window: dict[int | None, Tensor] = field(default_factory=dict)
     """An encoder's `bidirectional_until` of the layers with each window."""
     token_types: Tensor | None = None  # [num_tokens] int32: 0 in the first of two texts, 1 in the second
-    position_bias: Tensor | None = None  # of attention's scores, as `ops.attention` takes it
+    position_bias: Tensor | None = None  # of attention's scores, as `ops.attention` takes it; a model sets it
     auxiliary_layers: tuple[
         int, ...
     ] = ()  # layers after which hidden states are kept, counted from 1; 0: the embeddings

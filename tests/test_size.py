@@ -28,11 +28,11 @@ MOST_LINES = {
     "runtime/images": 937,
     "runtime/commands": 2_936,
     "runtime/bench": 10_003,
-    "runtime": 3_460,
-    "models": 19_317,
+    "runtime": 3_461,
+    "models": 19_329,
     "server": 19_891,
     "tokenizer": 7_566,
-    "tools": 16_918,
+    "tools": 16_917,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

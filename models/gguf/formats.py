@@ -222,7 +222,7 @@ def _f64(numbers: Array) -> Any:
 
 
 def _q1_0(blocks: Array) -> Array:
-    """-1 and 1 times a scale: four blocks of Q4_0's, of 7 and 9 for 8 less."""
+    """-1 and 1 times a scale, as four blocks of Q4_0, which keeps them as 7 and 9."""
     kept = np.empty((len(blocks), 4), BLOCKS["Q4_0"].fields)
     numbers = np.uint8(7) + np.uint8(2) * np.unpackbits(blocks["q"], axis=1, bitorder="little").reshape(-1, 4, 2, 16)
     kept["d"], kept["q"] = blocks["d"][:, None], numbers[:, :, 0] | numbers[:, :, 1] << np.uint8(4)

@@ -322,7 +322,7 @@ class Maker(ABC):
 
     @property
     def stacks(self) -> Mapping[str, Stack | RowStack]:
-        """The tensors that may be stored together, by name, as it is declared so far."""
+        """Tensors that a checkpoint may store for several maps together, by name. It grows while the model is made."""
         return self._stacks
 
     def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:

@@ -30,7 +30,7 @@ class Addend(Protocol):
     def add_to(self, residual: Tensor | None, x: Tensor, batch: Batch) -> Tensor | None:
         """``residual [T, N]`` plus this addend of ``x [T, K]``, in the residual's type and in memory of its own; None
         stands for zeros. Rows belong to the batch's tokens, whose adapters are ``batch.adapters [T]``. A row's bits
-        must not depend on other rows; -1 adds nothing."""
+        must not depend on other rows; -1 adds nothing. A batch without adapters does not come here."""
 
 
 class DeclaredMap(Protocol):

@@ -30,7 +30,7 @@ class Case:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of `adapter_config.json`, but those that PEFT adds."""
+        """The fields of `adapter_config.json`, without those that PEFT adds."""
         given = {"r": self.r, "lora_alpha": self.lora_alpha, "target_modules": self.target_modules, **self.more}
         return {"peft_type": "LORA", "task_type": "CAUSAL_LM", **given}
 
