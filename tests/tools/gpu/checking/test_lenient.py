@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tools.gpu.checking import collect
 from tools.gpu.checking.collect import _Ignoring
 
 SOURCE = """
@@ -31,3 +33,9 @@ def test_assertions_are_evaluated_and_ignored_but_in_functions_within_functions(
     assert seen == ["asserted"]
     with pytest.raises(AssertionError, match="stays"):
         kernel()
+
+
+def test_the_command_runs_after_all_is_defined() -> None:
+    """`gpu_bundle` runs the module by name; imported, as here, it does not show what a call of `main` finds."""
+    last = ast.parse(Path(collect.__file__).read_text(encoding="utf-8")).body[-1]
+    assert ast.unparse(last).startswith("if __name__ == '__main__':")
