@@ -95,7 +95,7 @@ class SchedulingConfig:
         int | None,
         Option(
             help="Most tokens of one prompt in one step; default: what the budget leaves.",
-            about="most tokens of one prompt in one step; None: what the budget leaves",
+            about="most tokens of one prompt in one step; by default all that the budget leaves",
             heading="Scheduling",
         ),
     ] = None
@@ -154,7 +154,7 @@ class SchedulingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(SchedulingConfig):
-    """An engine's options. For None the engine chooses by the model and the free memory. Raises ``RequestError``."""
+    """An engine's options. With None the engine chooses by the model and the free memory. Raises ``RequestError``."""
 
     device: Annotated[
         str,
@@ -168,7 +168,7 @@ class EngineConfig(SchedulingConfig):
         str,
         Option(
             help="Type of the weights; auto: as stored.",
-            about='of the weights: "auto" (as stored), "float32", "float16", "bfloat16"',
+            about='type of the weights: "auto" (as stored), "float32", "float16", "bfloat16"',
             heading="Model",
             flag=Flag(kind=Literal["auto", "float32", "float16", "bfloat16"]),
         ),
@@ -177,7 +177,7 @@ class EngineConfig(SchedulingConfig):
         Quantization,
         Option(
             help="Format that the weights get while they are loaded.",
-            about='of linear maps at load: "none", "int8", "int4" (groups of 32), "mxfp4", "fp8"',
+            about='format that linear maps get at load: "none", "int8", "int4" (groups of 32), "mxfp4", "fp8"',
             heading="Model",
         ),
     ] = "none"
@@ -193,7 +193,7 @@ class EngineConfig(SchedulingConfig):
         Literal["float32", "bfloat16"],
         Option(
             help="Type of recurrent states; bfloat16 takes half the memory and rounds after each token.",
-            about='of recurrent states: "float32", or "bfloat16", which takes half the memory',
+            about='type of recurrent states: "float32", or "bfloat16", which takes half the memory',
             heading="Model",
         ),
     ] = "float32"
@@ -207,7 +207,7 @@ class EngineConfig(SchedulingConfig):
     hf_overrides: Annotated[
         Any,
         Option(
-            help="Fields of the model's config.json to replace; null: pass one over.",
+            help="Fields of the model's config.json to replace; null removes one.",
             about=(
                 "fields that replace those of config.json: an object, or its JSON; objects in it are merged, null "
                 "makes a field absent"
@@ -221,8 +221,8 @@ class EngineConfig(SchedulingConfig):
         Option(
             help="The tower of a GGUF model that reads pictures; none: text alone; default: mmproj*.gguf beside it.",
             about=(
-                'GGUF file of the tower of a GGUF model that reads pictures; "none": text alone; "": the '
-                "mmproj*.gguf beside the model that fits it"
+                'GGUF file of a GGUF model\'s vision tower; "none" reads text alone; by default a fitting '
+                "mmproj*.gguf beside the model"
             ),
             heading="Model",
             flag=Flag(kind=str, metavar="FILE"),
@@ -232,7 +232,7 @@ class EngineConfig(SchedulingConfig):
         int | None,
         Option(
             help="Most tokens of prompt and answer together; default: the model's.",
-            about="most tokens of prompt and output; None: the model's positions, or fewer if the KV cache holds fewer",
+            about="most tokens of prompt and output; by default the model's positions, fewer if the cache holds fewer",
             heading="Memory and batches",
         ),
     ] = None
@@ -247,7 +247,7 @@ class EngineConfig(SchedulingConfig):
         int | None,
         Option(
             help="Most tokens in one step; default: 2048 on a GPU, 512 on a cpu.",
-            about="most tokens in one step; None: 2,048 on a GPU, 512 on a cpu; `max_num_seqs` if that is more",
+            about="most tokens in one step; by default 2,048 on a GPU, 512 on a CPU, or `max_num_seqs` if that is more",
             heading="Memory and batches",
         ),
     ] = None
@@ -261,14 +261,14 @@ class EngineConfig(SchedulingConfig):
     num_blocks: Annotated[
         int | None,
         Option(
-            about="blocks of the KV cache; this or `kv_cache_bytes`",
+            about="blocks of the KV cache, instead of `kv_cache_bytes`",
         ),
     ] = None
     kv_cache_bytes: Annotated[
         int | None,
         Option(
             help="Bytes of the KV cache; default: by free memory.",
-            about="bytes of the KV cache; this or `num_blocks`; None: by free memory",
+            about="bytes of the KV cache, instead of `num_blocks`; by default free memory decides",
             heading="Memory and batches",
             known_as="kv_cache_memory_bytes",
             flag=Flag(declarations=("--kv-cache-memory-bytes", "--kv-cache-bytes")),
@@ -310,7 +310,7 @@ class EngineConfig(SchedulingConfig):
         int | None,
         Option(
             help="Seed of requests without one, and of dummy weights.",
-            about="of the generator that draws seeds for requests without one; None: from the OS",
+            about="the seed from which requests without one get theirs; by default a random one",
             heading="Execution",
             least=None,
         ),
@@ -336,8 +336,8 @@ class EngineConfig(SchedulingConfig):
     max_lora_rank: Annotated[
         int,
         Option(
-            help="Largest rank of an adapter; the memory of all is as large.",
-            about="the largest rank of an adapter; the memory of each is as large",
+            help="Largest rank of an adapter; each slot has memory for it.",
+            about="the largest rank of an adapter; each slot has memory for it",
             heading="Adapters",
             least=1,
             most=512,
@@ -346,8 +346,8 @@ class EngineConfig(SchedulingConfig):
     max_cpu_loras: Annotated[
         int | None,
         Option(
-            help="Adapters kept in host memory; default: max_loras, at least 8. Others are read again.",
-            about="adapters kept in host memory, at least max_loras; None: as many, at least 8",
+            help="Adapters kept in host memory, others are read again; default: --max-loras or 8, the larger.",
+            about="adapters kept in host memory, at least `max_loras`; by default the larger of `max_loras` and 8",
             heading="Adapters",
             least=1,
         ),
@@ -391,7 +391,7 @@ class EngineConfig(SchedulingConfig):
         bool,
         Option(
             help="The same tokens and log probabilities in any batch.",
-            about="the same tokens and log probabilities in any batch; rounding is a matter of `activations`",
+            about="the same tokens and log probabilities in any batch; `activations` governs rounding",
             heading="Execution",
             flag=Flag(declarations=("--exact",)),
         ),

@@ -79,14 +79,14 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_token_ids       only these ids can be sampled
     logprob_token_ids       each token's log probabilities are those of these ids, in this order, instead of the most
                             probable ones
-    bad_words               texts that the output will not hold as tokens; ``LLM`` turns them into
+    bad_words               texts whose tokens the output will not hold; ``LLM`` makes ``bad_words_token_ids`` of them
     bad_words_token_ids     sequences of ids that the output will not hold: the last id of one cannot be sampled
                             after those before it
     grammar                 a constraint on the text; it ends ("stop") when nothing can follow
     reasoning_budget        a bound on the tokens of reasoning, after which it is closed
     samplers                names of samplers in the order in which they act, with llama.cpp's names; others are off
     temperature_last        llama.cpp's order: the temperature after the filters; else vLLM's
-    dry_sequence_breakers   texts that DRY's repetitions do not reach over; ``LLM`` turns them into
+    dry_sequence_breakers   texts that DRY's repetitions do not reach over; ``LLM`` makes ``dry_breakers`` of them
     dry_breakers            the same as token ids
     structured_outputs      a grammar in vLLM's form; it is kept as ``grammar``
     output_kind             the content of each output of ``AsyncLLM.generate``; ``LLM`` gives whole answers alone
