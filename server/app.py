@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,7 +27,7 @@ from server.errors import ApiError, handle_api_error, handle_client_disconnect, 
 from server.observing.logs import LogWriter, log_access
 from server.observing.metrics import HttpMetrics, Metrics
 from server.observing.tracing import Tracing
-from server.responses_api.folder import tenants_secret
+from server.responses_api.folder import folder_of, tenants_secret
 from server.service import AppState, Service
 from server.transport.auth import ApiKeys, Authentication
 from server.transport.exchange import Exchange, Lifecycle
@@ -73,8 +72,8 @@ class Application(Starlette):
         self.router.redirect_slashes = False
         self.model_names = tuple(model_names)
         self.config = config or ServerConfig()
-        responses_dir = self.config.responses_dir
-        secret = tenants_secret(Path(responses_dir)) if responses_dir else None
+        responses = folder_of(self.config)
+        secret = None if responses is None else tenants_secret(responses)
         self.keys = ApiKeys(self.config.api_keys, self.config.api_key_files, secret)
         self.lifecycle = Lifecycle()
         self.http_metrics = HttpMetrics()

@@ -120,11 +120,11 @@ def run_batch(
         if num_done >= total:
             return 0, 0
         template = read_chat_template(chat_template)
+        app = Application(served_names(served_model_name) or [model_name(model)], config)
         engine_options.setdefault("max_waiting", max(concurrency, config.max_connections))
         engine = stack.enter_context(closing(StartingClient(model, in_process=in_process, **engine_options)))
         client = engine.wait()
         folder = Path(client.info.model_path)
-        app = Application(served_names(served_model_name) or [model_name(model)], config)
         app.take_up(client, load_tokenizer(folder, template), recommended_sampling(folder))
         with reporter.shown("answering") as show:
             return asyncio.run(_answer(app, input_file, output, num_done, total, concurrency, show))

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -127,8 +127,9 @@ class Adapters:
             start(request)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait at most so long until an adapter is read."""
-        wait([each.adapter for each in self._waiting if each.adapter is not None], timeout_s)
+        """Wait at most so long until one more adapter is read."""
+        loading = [each.adapter for each in self._waiting if each.adapter is not None and not each.adapter.done()]
+        wait(loading, timeout_s, FIRST_COMPLETED)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -54,9 +54,8 @@ GPU_ROWS_PER_TOKEN = 16
 """Image rows that a GPU encodes between two steps, for each token that a step may have: an eighth of an image of 1,024
 tokens by Qwen3-VL-8B's tower, where steps may have 2,048."""
 
-GRAMMAR_WAIT_S = 1e-3
-ADAPTER_WAIT_S = 2e-2
-"""How long a step without work waits for a grammar before it returns, so that messages are polled."""
+START_WAIT_S = 1e-3
+"""How long a step without work waits for a grammar or an adapter before it returns, so that messages are polled."""
 
 
 class Engine:
@@ -250,9 +249,10 @@ class Engine:
             self._encode(self.pictures, outputs)
             if not self._has_work_beside_pictures:
                 return outputs
-        if len(self.grammars) > 0 and not self._start_compiled(outputs):
+        adapters = self.adapters if self.adapters is not None and len(self.adapters) > 0 else None
+        if len(self.grammars) > 0 and not self._start_compiled(outputs) and adapters is None:
             return outputs
-        if self.adapters is not None and len(self.adapters) > 0 and not self._start_adapted(self.adapters, outputs):
+        if adapters is not None and not self._start_adapted(adapters, outputs):
             return outputs
         self.executor.record()
         if self.executor.depth > 1:
@@ -407,14 +407,14 @@ class Engine:
             outputs.extend(self.opened.end(request, "error", why))
 
         if not self.steps.open and not self.scheduler.has_work:
-            adapters.wait(ADAPTER_WAIT_S)
+            adapters.wait(START_WAIT_S)
         adapters.advance(self.opened.start_with_adapter, fail)
         return bool(self.steps.open) or self.scheduler.has_work
 
     def _start_compiled(self, outputs: list[EngineOutput]) -> bool:
         """Queue the requests whose grammars are compiled; False if there is no other work yet."""
         if not self.steps.open and not self.scheduler.has_work:
-            self.grammars.wait(GRAMMAR_WAIT_S)
+            self.grammars.wait(START_WAIT_S)
         for compiled in self.grammars.take():
             request, error = compiled.request, compiled.error
             if not request.open_sequences:

@@ -260,7 +260,7 @@ class DiskPages:
         self._queue.put((pool, names, planes))
 
     def close(self, timeout_s: float | None = None) -> int:
-        """See `PageStore`. A file that is not finished by then goes later, since it is too old."""
+        """See `PageStore`. A file that is unfinished by then is deleted at a later start."""
         if self._writer.is_alive():
             self._queue.put(None)
             self._writer.join(timeout_s)
@@ -296,15 +296,9 @@ class DiskPages:
         head = _HEAD.pack(_MAGIC, len(encoded), size, hashlib.sha256(encoded).digest())
         name = uuid.uuid4().hex
         unfinished = self._folder / (name + _UNFINISHED)
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            try:
-                start = (head + encoded).ljust(data_start, b"\0")
-                for piece in (memoryview(start), *(plane.data for plane in planes)):
-                    _write_whole(descriptor, piece)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            start = (head + encoded).ljust(data_start, b"\0")
+            write_private(unfinished, start, *(plane.data for plane in planes))
             os.rename(unfinished, self._folder / (name + _SUFFIX))
         except BaseException:
             with contextlib.suppress(OSError):
@@ -333,8 +327,8 @@ class DiskPages:
         return total + size <= self._max_bytes
 
     def _list(self) -> int:
-        """Brings `_listed` up to date, asking for the sizes of new files alone: of 4,000 that takes a quarter of the
-        time. Returns the bytes of unfinished files."""
+        """Brings `_listed` up to date, asking for the sizes of new files alone. Returns the bytes of unfinished
+        files."""
         listed: dict[str, tuple[float, int, str]] = {}
         num_unfinished = 0
         folders = [str(self._root), *(each.path for each in os.scandir(self._root) if each.is_dir())]
@@ -433,8 +427,18 @@ def _data_start(header_bytes: int) -> int:
     return -(-(_HEAD.size + header_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
+def write_private(path: Path, *pieces: bytes | memoryview) -> None:
+    """Writes a new file for its owner alone, to the disk. Raises OSError; then the file may hold a part."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        for piece in pieces:
+            _write_whole(descriptor, memoryview(piece).cast("B"))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _write_whole(descriptor: int, data: memoryview) -> None:
-    data = data.cast("B")
     while data:
         data = data[os.write(descriptor, data) :]
 

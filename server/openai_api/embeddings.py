@@ -43,11 +43,11 @@ Vector = NDArray[np.float32]
 class AskedEmbeddings(Pending):
     """A request that has passed all checks but the engine's.
 
-    task         what the engine makes of each input
-    second_from  the first token of the second of two texts, of each input; empty: they have one text
-    num_unpooled  first tokens of each input that are not pooled
-    answer       makes the answer of the engine's vectors, or of the labels' scores
-    field        the request's name of its inputs
+    task          what the engine makes of each input
+    second_from   the first token of the second of two texts, of each input; empty: they have one text
+    num_unpooled  how many of each input's first tokens are not pooled
+    answer        makes the answer of the engine's vectors, or of the labels' scores
+    field         the request's name of its inputs
     """
 
     service: Service

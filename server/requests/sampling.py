@@ -89,9 +89,7 @@ def _params(
     fields = {**defaults, "detokenize": tokenizer is not None}
     if fields.get("temperature") == 0 and _asks_for_draws(request):
         del fields["temperature"]
-    if getattr(
-        request, "mirostat", None
-    ):  # it filters by itself: what only the model recommends would filter before it
+    if getattr(request, "mirostat", None):  # the filters that the model recommends would act before it
         fields = {name: value for name, value in fields.items() if name == "temperature" or name not in _FILTERS}
     for name in _SAME_NAME:
         value = getattr(request, name)

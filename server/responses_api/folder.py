@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from runtime.errors import InvalidArgumentError
-from runtime.kv.page_store import make_private
+from runtime.kv.page_store import make_private, write_private
 from server.config import ServerConfig, ServerConfigError
 
 logger = logging.getLogger("xserv.server")
@@ -134,7 +134,8 @@ class ResponseFolder:
             path.unlink(missing_ok=True)
 
     def _tidy(self) -> None:
-        """Delete what has expired, then the oldest beyond the bound of bytes."""
+        """Delete what has expired, and beyond the bound of bytes the oldest: a sixteenth more than needed, so that not
+        every write to a full folder lists it."""
         now, files = self._clock(), []
         for each in os.scandir(self._folder):
             with contextlib.suppress(FileNotFoundError):
@@ -144,8 +145,9 @@ class ResponseFolder:
                 elif each.name.endswith(_UNFINISHED) and now - found.st_mtime > _OLD_S:
                     Path(each.path).unlink(missing_ok=True)
         self._size, self._looked_s = sum(size for _, size, _ in files), now
+        most = self._most_bytes if self._size <= self._most_bytes else self._most_bytes * 15 // 16
         for stored_s, size, path in sorted(files):
-            if stored_s + self._ttl_s > now and self._size <= self._most_bytes:
+            if stored_s + self._ttl_s > now and self._size <= most:
                 break
             Path(path).unlink(missing_ok=True)
             self._size -= size
@@ -159,20 +161,16 @@ class ResponseFolder:
             os.close(descriptor)
 
 
+def folder_of(config: ServerConfig) -> Path | None:
+    return Path(config.responses_dir).expanduser() if config.responses_dir else None
+
+
 def response_folder(config: ServerConfig) -> ResponseFolder | None:
     """The config's folder. Raises `ServerConfigError`."""
-    if not config.responses_dir:
+    folder = folder_of(config)
+    if folder is None:
         return None
-    return ResponseFolder(Path(config.responses_dir), config.responses_dir_bytes, config.responses_dir_ttl_s)
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a new file for its owner alone, to the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    return ResponseFolder(folder, config.responses_dir_bytes, config.responses_dir_ttl_s)
 
 
 def tenants_secret(folder: Path) -> bytes:

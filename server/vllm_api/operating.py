@@ -27,7 +27,12 @@ from server.transport.json_answer import JsonAnswer
 
 logger = logging.getLogger("xserv.server")
 
-_NOT_TOLD = frozenset({"api_keys", "api_key_files", "ssl_certfile", "ssl_keyfile", "log_file", "otlp_endpoint"})
+_NOT_TOLD = frozenset(
+    {
+        "api_keys", "api_key_files", "ssl_certfile", "ssl_keyfile", "log_file", "otlp_endpoint", "responses_dir",
+        "lora_modules", "lora_root",
+    }
+)  # fmt: skip
 """Settings that are secrets, or lead to them, or tell about the machine."""
 
 

@@ -192,7 +192,7 @@ class ThreadEngineClient(EngineClient):
         self._origin.check()
         with self._condition:
             self._check_alive()
-        return self._engine.load_adapter(name, path)
+            return self._engine.load_adapter(name, path)
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         return self._compute(self._engine.reset_prefix_cache)

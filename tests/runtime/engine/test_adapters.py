@@ -176,6 +176,30 @@ def test_requests_wait_for_a_slot_in_the_order_of_arrival(folders: Path) -> None
     engine.close()
 
 
+class _Compiling:
+    """A queue with a grammar that takes long."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+    def take(self) -> list[Any]:
+        return []
+
+
+def test_a_grammar_that_is_being_compiled_delays_no_adapter(
+    engine: Engine, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = loaded(engine, folders / NAMES[0])
+    with monkeypatch.context() as compiling:
+        compiling.setattr(engine, "grammars", _Compiling())
+        engine.add(asked("0", IDS[:9], first))
+        outputs = [output for _ in range(40) for output in engine.step()]
+    assert [output.finish_reason for output in outputs if output.finish_reason is not None] == ["length"]
+
+
 def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(folders: Path) -> None:
     engine = opened(folders, max_loras=1)
     first, second = (loaded(engine, folders / name) for name in NAMES[:2])

@@ -122,8 +122,11 @@ def test_what_the_tokenizer_is(served: Served, tokenizer: Tokenizer) -> None:
     assert served.http.post("/tokenize", json=asked).json()["tokens"] == [tokenizer.eos_token_id]
 
 
-def test_load_ping_and_settings(fake_engine: FakeEngineClient, tokenizer: Tokenizer) -> None:
-    config = ServerConfig(api_keys=("sk-secret",), api_key_files=(), log_file=None)
+def test_load_ping_and_settings(fake_engine: FakeEngineClient, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    folder = tmp_path / "secret"
+    config = ServerConfig(
+        api_keys=("sk-secret",), api_key_files=(), log_file=None, responses_dir=str(folder), lora_root=str(folder)
+    )
     with serving(fake_engine, tokenizer, config=config) as served:
         headers = {"Authorization": "Bearer sk-secret"}
         assert served.http.get("/load", headers=headers).json() == {"server_load": 0}
@@ -137,7 +140,8 @@ def test_load_ping_and_settings(fake_engine: FakeEngineClient, tokenizer: Tokeni
         assert group["window"] is None
         assert info.json()["server"]["max_body_bytes"] == config.max_body_bytes
         assert "secret" not in info.text
-        assert not {"api_keys", "log_file", "model_path"} & {*info.json()["server"], *info.json()["engine"]}
+        told = {*info.json()["server"], *info.json()["engine"]}
+        assert not {"api_keys", "log_file", "lora_modules", "model_path"} & told
 
 
 class _Tags(HTMLParser):
