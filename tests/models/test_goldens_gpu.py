@@ -29,10 +29,12 @@ DEVICE, OTHER_DEVICE = "emulated:sm_80", "emulated:sm_90a"
 
 BFLOAT16_LOSS = {
     "gemma2_odd": 0.0303, "lfm2_odd": 0.0276, "qwen3_5_moe_odd": 0.0267, "qwen3_next_odd": 0.0451,
+    "qwen3_5_odd": 0.0656, "mistral4_odd": 0.0326,
 }  # fmt: skip
-"""Error of transformers' own bfloat16 logits beside its float32 logits where it is above 2e-2; ours may be as large."""
-DRAWN_BY_LOT = ("qwen3_5_odd", "mistral4_odd")
-"""Their errors at one seed differ tenfold: they are compared with transformers' own over seeds alone."""
+"""Error of transformers' own bfloat16 logits beside its float32 logits where it is above 2e-2; ours may be as large.
+Qwen3.5's is its mean over seeds: at the golden's own seed it is 0.0284, and ours 0.0332, though ours is the smaller one
+over 24 (`test_bfloat16_over_seeds`); the golden's prompt was chosen for little noise. Mistral 4's is its largest over
+these seeds: at the golden's own it is 0.0184 and ours 0.031, over all 0.0214 and ours 0.0198 on average."""
 
 
 def some(cases: list[str], *each_time: tuple[str, str]) -> list[object]:
@@ -82,8 +84,7 @@ def test_bfloat16(tmp_path: Path, device: str, case: str) -> None:
             logits_of(load_model(tmp_path, dtype="float32"), golden.prompt_ids)
         rows = rows_routed_alike(ours, theirs, len(logits), tolerance=2e-2)
         assert rows.mean() >= 0.9
-    if case not in DRAWN_BY_LOT:
-        assert relative_error(logits[rows], expected[rows]) <= BFLOAT16_LOSS.get(case, 2e-2)
+    assert relative_error(logits[rows], expected[rows]) <= BFLOAT16_LOSS.get(case, 2e-2)
     chosen, logits = greedy(model, golden.prompt_ids, len(continuation))
     at = next((i for i, (a, b) in enumerate(zip(chosen, continuation, strict=True)) if a != b), None)
     if at is not None:
