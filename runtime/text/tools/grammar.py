@@ -52,7 +52,8 @@ class _Writer:
         self._form = form
         self._spacing = {} if spacing is None else dict(zip(("item_separator", "key_separator"), spacing, strict=True))
         self._markers = markers
-        self._split = re.compile(f"({'|'.join(map(re.escape, (*markers, *_IDS)))})")
+        self._terms = {**{marker: f"<[{token_id}]>" for marker, token_id in markers.items()}, **_IDS}
+        self._split = re.compile(f"({'|'.join(map(re.escape, self._terms))})")
         self._rules: list[str] = []
 
     def grammar(self, functions: Sequence[Mapping[str, Any]], parallel: bool) -> str:
@@ -63,19 +64,15 @@ class _Writer:
             f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}",
         ]
         for i, function in enumerate(functions):
-            head, tail = (self._texts(text.replace(NAME, function["name"])) for text in (form.head, form.tail))
+            head, tail = (self._texts(text, NAME, function["name"]) for text in (form.head, form.tail))
             arguments = self._arguments(f"call_{i}", function.get("parameters"))
             lines.append(_joined(f"call_{i}:", head, arguments, tail))
         return "\n".join([*lines, *self._rules])
 
-    def _texts(self, text: str) -> str:
-        """The text as terms of a rule."""
-        return " ".join(map(self._term, filter(None, self._split.split(text))))
-
-    def _term(self, piece: str) -> str:
-        if piece in _IDS:
-            return _IDS[piece]
-        return f"<[{self._markers[piece]}]>" if piece in self._markers else _quoted(piece)
+    def _texts(self, text: str, placeholder: str = NAME, value: str = NAME) -> str:
+        """The text as terms of a rule, with the value in the placeholder's place."""
+        pieces = filter(None, self._split.split(text))
+        return " ".join(self._terms.get(piece) or _quoted(piece.replace(placeholder, value)) for piece in pieces)
 
     def _arguments(self, rule: str, parameters: Any) -> str:
         """Makes the rules of a call's arguments, and returns the term."""
@@ -104,8 +101,7 @@ class _Writer:
         end = self._texts(style.tail + style.after)
         for i, (key, schema, is_required) in enumerate(_properties(parameters)):
             text, other = (
-                self._texts((style.head if head is None else head).replace(KEY, key))
-                for head in (style.head, style.other_head)
+                self._texts(style.head if head is None else head, KEY, key) for head in (style.head, style.other_head)
             )
             values = _text_values(schema)
             if values is not None:
@@ -130,7 +126,7 @@ class _Writer:
         first, more = "", ""
         for i, (key, schema, is_required) in reversed(list(enumerate(properties))):
             value = self._value(f"{rule}_value_{i}", schema, root, quote, depth)
-            argument = self._rule(f"{rule}_argument_{i}", f"{self._texts(key + separator)} {value}")
+            argument = self._rule(f"{rule}_argument_{i}", f"{self._texts(KEY + separator, KEY, key)} {value}")
             here = f"{argument} {more}"
             skipped = "" if is_required else f" | {first}" if first else ' | ""'
             first_rule = self._rule(f"{rule}_first_{i}", here + skipped)

@@ -102,11 +102,14 @@ def written(notation: Notation, calls: Sequence[tuple[str, Any]]) -> str:
     """The text of calls, given names and arguments, which are objects, or texts that are not."""
     form = notation.form
     texts = [
-        f"{form.head}{_arguments(form.arguments, arguments)}{form.tail}".replace(CALL_ID, f"call{i:05}")
-        .replace(CALL_NUMBER, str(i)).replace(NAME, name, 1)
+        f"{_numbered(form.head, i).replace(NAME, name)}{_arguments(form.arguments, arguments)}{_numbered(form.tail, i)}"
         for i, (name, arguments) in enumerate(calls)
-    ]  # fmt: skip
+    ]
     return form.before + form.between.join(texts) + form.after
+
+
+def _numbered(text: str, index: int) -> str:
+    return text.replace(CALL_ID, f"call{index:05}").replace(CALL_NUMBER, str(index))
 
 
 def _arguments(style: Literal["json"] | Tagged | Listed, arguments: Any) -> str:

@@ -136,6 +136,24 @@ def test_calls_are_written_forced_and_read_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_names_and_values_may_be_the_words_that_stand_for_others(name: str) -> None:
+    notation, words = notation_of(FAMILIES[name][0]), ("NAME", "KEY", "CALLID", "CALLNUMBER")
+    string = {"type": "string"}
+    for word in words:
+        parameters = {"type": "object", "properties": dict.fromkeys(words, string), "required": list(words)}
+        tool = {"type": "function", "function": {"name": word, "parameters": parameters}}
+        arguments = {key: " ".join(words) for key in words}
+        text = written(notation, [(word, arguments)])
+        message = parse(ToolCallParser(ToolReading.of(notation, [tool])), [text])
+        assert loaded(message) == [(word, arguments)]
+        tokenizer = with_special(*notation.markers)
+        vocabulary, markers = Vocabulary(tokenizer, tokenizer.vocab_size, ()), marker_ids(notation, tokenizer)
+        grammar = Grammar(kind="lark", text=tool_grammar(notation, [tool], markers=markers))
+        (matcher,) = compile_grammar(grammar, vocabulary, 1)
+        assert all(map(matcher.consume, tokenizer.encode(text, add_special_tokens=False)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_tags_of_reasoning(name: str) -> None:
     tags = shown_in(FAMILIES[name][0], VARIABLES).tags
     expected = {
