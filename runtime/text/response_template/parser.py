@@ -24,8 +24,8 @@ from tokenizer.patterns.linear_pattern import Match, Search
 LONGEST_DELIMITER = 1024
 """Characters of a delimiter: what has begun longer ago is none, so that each character costs bounded time."""
 MOST_READS = 64
-"""How often each character of an answer may be read on average, the first 1,000 excepted; after that no more delimiters
-are looked for, and the text belongs to the region where that was."""
+"""How often each field's delimiter may read a character, on average; the first 1,000 characters are free. After that no
+delimiter is looked for, and the rest of the answer belongs to the open region."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +130,10 @@ class ResponseTemplateParser:
         self._before = ""  # the character before it
         self._field = template.implicit
         self._is_open = False  # the field has a region
-        self._raw = ""  # of a region that is parsed once it is closed, with its opening
-        self._body = ""
+        self._opening = self._body = ""  # of a region that is parsed once it is closed
         self._groups: dict[str, str] = {}
-        self._has_text = False  # of the region
+        self._has_text = False  # of the region, read
+        self._has_shown = False  # and handed out
         self._space = ""  # after its text
         self._begun: set[str] = set()  # fields that have shown text
         self._num_calls = 0
@@ -170,13 +170,18 @@ class ResponseTemplateParser:
             if self._field is not None:
                 watched.append((False, self._field, self._field.closing))
         self._read = self._base
-        if self._num_reads > MOST_READS * (1_000 + self._base) * (1 + len(self._template.fields)):
+        if self._is_given_up:
             watched = []
         self._watched = [
             _Watched(is_opening, field, Search(delimiter.pattern, self._base, self._before))
             for is_opening, field, delimiter in watched
             if delimiter is not None
         ]
+
+    @property
+    def _is_given_up(self) -> bool:
+        """Whether delimiters have read the answer so often that no more are looked for."""
+        return self._num_reads > MOST_READS * (1_000 + self._read) * (1 + len(self._template.fields))
 
     def _go_on(self, *, has_ended: bool) -> None:
         while True:
@@ -208,7 +213,7 @@ class ResponseTemplateParser:
             character = self._held[self._read - self._base]
             self._read += 1
             self._num_reads += len(self._watched)
-            if self._num_reads > MOST_READS * (1_000 + self._read) * (1 + len(self._template.fields)):
+            if self._is_given_up:
                 self._watched = []
                 self._read = end
                 return None
@@ -256,7 +261,7 @@ class ResponseTemplateParser:
         self._field, self._is_open, self._groups = field, True, dict(match.groups)
         self._body, self._has_text, self._space = "", False, ""
         if field.role == "call":
-            self._raw = text
+            self._opening = text
         else:
             self._say("layout", text)
 
@@ -271,10 +276,8 @@ class ResponseTemplateParser:
             return
         self._is_open = True
         if field.role == "call":
-            self._raw += text
             self._body += text
             return
-        self._body += "x"
         if not field.value.strips:
             self._show(field, text)
             return
@@ -300,17 +303,15 @@ class ResponseTemplateParser:
             self._has_shown = True
             self._begun.add(field.name)
 
-    _has_shown = False
-
     def _close(self, closing: str = "") -> None:
         """Ends the region, with its closing text."""
         field = self._field
         if field is not None and field.role == "call" and self._is_open:
-            self._say_call(field, self._raw + closing)
+            self._say_call(field, self._opening + self._body + closing)
         else:
             self._say("layout", self._space + closing)
         self._field, self._is_open, self._has_text, self._has_shown = self._template.implicit, False, False, False
-        self._raw = self._body = self._space = ""
+        self._opening = self._body = self._space = ""
         self._groups = {}
 
     def _say_call(self, field: Field, text: str) -> None:

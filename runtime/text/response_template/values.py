@@ -190,18 +190,21 @@ def _string_end(text: str, at: int) -> int:
 
 # Transforms
 
+_MAX_TRANSFORM_DEPTH = 50
+
 
 def check_transform(transform: Any) -> None:
-    """Raises ``ValueError`` for a text that mixes a placeholder with others, or is nested too deeply."""
-    waiting = [transform]
+    """Raises ``ValueError`` for a text that mixes a placeholder with others, too deep nesting and too many values."""
+    waiting = [(transform, 0)]
     for _ in range(1000):
         if not waiting:
             return
-        each = waiting.pop()
-        if isinstance(each, Mapping):
-            waiting += each.values()
-        elif isinstance(each, list):
-            waiting += each
+        each, depth = waiting.pop()
+        if depth > _MAX_TRANSFORM_DEPTH:
+            raise ValueError(f"transform is nested deeper than {_MAX_TRANSFORM_DEPTH}")
+        if isinstance(each, (Mapping, list)):
+            inner = each.values() if isinstance(each, Mapping) else each
+            waiting += [(value, depth + 1) for value in inner]
         elif isinstance(each, str) and _PLACEHOLDER.search(each) and not _PLACEHOLDER.fullmatch(each):
             raise ValueError(f"transform: {each!r} mixes a placeholder with other text")
     raise ValueError("transform has more than 1,000 values")

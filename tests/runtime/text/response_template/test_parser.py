@@ -114,6 +114,9 @@ def test_a_pattern_that_reads_far_ahead_again_and_again_is_given_up() -> None:
     assert first == second
 
 
+_NESTED = json.loads("[" * 900 + "]" * 900)
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -132,6 +135,7 @@ def test_a_pattern_that_reads_far_ahead_again_and_again_is_given_up() -> None:
         ({"fields": {"tool_calls": {"content": "xml"}}}, "content must be one of"),
         ({"fields": {"tool_calls": {"content": "xml-inline", "content_args": {"tag_pattern": "a"}}}}, "group named"),
         ({"fields": {"tool_calls": {"transform": "x{content}"}}}, "mixes a placeholder"),
+        ({"fields": {"tool_calls": {"transform": _NESTED}}}, "transform is nested deeper than 50"),
         ({"fields": {"content": {"join": "a"}}}, "join must be a text, beside repeats: true"),
     ],
 )  # fmt: skip
