@@ -24,8 +24,8 @@ def sampling_params(llm: LLM, given: dict[str, Any], max_tokens: int | None) -> 
 
 
 def with_adapter(arguments: dict[str, Any], folder: Path | None) -> tuple[dict[str, Any], LoRARequest | None]:
-    """Arguments of `LLM` for answers with the adapter in a folder: room for it, and its own base model where none was
-    named. Raises `ConfigError`, `WeightsError`."""
+    """Arguments of `LLM` with room for the adapter in a folder, and its base model if none was named; and the request
+    for it, None without a folder. Raises `ConfigError`, `WeightsError`."""
     if folder is None:
         return arguments, None
     rank, base = rank_and_base(folder)

@@ -166,7 +166,9 @@ _EngineFlags: Any = flag_class("_EngineFlags", OPTIONS, HEADINGS, ("model", _mod
 
 Adapter = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="LoRA adapter of the model, as PEFT writes it; it names its model if none is."),
+    typer.Option(
+        metavar="FOLDER", help="LoRA adapter, as PEFT writes it; without --model its own base model is loaded."
+    ),
 ]
 """The option of commands that answer with one adapter."""
 
@@ -251,7 +253,7 @@ class SamplingOptions(_NumberOptions):  # type: ignore[misc]
     ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = None
     samplers: Annotated[
         list[str] | None,
-        typer.Option("--sampler", help="Sampler that acts, by llama.cpp's name; repeated in their order."),
+        typer.Option("--sampler", help="Sampler that acts, by llama.cpp's name; repeat it for others, in order."),
     ] = None
     temperature_last: Annotated[
         bool | None, typer.Option("--temperature-last", help="The temperature after the filters, as llama.cpp.")

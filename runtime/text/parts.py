@@ -64,6 +64,6 @@ class ContentParser:
 
 
 def held_back(text: str, tag: str) -> int:
-    """The length of the longest end of ``text`` that may be the start of ``tag``."""
-    longest = min(len(text), len(tag) - 1)
+    """The length of the longest end of ``text`` that may be the start of ``tag``, or all of it."""
+    longest = min(len(text), len(tag))
     return next((length for length in range(longest, 0, -1) if text.endswith(tag[:length])), 0)

@@ -397,7 +397,6 @@ class _Compiler:
         return self._joined(*pieces)
 
     def _limits(self) -> _Limits | None:
-        found = None
         if self._takes("?"):
             limits = _Limits(0, 1, False)
         elif self._takes("*"):
@@ -417,7 +416,7 @@ class _Compiler:
         limits.is_lazy = self._takes("?")
         if not limits.is_lazy and self._takes("+"):
             self._fail("a possessive repetition")
-        if self._text[self._at : self._at + 1] in ("*", "+", "?") and self._at < len(self._text):
+        if self._text[self._at : self._at + 1] in ("*", "+", "?"):
             self._fail("a doubled repetition")
         return limits
 
@@ -427,9 +426,8 @@ class _Compiler:
 
         whole = self._joined(*[piece] * limits.least)
         if limits.most is None:
-            loop = self._joined([choice(1, len(piece) + 2)], piece, [_Instruction("split", targets=(0,))])
-            loop[-1] = _Instruction("split", targets=(0,))
-            return self._joined(whole, loop)
+            loop = self._joined([choice(1, len(piece) + 2)], piece)
+            return self._joined(whole, [*loop, _Instruction("split", targets=(0,))])
         optional: list[_Instruction] = []
         for _ in range(limits.most - limits.least):
             optional = self._joined([choice(1, 1 + len(piece) + len(optional))], piece, optional)

@@ -2,7 +2,7 @@
 
 The syntax is the part of `oniguruma.translate`'s output that a table can express: characters, classes, groups,
 alternatives, greedy repetition, and a look-ahead at one character. Atoms (patterns of exactly one character) stay text:
-`character_classes` matches them by the `regex` module.
+`automaton.classify` matches them by the `regex` module.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class _Probe:
             return None
         before, _, rest = text.partition(_THOUGHT)
         between = rest.partition(_MARK)[0]
-        closing = _TAG.match(between.lstrip())
+        closing = MARKER.match(between.lstrip())
         opening = _last_tag(before)
         if closing is None:
             return None
@@ -256,9 +256,6 @@ class _Probe:
             raise _NothingShownError("a call without arguments is not read back")
 
 
-_TAG = MARKER
-
-
 def _last_tag(text: str) -> tuple[str, str] | None:
     """The last marker of a text and the word after it; None if more than a word follows."""
     found = list(MARKER.finditer(text))
@@ -317,10 +314,9 @@ def _form(style: Any, argued: Mapping[str, str], one: str, two: str | None) -> C
         one = one.replace(call_id, CALL_ID)
         two = two if two is None else two.replace(call_id, CALL_ID).replace(f":{i}<", f":{CALL_NUMBER}<")
     one = one.replace(":0<", f":{CALL_NUMBER}<")
-    for texts in ((one,), (two,) if two is not None else ()):
-        if any(text.count(name) > 1 for text in texts for name in _NAMES):
-            raise _NothingShownError("a call has its name twice")
-    before, after_name, end = _around(one, 0, argued["text"])
+    if any(text.count(name) > 1 for text in (one, two or "") for name in _NAMES):
+        raise _NothingShownError("a call has its name twice")
+    before, after_name, end = _around(one, argued["text"])
     if two is None:
         return CallForm(f"{before}{NAME}{after_name}", end, arguments=style, several=False)
     gap_start = two.find(argued["text"], two.find(_NAMES[0])) + len(argued["text"])
@@ -349,13 +345,13 @@ def _without_end(form: CallForm) -> tuple[CallForm, tuple[str, ...]]:
     return replace(form, after=form.after[: found[-1].start()]), (found[-1][0],)
 
 
-def _around(text: str, index: int, arguments: str) -> tuple[str, str, str]:
-    """The texts before a call's name, between it and the arguments, and after them."""
-    name = text.find(_NAMES[index])
+def _around(text: str, arguments: str) -> tuple[str, str, str]:
+    """The texts before the first call's name, between it and the arguments, and after them."""
+    name = text.find(_NAMES[0])
     start = text.find(arguments, name)
     if name < 0 or start < 0:
         raise _NothingShownError("the arguments are before the name")
-    return text[:name], text[name + len(_NAMES[index]) : start], text[start + len(arguments) :]
+    return text[:name], text[name + len(_NAMES[0]) : start], text[start + len(arguments) :]
 
 
 def _reads(notation: Notation, text: str, calls: Sequence[Call]) -> bool:

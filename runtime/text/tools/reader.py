@@ -13,7 +13,7 @@ from string import ascii_letters, digits
 from typing import TypeVar
 from uuid import uuid4
 
-from runtime.text.parts import Part, PartKind, ToolCallDelta
+from runtime.text.parts import Part, PartKind, ToolCallDelta, held_back
 from runtime.text.tools.forms import CALL_ID, CALL_NUMBER
 from runtime.text.tools.json_scanner import JsonScanner
 
@@ -237,7 +237,7 @@ class AnswerReader:
             elif is_last:
                 kept = text
             else:  # it may be the tail, or its beginning
-                kept = kept[: len(kept) - _num_begun(kept, tail)]
+                kept = kept[: len(kept) - held_back(kept, tail)]
             self.at = len(kept)
             self.argue(kept)
             if is_last:
@@ -325,11 +325,6 @@ def accept_all(answer: AnswerReader, wanted: Sequence[str]) -> Reading[bool]:
         elif (yield from answer.accept(piece)) is None:
             return False
     return True
-
-
-def _num_begun(text: str, tail: str) -> int:
-    """The length of the tail's longest prefix that ends the text."""
-    return next((count for count in range(len(tail), 0, -1) if text.endswith(tail[:count])), 0)
 
 
 def long_id() -> str:
