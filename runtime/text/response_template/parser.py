@@ -19,7 +19,7 @@ from runtime.text.response_template.values import cast, transformed
 from runtime.text.tools.reader import MAX_NAME_LENGTH, long_id
 from runtime.text.tools.table import ToolReading
 from tokenizer import Tokenizer
-from tokenizer.patterns.linear_pattern import Match, Search
+from tokenizer.patterns.linear_pattern import Match, Search, StepsError
 
 LONGEST_DELIMITER = 1024
 """Characters of a delimiter: what has begun longer ago is none, so that each character costs bounded time."""
@@ -73,10 +73,14 @@ class AnswerTemplate:
         )  # fmt: skip
 
     def _prefix(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> str:
-        """The prompt's text after the last anchor; "" if there is none, since other text is not the answer's."""
+        """The prompt's text after the last anchor; "" if there is none, or if finding it takes too many steps, since
+        other text is not the answer's."""
         for num_tokens in (_USUAL_PREFIX, len(prompt_token_ids)):
             text = tokenizer.decode(prompt_token_ids[-num_tokens:])
-            start = self._anchor_end(text)
+            try:
+                start = self._anchor_end(text)
+            except StepsError:
+                break
             if start >= 0:
                 return text[start:]
         return ""

@@ -114,6 +114,15 @@ def test_a_pattern_that_reads_far_ahead_again_and_again_is_given_up() -> None:
     assert first == second
 
 
+def test_an_anchor_that_takes_too_many_steps_is_none() -> None:
+    tokenizer = with_special("<|other|>")
+    tokenizer.response_template = {"start_anchor_pattern": "a(?:[^b]*b)?", "fields": {"content": {}}}
+    template = AnswerTemplate.of(tokenizer)
+    assert template is not None
+    ids = tokenizer.encode("a" * 9_000 + "c" * 300, add_special_tokens=False)
+    assert message_of_parts(parts_of(template.parser(tokenizer, ids, None), ["Yes."])) == Message("Yes.")
+
+
 _NESTED = json.loads("[" * 900 + "]" * 900)
 
 
