@@ -65,7 +65,7 @@ def serve(
         typer.Option(help="Seconds after which an engine that gets nowhere is started again; default: 600."),
     ] = None,
 ) -> None:
-    """Serve a model at /v1/chat/completions and /v1/completions."""
+    """Serve a model: the APIs of OpenAI, Anthropic and Ollama, and a chat page."""
     _serve.serve(
         host=host,
         port=port,
