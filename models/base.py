@@ -124,8 +124,8 @@ class Model(ABC):
         return ""
 
     def own_order(self, module: str) -> tuple[NDArray[np.intp] | None, NDArray[np.intp] | None]:
-        """Where the rows, and the columns, of a map of this model lie in the map as it was trained. None means the same
-        order. A GGUF file may have another one."""
+        """The places of the rows, and of the columns, of a map of this model in the map as it was trained. None means
+        the same order. A GGUF file may have another one."""
         return None, None
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
