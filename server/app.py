@@ -81,8 +81,7 @@ class Application(Starlette):
         self.state = AppState()
         self.state.lifecycle = self.lifecycle
         self.state.metrics = Metrics(self.model_names[0], self.http_metrics, self._gauges(log_writer))
-        self._model: tuple[EngineClient, Tokenizer | None, Mapping[str, float | int]] | None = None
-        self._adapters: Adapters | None = None
+        self._model: tuple[EngineClient, Tokenizer | None, Mapping[str, float | int], Adapters] | None = None
         self._is_running = False
 
     def take_up(
@@ -94,7 +93,7 @@ class Application(Starlette):
         unless they are given. Raises `RequestError` for one that cannot be."""
         if adapters is None:
             adapters = Adapters.of(client, self.model_names, self.config)
-        self._model, self._adapters = (client, tokenizer, default_sampling), adapters
+        self._model = client, tokenizer, default_sampling, adapters
         if self._is_running:
             self._begin_service()
 
@@ -107,7 +106,7 @@ class Application(Starlette):
     def _begin_service(self) -> None:
         if self._model is None:
             return
-        client, tokenizer, default_sampling = self._model
+        client, tokenizer, default_sampling, adapters = self._model
         self.state.metrics.attach(client)
         self.state.service = Service(
             client,
@@ -117,7 +116,7 @@ class Application(Starlette):
             self.config,
             self.lifecycle,
             self.state.metrics,
-            self._adapters,
+            adapters,
         )
 
     def _gauges(self, log_writer: LogWriter | None) -> dict[str, tuple[str, Callable[[], float]]]:

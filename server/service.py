@@ -159,13 +159,13 @@ class Service:
         config: ServerConfig,
         lifecycle: Lifecycle,
         metrics: Metrics,
-        adapters: Adapters | None = None,
+        adapters: Adapters,
     ) -> None:
         info = client.info
         self.client = client
         self.tokenizer = tokenizer
         self.model_name, self.model_names = model_names[0], model_names
-        self.adapters = adapters or Adapters(client, model_names, config.lora_root)
+        self.adapters = adapters
         self.answer_format = AnswerFormat.of(
             tokenizer, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser
         )

@@ -204,7 +204,8 @@ def _classified(service: Service, tokenizer: Tokenizer, asked: DecisionRequest, 
         usage = ResponseUsage(total, InputTokensDetails(0, total), 0, OutputTokensDetails(0), total)
         return Decision(answers=found, model=service.model_name, usage=usage)
 
-    prepared = prepare_embeddings(service, EmbeddingRequest(input=[ids for ids, _ in rows]), answers, tenant)
+    given = EmbeddingRequest(model=asked.model, input=[ids for ids, _ in rows])
+    prepared = prepare_embeddings(service, given, answers, tenant)
     prepared.task, prepared.second_from = "classify", [second for _, second in rows]
     return prepared
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,15 @@ import httpx
 import pytest
 
 from runtime.engine.errors import RequestError
-from server.adapters import MOST_NAME_CHARACTERS, parse_modules
+from runtime.engine.messages import AdapterRef
+from runtime.engine.process.client import EngineClient
+from server.adapters import MOST_NAME_CHARACTERS, Adapters, parse_modules
 from server.config import ServerConfig, ServerConfigError
 from server.serve import check_adapters
 from tests.models.adapter_cases import load_adapter_golden, write_adapter
+from tests.models.encoder_cases import write_encoder
 from tests.models.folders import write_model
+from tests.server.real_server import serving_real
 from tests.server.running import serving_process
 
 IDS = [5, 6, 7, 8, 9]
@@ -106,6 +110,22 @@ def test_what_cannot_be_loaded_is_told(client: httpx.Client, name: str, path: st
 
 def test_an_adapter_only_generates(client: httpx.Client) -> None:
     answer = client.post("/v1/embeddings", json={"model": "own", "input": [IDS]})
+    assert answer.status_code == 400
+    assert "only generates text" in answer.json()["error"]["message"]
+
+
+def test_a_classifier_decides_without_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_one(client: EngineClient, own_names: Sequence[str], config: ServerConfig) -> Adapters:
+        made = Adapters(client, own_names, config.lora_root)
+        made._by_name["own"] = AdapterRef(name="own", path="own", digest="00" * 32)
+        return made
+
+    monkeypatch.setattr(Adapters, "of", with_one)
+    asked = {"input": "fox", "questions": [{"type": "predicate", "instructions": "cat"}]}
+    with serving_real(write_encoder(tmp_path, "bert_pairs")) as server:
+        answer = server.http.post("/v1/decisions", json={"model": server.model, **asked})
+        assert answer.status_code == 200, answer.text
+        answer = server.http.post("/v1/decisions", json={"model": "own", **asked})
     assert answer.status_code == 400
     assert "only generates text" in answer.json()["error"]["message"]
 
