@@ -25,7 +25,8 @@ from models.checkpoints.stacked import RowStack, Stack
 from models.configuration.json_fields import Fields, read_json_object
 from models.errors import ConfigError, WeightsError
 from runtime.linear.low_rank import Pair
-from tokenizer.patterns.linear_pattern import LinearPattern, PatternError
+from tokenizer.patterns.linear_pattern import LinearPattern
+from tokenizer.patterns.linear_program import PatternError
 
 Array = np.ndarray[Any, Any]
 _ScaleOf = Callable[[str, int], float]

@@ -29,9 +29,9 @@ MOST_LINES = {
     "runtime/commands": 2_938,
     "runtime/bench": 10_003,
     "runtime": 3_461,
-    "models": 19_329,
+    "models": 19_330,
     "server": 19_891,
-    "tokenizer": 7_564,
+    "tokenizer": 7_581,
     "tools": 16_917,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files

@@ -7,7 +7,8 @@ import random
 import pytest
 import regex
 
-from tokenizer.patterns.linear_pattern import LinearPattern, PatternError
+from tokenizer.patterns.linear_pattern import LinearPattern
+from tokenizer.patterns.linear_program import PatternError
 
 _ATOMS = (
     "a",
