@@ -310,7 +310,7 @@ class EngineConfig(SchedulingConfig):
         int | None,
         Option(
             help="Seed of requests without one, and of dummy weights.",
-            about="the seed from which requests without one get theirs; by default a random one",
+            about="the seed from which requests without one get theirs; by default random",
             heading="Execution",
             least=None,
         ),
@@ -484,7 +484,7 @@ class EngineConfig(SchedulingConfig):
         str,
         Option(
             help="Layers of each stage, by commas; default: so that all read as many bytes.",
-            about='layers of each stage, by commas; "": each stage reads as many bytes',
+            about="layers of each stage, with commas between; by default all stages read as many bytes",
             heading="Execution",
         ),
     ] = ""

@@ -72,7 +72,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     logprobs                None, or alternatives beside each token, 0 … 20; of the raw logits
     prompt_logprobs         the same for the prompt's tokens
     truncate_prompt_tokens  ``LLM`` keeps so many of the prompt's last tokens; -1: as many as leave the answer room
-    detokenize              False: no text is made (stop strings are then refused)
+    detokenize              if False, no text is made (stop strings are then refused)
     skip_special_tokens     special tokens leave no text
     include_stop_str_in_output  the matched stop string (or stop token's text) stays in the text
     logit_bias              token id → number in [-100, 100] added to its logit
@@ -84,8 +84,8 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
                             after those before it
     grammar                 a constraint on the text; it ends ("stop") when nothing can follow
     reasoning_budget        a bound on the tokens of reasoning, after which it is closed
-    samplers                names of samplers in the order in which they act, with llama.cpp's names; others are off
-    temperature_last        llama.cpp's order: the temperature after the filters; else vLLM's
+    samplers                llama.cpp's names of samplers in the order in which they act; others are off
+    temperature_last        whether the temperature acts after the filters, as in llama.cpp, or before, as in vLLM
     dry_sequence_breakers   texts that DRY's repetitions do not reach over; ``LLM`` makes ``dry_breakers`` of them
     dry_breakers            the same as token ids
     structured_outputs      a grammar in vLLM's form; it is kept as ``grammar``

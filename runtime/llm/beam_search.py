@@ -31,7 +31,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Know
     ignore_eos      the model's end-of-sequence ids do not end a beam
     length_penalty  a beam's score is its log probability over its number of new tokens to the power of this; above 0
                     it favours long beams
-    temperature     0: the beams are the most probable ones, nothing is sampled
+    temperature     only 0 is allowed: beam search samples nothing
 
     Raises ``RequestError``.
     """

@@ -211,7 +211,7 @@ class LLM(LoadedModel):
         self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool = True,
         truncate_prompt_tokens: int | None = None, use_tqdm: bool = True,
     ) -> list[ClassificationRequestOutput]:  # fmt: skip
-        """The labels' probabilities of prompts, by a model with a classifier; ``use_activation`` False: its scores.
+        """The labels' probabilities by a model with a classifier, or its scores if ``use_activation`` is False.
         ``truncate_prompt_tokens`` as in ``embed``.
 
         Raises ``RequestError``, ``EngineDeadError``, ``EmbeddingError``.

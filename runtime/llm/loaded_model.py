@@ -77,7 +77,7 @@ class LoadedModel:
     tokenizer  a ``Tokenizer``, a folder or a GGUF file; by default the model's. A model without one serves token ids.
     chat_template  a Jinja template, or a file that holds one, instead of the tokenizer's own
     skip_tokenizer_init  no tokenizer is loaded: token ids in, token ids out
-    compile_ahead     compile all kernels before the model is loaded; False: each on first use
+    compile_ahead     compile all kernels before the model is loaded; if False, each on first use
     kv_cache_memory_bytes  vLLM's name of the setting ``kv_cache_bytes``
     use_tqdm_on_load  show progress on stderr if loading takes over a second
 

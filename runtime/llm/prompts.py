@@ -54,10 +54,10 @@ def texts_of(name: str, given: str | Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter for a request; vLLM's name. Its folder is read when an equal one is first used: give another
-    ``lora_int_id`` to have changed files read again.
+    """An adapter for a request; vLLM's name. The folder is read at the first use of an equal ``LoRARequest``; give
+    another ``lora_int_id`` to have changed files read again.
 
-    lora_name    for messages
+    lora_name    a name, for error messages
     lora_int_id  a number of your own
     lora_path    the adapter's folder, as PEFT writes it
     """
