@@ -14,12 +14,14 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.errors import RequestError
+from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.messages import AdapterRef
 from runtime.engine.scheduling.sequence import ReadAdapter, Request
 from runtime.engine.steps.executor import Executor
@@ -28,6 +30,7 @@ from runtime.linear.low_rank import LowRankMaps
 
 logger = logging.getLogger("xserv.engine")
 
+T = TypeVar("T")
 
 Reader = Callable[[Path], ReadAdapter]
 """Reads a folder, names the modules as the model does; raises an `XservError`."""
@@ -47,6 +50,7 @@ class Adapters:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Future[ReadAdapter]] = OrderedDict()  # by digest, the one used last at the end
         self._pool = ThreadPoolExecutor(1, "xserv-adapter")
+        self._is_closed = False
         self._slots: OrderedDict[int, bytes] = OrderedDict((slot, b"") for slot in range(maps.num_slots))
         self._holders: dict[int, set[Request]] = {slot: set() for slot in self._slots}
         self._waiting: deque[Request] = deque()
@@ -58,8 +62,8 @@ class Adapters:
 
     def load(self, name: str, path: str) -> Future[NDArray[np.float32]]:
         """Reads an adapter in another thread, checks it against the model, and keeps it. The result is its digest's 32
-        bytes, as numbers; or the future raises ``RequestError``."""
-        return self._pool.submit(self._load, name, path)
+        bytes, as numbers; or the future raises ``RequestError``. Both raise ``EngineDeadError`` once it is closed."""
+        return self._submit(partial(self._load, name, path))
 
     def _load(self, name: str, path: str) -> NDArray[np.float32]:
         try:
@@ -77,7 +81,7 @@ class Adapters:
         with self._lock:
             loaded = self._kept.get(ref.digest)
             if loaded is None or (loaded.done() and loaded.exception() is not None):
-                loaded = self._pool.submit(self._reread, ref)
+                loaded = self._submit(partial(self._reread, ref))
             self._keep(ref.digest, loaded)
         return loaded
 
@@ -132,7 +136,20 @@ class Adapters:
         wait(loading, timeout_s, FIRST_COMPLETED)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Read no more; what waits to be read raises ``EngineDeadError``."""
+        self._is_closed = True
+        self._pool.shutdown(wait=False)
+
+    def _submit(self, read: Callable[[], T]) -> Future[T]:
+        def run() -> T:
+            if self._is_closed:
+                raise EngineDeadError("the engine was closed before the adapter was read")
+            return read()
+
+        try:
+            return self._pool.submit(run)
+        except RuntimeError:  # the pool was shut down
+            raise EngineDeadError("the engine is closed or closing") from None
 
     def _slot_of(self, wanted: bytes, adapter: ReadAdapter) -> int | None:
         """The slot with the adapter's content, written if it was in none; None if all others are held."""

@@ -4,21 +4,24 @@ for."""
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
-from runtime.engine.errors import RequestError
+from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.make_engine import engine_of
 from runtime.engine.messages import AdapterRef, EngineOutput, EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from tests.models.adapter_cases import adapter_tensor, load_adapter_golden, write_adapter
 from tests.models.folders import load_golden, write_model
+from tests.waiting import wait_until
 
 CASE = "llama"
 NAMES = ("first", "second", "third")
@@ -174,6 +177,31 @@ def test_requests_wait_for_a_slot_in_the_order_of_arrival(folders: Path) -> None
     assert order.index("0") < order.index("1") < order.index("2")
     assert order.index("3") < order.index("1")  # one without an adapter waits for none
     engine.close()
+
+
+def test_an_adapter_that_a_closed_engine_has_not_read(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = opened(folders)
+    ref = loaded(engine, folders / NAMES[0])
+    assert engine.adapters is not None
+    engine.adapters._kept.clear()
+    may_read, read = threading.Event(), engine.adapters._read
+
+    def late(path: Path) -> Any:
+        assert may_read.wait(30)
+        return read(path)
+
+    monkeypatch.setattr(engine.adapters, "_read", late)
+    under_way, waiting = (engine.load_adapter(name, str(folders / name)) for name in NAMES[:2])
+    wait_until(under_way.running)
+    engine.close()
+    may_read.set()
+    assert bytes(int(each) for each in under_way.result(30)).hex() == ref.digest
+    with pytest.raises(EngineDeadError, match="was closed before the adapter was read"):
+        waiting.result(30)
+    with pytest.raises(EngineDeadError, match="is closed"):
+        engine.load_adapter(NAMES[2], str(folders / NAMES[2]))
+    with pytest.raises(EngineDeadError, match="is closed"):
+        engine.add(asked("0", IDS[:9], msgspec.structs.replace(ref, digest="00" * 32)))
 
 
 class _Compiling:
