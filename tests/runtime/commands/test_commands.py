@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from runtime.commands.answers import with_adapter
 from runtime.commands.generate import read_prompts
 from runtime.commands.info_report import as_text, memory
 from runtime.commands.options import EngineOptions, options_of
@@ -28,6 +29,8 @@ from runtime.engine.errors import RequestError
 from runtime.engine.messages import CacheGroupInfo, EngineInfo
 from runtime.errors import InvalidArgumentError
 from runtime.kv.kinds import FULL, Window
+from runtime.llm import LoRARequest
+from tests.models.adapter_cases import CASES, write_adapter
 from tests.runtime.commands.running import ROOT, invoke, needs_stories, run
 
 
@@ -204,6 +207,16 @@ def test_layers_that_are_alike_are_as_ever() -> None:
     assert report["kv_bytes_per_token"] * report["num_tokens"] == report["kv_cache_bytes"]
     assert report["bytes_per_sequence"] == report["prompt_bytes_per_sequence"] == report["full_bytes_per_sequence"]
     assert "windows" not in as_text({"devices": [], "model": {"max_model_len": 8192}, "memory": report})
+
+
+def test_an_adapter_brings_its_rank_and_its_base(tmp_path: Path) -> None:
+    folder, rank = write_adapter(tmp_path / "own", "llama"), CASES["llama"].fields["r"]
+    for model, taken in ((None, "base"), ("mine", "mine")):
+        for least in (1, 64):
+            arguments, request = with_adapter({"model": model, "max_lora_rank": least}, folder)
+            assert arguments == {"model": taken, "enable_lora": True, "max_lora_rank": max(rank, least)}
+            assert request == LoRARequest("own", 1, str(folder))
+    assert with_adapter({"model": None}, None) == ({"model": None}, None)
 
 
 def shell(command: str, **environment: str) -> tuple[int, bytes, bytes]:
