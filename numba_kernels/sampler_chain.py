@@ -32,9 +32,9 @@ LANES = 512
 XTC_STREAM = 2
 """Fourth counter word of the random number that decides whether XTC acts; the draw's is 0, rejection's is 1."""
 GREEDY_BELOW = 1e-5
-"""A lower temperature keeps the most probable token alone."""
+"""vLLM's: a lower temperature keeps the most probable token alone."""
 MASS_UNIT = 2.0**44
-"""Masses of a weight of 1."""
+"""The mass of a weight of 1."""
 MAX_PENALTY = 1e30
 """Most that is subtracted from a logit, so that it stays finite."""
 

@@ -618,7 +618,7 @@ def attention(
     s becomes ``c tanh(s / c)``. A sequence longer than its block table, or a table entry outside the pages, is an
     error. ``scales`` are those of pages of int8 or fp8, of keys and of values (`qkv_prepare`). ``position_bias``
     (float32 ``[2 R, Hq]``, on the cpu alone) is added to scores: row R + key - query; R is at least the longest
-    sequence and BIAS_MARGIN.
+    sequence plus BIAS_MARGIN.
     """
     op, backend, device = "attention", _backend("attention", "q", q), q.device
     check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))

@@ -27,7 +27,7 @@ class Column:
     is_penalty  unless neutral, its kernels count the ids of prompt and output
     shapes_draws  it does not affect greedy sampling
     is_recommended  a model's ``generation_config.json`` may recommend it
-    reader      who reads it: every sampling "kernel"; only those of sampler "chain"s; the "host", which makes a list
+    reader      "kernel": all sampling kernels read it; "chain": only those of chains; "host": the engine alone
     """
 
     help: str
@@ -116,21 +116,21 @@ class SamplingNumbers:
     xtc_probability: Annotated[
         float,
         Column(
-            help="How often XTC drops all but the last of the probable tokens.", dtype="float32", neutral=0.0, low=0.0,
-            high=1.0, shapes_draws=True, reader="chain",
+            help="How often XTC drops the probable tokens but the least probable of them.", dtype="float32",
+            neutral=0.0, low=0.0, high=1.0, shapes_draws=True, reader="chain",
         ),
     ] = 0.0  # fmt: skip
     xtc_threshold: Annotated[
         float,
         Column(
-            help="Least probability of XTC's probable tokens; above 0.5: none.", dtype="float32", neutral=0.1, low=0.0,
-            high=1.0, reader="chain",
+            help="Probability from which XTC may drop a token; above 0.5: it drops none.", dtype="float32",
+            neutral=0.1, low=0.0, high=1.0, reader="chain",
         ),
     ] = 0.1  # fmt: skip
     dynatemp_range: Annotated[
         float,
         Column(
-            help="Temperature by entropy, up to so far below and above; 0: fixed.", dtype="float32", neutral=0.0,
+            help="How far entropy moves the temperature, down or up; 0: not at all.", dtype="float32", neutral=0.0,
             low=0.0, high=MAX_FACTOR, shapes_draws=True, reader="chain",
         ),
     ] = 0.0  # fmt: skip
@@ -151,7 +151,7 @@ class SamplingNumbers:
     mirostat_tau: Annotated[
         float,
         Column(
-            help="Mirostat's surprise to aim at, in bits.", dtype="float32", neutral=5.0, low=0.0, high=MAX_FACTOR,
+            help="Mirostat's target for the surprise, in bits.", dtype="float32", neutral=5.0, low=0.0, high=MAX_FACTOR,
             reader="chain",
         ),
     ] = 5.0  # fmt: skip

@@ -95,13 +95,12 @@ def embedding_kernel(stored: Any) -> Kernel:
         indices, start, end = rows_of(a, work_item)
         width, whole_words = a.width, a.width // elements
         words = -(-width // elements)
-        out_at = a.out
         for row in range(start, end):
             index = np.int64(indices[row])
             out = float32_at(a.out + row * width * 4, width)
             if a.is_packed == 0 and is_float:
                 at = a.table + index * width * item_bytes
-                add_row(stored, at, width, np.float32(a.multiplier), out_at + row * width * 4, a.is_added)
+                add_row(stored, at, width, np.float32(a.multiplier), a.out + row * width * 4, a.is_added)
                 continue
             if a.is_added == 0:
                 out[:] = 0.0

@@ -80,7 +80,7 @@ def _rising(value):
 
 @njit(nogil=True)
 def _ranks(values, tokens, num, largest, center):
-    """The ranks by logit, or with a ``center`` by the distance of a logit's distance from the largest from it."""
+    """The ranks by logit; with a ``center`` from 0 on by how near a logit's distance from the largest is to it."""
     ranks = np.empty(num, np.uint64)
     for i in range(num):
         if center < np.float32(0.0):
@@ -197,7 +197,7 @@ def _dynamic_temperature(values, weights, num, largest, temperature, spread, exp
 
 @njit(nogil=True)
 def _xtc(values, tokens, weights, num, threshold):
-    """Drop the tokens that are probable enough, but the last of them."""
+    """Drop the tokens from the threshold on, but keep the least probable of them."""
     least = np.float64(threshold) * np.float64(total_mass(weights, num))
     last = -1
     for i in range(num):

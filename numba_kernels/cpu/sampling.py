@@ -31,7 +31,7 @@ FIELDS = Fields(
     "*mus num_rows vocab mask_words"
 )
 BAD_ID = 1
-GREEDY_BELOW = np.float32(1e-5)  # vLLM's: a lower temperature is the argmax
+GREEDY_BELOW = np.float32(chain.GREEDY_BELOW)
 _BLOCK = 256  # tokens whose random words are made together
 _MINUS_INFINITY = np.float32(-np.inf)
 _LOWEST = np.finfo(np.float32).min

@@ -27,7 +27,6 @@ from numba_kernels.cuda.row_blocks import ENTRIES_BYTES, THREADS, exchange
 from numba_kernels.cuda.sampler_chain import largest_of, log_of_mass, masses, shape, surprise
 from numba_kernels.cuda.sampling import (
     BAD_ID,
-    GREEDY_BELOW,
     HAS_BAD_ID,
     HAS_LOGITS,
     IS_SPOILT,
@@ -238,7 +237,7 @@ def _kernel() -> Specialisation:
         elif flags & uint32(IS_SPOILT_BY_LISTS) != uint32(0) or largest == float32(-INFINITY):
             status = int32(NOTHING_TO_DRAW)
 
-        if status == int32(OK) and not temperature < float32(GREEDY_BELOW):
+        if status == int32(OK) and not temperature < float32(chain.GREEDY_BELOW):
             random = load_b64(seeds + of_row * uint64(2)), load_b32(choices + of_row), load_b32(positions + of_row)
             min_p = load_f32(min_ps + of_row)
             filters = temperature, min_p, load_b32(top_ks + of_row), load_f32(top_ps + of_row)

@@ -13,7 +13,6 @@ from numba import cuda, types
 from numba_kernels import sampler_chain as chain
 from numba_kernels.cuda.intrinsics import float64 as wide
 from numba_kernels.cuda.intrinsics import memory
-from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.convert import bits_from_f32, f32_from_bits
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import absolute
@@ -22,6 +21,7 @@ from numba_kernels.cuda.intrinsics.rounded import divide, exp, multiply, subtrac
 from numba_kernels.cuda.intrinsics.sync import sync_block
 from numba_kernels.cuda.intrinsics.warp import maximum_f32
 from numba_kernels.cuda.row_blocks import THREADS, WARPS, exchange
+from numba_kernels.cuda.sampling import store_4
 from numba_kernels.cuda.selection import (
     BINS_BYTES,
     ID_BITS,
@@ -51,7 +51,6 @@ assert THREADS == chain.LANES
 
 _choose = digit_chooser(False)
 _exchanged = exchange(False)
-_store_4 = instruction("st.v4.f32 [$0], {$1,$2,$3,$4};", "", "l ffff")
 
 
 @device_function
@@ -161,7 +160,7 @@ def _share(total, part, is_strict):
 
 @device_function
 def _rank(logit, token, largest, center):
-    """By logit, or with a center by the distance of the logit's distance from the largest from it."""
+    """By logit; with a center from 0 on by how near the logit's distance from the largest is to it."""
     key = rising(logit)
     if center >= float32(0.0):
         key = rising(absolute(subtract(subtract(largest, logit), center))) ^ uint32(_ALL_BITS)
@@ -184,7 +183,7 @@ def _drop_outside(row, largest, center, lowest, highest):
         c = c if lowest <= rank and rank <= highest else float32(-INFINITY)
         rank = _rank(d, uint32(token + uint32(3)), largest, center)
         d = d if lowest <= rank and rank <= highest else float32(-INFINITY)
-        _store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
+        store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
         quad = uint32(quad + uint32(THREADS))
 
 
@@ -199,7 +198,7 @@ def _drop_far(row, largest, most, log_total):
         b = b if _measure(subtract(largest, b), log_total) <= most else float32(-INFINITY)
         c = c if _measure(subtract(largest, c), log_total) <= most else float32(-INFINITY)
         d = d if _measure(subtract(largest, d), log_total) <= most else float32(-INFINITY)
-        _store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
+        store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
         quad = uint32(quad + uint32(THREADS))
 
 
@@ -334,7 +333,7 @@ def _scale(row, temperature):
         a, b, c, d = (
             divide(a, temperature), divide(b, temperature), divide(c, temperature), divide(d, temperature)
         )  # fmt: skip
-        _store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
+        store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
         quad = uint32(quad + uint32(THREADS))
 
 
@@ -348,7 +347,7 @@ def _min_p(row, largest, min_p):
         b = b if exp(subtract(b, largest)) >= min_p else float32(-INFINITY)
         c = c if exp(subtract(c, largest)) >= min_p else float32(-INFINITY)
         d = d if exp(subtract(d, largest)) >= min_p else float32(-INFINITY)
-        _store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
+        store_4(part + uint64(quad) * uint64(16), (a, b, c, d))
         quad = uint32(quad + uint32(THREADS))
 
 

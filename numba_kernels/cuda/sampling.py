@@ -74,13 +74,13 @@ from numba_kernels.cuda.selection import (
     searcher,
 )
 from numba_kernels.cuda.specialisation import Launch, Specialisation
+from numba_kernels.sampler_chain import GREEDY_BELOW
 
 float32, int32, uint32, uint64 = types.float32, types.int32, types.uint32, types.uint64
 
 OK = 0
 NOTHING_TO_DRAW = 1  # NaN or +inf among the row's logits, or -inf alone
 BAD_ID = 2  # an id outside the vocabulary among bias or penalty ids
-GREEDY_BELOW = 1e-5  # vLLM's: a lower temperature is the argmax
 _IN_PROMPT = 1 << 31  # of a count: the token is in the prompt
 HAS_LOGITS, IS_SPOILT, HAS_BAD_ID, IS_SPOILT_BY_LISTS = 1, 2, 4, 8  # what a row's threads find
 _LISTED_AT_ONCE = 4

@@ -66,9 +66,7 @@ def keep_proposals(
     return kept, replacements
 
 
-def _launch(
-    op: str, logits: Tensor, fields: list[int], mask: int, out: tuple[int, int, int], kernel: Kernel
-) -> None:  # fmt: skip
+def _launch(op: str, logits: Tensor, fields: list[int], mask: int, out: tuple[int, int, int], kernel: Kernel) -> None:
     """The arguments but the logits as addresses, 0 for none. ``out``: ids, statuses, mus."""
     rows, vocab = logits.shape
 

@@ -221,11 +221,6 @@ class _RowsByExpert:
         width, weights = y.shape[1], self.chosen.weights
         launch = _plan_combine(self.tokens, width, self.dtype.ptx, alignment=alignment(y.address, *places[:4]))
         self.gpu.launch(
-            launch,
-            y.address,
-            0 if weights is None else weights.address,
-            self.rows_of.address,
-            *places,
-            self.top_k,
+            launch, y.address, 0 if weights is None else weights.address, self.rows_of.address, *places, self.top_k,
             width,
-        )
+        )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from numba_kernels.cpu import peaks
 from numba_kernels.cpu.target import TILES, available_tiles
+from runtime.backends.cpu_threads import num_workers, set_num_workers
 from runtime.bench.environment import finished
 from runtime.bench.metrics import interleaved, markdown_table
 from runtime.bench.peers.cpu_limits import LOOP_S, READ_BUFFER_BYTES, unit_loops
@@ -35,6 +36,22 @@ def thread_seconds(work: Callable[[], object]) -> float:
     start = time.thread_time()
     work()
     return time.thread_time() - start
+
+
+def one_thread_report(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The report {"tiles", "rows", "environment"}; the rows are measured while kernels run on one thread."""
+    before = num_workers()
+    set_num_workers(1)
+    try:
+        found = list(rows)
+    finally:
+        set_num_workers(before)
+    return finished({"tiles": TILES, "threads": 1, "time": "processor time of the thread", "rows": found})
+
+
+def medians(works: Mapping[str, Callable[[], float]], num_runs: int) -> dict[str, float]:
+    """The median of each work's results; all take turns, after one warm-up."""
+    return {name: median(each) for name, each in interleaved(works, num_runs, warm_ups=1).items()}
 
 
 def unit_rates(read_buffer_bytes: int = READ_BUFFER_BYTES) -> dict[str, Callable[[], float]]:

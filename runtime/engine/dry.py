@@ -24,9 +24,10 @@ _LOG_LARGEST = np.float32(88.7228391)  # ln of the largest float32
 
 
 class DryBreakers(msgspec.Struct, frozen=True, kw_only=True):
-    """
+    """Sequence breakers as token ids.
+
     token_ids  tokens that hold a breaker: never penalised, and a repetition begins after them
-    sequences  longer breakers, each its first token, whose text ends as the breaker begins, and the others
+    sequences  breakers of several tokens; the text of the first may begin before the breaker
 
     Raises ``RequestError``.
     """
@@ -62,7 +63,7 @@ class Dry:
         self._most = int(_LOG_LARGEST / np.log(self._base)) if self._base > np.float32(1.000001) else 0
 
     def most_ids(self, num_outputs: int) -> int:
-        """A bound of the ids that are penalised after so many output tokens."""
+        """An upper bound of the ids that are penalised after so many output tokens."""
         known = len(self._prompt) + num_outputs
         return known if self._last_n < 0 else min(known, self._last_n)
 
@@ -75,10 +76,9 @@ class Dry:
         limit = self._limit(latest)
         if limit < self._allowed:
             return _NOTHING
-        # Lengths from `most` on have one penalty.
-        most = limit if self._most == 0 or self._base == np.float32(1.0) else min(limit, self._allowed + self._most)
-        if self._base == np.float32(1.0):
-            most = min(limit, self._allowed)
+        most = limit
+        if self._most or self._base == np.float32(1.0):  # longer repetitions have the same penalty
+            most = min(limit, self._allowed + self._most)
         lengths: dict[int, int] = {}
         places = np.arange(1, len(latest))  # an earlier end of the text, and the token before it comes next
         length = 0
@@ -100,9 +100,8 @@ class Dry:
 
     def _limit(self, latest: NDArray[np.int32]) -> int:
         """The length of the text after the latest breaker."""
-        limit = len(latest)
         singles = np.isin(latest, self._singles).nonzero()[0]
-        first_single = int(singles[0]) if len(singles) else limit
+        first_single = int(singles[0]) if len(singles) else len(latest)
         for place in np.isin(latest, self._heads).nonzero()[0].tolist():
             if place > first_single:
                 break
@@ -110,7 +109,7 @@ class Dry:
                           default=-1)  # fmt: skip
             if longest >= 0:
                 return place - longest
-        return first_single if len(singles) else limit
+        return first_single
 
 
 _NOTHING = np.empty(0, np.int32), np.empty(0, np.float32)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from numba_kernels.sampler_chain import IS_MIROSTAT, STAGES, USUAL_STAGES
+from numba_kernels.sampler_chain import GREEDY_BELOW, IS_MIROSTAT, STAGES, USUAL_STAGES
 from runtime.engine.checks import is_integer, is_number
 from runtime.engine.dry import NO_BREAKERS, DryBreakers
 from runtime.engine.errors import RequestError
@@ -36,8 +36,6 @@ MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
 """Bounds of ``bad_words_token_ids``: how many sequences, and how many ids each."""
-GREEDY_TEMPERATURE = 1e-5
-"""Below this temperature sampling is greedy, as in vLLM."""
 
 
 class RequestOutputKind(Enum):
@@ -181,7 +179,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_TEMPERATURE
+        return self.temperature < GREEDY_BELOW
 
     @property
     def stop_strings(self) -> list[str]:
@@ -203,9 +201,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def stages(self) -> tuple[int, ...]:
         """The chain of samplers (`numba_kernels.sampler_chain`); empty for vLLM's usual ones."""
-        ordered = self.samplers
-        if self.temperature_last:
-            ordered = list(STAGES)
+        ordered = list(STAGES) if self.temperature_last else self.samplers
         has_mirostat = self.mirostat != 0
         is_usual = ordered is None and not (
             has_mirostat or self.has_dry or self.top_n_sigma > 0 or self.typical_p < 1 or self.dynatemp_range > 0
@@ -218,7 +214,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Those of ``runtime.sampling_table`` that act: penalties do nothing if ``samplers`` does not name them."""
+        """The numbers of ``runtime.sampling_table``; penalties are neutral if ``samplers`` does not name them."""
         numbers: dict[str, float] = {name: getattr(self, name) for name in COLUMNS}
         return numbers if _names(self.samplers, "penalties") else numbers | PENALTIES
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
-from statistics import median
+from itertools import product, starmap
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,10 @@ import numpy as np
 from numba_kernels.cpu.layout import ROUNDS_TO_BF16
 from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.cpu.running.recording import Recording, record
-from numba_kernels.cpu.target import TILES
 from runtime import ops
-from runtime.backends.cpu_threads import num_workers, set_num_workers
 from runtime.batch import Batch
-from runtime.bench.cpu_rates import thread_seconds, unit_rates
-from runtime.bench.environment import finished
-from runtime.bench.metrics import BenchmarkError, interleaved
+from runtime.bench.cpu_rates import medians, one_thread_report, thread_seconds, unit_rates
+from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.cpu_limits import READ_BUFFER_BYTES
 from runtime.dtype import DType, NDArray, float32
 from runtime.kv.cache import KVCache, KVCacheSpec
@@ -123,32 +119,27 @@ def bench_latent(
 ) -> dict[str, Any]:  # fmt: skip
     """The report: {"tiles", "rows", "environment"}. A row has the step's seconds, the rates of its turns (medians), and
     the share of the limit that follows from them."""
-    before, rates, rows = num_workers(), unit_rates(read_buffer_bytes), []
-    set_num_workers(1)
-    try:
-        for dtype, count, (seqs, length) in product(dtypes, heads, shapes):
-            case = Case(dtype, count, seqs, length)
-            report_progress(case.title)
-            error = case.verify()
-            replay = case.recording().replay
-            works: dict[str, Callable[[], float]] = {
-                "seconds": partial(thread_seconds, replay), "read": rates["read"],
-                "operations": rates[case.unit],
-            }  # fmt: skip
-            found = {name: median(each) for name, each in interleaved(works, num_runs, warm_ups=1).items()}
-            seconds = found.pop("seconds") / _LAYERS
-            least = max(case.read_bytes / found["read"], case.operations / found["operations"])
-            rows.append(
-                {
-                    "dtype": case.dtype, "heads": case.heads, "sequences": case.seqs, "tokens": case.length,
-                    "error": error, "seconds": seconds, "bytes_per_s": case.read_bytes / seconds,
-                    "operations_per_s": case.operations / seconds, "read_limit": found["read"],
-                    "unit": case.unit, "operations_limit": found["operations"], "share": least / seconds,
-                }
-            )  # fmt: skip
-    finally:
-        set_num_workers(before)
-    return finished({"tiles": TILES, "threads": 1, "time": "processor time of the thread", "rows": rows})
+    rates = unit_rates(read_buffer_bytes)
+
+    def measured(dtype: str, count: int, shape: tuple[int, int]) -> dict[str, Any]:
+        case = Case(dtype, count, *shape)
+        report_progress(case.title)
+        error = case.verify()
+        works: dict[str, Callable[[], float]] = {
+            "seconds": partial(thread_seconds, case.recording().replay), "read": rates["read"],
+            "operations": rates[case.unit],
+        }  # fmt: skip
+        found = medians(works, num_runs)
+        seconds = found["seconds"] / _LAYERS
+        least = max(case.read_bytes / found["read"], case.operations / found["operations"])
+        return {
+            "dtype": case.dtype, "heads": case.heads, "sequences": case.seqs, "tokens": case.length, "error": error,
+            "seconds": seconds, "bytes_per_s": case.read_bytes / seconds,
+            "operations_per_s": case.operations / seconds, "read_limit": found["read"], "unit": case.unit,
+            "operations_limit": found["operations"], "share": least / seconds,
+        }  # fmt: skip
+
+    return one_thread_report(starmap(measured, product(dtypes, heads, shapes)))
 
 
 def as_lines(report: dict[str, Any]) -> list[str]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
-from statistics import median
+from itertools import product, starmap
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,10 @@ import numpy as np
 from numba_kernels.cpu.recurrent.scan import scan_kernel
 from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.cpu.running.recording import Recording, hold, record
-from numba_kernels.cpu.target import TILES
 from runtime import ops
-from runtime.backends.cpu_threads import num_workers, set_num_workers
 from runtime.batch import Batch
-from runtime.bench.cpu_rates import thread_seconds, unit_rates
-from runtime.bench.environment import finished
-from runtime.bench.metrics import BenchmarkError, interleaved
+from runtime.bench.cpu_rates import medians, one_thread_report, thread_seconds, unit_rates
+from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.cpu_limits import READ_BUFFER_BYTES
 from runtime.dtype import NDArray
 from runtime.linear.recurrent import DeltaRule
@@ -138,30 +134,25 @@ def bench_states(
 ) -> dict[str, Any]:  # fmt: skip
     """The report: {"tiles", "rows", "environment"}. A row has a layer's seconds and its scan's (medians of turns), and
     the share of the read rate that follows."""
-    before, reading, rows = num_workers(), unit_rates(read_buffer_bytes)["read"], []
-    set_num_workers(1)
-    try:
-        for each, seqs in product(heads, sequences):
-            case = Case(each, seqs, state_bytes)
-            report_progress(case.title)
-            error = case.verify()
-            works: dict[str, Callable[[], float]] = {
-                "layer": partial(thread_seconds, case.recording(is_scan=False).replay),
-                "scan": partial(thread_seconds, case.recording(is_scan=True).replay), "read": reading,
-            }  # fmt: skip
-            found = {name: median(times) for name, times in interleaved(works, num_runs, warm_ups=1).items()}
-            scan = found["scan"] / case.layers
-            rows.append(
-                {
-                    "key_heads": each[0], "value_heads": each[1], "sequences": seqs, "error": error,
-                    "bytes": case.bytes, "layer_seconds": found["layer"] / case.layers, "scan_seconds": scan,
-                    "bytes_per_s": case.bytes / scan, "read_limit": found["read"],
-                    "share": case.bytes / scan / found["read"],
-                }
-            )  # fmt: skip
-    finally:
-        set_num_workers(before)
-    return finished({"tiles": TILES, "threads": 1, "time": "processor time of the thread", "rows": rows})
+    reading = unit_rates(read_buffer_bytes)["read"]
+
+    def measured(each: tuple[int, int], seqs: int) -> dict[str, Any]:
+        case = Case(each, seqs, state_bytes)
+        report_progress(case.title)
+        error = case.verify()
+        works: dict[str, Callable[[], float]] = {
+            "layer": partial(thread_seconds, case.recording(is_scan=False).replay),
+            "scan": partial(thread_seconds, case.recording(is_scan=True).replay), "read": reading,
+        }  # fmt: skip
+        found = medians(works, num_runs)
+        scan = found["scan"] / case.layers
+        return {
+            "key_heads": each[0], "value_heads": each[1], "sequences": seqs, "error": error, "bytes": case.bytes,
+            "layer_seconds": found["layer"] / case.layers, "scan_seconds": scan, "bytes_per_s": case.bytes / scan,
+            "read_limit": found["read"], "share": case.bytes / scan / found["read"],
+        }  # fmt: skip
+
+    return one_thread_report(starmap(measured, product(heads, sequences)))
 
 
 def as_lines(report: dict[str, Any]) -> list[str]:

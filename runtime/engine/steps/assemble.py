@@ -142,8 +142,9 @@ class Assembler:
             num_blocks[row] = 0
         known = request.prompt_logprobs if sequence.needs_prompt_logprobs else None
         self._first_unknown[row] = sequence.num_prompt_tokens if known is None else len(known) - 1
+        numbers, has_dry = params.numbers, params.has_dry
         bias, ends = params.logit_bias or {}, {*request.eos_token_ids, *(params.stop_token_ids or ())}
-        reads_outputs = bool(params.bad_words_token_ids) or params.reasoning_budget is not None or params.has_dry
+        reads_outputs = bool(params.bad_words_token_ids) or params.reasoning_budget is not None or has_dry
         has_outputs = params.has_penalties or reads_outputs
         return RowLoad(
             row=row,
@@ -152,11 +153,11 @@ class Assembler:
             num_prompt_tokens=sequence.num_prompt_tokens,
             last_token_id=sequence.last_token_id,
             rotary_offset=sequence.rotary_offset,
-            numbers=params.numbers,
+            numbers=numbers,
             logprobs=params.logprobs,
             logprob_ids=params.logprob_token_ids or [],
             # A repetition penalty counts an id once, however often the prompt has it.
-            prompt_ids=np.unique(request.prompt_ids) if params.numbers["repetition_penalty"] != 1.0 else None,
+            prompt_ids=np.unique(request.prompt_ids) if numbers["repetition_penalty"] != 1.0 else None,
             output_ids=sequence.output_ids.copy() if has_outputs else None,
             bias_ids=list(bias),
             bias_values=list(bias.values()),
@@ -167,7 +168,7 @@ class Assembler:
             reasoning_budget=params.reasoning_budget,
             stages=params.stages,
             mirostat_mu=2.0 * params.mirostat_tau if sequence.mirostat_mu is None else sequence.mirostat_mu,
-            dry_prompt_ids=request.prompt_ids if params.has_dry else None,
+            dry_prompt_ids=request.prompt_ids if has_dry else None,
             dry_breakers=params.dry_breakers or NO_BREAKERS,
             has_masks=sequence.matcher is not None,
             row_numbers={name: of(sequence) for name, of in _OF_SEQUENCES.items()},

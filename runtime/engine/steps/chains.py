@@ -14,7 +14,7 @@ NO_WORDS: NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class Chains:
-    """By row. ``waits``: whether a sample depends on the output before it."""
+    """The chains of a batch's rows. ``waits [max_num_seqs]``: whether a row's sample depends on the one before it."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.waits = np.zeros(max_num_seqs, np.bool_)
@@ -46,12 +46,12 @@ class Chains:
         self.waits[row] = False
 
     def has_mirostat(self, row: int) -> bool:
-        """Whether a sample depends on the distributions before it."""
+        """Whether the row has mirostat: each sample depends on the distributions before it."""
         words = self._words.get(row)
         return words is not None and bool(words[MIROSTAT])
 
     def words(self, row: int, output_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The words of the sample after these outputs; none without a chain."""
+        """The words for the sample after these outputs; empty without a chain."""
         words, dry = self._words.get(row, NO_WORDS), self._dry.get(row)
         if dry is None:
             return words
@@ -59,15 +59,14 @@ class Chains:
         return np.concatenate((words, ids, values.view(np.int32)))
 
     def most_words(self, row: int, num_outputs: int) -> int:
-        """A bound of their number."""
+        """An upper bound of the number of `words` after so many outputs."""
         dry = self._dry.get(row)
         return len(self._words.get(row, NO_WORDS)) + (0 if dry is None else 2 * dry.most_ids(num_outputs))
 
     def note(self, rows: NDArray[np.int64], mus: NDArray[np.float32]) -> None:
-        """Record mirostat's mu after sampled tokens; of a row's several the last."""
+        """Record mirostat's mu after sampled tokens, in their order."""
         for row, mu in zip(rows.tolist(), mus.tolist()):
-            words = self._words.get(row)
-            if words is not None:
-                words = words.copy()  # a step's list may be the array itself
+            if self.has_mirostat(row):
+                words = self._words[row].copy()  # a step's list may be the array itself
                 words.view(np.float32)[MU] = mu
                 self._words[row] = words

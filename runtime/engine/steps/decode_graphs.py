@@ -46,7 +46,7 @@ from runtime.sampling_arrays import SampledTokens, SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 MOST_LISTED = TAIL_WORDS // 2
-"""Tokens that the penalties of one step may count, with its chains' words; with more it runs eagerly."""
+"""Tokens of penalties and words of chains that one step may have together; with more it runs eagerly."""
 
 _CANNOT = "the model's operations cannot be recorded, each is done at once from now on"
 

@@ -48,7 +48,7 @@ class Embedding:
                   is run for it
     task          "embed" or "classify"
     second_from   the first token of the second of two texts; None for one
-    num_unpooled  first tokens that are not pooled
+    num_unpooled  how many of the first tokens are not pooled
     pooling       a pooling, or several ("cls+mean")
     num_computed  tokens whose keys and values are in the pages
     totals        what each pooling has of their hidden states, ``[hidden_size]`` float64
@@ -164,7 +164,7 @@ class Embedder:
         ids = prompt_of("token_ids", token_ids, self._vocab_size, self._limits.max_model_len, has_answer=False)
         if num_unpooled >= len(ids):
             raise RequestError(
-                f"the model does not pool its prompt's {num_unpooled} tokens, and there are only {len(ids)}",
+                f"token_ids must be more than the prompt's {num_unpooled}, which are not pooled, got {len(ids)}",
                 param="token_ids",
             )
         return Embedding(

@@ -107,8 +107,8 @@ class EncoderPasses:
         self, lengths: tuple[int, ...], token_ids: Sequence[NDArray[np.int32]],
         types: Sequence[NDArray[np.int32] | None],
     ) -> Tensor | None:  # fmt: skip
-        """`run` of texts as long as those that the recording of their shape was last run for, which needs no layout;
-        None if there is none."""
+        """`run` without a layout, if the recording of this shape was last run for texts of the same lengths; else
+        None."""
         found = self._recordings.take(self._shape(lengths))
         if found is None or found.lengths != lengths:
             return None

@@ -89,15 +89,9 @@ class ForwardRecordings:
         tokens = max(tokens, limits.max_model_len if self._is_cpu else _WIDTHS[-1] * seqs)
         samples = SamplingShape(tokens, MOST_LISTED, True, True)
         self._most = Shape(
-            tokens,
-            seqs if self._is_cpu else 2 * seqs,
-            tokens,
-            tokens,
-            limits.max_model_len,
-            samples,
-            True,
+            tokens, seqs if self._is_cpu else 2 * seqs, tokens, tokens, limits.max_model_len, samples, True,
             has_adapters=True,
-        )
+        )  # fmt: skip
         self._memory: StepMemory | None = None  # with the first recording
         self.recordings: Recordings[Shape, _Recorded] = Recordings(recorder.most_kept)
         self._seen: dict[Shape, Stopwatch | None] = {}  # None if it kept the GPU busy

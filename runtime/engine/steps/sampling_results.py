@@ -16,7 +16,7 @@ from runtime.engine.steps.decode_graphs import DecodeRun
 from runtime.engine.steps.executor import DrawMasks, Model
 from runtime.engine.steps.inputs import read_sampled
 from runtime.engine.steps.layout import largest
-from runtime.engine.steps.persistent_batch import LaidOut, PersistentBatch, Samples
+from runtime.engine.steps.persistent_batch import LaidOut, PersistentBatch
 from runtime.engine.steps.pooling_pass import slices
 from runtime.engine.steps.recorder import Computed
 from runtime.engine.steps.sampler import logprobs_of, token_logprobs
@@ -62,13 +62,12 @@ class SamplingResults:
         token_ids, is_valid, mus = tokens
         if samples.proposals is not None and samples.counts is not None:
             token_ids, is_valid = token_ids.copy(), is_valid.copy()
-            waiting = self._with_mirostat(samples.rows, samples.counts) if mus is not None else []
+            waiting = {} if mus is None else self._with_mirostat(samples.rows, samples.counts)
             if waiting:
-                firsts = [first for _, first in waiting]
-                follow_mirostat(logits, arrays, firsts, samples, SampledTokens(token_ids, is_valid, mus))
+                tokens = SampledTokens(token_ids, is_valid, mus)
+                follow_mirostat(logits, arrays, list(waiting.values()), samples.proposals, tokens)
             if proposed is not None:  # those of mirostat are accepted if they equal the sample
-                of_mirostat = {i for i, _ in waiting}
-                proposed = [None if i in of_mirostat else each for i, each in enumerate(proposed)]
+                proposed = [None if i in waiting else each for i, each in enumerate(proposed)]
                 if any(each is not None for each in proposed):
                     reject(logits, arrays, samples.counts, samples.proposals, proposed, token_ids, is_valid)
         if failed or broken:
@@ -95,9 +94,7 @@ class SamplingResults:
             self._rows.note_outputs(rows, positions, token_ids, samples.version)
         return sampled
 
-    def of_graph(
-        self, step: StepInput, run: DecodeRun, tokens: SampledTokens, version: int
-    ) -> Sampled:  # fmt: skip
+    def of_graph(self, step: StepInput, run: DecodeRun, tokens: SampledTokens, version: int) -> Sampled:
         """The samples of a decode graph. ``version``: the rows', when the step began."""
         rows, (token_ids, is_valid, mus) = self._rows, tokens
         rows.note(step.rows, token_ids)
@@ -114,15 +111,15 @@ class SamplingResults:
             mus=None if mus is None else mus.tolist(),
         )  # fmt: skip
 
-    def _with_mirostat(self, rows: NDArray[np.int64], counts: list[int]) -> list[tuple[int, int]]:
-        """The chunks with drafts whose samples depend on those before them, and the first sample of each."""
-        firsts = (np.cumsum(counts) - counts).tolist()
-        chains = self._rows.sampling.chains
-        return [
-            (i, first)
-            for i, (first, count) in enumerate(zip(firsts, counts))
-            if count > 1 and chains.has_mirostat(int(rows[first]))
-        ]
+    def _with_mirostat(self, rows: NDArray[np.int64], counts: list[int]) -> dict[int, tuple[int, int]]:
+        """The chunks with drafts whose samples depend on those before them, with the first and the end of each's
+        samples."""
+        ends, chains = np.cumsum(counts).tolist(), self._rows.sampling.chains
+        return {
+            i: (end - count, end)
+            for i, (end, count) in enumerate(zip(ends, counts))
+            if count > 1 and chains.has_mirostat(int(rows[end - count]))
+        }
 
     def _logprobs(
         self,
@@ -190,21 +187,19 @@ def _accepted(sampled: Sampled, proposals: list[int]) -> tuple[Sampled, list[int
 
 
 def follow_mirostat(
-    logits: Tensor, arrays: SamplingArrays, firsts: list[int], samples: Samples, tokens: SampledTokens
-) -> None:
-    """Sample again after each draft token that was sampled, with mirostat's mu after it, for the chunks with these
-    first samples; write to ``tokens``."""
+    logits: Tensor, arrays: SamplingArrays, reached: list[tuple[int, int]], proposals: NDArray[np.int32],
+    tokens: SampledTokens,
+) -> None:  # fmt: skip
+    """Sample again after each draft token that was sampled, with mirostat's mu after it, and write to ``tokens``.
+
+    reached  of each chunk with mirostat, the first and the end of its samples
+    """
     token_ids, is_valid, mus = tokens
-    assert samples.proposals is not None, "with drafts"
-    assert samples.counts is not None, "with drafts"
     assert mus is not None, "with chains"
-    end_of = dict(zip((np.cumsum(samples.counts) - samples.counts).tolist(), np.cumsum(samples.counts).tolist()))
-    reached, numbers = [(first, end_of[first]) for first in firsts], arrays.chain_words.view(np.float32)
+    numbers = arrays.chain_words.view(np.float32)
     while True:
         reached = [
-            (at + 1, end)
-            for at, end in reached
-            if at + 1 < end and is_valid[at] and token_ids[at] == samples.proposals[at]
+            (at + 1, end) for at, end in reached if at + 1 < end and is_valid[at] and token_ids[at] == proposals[at]
         ]
         if not reached:
             return
