@@ -15,6 +15,7 @@ from runtime.engine.speculation.drafter import Ids
 from runtime.engine.speculation.evidence import DRAFTED_S, WIDTHS, Ended, StepTimes
 from runtime.engine.speculation.ngram import NgramDrafter
 from runtime.engine.speculation.speculator import Speculator
+from runtime.engine.steps import sampling_results
 from tests.runtime.engine.fakes import VOCAB_SIZE, make_engine, request, run_to_end, said_by_engine
 from tests.runtime.engine.speculation.test_ngram import grow, sequence
 from tests.waiting import TIMEOUT_S
@@ -232,3 +233,26 @@ def test_counters() -> None:
     assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens <= 4 * stats.num_drafts
     assert stats.num_accepted_tokens == sum(stats.accepted_by_position)
     assert list(stats.accepted_by_position) == sorted(stats.accepted_by_position, reverse=True)
+
+
+def test_mirostat_with_drafts_draws_what_it_draws_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sample of a step depends on the one before it; wrong drafts follow right ones."""
+    follow, num_followed = sampling_results.follow_mirostat, 0
+
+    def counted(*arguments: Any) -> None:
+        nonlocal num_followed
+        num_followed += 1
+        follow(*arguments)
+
+    monkeypatch.setattr(sampling_results, "follow_mirostat", counted)
+    plain, engine = make_engine(), make_engine()
+    engine.use(Speculator(NgramDrafter(), 4, VOCAB_SIZE, fixed=True))
+    answers = []
+    for each in (plain, engine):
+        for seed in range(4):
+            own = {"mirostat": 2, "mirostat_tau": 0.8, "mirostat_eta": 0.7, "temperature": 1.0, "seed": seed}
+            each.add(request(f"r{seed}", [1, 2, 3] * 8, max_tokens=60, logit_bias={1: 9.0, 2: 9.0}, **own))
+        answers.append({name: got.token_ids() for name, got in run_to_end(each).items()})
+    assert answers[0] == answers[1]
+    assert num_followed > 0
+    assert 0 < engine.stats().num_accepted_tokens < engine.stats().num_draft_tokens
