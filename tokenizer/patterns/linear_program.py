@@ -1,7 +1,7 @@
-"""Programs of `linear_pattern`: a regular expression's text read into instructions.
+"""Programs of `linear_pattern`: the text of a regular expression, read into instructions.
 
-What its matcher cannot express (lookaround, backreferences, atomic groups), and what no published pattern needs (inline
-flags, properties), is refused by name.
+It refuses by name what its matcher cannot express (lookaround, backreferences, atomic groups) and what no published
+pattern needs (inline flags, properties).
 """
 
 from __future__ import annotations
