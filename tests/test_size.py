@@ -24,7 +24,7 @@ MOST_LINES = {
     "runtime/engine": 22_308,
     "runtime/text": 7_327,
     "runtime/llm": 1_789,
-    "runtime/parallel": 1_112,
+    "runtime/parallel": 1_252,
     "runtime/images": 937,
     "runtime/commands": 2_938,
     "runtime/bench": 10_002,

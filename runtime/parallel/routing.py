@@ -11,6 +11,9 @@ of the prefix, the request goes to that other engine, which then has the prefix,
 at most twice the cost of the optimum. A copy costs computing the prefix again, and the room that it takes
 from others as long as it is used.)
 
+With roles (``roles``) the engine of a prompt has the least of their costs instead, and `hand_over` names the one that
+goes on after the first token.
+
 The module is free of clocks, threads and processes, so that the simulator can run it. Its caller holds a lock.
 """
 
@@ -28,6 +31,7 @@ from runtime.engine.messages import RoutingStats
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.sequence import Request
 from runtime.parallel.prefix_index import MOST_DIGESTS, PrefixIndex, PromptDigests, found_tokens
+from runtime.parallel.roles import EngineLoad, Roles
 
 FIRST_OUTPUT_TOKENS = 128.0
 """The assumed length of an answer before one has ended."""
@@ -48,21 +52,25 @@ class Route:
     """A routed request, and its part of its engine's load.
 
     engine            its number
+    num_prompt_tokens of the request
     num_cached        tokens of its prompt that the engine was expected to have
     num_prompt        the remaining ones, until its first token is there
     num_answer        the load of an open choice
     num_choices, num_open  of the request, and those that have not ended
     num_tokens        computed for it in all, as far as is known
+    num_decodes       its choices that count as decodes of its engine: none before its first token
     expected          digests of its prompt's pages that the engine will have once it has computed them
     """
 
     engine: int
+    num_prompt_tokens: int
     num_cached: int
     num_prompt: int
     num_answer: int
     num_choices: int
     num_open: int
     num_tokens: int
+    num_decodes: int = 0
     expected: list[int] = field(default_factory=list)
     num_output_tokens: int = 0
 
@@ -71,9 +79,15 @@ class Router:
     """The engines' loads and prefixes, and the choice among them. Not thread-safe."""
 
     def __init__(
-        self, policy: RoutingPolicy, num_engines: int, digests: PromptDigests, most_digests: int = MOST_DIGESTS
+        self,
+        policy: RoutingPolicy,
+        num_engines: int,
+        digests: PromptDigests,
+        most_digests: int = MOST_DIGESTS,
+        roles: Roles | None = None,
     ) -> None:
         self.policy = policy
+        self.roles = roles
         self.digests = digests
         self.index = PrefixIndex(most_digests)
         self.expected = PrefixIndex(most_digests)
@@ -82,11 +96,14 @@ class Router:
         self.num_found_tokens = 0
         self.num_moved = 0
         """Requests sent elsewhere than to the engine with their prefix, which was overloaded."""
+        self.num_handed_over = 0
         self.mean_output_tokens = FIRST_OUTPUT_TOKENS
         self.mean_request_tokens = FIRST_OUTPUT_TOKENS
         self._num_prompt = np.zeros(num_engines, np.int64)
         self._num_answer = np.zeros(num_engines, np.int64)
         self._num_open = np.zeros(num_engines, np.int64)  # choices
+        self._num_decodes = np.zeros(num_engines, np.int64)  # those with a first token
+        self._num_context = np.zeros(num_engines, np.int64)  # tokens of their prompts
         self._account = np.zeros(num_engines, np.float64)  # the cost of prefixes
         self._turn = 0
 
@@ -106,6 +123,11 @@ class Router:
         loads: list[int] = (self._num_prompt + self._num_answer).tolist()
         return loads
 
+    def engine_loads(self, is_ready: Sequence[bool]) -> list[EngineLoad]:
+        """The loads for roles."""
+        columns = (self._num_prompt.tolist(), self._num_decodes.tolist(), self._num_context.tolist(), is_ready)
+        return [EngineLoad(*each) for each in zip(*columns, strict=True)]
+
     def digests_of(self, request: Request) -> list[list[int]]:
         """The digests for ``choose``; empty if the policy uses none. Thread-safe."""
         return self.digests.of(request) if self.policy == "prefix-aware" else []
@@ -115,21 +137,27 @@ class Router:
         ready = np.flatnonzero(is_ready)
         ready = np.roll(ready, -int(np.searchsorted(ready, self._turn)))  # the next in turn comes first
         cached = np.zeros(len(is_ready), np.int64)
-        if self.policy == "round-robin":
+        if self.policy == "round-robin" and self.roles is None:
             engine = int(ready[0])
         else:
             loads = self._num_prompt + self._num_answer
             if self.policy == "prefix-aware":
                 how = self.digests
                 cached = found_tokens(digests, how.kinds, how.block_size, (self.index, self.expected), len(is_ready))
-            engine = int(ready[np.argmin(loads[ready] - MISS_WEIGHT * cached[ready])])
-            engine = self._moved(engine, ready, cached)
+            if self.roles is not None:
+                costs = self.roles.prompt_costs(self.engine_loads(is_ready), request.num_prompt_tokens - cached)
+                engine = int(ready[np.argmin(costs[ready])])
+            else:
+                engine = int(ready[np.argmin(loads[ready] - MISS_WEIGHT * cached[ready])])
+                engine = self._moved(engine, ready, cached)
         self._turn = (engine + 1) % len(is_ready)
         num_choices = request.params.n
         num_answer = round(min(self.mean_output_tokens, request.max_tokens))
         num_cached = int(cached[engine])
         num_new = request.num_prompt_tokens - num_cached
-        route = Route(engine, num_cached, num_new, num_answer, num_choices, num_choices, num_new)
+        route = Route(
+            engine, request.num_prompt_tokens, num_cached, num_new, num_answer, num_choices, num_choices, num_new
+        )
         if digests:
             first = num_cached // self.digests.block_size
             route.expected = list(chain.from_iterable(each[first:] for each in digests))
@@ -161,10 +189,41 @@ class Router:
         """Record so many new tokens of a request; with the first its prompt is computed."""
         route.num_output_tokens += num_tokens
         self._leave_prompt(route)
+        if not route.num_decodes:
+            self._count_decodes(route, route.num_open)
+
+    def hand_over(self, route: Route, is_ready: Sequence[bool]) -> int:
+        """The engine that goes on with a request whose first token is drawn, by the roles; its load moves there."""
+        assert self.roles is not None, "the engines have no roles"
+        assert route.num_decodes, "the request has no first token yet"
+        engine = self.roles.decode_engine(self.engine_loads(is_ready), route.engine)
+        if engine != route.engine:
+            self.num_handed_over += 1
+            self.move(route, engine)
+        return engine
+
+    def move(self, route: Route, engine: int) -> None:
+        """Move a request's load to another engine."""
+        before, num_decodes = route.engine, route.num_decodes
+        self._count_decodes(route, -num_decodes)
+        for engines, count in (
+            (self._num_open, route.num_open),
+            (self._num_answer, route.num_answer * route.num_open),
+            (self._num_prompt, route.num_prompt),
+        ):
+            engines[before] -= count
+            engines[engine] += count
+        if route.expected:
+            self.expected.discard(before, route.expected)
+            self.expected.add(engine, route.expected)
+        route.engine = engine
+        self._count_decodes(route, num_decodes)
 
     def ended(self, route: Route, *, has_failed: bool = False) -> None:
         """Record that one of its choices has ended. The tokens of all count for the mean, unless it failed."""
         route.num_open -= 1
+        if route.num_decodes:
+            self._count_decodes(route, -1)
         self._num_open[route.engine] -= 1
         self._num_answer[route.engine] -= route.num_answer
         if route.num_open == 0:
@@ -180,6 +239,7 @@ class Router:
         self.num_found_tokens -= route.num_cached
         self._num_open[route.engine] -= route.num_open
         self._num_answer[route.engine] -= route.num_answer * route.num_open
+        self._count_decodes(route, -route.num_decodes)
         self._leave_prompt(route)
 
     def change(self, engine: int, changes: BlockChanges | None) -> None:
@@ -189,6 +249,11 @@ class Router:
             self.expected.clear(engine)
         else:
             self.index.change(engine, changes)
+
+    def _count_decodes(self, route: Route, count: int) -> None:
+        route.num_decodes += count
+        self._num_decodes[route.engine] += count
+        self._num_context[route.engine] += count * route.num_prompt_tokens
 
     def _leave_prompt(self, route: Route) -> None:
         self._num_prompt[route.engine] -= route.num_prompt

@@ -1,0 +1,75 @@
+"""Roles: who computes a prompt, who writes its answer, and the router's books when a request moves."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from runtime.errors import InvalidArgumentError
+from runtime.parallel.prefix_index import PromptDigests
+from runtime.parallel.roles import EngineLoad, StaticRoles
+from runtime.parallel.routing import Router
+from tests.runtime.parallel.test_routing import SECRET, info, request
+
+IDLE = EngineLoad(0, 0, 0)
+
+
+def test_static_roles_keep_prompts_and_decodes_apart() -> None:
+    roles = StaticRoles(2, 4)
+    loads = [EngineLoad(100, 0, 0), EngineLoad(10, 0, 0), EngineLoad(0, 5, 500), EngineLoad(0, 1, 900)]
+    costs = roles.prompt_costs(loads, np.array([5, 50, 0, 0]))
+    assert costs.tolist() == [105.0, 60.0, np.inf, np.inf]
+    assert roles.decode_engine(loads, 1) == 2  # fewer tokens of context
+
+
+def test_engines_that_are_not_ready_leave_their_work_to_the_others() -> None:
+    roles = StaticRoles(1, 3)
+    gone = EngineLoad(0, 0, 0, is_ready=False)
+    assert roles.prompt_costs([gone, IDLE, IDLE], np.array([9, 9, 8])).tolist() == [np.inf, 9.0, 8.0]
+    assert roles.decode_engine([IDLE, gone, gone], 0) == 0
+    assert roles.decode_engine([IDLE, gone, IDLE], 0) == 2
+
+
+@pytest.mark.parametrize("num_prefill", [0, 3, 4])
+def test_a_split_without_one_of_the_roles_is_refused(num_prefill: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{num_prefill} of 3 engines"):
+        StaticRoles(num_prefill, 3)
+
+
+def test_the_books_are_balanced_when_requests_move() -> None:
+    generator = random.Random(0)
+    router = Router("prefix-aware", 4, PromptDigests.of_info(info(), SECRET), roles=StaticRoles(2, 4))
+    ready = [True] * 4
+    open_routes = []
+    for number in range(300):
+        asked = request([generator.randrange(9) for _ in range(generator.randrange(1, 30))], n=generator.choice([1, 3]))
+        route = router.choose(asked, router.digests_of(asked), ready)
+        assert route.engine < 2
+        router.drawn(route, 1)
+        if number % 5:
+            assert router.hand_over(route, ready) == route.engine >= 2
+        open_routes.append(route)
+        if generator.random() < 0.7:
+            ended = open_routes.pop(generator.randrange(len(open_routes)))
+            while ended.num_open:
+                router.ended(ended)
+    assert sum(router.num_routed) == 300
+    assert router.num_handed_over == 240
+    for route in open_routes:
+        while route.num_open:
+            router.ended(route)
+    assert router.loads() == [0] * 4
+    assert router.engine_loads(ready) == [IDLE] * 4
+    assert len(router.expected) == 0
+
+
+def test_the_prompt_goes_where_its_prefix_is_if_that_costs_less() -> None:
+    router = Router("prefix-aware", 3, PromptDigests.of_info(info(), SECRET), roles=StaticRoles(2, 3))
+    first = request(list(range(100)))
+    home = router.choose(first, router.digests_of(first), [True] * 3)
+    other = request(list(range(1000, 1010)))
+    assert router.choose(other, router.digests_of(other), [True] * 3).engine != home.engine
+    again = request([*range(100), 7])
+    assert router.choose(again, router.digests_of(again), [True] * 3).engine == home.engine
