@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 38_374,
+    "numba_kernels": 38_420,
     "runtime/emulator": 16_980,
-    "runtime/device": 3_818,
+    "runtime/device": 3_819,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_138,
+    "runtime/backends": 3_136,
     "runtime/linear": 2_513,
     "runtime/kv": 1_632,
     "runtime/engine": 22_308,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 19_330,
     "server": 19_891,
     "tokenizer": 7_581,
-    "tools": 16_917,
+    "tools": 16_916,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_976
+MOST_WORDS = 39_988
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -99,6 +99,7 @@ class TensorMapLayout:
         strides: bytes, of all dimensions but the innermost; multiples of 16.
         box: elements that one copy moves; at most 256 a dimension.
         swizzle_bytes: 0, 32, 64 or 128: bytes of a row of the box in shared memory, if swizzled.
+        offset: bytes from the address that is given to the tensor; a multiple of 16.
     """
 
     dtype: str
@@ -106,6 +107,7 @@ class TensorMapLayout:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle_bytes: int = 0
+    offset: int = 0
 
 
 THREADS = 256  # of a block, at most

@@ -71,11 +71,11 @@ def linear(
         assert launch is not None
         matrix, memory = _matrix_of(gpu, weight, planned)
         source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
-        squares = matrix if planned.takes_weight_twice else 0
+        last = (matrix, matrix) if planned.takes_weight_again else (0,)
         if planned.num_squares:
             result.deferred_norm = Tensor.new((rows, planned.num_squares), float32, x.device)
-            squares = result.deferred_norm.address
-        gpu.launch(launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, squares)
+            last = (result.deferred_norm.address,)
+        gpu.launch(launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, *last)
         del memory, rounded
     return result
 
@@ -112,10 +112,8 @@ def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm: RmsNorm | No
     result = Tensor.new((rows, both // 2), x.dtype, x.device)
     matrix, memory = _matrix_of(gpu, weight, planned)
     source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
-    gpu.launch(
-        planned.launch, source, matrix, 0, 0, result.address, rows, both // 2, depth, 0, *normalising,
-        matrix if planned.takes_weight_twice else 0,
-    )  # fmt: skip
+    last = (matrix, matrix) if planned.takes_weight_again else (0,)
+    gpu.launch(planned.launch, source, matrix, 0, 0, result.address, rows, both // 2, depth, 0, *normalising, *last)
     del memory, rounded
     return result
 

@@ -47,7 +47,7 @@ class Planned:
         rounding: the launch that normalises x's rows, if need be, and rounds them to bytes first; None if x is not
             rounded.
         input_scale: the static scale of the rounding; 0 for scales of each row, or of each 128 of K.
-        takes_weight_twice: whether the launch's last argument is the weight's address, too (`gemm/hopper_bytes.py`).
+        takes_weight_again: whether the launch's last two arguments are the weight's address (`gemm/hopper_bytes.py`).
         takes_maps: whether it is the address of the experts' tensor maps.
         num_squares: sums of squares that the launch leaves for each row of its result, or 0.
     """
@@ -56,7 +56,7 @@ class Planned:
     dequantization: Launch | None = None
     rounding: Launch | None = None
     input_scale: float = 0.0
-    takes_weight_twice: bool = False
+    takes_weight_again: bool = False
     takes_maps: bool = False
     num_squares: int = 0
 
@@ -134,7 +134,7 @@ def plan_rounded(weight: PackedWeight, product: gemm.Product, machine: Machine, 
     )
     is_by_bytes = gemm.hopper_bytes.why_not(product, machine) != ""
     launch = gemm.w8a8.plan(product) if is_by_bytes else gemm.hopper_bytes.plan(product, machine)
-    return Planned(launch, rounding=rounding, input_scale=weight.input_scale, takes_weight_twice=not is_by_bytes)
+    return Planned(launch, rounding=rounding, input_scale=weight.input_scale, takes_weight_again=not is_by_bytes)
 
 
 def _is_faster_packed(weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: Machine) -> bool:

@@ -62,13 +62,14 @@ class TensorMaps(dict[int, bytes]):
 
     def __missing__(self, address: int) -> bytes:
         layout = self._layout
-        if address % 16 or any(stride % 16 for stride in layout.strides):
+        if (address + layout.offset) % 16 or any(stride % 16 for stride in layout.strides):
             raise InvalidArgumentError(
-                f"tensor map: address {address:#x} and strides {layout.strides} must be multiples of 16"
+                f"tensor map: address {address + layout.offset:#x} and strides {layout.strides} must be multiples of 16"
             )
         memory = ctypes.create_string_buffer(_SIZE + _ALIGNMENT)
         start = -ctypes.addressof(memory) % _ALIGNMENT
-        status = self._encode(ctypes.addressof(memory) + start, *self._types, address, *self._settings)
+        tensor = address + layout.offset
+        status = self._encode(ctypes.addressof(memory) + start, *self._types, tensor, *self._settings)
         if status:
             raise self._driver.error("cuTensorMapEncodeTiled", self._driver.types.CUresult(status))
         if len(self) >= MOST_ADDRESSES:

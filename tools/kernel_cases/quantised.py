@@ -150,17 +150,16 @@ def bytes_case(format: str, m: int, n: int, k: int, arch: str = "") -> Case:
         inputs.bind((planned.rounding, (inputs.put(x), rounded, rounded + codes, m, k)))()
         launch = gemm.w8a8.plan(product) if is_by_tiles else gemm.hopper_bytes.plan(product, machine)
         out, rows = inputs.result(m * n * 2), sampled(m)
-        again = 0 if is_by_tiles else weight.address
-        arguments = rounded, weight.address, 0, 0, out, m, n, k, 0, rounded + codes, 0, 0.0, again
+        last = (0,) if is_by_tiles else (weight.address, weight.address)
+        arguments = rounded, weight.address, 0, 0, out, m, n, k, 0, rounded + codes, 0, 0.0, *last
         expected = layer.expected(dynamic_quantisation(x[rows], weight))
         inputs.keep(weight)
         return Prepared(inputs.bind((launch, arguments)), out, (m, n), "bf16", rows, expected)
 
     rows, columns = -(-m // gemm.w8a8.BLOCK_M), -(-n // gemm.w8a8.BLOCK_N)
     tiled_bytes = rows * weight_bytes + columns * x_bytes + m * n * 2
-    if packing.group:  # each of 8 warps reads the scales of its 16 rows and 128 columns by itself, or of 64 and 32
-        warp_rows, warp_columns = (64, 32) if is_by_tiles else (16, 128)
-        scales_bytes = 8 * (4 * warp_rows + 2 * warp_columns) * k // packing.group
+    if packing.group:  # the TMA brings a tile's scales once, or each of 8 warps reads those of 64 rows and 32 columns
+        scales_bytes = (8 * (4 * 64 + 2 * 32) if is_by_tiles else 4 * 128 + 2 * 128) * k // packing.group
         tiled_bytes = rows * (n * k + 4 * n) + columns * m * k + m * n * 2 + rows * columns * scales_bytes
     tier = "w8a8" if is_by_tiles else "hopper_bytes"
     title = f"gemm {tier} {packing.name} m={m}{' ' if arch else ''}{arch}"

@@ -247,7 +247,7 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     if name.startswith("gemm_w8a8"):
         return w8a8.SHARED_BYTES
     if name.startswith("gemm_hopper_bytes"):
-        return hopper_bytes.TILE.shared_bytes
+        return hopper_bytes.shared_bytes_of(constants["weight"])
     if name.startswith("gemm_hopper"):
         tiles = (*hopper.TILES, hopper.NARROW) if packing is None else hopper_packed.TILES
         return {str(tile): tile for tile in tiles}[constants["tile"]].shared_bytes

@@ -10,14 +10,16 @@ other group multiplies. There are two kinds:
 
 - rows: a scale a row of the weight and a row of x, both multiplied into the finished sum;
 - groups: a scale for 128 of K of a row, of either factor (blocks of 128 x 128 are the same numbers in 128 rows). Those
-  of x are float32 [ceil(k / 128), 8 ceil(m / 8)] (`dynamic_quantisation.py`).
+  of x are float32 [ceil(k / 128), 8 ceil(m / 8)] (`dynamic_quantisation.py`). The TMA brings both to the stage, so that
+  a group issues its products as soon as the stage is full, and reads the scales from shared memory meanwhile.
 
 Few tiles leave multiprocessors idle. Then a tile is a cluster's, as in `hopper_split.py`: each of its 2 to 8 blocks has
 a part of K, leaves its sums where its stages were, and finishes the rows of some of its warps, with the sums of all
 blocks in their order. A lane reads the sums that the same lane of each other block has left.
 
 Arguments are those of all products, but for x, the codes' address; x_squares, that of x's scales; and squares, the
-weight's address once more, since its scales are not loaded by the TMA.
+weight's address once more, since its rows' scales are not loaded by the TMA. A last argument is that address again, for
+the map of the groups' scales.
 """
 
 from __future__ import annotations
@@ -61,38 +63,65 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 ARCH = "sm_90a"
 WEIGHTS = ("e4m3", "e4m3_g128")
-TILE = Tile(128, 2, 6)
+TILE, GROUPED_TILE = Tile(128, 2, 6), Tile(128, 2, 5)
 BLOCK_K = 128
 STAGE_SLOTS = 2  # of 64 of K
 ROW_TILES = TILE.block_m // TILE_ROWS
 TILE_COLUMNS = 16
+_X_SCALES_BYTES, _PAIR_BYTES = 4 * TILE.block_m, 2 * TILE_COLUMNS  # of a stage; of 16 rows of the weight
+_SCALES_BYTES = _X_SCALES_BYTES + TILE.block_n // TILE_COLUMNS * _PAIR_BYTES
+_SCALES_AT = -(-GROUPED_TILE.scales_at // 128) * 128
 _RATE = 2.0  # products of bytes, against those of 16 bits
-_EFFICIENCY = {False: 0.67, True: 0.4}
-"""With scales of rows and of groups: 770 to 820 TFLOP/s and 460 to 490 were measured on an H200 at 2,048 rows."""
+_EFFICIENCY = {False: 0.67, True: 0.55}
+"""With scales of rows 770 to 820 TFLOP/s were measured on an H200 at 2,048 rows. That of groups was never measured: 460
+to 490 (0.4) were, while consumers loaded the scales themselves before each stage."""
 _ENDS_S = 1.5e-6
-_FEW_STEP_S, _FEW_ENDS_S = {False: 1.14e-6, True: 2.0e-6}, 8e-6
-"""A stage, and the ends of each round, where rows are one tile: measured there at 128 rows, within a tenth."""
+_FEW_STEP_S, _FEW_ENDS_S = {False: 1.14e-6, True: 1.4e-6}, 8e-6
+"""A stage, and the ends of each round, where rows are one tile: measured there at 128 rows, within a tenth; with groups
+never measured (2.0 us with loads by consumers)."""
 _LEAST_STEPS = 4  # of K, least of a block: below, filling the ring takes longer than using it
 
 
+def _tile(*, is_grouped: bool) -> Tile:
+    return GROUPED_TILE if is_grouped else TILE
+
+
+def shared_bytes_of(weight: str) -> int:
+    """Shared memory of a block that multiplies this packing."""
+    return TILE.shared_bytes if weight == "e4m3" else 1024 + _SCALES_AT + GROUPED_TILE.num_stages * _SCALES_BYTES
+
+
 @functools.cache
-def _loader(activation: str) -> Any:
+def _loader(activation: str, *, is_grouped: bool) -> Any:
     """A device function for the producer: has the TMA bring one tile's stages, and returns the next stage and phase."""
-    load, num_stages, stage_bytes, x_bytes = tma.load(4), TILE.num_stages, TILE.stage_bytes, TILE.x_bytes
+    tile = _tile(is_grouped=is_grouped)
+    load, num_stages, stage_bytes, x_bytes = tma.load(4), tile.num_stages, tile.stage_bytes, tile.x_bytes
     is_gated, zero, next_stage = activation != "", uint32(0), stage_advancer(num_stages)
+    expected = stage_bytes + _SCALES_BYTES * is_grouped
+    load_x_scales, load_scales, half = tma.load(2), tma.load(3), (_SCALES_BYTES - _X_SCALES_BYTES) // 2
 
     @device_function
-    def load_tile(x, weight, shared, full, empty, stage, phase, row_tile, column_tile, up, slot, last_slot):
+    def load_tile(
+        x, weight, x_scales, scales, shared, full, empty, stage, phase, row_tile, column_tile, up, slot, last_slot
+    ):
         while slot < last_slot:
             mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
             barrier = uint32(full + stage * uint32(8))
-            mbarrier.arrive_expecting(barrier, uint32(stage_bytes))
+            mbarrier.arrive_expecting(barrier, uint32(expected))
             target = uint32(shared + stage * uint32(stage_bytes))
             load(target, x, barrier, zero, zero, slot, row_tile)
             target = uint32(target + uint32(x_bytes))
             load(target, weight, barrier, zero, zero, slot, column_tile)
             if is_gated:
                 load(uint32(target + uint32(x_bytes // 2)), weight, barrier, zero, zero, slot, uint32(column_tile + up))
+            if is_grouped:
+                target = uint32(shared + uint32(_SCALES_AT) + stage * uint32(_SCALES_BYTES))
+                load_x_scales(target, x_scales, barrier, uint32(row_tile * uint32(TILE_ROWS)), slot >> uint32(1))
+                target = uint32(target + uint32(_X_SCALES_BYTES))
+                load_scales(target, scales, barrier, zero, slot, column_tile >> uint32(1))
+                if is_gated:
+                    tile_up = uint32(column_tile + up) >> uint32(1)
+                    load_scales(uint32(target + uint32(half)), scales, barrier, zero, slot, tile_up)
             stage, phase = next_stage(stage, phase)
             slot = uint32(slot + uint32(STAGE_SLOTS))
         return stage, phase
@@ -105,24 +134,25 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
     packing = packing_of(weight_name)
     assert packing is not None
     is_grouped, is_gated = packing.group > 0, activation != ""
-    num_stages, stage_bytes, block_m, block_n = TILE.num_stages, TILE.stage_bytes, TILE.block_m, TILE.block_n
+    tile = _tile(is_grouped=is_grouped)
+    num_stages, stage_bytes, block_m, block_n = tile.num_stages, tile.stage_bytes, tile.block_m, tile.block_n
     columns, num_sums, n_tiles, num_pairs = block_n // (2 if is_gated else 1), block_n // 2, block_n // 8, block_n // 16
     num_words = 2 * num_pairs
-    pieces_at, barriers_at, x_bytes = TILE.pieces_at, TILE.barriers_at, TILE.x_bytes
+    pieces_at, barriers_at, x_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes
     steps = (32, TILE_BYTES - 32, 32)  # bytes from one product's 32 of K to the next
     multiply = wgmma.group_multiply("e4m3", block_n, 4, steps, steps, is_fresh=True)
     describe = wgmma.descriptor(64, STAGE_SLOTS * TILE_BYTES)
-    wait_for_all, start_ring, place_of = wgmma.group_wait(0, num_sums), ring_starter(TILE), tile_order(GROUP_ROWS)
-    find, load_tile = sections_of(packing, dtype), _loader(activation)
+    wait_for_all, start_ring, place_of = wgmma.group_wait(0, num_sums), ring_starter(tile), tile_order(GROUP_ROWS)
+    find, load_tile = sections_of(packing, dtype), _loader(activation, is_grouped=is_grouped)
     finish_rows = row_finisher(dtype, out_dtype, block_n)
     store_tile = tile_storer(dtype, block_n // 2, activation=activation or "silu")
     wait_until_read, next_stage = tma.store_wait_read(0), stage_advancer(num_stages)
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
     unshifted = float32(2.0 ** -SHIFTS.get(("e4m3", dtype), 0))
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
-    scale_bytes = TILE_ROWS * packing.chunk_bytes(dtype)  # of 16 rows and a slot
-    store_four, num_consumer_threads = memory.shared_store_4xf32, 128 * TILE.num_consumers
-    load_f32, load_pair, load_words = memory.load_f32, memory.load_2xf32, memory.load_2xb32
+    store_four, num_consumer_threads = memory.shared_store_4xf32, 128 * tile.num_consumers
+    load_f32, load_pair = memory.load_f32, memory.load_2xf32
+    staged_f32, staged_words = memory.shared_load_f32, memory.shared_load_2xb32
 
     @device_function
     def add_blocks(sums, mine, blocks):
@@ -138,7 +168,7 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                     sums[4 * q + i] += more[i]
             block = uint32(block + uint32(1))
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_scales, x_parts, eps, packed):
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_scales, x_parts, eps, packed, scales):
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
         full = uint32(shared + uint32(barriers_at))
         empty = uint32(full + uint32(8 * num_stages))
@@ -147,11 +177,14 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
         if thread == uint32(0):
             tma.prefetch_map(x)
             tma.prefetch_map(weight)
+            if is_grouped:
+                tma.prefetch_map(x_scales)
+                tma.prefetch_map(scales)
             start_ring(full, empty)
         sync_block()
         wait_for_previous_grid()
 
-        _, group_scales, _, row_scales, slots = find(packed, uint32(n * uint32(2 if is_gated else 1)), k)
+        _, _, _, row_scales, slots = find(packed, uint32(n * uint32(2 if is_gated else 1)), k)
         tiles_m = uint32((m + uint32(block_m - 1)) // uint32(block_m))
         tiles_n = uint32((n + uint32(columns - 1)) // uint32(columns))
         num_tiles = uint32(tiles_m * tiles_n)
@@ -169,9 +202,9 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                 while index < num_tiles:
                     row_tile, column_tile = place_of(index, tiles_m, tiles_n)
                     stage, phase = load_tile(
-                        x, weight, shared, full, empty, stage, phase, uint32(row_tile * uint32(ROW_TILES)),
-                        uint32(column_tile * uint32(columns // TILE_ROWS)), uint32(n // uint32(TILE_ROWS)), first_slot,
-                        last_slot,
+                        x, weight, x_scales, scales, shared, full, empty, stage, phase,
+                        uint32(row_tile * uint32(ROW_TILES)), uint32(column_tile * uint32(columns // TILE_ROWS)),
+                        uint32(n // uint32(TILE_ROWS)), first_slot, last_slot,
                     )  # fmt: skip
                     index = uint32(index + step)
                 launch_dependents()
@@ -187,7 +220,10 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
             weight_part = describe(uint32(shared + uint32(x_bytes)))
             piece = uint32(shared + uint32(pieces_at) + warp * uint32(PIECE_BYTES))
             last_tile = uint32((n + uint32(TILE_COLUMNS - 1)) // uint32(TILE_COLUMNS) - uint32(1))
-            x_rows = uint64(uint32((m + uint32(TILE_ROWS - 1)) // uint32(TILE_ROWS) * uint32(TILE_ROWS)))
+            upper_at = uint32(shared + uint32(_SCALES_AT) + (warp * uint32(16) + (lane >> uint32(2))) * uint32(4))
+            words_at = uint32(
+                shared + uint32(_SCALES_AT + _X_SCALES_BYTES) + (lane & uint32(3)) * uint32(_PAIR_BYTES // 4)
+            )
             phase = uint32(0)
             sums, parts = cuda.local.array(num_sums, float32), cuda.local.array(num_sums, float32)
             words = cuda.local.array(num_words, uint32)
@@ -201,22 +237,18 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                     sums[e] = float32(0.0)
                 slot, upper, lower, is_mine = first_slot, float32(1.0), float32(1.0), True
                 while slot < last_slot:
-                    if is_grouped:
-                        of_step = x_scales + uint64(slot >> uint32(1)) * x_rows * uint64(4)
-                        upper = load_f32(of_step + uint64(upper_row) * uint64(4))
-                        lower = load_f32(of_step + uint64(lower_row) * uint64(4))
-                        for p in range(num_pairs):
-                            tile = uint32(column // uint32(TILE_COLUMNS) + uint32(p % (columns // TILE_COLUMNS)))
-                            tile = minimum_u32(tile, last_tile)
-                            if p >= columns // TILE_COLUMNS:
-                                tile = uint32(tile + n // uint32(TILE_COLUMNS))  # up's
-                            at = uint64(uint32(tile * slots + slot)) * uint64(scale_bytes)
-                            words[2 * p], words[2 * p + 1] = load_words(
-                                group_scales + at + uint64((lane & uint32(3)) * uint32(8))
-                            )
                     mbarrier.wait(uint32(full + stage * uint32(8)), phase)
                     at_stage = uint32(stage * uint32(stage_bytes // 16))
                     multiply(parts, wgmma.advance(x_part, at_stage), wgmma.advance(weight_part, at_stage))
+                    if is_grouped:
+                        of_stage = uint32(stage * uint32(_SCALES_BYTES))
+                        upper = staged_f32(uint32(upper_at + of_stage))
+                        lower = staged_f32(uint32(upper_at + of_stage + uint32(8 * 4)))
+                        for p in range(num_pairs):
+                            words[2 * p], words[2 * p + 1] = staged_words(
+                                uint32(words_at + of_stage + uint32(_PAIR_BYTES * p))
+                            )
+                        sync_warp()  # all lanes have read them before the stage is given back
                     wait_for_all(parts)
                     if lane == uint32(0):
                         mbarrier.arrive(uint32(empty + stage * uint32(8)))
@@ -288,9 +320,10 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
         name=f"gemm_hopper_bytes_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=(
-            TENSOR_MAP, TENSOR_MAP, uint64, uint64, TENSOR_MAP if is_gated else uint64, *ARGUMENT_TYPES[5:]
+            TENSOR_MAP, TENSOR_MAP, uint64, uint64, TENSOR_MAP if is_gated else uint64, *ARGUMENT_TYPES[5:9],
+            TENSOR_MAP if is_grouped else uint64, *ARGUMENT_TYPES[10:], TENSOR_MAP if is_grouped else uint64,
         ),
-        max_threads=TILE.num_threads,
+        max_threads=tile.num_threads,
         min_blocks=1,
         min_capability=90,
         needs_arch_features=True,
@@ -348,18 +381,29 @@ def plan(product: Product, machine: Machine) -> Launch:
     m, n, activation = product.m, product.n, product.epilogue.activation
     slots, rows = -(-product.k // 64), product.weight_rows
     tiles, blocks = math.prod(_tiles(product)), _blocks_of_a_tile(product, machine)
-    strides, part_tiles = (64, TILE_BYTES, slots * TILE_BYTES), ROW_TILES // (2 if activation else 1)
+    strides, num_parts = (64, TILE_BYTES, slots * TILE_BYTES), 2 if activation else 1
     x_map = TensorMapLayout("bf16", (32, 8, slots, -(-m // 8)), strides, (32, 8, STAGE_SLOTS, ROW_TILES), 64)
     weight_map = TensorMapLayout(
-        "bf16", (32, 8, slots, 2 * -(-rows // 16)), strides, (32, 8, STAGE_SLOTS, part_tiles), 64
+        "bf16", (32, 8, slots, 2 * -(-rows // 16)), strides, (32, 8, STAGE_SLOTS, ROW_TILES // num_parts), 64
     )
     maps: tuple[tuple[int, TensorMapLayout], ...] = ((0, x_map), (1, weight_map))
     if activation:
         maps = (*maps, (4, TensorMapLayout(product.out, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)))
+    packing = packing_of(product.weight)
+    assert packing is not None
+    if packing.group:
+        x_rows, pairs = -(-m // TILE_ROWS) * TILE_ROWS, -(-rows // TILE_COLUMNS)
+        box = (TILE_COLUMNS, 1, TILE.block_n // TILE_COLUMNS // num_parts)
+        scales_map = TensorMapLayout(
+            product.x, (TILE_COLUMNS, slots, pairs), (_PAIR_BYTES, slots * _PAIR_BYTES), box,
+            offset=packing.sections(rows, product.k, product.x)[0],
+        )  # fmt: skip
+        x_scales = TensorMapLayout("f32", (x_rows, -(-slots // STAGE_SLOTS)), (4 * x_rows,), (TILE.block_m, 1))
+        maps = (*maps, (9, x_scales), (13, scales_map))
     return Launch(
         _kernel(product.weight, product.x, product.out, activation),
         (tiles * blocks if blocks > 1 else min(tiles, machine.num_multiprocessors), 1, 1), (TILE.num_threads, 1, 1),
-        TILE.shared_bytes, cluster=(blocks, 1, 1), maps=maps,
+        shared_bytes_of(product.weight), cluster=(blocks, 1, 1), maps=maps,
     )  # fmt: skip
 
 

@@ -11,8 +11,11 @@ import pytest
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import hopper_bytes
 from numba_kernels.cuda.packing import Packing, arrange
+from runtime.device.assemble import assemble
+from runtime.device.kernel_cache import KernelCache
 from tests.numba_kernels.cuda.harness import empty, get, put
 from tests.numba_kernels.cuda.packed_cases import PackedMatrix, packed_matrix, rounded_e4m3
+from tools.kernel_costs.machine_code import disassemble, nvdisasm_if_any
 
 pytestmark = pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)
 SLOW = pytest.mark.exhaustive
@@ -36,7 +39,7 @@ def multiply(gpu, matrix: PackedMatrix, x: np.ndarray, activation: str = "", num
         launch = hopper_bytes.plan(asked, machine)
     gpu.launch(
         launch, memory.address, held.address, 0, 0, result.address, m, n, k, 0, scales_at, 0,
-        0.0, held.address,
+        0.0, held.address, held.address,
     )  # fmt: skip
     return get(gpu, result, (m, n), asked.out).astype(np.float64), used
 
@@ -94,6 +97,20 @@ def test_blocks_that_share_k(gpu, name, m, n, k, activation, num_blocks):
     """The sums are added in another order, in float32 all of them."""
     x = np.random.default_rng([m, n, k]).standard_normal((m, k)).astype(ml_dtypes.bfloat16)
     check(gpu, name, n, x, activation, num_blocks)
+
+
+@pytest.mark.skipif(nvdisasm_if_any() is None, reason="no nvdisasm: pip install nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("activation", ["", pytest.param("silu", marks=SLOW)])
+def test_the_loop_over_stages_loads_nothing_from_device_memory(gpu, activation):
+    """By the machine code: scales of groups are in the stage."""
+    kernel = hopper_bytes._kernel("e4m3_g128", "bf16", "bf16", activation)
+    text = KernelCache().get(kernel, gpu.arch, is_ptx=True).image.rstrip(b"\0").decode()
+    code = disassemble(assemble(text, gpu.arch).cubin, nvdisasm_if_any())
+    loops = [code[each.target : end] for end, each in enumerate(code) if each.target is not None and each.target < end]
+    stages = min((loop for loop in loops if any("GMMA" in each.opcode for each in loop)), key=len)
+    loads = [each.opcode for each in stages if each.opcode.startswith(("LD", "ATOM", "RED"))]
+    assert len(loads) == 2 + hopper_bytes.TILE.block_n // hopper_bytes.TILE_COLUMNS
+    assert {opcode.split(".")[0] for opcode in loads} == {"LDS"}
 
 
 def test_few_tiles_are_shared(gpu):
