@@ -20,9 +20,10 @@ from runtime.pooling import PoolingInfo
 ErrorCode = Literal["unsatisfiable_request", "invalid_grammar"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-EngineState = Literal["ready", "draining", "starting", "down", "closing"]
-"""Whether requests are accepted. "draining": open requests finish before a restart; "starting": soon, or soon again;
-"down": broken, until the next start or for good; "closing": closed, or about to be."""
+EngineState = Literal["ready", "draining", "starting", "unloaded", "down", "closing"]
+"""Whether requests are accepted. "draining": open requests finish before a restart or an unloading; "starting": soon,
+or soon again; "unloaded": when it is reloaded; "down": broken, until the next start or for good; "closing": closed, or
+about to be."""
 
 
 MissReason = Literal["unseen", "evicted", "no_checkpoint", "prompt_logprobs"]

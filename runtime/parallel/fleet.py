@@ -15,7 +15,7 @@ import random
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ class Fleet(EngineClient):
         if self._is_closing:
             return "closing"
         states = {client.state for client in self._clients}
-        order: tuple[EngineState, ...] = ("ready", "starting", "draining", "down")
+        order: tuple[EngineState, ...] = ("ready", "starting", "draining", "unloaded", "down")
         return next((state for state in order if state in states), "closing")
 
     @property
@@ -276,17 +276,24 @@ class Fleet(EngineClient):
             with self._lock:
                 self._is_restarting = False
 
+    def unload(self, drain_timeout_s: float) -> None:
+        """See ``EngineClient.unload``: all that are ready."""
+        ready = [client for client in self._clients if client.state == "ready"]
+        if not ready:
+            raise self._dead()
+        _at_once([partial(client.unload, drain_timeout_s) for client in ready])
+
+    def reload(self) -> None:
+        """See ``EngineClient.reload``. The first error is raised when all have started or failed."""
+        _at_once([client.reload for client in self._clients if client.state == "unloaded"])
+
     def close(self, drain: bool = False) -> None:
         if not self._origin.is_here:
             return
         with self._lock:
             self._is_closing = True
         atexit.unregister(self.close)
-        threads = [threading.Thread(target=client.close, args=(drain,)) for client in self._clients]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _at_once([partial(client.close, drain) for client in self._clients])
         if self._places is not None:
             self._places.close()
 
@@ -344,11 +351,21 @@ class Fleet(EngineClient):
         """The error if no engine accepts requests, with the time to retry."""
         if self._is_closing:
             return EngineDeadError("the engine is closed or closing")
+        if all(client.state == "unloaded" for client in self._clients):
+            return EngineDeadError("the model is unloaded")
         waits = [client.ready_in_s for client in self._clients]
         known = [seconds for seconds in waits if seconds is not None]
         if not known:
             return EngineDeadError("all engines have died; see the log")
         return EngineDeadError(f"no engine is there; one is started again, in about {min(known):.0f} s", min(known))
+
+
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Runs them on a thread each, and waits for all. Raises the first one's error."""
+    with ThreadPoolExecutor(max(1, len(calls))) as threads:
+        futures = [threads.submit(call) for call in calls]
+    for future in futures:
+        future.result()
 
 
 def _memberships(config: EngineConfig, places: RayEngines | None) -> list[dict[str, Any]]:

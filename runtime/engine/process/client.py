@@ -272,6 +272,16 @@ class EngineClient(Protocol):
         ``EngineDeadError``, as the future does, and ``QueueFullError``."""
         ...
 
+    def unload(self, drain_timeout_s: float) -> None:
+        """Drain the engine and free its memory, until ``reload``; returns when that is done. Raises
+        ``EngineDeadError`` unless it is ready in a process of its own."""
+        raise EngineDeadError("the engine has no process of its own that could end")
+
+    def reload(self) -> None:
+        """Start an unloaded engine; returns when it is ready. Raises ``EngineDeadError`` unless it is unloaded, and the
+        error of a failed start, after which it is still unloaded."""
+        raise EngineDeadError("the engine is not unloaded")
+
     def wait_until_started(self) -> None:
         """Returns when requests are first accepted; before that only ``state`` and ``close`` may be used. Raises the
         errors of the engine's start."""

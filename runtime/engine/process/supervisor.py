@@ -123,6 +123,8 @@ class ProcessEngineClient(EngineClient):
         self._process: RunningEngine | None = None
         self._state: EngineState = "starting"
         self._renewed: Future[None] | None = None  # of a renewal in progress
+        self._unloaded: Future[None] | None = None  # of an unloading in progress
+        self._reloaded: Future[None] | None = None  # of a reloading in progress
         self._info: EngineInfo | None = None
         self._pulse: Pulse | None = None
         self._queue = _Queue()
@@ -134,6 +136,7 @@ class ProcessEngineClient(EngineClient):
         # The supervisor's:
         self._delay_s = self._supervision.first_delay_s  # before the next start
         self._is_drained = False  # for a renewal, which now waits for the new process
+        self._wakes = threading.Event()  # set to end the wait of an unloaded engine
 
         self._started: Future[None] = Future()
         self._supervisor = threading.Thread(
@@ -270,16 +273,28 @@ class ProcessEngineClient(EngineClient):
         """
         renewed: Future[None] = Future()
         with self._lock:
-            process = self._live_process()
-            self._state, self._renewed = "draining", renewed
-            process.send(frame(Close(drain=True)))
-        timer = threading.Timer(drain_timeout_s, process.kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            renewed.result()
-        finally:
-            timer.cancel()
+            process, self._renewed = self._drained_process(), renewed
+        _wait_or_kill(renewed, process, drain_timeout_s)
+
+    def unload(self, drain_timeout_s: float) -> None:
+        """Drain the engine and end its process, until ``reload``; returns when its memory is free. Requests still open
+        after ``drain_timeout_s`` end with "error" and ``engine_died``. Raises ``EngineDeadError`` unless it is ready.
+        """
+        unloaded: Future[None] = Future()
+        with self._lock:
+            process, self._unloaded = self._drained_process(), unloaded
+        _wait_or_kill(unloaded, process, drain_timeout_s)
+
+    def reload(self) -> None:
+        """Start an unloaded engine; returns when it is ready. Raises ``EngineDeadError`` unless it is unloaded, and the
+        error of a failed start, after which it is still unloaded."""
+        reloaded: Future[None] = Future()
+        with self._lock:
+            if self._state != "unloaded":
+                raise EngineDeadError(f"{self._name} is not unloaded but {self._state}")
+            self._state, self._reloaded = "starting", reloaded
+        self._wakes.set()
+        reloaded.result()
 
     def close(self, drain: bool = False) -> None:
         """See ``EngineClient.close``. From a sink it returns before the engine stops."""
@@ -290,6 +305,7 @@ class ProcessEngineClient(EngineClient):
             process, was_ready = self._process, self._state in ("ready", "draining") or not is_first
             self._closing.set()
             self._state = "closing"
+            self._wakes.set()
             if process is not None and was_ready and (is_first or not drain):
                 process.send(frame(Close(drain)))
         atexit.unregister(self.close)
@@ -345,6 +361,13 @@ class ProcessEngineClient(EngineClient):
                 self._is_watched = is_watched
                 self._process.send(frame(Watch(is_watched)))
 
+    def _drained_process(self) -> RunningEngine:
+        """The process, from now on drained. The caller holds the lock."""
+        process = self._live_process()
+        self._state = "draining"
+        process.send(frame(Close(drain=True)))
+        return process
+
     def _live_process(self) -> RunningEngine:
         if self._state != "ready":
             raise self._dead()
@@ -354,7 +377,7 @@ class ProcessEngineClient(EngineClient):
     @property
     def ready_in_s(self) -> float | None:
         """The estimated time in seconds until it accepts requests again, or None if it never will."""
-        if self._state == "closing" or not self._supervisor.is_alive():
+        if self._state in ("closing", "unloaded") or not self._supervisor.is_alive():
             return None
         if self._renewed is not None:
             return max(1.0, self._start_duration_s)
@@ -364,6 +387,8 @@ class ProcessEngineClient(EngineClient):
         left_s = self.ready_in_s
         if self._state == "closing":
             return EngineDeadError("the engine is closed or closing")
+        if self._state == "unloaded" or self._unloaded is not None:
+            return EngineDeadError("the model is unloaded")
         if left_s is None:
             return EngineDeadError("the engine has died; see the log")
         if self._renewed is not None:
@@ -378,7 +403,7 @@ class ProcessEngineClient(EngineClient):
                 failure = self._run_process(started)
                 if not started.done():
                     raise failure
-                if self._is_renewed():
+                if self._is_reloaded(failure) or self._is_renewed():
                     continue
                 if not self._closing.is_set():
                     logger.error("%s has died (%s); it is started again in %g s", self._name, failure, self._delay_s)
@@ -397,9 +422,11 @@ class ProcessEngineClient(EngineClient):
             if not started.done():
                 started.set_exception(closed)
             with self._lock:
-                renewed, self._renewed = self._renewed, None
-            if renewed is not None:
-                renewed.set_exception(closed)
+                waited_for = self._renewed, self._unloaded, self._reloaded
+                self._renewed = self._unloaded = self._reloaded = None
+            for future in waited_for:
+                if future is not None:
+                    future.set_exception(closed)
 
     def _run_process(self, started: Future[None]) -> Exception:
         """Start a process and deliver its outputs until it ends. Returns the reason."""
@@ -439,10 +466,12 @@ class ProcessEngineClient(EngineClient):
             self._start_duration_s = self._ready_s - begun_s
             if self._state != "closing":
                 self._state = "ready"
-            renewed, self._renewed = self._renewed, None
+            waited_for = self._renewed, self._reloaded
+            self._renewed = self._reloaded = None
         self._is_drained = False
-        if renewed is not None:
-            renewed.set_result(None)
+        for future in waited_for:
+            if future is not None:
+                future.set_result(None)
         self._tell_watched()
 
     def _let_go(self) -> None:
@@ -459,6 +488,24 @@ class ProcessEngineClient(EngineClient):
         if self._membership.on_blocks is not None:
             self._membership.on_blocks(None)
         self._end_all()
+
+    def _is_reloaded(self, failure: Exception) -> bool:
+        """Called when a process has ended. If that was to unload the engine, or if it was reloaded and failed, waits
+        until it is told to start again, or is closed. False if neither was the case."""
+        with self._lock:
+            unloaded, reloaded = self._unloaded, self._reloaded
+            if (unloaded is None and reloaded is None) or self._state == "closing":
+                return False
+            self._unloaded = self._reloaded = None
+            self._wakes.clear()
+            self._state = "unloaded"
+        if unloaded is not None:
+            logger.info("%s is unloaded", self._name)
+            unloaded.set_result(None)
+        if reloaded is not None:
+            reloaded.set_exception(failure)
+        self._wakes.wait()
+        return True
 
     def _is_renewed(self) -> bool:
         """Called when a process has ended: whether it was drained for a renewal, so that a new one starts at once. If
@@ -546,6 +593,17 @@ class ProcessEngineClient(EngineClient):
             future.set_exception(result)
         else:
             future.set_result(result)
+
+
+def _wait_or_kill(ended: Future[None], process: RunningEngine, timeout_s: float) -> None:
+    """Waits for the future; kills the process after the timeout."""
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        ended.result()
+    finally:
+        timer.cancel()
 
 
 def _log(line: LogLine) -> None:
