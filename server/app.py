@@ -1,4 +1,5 @@
-"""The Starlette application: routes, error handlers, the layers around them, and the service's start and stop.
+"""The Starlette application of one model: routes, error handlers, the layers around them, and the service's start and
+stop. `server.hosting.application` has that of several.
 
     app = create_app(client, tokenizer, model_name="xserv-demo")
 
@@ -10,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.routing import Route
-from starlette.types import ASGIApp, Scope
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, ExceptionHandler, Scope
 
 from models.configuration.generation_config import recommended_sampling
 from runtime.engine.process.client import EngineClient
@@ -24,23 +26,31 @@ from server.config import ServerConfig
 from server.description.openapi import description
 from server.description.operations import Json, routes
 from server.errors import ApiError, handle_api_error, handle_client_disconnect, handle_http_exception, handle_unexpected
+from server.loading import LoadedModel
 from server.observing.logs import LogWriter, log_access
 from server.observing.metrics import HttpMetrics, Metrics
 from server.observing.tracing import Tracing
 from server.responses_api.folder import folder_of, tenants_secret
-from server.service import AppState, Service
+from server.service import AppState, Service, Shared
 from server.transport.auth import ApiKeys, Authentication
 from server.transport.exchange import Exchange, Lifecycle
 from server.transport.gate import Gate, Observer, Refusals
 from server.transport.origins import Cors, OriginRules
 from tokenizer import Tokenizer
 
+EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
+    ApiError: handle_api_error,
+    HTTPException: handle_http_exception,
+    ClientDisconnect: handle_client_disconnect,
+    Exception: handle_unexpected,
+}
+Gauges = dict[str, tuple[str, Callable[[], float]]]
 
-class Application(Starlette):
-    """Starlette inside our own layers. It answers probes and the page from its start, and accepts requests after
-    `take_up`.
 
-    model_names  the model's names in requests; answers have the first
+class ServerApplication(Starlette):
+    """Starlette inside our own layers: what a server of one model and one of several have in common.
+
+    model_names  the names in requests
     log_writer   counts the lost lines for the metrics
     tracing      observes every answer; the caller closes it
     lifecycle    whether it drains, and how many requests are open
@@ -54,21 +64,13 @@ class Application(Starlette):
     def __init__(
         self,
         model_names: Sequence[str],
+        routes: Sequence[BaseRoute],
         config: ServerConfig | None = None,
         *,
         log_writer: LogWriter | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        super().__init__(
-            routes=routes(),
-            exception_handlers={
-                ApiError: handle_api_error,
-                HTTPException: handle_http_exception,
-                ClientDisconnect: handle_client_disconnect,
-                Exception: handle_unexpected,
-            },
-            lifespan=_lifespan,
-        )
+        super().__init__(routes=routes, exception_handlers=EXCEPTION_HANDLERS, lifespan=_lifespan)
         self.router.redirect_slashes = False
         self.model_names = tuple(model_names)
         self.config = config or ServerConfig()
@@ -78,49 +80,24 @@ class Application(Starlette):
         self.lifecycle = Lifecycle()
         self.http_metrics = HttpMetrics()
         self.observers: tuple[Observer, ...] = (self._count, log_access, *(() if tracing is None else (tracing,)))
+        self.gauges = self._gauges(log_writer)
         self.state = AppState()
         self.state.lifecycle = self.lifecycle
-        self.state.metrics = Metrics(self.model_names[0], self.http_metrics, self._gauges(log_writer))
-        self._model: tuple[EngineClient, Tokenizer | None, Mapping[str, float | int], Adapters] | None = None
-        self._is_running = False
-
-    def take_up(
-        self, client: EngineClient, tokenizer: Tokenizer | None, default_sampling: Mapping[str, float | int],
-        adapters: Adapters | None = None,
-    ) -> None:  # fmt: skip
-        """Sets the loaded model: requests are accepted from now on, or from the application's start. Call it once, on
-        the event loop if that runs. The arguments are `create_app`'s; `adapters` are loaded here, while others wait,
-        unless they are given. Raises `RequestError` for one that cannot be."""
-        if adapters is None:
-            adapters = Adapters.of(client, self.model_names, self.config)
-        self._model = client, tokenizer, default_sampling, adapters
-        if self._is_running:
-            self._begin_service()
 
     def description(self) -> Json:
-        """`/openapi.json`, of the loaded model. Raises `ApiError` until there is one."""
-        service = self.state.service
-        info, fills_in = service.client.info, service.fill_in is not None
-        return description(service.all_names, info.vocab_size, reads_images=info.images is not None, fills_in=fills_in)
+        """`/openapi.json`. Raises `ApiError` until a model is loaded."""
+        raise NotImplementedError
 
-    def _begin_service(self) -> None:
-        if self._model is None:
-            return
-        client, tokenizer, default_sampling, adapters = self._model
-        self.state.metrics.attach(client)
-        self.state.service = Service(
-            client,
-            tokenizer,
-            self.model_names,
-            default_sampling,
-            self.config,
-            self.lifecycle,
-            self.state.metrics,
-            adapters,
-        )
+    def begin(self) -> None:
+        """Called on the event loop when it begins to serve."""
+        raise NotImplementedError
 
-    def _gauges(self, log_writer: LogWriter | None) -> dict[str, tuple[str, Callable[[], float]]]:
-        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+    def end(self) -> None:
+        """Called when it has served its last request."""
+        raise NotImplementedError
+
+    def _gauges(self, log_writer: LogWriter | None) -> Gauges:
+        gauges: Gauges = {
             "open_requests": ("Requests whose answer is not over.", lambda: self.lifecycle.num_open),
             "draining": ("1 while the server ends.", lambda: self.lifecycle.is_draining),
         }
@@ -144,6 +121,51 @@ class Application(Starlette):
         return Gate(app, self.lifecycle, rules, routes, self.observers)
 
 
+class Application(ServerApplication):
+    """A server of one model. It answers probes and the page from its start, and accepts requests after `take_up`. The
+    arguments are `ServerApplication`'s; answers have the first of the names."""
+
+    def __init__(
+        self,
+        model_names: Sequence[str],
+        config: ServerConfig | None = None,
+        *,
+        log_writer: LogWriter | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        super().__init__(model_names, routes(), config, log_writer=log_writer, tracing=tracing)
+        self.state.metrics = Metrics(self.model_names[0], self.http_metrics, self.gauges)
+        self._model: LoadedModel | None = None
+        self._is_running = False
+
+    def take_up(self, model: LoadedModel) -> None:
+        """Sets the loaded model: requests are accepted from now on, or from the application's start. Call it once, on
+        the event loop if that runs."""
+        self._model = model
+        if self._is_running:
+            self._begin_service()
+
+    def description(self) -> Json:
+        service = self.state.service
+        info, fills_in = service.client.info, service.fill_in is not None
+        return description(service.all_names, info.vocab_size, reads_images=info.images is not None, fills_in=fills_in)
+
+    def begin(self) -> None:
+        self._is_running = True
+        self._begin_service()
+
+    def end(self) -> None:
+        if (service := self.state.found_service) is not None:
+            service.end()
+            self.state.shared.end()
+
+    def _begin_service(self) -> None:
+        if self._model is not None:
+            self.state.shared = Shared(self.config)
+            self.state.metrics.attach(self._model.client)
+            self.state.service = Service(self._model, self.model_names, self.config, self.state)
+
+
 def create_app(
     client: EngineClient,
     tokenizer: Tokenizer | None,
@@ -161,23 +183,22 @@ def create_app(
     model_name        the model's name, or names, in requests; the engine's by default
     default_sampling  defaults by `SamplingParams`' names; those of the model's files by default
 
-    Other arguments and errors are `Application`'s.
+    Other arguments and errors are `Application`'s, and `Adapters.of`'s.
     """
     names = (model_name,) if isinstance(model_name, str) else tuple(model_name or ())
     app = Application(names or (client.info.model_name,), config, log_writer=log_writer, tracing=tracing)
     if default_sampling is None:
         folder = client.info.model_path
         default_sampling = recommended_sampling(folder) if folder else {}
-    app.take_up(client, tokenizer, default_sampling)
+    adapters = Adapters.of(client, app.model_names, app.config)
+    app.take_up(LoadedModel(client, tokenizer, default_sampling, adapters))
     return app
 
 
 @asynccontextmanager
-async def _lifespan(app: Application) -> AsyncIterator[None]:
-    app._is_running = True
-    app._begin_service()
+async def _lifespan(app: ServerApplication) -> AsyncIterator[None]:
+    app.begin()
     try:
         yield
     finally:
-        if (service := app.state.found_service) is not None:
-            service.end()
+        app.end()

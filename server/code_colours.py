@@ -146,10 +146,10 @@ def _size(key: tuple[str | None, Job], answer: msgspec.Raw) -> int:
 
 async def render(request: Request) -> Response:
     """Renders the entries; 429 while too many wait; 400 names the field that is too long."""
-    service = request.app.state.service
-    asked = decode_body(await read_body(request, service.config), RenderRequest, service.config)
+    renderer, config = request.app.state.shared.renderer, request.app.config
+    asked = decode_body(await read_body(request, config), RenderRequest, config)
     try:
-        answers = await service.renderer.render(
+        answers = await renderer.render(
             [(each.language, each.text) for each in asked.code], Exchange.of(request).tenant
         )
     except RendererBusyError:

@@ -21,7 +21,8 @@ from runtime.parallel.ray_engines import RayError
 from runtime.text.load import load_tokenizer
 from server.app import Application, create_app
 from server.config import ServerConfig
-from server.serve import check_adapters, check_files, warm_up
+from server.loading import warm_up
+from server.serve import check_adapters, check_files
 
 ray = later("ray")
 logger = logging.getLogger("xserv.server")

@@ -24,13 +24,13 @@ from typing import Any, Literal
 import msgspec
 
 from models.checkpoints.hub import model_name
-from models.configuration.generation_config import recommended_sampling
 from runtime.engine.make_client import StartingClient
 from runtime.errors import InvalidArgumentError, XservError
 from runtime.progress import Reporter, Show
-from runtime.text.load import load_tokenizer, read_chat_template
+from runtime.text.load import read_chat_template
 from server.app import Application
 from server.config import ServerConfig
+from server.loading import load
 from server.serve import check_adapters, served_names
 
 URLS = (
@@ -123,9 +123,7 @@ def run_batch(
         app = Application(served_names(served_model_name) or [model_name(model)], config)
         engine_options.setdefault("max_waiting", max(concurrency, config.max_connections))
         engine = stack.enter_context(closing(StartingClient(model, in_process=in_process, **engine_options)))
-        client = engine.wait()
-        folder = Path(client.info.model_path)
-        app.take_up(client, load_tokenizer(folder, template), recommended_sampling(folder))
+        app.take_up(load(engine, app.model_names, config, template))
         with reporter.shown("answering") as show:
             return asyncio.run(_answer(app, input_file, output, num_done, total, concurrency, show))
 

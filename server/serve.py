@@ -16,12 +16,11 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -29,31 +28,23 @@ import uvicorn
 
 from models.checkpoints.hub import local_model, model_name
 from models.checkpoints.model_files import open_model
-from models.configuration.generation_config import recommended_sampling
 from runtime import collector
 from runtime.device.device import Device
 from runtime.engine.make_client import StartingClient
-from runtime.engine.messages import EngineOutput, EngineRequest
-from runtime.engine.process.client import EngineClient
-from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
-from runtime.text.load import load_tokenizer, read_chat_template
-from server.adapters import Adapters, parse_modules
+from runtime.text.load import read_chat_template
+from server.adapters import parse_modules
 from server.app import Application
 from server.config import ServerConfig, ServerConfigError
+from server.loading import LoadedModel, ServerStartError, load
 from server.observing.logs import close_log, open_log
 from server.observing.tracing import open_tracing
 from server.transport.auth import ApiKeys
 from server.transport.origins import hosts_for, origins_for
 from server.transport.protocol import BACKLOG, RESERVED_CONNECTIONS, uvicorn_config
-from tokenizer import Tokenizer
 from tokenizer import warm_up as tokenizer_warm_up
 
 logger = logging.getLogger("xserv.server")
-
-
-class ServerStartError(XservError):
-    """The address cannot be listened on, or the model cannot run."""
 
 
 SWITCH_INTERVAL_S = 0.001
@@ -201,24 +192,17 @@ class _Server(uvicorn.Server):
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         """Loads the model, on a thread of its own."""
         try:
-            client = self.engine.wait()
-            folder = Path(client.info.model_path)
-            tokenizer = load_tokenizer(folder, self.chat_template)
-            warm_up(client)
-            adapters = Adapters.of(client, self.app.model_names, self.app.config)
-            next_call = partial(self._take_up, client, tokenizer, recommended_sampling(folder), adapters)
+            model = load(self.engine, self.app.model_names, self.app.config, self.chat_template)
+            next_call = partial(self._take_up, model)
         except BaseException as error:
             next_call = partial(self._fail, error)
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(next_call)
 
-    def _take_up(
-        self, client: EngineClient, tokenizer: Tokenizer | None, default_sampling: Mapping[str, float | int],
-        adapters: Adapters,
-    ) -> None:  # fmt: skip
+    def _take_up(self, model: LoadedModel) -> None:
         if self.should_exit:
             return
-        self.app.take_up(client, tokenizer, default_sampling, adapters)
+        self.app.take_up(model)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         collector.resume(collects=True)
         name = self.app.model_names[0]
@@ -281,29 +265,6 @@ def allow_connections(max_connections: int) -> None:
                 "max_connections or raise the limit (ulimit -n)"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def warm_up(client: EngineClient) -> None:
-    """Runs one short request, an embedding where the model writes no text, so that kernels are compiled before the
-    first user's, and a model that cannot run fails at once. Raises `ServerStartError`."""
-    outputs: SimpleQueue[EngineOutput] = SimpleQueue()
-    prompt_length = max(1, min(4, client.info.max_model_len - 2))
-    if not client.info.pooling.generates:
-        try:
-            client.embed([0] * prompt_length, task="classify" if client.info.pooling.labels else "embed").result()
-        except XservError as error:
-            raise ServerStartError(f"the model failed on its first text: {error}") from error
-        return
-    request = EngineRequest(
-        request_id="warm-up",
-        prompt_token_ids=[0] * prompt_length,
-        params=SamplingParams(max_tokens=2, seed=0, ignore_eos=True, detokenize=False),
-    )
-    client.submit(request, outputs.put)
-    while (output := outputs.get()).finish_reason is None:
-        pass
-    if output.finish_reason != "length":
-        raise ServerStartError("the model failed on its first request; see the log")
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -28,7 +28,6 @@ from runtime.text.fill_in import fill_in_tokens
 from runtime.text.formats import AnswerFormat
 from runtime.text.reasoning import ReasoningEnd
 from runtime.version import release
-from server.adapters import Adapters
 from server.code_colours import Renderer
 from server.config import ServerConfig
 from server.errors import (
@@ -43,6 +42,7 @@ from server.errors import (
     starting,
     unsatisfiable,
 )
+from server.loading import LoadedModel
 from server.observing.logs import FIELDS
 from server.observing.meter import RequestMeter
 from server.observing.metrics import Metrics
@@ -55,7 +55,6 @@ from server.responses_api.folder import response_folder
 from server.responses_api.store import Key as ResponseKey
 from server.responses_api.store import ResponseStore, Running
 from server.transport.exchange import Exchange, Lifecycle
-from tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -77,14 +76,16 @@ class AppState(State):
     lifecycle  whether it drains, and how many requests are open
     metrics    the metrics of `/metrics`
     service    of the loaded model; raises `ApiError`, 503, until then
+    shared     what all models of the server share; raises `ApiError`, 503, until requests are taken
     """
 
     lifecycle: Lifecycle
     metrics: Metrics
     service: Service
+    shared: Shared
 
     def __getattr__(self, key: str) -> Any:
-        if key == "service" and self.found_service is None:
+        if key in ("service", "shared") and key not in self._state:
             raise starting()
         return super().__getattr__(key)
 
@@ -133,6 +134,29 @@ class RunningGenerations:
                 del self._by_key[key]
 
 
+class Shared:
+    """State that all models of a server share. It is made on the event loop that will serve.
+
+    running             running generations, to be cancelled by name
+    responses           the store of `/v1/responses`; running_responses: those being generated
+    renderer            the colours of answers' code, for the page
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.running = RunningGenerations()
+        self.responses = ResponseStore(
+            config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_ttl_s,
+            folder=response_folder(config),
+        )  # fmt: skip
+        self.running_responses: dict[ResponseKey, Running] = {}
+        self.renderer = Renderer()
+
+    def end(self) -> None:
+        """Call it after all services have ended."""
+        self.renderer.close()
+        self.responses.close()
+
+
 class Service:
     """The endpoints' shared state from the model's loading until the server stops: `app.state.service`. It is made on
     the event loop that will serve.
@@ -143,29 +167,21 @@ class Service:
     reasoning_end       how reasoning is closed by a budget; None if it cannot have one
     fill_in             the tokens for a text between two others; None if the model was not taught to fill in
     default_sampling    the model's own sampling defaults, by `SamplingParams`' names
-    running             running generations, to be cancelled by name
-    responses           the store of `/v1/responses`; running_responses: those being generated
+    running, responses, running_responses  see `Shared`
     calls               past calls as models wrote them
-    renderer            the colours of answers' code, for the page
     pictures            the picture reader, or None if the model reads none
     """
 
     def __init__(
         self,
-        client: EngineClient,
-        tokenizer: Tokenizer | None,
+        model: LoadedModel,
         model_names: tuple[str, ...],
-        default_sampling: Mapping[str, float | int],
         config: ServerConfig,
-        lifecycle: Lifecycle,
-        metrics: Metrics,
-        adapters: Adapters,
+        state: AppState,
     ) -> None:
-        info = client.info
-        self.client = client
-        self.tokenizer = tokenizer
+        self.client, self.tokenizer, self.adapters = model.client, model.tokenizer, model.adapters
+        client, tokenizer, info, shared = model.client, model.tokenizer, model.client.info, state.shared
         self.model_name, self.model_names = model_names[0], model_names
-        self.adapters = adapters
         self.answer_format = AnswerFormat.of(
             tokenizer, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser
         )
@@ -177,18 +193,15 @@ class Service:
                 tokenizer, info.architecture, config.reasoning_budget_message, self.answer_format.tags
             )
         self.fill_in = None if tokenizer is None else fill_in_tokens(tokenizer)
-        self.default_sampling = default_sampling
+        self.default_sampling = model.default_sampling
         self.config = config
-        self.lifecycle = lifecycle
-        self.metrics = metrics
-        self.running = RunningGenerations()
-        self.responses = ResponseStore(
-            config.max_stored_responses, config.max_stored_response_bytes, config.stored_response_ttl_s,
-            folder=response_folder(config),
-        )  # fmt: skip
-        self.running_responses: dict[ResponseKey, Running] = {}
+        self.lifecycle, self.metrics = state.lifecycle, state.metrics
+        self.running, self.responses, self.running_responses = (
+            shared.running,
+            shared.responses,
+            shared.running_responses,
+        )
         self.calls = CallMemory(0 if info.exact else config.remembered_call_bytes)
-        self.renderer = Renderer()
         self.bridge = LoopBridge(asyncio.get_running_loop())
         self.executor = ThreadPoolExecutor(config.num_tokenizer_threads, thread_name_prefix="xserv-tokenize")
         self.grammars = GrammarChecker(LazyVocabulary(lambda: tokenizer, info.vocab_size, info.eos_token_ids))
@@ -210,11 +223,9 @@ class Service:
     def end(self) -> None:
         """Stops the service. The caller closes the client."""
         self.bridge.close()
-        self.renderer.close()
         if self.pictures is not None:
             self.pictures.close()
         self.executor.shutdown(wait=True, cancel_futures=True)
-        self.responses.close()
 
     def check_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 unless `name` is one of the served model's; None means that one. An adapter's name is

@@ -20,7 +20,7 @@ from server.errors import ApiError
 from server.openai_api.answers import Cancelled
 from server.requests.generation import Generation, GenerationError, Piece
 from server.requests.structured import RequestSchemas
-from server.service import Service
+from server.service import AppState, Service
 from server.transport.body import Body, read_body
 from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
@@ -187,7 +187,7 @@ class Answer(Pending):
 async def cancel_request(request: Request) -> Response:
     """Ends everything that runs under this name for this tenant; 404 if nothing does."""
     name = request.path_params["request_id"]
-    num_cancelled = request.app.state.service.running.cancel(Exchange.of(request).tenant, name)
+    num_cancelled = AppState.of(request).shared.running.cancel(Exchange.of(request).tenant, name)
     if not num_cancelled:
         raise ApiError(404, f"No request {name[:128]!r} is running.", param="request_id", code="request_not_found")
     return JsonAnswer(Cancelled(name, num_cancelled))

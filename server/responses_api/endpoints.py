@@ -36,8 +36,8 @@ from server.responses_api.request import (
     output_messages,
 )
 from server.responses_api.schema import CustomTool, ResponsesRequest
-from server.responses_api.store import StoredResponse
-from server.service import Service
+from server.responses_api.store import ResponseStore, StoredResponse
+from server.service import AppState, Service, Shared
 from server.transport.body import decode_body, read_body
 from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
@@ -134,7 +134,7 @@ async def create_response(request: Request) -> HttpResponse:
     asked = await service.prepare(len(body), partial(decode_body, body, ResponsesRequest, service.config))
     before: list[Message] = []
     if asked.previous_response_id is not None:
-        stored = _stored(service, body.exchange.tenant, asked.previous_response_id, "previous_response_id")
+        stored = _stored(service.responses, body.exchange.tenant, asked.previous_response_id, "previous_response_id")
         before = stored.conversation
     running = await service.prepare_body(body, partial(_prepare, service, body.exchange, asked, before))
     return await running.respond(request)
@@ -191,29 +191,29 @@ def _kind(item: dict[str, Any]) -> str:
 
 async def get_response(request: Request) -> HttpResponse:
     """A stored or running response, as it is now."""
-    service, tenant, response_id = _asked_for(request)
+    shared, tenant, response_id = _asked_for(request)
     if request.query_params.get("stream", "false") != "false":
         raise invalid("stream", "A stored response is not streamed again.", "unsupported_parameter")
-    if (running := service.running_responses.get((tenant, response_id))) is not None:
+    if (running := shared.running_responses.get((tenant, response_id))) is not None:
         running.response.output = running.output.items
         return JsonAnswer(running.response)
-    return JsonAnswer(_stored(service, tenant, response_id).response)
+    return JsonAnswer(_stored(shared.responses, tenant, response_id).response)
 
 
 async def delete_response(request: Request) -> HttpResponse:
     """Deletes a stored response. Responses that continue it are kept."""
-    service, tenant, response_id = _asked_for(request)
-    if not service.responses.delete(tenant, response_id):
+    shared, tenant, response_id = _asked_for(request)
+    if not shared.responses.delete(tenant, response_id):
         raise _not_found(response_id, "response_id")
     return JsonAnswer(objects.ResponseDeleted(response_id))
 
 
 async def cancel_response(request: Request) -> HttpResponse:
     """Ends a running response; one that has ended stays as it is."""
-    service, tenant, response_id = _asked_for(request)
-    running = service.running_responses.get((tenant, response_id))
+    shared, tenant, response_id = _asked_for(request)
+    running = shared.running_responses.get((tenant, response_id))
     if running is None:
-        return JsonAnswer(_stored(service, tenant, response_id).response)
+        return JsonAnswer(_stored(shared.responses, tenant, response_id).response)
     running.generation.cancel()
     running.response.output = running.output.items
     running.response.status = "cancelled"
@@ -222,18 +222,20 @@ async def cancel_response(request: Request) -> HttpResponse:
 
 async def list_input_items(request: Request) -> HttpResponse:
     """The input items of a stored response's own request, the last first."""
-    service, tenant, response_id = _asked_for(request)
-    items = _stored(service, tenant, response_id).input_items[::-1]
+    shared, tenant, response_id = _asked_for(request)
+    items = _stored(shared.responses, tenant, response_id).input_items[::-1]
     return JsonAnswer(objects.ResponseInputItems(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
 
 
-def _asked_for(request: Request) -> tuple[Service, str | None, str]:
-    return request.app.state.service, Exchange.of(request).tenant, request.path_params["response_id"]
+def _asked_for(request: Request) -> tuple[Shared, str | None, str]:
+    return AppState.of(request).shared, Exchange.of(request).tenant, request.path_params["response_id"]
 
 
-def _stored(service: Service, tenant: str | None, response_id: str, param: str = "response_id") -> StoredResponse:
+def _stored(
+    responses: ResponseStore, tenant: str | None, response_id: str, param: str = "response_id"
+) -> StoredResponse:
     """Raises `ApiError` 404 if there is none."""
-    stored = service.responses.get(tenant, response_id)
+    stored = responses.get(tenant, response_id)
     if stored is None:
         raise _not_found(response_id, param)
     return stored

@@ -25,7 +25,8 @@ import server.serve
 from models.errors import ModelLoadError
 from runtime.cli import app
 from server.config import ServerConfig, ServerConfigError
-from server.serve import ServerStartError, check_files, listen, serve, served_names, warm_up
+from server.loading import ServerStartError, warm_up
+from server.serve import check_files, listen, serve, served_names
 from tests.models.encoder_cases import write_encoder
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.running import serving_process

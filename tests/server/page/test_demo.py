@@ -14,7 +14,7 @@ from runtime.engine.make_engine import build_engine
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
-from server.serve import warm_up
+from server.loading import warm_up
 from tests.server.page.browser import answers, ask, needs_browser, opened, wait_idle
 from tests.server.running import running
 from tests.waiting import wait_until

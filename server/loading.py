@@ -1,0 +1,73 @@
+"""Waits for an engine that starts, and loads what the server needs with it: tokenizer, sampling defaults, adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from models.configuration.generation_config import recommended_sampling
+from runtime.engine.make_client import StartingClient
+from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.process.client import EngineClient
+from runtime.engine.sampling_params import SamplingParams
+from runtime.errors import XservError
+from runtime.text.load import load_tokenizer
+from server.adapters import Adapters
+from server.config import ServerConfig
+from tokenizer import Tokenizer
+
+
+class ServerStartError(XservError):
+    """The address cannot be listened on, or the model cannot run."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An engine's client and the model's files that the server reads.
+
+    tokenizer         None if prompts and answers are token ids
+    default_sampling  the model's own defaults, by `SamplingParams`' names
+    """
+
+    client: EngineClient
+    tokenizer: Tokenizer | None
+    default_sampling: Mapping[str, float | int]
+    adapters: Adapters
+
+
+def load(
+    engine: StartingClient, model_names: Sequence[str], config: ServerConfig, chat_template: str | None = None
+) -> LoadedModel:
+    """Waits for the engine and its first answer. Raises the errors of `StartingClient.wait`, `load_tokenizer`,
+    `warm_up` and `Adapters.of`."""
+    client = engine.wait()
+    folder = Path(client.info.model_path)
+    tokenizer = load_tokenizer(folder, chat_template)
+    warm_up(client)
+    adapters = Adapters.of(client, model_names, config)
+    return LoadedModel(client, tokenizer, recommended_sampling(folder), adapters)
+
+
+def warm_up(client: EngineClient) -> None:
+    """Runs one short request, an embedding where the model writes no text, so that kernels are compiled before the
+    first user's, and a model that cannot run fails at once. Raises `ServerStartError`."""
+    outputs: SimpleQueue[EngineOutput] = SimpleQueue()
+    prompt_length = max(1, min(4, client.info.max_model_len - 2))
+    if not client.info.pooling.generates:
+        try:
+            client.embed([0] * prompt_length, task="classify" if client.info.pooling.labels else "embed").result()
+        except XservError as error:
+            raise ServerStartError(f"the model failed on its first text: {error}") from error
+        return
+    request = EngineRequest(
+        request_id="warm-up",
+        prompt_token_ids=[0] * prompt_length,
+        params=SamplingParams(max_tokens=2, seed=0, ignore_eos=True, detokenize=False),
+    )
+    client.submit(request, outputs.put)
+    while (output := outputs.get()).finish_reason is None:
+        pass
+    if output.finish_reason != "length":
+        raise ServerStartError("the model failed on its first request; see the log")
