@@ -78,7 +78,8 @@ def _products() -> Iterator[Case]:
         for rows in (1, 16, 64) if format in ("int8", "int4 g128") else (1,):
             yield packed_case(format, rows, 1024, 1024)
     for format in ("int8", "int4 g128"):
-        yield packed_case(format, 1, 1024, 1024, "quantised_gemv")
+        for rows in (1, 4) if format == "int4 g128" else (1,):
+            yield packed_case(format, rows, 1024, 1024, "quantised_gemv")
     for format in ("int8", "int4 g128", "fp8 blocks", "mxfp4"):
         yield packed_case(format, 256, 512, 512, "mixed_input")
     for format, tile in (("int4 g128", HIGH), ("int4 g128", LOW), ("int8", HIGH), ("mxfp4", HIGH)):

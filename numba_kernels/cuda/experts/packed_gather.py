@@ -109,7 +109,10 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
             if has_few_registers:
                 weight = places[0]
             aim(next_rows, next_scale_rows, weight, uint32(own_tiles + following), both, k, first, lane)
-            multiply(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, at, first, last, lane)
+            multiply(
+                sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, at, uint32(0), first, last,
+                lane,
+            )  # fmt: skip
             if (lane & uint32(3)) == uint32(0):
                 partial[turn, half, stream, lane >> uint32(2)] = sums[0]
                 partial[turn, half, stream, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
@@ -195,7 +198,7 @@ def _down(weight_name: str) -> Specialisation:
         stage(h_row, staged, stream, streams, k, padded, factor, lane)
         sync_block()
         at = place(staged, padded, lane)
-        multiply(sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), at, first, last, lane)
+        multiply(sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), at, uint32(0), first, last, lane)
         if (lane & uint32(3)) == uint32(0):
             partial[warp, lane >> uint32(2)] = sums[0]
             partial[warp, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]

@@ -13,7 +13,7 @@ A ladder of tiers, each in its own file, which lists its changes against the one
     tensor_core   mma.sync, ldmatrix, cp.async in several stages (f16, bf16)
     gemv          a row or two (f32: at most 8): the weight passes once
     skinny      at most 64 rows: the weight streams through tensor cores (f16, bf16)
-    quantised_gemv    one row times a packed weight, unpacked to float16 without a factor (bf16)
+    quantised_gemv    one to four rows times a packed weight, unpacked without a factor (bf16)
     mixed_input  many rows times a packed weight: tensor_core's tiles, unpacked after shared memory (f16, bf16)
     hopper        wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
     hopper_packed hopper's rows times a packed weight, which warps of their own unpack into its stages

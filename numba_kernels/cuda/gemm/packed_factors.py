@@ -1,14 +1,17 @@
-"""One row times a packed weight: the forms of x and the weight for tensor cores.
+"""One to four rows times a packed weight: the forms of x and the weight for tensor cores.
 
 Lesson: the choice of the factor that is made to fit the other. Unpacking costs more than memory does where each pair of
-numbers is shifted, masked, centred and scaled (`skinny`), and `mma.sync` computes 8 columns where one is needed. So
+numbers is shifted, masked, centred and scaled (`skinny`), and `mma.sync` computes 8 columns where few are needed. So
 
     digits    integers, and e2m1, which is half an integer: as int8, which takes a shift and a `lop3` for four numbers.
               x becomes a whole number of 23 bits, times a power of two that brings its largest number below 2^22, and
-              that three digits of 8 bits, in three of the columns. Sums of digits are exact in int32, until a group's
-              scale multiplies them. Numbers below 2^-23 of the largest are lost
-    halves    e4m3: as float16, by moving its fields. x becomes float16, its largest number 2^14, the same in all
-              columns; numbers of at least 2^-31 of that are kept
+              that three digits of 8 bits, in three of the columns: a second row is free, and two more rows are a
+              second product. Sums of digits are exact in int32, until a group's scale multiplies them. Numbers below
+              2^-23 of the largest are lost
+    halves    e4m3: as float16, by moving its fields. x becomes float16, its largest number 2^14, a row a column;
+              numbers of at least 2^-31 of that are kept
+
+Each row has its own largest number, and sums of its own: its bits do not depend on the others.
 
 Neither moves a register before it is multiplied: the weight is the first factor, 16 rows of it, and x is staged in the
 order that its bytes come in. A row of x with an infinity or NaN gives NaN.
@@ -36,6 +39,7 @@ from numba_kernels.cuda.packing import Packing
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
+ROW_GAP = 64  # bytes between rows in shared memory, so that two of them are in different banks
 _PLANES = 3  # digits of a number
 _ROUNDS = 1.5 * 2.0**23  # float32 from here on are whole numbers, and that far up or down have its exponent
 _DIGITS = 0x00408080  # turns such a number's low bytes into its digits, 128 too large: its own are 0x400000
@@ -52,19 +56,24 @@ class Factors:
     """Device functions that stage a row in shared memory, and take a step of 32 of K.
 
     Attributes:
-        planes: that a row is staged in, one after the other.
+        rows: of x, 1, 2 or 4; lines 2 r and 2 r + 1 of `sums` are those of row r.
+        num_x: products a step, each with an address of x of its own.
+        planes: that a row is staged in, one after the other; the next row follows after `ROW_GAP`.
         plane_bytes: of each number in a plane.
         part_type: of a group's sums; `num_parts` of them a lane.
         scale_by: ``largest magnitude's bits -> (factor of x, factor of sums)``.
         stage: ``(x_row, target, part, parts, k, padded, factor, lane)``: this warp's chunks of a row go to shared
             memory, zeros after k.
-        place: ``(target, padded, lane) -> address`` of the lane's first numbers.
+        place: ``(target, padded, lane) -> address`` of the lane's first numbers, for the first product; the second
+            one's are two rows on.
         step_taker: ``(first word of a slot, step) -> (parts, pairs, x_words, words, x_at)``, a device function.
-        settle: ``(sums, parts, upper, lower)``: a group's sums, times the scales of rows g and g + 8.
-        finish: ``(sums, lane)``: reduces them over the lanes of a row.
+        settle: ``(sums, parts, upper, lower)``: a group's sums, times the scales of the weight's rows g and g + 8.
+        finish: ``(sums, lane)``: reduces them over the lanes of a row of the weight, to lane 4 g.
         shift: a power of two that sums lack.
     """
 
+    rows: int
+    num_x: int
     planes: int
     plane_bytes: int
     part_type: Any
@@ -78,12 +87,12 @@ class Factors:
     shift: int
 
 
-def factors_of(packing: Packing) -> Factors:
+def factors_of(packing: Packing, rows: int = 1) -> Factors:
     """Raises ValueError for a packing without one."""
     if packing.element in BYTE_ORDER:
-        return _digits(packing.element, packing.lane_words)
+        return _digits(packing.element, packing.lane_words, rows)
     if packing.element == "e4m3":
-        return _halves(packing.element, packing.lane_words)
+        return _halves(packing.element, packing.lane_words, rows)
     raise ValueError(f"packing: one row of bfloat16 is not multiplied by {packing.element}")
 
 
@@ -100,16 +109,23 @@ def _scaler(largest: int) -> Any:
 
 
 @functools.cache
-def _digits(element: str, lane_words: int) -> Factors:
+def _digits(element: str, lane_words: int, rows: int) -> Factors:
     """x: three planes, each of them 8 bytes of a lane's two steps one after the other, lane after lane."""
     first, second = BYTE_ORDER[element]
     has_signs = element == "e2m1"  # magnitudes of positive and of negative numbers, each with sums of its own
-    num_parts = 8 if has_signs else 4
-    multiply = multiply_bytes("s8", ((0, (0, 1, 2, 3), (0, 1)),))
-    multiply_odd = multiply_bytes("s8", ((0, (0, 1, 2, 3), (2, 3)),))
-    if has_signs:
-        multiply = multiply_bytes("s8", ((0, (0, 1, 2, 3), (0, 1)), (4, (4, 5, 6, 7), (0, 1))))
-        multiply_odd = multiply_bytes("s8", ((0, (0, 1, 2, 3), (2, 3)), (4, (4, 5, 6, 7), (2, 3))))
+    num_x, parts_a_product, second_row = -(-rows // 2), 8 if has_signs else 4, min(rows - 1, 1)
+    num_parts, num_sums = num_x * parts_a_product, 2 * rows
+    signs = ((0, (0, 1, 2, 3)), (4, (4, 5, 6, 7))) if has_signs else ((0, (0, 1, 2, 3)),)
+    multiply, multiply_odd = (
+        multiply_bytes(
+            "s8",
+            tuple(
+                (parts_a_product * j + part, pairs, (4 * j + half, 4 * j + half + 1))
+                for j in range(num_x) for part, pairs in signs
+            ),
+        )
+        for half in (0, 2)
+    )  # fmt: skip
 
     @device_function
     def whole(number, factor):
@@ -149,14 +165,16 @@ def _digits(element: str, lane_words: int) -> Factors:
 
     @device_function
     def place(target, padded, lane):
-        # Columns 0, 2 and 4 are the digits': lane 4 g + t has column g of x, and sums of column 2 t. The others' are
-        # unused.
+        # Columns 0, 2 and 4 are the digits' of one row, 1, 3 and 5 the other's: lane 4 g + t has column g of x, and
+        # sums of columns 2 t and 2 t + 1. The last two columns are unused.
         plane = minimum_u32(uint32(lane >> uint32(3)), uint32(_PLANES - 1))
-        return uint32(target + plane * padded + (lane & uint32(3)) * uint32(16))
+        row = uint32(lane >> uint32(2)) & uint32(second_row)
+        row_at = uint32(target + row * uint32(padded * uint32(_PLANES) + uint32(ROW_GAP)))
+        return uint32(row_at + plane * padded + (lane & uint32(3)) * uint32(16))
 
     def step_taker(word: int, step: int) -> Any:
         unpack = bytes_all(element, word + lane_words * step, word + 4 + lane_words * step)
-        load_x = load_all("shared", ((0, 0, step // 2 * 64),))
+        load_x = load_all("shared", tuple((4 * j, j, step // 2 * 64) for j in range(num_x)))
         is_even = step % 2 == 0
         product = multiply if is_even else multiply_odd
 
@@ -171,12 +189,14 @@ def _digits(element: str, lane_words: int) -> Factors:
 
     @device_function
     def settle(sums, parts, upper, lower):
-        if has_signs:
-            sums[0] += f32_from_s32(uint32(parts[0] - parts[4])) * upper
-            sums[1] += f32_from_s32(uint32(parts[2] - parts[6])) * lower
-        else:
-            sums[0] += f32_from_s32(parts[0]) * upper
-            sums[1] += f32_from_s32(parts[2]) * lower
+        for r in range(rows):
+            at = parts_a_product * (r // 2) + r % 2
+            if has_signs:
+                sums[2 * r] += f32_from_s32(uint32(parts[at] - parts[at + 4])) * upper
+                sums[2 * r + 1] += f32_from_s32(uint32(parts[at + 2] - parts[at + 6])) * lower
+            else:
+                sums[2 * r] += f32_from_s32(parts[at]) * upper
+                sums[2 * r + 1] += f32_from_s32(parts[at + 2]) * lower
         for e in range(num_parts):
             parts[e] = uint32(0)
 
@@ -184,19 +204,20 @@ def _digits(element: str, lane_words: int) -> Factors:
     def finish(sums, lane):
         digit = uint32(lane & uint32(3))
         factor = as_float(uint32(uint32(uint32(127 + 16) - digit * uint32(8)) << uint32(23)))
-        for e in range(2):
+        for e in range(num_sums):
             total = sums[e] * factor if digit < uint32(_PLANES) else float32(0.0)
             total += shuffle_xor_f32(total, uint32(1))
             sums[e] = total + shuffle_xor_f32(total, uint32(2))
 
     return Factors(
-        _PLANES, 1, uint32, num_parts, _scaler(_LARGEST_WHOLE), stage, place, step_taker, settle, finish,
+        rows, num_x, _PLANES, 1, uint32, num_parts, _scaler(_LARGEST_WHOLE), stage, place, step_taker, settle, finish,
         BYTES_SHIFT[element],
     )  # fmt: skip
 
 
 @functools.cache
-def _halves(element: str, lane_words: int) -> Factors:
+def _halves(element: str, lane_words: int, rows: int) -> Factors:
+    num_sums = 2 * rows
     multiply = multiply_all("f16", ((0, (0, 4, 1, 5), (0, 1)), (0, (2, 6, 3, 7), (2, 3))))
 
     @device_function
@@ -219,7 +240,10 @@ def _halves(element: str, lane_words: int) -> Factors:
 
     @device_function
     def place(target, padded, lane):
-        return uint32(target + (lane & uint32(3)) * uint32(16))
+        # Lane 4 g + t has column g of x, and sums of columns 2 t and 2 t + 1.
+        row = uint32(lane >> uint32(2)) & uint32(rows - 1)
+        row_at = uint32(target + row * uint32(padded * uint32(2) + uint32(ROW_GAP)))
+        return uint32(row_at + (lane & uint32(3)) * uint32(16))
 
     def step_taker(word: int, step: int) -> Any:
         unpack = moved_all(element, tuple((4 * r, word + 4 * r + lane_words * step) for r in range(2)))
@@ -237,13 +261,29 @@ def _halves(element: str, lane_words: int) -> Factors:
     def settle(sums, parts, upper, lower):
         sums[0] += parts[0] * upper
         sums[1] += parts[2] * lower
+        if rows > 1:
+            sums[2] += parts[1] * upper
+            sums[3] += parts[3] * lower
         for e in range(4):
             parts[e] = float32(0.0)
 
     @device_function
     def finish(sums, lane):
-        pass
+        for e in range(4, num_sums):
+            sums[e] = shuffle_xor_f32(sums[e - 4], uint32(1))
 
     return Factors(
-        1, 2, float32, 4, _scaler(_LARGEST_HALF), stage, place, step_taker, settle, finish, SHIFTS[element, "f16"]
+        rows,
+        1,
+        1,
+        2,
+        float32,
+        4,
+        _scaler(_LARGEST_HALF),
+        stage,
+        place,
+        step_taker,
+        settle,
+        finish,
+        SHIFTS[element, "f16"],
     )

@@ -1,4 +1,4 @@
-"""One row times a packed weight: a warp's reads of 16 rows of the weight. `packed_factors` has the forms of both
+"""One to four rows times a packed weight: a warp's reads of 16 rows of it. `packed_factors` has the forms of both
 factors.
 
 A warp has `AHEAD` slots of its part of K in flight in registers, half as many where they have many scales. If its block
@@ -45,10 +45,11 @@ class PackedReader:
         aim: ``(rows, scale_rows, weight, tile, n, k, first, lane)``: the addresses of a tile's slots.
         begin: ``(words, scales, rows, scale_rows, first, last)``: loads the first slots.
         begin_early: the same before `wait_for_previous_grid`.
-        multiply: ``(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, first, last,
-            lane)``: sums[0] and sums[1] are those of rows g and g + 8 of the tile in lane 4 g, without the rows'
-            scales; x is where `factors` places the lane. With `goes_on` not 0, the next tile's first slots are loaded
-            from `aim`'s addresses, and `rows` become its own.
+        multiply: ``(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, two_rows, first,
+            last, lane)``: sums[2 r] and sums[2 r + 1] are those of x's row r and rows g and g + 8 of the tile in lane
+            4 g, without the rows' scales; x is where `factors` places the lane, `two_rows` the bytes that two rows of
+            x take there. With `goes_on` not 0, the next tile's first slots are loaded from `aim`'s addresses, and
+            `rows` become its own.
         row_scale: ``(weight, n, k, row) -> number``.
         slots: ``k -> slots``.
     """
@@ -64,15 +65,17 @@ class PackedReader:
 
 
 @functools.cache
-def packed_reader(weight_name: str) -> PackedReader:
+def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
+    """The functions for so many rows of x, 1, 2 or 4."""
     packing = packing_of(weight_name)
     assert packing is not None
     find, steps, is_grouped = sections_of(packing, DTYPE), packing.steps, packing.group > 0
     ahead = AHEAD if packing.chunk_bytes(DTYPE) <= _FEW_SCALE_BYTES else AHEAD // 2
     has_more = ahead > 2
     scale_words, scale_step = packing.chunk_bytes(DTYPE) // 4, TILE_ROWS * packing.chunk_bytes(DTYPE)
-    factors, slot_elements = factors_of(packing), packing.slot
-    part_type, num_parts = factors.part_type, factors.num_parts
+    factors, slot_elements = factors_of(packing, num_rows), packing.slot
+    part_type, num_parts, num_sums = factors.part_type, factors.num_parts, 2 * num_rows
+    num_x, num_x_words = factors.num_x, 4 * factors.num_x
     settle, finish = factors.settle, factors.finish
     of_scale = 2.0 ** -SHIFTS.get((packing.element, DTYPE), 0)  # what a kept scale is too large by
     is_exponent = packing.scale == "exponent"
@@ -185,17 +188,23 @@ def packed_reader(weight_name: str) -> PackedReader:
     follow_0, follow_1, follow_2, follow_3 = (follower(i) for i in range(AHEAD))
 
     @device_function
+    def pass_x(x_at):
+        for j in range(num_x):
+            x_at[j] = uint32(x_at[j] + uint32(slot_bytes))
+
+    @device_function
     def multiply(
-        sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, first, last, lane
+        sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, two_rows, first, last, lane
     ):  # fmt: skip
         parts = cuda.local.array(num_parts, part_type)
-        pairs, x_words = cuda.local.array(8, uint32), cuda.local.array(4, uint32)
-        x_at = cuda.local.array(1, uint32)
+        pairs, x_words = cuda.local.array(8, uint32), cuda.local.array(num_x_words, uint32)
+        x_at = cuda.local.array(num_x, uint32)
         for e in range(num_parts):
             parts[e] = part_type(0)
-        sums[0] = float32(0.0)
-        sums[1] = float32(0.0)
-        x_at[0] = uint32(x + first * uint32(slot_bytes))
+        for e in range(num_sums):
+            sums[e] = float32(0.0)
+        for j in range(num_x):
+            x_at[j] = uint32(x + first * uint32(slot_bytes) + uint32(j) * two_rows)
         slot, count = first, uint32(last - first)
         while slot < last:
             rows[0] += uint64(ahead * TILE_BYTES)
@@ -203,19 +212,19 @@ def packed_reader(weight_name: str) -> PackedReader:
             scale_rows[0] += uint64(ahead * scale_step)
             left = uint32(last - slot)
             slot_0(sums, parts, pairs, x_words, words, scales, x_at)
-            x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
+            pass_x(x_at)
             follow_0(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
             if left > uint32(1):
                 slot_1(sums, parts, pairs, x_words, words, scales, x_at)
-                x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
+                pass_x(x_at)
                 follow_1(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
             if has_more and left > uint32(2):
                 slot_2(sums, parts, pairs, x_words, words, scales, x_at)
-                x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
+                pass_x(x_at)
                 follow_2(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
             if has_more and left > uint32(3):
                 slot_3(sums, parts, pairs, x_words, words, scales, x_at)
-                x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
+                pass_x(x_at)
                 follow_3(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
             slot = uint32(slot + uint32(ahead))
         if not is_grouped:

@@ -1,11 +1,12 @@
-"""Quantised GEMV, one row times a packed weight: `skinny` for a single row, by `packed_stream`.
+"""Quantised GEMV, one to four rows times a packed weight: `skinny` for very few rows, by `packed_stream`.
 
 A block takes up to 64 columns at a time, 16 a team; a team's warps share K (a gated unit has teams of the gate's rows
 and of up's). A block's teams share x, which it brings to shared memory once, so that a block has as many columns as
 leave enough blocks, and where there are more of these than multiprocessors, each takes columns in turns. (A block's
 registers fill a multiprocessor: the next one could not bring its x meanwhile. The kernel for one turn is its own, which
 is shorter, by some 0.4 µs on an H200.) The weight's first loads start before the previous grid has ended. Sums
-of a team meet in shared memory, and are added in the order of K. How K is split depends on (N, K) alone.
+of a team meet in shared memory, and are added in the order of K. How K is split depends on (N, K) alone, and a row has
+the same bits alone and beside others.
 
 Threads: x lanes, y the streams of K, z the teams.
 """
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, scale_element, scale_of_row
+from numba_kernels.cuda.gemm.packed_factors import ROW_GAP
 from numba_kernels.cuda.gemm.packed_stream import (
     DTYPE,
     MOST_SHARED_BYTES,
@@ -32,7 +34,7 @@ from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, unpacki
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, shuffle_xor_f32
 from numba_kernels.cuda.packing import PACKINGS, packing_of
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -41,29 +43,39 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 BLOCK_WARPS = 16
 _UNDER_WAY_BYTES = BLOCK_WARPS * 4096  # of a block
 _START_S = 0.7e-6
-UNPACKING = {"u4": 254, "u8": 95, "e4m3": 334, "e2m1": 498}
-"""Machine instructions of a warp for 4 KB of a weight, by its elements."""
+_NEXT_ROW_S = 0.2e-6, 1.2e-10  # that preparing each further row takes, and each of its numbers: by counts, not measured
+UNPACKING = {"u4": (254, 270, 372), "u8": (95, 95, 104), "e4m3": (334, 343, 343), "e2m1": (498, 593, 831)}
+"""Machine instructions of a warp for 4 KB of a weight, by its elements and `NUM_ROWS`."""
 _ENOUGH_BLOCKS = 96  # that fill a large GPU
+_SHARED_BYTES = {"sm_80": 150 << 10, "sm_90a": 210 << 10, "sm_100a": 210 << 10}  # of a block's rows; else fewer
+NUM_ROWS = (1, 2, 4)  # of x, that a kernel is made for
+_TOO_FEW_REGISTERS = {("e2m1", 4): ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a"), ("e2m1", 2): ("sm_80",)}
+"""Architectures where kernels of an element and so many rows spill."""
 
 
 @functools.cache
-def _kernel(weight_name: str, out_dtype: str, activation: str = "", *, has_turns: bool = False) -> Specialisation:
-    reader, finish = packed_reader(weight_name), finisher(DTYPE, out_dtype)
+def _kernel(
+    weight_name: str, out_dtype: str, activation: str = "", *, has_turns: bool = False, rows: int = 1
+) -> Specialisation:
+    reader, finish = packed_reader(weight_name, rows), finisher(DTYPE, out_dtype)
     aim, begin, multiply = reader.aim, reader.begin_early, reader.multiply
     row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
     scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
     packing = packing_of(weight_name)
     assert packing is not None
-    slot_elements, is_gated = packing.slot, activation != ""
+    slot_elements, is_gated, num_rows, num_sums = packing.slot, activation != "", rows, 2 * rows
+    number_bytes = reader.factors.planes * reader.factors.plane_bytes  # of x, as it is staged
     gated = GATED[activation] if is_gated else None
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         shared = memory.shared_address(cuda.shared.array(0, uint32))
-        greatest = cuda.shared.array(BLOCK_WARPS, uint32)
-        partial = cuda.shared.array((2, BLOCK_WARPS, ROWS), float32)  # of these columns, and of the next
+        greatest = cuda.shared.array((num_rows, BLOCK_WARPS), uint32)
+        wholes = cuda.shared.array(num_rows, float32)  # the factors of finished sums
+        partial = cuda.shared.array((2, BLOCK_WARPS, num_rows, ROWS), float32)  # of these columns, and of the next
         words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
-        rows, scale_rows, sums = cuda.local.array(2, uint64), cuda.local.array(1, uint64), cuda.local.array(2, float32)
+        rows, scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
+        sums = cuda.local.array(num_sums, float32)
         next_rows, next_scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
         lane, stream, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         streams, teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
@@ -85,16 +97,27 @@ def _kernel(weight_name: str, out_dtype: str, activation: str = "", *, has_turns
         begin(words, scales, rows, scale_rows, first, last)
         wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
         launch_dependents()
-        most = largest(x, warp, uint32(BLOCK_WARPS), k, lane)
-        if lane == uint32(0):
-            greatest[warp] = most
+        row = uint32(0)
+        while row < m:
+            most = largest(x + uint64(row) * uint64(k) * uint64(2), warp, uint32(BLOCK_WARPS), k, lane)
+            if lane == uint32(0):
+                greatest[row, warp] = most
+            row = uint32(row + uint32(1))
         sync_block()
-        for other in range(BLOCK_WARPS):
-            most = max(most, greatest[other])
-        factor, unfactor = scale_by(most)
         padded = uint32(slots * uint32(slot_elements))
-        stage(x, shared, warp, uint32(BLOCK_WARPS), k, padded, factor, lane)
-        whole = scale_element(unfactor * float32(shift), scale_of_row(x_squares, uint32(0), x_parts, k, eps))
+        row_of_x, row = uint32(padded * uint32(number_bytes) + uint32(ROW_GAP)), uint32(0)
+        while row < uint32(num_rows):
+            most, there = uint32(0), uint32(0)  # rows that are not there are zeros
+            if row < m:
+                there, most = k, maximum_u32_of_warp(greatest[row, lane & uint32(BLOCK_WARPS - 1)])
+            factor, unfactor = scale_by(most)
+            x_row, target = x + uint64(row) * uint64(k) * uint64(2), uint32(shared + row * row_of_x)
+            stage(x_row, target, warp, uint32(BLOCK_WARPS), there, padded, factor, lane)
+            if row < m and warp == row:
+                whole = scale_element(unfactor * float32(shift), scale_of_row(x_squares, row, x_parts, k, eps))
+                if lane == uint32(0):
+                    wholes[row] = whole
+            row = uint32(row + uint32(1))
         sync_block()
         x_place, turn, goes_on = place(shared, padded, lane), uint32(0), uint32(1)
         while goes_on != uint32(0):
@@ -105,50 +128,57 @@ def _kernel(weight_name: str, out_dtype: str, activation: str = "", *, has_turns
                 at = uint32(minimum_u32(following, last_tile) + beside)
                 aim(next_rows, next_scale_rows, weight, at, both, k, first, lane)
                 multiply(
-                    sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x_place, first, last,
-                    lane,
+                    sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x_place,
+                    uint32(row_of_x * uint32(2)), first, last, lane,
                 )  # fmt: skip
             else:
-                multiply(sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), x_place, first, last, lane)
+                multiply(
+                    sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), x_place,
+                    uint32(row_of_x * uint32(2)), first, last, lane,
+                )  # fmt: skip
             if (lane & uint32(3)) == uint32(0):
-                partial[turn, warp, lane >> uint32(2)] = sums[0]
-                partial[turn, warp, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
+                for r in range(num_rows):
+                    partial[turn, warp, r, lane >> uint32(2)] = sums[2 * r]
+                    partial[turn, warp, r, uint32((lane >> uint32(2)) + uint32(8))] = sums[2 * r + 1]
             sync_block()
             if stream == uint32(0) and team < columns_teams and lane < uint32(ROWS):
                 column = uint32(tile * uint32(ROWS) + lane)
-                total, up = float32(0.0), float32(0.0)
-                index = uint32(0)
-                while index < streams:
-                    total += partial[turn, uint32(warp + index), lane]
-                    if is_gated:
-                        up += partial[turn, uint32(warp + columns_teams * streams + index), lane]
-                    index = uint32(index + uint32(1))
-                value = float32(0.0)
-                if column < n:
-                    value = scale_element(scale_element(total, whole), row_scale(weight, both, k, column))
-                    if is_gated:
-                        up = scale_element(scale_element(up, whole), row_scale(weight, both, k, uint32(column + n)))
-                        value = gated(value, up)
-                    value = finish(bias, bias_is_f32, residual, out, n, uint32(0), column, value)
-                if not is_gated and squares != uint64(0):
-                    squared = value * value
-                    for i in range(4):
-                        squared += shuffle_xor_f32(squared, uint32(1 << i))
-                    if lane == uint32(0) and column < n:
-                        memory.store_f32(squares + uint64(column >> uint32(4)) * uint64(4), squared)
+                for r in range(num_rows):
+                    total, up = float32(0.0), float32(0.0)
+                    index = uint32(0)
+                    while index < streams:
+                        total += partial[turn, uint32(warp + index), r, lane]
+                        if is_gated:
+                            up += partial[turn, uint32(warp + columns_teams * streams + index), r, lane]
+                        index = uint32(index + uint32(1))
+                    value = float32(0.0)
+                    if column < n and uint32(r) < m:
+                        value = scale_element(scale_element(total, wholes[r]), row_scale(weight, both, k, column))
+                        if is_gated:
+                            up = scale_element(scale_element(up, wholes[r]), row_scale(weight, both, k, column + n))
+                            value = gated(value, up)
+                        value = finish(bias, bias_is_f32, residual, out, n, uint32(r), column, value)
+                    if not is_gated and squares != uint64(0):
+                        squared = value * value
+                        for i in range(4):
+                            squared += shuffle_xor_f32(squared, uint32(1 << i))
+                        if lane == uint32(0) and column < n and uint32(r) < m:
+                            part = uint64(r) * uint64(n >> uint32(4)) + uint64(column >> uint32(4))
+                            memory.store_f32(squares + part * uint64(4), squared)
             tile = following
             turn ^= uint32(1)
 
     return Specialisation(
         name="_".join(["gemm_quantised_gemv", weight_name, out_dtype + ("_" if is_gated else "") + activation])
-        + "_turns" * has_turns,
+        + f"_{rows}" * (rows > 1) + "_turns" * has_turns,
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,
         min_blocks=1,
+        spills_on=_spills_on(weight_name, rows),
         constants={
             "dtype": DTYPE, "weight": weight_name, "out_dtype": out_dtype, "activation": activation,
-            "has_turns": has_turns,
+            "has_turns": has_turns, "rows": rows,
             "square_columns": 0 if is_gated else ROWS,
         },
     )  # fmt: skip
@@ -160,12 +190,34 @@ def why_not(product: Product, machine: Machine) -> str:
     if packing is None or not can_read(packing) or product.x != DTYPE:
         return "reads packed weights, with groups of 32 or more and no zero points, for bfloat16 rows"
     is_plain = product.is_weight_layout and product.is_aligned and not product.num_segments
-    if product.m != 1 or product.exact or not is_plain:
-        return "takes one row on a 16-byte bound, not exactly, and cuts no K into segments"
-    if product.k == 0 or row_bytes(packing, product.k) > MOST_SHARED_BYTES:
-        return f"keeps a row in {MOST_SHARED_BYTES} bytes of shared memory"
+    if not 1 <= product.m <= NUM_ROWS[-1] or product.exact or not is_plain:
+        return f"takes 1 to {NUM_ROWS[-1]} rows on 16-byte bounds, not exactly, and cuts no K into segments"
+    if machine.arch in _spills_on(product.weight, _rows_of(product)):
+        return f"has too few registers on {machine.arch} for {product.m} rows"
+    most = _SHARED_BYTES.get(machine.arch, MOST_SHARED_BYTES)
+    if product.k == 0 or _rows_bytes(product) > most:
+        return f"keeps its rows in {most} bytes of shared memory"
     is_whole = not product.epilogue.activation or product.n % ROWS == 0
     return "" if is_whole else f"gates packed weights in tiles of {ROWS} columns"
+
+
+def _spills_on(weight_name: str, rows: int) -> tuple[str, ...]:
+    """The architectures where a kernel spills."""
+    packing = packing_of(weight_name)
+    assert packing is not None
+    return _TOO_FEW_REGISTERS.get((packing.element, rows), ("sm_80",) if rows == NUM_ROWS[-1] else ())
+
+
+def _rows_of(product: Product) -> int:
+    """The rows that the product's kernel is made for."""
+    return next(rows for rows in NUM_ROWS if rows >= product.m)
+
+
+def _rows_bytes(product: Product) -> int:
+    """Shared memory of x."""
+    packing = packing_of(product.weight)
+    assert packing is not None
+    return _rows_of(product) * (row_bytes(packing, product.k) + ROW_GAP)
 
 
 def teams(columns: int, *, is_gated: bool) -> int:
@@ -182,11 +234,13 @@ def seconds(product: Product, machine: Machine) -> float:
     Before it x is read twice, with two barriers."""
     packing, blocks = packing_of(product.weight), plan(product, machine).grid[0]
     assert packing is not None
+    instructions = UNPACKING[packing.element][NUM_ROWS.index(_rows_of(product))]
     num_bytes, at_once = product.weight_bytes, min(blocks, machine.num_multiprocessors)
-    return _START_S + max(
+    start = _START_S + (product.m - 1) * (_NEXT_ROW_S[0] + _NEXT_ROW_S[1] * product.k)
+    return start + max(
         num_bytes / machine.memory_bytes,
-        unpacking_s(num_bytes, UNPACKING[packing.element], machine.num_multiprocessors),
-        (num_bytes + blocks * 4 * product.k) / machine.cache_bytes,
+        unpacking_s(num_bytes, instructions, machine.num_multiprocessors),
+        (num_bytes + blocks * 4 * product.m * product.k) / machine.cache_bytes,
         LATENCY_S * num_bytes / (at_once * _UNDER_WAY_BYTES),
     )
 
@@ -200,8 +254,9 @@ def plan(product: Product, machine: Machine) -> Launch:
     blocks = -(-product.n // columns)
     turns = -(-blocks // machine.num_multiprocessors)
     return Launch(
-        _kernel(product.weight, product.out, activation, has_turns=turns > 1), (-(-blocks // turns), 1, 1),
-        (32, BLOCK_WARPS // num_teams, num_teams), row_bytes(packing, product.k),
+        _kernel(product.weight, product.out, activation, has_turns=turns > 1, rows=_rows_of(product)),
+        (-(-blocks // turns), 1, 1), (32, BLOCK_WARPS // num_teams, num_teams),
+        _rows_bytes(product),
     )  # fmt: skip
 
 
@@ -210,5 +265,6 @@ def specialisations() -> Iterator[Specialisation]:
     for weight in PACKINGS:
         if can_read(packing_of(weight)):
             for activation in ("", "silu"):
-                yield _kernel(weight, DTYPE, activation)
-                yield _kernel(weight, DTYPE, activation, has_turns=True)
+                for rows in NUM_ROWS:
+                    yield _kernel(weight, DTYPE, activation, rows=rows)
+                    yield _kernel(weight, DTYPE, activation, has_turns=True, rows=rows)
