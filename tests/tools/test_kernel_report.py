@@ -152,6 +152,8 @@ def test_weights_are_on_their_way_before_the_wait(name: str, num_early_loads: in
     (kernel,) = (each for each in specialisations() if each.name == name)
     (facts,) = examine(kernel, ("sm_90a",), KernelCache(), nvdisasm_if_any())
     assert facts.machine == MachineFacts(num_early_loads)
+    if name.startswith("gemv") and "_1_" in name:
+        assert facts.blocks_per_sm == gemv.ONE_ROW_BLOCKS
 
 
 @pytest.mark.skipif(nvdisasm_if_any() is None, reason="no nvdisasm: pip install nvidia-cuda-nvdisasm")

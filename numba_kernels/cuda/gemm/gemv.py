@@ -50,6 +50,7 @@ COLUMNS = {1: 4, 2: 4, 4: 4, 8: 2}  # of a team, by the rows that a kernel is ma
 TURNS = 2  # loads of each of its columns that a lane has in flight
 BLOCK_WARPS = 8
 WANTED_WARPS = 4096  # that many keep a large GPU's memory busy
+ONE_ROW_BLOCKS = 3  # of a multiprocessor: 96 KB of loads in flight; more rows would spill
 MIN_ROUNDS = 2  # of a lane with all its loads; below, a wider team has idle lanes
 LOADS = {"early plain": (0, 1), "plain": (0, 0), "nc": (1, 1)}
 """The kinds of `weight_loader`'s loads that a kernel has before `wait_for_previous_grid`, and after it. Plans take the
@@ -238,6 +239,7 @@ def _kernel(
         kernel=cuda.jit(gemv),
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,
+        min_blocks=ONE_ROW_BLOCKS if rows == 1 and is_aligned else 0,
         constants={
             "dtype": dtype, "out_dtype": out_dtype, "rows": rows, "is_aligned": is_aligned, "activation": activation,
             "square_columns": columns if leaves_squares else 0,
