@@ -206,22 +206,28 @@ class Experts:
             inward, outward = self.latent
             if self.shared is not None:
                 residual = self.shared.down(self.shared.between(x, batch), batch, residual=residual)
-            return outward(self._sum(inward(x, batch), routing), batch, residual=residual)
+            return outward(self._sum(inward(x, batch), routing, batch), batch, residual=residual)
         shared, gate = (None, None) if self.shared is None else self.shared(x, batch)
-        return self._sum(x, routing, shared, gate, residual)
+        return self._sum(x, routing, batch, shared, gate, residual)
 
     def _sum(
-        self, x: Tensor, routing: Routing, shared: Tensor | None = None, gate: Tensor | None = None,
+        self, x: Tensor, routing: Routing, batch: Batch, shared: Tensor | None = None, gate: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The chosen experts' results of all ranks, plus the others."""
         adder = None if self.is_exact else self.communicator
         if adder is not None and adder.rank:
             residual = None  # rank 0 adds it
-        result = ops.experts(
-            x, routing, self.gate_up, self.down, self.activation, shared=shared, shared_gate=gate, residual=residual,
-            gather=self._gather if self.is_exact and self.communicator is not None else None,
-        )  # fmt: skip
+        gather = self._gather if self.is_exact and self.communicator is not None else None
+        added: dict[str, Tensor | None] = {"shared": shared, "shared_gate": gate, "residual": residual}
+        if batch.adapters is not None and any(
+            each.addend is not None and each.addend.pairs is not None for each in (self.gate_up, self.down)
+        ):
+            result = ops.adapted_experts(
+                x, routing, self.gate_up, self.down, self.activation, batch, **added, gather=gather
+            )
+        else:
+            result = ops.experts(x, routing, self.gate_up, self.down, self.activation, **added, gather=gather)
         if adder is not None:
             adder.all_reduce(result)
             result.deferred_norm = None  # were those of this rank's part

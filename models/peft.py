@@ -11,26 +11,25 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from models.adapter_modules import MERGE
 from models.checkpoints.safetensors_file import SafetensorsFile
-from models.checkpoints.stacked import RowStack, Stack
 from models.configuration.json_fields import Fields, read_json_object
 from models.errors import ConfigError, WeightsError
-from runtime.linear.low_rank import Pair
+from runtime.linear.adapter_pairs import Pair
 from tokenizer.patterns.linear_pattern import LinearPattern
 from tokenizer.patterns.linear_program import PatternError
 
 Array = np.ndarray[Any, Any]
 _ScaleOf = Callable[[str, int], float]
-"""A module's scale, which may be infinite, by its name and rank."""
+"""A module's scale, which may be infinite, by its name and the rows of its lora_A."""
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MOST_NAME_CHARACTERS = 512
@@ -49,12 +48,11 @@ _HARMLESS = (
 
 _MUST_BE_OFF = {
     "use_dora": "DoRA", "use_qalora": "QA-LoRA", "alora_invocation_tokens": "activated LoRA",
-    "layer_replication": "replicated layers", "target_parameters": "adapters of single parameters, such as experts'",
+    "layer_replication": "replicated layers",
     "trainable_token_indices": "trained rows of the token table", "modules_to_save": "retrained modules",
     "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA", "use_bdlora": "BD-LoRA", "arrow_config": "Arrow",
     "kasa_config": "KaSA",
 }  # fmt: skip
-_MERGE = "merge the adapter (peft: `merge_and_unload`, then `save_pretrained`) and serve the merged folder"
 
 _CONVERTED = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Initialisations that change the base model's weights."""
@@ -137,81 +135,16 @@ def _read(folder: Path) -> PeftAdapter:
     return PeftAdapter(digest.hexdigest(), pairs)
 
 
-def resolve_modules(
-    pairs: Mapping[str, Pair], modules: Collection[str], stacks: Mapping[str, Stack | RowStack] = MappingProxyType({})
-) -> dict[str, Pair]:
-    """The pairs by a model's own names of their modules: as they are, or with another beginning before the number of
-    the layer, since classes around a decoder name it in several ways. A module that the model keeps in parts, one of
-    its stacks, gives each part its rows. Raises `ConfigError` for a module that the model lacks, or cannot adapt."""
-    parts = {
-        name.removesuffix(".weight"): stack
-        for name, stack in stacks.items()
-        if isinstance(stack, RowStack) and not name.endswith(".bias")
-    }
-    by_end: dict[str, list[str]] = {}
-    for own in {*modules, *parts}:
-        by_end.setdefault(_end_of(own), []).append(own)
-    resolved: dict[str, Pair] = {}
-    for module, pair in pairs.items():
-        names = [module] if module in modules or module in parts else by_end.get(_end_of(module), [])
-        if len(names) != 1:
-            found = f"names several of the model's: {', '.join(sorted(names)[:3])}" if names else _absence(module)
-            raise ConfigError(f"the adapter's module {module} {found}")
-        stack = None if names[0] in modules else parts[names[0]]
-        if stack is None:
-            resolved[names[0]] = pair
-            continue
-        if len(pair.up) != stack.shape[0]:
-            raise ConfigError(
-                f"the adapter's module {module} has {len(pair.up)} outputs, the model's {stack.shape[0]}: the adapter"
-                " is for another model"
-            )
-        for name, rows in stack.rows():
-            bias = None if pair.bias is None else pair.bias[rows]
-            resolved[name.removesuffix(".weight")] = Pair(pair.down, pair.up[rows], bias)
-    return resolved
-
-
-def in_own_order(
-    pairs: Mapping[str, Pair], order_of: Callable[[str], tuple[Array | None, Array | None]]
-) -> dict[str, Pair]:
-    """Resolved pairs with rows and columns where the model has them (`Model.own_order`)."""
-    ordered: dict[str, Pair] = {}
-    for module, (down, up, bias) in pairs.items():
-        rows, columns = order_of(module)
-        if rows is not None:
-            up, bias = up[rows], None if bias is None else bias[rows]
-        ordered[module] = Pair(down if columns is None else down[:, columns], up, bias)
-    return ordered
-
-
-def _absence(module: str) -> str:
-    if ".experts." in module or module.endswith((".gate", ".router")):
-        return f"belongs to a mixture of experts, whose maps take no adapters: {_MERGE}"
-    if module.rpartition(".")[2] in ("lm_head", "embed_tokens", "wte", "score"):
-        return f"is a token table or a head, which take no adapters: {_MERGE}"
-    if _end_of(module).startswith("vision "):
-        return f"belongs to a vision tower, which takes no adapters: {_MERGE}"
-    return "is none of the model's: the adapter is for another model"
-
-
-def _end_of(module: str) -> str:
-    """The name from the last `layers`, `h` or `blocks` with a number on."""
-    found = re.search(r".*(?:^|\.)(?:layers|h|blocks|layer)\.(\d+\..+)", module)
-    is_tower = re.search(r"vision|visual", module) is not None
-    return f"{'vision ' if is_tower else ''}{found[1]}" if found else module
-
-
 def _read_config(fields: Fields, values: Mapping[str, Any]) -> _ScaleOf:
     """Checks the config."""
     kind = fields.raw("peft_type")
     if kind != "LORA":
-        raise fields.error("peft_type", f"is {kind!r:.60}, must be 'LORA': {_MERGE}")
+        raise fields.error("peft_type", f"is {kind!r:.60}, must be 'LORA': {MERGE}")
     for name, what in _MUST_BE_OFF.items():
         if fields.raw(name):
-            raise fields.error(name, f"is {values[name]!r:.60}: {what} cannot be served as an adapter; {_MERGE}")
+            raise fields.error(name, f"is {values[name]!r:.60}: {what} cannot be served as an adapter; {MERGE}")
     if (bias := fields.raw("bias")) not in (None, "none"):
-        raise fields.error("bias", f"is {bias!r:.60}: retrained biases cannot be served as an adapter; {_MERGE}")
+        raise fields.error("bias", f"is {bias!r:.60}: retrained biases cannot be served as an adapter; {MERGE}")
     start = fields.raw("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CONVERTED):
         raise fields.error(
@@ -224,16 +157,37 @@ def _read_config(fields: Fields, values: Mapping[str, Any]) -> _ScaleOf:
     rank, alpha = fields.integer("r"), fields.number("lora_alpha", 8.0)
     ranks, alphas = (_patterns(fields, name) for name in ("rank_pattern", "alpha_pattern"))
     has_root = bool(fields.raw("use_rslora"))
-    fields.refuse_unread(lambda _, value: value in ({}, [], False), _MERGE)
+    parameters = _strings(fields, "target_parameters")
+    fields.refuse_unread(lambda _, value: value in ({}, [], False), MERGE)
 
     def scale_of(module: str, found_rank: int) -> float:
-        own = _of_pattern(ranks, module, rank)
-        if own != found_rank:
+        name = _parameter_of(module, parameters)
+        own, own_alpha = _of_pattern(ranks, name, rank), _of_pattern(alphas, name, alpha)
+        if own != found_rank and (name == module or not own or found_rank % own):  # a parameter's are all experts'
             raise ConfigError(f"{fields.where}: {module} has rank {found_rank}, r and rank_pattern say {own:g}")
-        own_alpha = _of_pattern(alphas, module, alpha)
-        return own_alpha / (math.sqrt(found_rank) if has_root else found_rank)
+        return own_alpha / (math.sqrt(own) if has_root else own)
 
     return scale_of
+
+
+def _parameter_of(module: str, parameters: Sequence[str]) -> str:
+    """The name of the parameter that a module of an adapter stands for, one of `target_parameters`; else the module's.
+    The innermost of several comes first in the model."""
+    name = module.removesuffix(".base_layer")
+    depth = 0
+    while name != module:
+        module, name, depth = name, name.removesuffix(".base_layer"), depth + 1
+    owners = ((each.rpartition(".")[0], each.rpartition(".")[2]) for each in parameters)
+    found = {leaf for owner, leaf in owners if not owner or module == owner or module.endswith(f".{owner}")}
+    ordered = sorted(found, key=lambda leaf: ("down" in leaf or "output" in leaf, leaf))
+    return f"{module}.{ordered[-1 - depth]}" if len(ordered) > depth else module
+
+
+def _strings(fields: Fields, name: str) -> list[str]:
+    given = fields.raw(name) or []
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise fields.error(name, f"is {given!r:.60}, must be a list of names")
+    return given
 
 
 def _patterns(fields: Fields, name: str) -> list[tuple[Callable[[str], bool], float]]:
@@ -283,7 +237,7 @@ def _module_of(path: Path, name: str) -> tuple[str, str]:
             ),
             "no part of a LoRA pair",
         )  # fmt: skip
-        raise WeightsError(f"{path}: tensor {name!r:.200} is {kind}, which cannot be served as an adapter: {_MERGE}")
+        raise WeightsError(f"{path}: tensor {name!r:.200} is {kind}, which cannot be served as an adapter: {MERGE}")
     return found[1], f"{found[2]}.{found[3]}"
 
 

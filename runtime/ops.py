@@ -39,12 +39,12 @@ from runtime.tensor import arithmetic
 from runtime.tensor.tensor import Tensor, operation
 
 __all__ = [
-    "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "clamp",
-    "delta_rule", "distributions", "embedding", "experts", "forbid", "gather_rows", "gelu", "gelu_gate", "glu",
-    "keep_groups", "keep_proposals", "latent_attention", "latent_queries", "latent_values", "layer_norm", "linear",
-    "linear_glu", "linear_partial", "log_softmax_topk", "logits_linear", "low_rank", "mamba", "normed_route", "place",
-    "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample", "sample_into", "short_conv", "sigmoid_gate",
-    "silu", "squared_relu", "take_decode_inputs", "xielu",
+    "LinearWeight", "RopeTable", "adapted_experts", "adapter_ids", "add_embedding", "add_partials", "add_scaled",
+    "attention", "check_ids", "clamp", "delta_rule", "distributions", "embedding", "experts", "forbid", "gather_rows",
+    "gelu", "gelu_gate", "glu", "keep_groups", "keep_proposals", "latent_attention", "latent_queries", "latent_values",
+    "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "logits_linear", "low_rank", "mamba",
+    "normed_route", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample", "sample_into",
+    "short_conv", "sigmoid_gate", "silu", "squared_relu", "take_decode_inputs", "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -416,7 +416,7 @@ def _check_glu(
     if activation not in known:
         raise fail(op, "activation", f"is {activation!r}, must be one of {', '.join(known)}")
     if activation not in kernels:
-        raise fail(op, "activation", f"is {activation!r}, for which a GPU has a kernel between experts' maps alone")
+        raise fail(op, "activation", f"is {activation!r}, for which this product has no kernel")
     if both % 2:
         raise fail(op, argument, f"gives {both} columns, must be an even number")
 
@@ -493,6 +493,45 @@ def experts(
     return backend.experts(  # type: ignore[no-any-return]
         x, routing, gate_up, down, activation, shared, shared_gate, residual, gather
     )
+
+
+def adapted_experts(
+    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: ExpertsActivation,
+    batch: Batch, *, shared: Tensor | None = None, shared_gate: Tensor | None = None, residual: Tensor | None = None,
+    gather: Callable[[Tensor, int], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """`experts`, where the `addend` of ``gate_up`` or of ``down`` has pairs of low rank for each adapter's experts. A
+    row's adapter is that of `batch.adapters`; -1 adds nothing. A row's bits depend on no other row."""
+    op, backend = "adapted_experts", _backend("adapted_experts", "x", x)
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, gate_up.shape[2]))
+    tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
+    check(op, "routing.ids", routing.ids, x.device, int32, (tokens, routing.rule.top_k))
+    if batch.adapters is None:
+        raise fail(op, "batch.adapters", "is None, must be a Tensor")
+    check(op, "batch.adapters", batch.adapters, x.device, int32, (tokens,))
+    for name, added, shape in (
+        ("shared", shared, (tokens, hidden)), ("shared_gate", shared_gate, (tokens, 1)),
+        ("residual", residual, (tokens, hidden)),
+    ):  # fmt: skip
+        if added is not None:
+            check(op, name, added, x.device, x.dtype, shape)
+    if not tokens:
+        return Tensor.new((0, hidden), x.dtype, x.device)
+    pairs = [None if each.addend is None else each.addend.pairs for each in (gate_up, down)]
+    return backend.adapted_experts(  # type: ignore[no-any-return]
+        x, routing, gate_up, down, activation, batch.adapters, pairs, shared, shared_gate, residual, gather
+    )
+
+
+def adapter_ids(batch: Batch, ids: Tensor, each: int, num_adapters: int, none: int) -> Tensor:
+    """``adapters[t] * each + ids[t, j]`` for ``ids [T]`` or ``[T, k]`` int32, the numbers of an adapter's own rows or
+    experts, of which each adapter has ``each``; or ``none`` for rows without an adapter."""
+    op, backend = "adapter_ids", _backend("adapter_ids", "ids", ids)
+    if batch.adapters is None:
+        raise fail(op, "batch.adapters", "is None, must be a Tensor")
+    check(op, "ids", ids, ids.device, int32, (None,) * ids.ndim)
+    check(op, "batch.adapters", batch.adapters, ids.device, int32, (ids.shape[0],))
+    return backend.adapter_ids(batch.adapters, ids, each, 0, num_adapters, none)  # type: ignore[no-any-return]
 
 
 def low_rank(

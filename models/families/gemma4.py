@@ -203,7 +203,7 @@ class Gemma4Layer(SandwichLayer):
         x = ops.rms_norm(attended, self.behind_attention, self.eps, residual=x)
         made = self.mlp(ops.rms_norm(x, self.before_mlp, self.eps), batch)
         if self.experts is not None:
-            made = self.experts.add_to(made, x)
+            made = self.experts.add_to(made, x, batch)
         factor = self.scalar if inputs is None else 1.0
         x = ops.rms_norm(made, self.behind_mlp, self.eps, residual=x, factor=factor)
         if inputs is None:
@@ -225,11 +225,11 @@ class Gemma4Experts(Experts):
             for name in ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
         )
 
-    def add_to(self, made: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, made: Tensor, x: Tensor, batch: Batch) -> Tensor:
         """The MLP's result and the experts', each normalised; ``x`` is the residual stream."""
         logits = self.router.logits(ops.rms_norm(x, self.scale, self.eps), scale=self.logits_scale)
         routing = ops.route(logits, self.rule, factors=self.factors)
-        chosen = self._sum(ops.rms_norm(x, self.before, self.eps), routing)
+        chosen = self._sum(ops.rms_norm(x, self.before, self.eps), routing, batch)
         return ops.rms_norm(chosen, self.behind, self.eps, residual=ops.rms_norm(made, self.behind_mlp, self.eps))
 
 

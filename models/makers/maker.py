@@ -27,7 +27,7 @@ from models.makers.shards import Shard, equal_shard, whole_shard
 from runtime.communicator import begins_here, ends_here
 from runtime.dtype import DType
 from runtime.linear.addends import Addend
-from runtime.linear.experts import ExpertsWeight
+from runtime.linear.experts import ExpertsSource, ExpertsWeight
 from runtime.linear.latent import LatentMaps, can_expand
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
@@ -71,6 +71,7 @@ class Maker(ABC):
         self.heads: set[str] = set()  # of the head alone, or of a tied table
         self._is_quantisable = self._takes_addends = True
         self._is_expert = False
+        self._of_experts: list[LinearDeclaration] = []  # of one map of a layer's experts
         self._keeps_order = True
         self._copies: dict[str, str] = {}  # may be stored besides, or instead of, the tensor that they must equal
         self._stacks: dict[str, Stack | RowStack] = {}  # may be stored instead of the tensors that they hold
@@ -173,6 +174,8 @@ class Maker(ABC):
 
     def _addends(self, declaration: LinearDeclaration) -> Sequence[Addend]:
         source, is_table = self.options.addends, f"{declaration.names[0]}.weight" in self.tables
+        if self._is_expert:
+            self._of_experts.append(declaration)
         if source is None or is_table or self._is_expert or not self._takes_addends:
             return ()
         return source.addends_of(declaration)
@@ -209,7 +212,7 @@ class Maker(ABC):
             self._note_stack(f"{stack}_bias", "bias", names, (count,), outputs, stack_order)
         rows = [self._share(each, is_cut=split == "outputs").count for each in several(outputs)]
         columns = self._share(inputs, is_cut=split == "inputs").count
-        inner = self._with(_is_expert=True, _keeps_order=False)
+        inner = self._with(_is_expert=True, _keeps_order=False, _of_experts=[])
         if not isinstance(names, str) and len(names) > 1:
             sizes = tuple(whole_width(each) for each in several(outputs))
             for number in range(count):
@@ -226,6 +229,8 @@ class Maker(ABC):
         ])  # fmt: skip
         if device.kind != "cpu":
             self._count(16 * count)  # of the table of their addresses
+        if isinstance(self.options.addends, ExpertsSource):
+            made.addend = self.options.addends.addend_of_experts(inner._of_experts)
         return made
 
     def _note_stack(

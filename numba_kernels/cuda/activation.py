@@ -31,6 +31,7 @@ from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
+from numba_kernels.cuda.gemm.epilogue import clamped_silu
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_loader, elements_storer
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES, VECTOR_WIDTH
@@ -42,7 +43,7 @@ from numba_kernels.cuda.specialisation import THREADS, Launch, Specialisation, a
 
 ACTIVATIONS = ("gelu_erf", "gelu_tanh", "gelu_sigmoid", "silu", "squared_relu")
 GLU_ACTIVATIONS = ("silu", "gelu_tanh")  # of a gate, also in a product's epilogue: SwiGLU and GeGLU
-GATES = (*GLU_ACTIVATIONS, "gelu_erf", "gelu_sigmoid")
+GATES = (*GLU_ACTIVATIONS, "gelu_erf", "gelu_sigmoid", "clamped_silu")
 
 _ERFCX = (
     1.2375125885009766, -0.14024055004119873, 0.0035847111139446497, 0.08227401226758957, -0.10879048705101013,
@@ -193,7 +194,8 @@ def _activation(name: str, dtype: str, width: int) -> Specialisation:
 def _glu(name: str, dtype: str, width: int) -> Specialisation:
     """Arguments: gate_up, out addresses; rows; accesses a row of out."""
     access_bytes = uint64(ITEM_BYTES[dtype] * width)
-    load, store, function = elements_loader(dtype, width), elements_storer(dtype, width), FUNCTIONS[name]
+    load, store, function = elements_loader(dtype, width), elements_storer(dtype, width), FUNCTIONS.get(name)
+    gated = clamped_silu if function is None else device_function(lambda gate, up: function(gate) * up)
 
     @cuda.jit
     def glu(gate_up, out, num_rows, accesses_a_row):
@@ -209,7 +211,7 @@ def _glu(name: str, dtype: str, width: int) -> Specialisation:
                 gate = load(gate_up + gate_at * access_bytes)
                 up = load(gate_up + (gate_at + uint64(accesses_a_row)) * access_bytes)
                 for lane in range(width):
-                    values[lane] = function(gate[lane]) * up[lane]
+                    values[lane] = gated(gate[lane], up[lane])
                 store(out + at * access_bytes, values)
                 row += uint32(cuda.gridDim.y)
 

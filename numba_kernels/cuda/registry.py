@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from numba_kernels.cuda import (
     activation,
+    adapter_ids,
     attention,
     chain_sampling,
     decode_inputs,
@@ -31,8 +32,8 @@ from numba_kernels.cuda.arithmetic import elementwise, integer_matmul, reduce, s
 from numba_kernels.cuda.specialisation import Specialisation
 
 FAMILIES = (
-    activation, attention, chain_sampling, decode_inputs, dequantize, elementwise, embedding, experts, gemm,
-    integer_matmul, latent, logprobs, norm, probes, qkv, recurrent, reduce, rounded_norm, dynamic_quantisation,
+    activation, adapter_ids, attention, chain_sampling, decode_inputs, dequantize, elementwise, embedding, experts,
+    gemm, integer_matmul, latent, logprobs, norm, probes, qkv, recurrent, reduce, rounded_norm, dynamic_quantisation,
     sampling, softmax,
 )  # fmt: skip
 

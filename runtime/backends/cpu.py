@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from numba_kernels.cpu import activation as _activation
+from numba_kernels.cpu import adapter_ids as _adapter_ids
 from numba_kernels.cpu import decode_inputs as _decode_inputs
 from numba_kernels.cpu import embedding as _embedding
 from numba_kernels.cpu import experts as _experts
@@ -370,6 +371,75 @@ def _some_experts(
     rows.add(y if gather is None else gather(y, out.shape[1]), added, out)
 
 
+def adapter_ids(adapters: Tensor, ids: Tensor, each: int, first: int, num_adapters: int, none: int) -> Tensor:
+    """See `ops.adapter_ids`; ``first`` is 0."""
+    assert not first, "all adapters are numbered at once"
+    out, rows = new_int32(ids.shape), ids.shape[0]
+    if ids.size:
+        _adapter_ids.adapter_ids_kernel()(
+            1, 1, adapters.address, ids.address, out.address, rows, ids.size // rows, num_adapters, each, none
+        )
+    return out
+
+
+def adapted_experts(
+    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, adapters: Tensor,
+    pairs: Sequence[tuple[ExpertsWeight, ExpertsWeight] | None], shared: Tensor | None, shared_gate: Tensor | None,
+    residual: Tensor | None, gather: Callable[[Tensor, int], Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """See `ops.adapted_experts`. Many tokens are several passes, so that their rows stay small."""
+    tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
+    result = new((tokens, hidden))
+    at_once = max(1, _MOST_EXPERT_ROWS // routing.rule.top_k)
+    for first in range(0, tokens, at_once):
+        some = slice(first, first + at_once)
+        added = [None if each is None else each[some] for each in (shared, shared_gate, residual)]
+        assert routing.weights is not None, "experts have weights"
+        chosen = Routing(routing.ids[some], routing.weights[some], routing.rule)
+        _some_adapted(x[some], chosen, gate_up, down, activation, adapters[some], pairs, added, result[some], gather)
+    return result
+
+
+def _some_adapted(
+    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, adapters: Tensor,
+    pairs: Sequence[tuple[ExpertsWeight, ExpertsWeight] | None], added: list[Tensor | None], out: Tensor,
+    gather: Callable[[Tensor, int], Tensor] | None,
+) -> None:  # fmt: skip
+    """The rows between the maps stand in the order of tokens and their choices."""
+    (tokens, top_k), num_experts = routing.ids.shape, routing.rule.num_experts
+    count, rule = tokens * top_k, RoutingRule(num_experts=num_experts, top_k=1)
+
+    def grouped(ids: Tensor, num_rows: int, pair: tuple[ExpertsWeight, ExpertsWeight]) -> _RowsByExpert:
+        own = adapter_ids(adapters, ids, num_experts, 0, pair[0].shape[0] // num_experts, -1)
+        rule = RoutingRule(num_experts=pair[0].shape[0], top_k=count // num_rows)
+        return _RowsByExpert(Routing(own.view(num_rows, -1), None, rule))
+
+    rows, first, second = _RowsByExpert(routing), *pairs
+    change: Tensor | None = None
+    if first is not None:
+        own = grouped(routing.ids, tokens, first)
+        change = own.each_draw(own.product(own.product(own.gather(x), first[0]), first[1]), None)
+    between = rows.each_draw(rows.product(rows.gather(x), gate_up), change)
+    between = activate(activation, between, between) if activation == "squared_relu" else glu(between, activation)
+    if gather is not None:
+        between = gather(between, down.shape[2])
+
+    def sum_up(rows: _RowsByExpert, made: Tensor, added: list[Tensor | None], result: Tensor) -> Tensor:
+        made = made if gather is None else gather(made, out.shape[1])
+        assert routing.weights is not None, "experts have weights"
+        addresses = [0 if each is None else each.address for each in added]
+        _combine(made, routing.weights.address, rows.places.address, addresses, result, top_k)
+        return result
+
+    *shared, residual = added
+    if second is not None:
+        own = grouped(routing.ids, count, second)
+        made = own.product(own.product(own.gather(between), second[0]), second[1])
+        residual = sum_up(own, made, [None, None, residual], new(out.shape))
+    flat = _RowsByExpert(Routing(routing.ids.view(count, 1), None, rule))
+    sum_up(flat, flat.product(flat.gather(between), down), [*shared, residual], out)
+
+
 def low_rank(
     x: Tensor, routing: Routing, down: ExpertsWeight, ups: Sequence[ExpertsWeight], residual: Tensor | None,
     computed: dict[Any, Any],
@@ -459,12 +529,24 @@ class _RowsByExpert:
 
     def add(self, y: Tensor, added: list[int], out: Tensor) -> None:
         """Writes each token's weighted sum of ``y [T k, N]`` to ``out [T, N]``, and what `_some_experts` adds."""
-        width, weights = y.shape[1], self.routing.weights
-        work_items, workers, rows_a_work_item = share_among(self.tokens, width * self.top_k)
-        _experts.combine_kernel()(
-            work_items, workers, y.address, 0 if weights is None else weights.address, self.places.address, *added,
-            out.address, self.tokens, self.top_k, width, rows_a_work_item,
-        )  # fmt: skip
+        weights = self.routing.weights
+        _combine(y, 0 if weights is None else weights.address, self.places.address, added, out, self.top_k)
+
+    def each_draw(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        """The rows of ``y [T k, N]`` in the order of tokens and their draws, plus the residual's; a draw of -1 has
+        zeros."""
+        result = new(y.shape)
+        _combine(y, 0, self.places.address, [0, 0, 0 if residual is None else residual.address], result, 1)
+        return result
+
+
+def _combine(y: Tensor, weights: int, places: int, added: list[int], out: Tensor, top_k: int) -> None:
+    """See `numba_kernels.cpu.experts.combine_kernel`; `weights` and `places [T, k]` are addresses."""
+    tokens, width = out.shape
+    work_items, workers, rows_a_work_item = share_among(tokens, width * top_k)
+    _experts.combine_kernel()(
+        work_items, workers, y.address, weights, places, *added, out.address, tokens, top_k, width, rows_a_work_item
+    )
 
 
 # ------------------------------------------------------------------------------------------ decode steps

@@ -22,7 +22,7 @@ from numba_kernels.cuda.kv_cache import page_row
 from numba_kernels.cuda.quantised_pages import PAGES as _QUANTISED
 from runtime.backends.checks import check, fail
 from runtime.backends.cuda_arithmetic import elementwise, matmul, reduce, write_elementwise
-from runtime.backends.cuda_experts import experts, low_rank, normed_route, route
+from runtime.backends.cuda_experts import adapted_experts, adapter_ids, experts, low_rank, normed_route, route
 from runtime.backends.cuda_latent import (
     LATENT_ROW_MULTIPLE,
     latent_attention,
@@ -53,12 +53,12 @@ from runtime.tensor.tensor import Tensor
 
 __all__ = [
     "ACTIVATIONS", "GATES", "GLU_ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
-    "add_embedding", "add_partials", "add_scaled", "attention", "deferred_norm", "delta_rule", "elementwise",
-    "embedding", "experts", "forbid", "gather_rows", "gelu_gate", "glu", "join_columns", "keep_groups",
-    "latent_attention", "latent_expanded", "latent_prepare", "latent_queries", "latent_values", "layer_norm", "linear",
-    "linear_glu", "linear_partial", "log_softmax_topk", "low_rank", "mamba", "matmul", "normed_route", "page_shape",
-    "qkv_prepare", "reduce", "rms_norm", "route", "sample", "sample_into", "scale_logits", "short_conv", "sigmoid_gate",
-    "take_decode_inputs", "write_elementwise",
+    "adapted_experts", "adapter_ids", "add_embedding", "add_partials", "add_scaled", "attention", "deferred_norm",
+    "delta_rule", "elementwise", "embedding", "experts", "forbid", "gather_rows", "gelu_gate", "glu", "join_columns",
+    "keep_groups", "latent_attention", "latent_expanded", "latent_prepare", "latent_queries", "latent_values",
+    "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "low_rank", "mamba", "matmul",
+    "normed_route", "page_shape", "qkv_prepare", "reduce", "rms_norm", "route", "sample", "sample_into", "scale_logits",
+    "short_conv", "sigmoid_gate", "take_decode_inputs", "write_elementwise",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)

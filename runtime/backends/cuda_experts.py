@@ -7,15 +7,18 @@ the number of tokens; its tiles give the same bits at any height.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from numba_kernels.cuda import adapter_ids as adapter_ids_kernel
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.activation import plan_activation
 from numba_kernels.cuda.experts import combine, order, router, routing
 from numba_kernels.cuda.experts.gather import SQUARE_COLUMNS
+from numba_kernels.cuda.experts.routing import MAX_EXPERTS
 from numba_kernels.cuda.specialisation import Launch
 from runtime.backends.checks import fail
+from runtime.backends.cuda_linear import glu
 from runtime.backends.cuda_plans import Planned, RowList, list_rows, plan, plan_gathered
 from runtime.backends.cuda_tensor import alignment, remembered
 from runtime.device.gpu import Gpu
@@ -27,6 +30,7 @@ from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
 
 _plan_activation = remembered(plan_activation)
+_plan_adapter_ids = remembered(adapter_ids_kernel.plan)
 _plan_combine = remembered(combine.plan)
 _plan_order = remembered(order.plan)
 _plan_router = remembered(router.plan)
@@ -146,6 +150,93 @@ def _grouped(
     rows.add(y if gather is None else gather(y, x.shape[1]), places)
 
 
+def adapter_ids(adapters: Tensor, ids: Tensor, each: int, first: int, num_adapters: int, none: int) -> Tensor:
+    """See `ops.adapter_ids`; numbers begin at the adapter `first`."""
+    out = Tensor.new(ids.shape, int32, ids.device)
+    if ids.size:
+        Gpu.of(ids.device).launch(
+            _plan_adapter_ids(ids.size), adapters.address, ids.address, out.address, ids.size, ids.size // ids.shape[0],
+            first, num_adapters, each, none & 0xFFFFFFFF,
+        )  # fmt: skip
+    return out
+
+
+def adapted_experts(
+    x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, adapters: Tensor,
+    pairs: Sequence[tuple[ExpertsWeight, ExpertsWeight] | None], shared: Tensor | None, shared_gate: Tensor | None,
+    residual: Tensor | None, gather: Callable[[Tensor, int], Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """See `ops.adapted_experts`. The rows between the maps stand in the order of tokens and their choices."""
+    tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
+    result = Tensor.new((tokens, hidden), x.dtype, x.device)
+    at_once = max(1, _MOST_ROWS // chosen.rule.top_k)
+    for start in range(0, tokens, at_once):
+        some = slice(start, start + at_once)
+        assert chosen.weights is not None, "experts have weights"
+        part = Routing(chosen.ids[some], chosen.weights[some], chosen.rule)
+        added = [None if each is None else each[some] for each in (shared, shared_gate, residual)]
+        _some_adapted(x[some], part, gate_up, down, activation, adapters[some], pairs, added, result[some], gather)
+    return result
+
+
+def _some_adapted(
+    x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, adapters: Tensor,
+    pairs: Sequence[tuple[ExpertsWeight, ExpertsWeight] | None], added: list[Tensor | None], out: Tensor,
+    gather: Callable[[Tensor, int], Tensor] | None,
+) -> None:  # fmt: skip
+    (tokens, top_k), num_experts = chosen.ids.shape, chosen.rule.num_experts
+    count, (first, second) = tokens * top_k, pairs
+
+    def grouped(x: Tensor, pair: tuple[ExpertsWeight, ExpertsWeight]) -> Iterator[tuple[_RowsByExpert, Tensor]]:
+        """The products of adapters' pairs with ``x``, a row for each token or each draw; as many adapters at a time as
+        rows can be grouped by."""
+        most, num_adapters = max(1, MAX_EXPERTS // num_experts), pair[0].shape[0] // num_experts
+        for start in range(0, num_adapters, most):
+            at_once = min(most, num_adapters - start)
+            ids = adapter_ids(adapters, chosen.ids, num_experts, start, at_once, -1).view(x.shape[0], -1)
+            inner, outer = (each.some(start * num_experts, (start + at_once) * num_experts) for each in pair)
+            own = Routing(ids, None, RoutingRule(num_experts=inner.shape[0], top_k=ids.shape[1]))
+            rows = _RowsByExpert(x, own, list_rows(x, own, (inner, outer)))
+            between = rows.product(x, inner, inner.shape[1], "", gathers=True)
+            yield rows, rows.product(between, outer, outer.shape[1], "", gathers=False)
+
+    change: Tensor | None = None
+    if first is not None:
+        for own, made in grouped(x, first):
+            change = own.each_draw(made, change)
+    rows = _RowsByExpert(x, chosen, list_rows(x, chosen, (gate_up,)))
+    inner = rows.each_draw(rows.product(x, gate_up, gate_up.shape[1], "", gathers=True), change)
+    between = _between(activation, inner)
+    if gather is not None:
+        between = gather(between, down.shape[2])
+
+    def sum_up(rows: _RowsByExpert, made: Tensor, added: list[Tensor | None], result: Tensor) -> Tensor:
+        made = made if gather is None else gather(made, out.shape[1])
+        squares = Tensor.new((tokens, combine.SQUARE_PARTS), float32, x.device)
+        places = [0 if each is None else each.address for each in (*added, result, squares)]
+        assert chosen.weights is not None, "experts have weights"
+        _combine(rows.gpu, made, chosen.weights.address, rows.rows_of.address, places, tokens, top_k)
+        return result
+
+    *shared, residual = added
+    if second is not None:
+        for own, made in grouped(between, second):
+            residual = sum_up(own, made, [None, None, residual], Tensor.new(out.shape, x.dtype, x.device))
+    each = Routing(chosen.ids.view(count, 1), None, RoutingRule(num_experts=num_experts, top_k=1))
+    flat = _RowsByExpert(between, each, list_rows(between, each, (down,)))
+    sum_up(flat, flat.product(between, down, down.shape[1], "", gathers=True), [*shared, residual], out)
+
+
+def _between(activation: str, x: Tensor) -> Tensor:
+    """The activation between experts' maps, of ``x [R, 2 I]``, or ``[R, I]`` without a gate."""
+    rows, width = x.shape
+    if activation == "squared_relu":
+        launch, accesses = _plan_activation(activation, rows, width, x.dtype.ptx, alignment=alignment(x.address))
+        Gpu.of(x.device).launch(launch, x.address, x.address, accesses)
+        return x
+    return glu(x, activation)
+
+
 def low_rank(
     x: Tensor, routing: Routing, down: ExpertsWeight, ups: Sequence[ExpertsWeight], residual: Tensor | None,
     computed: dict[Any, Any],
@@ -218,9 +309,22 @@ class _RowsByExpert:
 
     def add(self, y: Tensor, places: list[int]) -> None:
         """Each token's weighted sum of ``y [T k, N]``; `places` as `_grouped` has them."""
-        width, weights = y.shape[1], self.chosen.weights
-        launch = _plan_combine(self.tokens, width, self.dtype.ptx, alignment=alignment(y.address, *places[:4]))
-        self.gpu.launch(
-            launch, y.address, 0 if weights is None else weights.address, self.rows_of.address, *places, self.top_k,
-            width,
-        )  # fmt: skip
+        weights = self.chosen.weights
+        address = 0 if weights is None else weights.address
+        _combine(self.gpu, y, address, self.rows_of.address, places, self.tokens, self.top_k)
+
+    def each_draw(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        """The rows of ``y [T k, N]`` in the order of tokens and their draws, plus the residual's; a draw of -1 has
+        zeros."""
+        result = Tensor.new(y.shape, y.dtype, y.device)
+        squares = Tensor.new((self.count, combine.SQUARE_PARTS), float32, y.device)
+        places = [0, 0, 0 if residual is None else residual.address, result.address, squares.address]
+        _combine(self.gpu, y, 0, self.rows_of.address, places, self.count, 1)
+        return result
+
+
+def _combine(gpu: Gpu, y: Tensor, weights: int, rows_of: int, places: list[int], tokens: int, top_k: int) -> None:
+    """See `numba_kernels.cuda.experts.combine`; all but `y` are addresses."""
+    width = y.shape[1]
+    launch = _plan_combine(tokens, width, y.dtype.ptx, alignment=alignment(y.address, *places[:4]))
+    gpu.launch(launch, y.address, weights, rows_of, *places, top_k, width)

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from models.adapter_modules import in_own_order, resolve_modules
 from models.base import Model
 from models.checkpoints.hub import model_name, resolve_model
 from models.configuration.generation_config import load_end_ids, load_suppressed_ids
@@ -25,7 +26,7 @@ from models.drafters.hidden_state_drafter import BlockDrafter, PageDrafter, Pair
 from models.drafters.mtp import load_mtp
 from models.encoder import BothWays
 from models.gguf.mmproj import NONE as NO_MMPROJ
-from models.peft import PeftAdapter, in_own_order, read_adapter, resolve_modules
+from models.peft import PeftAdapter, read_adapter
 from models.registry import Declaration, declare, declare_model, stages_of
 from models.sentence_transformers import pooling_info, read_layout, score_tokens
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
@@ -283,7 +284,7 @@ def engine_over(
 def _read_adapter(maps: LowRankMaps, model: Model, folder: Path) -> PeftAdapter:
     """The adapter in a folder, its modules by the model's names. Raises as `read_adapter` and `resolve_modules`."""
     found = read_adapter(folder)
-    resolved = resolve_modules(found.pairs, maps.modules, model.stacks)
+    resolved = resolve_modules(found.pairs, maps.modules, model.stacks, model.renames)
     return replace(found, pairs=in_own_order(resolved, model.own_order))
 
 

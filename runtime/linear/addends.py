@@ -11,8 +11,10 @@ first, so every kernel that takes a residual takes them, and results are rounded
 - gated (`Linear.glu`): the addend is added before the gate, so the product and the gate are two launches.
 - split over inputs: an addend gets the rank's columns of x. Each rank adds its part to its result, or in exact mode the
   whole addend to the sum of all ranks.
+- experts: a source that is an `ExpertsSource` (`runtime.linear.experts`) is asked for the addend of all of a layer's
+  experts, which is a pair of low rank for each; `ops.adapted_experts` adds it.
 
-Experts, routers, convolutions, the token table and the output head take none: a source is not asked for theirs.
+Routers, convolutions, the token table and the output head take none: a source is not asked for theirs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from runtime.device.gpu import Gpu
 from runtime.dtype import DType, NDArray
 from runtime.errors import InvalidArgumentError
 from runtime.later import later
+from runtime.linear.addends import DeclaredMap
 from runtime.linear.weight import GpuWeight, JoinedWeight, LinearWeight, PackedWeight, PanelWeight, Plans, RowWeight
 from runtime.tensor.tensor import Tensor
 
@@ -23,6 +24,23 @@ _packed, _hopper = later("numba_kernels.cuda.experts.packed"), later("numba_kern
 def can_stay_packed(packing: Packing, dtype: DType, outputs: Sequence[int], inputs: int) -> bool:
     """Whether a GPU multiplies rows of this type by quantised experts, of one map or of gate and up."""
     return bool(_packed.can_plan(packing, dtype.ptx, outputs[0], inputs, is_gated=len(outputs) > 1))
+
+
+class ExpertsAddend(Protocol):
+    """The addend of one map of a layer's experts."""
+
+    @property
+    def pairs(self) -> tuple[ExpertsWeight, ExpertsWeight] | None:
+        """``down [A E, R, K]`` and ``up [A E, N, R]``, the experts of each adapter one after another; None if no
+        adapter changes them."""
+
+
+@runtime_checkable
+class ExpertsSource(Protocol):
+    """A source that also has addends of experts."""
+
+    def addend_of_experts(self, declared: Sequence[DeclaredMap]) -> ExpertsAddend | None:
+        """The addend of the experts' maps, given those of each expert."""
 
 
 class ExpertsWeight:
@@ -40,12 +58,14 @@ class ExpertsWeight:
         packing: on a GPU, the packing of all of them, or None for floats.
         exact: on a GPU, whether a row's bits may not depend on how many rows there are.
         plans: on a GPU, of the products with experts of their kind.
+        addend: added to the products (`runtime.linear.addends`), or None.
 
     Raises InvalidArgumentError for no expert, and for experts of different shapes or formats.
     """
 
     __slots__ = (
-        "exact", "experts", "maps", "maps_address", "packing", "parts", "plans", "table", "table_address", "tables",
+        "_parts", "addend", "exact", "experts", "maps", "maps_address", "packing", "parts", "plans", "table",
+        "table_address", "tables",
     )  # fmt: skip
 
     def __init__(self, experts: Sequence[LinearWeight]) -> None:
@@ -62,6 +82,8 @@ class ExpertsWeight:
         self.table_address, self.maps_address, self.exact = 0, 0, False
         self.packing: Packing | None = None
         self.plans = Plans()
+        self.addend: ExpertsAddend | None = None
+        self._parts: dict[tuple[int, int], ExpertsWeight] = {}
         if isinstance(weight := self.experts[0], GpuWeight):
             places = [[each.address for each in experts], [each.bias_address for each in experts]]  # type: ignore[attr-defined]
             self.table = Tensor.from_numpy(np.array(places, np.int64)).to(weight.device)
@@ -93,6 +115,14 @@ class ExpertsWeight:
                 raise InvalidArgumentError(
                     f"ExpertsWeight: expert {number} is {theirs}, must be as expert 0: {ours}", param="experts"
                 )
+
+    def some(self, first: int, end: int) -> ExpertsWeight:
+        """The experts ``first`` up to ``end``, in the same memory."""
+        if (first, end) == (0, len(self.experts)):
+            return self
+        if (first, end) not in self._parts:
+            self._parts[first, end] = ExpertsWeight(self.experts[first:end])
+        return self._parts[first, end]
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -12,41 +12,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from numba_kernels.cpu.gemm.panels import pack
-from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime import ops
 from runtime.batch import Batch
-from runtime.dtype import STORED, NDArray
 from runtime.errors import InvalidArgumentError
+from runtime.linear.adapter_pairs import Pair, empty_weight, parts_of, write_weight
 from runtime.linear.addends import DeclaredMap
+from runtime.linear.expert_adapters import LowRankExperts
 from runtime.linear.experts import ExpertsWeight
 from runtime.linear.options import LoadOptions
-from runtime.linear.weight import PanelWeight, RowWeight, prepare_linear
 from runtime.tensor.tensor import Tensor
 
 _OF_TOWERS = re.compile(r"(?:^|\.)(?:visual|vision\w*|multi_modal_projector|embed_vision)\.")
-
-
-class Pair(NamedTuple):
-    """A module's part of an adapter: ``down [r, K]``, and ``up [N, r]`` and maybe a ``bias [N]``, which are scaled;
-    of the whole module, float32."""
-
-    down: NDArray
-    up: NDArray
-    bias: NDArray | None = None
-
-
-class _Part(NamedTuple):
-    """One of a map's outputs: its module, the map's rows of it, and the module's rows and columns that they are."""
-
-    module: str
-    first: int
-    rows: slice
-    columns: slice
 
 
 class LowRankMap:
@@ -56,11 +35,7 @@ class LowRankMap:
         self.shape = declared.shape
         self.num_slots, self.rank = num_slots, rank
         self.adds_bias = declared.adds_unsplit
-        self.parts: list[_Part] = []
-        first = 0
-        for module, rows, columns in declared.parts:
-            self.parts.append(_Part(module, first, rows, columns))
-            first += rows.stop - rows.start
+        self.parts = parts_of(declared)
         self.down: ExpertsWeight | None = None
         self.ups: list[ExpertsWeight] = []
 
@@ -69,9 +44,10 @@ class LowRankMap:
         (outputs, inputs), rank = self.shape, self.rank * len(self.parts)
         heights = [part.rows.stop - part.rows.start for part in self.parts]
         shapes = [(height, self.rank) for height in heights] if options.device.kind == "cpu" else [(outputs, rank)]
-        self.down = ExpertsWeight([_zeros((rank, inputs), options) for _ in range(self.num_slots)])
+        self.down = ExpertsWeight([empty_weight((rank, inputs), options) for _ in range(self.num_slots)])
         self.ups = [
-            ExpertsWeight([_zeros(shape, options, has_bias=True) for _ in range(self.num_slots)]) for shape in shapes
+            ExpertsWeight([empty_weight(shape, options, has_bias=True) for _ in range(self.num_slots)])
+            for shape in shapes
         ]
 
     @property
@@ -93,20 +69,13 @@ class LowRankMap:
         up = np.zeros((outputs, rank * len(self.parts)), np.float32)
         bias = np.zeros(outputs, np.float32)
         for number, part in enumerate(self.parts):
-            pair = pairs.get(part.module)
-            if pair is not None:
-                own = slice(number * rank, number * rank + len(pair.down))
-                down[own] = pair.down[:, part.columns]
-                rows = slice(part.first, part.first + part.rows.stop - part.rows.start)
-                up[rows, own] = pair.up[part.rows]
-                if pair.bias is not None and self.adds_bias:
-                    bias[rows] = pair.bias[part.rows]
-        _write(self.down.experts[slot], down, None)
+            part.put(pairs.get(part.module), number * rank, down, up, bias if self.adds_bias else None)
+        write_weight(self.down.experts[slot], down, None)
         column = first = 0
         for weight in self.ups:
             _, height, width = weight.shape
             rows = slice(first, first + height)
-            _write(weight.experts[slot], up[rows, column : column + width], bias[rows])
+            write_weight(weight.experts[slot], up[rows, column : column + width], bias[rows])
             first, column = first + height, column + width
 
 
@@ -117,12 +86,14 @@ class LowRankMaps:
         num_slots: adapters that are on the device at a time.
         rank: the largest.
         maps: the maps that take them, by the first of their modules.
+        experts: those of layers' experts, by the first of the first expert's modules.
         modules: (N, K) of each module, of all ranks together.
     """
 
     def __init__(self, num_slots: int, rank: int) -> None:
         self.num_slots, self.rank = num_slots, rank
         self.maps: dict[str, LowRankMap] = {}
+        self.experts: dict[str, LowRankExperts] = {}
         self.modules: dict[str, tuple[int, int]] = {}
 
     def addends_of(self, declared: DeclaredMap) -> Sequence[LowRankMap]:
@@ -134,20 +105,31 @@ class LowRankMaps:
         self.modules.update(declared.whole_maps)
         return (made,)
 
+    def addend_of_experts(self, declared: Sequence[DeclaredMap]) -> LowRankExperts:
+        """See `ExpertsSource`; experts that are declared again replace themselves."""
+        made = LowRankExperts(declared, self.num_slots, self.rank)
+        self.experts[declared[0].names[0]] = made
+        for each in declared:
+            self.modules.update(each.whole_maps)
+        return made
+
     def allocate(self, options: LoadOptions) -> None:
-        """Makes all slots, once the model is loaded."""
-        for each in self.maps.values():
+        """Makes the slots, once the model is loaded; those of experts are made when an adapter has some."""
+        for each in (*self.maps.values(), *self.experts.values()):
             each.allocate(options)
 
     @property
     def size_bytes(self) -> int:
         """The bytes of all slots."""
-        return sum(each.size_bytes for each in self.maps.values())
+        return sum(each.size_bytes for each in (*self.maps.values(), *self.experts.values()))
 
-    def write(self, slot: int, pairs: Mapping[str, Pair]) -> None:
-        """Loads an adapter, checked by `check`, into a slot."""
+    def write(self, slot: int, pairs: Mapping[str, Pair]) -> bool:
+        """Loads an adapter, checked by `check`, into a slot. True if maps take part from now on that did not before:
+        what was recorded of the model lacks them."""
         for each in self.maps.values():
             each.write(slot, pairs)
+        are_new = [each.write(slot, pairs) for each in self.experts.values()]
+        return any(are_new)
 
     def check(self, pairs: Mapping[str, Pair]) -> None:
         """Raises InvalidArgumentError, naming the module, for one that the model lacks, other sizes or too high a
@@ -167,27 +149,3 @@ class LowRankMaps:
                 raise InvalidArgumentError(
                     f"{module}: rank {rank}, limit {self.rank}: set max_lora_rank to {rank}", param=module
                 )
-
-
-def _zeros(shape: tuple[int, int], options: LoadOptions, *, has_bias: bool = False) -> PanelWeight | RowWeight:
-    assert options.dtype is not None
-    bias = Tensor.zeros((shape[0],), options.dtype) if has_bias else None
-    weight = prepare_linear(Tensor.zeros(shape, options.dtype), bias, options)
-    assert isinstance(weight, PanelWeight | RowWeight)
-    return weight
-
-
-def _write(weight: object, rows: NDArray, bias: NDArray | None) -> None:
-    """Writes all of a weight."""
-    if isinstance(weight, PanelWeight):
-        stored = Tensor.from_numpy(rows).to(weight.format.element)
-        pack(weight.panels, weight.scales, stored.array.view(STORED[stored.dtype]), 0, NUM_THREADS)
-        if bias is not None:
-            weight.bias[: len(bias)] = bias
-        return
-    assert isinstance(weight, RowWeight)
-    weight.weight.storage.thaw()
-    weight.weight[:] = Tensor.from_numpy(rows).to(weight.weight.dtype).to(weight.device)
-    weight.weight.storage.freeze()
-    if bias is not None and weight.bias is not None:
-        weight.bias[:] = Tensor.from_numpy(bias).to(weight.device)

@@ -35,6 +35,8 @@ class Case:
         return {"peft_type": "LORA", "task_type": "CAUSAL_LM", **given}
 
 
+_EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
 CASES: dict[str, Case] = {
     "llama": Case("llama_llama3_odd"),
     "llama_root": Case("llama_llama3_odd", r=3, more={"use_rslora": True}),
@@ -49,6 +51,11 @@ CASES: dict[str, Case] = {
     "qwen3_moe": Case("qwen3_moe_odd", target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]),
     "qwen3_5": Case("qwen3_5_odd"),
     "granite_hybrid": Case("granite_hybrid_odd", target_modules=["q_proj", "o_proj", "input_linear", "in_proj"]),
+    "qwen3_moe_experts": Case("qwen3_moe_odd", target_modules=["q_proj"], more=_EXPERTS),
+    "mixtral_experts": Case(
+        "mixtral_odd", r=2, target_modules=[], more={**_EXPERTS, "rank_pattern": {"experts.down_proj": 3}}
+    ),
+    "gpt_oss_experts": Case("gpt_oss_odd", target_modules=["o_proj"], more=_EXPERTS),
     "lfm2": Case("lfm2_odd", target_modules=r".*\.(in_proj|out_proj|w1|w2|q_proj)"),
 }  # fmt: skip
 

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.adapter_modules import in_own_order, resolve_modules
 from models.errors import ModelLoadError
-from models.peft import in_own_order, rank_and_base, read_adapter, resolve_modules
+from models.peft import rank_and_base, read_adapter
 from models.registry import load_model
 from runtime.errors import InvalidArgumentError
-from runtime.linear.low_rank import LowRankMaps, Pair
+from runtime.linear.adapter_pairs import Pair
+from runtime.linear.low_rank import LowRankMaps
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 from tests.models.adapter_cases import CASES, AdapterGolden, load_adapter_golden, write_adapter
@@ -39,7 +41,7 @@ def adapted(
     model = load_model(folder, addends=maps, device=device, dtype="float32", exact=exact)
     maps.allocate(LoadOptions(device=model.device, dtype=model.dtype, exact=exact))
     found = read_adapter(write_adapter(tmp_path / "adapter", case))
-    pairs = in_own_order(resolve_modules(found.pairs, maps.modules, model.stacks), model.own_order)
+    pairs = in_own_order(resolve_modules(found.pairs, maps.modules, model.stacks, model.renames), model.own_order)
     maps.check(pairs)
     maps.write(OWN, pairs)
     maps.write(OTHER, {module: pair._replace(up=pair.up * np.float32(0.5)) for module, pair in pairs.items()})
@@ -83,7 +85,7 @@ def test_a_gguf_file_of_the_model_takes_the_same_adapter(tmp_path: Path, case: s
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
-@pytest.mark.parametrize("case", ["llama_bias", "gpt2", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("case", ["llama_bias", "gpt2", "gemma3", "qwen3_5", "gpt_oss_experts", "qwen3_moe_experts"])
 def test_a_gpu_gives_the_same(tmp_path: Path, case: str, device: str) -> None:
     model, golden = adapted(tmp_path, case, device, exact=True)
     ids = golden.golden.prompt_ids
@@ -109,20 +111,20 @@ def test_an_adapter_does_what_merged_weights_do(tmp_path: Path, case: str) -> No
     rng, given = np.random.default_rng(1), dict[str, Pair]()
     for name, array in list(tensors.items()):
         module = name.removesuffix(".weight")
-        if array.ndim != 2 or module == name or ".experts." in name:
+        if array.ndim != 2 or module == name:
             continue
         is_turned = case.startswith("gpt2") and module.rpartition(".")[2].startswith("c_")
         outputs, inputs = array.shape[::-1] if is_turned else array.shape
         down = rng.standard_normal((3, inputs)).astype(np.float32) / np.float32(inputs**0.5)
         up = rng.standard_normal((outputs, 3)).astype(np.float32) * np.float32(0.1)
         try:
-            resolve_modules({module: Pair(down, up)}, maps.modules, model.stacks)
+            resolve_modules({module: Pair(down, up)}, maps.modules, model.stacks, model.renames)
         except ModelLoadError:  # a table, a head, a router
             continue
         change = (up.astype(np.float64) @ down).astype(np.float32)
         tensors[name] = array + (change.T if is_turned else change)
         given[module] = Pair(down, up)
-    pairs = in_own_order(resolve_modules(given, maps.modules, model.stacks), model.own_order)
+    pairs = in_own_order(resolve_modules(given, maps.modules, model.stacks, model.renames), model.own_order)
     maps.check(pairs)
     maps.write(0, pairs)
     assert len(pairs) >= model.config.num_layers
@@ -153,7 +155,7 @@ _MERGE = "merge the adapter"
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]: retrained modules"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base"),
         ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\]: activated LoRA"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters is"),
+        ({"target_parameters": "experts.gate_up_proj"}, "target_parameters is .* must be a list of names"),
         ({"layer_replication": [[0, 1]]}, "layer_replication is"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices is"),
         ({"r": 0}, "r must be from 1"),
@@ -254,7 +256,9 @@ def test_modules_are_found_by_their_place_in_a_layer() -> None:
     names = ["model.language_model.layers.3.mlp.up_proj", "model.visual.blocks.3.mlp.up_proj", "lm_head"]
     found = resolve_modules({"language_model.model.layers.3.mlp.up_proj": pair}, names)
     assert found == {names[0]: pair}
-    with pytest.raises(ModelLoadError, match="experts, whose maps take no adapters"):
+    with pytest.raises(ModelLoadError, match="is none of the model's"):
         resolve_modules({"model.layers.0.mlp.experts.3.up_proj": pair}, names)
+    with pytest.raises(ModelLoadError, match="is a router"):
+        resolve_modules({"model.layers.0.mlp.gate": pair}, names)
     with pytest.raises(ModelLoadError, match="is a token table or a head"):
         resolve_modules({"model.embed_tokens": pair}, names)

@@ -229,13 +229,14 @@ SLOPE, LIMIT = 1.702, 7.0
 
 
 @device_function
-def _clamped_silu(gate, up):
+def clamped_silu(gate, up):
+    """gpt-oss's gate: ``g sigmoid(1.702 g) (u + 1)`` of clamped numbers."""
     gate = minimum_nan(gate, float32(LIMIT))
     up = minimum_nan(maximum_nan(up, float32(-LIMIT)), float32(LIMIT))
     return gate * reciprocal(float32(1) + exp(-float32(SLOPE) * gate)) * (up + float32(1))
 
 
-GATES = {**GATED, "clamped_silu": _clamped_silu}
+GATES = {**GATED, "clamped_silu": clamped_silu}
 """Device functions ``(gate, up) -> number``."""
 
 

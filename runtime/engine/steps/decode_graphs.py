@@ -325,6 +325,12 @@ class DecodeGraphs:
         self.recordings.has_given_up, self._wanted = True, None
         self.recordings.clear()
 
+    def forget(self) -> None:
+        """Drop all recordings; steps are recorded anew. None runs."""
+        self._wanted = None
+        self.recordings.clear()
+        self.forwards.recordings.clear()
+
     def release(self) -> None:
         """Free the memory; no step is started any more."""
         self.give_up()

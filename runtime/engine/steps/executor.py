@@ -16,7 +16,7 @@ from runtime.dtype import DType
 from runtime.engine.steps.step_input import PassPictures, Sampled, StepInput
 from runtime.errors import XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
-from runtime.linear.low_rank import Pair
+from runtime.linear.adapter_pairs import Pair
 from runtime.pooling import PoolingTask
 from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor

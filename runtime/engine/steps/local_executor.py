@@ -45,7 +45,8 @@ from runtime.engine.steps.sampling_results import SamplingResults
 from runtime.engine.steps.step_input import Sampled, StepInput
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
-from runtime.linear.low_rank import LowRankMaps, Pair
+from runtime.linear.adapter_pairs import Pair
+from runtime.linear.low_rank import LowRankMaps
 from runtime.pooling import PoolingTask
 from runtime.rank_notices import Span, Tally
 from runtime.sampling_arrays import SamplingArrays
@@ -142,7 +143,8 @@ class LocalExecutor:
         assert adapters is not None, "the engine takes none"
 
         def write() -> None:
-            adapters.write(slot, pairs)
+            if adapters.write(slot, pairs) and self.graphs is not None:
+                self.graphs.forget()
             self.finish_queued()  # a kernel may read weights before the one that it follows has ended
 
         self._beside_steps(write)
