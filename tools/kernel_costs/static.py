@@ -232,8 +232,9 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         tiles, has_clusters = constants["row_tiles"], specialisation.min_capability >= 90
         most = skinny_shape.most_streams(tiles, has_clusters=has_clusters)
         return skinny_shape.shared_bytes(constants["weight"], tiles, most, has_clusters=has_clusters)
-    if name.startswith("gemm_quantised_gemv"):  # of 8,192 numbers
-        return int(constants["rows"]) * (packed_stream.row_bytes(packing, 8192) + packed_factors.ROW_GAP)
+    if name.startswith("gemm_quantised_gemv"):  # of 8,192 numbers, in all rows
+        rows = int(constants["rows"])
+        return rows * (packed_stream.row_bytes(packing, 8192 // rows) + packed_factors.ROW_GAP)
     if name.startswith("route_normed"):  # of as many
         return 8192 * ITEM_BYTES[constants["dtype"]]
     if name.startswith("gemm_mixed_input"):

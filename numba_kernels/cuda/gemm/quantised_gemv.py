@@ -22,7 +22,6 @@ from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, sc
 from numba_kernels.cuda.gemm.packed_factors import ROW_GAP
 from numba_kernels.cuda.gemm.packed_stream import (
     DTYPE,
-    MOST_SHARED_BYTES,
     NUM_WORDS,
     ROWS,
     can_read,
@@ -47,7 +46,9 @@ _NEXT_ROW_S = 0.2e-6, 1.2e-10  # that preparing each further row takes, and each
 UNPACKING = {"u4": (254, 270, 372), "u8": (95, 95, 104), "e4m3": (334, 343, 343), "e2m1": (498, 593, 831)}
 """Machine instructions of a warp for 4 KB of a weight, by its elements and `NUM_ROWS`."""
 _ENOUGH_BLOCKS = 96  # that fill a large GPU
-_SHARED_BYTES = {"sm_80": 150 << 10, "sm_90a": 210 << 10, "sm_100a": 210 << 10}  # of a block's rows; else fewer
+_SHARED_BYTES = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}  # that a block may have
+_LEAST_SHARED_BYTES = 99 << 10  # on other architectures
+_SUMS_BYTES = 2 * BLOCK_WARPS * ROWS * 4 + BLOCK_WARPS * 4 + 4  # of a row, in static shared memory
 NUM_ROWS = (1, 2, 4)  # of x, that a kernel is made for
 _TOO_FEW_REGISTERS = {("e2m1", 4): ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a"), ("e2m1", 2): ("sm_80",)}
 """Architectures where kernels of an element and so many rows spill."""
@@ -194,7 +195,7 @@ def why_not(product: Product, machine: Machine) -> str:
         return f"takes 1 to {NUM_ROWS[-1]} rows on 16-byte bounds, not exactly, and cuts no K into segments"
     if machine.arch in _spills_on(product.weight, _rows_of(product)):
         return f"has too few registers on {machine.arch} for {product.m} rows"
-    most = _SHARED_BYTES.get(machine.arch, MOST_SHARED_BYTES)
+    most = _SHARED_BYTES.get(machine.arch, _LEAST_SHARED_BYTES) - _rows_of(product) * _SUMS_BYTES
     if product.k == 0 or _rows_bytes(product) > most:
         return f"keeps its rows in {most} bytes of shared memory"
     is_whole = not product.epilogue.activation or product.n % ROWS == 0

@@ -10,6 +10,8 @@ import pytest
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import skinny, skinny_shape
 from numba_kernels.cuda.packing import PACKINGS
+from runtime.device.assemble import assemble
+from runtime.device.kernel_cache import KernelCache
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 from tests.numba_kernels.cuda.packed_cases import packed_matrix
 
@@ -239,6 +241,19 @@ def test_shared_memory_of_every_shape_fits_the_smallest_gpu(arch):
             product = gemm.Product(m, n, k, "bf16", "u4_g32", epilogue=gemm.Epilogue(has_residual=False))
             for shape in skinny_shape.shapes(product, gemm.machine_of(arch)):
                 assert skinny.plan_shape(product, gemm.machine_of(arch), shape).shared_bytes <= 99 << 10
+
+
+@pytest.mark.parametrize(("arch", "most"), [("sm_80", 163), ("sm_90a", 227), ("sm_120a", 99)])
+def test_few_rows_fit_shared_memory(arch, most):
+    """The longest rows, with the shared memory that a kernel has besides."""
+    machine, epilogue = gemm.machine_of(arch), gemm.Epilogue(has_residual=False, is_aligned=True)
+    for rows in (1, 2) if arch == "sm_80" else (1, 2, 4):
+        asked = [gemm.Product(rows, 64, k, "bf16", "u8", "bf16", epilogue) for k in range(1 << 10, 1 << 17, 1 << 9)]
+        longest = [each for each in asked if not gemm.TIERS["quantised_gemv"].why_not(each, machine)][-1]
+        launch = gemm.plan(longest, machine, "quantised_gemv")
+        text = KernelCache().get(launch.specialisation, arch, is_ptx=True).image.rstrip(b"\0").decode()
+        assert launch.shared_bytes + assemble(text, arch).static_shared_bytes <= most << 10
+        assert longest.k >= 8192 or rows == 4
 
 
 def test_what_is_refused():
