@@ -46,8 +46,8 @@ _NEXT_ROW_S = 0.2e-6, 1.2e-10  # that preparing each further row takes, and each
 UNPACKING = {"u4": (254, 270, 372), "u8": (95, 95, 104), "e4m3": (334, 343, 343), "e2m1": (498, 593, 831)}
 """Machine instructions of a warp for 4 KB of a weight, by its elements and `NUM_ROWS`."""
 _ENOUGH_BLOCKS = 96  # that fill a large GPU
-_SHARED_BYTES = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}  # that a block may have
-_LEAST_SHARED_BYTES = 99 << 10  # on other architectures
+_SHARED_BYTES = {"sm_80": 162 << 10, "sm_90a": 225 << 10, "sm_100a": 225 << 10}  # of a block, less what ptxas rounds up
+_LEAST_SHARED_BYTES = 98 << 10  # on other architectures
 _SUMS_BYTES = 2 * BLOCK_WARPS * ROWS * 4 + BLOCK_WARPS * 4 + 4  # of a row, in static shared memory
 NUM_ROWS = (1, 2, 4)  # of x, that a kernel is made for
 _TOO_FEW_REGISTERS = {("e2m1", 4): ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a"), ("e2m1", 2): ("sm_80",)}
