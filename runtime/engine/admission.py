@@ -54,6 +54,8 @@ def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.i
         prompt_ids = np.array(request.prompt_token_ids, np.int32)
     if request.adapter is not None and not info.max_loras:
         raise RequestError("the engine takes no adapters: start it with enable_lora", param="model")
+    if request.begun and len(request.begun) != request.params.n:
+        raise RequestError(f"begun has {len(request.begun)} choices, n is {request.params.n}", param="begun")
     params, room = request.params, info.max_model_len - len(prompt_ids)
     if room < 1:
         raise ContextLengthExceededError(len(prompt_ids), info.max_model_len)
@@ -81,6 +83,9 @@ def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.i
         boundaries=turn_starts(prompt_ids, request.turn_start_id) if info.has_states else (),
         shows_difference=request.shows_difference,
         adapter_digest=b"" if request.adapter is None else bytes.fromhex(request.adapter.digest),
+        begun=request.begun,
+        lease=request.lease,
+        source=request.source,
     )
 
 

@@ -44,6 +44,9 @@ from runtime.engine.steps.embedder import Embedder, Embedding
 from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.step_input import Mode
 from runtime.engine.timeline import Timeline
+from runtime.engine.transfer.arrivals import Arrivals
+from runtime.engine.transfer.hand_overs import HandOvers
+from runtime.engine.transfer.transport import Transport
 from runtime.kv.page_bytes import PageBytes
 from runtime.kv.page_store import PageStore
 from runtime.linear.low_rank import LowRankMaps
@@ -100,6 +103,7 @@ class Engine:
             self.embedder.on_end = self.pictures.release
             self.opened.on_request_end.append(self.pictures.release)
         self.adapters: Adapters | None = None
+        self.hand_overs: HandOvers | None = None
         self.steps = OpenSteps(
             self.scheduler, self.opened, executor, self.assembler, limits.max_num_seqs, self.pictures
         )
@@ -135,6 +139,13 @@ class Engine:
         self.adapters = Adapters(maps, read, self.executor, most_kept, partial(is_parked, self.scheduler))
         self.opened.on_request_end.append(self.adapters.release)
 
+    def hand_over(self, stored: StoredPrefixes, transports: dict[str, Transport], arrivals: Arrivals) -> None:
+        """Hand requests over to other engines, and take theirs. To be called before the first request."""
+        self.scheduler.stored = stored
+        self.hand_overs = HandOvers(self.pool, stored, transports, arrivals)
+        self.scheduler.on_pages = self.hand_overs.note
+        self.opened.on_request_end.append(self.hand_overs.end)
+
     @property
     def speculator(self) -> Speculator | None:
         return self.steps.speculator
@@ -160,7 +171,7 @@ class Engine:
 
     @property
     def _has_work_beside_pictures(self) -> bool:
-        is_awaited = len(self.grammars) > 0 or (self.adapters is not None and len(self.adapters) > 0)
+        is_awaited = self._awaits_beside_pages or (self.hand_overs is not None and len(self.hand_overs) > 0)
         return bool(self.steps.open) or self.scheduler.has_work or is_awaited
 
     @property
@@ -197,6 +208,8 @@ class Engine:
         """Put a prepared request in the waiting queue, once its grammar, if any, is compiled. Raises ``RequestError``
         if its id is in use."""
         self.opened.admit(request)
+        if self.hand_overs is not None:
+            self.hand_overs.admit(request)
         if self.speculator is not None:
             self.speculator.expect(request)
         if request.awaits_grammar:
@@ -250,6 +263,9 @@ class Engine:
             if not self._has_work_beside_pictures:
                 return outputs
         adapters = self.adapters if self.adapters is not None and len(self.adapters) > 0 else None
+        arriving = self.hand_overs if self.hand_overs is not None and len(self.hand_overs) > 0 else None
+        if arriving is not None and not self._start_handed_over(arriving, outputs) and not self._awaits_beside_pages:
+            return outputs
         if len(self.grammars) > 0 and not self._start_compiled(outputs) and adapters is None:
             return outputs
         if adapters is not None and not self._start_adapted(adapters, outputs):
@@ -272,6 +288,9 @@ class Engine:
             self.steps.finish(opened, outputs)
         if (stored := self.scheduler.stored) is not None:
             stored.write_some()
+        if self.hand_overs is not None:
+            self.hand_overs.let_go()
+            self.hand_overs.announce(outputs)
         self.steps.counters.steps += 1
         self._last_step_s = time.monotonic()
         return outputs
@@ -293,6 +312,8 @@ class Engine:
         self.grammars.close()
         if self.adapters is not None:
             self.adapters.close()
+        if self.hand_overs is not None:
+            self.hand_overs.close()
         if (stored := self.scheduler.stored) is not None:
             stored.close()
         self.executor.close()
@@ -409,6 +430,21 @@ class Engine:
         if not self.steps.open and not self.scheduler.has_work:
             adapters.wait(START_WAIT_S)
         adapters.advance(self.opened.start_with_adapter, fail)
+        return bool(self.steps.open) or self.scheduler.has_work
+
+    @property
+    def _awaits_beside_pages(self) -> bool:
+        return len(self.grammars) > 0 or (self.adapters is not None and len(self.adapters) > 0)
+
+    def _start_handed_over(self, arriving: HandOvers, outputs: list[EngineOutput]) -> bool:
+        """Queue the requests whose pages have come; False if there is no other work yet."""
+
+        def fail(request: Request, why: str) -> None:
+            outputs.extend(self.opened.end(request, "error", why, error_code="stale_lease"))
+
+        if not self.steps.open and not self.scheduler.has_work:
+            arriving.wait(START_WAIT_S)
+        arriving.advance(self.opened.start_with_pages, fail)
         return bool(self.steps.open) or self.scheduler.has_work
 
     def _start_compiled(self, outputs: list[EngineOutput]) -> bool:

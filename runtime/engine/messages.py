@@ -13,11 +13,12 @@ from typing import Literal, get_args
 import msgspec
 
 from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.transfer.identity import Identity
 from runtime.images.patches import Rule
 from runtime.kv.kinds import FULL, AnyKind, has_states, window_of
 from runtime.pooling import PoolingInfo
 
-ErrorCode = Literal["unsatisfiable_request", "invalid_grammar"]
+ErrorCode = Literal["unsatisfiable_request", "invalid_grammar", "stale_lease"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 EngineState = Literal["ready", "draining", "starting", "unloaded", "down", "closing"]
@@ -66,6 +67,50 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
         return cls(name=name, path=path, digest=bytes(int(each) for each in numbers).hex())
 
 
+class Begun(msgspec.Struct, frozen=True, array_like=True):
+    """A choice that another engine has begun.
+
+    token_ids    its tokens so far; they were delivered, and are not output again
+    mirostat_mu  mirostat's mu after them; None without it
+    has_ended    nothing of it is left to do
+    """
+
+    token_ids: list[int] = []
+    mirostat_mu: float | None = None
+    has_ended: bool = False
+
+
+class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine hands requests over.
+
+    secret        of the fleet, whose engines on this machine share memory; empty: they do not
+    host, port    of this machine, where engines on other machines take pages; "": none do. Port 0: any
+    foreign_secret  that those know, if it is not the fleet's
+    most_bytes    of pages that wait to be taken, and of those that wait for their requests
+    """
+
+    secret: bytes = b""
+    host: str = ""
+    port: int = 0
+    foreign_secret: bytes = b""
+    most_bytes: int = 1 << 30
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """Pages that another engine offers.
+
+    address    of its transport
+    lease      names the offer, unguessable
+    block_ids  what the offer must hold, as its sender named them; empty: whatever it holds
+    is_foreign a client has named it: without the offer the request fails, and is not computed anew
+    """
+
+    address: str
+    lease: str
+    block_ids: list[int] = []
+    is_foreign: bool = False
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A prompt to continue.
 
@@ -85,6 +130,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                       with states keep theirs there
     shows_difference  its first output says which tokens the cache has instead (``EngineOutput.cached_ids``)
     adapter           whose weights are added to the model's for this request
+    begun             the beginning of each choice, if another engine has computed one; empty: none has
+    lease             its prompt's pages are offered under this lease, and each choice leaves after its first token
+                      (``EngineOutput.is_handed_over``); empty: it stays
+    source            where pages of its prompt come from, which it waits for
     """
 
     request_id: str
@@ -102,6 +151,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     turn_start_id: int | None = None
     shows_difference: bool = False
     adapter: AdapterRef | None = None
+    begun: list[Begun] = []
+    lease: str = ""
+    source: Source | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -163,6 +215,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     error_code        with "error", if the request itself was at fault: its fields left no token to sample, or its
                       grammar could not be followed; ``error`` has the reason
     engine_died       with "error": the engine failed, not this request, which may be sent again later
+    mirostat_mu       mirostat's mu after the last of the tokens
+    is_handed_over    the choice's last output here, without a ``finish_reason``: another engine goes on with it
     """
 
     request_id: str
@@ -181,6 +235,13 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     proposals: ProposalCounts | None = None
     prefix_miss: PrefixMiss | None = None
     cached_ids: list[int] = []
+    mirostat_mu: float | None = None
+    is_handed_over: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no more of this choice comes from this engine."""
+        return self.finish_reason is not None or self.is_handed_over
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -365,6 +426,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     mapped_bytes    of tables that are not among the weights: read a row a token, in their files or the host's memory
     pooling         how the model embeds and classifies
     exact           log probabilities are the same in any batch
+    transfer_addresses, identity  where pages are offered to other engines, and what these must have in common
     max_loras, max_lora_rank  adapters on the device at a time, and their largest rank; 0: it takes none
     """
 
@@ -397,6 +459,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     exact: bool = False
     max_loras: int = 0
     max_lora_rank: int = 0
+    transfer_addresses: tuple[str, ...] = ()
+    identity: Identity | None = None
 
     @property
     def has_states(self) -> bool:

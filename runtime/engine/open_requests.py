@@ -70,14 +70,16 @@ class OpenRequests:
         self.by_id[request.request_id] = request
         self.num_unscheduled += 1
         self.num_unscheduled_tokens += request.num_prompt_tokens
-        if not request.is_awaiting:
-            self._scheduler.add(request.sequences[0])
+        self._queue(request)
 
     def start(self, request: Request, matchers: list[GrammarMatcher]) -> None:
         """Queue a request whose grammar is compiled, with one matcher a choice."""
         request.awaits_grammar = False
         for sequence, matcher in zip(request.sequences, matchers, strict=True):
             sequence.matcher = matcher
+            for token_id in () if sequence.is_finished else sequence.output_ids.tolist():
+                if not matcher.consume(token_id):
+                    logger.warning("request %s: its grammar refuses a token that it has", request.request_id)
         self._queue(request)
 
     def start_with_pictures(self, request: Request) -> None:
@@ -88,6 +90,11 @@ class OpenRequests:
     def start_with_adapter(self, request: Request) -> None:
         """Queue a request whose adapter lies in a slot."""
         request.awaits_adapter = False
+        self._queue(request)
+
+    def start_with_pages(self, request: Request) -> None:
+        """Queue a request whose pages have come, or will not come."""
+        request.awaits_pages = False
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
@@ -167,6 +174,8 @@ class OpenRequests:
                     or token_id in request.stop_ids
                     or not 1 < sequence.num_output_tokens < request.max_tokens
                     or sequence.matcher is not None
+                    or sequence.mirostat_mu is not None
+                    or request.lease
                 ):
                     outputs += self._first_or_last(sequence, token_id, entry, now)
                     continue
@@ -204,7 +213,8 @@ class OpenRequests:
                 finish_reason == "length" or not can_draw_end(sequence, sequence.matcher.vocabulary)
             )
             finish_reason = None if is_complete else finish_reason
-        if finish_reason is not None:
+        leaves = finish_reason is None and not is_complete and bool(request.lease)
+        if finish_reason is not None or leaves:
             self._finish_choice(sequence)
         output = EngineOutput(
             request_id=request.request_id,
@@ -218,8 +228,10 @@ class OpenRequests:
             prompt_logprobs=request.prompt_logprobs if is_first and sequence.index == 0 else None,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            times=None if finish_reason is None else sequence.times(),
+            times=sequence.times() if finish_reason is not None or leaves else None,
             proposals=None if finish_reason is None else _proposals(sequence),
+            mirostat_mu=sequence.mirostat_mu,
+            is_handed_over=leaves,
         )
         return [output, self._end_choice(sequence, "stop")] if is_complete else [output]
 

@@ -97,6 +97,16 @@ class PageStore(Protocol):
         ...
 
     @property
+    def keeps(self) -> bool:
+        """Whether it takes pages to `write`."""
+        ...
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it surely has no page."""
+        ...
+
+    @property
     def has_room(self) -> bool:
         """Whether more pages may be handed to `write`."""
         ...
@@ -247,6 +257,9 @@ class DiskPages:
         if sums.tolist() != file.header.sums[rows]:
             self._drop(run.file)
             raise PageLostError(f"{run.file} has other bytes than were written")
+
+    keeps = True
+    is_empty = False
 
     @property
     def has_room(self) -> bool:

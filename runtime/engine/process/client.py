@@ -76,14 +76,15 @@ class Delivery:
 
     def open(self, request: EngineRequest, sink: OutputSink) -> None:
         """From now on the request's outputs go to this sink."""
-        self._open[request.request_id] = _Open(sink, len(request.prompt_token_ids), set(range(request.params.n)))
+        choices = {i for i in range(request.params.n) if not (request.begun and request.begun[i].has_ended)}
+        self._open[request.request_id] = _Open(sink, len(request.prompt_token_ids), choices)
 
     def deliver(self, output: EngineOutput) -> None:
         """Give an output to its sink; outputs of ended requests are dropped. To be called on one thread."""
         request = self._open.get(output.request_id)
         if request is None:
             return
-        if output.finish_reason is not None:
+        if output.is_last:
             with self._lock:
                 request.choices.discard(output.index)
                 if not request.choices:

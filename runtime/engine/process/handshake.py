@@ -114,9 +114,9 @@ class Listener:
             self._condition.notify_all()
 
 
-def welcome(connection: socket.socket, secret: bytes) -> float:
-    """The server's side. Returns the seconds by which the other clock is ahead. Raises ``HandshakeError``,
-    ``OSError``."""
+def greet(connection: socket.socket, secret: bytes) -> bytes:
+    """The first side, which has proved afterwards that it knows the secret, as the other has. Returns a key of this
+    connection. Raises ``HandshakeError``, ``OSError``."""
     deadline_s = time.monotonic() + TIMEOUT_S
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.settimeout(TIMEOUT_S)
@@ -126,6 +126,28 @@ def welcome(connection: socket.socket, secret: bytes) -> float:
     if not hmac.compare_digest(proof, _proof(secret, b"engine", ours, theirs)):
         raise HandshakeError("it does not know the secret")
     connection.sendall(_proof(secret, b"server", ours, theirs))
+    return _proof(secret, b"key", ours, theirs)
+
+
+def answer(connection: socket.socket, secret: bytes, name: str) -> bytes:
+    """The other side of ``greet``, of a peer of this name; the same key. Raises ``HandshakeError``, ``OSError``."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    if _receive(connection, len(MAGIC), deadline_s) != MAGIC:
+        raise HandshakeError(f"{name} is no server of this release")
+    theirs = _receive(connection, NONCE_BYTES, deadline_s)
+    ours = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(ours + _proof(secret, b"engine", theirs, ours))
+    proof = _receive(connection, hmac.new(secret, b"", "sha256").digest_size, deadline_s)
+    if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, ours)):
+        raise HandshakeError(f"{name} does not know the secret")
+    return _proof(secret, b"key", theirs, ours)
+
+
+def welcome(connection: socket.socket, secret: bytes) -> float:
+    """The server's side. Returns the seconds by which the other clock is ahead. Raises ``HandshakeError``,
+    ``OSError``."""
+    greet(connection, secret)
+    deadline_s = time.monotonic() + TIMEOUT_S
     best_s, offset_s = float("inf"), 0.0
     for _ in range(NUM_CLOCK_QUESTIONS):
         asked_s = time.monotonic()
@@ -141,17 +163,10 @@ def welcome(connection: socket.socket, secret: bytes) -> float:
 def join(host: str, port: int, secret: bytes) -> socket.socket:
     """The engine's side: a connection to a server that has proved that it knows the secret. Raises ``HandshakeError``,
     ``OSError``."""
-    deadline_s = time.monotonic() + TIMEOUT_S
     connection = socket.create_connection((host, port), TIMEOUT_S)
     try:
-        if _receive(connection, len(MAGIC), deadline_s) != MAGIC:
-            raise HandshakeError(f"{host}:{port} is no server of this release")
-        theirs = _receive(connection, NONCE_BYTES, deadline_s)
-        ours = secrets.token_bytes(NONCE_BYTES)
-        connection.sendall(ours + _proof(secret, b"engine", theirs, ours))
-        proof = _receive(connection, hmac.new(secret, b"", "sha256").digest_size, deadline_s)
-        if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, ours)):
-            raise HandshakeError(f"{host}:{port} does not know the secret")
+        answer(connection, secret, f"{host}:{port}")
+        deadline_s = time.monotonic() + TIMEOUT_S
         for _ in range(NUM_CLOCK_QUESTIONS):
             _receive(connection, 1, deadline_s)
             connection.sendall(_CLOCK.pack(time.monotonic()))

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from runtime import collector
 from runtime.engine.errors import EngineDeadError
-from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, StepView
+from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, Source, StepView
 from runtime.engine.process.client import EngineClient, OutputSink
 from runtime.engine.process.spawning import begin, die_with_parent
 from runtime.engine.process.wire import (
@@ -39,6 +39,8 @@ from runtime.engine.process.wire import (
     Cancel,
     CancelCall,
     Close,
+    DropPages,
+    Expect,
     FrameReader,
     FromEngine,
     LogLine,
@@ -64,6 +66,7 @@ from runtime.progress import SILENT, Reporter, redirect
 _ahead = later("runtime.engine.process.compile_ahead")
 _clients = later("runtime.engine.process.thread_client")
 _engines = later("runtime.engine.make_engine")
+_joining = later("runtime.engine.transfer.joining")
 """They import numba, which has to be compiled ahead of; a process whose server is gone ends before that."""
 
 logger = logging.getLogger("xserv.engine")
@@ -91,6 +94,10 @@ class RunningClient(EngineClient, Protocol):
     def submit_prepared(self, request: EngineRequest, sink: OutputSink) -> None: ...
 
     def take_block_changes(self) -> BlockChanges | None: ...
+
+    def expect(self, source: Source) -> None: ...
+
+    def drop_pages(self, lease: str) -> None: ...
 
     def start_logits(self, token_ids: Sequence[int]) -> Future[NDArray[np.float32]]: ...
 
@@ -141,6 +148,8 @@ class ProcessServer:
         engine = _engines.engine_of(start.model, start.config, reporter, remote_ranks=start.remote_ranks)
         if start.routing_secret is not None:
             engine.publish_blocks(start.routing_secret)
+        if start.transfer is not None:
+            _joining.join_others(engine, start.config, start.transfer)
         return engine
 
     def send(self, message: FromEngine) -> None:
@@ -241,6 +250,10 @@ class ProcessServer:
         match message:
             case EngineRequest():
                 self._submit(client, message)
+            case Expect(source):
+                client.expect(source)
+            case DropPages(lease):
+                client.drop_pages(lease)
             case Cancel(request_id, index):
                 client.cancel(request_id, index)
             case Pause(request_id, is_paused):

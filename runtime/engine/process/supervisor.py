@@ -188,7 +188,8 @@ class ProcessEngineClient(EngineClient):
         with self._lock:
             process, queue = self._live_process(), self._queue
             self._delivery.check_free(request.request_id)
-            check_room(self.info, queue.num_waiting, queue.num_waiting_tokens, num_tokens)
+            if not request.begun:  # else it was accepted before
+                check_room(self.info, queue.num_waiting, queue.num_waiting_tokens, num_tokens)
             process.send(data)
             self._delivery.open(request, sink)
             queue.num_sent += 1

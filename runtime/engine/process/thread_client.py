@@ -27,6 +27,7 @@ from runtime.engine.messages import (
     EngineStats,
     FinishReason,
     ImageItem,
+    Source,
     StepView,
 )
 from runtime.engine.process.client import Delivery, EngineClient, Origin, OutputSink, Watchers
@@ -97,7 +98,8 @@ class ThreadEngineClient(EngineClient):
         with self._condition:
             self._check_alive()
             self._delivery.check_free(request.request_id)
-            check_room(self.info, *self.waiting, num_tokens)
+            if not request.begun:  # else it was accepted before
+                check_room(self.info, *self.waiting, num_tokens)
             self._delivery.open(request, sink)
             self._num_submitted += 1
             self._num_submitted_tokens += num_tokens
@@ -152,6 +154,16 @@ class ThreadEngineClient(EngineClient):
     def take_block_changes(self) -> BlockChanges | None:
         """See ``Engine.take_block_changes``. To be called on the engine's thread."""
         return self._engine.take_block_changes()
+
+    def expect(self, source: Source) -> None:
+        """Take the pages of a request that will come."""
+        if (hand_overs := self._engine.hand_overs) is not None:
+            hand_overs.arrivals.expect(source)
+
+    def drop_pages(self, lease: str) -> None:
+        """Drop offers and pages of this lease."""
+        if (hand_overs := self._engine.hand_overs) is not None:
+            hand_overs.drop(lease)
 
     def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
         """See ``EngineClient.watch``; the sink is called on the engine's thread, after the outputs' sinks."""

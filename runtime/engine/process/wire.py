@@ -19,7 +19,16 @@ import models.errors
 import runtime.device.errors
 import runtime.engine.errors
 from runtime.engine.config import EngineConfig
-from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, ImageItem, StepView
+from runtime.engine.messages import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    ImageItem,
+    Source,
+    StepView,
+    TransferSettings,
+)
 from runtime.errors import OutOfMemoryError, XservError
 
 MAX_FRAME_BYTES = 1 << 30
@@ -54,7 +63,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     that finishes no step for ``hang_timeout_s`` gives up. ``cores`` are its processors, all if empty;
     ``routing_secret`` keys the digests of reported block contents; ``remote_ranks`` are ranks 1 and following, if the
     engine does not start them itself; with ``draws_bars`` progress is shown as bars on a terminal, else as log
-    lines."""
+    lines; ``transfer`` is for engines that hand requests over."""
 
     model: str | None
     config: EngineConfig
@@ -64,6 +73,19 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     routing_secret: bytes | None = None
     remote_ranks: list[RemoteRank] = []
     draws_bars: bool = True
+    transfer: TransferSettings | None = None
+
+
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    """A request will come whose pages are offered here: take them now."""
+
+    source: Source
+
+
+class DropPages(msgspec.Struct, frozen=True, tag=True):
+    """Nobody needs the pages of this lease any more, offered or taken."""
+
+    lease: str
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -107,7 +129,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     drain: bool
 
 
-ToEngine = Start | EngineRequest | Cancel | Pause | Watch | Call | CancelCall | Close
+ToEngine = Start | EngineRequest | Expect | DropPages | Cancel | Pause | Watch | Call | CancelCall | Close
 
 
 # From the engine

@@ -158,7 +158,8 @@ class Placement:
         pool.count_uses(hit)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = hit.num_tokens
-            sequence.miss = pool.count_query(sequence.num_tokens, hit)
+            if not sequence.request.begun:  # else the engine that began it has counted it
+                sequence.miss = pool.count_query(sequence.num_tokens, hit)
             if sequence.miss is not None and sequence.request.shows_difference:
                 sequence.cached_ids = pool.cached_instead(hit)
         sequence.checkpoints = checkpoints(sequence, hit, pool)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from itertools import islice
+from typing import Protocol
 
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.batching import BATCHING_STYLES
@@ -36,6 +37,12 @@ from runtime.engine.scheduling.step import PreemptionWay, Step
 from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
 
 
+class OnPages(Protocol):
+    """See `Scheduler.on_pages`."""
+
+    def __call__(self, sequence: Sequence, states: list[list[int]] | None, *, is_final: bool = False) -> None: ...
+
+
 class Scheduler:
     """The waiting and the running sequences, and their blocks. Not thread-safe: it belongs to the engine's loop.
 
@@ -46,6 +53,8 @@ class Scheduler:
     drafts      draft tokens of running sequences, for the next step that decodes them
     paused      requests whose sequences are held from the next step on, until they are added again
     stored      prefixes that are kept elsewhere, or None
+    on_pages    called with a choice that will leave this engine (``Request.lease``) once more of its tokens are
+                committed, with the states after them, and when it leaves
     """
 
     def __init__(self, limits: EngineLimits, pool: BlockPool, depth: int = 1) -> None:
@@ -63,6 +72,7 @@ class Scheduler:
         self.drafts: dict[Sequence, list[int]] = {}
         self.paused: set[Request] = set()
         self.stored: StoredPrefixes | None = None
+        self.on_pages: OnPages | None = None
         self.policy = policy_of(config, self.costs.compute_s)
         self._batching = BATCHING_STYLES[config.batching]()
         self.prompt_times = PromptTimes()
@@ -168,6 +178,10 @@ class Scheduler:
         if pool.enable_prefix_caching and (keeps_state or is_full):
             tables = self._chunked.tables_after(sequence, end, has_states=keeps_state)
             pool.record(chain, tables, sequence.first_pages, end, sequence, is_spare=is_spare)
+        if self.on_pages is not None and sequence.request.lease:
+            has_states = keeps_state and not is_spare
+            states = self._chunked.tables_after(sequence, end) if has_states else None
+            self.on_pages(sequence, states)
         if end >= sequence.gives_up_at:
             self._chunked.give_up(sequence)
 
@@ -399,6 +413,8 @@ class Scheduler:
         )
         if self.stored is not None:
             self.stored.note(sequence)
+        if self.on_pages is not None and sequence.request.lease:
+            self.on_pages(sequence, None, is_final=True)
         self.pool.release(sequence.held_blocks)
         self.pool.forget(sequence.chain)
         heapq.heappush(self.free_rows, sequence.row)

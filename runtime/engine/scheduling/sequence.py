@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.grammar.matcher import GrammarMatcher
-from runtime.engine.messages import PrefixMiss, RequestTimes, TokenLogprobs
+from runtime.engine.messages import Begun, PrefixMiss, RequestTimes, Source, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import Chain, by_page
 from runtime.engine.scheduling.host_pool import HostPool
@@ -75,6 +75,10 @@ class Request:
     prefix_keys     [num_prompt_tokens] int32: the prompt's keys in the prefix cache
     boundaries      where later prompts may leave this one, such as ends of messages; ascending
     shows_difference  its first output says which tokens the prefix cache has instead
+    begun           the beginning of each choice, if another engine has computed one
+    lease           its pages are offered under this, and its choices leave after their first token; empty: they stay
+    source          another engine's offer of its pages, or None
+    awaits_pages    the same as `awaits_grammar` for these
     """
 
     __slots__ = (
@@ -84,10 +88,13 @@ class Request:
         "arrival_s",
         "awaits_adapter",
         "awaits_grammar",
+        "awaits_pages",
         "awaits_pictures",
+        "begun",
         "boundaries",
         "cache_salt",
         "eos_token_ids",
+        "lease",
         "max_tokens",
         "number",
         "params",
@@ -101,6 +108,7 @@ class Request:
         "seed",
         "sequences",
         "shows_difference",
+        "source",
         "speculates",
         "stop_ids",
         "tpot_target_s",
@@ -127,7 +135,11 @@ class Request:
         boundaries: tuple[int, ...] = (),
         shows_difference: bool = False,
         adapter_digest: bytes = b"",
+        begun: list[Begun] | None = None,
+        lease: str = "",
+        source: Source | None = None,
     ) -> None:
+        self.begun, self.lease, self.source, self.awaits_pages = begun or [], lease, source, source is not None
         self.adapter_digest, self.awaits_adapter = adapter_digest, bool(adapter_digest)
         self.adapter: Future[ReadAdapter] | None = None
         self.adapter_slot = -1
@@ -149,7 +161,7 @@ class Request:
         if not params.ignore_eos:
             self.stop_ids.update(dict.fromkeys(eos_token_ids))
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None and not self.has_given_prompt:
             self.prompt_logprobs = [None]  # nothing precedes the first token
         self.number = 0
         self.seed = 0
@@ -166,8 +178,13 @@ class Request:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether its grammar, images or adapter must be ready before it is queued."""
-        return self.awaits_grammar or self.awaits_pictures or self.awaits_adapter
+        """Whether its grammar, images, adapter or pages must be there before it is queued."""
+        return self.awaits_grammar or self.awaits_pictures or self.awaits_adapter or self.awaits_pages
+
+    @property
+    def has_given_prompt(self) -> bool:
+        """Whether another engine has output the first token, and with it what was asked about the prompt."""
+        return bool(self.begun) and (self.begun[0].has_ended or bool(self.begun[0].token_ids))
 
     def prefix_salt(self, rotary_offset: int = 0) -> Salt:
         """Its prefixes in the cache, rotated so, are shared within this."""
@@ -279,6 +296,19 @@ class Sequence:
         self.last_token_s: float | None = None
         capacity = min(request.max_tokens, _FIRST_OUTPUT_CAPACITY)
         self._output_buffer: NDArray[np.int32] = np.empty(capacity, np.int32)
+        if request.begun:
+            self._take_up(request.begun[index])
+
+    def _take_up(self, begun: Begun) -> None:
+        """Take over the tokens that another engine has sampled."""
+        if begun.token_ids:
+            self._output_buffer = np.array(begun.token_ids, np.int32)
+            self.last_token_id = begun.token_ids[-1]
+            self.num_output_tokens = len(begun.token_ids)
+            self.num_tokens += self.num_output_tokens
+        self.mirostat_mu = begun.mirostat_mu
+        if begun.has_ended:
+            self.state = State.FINISHED
 
     @property
     def output_ids(self) -> NDArray[np.int32]:

@@ -112,19 +112,26 @@ class StoredPrefixes:
     ) -> None:
         self._fingerprint = fingerprint.encode()
         self.num_restored = self.num_written = 0
-        self._pool, self._pages, self._store = pool, pages, store
+        self._pool, self.pages, self._store = pool, pages, store
         self._picture_of = picture_of
         self._waiting: deque[tuple[int, CachedBlock]] = deque()  # group and content: to be written
         self._asked: _Asked | None = None  # the latest, so that each try does not hash it again
         self._restoring: _Restoring | None = None
 
     @property
+    def store(self) -> PageStore:
+        """Where the pages are."""
+        return self._store
+
+    @property
     def is_ordered(self) -> bool:
         """Whether prefixes may be read back while a step runs."""
-        return self._pages.is_ordered
+        return self.pages.is_ordered
 
     def note(self, sequence: Choice) -> None:
         """A sequence's pages are recorded, and about to be released: those that are new are written soon."""
+        if not self._store.keeps:
+            return
         states = self._pool.states
         for group, last in enumerate(sequence.chain.nodes):
             found: list[CachedBlock] = []
@@ -178,7 +185,7 @@ class StoredPrefixes:
                 time.sleep(0.01)
         self._drop_evicted()
         num_left = self._store.close(max(0.0, until_s - time.monotonic()))
-        num_left += sum(sum(self._pages.page_bytes[self._pool.pools[group]]) for group, _ in self._waiting)
+        num_left += sum(sum(self.pages.page_bytes[self._pool.pools[group]]) for group, _ in self._waiting)
         if num_left:
             logger.warning("%.0f MB of prefixes were not stored in the %g s of a shutdown", num_left / 1e6, _CLOSE_S)
 
@@ -195,9 +202,9 @@ class StoredPrefixes:
             if name is not None and self._store.find([name.key]) == [None]:
                 names.append(name)
                 block_ids.append(node.block_id)
-                num_bytes += sum(self._pages.page_bytes[number])
+                num_bytes += sum(self.pages.page_bytes[number])
         if names:
-            self._store.write(number, names, self._pages.copy_out(number, block_ids))
+            self._store.write(number, names, self.pages.copy_out(number, block_ids))
             self.num_written += len(names)
 
     def restore(self, sequence: Choice, num_running: int, *, may_begin: bool) -> bool:
@@ -207,6 +214,8 @@ class StoredPrefixes:
         be written."""
         if self._restoring is not None and self._restoring.sequence is not sequence:
             self.drop()
+        if self._restoring is None and self._store.is_empty:
+            return True
         if self._restoring is None and may_begin:
             self._restoring = self._begin(sequence, num_running)
         if (work := self._restoring) is None:
@@ -295,13 +304,13 @@ class StoredPrefixes:
         while work.runs and most_bytes > 0:
             run, first = work.runs[0], ids[work.num_read]
             number = self._pool.pool_number(first)
-            page_bytes, count = sum(self._pages.page_bytes[number]), 1
+            page_bytes, count = sum(self.pages.page_bytes[number]), 1
             while count < run.num_pages and count * page_bytes < most_bytes:  # pieces whose blocks are adjacent, too
                 if ids[work.num_read + count] != first + count:
                     break
                 count += 1
             piece = run._replace(num_pages=count)
-            self._store.read(piece, lambda read: self._pages.fill(number, first, count, read))  # noqa: B023
+            self._store.read(piece, lambda read: self.pages.fill(number, first, count, read))  # noqa: B023
             work.num_read += count
             most_bytes -= count * page_bytes
             if count == run.num_pages:
@@ -318,7 +327,12 @@ class StoredPrefixes:
         stored = [[each is not None for each in places[group]] for group in followers]
         kinds = [pool.kinds[group] for group in followers]
         most = findable_pages(stored, kinds, size) if followers else len(names)
-        ends: Iterator[tuple[int, dict[int, int | bytes]]] = iter([(most * size, {})])
+        # A last page that is not full is read only if it was stored so: of a longer one most would be for nothing.
+        is_whole = most == len(tokens) // size and all(
+            self._rest(tokens, names, salt, len(tokens), group, is_exact=True) is not None for group in followers
+        )
+        whole = [len(tokens)] if is_whole and len(tokens) % size else []
+        ends: Iterator[tuple[int, dict[int, int | bytes]]] = iter([(end, {}) for end in (*whole, most * size)])
         if pool.states:
             ends = self._states(tokens, salt, names, paths, most)
         for end, states in ends:
@@ -356,7 +370,7 @@ class StoredPrefixes:
         """The lengths after which tree or store have a state in each group of states, and where, the longest first,
         from inside the page after ``most``."""
         pool, size = self._pool, self._pool.block_size
-        data, root = tokens.tobytes(), self._root_key(salt)
+        data, root = tokens.tobytes(), self.root_key(salt)
         for page in range(min(most, len(names)), -1, -1):
             before = names[page - 1].key if page else root
             found: dict[int, dict[int, int | bytes]] = {}  # by length and group
@@ -365,8 +379,8 @@ class StoredPrefixes:
                     found.setdefault(page * size, {})[group] = key
                 if page and page <= len(paths[group]) and (block_id := paths[group][page - 1].block_id) is not None:
                     found.setdefault(page * size, {})[group] = block_id
-                inside = self._store.inside(_of_group(before, group))
-                following = self._identity(data[page * size * 4 : (page + 1) * size * 4]) if inside else None
+                inside = self._store.inside(of_group(before, group))
+                following = self.identity(data[page * size * 4 : (page + 1) * size * 4]) if inside else None
                 for name in inside:
                     end = page * size + len(name.tokens) // 4
                     is_inside = end < (page + 1) * size and end <= len(tokens)
@@ -377,20 +391,23 @@ class StoredPrefixes:
                     yield end, found[end]
 
     def _rest(
-        self, tokens: NDArray[np.int32], names: list[PageName], salt: Salt, end: int, group: int
-    ) -> int | bytes | None:
-        """The stored page of a group that begins with the tokens before ``end`` after the last full page."""
+        self, tokens: NDArray[np.int32], names: list[PageName], salt: Salt, end: int, group: int, *,
+        is_exact: bool = False,
+    ) -> int | bytes | None:  # fmt: skip
+        """The stored page of a group that begins with the tokens before ``end`` after the last full page, or has
+        exactly these."""
         page, size = end // self._pool.block_size, self._pool.block_size
-        before = names[page - 1].key if page else self._root_key(salt)
-        following = self._identity(tokens[page * size : end].tobytes())
-        for name in self._store.inside(_of_group(before, group)):
+        before = names[page - 1].key if page else self.root_key(salt)
+        following = self.identity(tokens[page * size : end].tobytes())
+        for name in self._store.inside(of_group(before, group)):
             if following is not None and name.tokens.startswith(following):
-                return name.key
+                if not is_exact or name.tokens == following:
+                    return name.key
         return None
 
     def _stored(self, names: Sequence[PageName], group: int) -> list[bytes | None]:
         """The keys of full pages, or of the states after them, that the store has with the same tokens."""
-        keys = [_of_group(name.key, group) for name in names]
+        keys = [of_group(name.key, group) for name in names]
         return [
             key if found is not None and found.tokens == name.tokens else None
             for key, name, found in zip(keys, names, self._store.find(keys))
@@ -398,10 +415,11 @@ class StoredPrefixes:
 
     # Names
 
-    def _root_key(self, salt: Salt) -> bytes:
+    def root_key(self, salt: Salt) -> bytes:
+        """The key before all pages of a salt, without a group."""
         return hashlib.sha256(self._fingerprint + root_name(salt, 0)).digest()
 
-    def _identity(self, tokens: bytes) -> bytes | None:
+    def identity(self, tokens: bytes) -> bytes | None:
         """A page's tokens, and the digests of its pictures; None if one of these is not known any more."""
         if self._picture_of is None:
             return tokens
@@ -415,13 +433,13 @@ class StoredPrefixes:
 
     def _names(self, tokens: NDArray[np.int32], salt: Salt) -> Iterator[PageName]:
         """The name of each full page, without a group."""
-        width, before = self._pool.block_size * 4, self._root_key(salt)
+        width, before = self._pool.block_size * 4, self.root_key(salt)
         data = tokens.tobytes()
         for start in range(0, len(data) - width + 1, width):
-            identity = self._identity(data[start : start + width])
+            identity = self.identity(data[start : start + width])
             if identity is None:
                 return
-            key = _key(before, identity)
+            key = page_key(before, identity)
             yield PageName(key, before, identity)
             before = key
 
@@ -436,20 +454,22 @@ class StoredPrefixes:
             parent = root
         for each in reversed(unnamed):
             assert each.parent is not None
-            identity = self._identity(each.tokens)
+            identity = self.identity(each.tokens)
             if identity is None:
                 return None
-            each.stored_key = _key(each.parent.stored_key, identity)
+            each.stored_key = page_key(each.parent.stored_key, identity)
         assert node.parent is not None
         assert identity is not None, "that of the node, which came last"
-        return PageName(_of_group(node.stored_key, group), _of_group(node.parent.stored_key, group), identity)
+        return PageName(of_group(node.stored_key, group), of_group(node.parent.stored_key, group), identity)
 
 
-def _key(before: bytes, identity: bytes) -> bytes:
+def page_key(before: bytes, identity: bytes) -> bytes:
+    """A page's key, without a group, after that of the page before."""
     return hashlib.sha256(before + identity).digest()
 
 
-def _of_group(key: bytes, group: int) -> bytes:
+def of_group(key: bytes, group: int) -> bytes:
+    """A page's key in a cache group."""
     return key + bytes([group])
 
 

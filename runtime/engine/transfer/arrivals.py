@@ -1,0 +1,240 @@
+"""Pages that other engines have handed over, on the host until their request starts: a `PageStore` that is read alone.
+
+The engine finds them as it finds prefixes on the disk, whose store may lie behind this one. Pages that did not come, or
+not whole, are computed: an arrival never changes an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.messages import Source
+from runtime.engine.transfer.identity import TransferError
+from runtime.engine.transfer.sockets import STALL_S
+from runtime.engine.transfer.transport import Pages, Transport, check_names
+from runtime.kv.page_store import Fill, PageLostError, PageName, PageRun, PageStore
+
+logger = logging.getLogger("xserv.engine")
+
+KEPT_S = 600.0
+"""Pages whose request does not come are dropped after so long."""
+_MARK = "\0"  # no file's name has it
+
+
+@dataclass(slots=True)
+class _Arrival:
+    source: Source
+    pages: list[Pages] = field(default_factory=list)
+    is_over: bool = False
+    error: TransferError | None = None
+    since_s: float = field(default_factory=time.monotonic)
+
+
+class Arrivals:
+    """See `PageStore`. Pages arrive on the transports' threads; the rest belongs to the engine's loop.
+
+    Args:
+        transports: by the scheme of their addresses.
+        most_bytes: that lie here; a sender waits for room, and is given up if there is none for long.
+        behind: the store that is asked for what is not here, and written to.
+    """
+
+    def __init__(self, transports: dict[str, Transport], most_bytes: int, behind: PageStore | None = None) -> None:
+        self._transports, self._most_bytes, self._behind = transports, most_bytes, behind
+        self._condition = threading.Condition()
+        # Guarded by the condition:
+        self._arrivals: dict[str, _Arrival] = {}
+        self._places: dict[bytes, list[tuple[str, int, int]]] = {}  # lease, number of the pages, row; by key
+        self._after: dict[bytes, dict[bytes, None]] = {}  # keys by their parent's
+        self._num_bytes = 0
+
+    def expect(self, source: Source) -> None:
+        """Have an offer pulled, unless it is already. Thread-safe."""
+        with self._condition:
+            if source.lease in self._arrivals:
+                return
+            self._arrivals[source.lease] = _Arrival(source)
+        transport = self._transports.get(source.address.partition(":")[0])
+        if transport is None:
+            self._end(source.lease, TransferError(f"no transport leads to {source.address!r:.80}"))
+            return
+        transport.pull(source, partial(self._add, source.lease), partial(self._end, source.lease))
+
+    def result(self, lease: str) -> tuple[bool, TransferError | None]:
+        """Whether no more will come, and the error if not all has."""
+        with self._condition:
+            arrival = self._arrivals.get(lease)
+            return (True, None) if arrival is None else (arrival.is_over, arrival.error)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait at most so long until anything has come."""
+        with self._condition:
+            self._condition.wait(timeout_s)
+
+    def drop(self, lease: str) -> None:
+        """Forget what has come, and pull no more. Thread-safe."""
+        with self._condition:
+            arrival = self._arrivals.pop(lease, None)
+            for number, pages in enumerate(() if arrival is None else arrival.pages):
+                self._num_bytes -= pages.num_bytes
+                for row, name in enumerate(pages.names):
+                    places = self._places[name.key]
+                    places.remove((lease, number, row))
+                    if not places:
+                        del self._places[name.key]
+                        siblings = self._after[name.parent]
+                        del siblings[name.key]
+                        if not siblings:
+                            del self._after[name.parent]
+            self._condition.notify_all()
+        if arrival is not None and not arrival.is_over:
+            transport = self._transports.get(arrival.source.address.partition(":")[0])
+            if transport is not None:
+                transport.drop(lease)
+
+    def drop_old(self) -> None:
+        """Forget what no request has come for."""
+        before_s = time.monotonic() - KEPT_S
+        with self._condition:
+            old = [lease for lease, each in self._arrivals.items() if each.since_s < before_s]
+        for lease in old:
+            self.drop(lease)
+
+    @property
+    def num_open(self) -> int:
+        """Arrivals that are not dropped."""
+        return len(self._arrivals)
+
+    def _add(self, lease: str, pages: Pages) -> None:
+        """See `Arrived`."""
+        check_names(pages)
+        with self._condition:
+            has_room: Callable[[], bool] = lambda: (  # noqa: E731
+                lease not in self._arrivals or self._num_bytes + pages.num_bytes <= self._most_bytes
+            )
+            if not self._condition.wait_for(has_room, STALL_S):
+                raise TransferError(f"more than {self._most_bytes:,} bytes of pages wait for their requests")
+            arrival = self._arrivals.get(lease)
+            if arrival is None:
+                raise TransferError("the request is gone")
+            for row, name in enumerate(pages.names):
+                self._places.setdefault(name.key, []).append((lease, len(arrival.pages), row))
+                self._after.setdefault(name.parent, {})[name.key] = None
+            arrival.pages.append(pages)
+            self._num_bytes += pages.num_bytes
+
+    def _end(self, lease: str, error: TransferError | None) -> None:
+        """See `Ended`."""
+        with self._condition:
+            arrival = self._arrivals.get(lease)
+            if arrival is not None:
+                arrival.is_over, arrival.error = True, error
+            self._condition.notify_all()
+
+    # PageStore
+
+    def refresh(self) -> None:
+        """See `PageStore`."""
+        if self._behind is not None:
+            self._behind.refresh()
+
+    def find(self, keys: Sequence[bytes]) -> list[PageName | None]:
+        """See `PageStore`."""
+        with self._condition:
+            found = [self._name(key) for key in keys]
+        if self._behind is not None and None in found:
+            others = self._behind.find(keys)
+            found = [own or other for own, other in zip(found, others)]
+        return found
+
+    def inside(self, parent: bytes) -> list[PageName]:
+        """See `PageStore`."""
+        with self._condition:
+            own = [name for key in self._after.get(parent, ()) if (name := self._name(key)) is not None]
+        keys = {name.key for name in own}
+        others = [] if self._behind is None else self._behind.inside(parent)
+        return [*own, *(name for name in others if name.key not in keys)]
+
+    def runs(self, keys: Sequence[bytes]) -> list[PageRun]:
+        """See `PageStore`."""
+        found: list[PageRun] = []
+        left: list[bytes] = []  # those that lie behind, side by side
+        for key in keys:
+            with self._condition:
+                places = self._places.get(key)
+                place = None if places is None else places[0]
+            if place is None:
+                left.append(key)
+                continue
+            found += self._runs_behind(left)
+            left = []
+            lease, number, row = place
+            name, last = f"{lease}{_MARK}{number}", found[-1] if found else None
+            if last is not None and (last.file, last.row + last.num_pages) == (name, row):
+                found[-1] = last._replace(num_pages=last.num_pages + 1)
+            else:
+                found.append(PageRun(name, row, 1))
+        return [*found, *self._runs_behind(left)]
+
+    def read(self, run: PageRun, take: Callable[[Fill], None]) -> None:
+        """See `PageStore`."""
+        lease, mark, number = run.file.partition(_MARK)
+        if not mark:
+            assert self._behind is not None, "its runs come from there"
+            self._behind.read(run, take)
+            return
+        with self._condition:
+            arrival = self._arrivals.get(lease)
+        if arrival is None:
+            raise PageLostError("pages that were handed over are dropped")
+        planes = arrival.pages[int(number)].planes
+
+        def fill(plane: int, pages: NDArray[np.uint8]) -> None:
+            np.copyto(pages, planes[plane][run.row : run.row + run.num_pages])
+
+        take(fill)
+
+    @property
+    def keeps(self) -> bool:
+        """See `PageStore`."""
+        return self._behind is not None and self._behind.keeps
+
+    @property
+    def is_empty(self) -> bool:
+        """See `PageStore`."""
+        return not self._places and (self._behind is None or self._behind.is_empty)
+
+    @property
+    def has_room(self) -> bool:
+        """See `PageStore`."""
+        return self._behind is not None and self._behind.has_room
+
+    def write(self, pool: int, names: Sequence[PageName], planes: Sequence[NDArray[np.uint8]]) -> None:
+        """See `PageStore`."""
+        assert self._behind is not None, "nothing is kept"
+        self._behind.write(pool, names, planes)
+
+    def close(self, timeout_s: float | None = None) -> int:
+        """See `PageStore`."""
+        for lease in list(self._arrivals):
+            self.drop(lease)
+        return 0 if self._behind is None else self._behind.close(timeout_s)
+
+    def _runs_behind(self, keys: Sequence[bytes]) -> list[PageRun]:
+        return self._behind.runs(keys) if self._behind is not None and keys else []
+
+    def _name(self, key: bytes) -> PageName | None:
+        """The condition is held."""
+        places = self._places.get(key)
+        if places is None:
+            return None
+        lease, number, row = places[0]
+        return self._arrivals[lease].pages[number].names[row]

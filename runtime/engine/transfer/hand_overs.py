@@ -1,0 +1,210 @@
+"""An engine's part in handing requests over: it offers the pages of those that will leave, and waits for those of
+requests that come.
+
+Pages are copied to the host after each chunk of a prompt, while later ones are computed; the last page, which is
+not full, when the choice leaves. A page's name is that of `StoredPrefixes`, so the other engine finds it by the tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from runtime.engine.messages import EngineOutput, Source
+from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.sequence import Request, Sequence
+from runtime.engine.scheduling.stored_prefixes import StoredPrefixes, of_group, page_key
+from runtime.engine.transfer.arrivals import Arrivals
+from runtime.engine.transfer.identity import MismatchError
+from runtime.engine.transfer.transport import Pages, StaleLeaseError, Transport
+from runtime.kv.page_store import PageName
+
+logger = logging.getLogger("xserv.engine")
+
+CLOSE_S = 5.0
+"""How long an engine that ends waits for its offers to be taken."""
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Since the engine's start: requests whose pages were offered, and that came with pages; offers that could not be
+    made whole; requests whose pages did not all come."""
+
+    offered: int = 0
+    arrived: int = 0
+    dropped: int = 0
+    lost: int = 0
+
+
+@dataclass(slots=True)
+class _Offered:
+    """A choice's full pages that were offered, and the name of the last, without a group."""
+
+    num_pages: int = 0
+    last: PageName | None = None
+
+
+@dataclass(slots=True)
+class _Lease:
+    transport: Transport
+    is_dropped: bool = False
+    is_announced: bool = False
+    choices: dict[int, _Offered] = field(default_factory=dict)
+
+
+class HandOvers:
+    """See the module. Belongs to the engine's loop.
+
+    Args:
+        transports: by the scheme of their leases and addresses.
+        arrivals: the store of ``stored``.
+    """
+
+    def __init__(
+        self, pool: BlockPool, stored: StoredPrefixes, transports: dict[str, Transport], arrivals: Arrivals
+    ) -> None:
+        self._pool, self._stored = pool, stored
+        self.transports, self.arrivals = transports, arrivals
+        self.counters = TransferCounters()
+        self._leases: dict[str, _Lease] = {}  # by request
+        self._awaited: list[Request] = []
+        self._starting: list[Request] = []  # their pages lie here until they run
+
+    def __len__(self) -> int:
+        """Requests that wait for pages."""
+        return len(self._awaited)
+
+    def admit(self, request: Request) -> None:
+        """A request was admitted."""
+        if request.lease:
+            self._leases[request.request_id] = _Lease(self.transports[request.lease.partition(":")[0]])
+            self.counters.offered += 1
+        if request.source is not None:
+            self.arrivals.expect(request.source)
+            self._awaited.append(request)
+
+    def note(self, sequence: Sequence, states: list[list[int]] | None = None, *, is_final: bool = False) -> None:
+        """The first ``num_committed`` tokens of a choice that will leave lie in its blocks, and, by group, the states
+        after them in ``states``. ``is_final``: it leaves now, or is preempted."""
+        lease = self._leases.get(sequence.request.request_id)
+        if lease is None or lease.is_dropped:
+            return
+        size, committed = self._pool.block_size, sequence.num_committed
+        offered = lease.choices.setdefault(sequence.index, _Offered())
+        first = offered.num_pages
+        names = self._names(sequence, offered, committed)
+        num_full = min(len(names), committed // size - first)
+        if num_full:
+            offered.num_pages, offered.last = first + num_full, names[num_full - 1]
+        found: list[tuple[int, PageName, int]] = []  # group, name without one, block
+        end = sequence.num_tokens // size * size  # of the pages that the other engine can find
+        num_noted = len(names) if is_final else num_full
+        for group, kind in enumerate(self._pool.kinds):
+            if kind.follows_tokens:
+                needed = max(kind.first_page(end, size), sequence.first_pages[group], first)
+                for page in range(needed, first + num_noted):
+                    found.append((group, names[page - first], sequence.blocks[group][page]))
+        if states is not None and committed >= sequence.num_prompt_tokens - 1:
+            at = names[-1] if len(names) > num_full else offered.last
+            if at is not None:
+                found += [(group, at, states[group][0]) for group in self._pool.states if states[group]]
+        self._offer(sequence.request.lease, lease, found)
+
+    def _names(self, sequence: Sequence, offered: _Offered, end: int) -> list[PageName]:
+        """The names of a choice's pages up to ``end`` that were not offered, the last one maybe not full."""
+        size, first = 4 * self._pool.block_size, offered.num_pages * self._pool.block_size
+        tokens = np.ascontiguousarray(sequence.prefix_keys(first, end), np.int32).tobytes()
+        before = self._stored.root_key(sequence.chain.salt) if offered.last is None else offered.last.key
+        names: list[PageName] = []
+        for start in range(0, len(tokens), size):
+            identity = self._stored.identity(tokens[start : start + size])
+            if identity is None:  # its picture is not known any more
+                break
+            names.append(PageName(page_key(before, identity), before, identity))
+            before = names[-1].key
+        return names
+
+    def _offer(self, name: str, lease: _Lease, found: list[tuple[int, PageName, int]]) -> None:
+        pools = self._pool.pools
+        for pool in dict.fromkeys(pools[group] for group, _, _ in found):
+            of_pool = [each for each in found if pools[each[0]] == pool]
+            planes = self._stored.pages.copy_out(pool, [block_id for _, _, block_id in of_pool])
+            names = [
+                PageName(of_group(page.key, group), of_group(page.parent, group), page.tokens)
+                for group, page, _ in of_pool
+            ]
+            if not lease.transport.offer(name, Pages(pool, names, planes)):
+                lease.is_dropped = True
+                self.counters.dropped += 1
+                return
+
+    def end(self, request: Request) -> None:
+        """A request has ended here."""
+        lease = self._leases.pop(request.request_id, None)
+        if lease is not None and not lease.is_dropped:
+            if any(each.num_output_tokens for each in request.sequences):
+                lease.transport.offer(request.lease, None)
+            else:  # it was cancelled, or failed
+                lease.transport.drop(request.lease)
+        if request.source is not None:
+            self.arrivals.drop(request.source.lease)
+            for requests in (self._awaited, self._starting):
+                if request in requests:
+                    requests.remove(request)
+
+    def announce(self, outputs: list[EngineOutput]) -> None:
+        """Say of each request whose first pages are offered, while more will come, that they can be taken."""
+        for request_id, lease in self._leases.items():
+            if lease.choices and not lease.is_announced:
+                lease.is_announced = True
+                outputs.append(EngineOutput(request_id=request_id, index=0, new_token_ids=[], num_prompt_tokens=0))
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait at most so long until anything has come."""
+        if not any(self.arrivals.result(_source_of(each).lease)[0] for each in self._awaited):
+            self.arrivals.wait(timeout_s)
+
+    def advance(self, start: Callable[[Request], None], fail: Callable[[Request, str], None]) -> None:
+        """Calls ``start`` with each request whose pages have come, or will not come; ``fail`` with those that a client
+        has given a lease that is not known."""
+        for request in list(self._awaited):
+            source = _source_of(request)
+            is_over, error = self.arrivals.result(source.lease)
+            if not is_over:
+                continue
+            self._awaited.remove(request)
+            if error is not None:
+                logger.info("request %s: its pages have not come: %s", request.request_id, error)
+                if source.is_foreign and isinstance(error, (StaleLeaseError, MismatchError)):
+                    fail(request, f"kv_transfer_params: {error}")
+                    continue
+                self.counters.lost += 1
+            self.counters.arrived += error is None
+            self._starting.append(request)
+            start(request)
+
+    def let_go(self) -> None:
+        """Drop the pages of requests that have started."""
+        for request in list(self._starting):
+            if all(each.num_cached_tokens is not None or each.is_finished for each in request.sequences):
+                self._starting.remove(request)
+                self.arrivals.drop(_source_of(request).lease)
+
+    def drop(self, lease: str) -> None:
+        """Nobody needs the pages of this lease any more. Thread-safe."""
+        self.arrivals.drop(lease)
+        if (transport := self.transports.get(lease.partition(":")[0])) is not None:
+            transport.drop(lease)
+
+    def close(self) -> None:
+        """No more is offered or taken; offers that are being taken are completed first."""
+        for transport in self.transports.values():
+            transport.close(CLOSE_S)
+
+
+def _source_of(request: Request) -> Source:
+    assert request.source is not None, "it waits for pages"
+    return request.source

@@ -1,0 +1,72 @@
+"""Lets an engine hand requests over to others, and take theirs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from numba_kernels.cache_files import cache_root
+from numba_kernels.cpu.target import TILES
+from runtime.engine.config import EngineConfig
+from runtime.engine.engine import Engine
+from runtime.engine.errors import RequestError
+from runtime.engine.fingerprint import fingerprint
+from runtime.engine.messages import TransferSettings
+from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
+from runtime.engine.steps.local_executor import LocalExecutor
+from runtime.engine.transfer.arrivals import Arrivals
+from runtime.engine.transfer.identity import Identity
+from runtime.engine.transfer.sockets import SharedMemoryTransport, TcpTransport
+from runtime.engine.transfer.transport import Transport
+from runtime.errors import XservError
+from runtime.kv.page_bytes import PageBytes
+from runtime.version import release
+
+logger = logging.getLogger("xserv.engine")
+
+
+def join_others(engine: Engine, config: EngineConfig, settings: TransferSettings) -> None:
+    """To be called before the first request; `EngineInfo` has the engine's addresses then. Raises `RequestError` if one
+    cannot be used."""
+    before, executor = engine.scheduler.stored, engine.executor
+    assert isinstance(executor, LocalExecutor), "several ranks are refused by the config"
+    pages = PageBytes(executor.kv_cache) if before is None else before.pages
+    notes = cache_root("digests")
+    try:
+        notes.mkdir(mode=0o700, parents=True, exist_ok=True)
+        digest = fingerprint(Path(engine.info.model_path), config, executor.kv_cache.spec, notes)
+    except OSError as error:
+        raise RequestError(f"the model's digest cannot be made: {error}", param="kv_transfer") from None
+    info = engine.info
+    facts = {
+        "release": release(),
+        "model": info.model_name,
+        "architecture": info.architecture,
+        "device": info.device.partition(":")[0],
+        "processor": TILES if info.device == "cpu" else "gpu",
+        "dtype": info.dtype,
+        "quantization": info.quantization,
+        "kv_cache_dtype": info.kv_cache_dtype,
+        "block_size": str(info.block_size),
+    }
+    identity = Identity(facts, digest, pages.page_bytes)
+    transports: dict[str, Transport] = {}
+    try:
+        if settings.secret:
+            transports["unix"] = SharedMemoryTransport(settings.secret, identity, settings.most_bytes)
+        if settings.host:
+            secret = settings.foreign_secret or settings.secret
+            transports["tcp"] = TcpTransport(settings.host, settings.port, secret, identity, settings.most_bytes)
+    except XservError as error:
+        for transport in transports.values():
+            transport.close()
+        raise RequestError(str(error), param="kv_transfer") from None
+    arrivals = Arrivals(transports, settings.most_bytes, None if before is None else before.store)
+    picture_of = None if engine.pictures is None else engine.pictures.keys.known_digest
+    stored = StoredPrefixes(engine.pool, pages, arrivals, digest, picture_of)
+    engine.hand_over(stored, transports, arrivals)
+    addresses = tuple(each.address for each in transports.values())
+    engine.info = msgspec.structs.replace(info, transfer_addresses=addresses, identity=identity)
+    logger.info("requests are handed over by %s", ", ".join(addresses))

@@ -1,0 +1,560 @@
+"""The transports of this program: over TCP between hosts, and through shared memory on one.
+
+    receiver → sender   connects; both prove that they know the secret (`runtime.engine.process.handshake`)
+    sender → receiver   its identity
+    receiver → sender   its identity, the lease, the blocks that it expects
+    sender → receiver   a refusal; or pages as they come, a sign of life each second between them, and the end
+
+A frame has lengths, a header in MessagePack and maybe pages, and a code that authenticates all of it by a key of the
+connection. Nothing is encrypted: `TcpTransport` takes private addresses alone. `SharedMemoryTransport` sends pages as
+descriptors of memory files over a Unix socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import logging
+import mmap
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.messages import Source
+from runtime.engine.process.handshake import answer, greet
+from runtime.engine.transfer.identity import Identity, TransferError
+from runtime.engine.transfer.transport import Arrived, Ended, Pages, StaleLeaseError
+from runtime.errors import InvalidArgumentError, XservError
+from runtime.kv.page_store import PageName
+from runtime.rank_notices import shared_memory
+
+logger = logging.getLogger("xserv.engine")
+
+STALL_S = 5.0
+"""A peer that sends nothing for so long is given up."""
+ALIVE_S = 1.0
+LEASE_S = 60.0
+"""An offer that nobody takes is dropped after so long."""
+MOST_CONNECTIONS = 64
+"""Offers that are sent at once; further ones wait."""
+_MOST_HEADER_BYTES = 16 << 20
+_MOST_PAGE_BYTES = 1 << 33
+_HEAD = struct.Struct("<4sIQ16s")  # magic, bytes of the header, bytes of the pages, code
+_MAGIC = b"xkv1"
+
+
+class _Wanted(msgspec.Struct, tag=True):
+    identity: Identity
+    lease: str
+    block_ids: list[int]
+
+
+class _Mine(msgspec.Struct, tag=True):
+    identity: Identity
+
+
+class _Refusal(msgspec.Struct, tag=True):
+    reason: str
+    is_stale: bool
+
+
+class _Header(msgspec.Struct, tag=True):
+    pool: int
+    names: list[PageName]
+    page_bytes: list[int]
+
+
+class _Alive(msgspec.Struct, tag=True):
+    pass
+
+
+class _End(msgspec.Struct, tag=True):
+    pass
+
+
+_Message = _Wanted | _Mine | _Refusal | _Header | _Alive | _End
+_DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
+
+
+@dataclass(slots=True)
+class _Offer:
+    waiting: deque[Pages] = field(default_factory=deque)
+    num_blocks: int = 0
+    is_complete: bool = False
+    is_taken: bool = False
+    touched_s: float = field(default_factory=time.monotonic)
+
+
+class SocketTransport(ABC):
+    """See `Transport`.
+
+    Args:
+        listener: a bound socket, which is owned from now on.
+        secret: that all peers share.
+        identity: of this engine.
+        most_bytes: that offers may have waiting; further ones are dropped.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes, identity: Identity, most_bytes: int) -> None:
+        self._listener, self._secret, self._identity = listener, secret, identity
+        self._most_bytes = most_bytes
+        self._condition = threading.Condition()
+        # Guarded by the condition:
+        self._offers: dict[str, _Offer] = {}
+        self._num_staged_bytes = 0
+        self._pulls: dict[str, socket.socket | None] = {}
+        self._is_closed = False
+        self.num_sent_bytes = self.num_received_bytes = self.num_expired = 0
+        self._room = threading.Semaphore(MOST_CONNECTIONS)
+        listener.listen(128)
+        listener.settimeout(STALL_S)
+        threading.Thread(target=self._accept, name="xserv-transfer", daemon=True).start()
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """See `Transport`."""
+
+    @property
+    def num_open(self) -> int:
+        """Offers and pulls that are neither over nor dropped."""
+        with self._condition:
+            return len(self._offers) + len(self._pulls)
+
+    def offer(self, lease: str, pages: Pages | None) -> bool:
+        """See `Transport`."""
+        with self._condition:
+            if self._is_closed:
+                return False
+            offer = self._offers.setdefault(lease, _Offer())
+            offer.touched_s = time.monotonic()
+            if pages is None:
+                offer.is_complete = True
+            elif self._num_staged_bytes + pages.num_bytes > self._most_bytes:
+                logger.warning("pages of a request are not handed over: more than %d bytes wait", self._most_bytes)
+                self._forget(lease)
+                return False
+            else:
+                offer.waiting.append(pages)
+                offer.num_blocks += len(pages.names)
+                self._num_staged_bytes += pages.num_bytes
+            self._condition.notify_all()
+            return True
+
+    def pull(self, source: Source, arrived: Arrived, ended: Ended) -> None:
+        """See `Transport`."""
+        with self._condition:
+            is_known = source.lease in self._pulls
+            self._pulls.setdefault(source.lease, None)
+        if is_known or self._is_closed:
+            ended(StaleLeaseError("it is taken already"))
+            return
+        arguments = (source, arrived, ended)
+        threading.Thread(target=self._pull, args=arguments, name="xserv-transfer-pull", daemon=True).start()
+
+    def drop(self, lease: str) -> None:
+        """See `Transport`."""
+        with self._condition:
+            self._forget(lease)
+            connection = self._pulls.get(lease)
+            if connection is not None:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """See `Transport`."""
+        with self._condition:
+            self._condition.wait_for(lambda: not any(each.is_complete for each in self._offers.values()), timeout_s)
+            self._is_closed = True
+            for lease in list(self._offers):
+                self._forget(lease)
+            pulls = list(self._pulls)
+            self._condition.notify_all()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for lease in pulls:
+            self.drop(lease)
+
+    def _forget(self, lease: str) -> None:
+        """The condition is held."""
+        offer = self._offers.pop(lease, None)
+        if offer is not None:
+            self._num_staged_bytes -= sum(pages.num_bytes for pages in offer.waiting)
+            offer.waiting.clear()
+            self._condition.notify_all()
+
+    # The sender's threads
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            self._drop_expired()
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                if not self._is_closed:
+                    logger.exception("no more pages are handed over from here")
+                return
+            self._room.acquire()
+            threading.Thread(target=self._serve, args=(connection,), name="xserv-transfer-send", daemon=True).start()
+
+    def _drop_expired(self) -> None:
+        before_s = time.monotonic() - LEASE_S
+        with self._condition:
+            expired = [k for k, each in self._offers.items() if not each.is_taken and each.touched_s < before_s]
+            for lease in expired:
+                self._forget(lease)
+            self.num_expired += len(expired)
+
+    def _serve(self, connection: socket.socket) -> None:
+        lease = ""
+        try:
+            with connection:
+                self.check_peer(connection)
+                stream = _Stream(connection, greet(connection, self._secret), self, is_sender=True)
+                connection.settimeout(STALL_S)
+                stream.send(_Mine(self._identity))
+                wanted = stream.receive(_Wanted)
+                try:
+                    self._identity.check(wanted.identity)
+                    offer = self._take(wanted)
+                except TransferError as error:
+                    stream.send(_Refusal(str(error), isinstance(error, StaleLeaseError)))
+                    return
+                lease = wanted.lease
+                self._send(stream, lease, offer)
+        except (OSError, XservError) as error:
+            logger.info("pages were not handed over: %s", error)
+        finally:
+            self._room.release()
+            with self._condition:
+                self._forget(lease)
+
+    def _take(self, wanted: _Wanted) -> _Offer:
+        with self._condition:
+            offer = self._offers.get(wanted.lease)
+            if offer is None or offer.is_taken:
+                raise StaleLeaseError("the lease is not known: it was used, or has expired")
+            if wanted.block_ids and wanted.block_ids != list(range(offer.num_blocks)):
+                raise StaleLeaseError(f"the lease has blocks 0 to {offer.num_blocks - 1}, not {wanted.block_ids[:8]}")
+            offer.is_taken = True
+            return offer
+
+    def _send(self, stream: _Stream, lease: str, offer: _Offer) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(
+                    lambda: offer.waiting or offer.is_complete or self._offers.get(lease) is not offer, ALIVE_S
+                )
+                pages = offer.waiting.popleft() if offer.waiting else None
+                is_over = pages is None and offer.is_complete
+                if pages is None and self._offers.get(lease) is not offer:
+                    break  # it was dropped: the other side sees the connection end
+            if pages is not None:
+                stream.send_pages(pages)
+                with self._condition:
+                    self._num_staged_bytes -= pages.num_bytes
+                    self.num_sent_bytes += pages.num_bytes
+            elif is_over:
+                stream.send(_End())
+                break
+            else:
+                stream.send(_Alive())
+
+    # The receiver's threads
+
+    def _pull(self, source: Source, arrived: Arrived, ended: Ended) -> None:
+        error: TransferError | None = None
+        try:
+            with self.connect(source.address) as connection:
+                with self._condition:
+                    self._pulls[source.lease] = connection
+                connection.settimeout(STALL_S)
+                stream = _Stream(connection, answer(connection, self._secret, source.address), self, is_sender=False)
+                connection.settimeout(STALL_S)
+                theirs = stream.receive(_Mine).identity
+                stream.send(_Wanted(self._identity, source.lease, source.block_ids))
+                self._identity.check(theirs)
+                self._receive(stream, arrived)
+        except TransferError as caught:
+            error = caught
+        except (OSError, XservError) as caught:
+            error = TransferError(f"{source.address}: {caught or type(caught).__name__}")
+        except Exception:
+            logger.exception("pages could not be taken from %s", source.address)
+            error = TransferError("pages could not be taken")
+        finally:
+            with self._condition:
+                self._pulls.pop(source.lease, None)
+        ended(error)
+
+    def _receive(self, stream: _Stream, arrived: Arrived) -> None:
+        while True:
+            message = stream.receive()
+            match message:
+                case _Header(pool, names):
+                    pages = Pages(pool, names, stream.receive_pages(message))
+                    with self._condition:
+                        self.num_received_bytes += pages.num_bytes
+                    arrived(pages)
+                case _End():
+                    return
+                case _Refusal(reason, is_stale):
+                    raise (StaleLeaseError if is_stale else TransferError)(reason)
+                case _Alive():
+                    pass
+                case _:
+                    raise TransferError("the peer sent a message that does not belong here")
+
+    def check_form(self, pool: int, page_bytes: list[int]) -> None:
+        """Raises `TransferError` for pages that this engine's pool has not."""
+        known = self._identity.page_bytes
+        if not 0 <= pool < len(known) or page_bytes != known[pool]:
+            raise TransferError(f"the peer sent pages of {page_bytes} bytes for pool {pool}; here pools have {known}")
+
+    # What differs
+
+    @abstractmethod
+    def connect(self, address: str) -> socket.socket:
+        """A connection to a peer. Raises OSError, TransferError."""
+
+    @abstractmethod
+    def check_peer(self, connection: socket.socket) -> None:
+        """Raises `TransferError` for a peer that is not spoken to."""
+
+    def send_planes(self, connection: socket.socket, planes: Sequence[NDArray[np.uint8]]) -> None:
+        """After a header."""
+        for plane in planes:
+            connection.sendall(plane.reshape(-1).data)
+
+    def receive_planes(self, connection: socket.socket, num_bytes: int) -> NDArray[np.uint8]:
+        """All planes' bytes."""
+        found = np.empty(num_bytes, np.uint8)
+        _read(connection, found.data)
+        return found
+
+    num_inline = 1
+    """1 if pages follow their header in the stream, 0 if they lie elsewhere."""
+
+
+class TcpTransport(SocketTransport):
+    """Over TCP, between private addresses alone."""
+
+    def __init__(self, host: str, port: int, secret: bytes, identity: Identity, most_bytes: int) -> None:
+        """Listens at an address of this machine; port 0: any. Raises InvalidArgumentError for one that is public, or
+        cannot be used."""
+        check_private(host)
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise InvalidArgumentError(f"{host}:{port} cannot be listened at: {error}", param="kv_transfer") from None
+        self.host, self.port = host, int(listener.getsockname()[1])
+        super().__init__(listener, secret, identity, most_bytes)
+
+    @property
+    def address(self) -> str:
+        return f"tcp:{self.host}:{self.port}"
+
+    def connect(self, address: str) -> socket.socket:
+        host, _, port = address.removeprefix("tcp:").rpartition(":")
+        check_private(host)
+        connection = socket.create_connection((host, int(port)), STALL_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def check_peer(self, connection: socket.socket) -> None:
+        host = connection.getpeername()[0]
+        if not _is_private(host):
+            raise TransferError(f"{host} is no private address")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class SharedMemoryTransport(SocketTransport):
+    """Through memory files, between processes of one user on one machine."""
+
+    num_inline = 0
+
+    def __init__(self, secret: bytes, identity: Identity, most_bytes: int) -> None:
+        self._name = f"xserv-{secrets.token_hex(16)}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0{self._name}")  # no file: it goes with its process
+        super().__init__(listener, secret, identity, most_bytes)
+
+    @property
+    def address(self) -> str:
+        return f"unix:{self._name}"
+
+    def connect(self, address: str) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(STALL_S)
+            connection.connect("\0" + address.removeprefix("unix:"))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def check_peer(self, connection: socket.socket) -> None:
+        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        _, user, _ = struct.unpack("3i", found)
+        if user != os.geteuid():
+            raise TransferError(f"user {user} asked for pages of user {os.geteuid()}")
+
+    def send_planes(self, connection: socket.socket, planes: Sequence[NDArray[np.uint8]]) -> None:
+        memory = shared_memory(0)
+        try:
+            for plane in planes:
+                _write(memory, plane.reshape(-1).data)
+            socket.send_fds(connection, [b"+"], [memory])
+        finally:
+            os.close(memory)
+
+    def receive_planes(self, connection: socket.socket, num_bytes: int) -> NDArray[np.uint8]:
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        if not descriptors:
+            raise TransferError("the peer's memory did not come")
+        try:
+            if os.fstat(descriptors[0]).st_size != num_bytes:
+                raise TransferError("the peer's memory has another size than its header says")
+            return np.frombuffer(mmap.mmap(descriptors[0], num_bytes, prot=mmap.PROT_READ), np.uint8)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+class _Stream:
+    """Frames over a connection. Each has a code over its number, its direction and its content."""
+
+    def __init__(self, connection: socket.socket, key: bytes, transport: SocketTransport, *, is_sender: bool) -> None:
+        self._connection, self._key, self._transport = connection, key, transport
+        self._is_sender = is_sender
+        self._num_sent = self._num_received = 0
+        self._code = b""
+        self._begun = hashlib.blake2b()
+
+    def send(self, message: _Message, planes: Sequence[NDArray[np.uint8]] = ()) -> None:
+        """Raises OSError."""
+        header = msgspec.msgpack.encode(message)
+        inline = planes if self._transport.num_inline else ()
+        num_bytes = sum(plane.nbytes for plane in inline)
+        code = self._start(self._num_sent, header, by_sender=self._is_sender)
+        for plane in inline:
+            code.update(plane.reshape(-1).data)
+        self._num_sent += 1
+        self._connection.sendall(_HEAD.pack(_MAGIC, len(header), num_bytes, code.digest()) + header)
+        if planes:
+            self._transport.send_planes(self._connection, planes)
+
+    def send_pages(self, pages: Pages) -> None:
+        """Raises OSError."""
+        sizes = [plane.shape[1] for plane in pages.planes]
+        self.send(_Header(pages.pool, list(pages.names), sizes), pages.planes)
+
+    def receive(self, kind: type[_Message] | None = None) -> _Message:
+        """The next message, but for its pages. Raises OSError, `TransferError`."""
+        head = bytearray(_HEAD.size)
+        _read(self._connection, memoryview(head))
+        magic, num_header, num_bytes, self._code = _HEAD.unpack(head)
+        if magic != _MAGIC or num_header > _MOST_HEADER_BYTES or num_bytes > _MOST_PAGE_BYTES:
+            raise TransferError(f"the peer sent no frame, or one of {num_header:,} and {num_bytes:,} bytes")
+        header = bytearray(num_header)
+        _read(self._connection, memoryview(header))
+        self._begun = self._start(self._num_received, header, by_sender=not self._is_sender)
+        self._num_received += 1
+        try:
+            message = _DECODER.decode(header)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"the peer sent something else than a message: {error}") from None
+        expected = 0
+        if isinstance(message, _Header):
+            expected = _num_bytes(message) * self._transport.num_inline
+        if num_bytes != expected:
+            raise TransferError(f"the peer's frame has {num_bytes:,} bytes of pages, {expected:,} by its header")
+        if not num_bytes:
+            self._verify()
+        if kind is not None and not isinstance(message, kind):
+            raise TransferError(f"the peer sent {type(message).__name__} instead of {kind.__name__}")
+        return message
+
+    def receive_pages(self, header: _Header) -> list[NDArray[np.uint8]]:
+        """By plane ``[num_pages, page_bytes]``. Raises OSError, `TransferError`."""
+        self._transport.check_form(header.pool, header.page_bytes)
+        count, num_bytes = len(header.names), _num_bytes(header)
+        data = self._transport.receive_planes(self._connection, num_bytes)
+        if self._transport.num_inline:
+            self._begun.update(data.data)
+            self._verify()
+        ends = np.cumsum([size * count for size in header.page_bytes]).tolist()
+        starts = [0, *ends]
+        return [data[a:b].reshape(count, size) for a, b, size in zip(starts, ends, header.page_bytes)]
+
+    def _start(self, number: int, header: bytes | bytearray, *, by_sender: bool) -> hashlib.blake2b:
+        code = hashlib.blake2b(struct.pack("<Q?", number, by_sender), key=self._key, digest_size=16)
+        code.update(header)
+        return code
+
+    def _verify(self) -> None:
+        if not hmac.compare_digest(self._begun.digest(), self._code):
+            raise TransferError("a frame was changed on its way: its code does not fit")
+
+
+def _num_bytes(header: _Header) -> int:
+    if not header.names or not header.page_bytes or min(header.page_bytes) < 1:
+        raise TransferError("the peer sent a frame without pages")
+    return len(header.names) * sum(header.page_bytes)
+
+
+def _read(connection: socket.socket, data: memoryview) -> None:
+    while data:
+        try:
+            count = connection.recv_into(data)
+        except TimeoutError:
+            raise TransferError(f"the peer has sent nothing for {STALL_S:g} s") from None
+        if not count:
+            raise TransferError("the peer has closed the connection: the transfer is truncated")
+        data = data[count:]
+
+
+def _write(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _is_private(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    address = mapped or address
+    return (address.is_private or address.is_loopback or address.is_link_local) and not address.is_unspecified
+
+
+def check_private(host: str) -> None:
+    """Raises `TransferError` unless a host is, or resolves to, private addresses alone."""
+    try:
+        found = {str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise TransferError(f"{host} is not known: {error}") from None
+    public = sorted(each for each in found if not _is_private(each))
+    if public:
+        raise TransferError(
+            f"{host} is {public[0]}, which is no private address: keys and values are sent in clear text; use an"
+            " address of a private network, or a tunnel's"
+        )

@@ -1,0 +1,83 @@
+"""A transport carries pages from one engine to another: four functions, of which an adapter of another library is made.
+
+    sender                                     receiver
+    offer(lease, pages), as they are computed  pull(source, arrived, ended)
+    offer(lease, None): that was all
+    drop(lease)                                close()
+
+A lease names an offer. It cannot be guessed, is taken once, and ends when it was taken, or after a time. Pages are on
+the host; the engine's blocks are free as soon as ``offer`` has returned. `runtime.engine.transfer.sockets` has the two
+transports, of which one passes shared memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.messages import Source
+from runtime.engine.transfer.identity import TransferError
+from runtime.kv.page_store import PageName
+
+
+class StaleLeaseError(TransferError):
+    """The peer has no such offer: it was taken, it has expired, or there never was one."""
+
+
+class Pages(NamedTuple):
+    """Pages of a pool: their names, and by plane ``[num_pages, page_bytes]``."""
+
+    pool: int
+    names: Sequence[PageName]
+    planes: Sequence[NDArray[np.uint8]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(plane.nbytes for plane in self.planes)
+
+
+Arrived = Callable[[Pages], None]
+"""Takes pages, on any thread; raises `TransferError` if it cannot use them, which ends the pull."""
+
+Ended = Callable[[TransferError | None], None]
+"""Called once, on any thread: all pages have arrived, or no more will, and why."""
+
+
+class Transport(Protocol):
+    """See the module. Thread-safe. ``address`` is where others pull from."""
+
+    @property
+    def address(self) -> str: ...
+
+    def offer(self, lease: str, pages: Pages | None) -> bool:
+        """Add pages to an offer, which the first call makes; None completes it. The arrays are kept. False: the offer
+        was dropped, and more of it is not wanted."""
+        ...
+
+    def pull(self, source: Source, arrived: Arrived, ended: Ended) -> None:
+        """Take an offer of another engine. Returns at once. An offer that its sender has not made yet is waited for,
+        unless the source is foreign."""
+        ...
+
+    def drop(self, lease: str) -> None:
+        """Forget an offer, or end a pull of it. Others are left as they are."""
+        ...
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """End all; for so long, offers that are being taken are completed first."""
+        ...
+
+
+def check_names(pages: Pages) -> None:
+    """Raises `TransferError` for pages with names that are not those of their tokens."""
+    for name in pages.names:
+        is_right = name.key[-1:] == name.parent[-1:] and len(name.key) == len(name.parent) == _KEY_BYTES
+        if not is_right or name.key[:-1] != hashlib.sha256(name.parent[:-1] + name.tokens).digest():
+            raise TransferError("the peer sent a page whose hash does not fit its tokens")
+
+
+_KEY_BYTES = hashlib.sha256().digest_size + 1  # and the number of its cache group

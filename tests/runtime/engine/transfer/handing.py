@@ -1,0 +1,101 @@
+"""Two engines in this process, of which the first hands its requests over to the second."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from runtime.engine.config import EngineConfig
+from runtime.engine.engine import Engine
+from runtime.engine.make_engine import build_engine
+from runtime.engine.messages import Begun, EngineOutput, EngineRequest, Source, TransferSettings
+from runtime.engine.transfer.joining import join_others
+
+SECRET = b"k" * 32
+
+
+@contextmanager
+def joined_engine(
+    model: Path | None, scheme: str = "unix", *, secret: bytes = SECRET, **settings: Any
+) -> Iterator[Engine]:
+    """An engine that others can pull from."""
+    engine = build_engine(model, **settings)
+    transfer = TransferSettings(secret=secret, host="127.0.0.1" if scheme == "tcp" else "")
+    names = {each.name for each in fields(EngineConfig)}
+    join_others(engine, EngineConfig(**{name: value for name, value in settings.items() if name in names}), transfer)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def leased(request: EngineRequest, scheme: str) -> EngineRequest:
+    return msgspec.structs.replace(request, lease=f"{scheme}:{secrets.token_hex(32)}")
+
+
+def continued(request: EngineRequest, outputs: Sequence[EngineOutput], address: str | None) -> EngineRequest:
+    """The rest of a request after these outputs, with the pages of the engine at this address."""
+    begun = []
+    for index in range(request.params.n):
+        own = [each for each in outputs if each.index == index]
+        tokens = [token for each in own for token in each.new_token_ids]
+        mus = [each.mirostat_mu for each in own if each.mirostat_mu is not None]
+        begun.append(Begun(tokens, mus[-1] if mus else None, any(each.finish_reason is not None for each in own)))
+    source = None if address is None else Source(address, request.lease)
+    return msgspec.structs.replace(request, lease="", begun=begun, source=source)
+
+
+def run(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, list[EngineOutput]]:
+    """The outputs of each request, without those that announce pages."""
+    for each in requests:
+        engine.add(each)
+    found: dict[str, list[EngineOutput]] = {each.request_id: [] for each in requests}
+    while engine.has_work:
+        for output in engine.step():
+            if output.is_last or output.new_token_ids:
+                found[output.request_id].append(output)
+        engine.rest()
+    engine.check_invariants()
+    return found
+
+
+def address_of(engine: Engine, scheme: str) -> str:
+    return next(each for each in engine.info.transfer_addresses if each.startswith(scheme))
+
+
+def handed_over(
+    first: Engine, second: Engine, requests: Sequence[EngineRequest], scheme: str
+) -> dict[str, list[EngineOutput]]:
+    """The outputs of requests that the second engine continues."""
+    asked = [leased(each, scheme) for each in requests]
+    begun = run(first, asked)
+    rest = [
+        continued(each, begun[each.request_id], address_of(first, scheme))
+        for each in asked
+        if any(output.is_handed_over for output in begun[each.request_id])
+    ]
+    ended = run(second, rest)
+    return {each.request_id: [*begun[each.request_id], *ended.get(each.request_id, [])] for each in asked}
+
+
+def said(outputs: dict[str, list[EngineOutput]], requests: Sequence[EngineRequest]) -> dict[tuple[str, int], Any]:
+    """By request and choice: ids, bits of their log probabilities, and how it ended."""
+    return {
+        (each.request_id, index): (
+            [
+                pair
+                for output in outputs[each.request_id]
+                if output.index == index
+                for pair in zip(output.new_token_ids, output.logprobs or output.new_token_ids)
+            ],
+            [o.finish_reason for o in outputs[each.request_id] if o.index == index and o.finish_reason is not None],
+        )
+        for each in requests
+        for index in range(each.params.n)
+    }
