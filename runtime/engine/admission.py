@@ -80,13 +80,22 @@ def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.i
         speculates=bool(request.speculates),
         prediction=np.array(request.prediction, np.int32) if request.prediction else NO_IDS,
         pictures=pictures,
-        boundaries=turn_starts(prompt_ids, request.turn_start_id) if info.has_states else (),
+        boundaries=_boundaries(request, prompt_ids) if info.has_states else (),
         shows_difference=request.shows_difference,
         adapter_digest=b"" if request.adapter is None else bytes.fromhex(request.adapter.digest),
         begun=request.begun,
         lease=request.lease,
         source=request.source,
     )
+
+
+def _boundaries(request: EngineRequest, prompt_ids: NDArray[np.int32]) -> tuple[int, ...]:
+    """Where states are kept inside a prompt: at its turns, and, if another engine asks for the same prompt, before its
+    last token, which is computed there."""
+    turns = turn_starts(prompt_ids, request.turn_start_id)
+    last = len(prompt_ids) - 1
+    asks_again = bool(request.lease) and request.params.max_tokens == 1  # else it goes on after its first token
+    return (*(each for each in turns if each < last), last) if asks_again and last > 0 else turns
 
 
 def turn_starts(prompt_ids: NDArray[np.int32], turn_start_id: int | None) -> tuple[int, ...]:

@@ -508,6 +508,58 @@ class EngineConfig(SchedulingConfig):
             heading="Execution",
         ),
     ] = "prefix-aware"
+    prefill_engines: Annotated[
+        int,
+        Option(
+            help="Engines that compute prompts alone, beside --decode-engines.",
+            about="engines that compute prompts alone; after the first token one of `decode_engines` goes on",
+            heading="Execution",
+            least=0,
+            most=MOST_ENGINES,
+        ),
+    ] = 0
+    decode_engines: Annotated[
+        int,
+        Option(
+            help="Engines that continue the answers of --prefill-engines.",
+            about="engines that continue the answers of `prefill_engines`",
+            heading="Execution",
+            least=0,
+            most=MOST_ENGINES,
+        ),
+    ] = 0
+    kv_transfer_address: Annotated[
+        str,
+        Option(
+            help="Private address at which engines of other servers take pages (kv_transfer_params); default: none do.",
+            about=(
+                "private address, HOST:PORT, at which engines of other servers take pages; of several engines each has "
+                'the next port; "": none do'
+            ),
+            heading="Execution",
+            flag=Flag(metavar="HOST:PORT"),
+        ),
+    ] = ""
+    kv_transfer_key_file: Annotated[
+        str,
+        Option(
+            help="File with the key that the servers share which hand requests over to each other.",
+            about="file, its owner's alone, with the key that these servers share",
+            heading="Execution",
+            flag=Flag(metavar="FILE"),
+        ),
+    ] = ""
+    kv_transfer_bytes: Annotated[
+        int,
+        Option(
+            help="Most bytes of an engine's pages that wait to be taken, and of others' that wait for their requests.",
+            about=(
+                "most bytes of an engine's pages that wait to be taken by others, and as many of others' that wait for "
+                "their requests"
+            ),
+            heading="Execution",
+        ),
+    ] = GIB
     distributed_executor_backend: Annotated[
         ExecutorBackend,
         Option(
@@ -596,7 +648,51 @@ class EngineConfig(SchedulingConfig):
                 f"leave out {self._split_by} or the folder",
                 param="prefix_cache_dir",
             )
+        self._check_roles()
         self._check_chunks()
+
+    def _check_roles(self) -> None:
+        num_engines = self.prefill_engines + self.decode_engines
+        if num_engines:
+            if not self.prefill_engines or not self.decode_engines:
+                given, other = ("prefill_engines", "decode_engines")[:: 1 if self.prefill_engines else -1]
+                raise RequestError(
+                    f"{given} is {getattr(self, given)}, {other} 0: both kinds must have an engine", param=other
+                )
+            if num_engines > MOST_ENGINES:
+                raise RequestError(
+                    f"prefill_engines and decode_engines are {num_engines}, must be at most {MOST_ENGINES} together",
+                    param="prefill_engines",
+                )
+            if self.data_parallel_size not in (1, num_engines):
+                raise RequestError(
+                    f"data_parallel_size is {self.data_parallel_size}, but prefill_engines and decode_engines are "
+                    f"{num_engines} together: leave it out",
+                    param="data_parallel_size",
+                )
+            object.__setattr__(self, "data_parallel_size", num_engines)
+        if bool(self.kv_transfer_address) != bool(self.kv_transfer_key_file):
+            raise RequestError(
+                f"kv_transfer_address is {self.kv_transfer_address!r:.80}, kv_transfer_key_file "
+                f"{self.kv_transfer_key_file!r:.80}: give both or none",
+                param="kv_transfer_address",
+            )
+        if not self.hands_over and not self.kv_transfer_address:
+            return
+        name = "prefill_engines" if self.hands_over else "kv_transfer_address"
+        if not self.enable_prefix_caching:
+            raise RequestError(f"{name} needs enable_prefix_caching", param=name)
+        if self.num_ranks > 1:
+            raise RequestError(
+                f"{name} is {getattr(self, name)!r}: pages of {self.num_ranks} ranks are not handed over; leave out "
+                f"{self._split_by} or {name}",
+                param=name,
+            )
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether engines hand requests over to others."""
+        return self.prefill_engines > 0
 
     @property
     def most_kept_adapters(self) -> int:

@@ -384,6 +384,7 @@ class Engine:
             num_draft_tokens=drafts.num_draft_tokens,
             num_accepted_tokens=drafts.num_accepted_tokens,
             accepted_by_position=tuple(drafts.accepted_by_position),
+            **({} if self.hand_overs is None else self.hand_overs.stats()),
             rank_step_s=tuple(tally.step_ns / 1e9 for tally in tallies),
             rank_waited_s=tuple(tally.waited_ns / 1e9 for tally in tallies),
         )

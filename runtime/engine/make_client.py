@@ -9,15 +9,17 @@ from typing import Any
 from runtime.engine.checks import check_seconds
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, RequestError
-from runtime.engine.process.child import Supervision
+from runtime.engine.process.child import Membership, Supervision
 from runtime.engine.process.client import EngineClient
 from runtime.engine.process.supervisor import ProcessEngineClient
+from runtime.engine.transfer.settings import transfer_settings
 from runtime.later import later
 from runtime.progress import ON_STDERR
 
 _engines = later("runtime.engine.make_engine")  # numba
 _clients = later("runtime.engine.process.thread_client")
 _fleets = later("runtime.parallel.fleet")
+_handing_fleets = later("runtime.parallel.handing_fleet")
 _ray = later("runtime.parallel.ray_engines")
 
 
@@ -74,6 +76,10 @@ class StartingClient:
         self._is_closed = False
         self._client: EngineClient | None = None
         if in_process:
+            if self._config.kv_transfer_address:
+                raise RequestError(
+                    "kv_transfer_address needs an engine in a process of its own", param="kv_transfer_address"
+                )
             if is_fleet(self._config):
                 raise RequestError(
                     f"data_parallel_size is {self._config.data_parallel_size}: engines that share requests have "
@@ -85,9 +91,13 @@ class StartingClient:
         if is_fleet(self._config):
             on_ray = self._config.distributed_executor_backend == "ray"
             places = _ray.RayEngines(self._config, ray_address or "auto") if on_ray else None
-            self._client = _fleets.Fleet(model, supervision=supervision, places=places, waits=False, **options)
+            kind = _handing_fleets.HandingFleet if self._config.hands_over else _fleets.Fleet
+            self._client = kind(model, supervision=supervision, places=places, waits=False, **options)
         else:
-            self._client = ProcessEngineClient(model, supervision=supervision, waits=False, **options)
+            membership = Membership(transfer=transfer_settings(self._config))
+            self._client = ProcessEngineClient(
+                model, supervision=supervision, membership=membership, waits=False, **options
+            )
 
     def wait(self) -> EngineClient:
         """The client, once it takes requests. Raises as ``start_client`` does; ``EngineDeadError`` after ``close``."""

@@ -216,6 +216,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
                       grammar could not be followed; ``error`` has the reason
     engine_died       with "error": the engine failed, not this request, which may be sent again later
     mirostat_mu       mirostat's mu after the last of the tokens
+    offered           on the last output of a request with a lease: what is offered under it
     is_handed_over    the choice's last output here, without a ``finish_reason``: another engine goes on with it
     """
 
@@ -237,6 +238,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     cached_ids: list[int] = []
     mirostat_mu: float | None = None
     is_handed_over: bool = False
+    offered: Source | None = None
 
     @property
     def is_last(self) -> bool:
@@ -272,6 +274,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_drafts, num_draft_tokens, num_accepted_tokens  of speculation: drafts (one a sequence and step), their tokens,
                                 and accepted tokens; accepted_by_position: acceptances of the first draft token, the
                                 second, ...; empty without speculation
+    num_offered, num_arrived        requests whose pages were offered to other engines, and that came with pages of
+                                another; num_lost_transfers: those of which not all came, so that they were computed
+    transfer_sent_bytes, transfer_received_bytes  of these pages; num_open_transfers: offers and arrivals that are not
+                                over
     iteration_token_counts          steps by their tokens: up to each of ``ITERATION_TOKEN_BOUNDS``, and above the
                                 last; empty if not counted. iteration_tokens: their sum
     """
@@ -316,6 +322,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     accepted_by_position: tuple[int, ...] = ()
     rank_step_s: tuple[float, ...] = ()
     rank_waited_s: tuple[float, ...] = ()
+    num_offered: int = 0
+    num_arrived: int = 0
+    num_lost_transfers: int = 0
+    transfer_sent_bytes: int = 0
+    transfer_received_bytes: int = 0
+    num_open_transfers: int = 0
 
 
 class RoutingStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -327,6 +339,8 @@ class RoutingStats(msgspec.Struct, frozen=True, kw_only=True):
     num_moved         requests sent elsewhere than to the engine with their prefix, which was overloaded
     num_digests       block contents that it knows of now
     num_untaken       reported contents for which it had no room
+    num_handed_over   requests that another engine has continued after their first token
+    num_recomputed    requests that were begun again elsewhere, since their engine died
     """
 
     policy: str
@@ -335,6 +349,8 @@ class RoutingStats(msgspec.Struct, frozen=True, kw_only=True):
     num_moved: int
     num_digests: int
     num_untaken: int
+    num_handed_over: int = 0
+    num_recomputed: int = 0
 
 
 class CacheGroupInfo(msgspec.Struct, frozen=True):

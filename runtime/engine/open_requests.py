@@ -232,6 +232,7 @@ class OpenRequests:
             proposals=None if finish_reason is None else _proposals(sequence),
             mirostat_mu=sequence.mirostat_mu,
             is_handed_over=leaves,
+            offered=request.offered,
         )
         return [output, self._end_choice(sequence, "stop")] if is_complete else [output]
 
@@ -264,6 +265,7 @@ class OpenRequests:
             error_code=error_code,
             times=sequence.times(),
             proposals=_proposals(sequence),
+            offered=sequence.request.offered,
         )
 
     def _finish_choice(self, sequence: Sequence) -> None:

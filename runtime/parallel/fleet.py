@@ -41,9 +41,12 @@ from runtime.engine.process.child import Membership, Supervision
 from runtime.engine.process.client import EngineClient, Origin, OutputSink
 from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.engine.scheduling.block_events import SECRET_BYTES, BlockChanges
+from runtime.engine.scheduling.sequence import Request
+from runtime.engine.transfer.settings import transfer_settings
 from runtime.parallel.division import cores_of, device_of, total_stats
 from runtime.parallel.prefix_index import PromptDigests
 from runtime.parallel.ray_engines import RayEngines
+from runtime.parallel.roles import Roles
 from runtime.parallel.routing import Route, Router
 from runtime.pooling import PoolingTask
 
@@ -69,7 +72,7 @@ class Fleet(EngineClient):
         **settings: Any,
     ) -> None:
         config = EngineConfig(**settings)
-        self._policy = config.routing_policy
+        self._policy, self._roles = config.routing_policy, self.roles_of(config)
         self._seeds = random.Random(config.seed)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._origin, self._lock = Origin(), threading.Lock()
@@ -82,8 +85,10 @@ class Fleet(EngineClient):
         count = config.data_parallel_size
         self._places = places
         memberships = _memberships(config, places)
+        transfer_secret = secrets.token_bytes(32)
         for engine, each in enumerate(memberships):
             each["name"] = f"engine {engine}"
+            each["transfer"] = transfer_settings(config, transfer_secret, engine)
             if config.routing_policy == "prefix-aware":
                 each["routing_secret"] = self._secret
                 each["on_blocks"] = partial(self._change, engine)
@@ -104,6 +109,10 @@ class Fleet(EngineClient):
         if waits:
             self.wait_until_started()
 
+    def roles_of(self, config: EngineConfig) -> Roles | None:
+        """The engines' roles; None: each keeps its requests."""
+        return None
+
     def wait_until_started(self) -> None:
         """Returns when all engines first accept requests. Raises as the constructor does."""
         try:
@@ -114,7 +123,7 @@ class Fleet(EngineClient):
             raise
         with self._lock:
             digests = PromptDigests.of_info(self.info, self._secret)
-            self._router = Router(self._policy, len(self._clients), digests)
+            self._router = Router(self._policy, len(self._clients), digests, roles=self._roles)
 
     @property
     def info(self) -> EngineInfo:
@@ -170,13 +179,17 @@ class Fleet(EngineClient):
                 if request.params.seed is None:
                     request = self._seeded(request)
             try:
-                return self._clients[route.engine].admit(request, prepared, self._routed(route, sink))
+                return self._begin(route, request, prepared, sink)
             except BaseException as error:
                 with self._lock:
                     del self._routes[request.request_id]
                     self.router.withdrawn(route)
                 if not isinstance(error, EngineDeadError):
                     raise  # otherwise it has just died: another one takes the request
+
+    def _begin(self, route: Route, request: EngineRequest, prepared: Request, sink: OutputSink) -> None:
+        """Give a routed request to its engine. Raises as ``ProcessEngineClient.admit`` does."""
+        self._clients[route.engine].admit(request, prepared, self._routed(route, sink))
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         if (client := self._client_of(request_id)) is not None:

@@ -96,7 +96,7 @@ class Router:
         self.num_found_tokens = 0
         self.num_moved = 0
         """Requests sent elsewhere than to the engine with their prefix, which was overloaded."""
-        self.num_handed_over = 0
+        self.num_handed_over = self.num_recomputed = 0
         self.mean_output_tokens = FIRST_OUTPUT_TOKENS
         self.mean_request_tokens = FIRST_OUTPUT_TOKENS
         self._num_prompt = np.zeros(num_engines, np.int64)
@@ -116,6 +116,8 @@ class Router:
             num_moved=self.num_moved,
             num_digests=len(self.index),
             num_untaken=self.index.num_untaken,
+            num_handed_over=self.num_handed_over,
+            num_recomputed=self.num_recomputed,
         )
 
     def loads(self) -> list[int]:

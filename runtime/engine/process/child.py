@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from runtime.engine.messages import TransferSettings
 from runtime.engine.process.spawning import connected_process, how_it_ended
 from runtime.engine.process.wire import (
     FrameReader,
@@ -155,6 +156,7 @@ class Membership:
     routing_secret  keys the digests of ``on_blocks``
     on_blocks       called with changes of its block contents, on the supervisor's thread, before the outputs of
                     the step that made them, and with None when it has ended and they are gone
+    transfer        how it hands requests over, if it does
     """
 
     name: str = "the engine"
@@ -162,3 +164,4 @@ class Membership:
     cores: tuple[int, ...] = ()
     routing_secret: bytes | None = None
     on_blocks: Callable[[BlockChanges | None], None] | None = None
+    transfer: TransferSettings | None = None

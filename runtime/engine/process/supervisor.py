@@ -27,7 +27,7 @@ from runtime import progress
 from runtime.engine.admission import RETRY_AFTER_S, as_token_ids, check_room, prepare
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
-from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, ImageItem, StepView
+from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, ImageItem, Source, StepView
 from runtime.engine.process.child import READ_TIMEOUT_S, EngineProcess, Membership, RunningEngine, Supervision
 from runtime.engine.process.client import Delivery, EngineClient, Origin, OutputSink, Watchers
 from runtime.engine.process.wire import (
@@ -38,6 +38,8 @@ from runtime.engine.process.wire import (
     Cancel,
     CancelCall,
     Close,
+    DropPages,
+    Expect,
     FromEngine,
     LogLine,
     Outputs,
@@ -114,6 +116,7 @@ class ProcessEngineClient(EngineClient):
             cores=list(self._membership.cores),
             routing_secret=self._membership.routing_secret,
             draws_bars=not progress.is_redirected(),
+            transfer=self._membership.transfer,
         )
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -253,6 +256,20 @@ class ProcessEngineClient(EngineClient):
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         return self._send_call("reset_prefix_cache", [])
+
+    def expect(self, source: Source) -> None:
+        """Have the engine take the pages of a request that will come. Without effect unless it is ready."""
+        self._send_if_ready(Expect(source))
+
+    def drop_pages(self, lease: str) -> None:
+        """Have the engine forget the pages of a lease, offered or taken."""
+        self._send_if_ready(DropPages(lease))
+
+    def _send_if_ready(self, message: Expect | DropPages) -> None:
+        if self._origin.is_here:
+            with self._lock:
+                if self._state in ("ready", "draining") and self._process is not None:
+                    self._process.send(frame(message))
 
     @property
     def waiting(self) -> tuple[int, int]:

@@ -77,6 +77,7 @@ class Request:
     shows_difference  its first output says which tokens the prefix cache has instead
     begun           the beginning of each choice, if another engine has computed one
     lease           its pages are offered under this, and its choices leave after their first token; empty: they stay
+    offered         the offer, once it is complete
     source          another engine's offer of its pages, or None
     awaits_pages    the same as `awaits_grammar` for these
     """
@@ -97,6 +98,7 @@ class Request:
         "lease",
         "max_tokens",
         "number",
+        "offered",
         "params",
         "pictures",
         "prediction",
@@ -139,6 +141,7 @@ class Request:
         lease: str = "",
         source: Source | None = None,
     ) -> None:
+        self.offered: Source | None = None
         self.begun, self.lease, self.source, self.awaits_pages = begun or [], lease, source, source is not None
         self.adapter_digest, self.awaits_adapter = adapter_digest, bool(adapter_digest)
         self.adapter: Future[ReadAdapter] | None = None

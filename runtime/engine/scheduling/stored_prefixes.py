@@ -400,9 +400,9 @@ class StoredPrefixes:
         before = names[page - 1].key if page else self.root_key(salt)
         following = self.identity(tokens[page * size : end].tobytes())
         for name in self._store.inside(of_group(before, group)):
-            if following is not None and name.tokens.startswith(following):
-                if not is_exact or name.tokens == following:
-                    return name.key
+            is_it = following is not None and name.tokens.startswith(following)
+            if is_it and (not is_exact or name.tokens == following):
+                return name.key
         return None
 
     def _stored(self, names: Sequence[PageName], group: int) -> list[bytes | None]:

@@ -18,8 +18,8 @@ from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.stored_prefixes import StoredPrefixes, of_group, page_key
 from runtime.engine.transfer.arrivals import Arrivals
-from runtime.engine.transfer.identity import MismatchError
-from runtime.engine.transfer.transport import Pages, StaleLeaseError, Transport
+from runtime.engine.transfer.identity import RefusedError
+from runtime.engine.transfer.transport import Pages, Transport
 from runtime.kv.page_store import PageName
 
 logger = logging.getLogger("xserv.engine")
@@ -52,6 +52,7 @@ class _Lease:
     transport: Transport
     is_dropped: bool = False
     is_announced: bool = False
+    num_blocks: int = 0
     choices: dict[int, _Offered] = field(default_factory=dict)
 
 
@@ -140,6 +141,7 @@ class HandOvers:
                 lease.is_dropped = True
                 self.counters.dropped += 1
                 return
+            lease.num_blocks += len(names)
 
     def end(self, request: Request) -> None:
         """A request has ended here."""
@@ -147,6 +149,7 @@ class HandOvers:
         if lease is not None and not lease.is_dropped:
             if any(each.num_output_tokens for each in request.sequences):
                 lease.transport.offer(request.lease, None)
+                request.offered = Source(lease.transport.address, request.lease, list(range(lease.num_blocks)))
             else:  # it was cancelled, or failed
                 lease.transport.drop(request.lease)
         if request.source is not None:
@@ -178,7 +181,7 @@ class HandOvers:
             self._awaited.remove(request)
             if error is not None:
                 logger.info("request %s: its pages have not come: %s", request.request_id, error)
-                if source.is_foreign and isinstance(error, (StaleLeaseError, MismatchError)):
+                if source.is_foreign and isinstance(error, RefusedError):
                     fail(request, f"kv_transfer_params: {error}")
                     continue
                 self.counters.lost += 1
@@ -192,6 +195,18 @@ class HandOvers:
             if all(each.num_cached_tokens is not None or each.is_finished for each in request.sequences):
                 self._starting.remove(request)
                 self.arrivals.drop(_source_of(request).lease)
+
+    def stats(self) -> dict[str, int]:
+        """Fields of `EngineStats`. Thread-safe."""
+        transports = self.transports.values()
+        return {
+            "num_offered": self.counters.offered,
+            "num_arrived": self.counters.arrived,
+            "num_lost_transfers": self.counters.lost,
+            "transfer_sent_bytes": sum(each.num_sent_bytes for each in transports),
+            "transfer_received_bytes": sum(each.num_received_bytes for each in transports),
+            "num_open_transfers": sum(each.num_open for each in transports) + self.arrivals.num_open,
+        }
 
     def drop(self, lease: str) -> None:
         """Nobody needs the pages of this lease any more. Thread-safe."""

@@ -11,7 +11,11 @@ class TransferError(XservError):
     """Pages did not come: the peer is gone, refuses, or sent something else."""
 
 
-class MismatchError(TransferError):
+class RefusedError(TransferError):
+    """The peer does not want to give them: a client that named it has named the wrong one."""
+
+
+class MismatchError(RefusedError):
     """The peer's pages would have other bits, or another form."""
 
 

@@ -28,14 +28,15 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.messages import Source
-from runtime.engine.process.handshake import answer, greet
-from runtime.engine.transfer.identity import Identity, TransferError
+from runtime.engine.process.handshake import HandshakeError, answer, greet
+from runtime.engine.transfer.identity import Identity, RefusedError, TransferError
 from runtime.engine.transfer.transport import Arrived, Ended, Pages, StaleLeaseError
 from runtime.errors import InvalidArgumentError, XservError
 from runtime.kv.page_store import PageName
@@ -86,6 +87,7 @@ class _End(msgspec.Struct, tag=True):
 
 
 _Message = _Wanted | _Mine | _Refusal | _Header | _Alive | _End
+T = TypeVar("T")
 _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 
@@ -229,7 +231,7 @@ class SocketTransport(ABC):
                 stream = _Stream(connection, greet(connection, self._secret), self, is_sender=True)
                 connection.settimeout(STALL_S)
                 stream.send(_Mine(self._identity))
-                wanted = stream.receive(_Wanted)
+                wanted = stream.receive_a(_Wanted)
                 try:
                     self._identity.check(wanted.identity)
                     offer = self._take(wanted)
@@ -285,9 +287,13 @@ class SocketTransport(ABC):
                 with self._condition:
                     self._pulls[source.lease] = connection
                 connection.settimeout(STALL_S)
-                stream = _Stream(connection, answer(connection, self._secret, source.address), self, is_sender=False)
+                try:
+                    key = answer(connection, self._secret, source.address)
+                except HandshakeError as caught:
+                    raise RefusedError(f"{source.address} and this engine do not share a key: {caught}") from None
+                stream = _Stream(connection, key, self, is_sender=False)
                 connection.settimeout(STALL_S)
-                theirs = stream.receive(_Mine).identity
+                theirs = stream.receive_a(_Mine).identity
                 stream.send(_Wanted(self._identity, source.lease, source.block_ids))
                 self._identity.check(theirs)
                 self._receive(stream, arrived)
@@ -466,7 +472,14 @@ class _Stream:
         sizes = [plane.shape[1] for plane in pages.planes]
         self.send(_Header(pages.pool, list(pages.names), sizes), pages.planes)
 
-    def receive(self, kind: type[_Message] | None = None) -> _Message:
+    def receive_a(self, kind: type[T]) -> T:
+        """The next message, of this kind. Raises OSError, `TransferError`."""
+        message = self.receive()
+        if not isinstance(message, kind):
+            raise TransferError(f"the peer sent {type(message).__name__} instead of {kind.__name__}")
+        return message
+
+    def receive(self) -> _Message:
         """The next message, but for its pages. Raises OSError, `TransferError`."""
         head = bytearray(_HEAD.size)
         _read(self._connection, memoryview(head))
@@ -488,8 +501,6 @@ class _Stream:
             raise TransferError(f"the peer's frame has {num_bytes:,} bytes of pages, {expected:,} by its header")
         if not num_bytes:
             self._verify()
-        if kind is not None and not isinstance(message, kind):
-            raise TransferError(f"the peer sent {type(message).__name__} instead of {kind.__name__}")
         return message
 
     def receive_pages(self, header: _Header) -> list[NDArray[np.uint8]]:

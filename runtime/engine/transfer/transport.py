@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.messages import Source
-from runtime.engine.transfer.identity import TransferError
+from runtime.engine.transfer.identity import RefusedError, TransferError
 from runtime.kv.page_store import PageName
 
 
-class StaleLeaseError(TransferError):
+class StaleLeaseError(RefusedError):
     """The peer has no such offer: it was taken, it has expired, or there never was one."""
 
 
@@ -50,8 +50,16 @@ Ended = Callable[[TransferError | None], None]
 class Transport(Protocol):
     """See the module. Thread-safe. ``address`` is where others pull from."""
 
+    num_sent_bytes: int
+    num_received_bytes: int
+
     @property
     def address(self) -> str: ...
+
+    @property
+    def num_open(self) -> int:
+        """Offers and pulls that are not over."""
+        ...
 
     def offer(self, lease: str, pages: Pages | None) -> bool:
         """Add pages to an offer, which the first call makes; None completes it. The arrays are kept. False: the offer

@@ -1,0 +1,193 @@
+"""Engines with roles answer as one engine does, to the bit, whatever happens to them; and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from runtime.engine.config import EngineConfig
+from runtime.engine.errors import EngineDeadError, RequestError
+from runtime.engine.make_engine import build_engine
+from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.process.child import Supervision
+from runtime.parallel.handing_fleet import HandingFleet
+from tests.runtime.engine.storing_engine import SETTINGS, make_requests
+from tests.runtime.engine.test_stored_prefixes import write_full
+from tests.runtime.engine.transfer.handing import run, said
+from tests.waiting import TIMEOUT_S, wait_until
+
+NUM_TEMPLATES = 60
+Known = dict[tuple[str, int], Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_full(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def known(model: Path) -> Known:
+    """The answers of one engine that runs each request alone."""
+    alone = build_engine(model, **{**SETTINGS, "num_blocks": 200, "max_num_seqs": 1, "enable_prefix_caching": False})
+    templates = make_requests(1, NUM_TEMPLATES)
+    found = said(run(alone, templates), templates)
+    alone.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path) -> Iterator[HandingFleet]:
+    supervision = Supervision(first_delay_s=0.05, most_delay_s=0.2, healthy_s=0.0, hang_timeout_s=30.0)
+    settings = {**SETTINGS, "num_blocks": 60, "max_num_batched_tokens": 16, "max_waiting": 500}
+    made = HandingFleet(model, supervision=supervision, prefill_engines=2, decode_engines=2, **settings)
+    yield made
+    made.close()
+
+
+class Client:
+    """A request's client; some cancel, or pause for a while."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.outputs: list[EngineOutput] = []
+        self.num_open = request.params.n
+        self.is_cancelled = False
+        self.done = threading.Event()
+
+    def __call__(self, output: EngineOutput) -> None:
+        assert self.num_open > 0, "an output after the last"
+        assert not output.is_handed_over
+        self.outputs.append(output)
+        if output.finish_reason is not None:
+            self.num_open -= 1
+            if self.num_open == 0:
+                self.done.set()
+
+    def check(self, known: Known) -> None:
+        """Each choice has the tokens and bits that are known, all of them unless it was cancelled."""
+        name = self.request.request_id.split("/")[0]
+        for index in range(self.request.params.n):
+            (_, (ours, reasons)), *_ = [
+                each for each in said({self.request.request_id: self.outputs}, [self.request]).items()
+                if each[0][1] == index
+            ]  # fmt: skip
+            theirs, ended = known[name, index]
+            if self.is_cancelled and reasons == ["abort"]:
+                assert ours == theirs[: len(ours)]
+            else:
+                errors = [each.error for each in self.outputs if each.error]
+                assert (ours, reasons) == (theirs, ended), (self.request.request_id, index, errors)
+            last = [each for each in self.outputs if each.index == index][-1]
+            if last.finish_reason in ("stop", "length") and last.times is not None:
+                assert last.times.first_token_s is not None
+                assert last.times.last_token_s is not None
+
+
+def disturb(fleet: HandingFleet, rng: random.Random, *, restarts: bool) -> None:
+    """Something happens to an engine, or to pages under way."""
+    what = rng.random()
+    client = rng.choice(fleet.engines)
+    pid = client.pid
+    if what < 0.45:
+        with fleet._lock:
+            lives = [each for each in fleet._lives.values() if each.lease]
+        for life in lives:
+            for each in fleet.engines:
+                each.drop_pages(life.lease)
+    elif pid is None or client.state != "ready":
+        return
+    elif what < 0.65:
+        os.kill(pid, signal.SIGKILL)
+    elif what < 0.85:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(rng.choice([0.05, 0.3]))
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    elif restarts or what > 0.95:
+        threading.Thread(target=renew, args=(client,), daemon=True).start()
+
+
+def renew(client: Any) -> None:
+    with suppress(EngineDeadError):
+        client.renew(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_nothing_is_lost_and_no_bit_differs(fleet: HandingFleet, known: Known, count: int) -> None:
+    rng = random.Random(count)
+    templates = make_requests(1, NUM_TEMPLATES)
+    clients: list[Client] = []
+    for number in range(count):
+        template = rng.choice(templates)
+        client = Client(msgspec.structs.replace(template, request_id=f"{template.request_id}/{number}"))
+        while sum(not each.done.is_set() for each in clients[-200:]) >= 24:
+            time.sleep(0.002)
+        while True:
+            try:
+                fleet.submit(client.request, client)
+                break
+            except EngineDeadError:  # no engine is ready
+                time.sleep(0.05)
+        clients.append(client)
+        if rng.random() < 0.05:
+            client.is_cancelled = True
+            threading.Timer(rng.random() / 10, fleet.cancel, [client.request.request_id]).start()
+        if rng.random() < 0.05:
+            fleet.pause(client.request.request_id)
+            threading.Timer(rng.random() / 5, fleet.resume, [client.request.request_id]).start()
+        if rng.random() < 0.05:
+            disturb(fleet, rng, restarts=count > 1000)
+    for client in clients:
+        assert client.done.wait(2 * TIMEOUT_S), (client.request.request_id, client.outputs)
+        client.check(known)
+    routing = fleet.routing
+    assert routing.num_handed_over > count // 3
+    assert routing.num_recomputed > 0
+    assert not fleet._lives
+    assert not fleet._routes
+    wait_until(lambda: all(each.state == "ready" for each in fleet.engines))
+    assert fleet.router.loads() == [0] * 4
+    for each in fleet.engines:
+        wait_until(lambda each=each: each.stats().num_running == 0)
+        wait_until(lambda each=each: each.stats().num_free_blocks == each.stats().num_blocks)
+        wait_until(lambda each=each: each.stats().num_open_transfers == 0)
+
+
+def test_a_drain_hands_over_what_is_open(model: Path, known: Known) -> None:
+    made = HandingFleet(model, prefill_engines=1, decode_engines=1, **SETTINGS, num_blocks=200)
+    clients = [Client(each) for each in make_requests(1, NUM_TEMPLATES)[:20]]
+    for client in clients:
+        made.submit(client.request, client)
+    made.close(drain=True)
+    for client in clients:
+        assert client.done.is_set()
+        client.check(known)
+    with pytest.raises(EngineDeadError):
+        made.submit(clients[0].request, clients[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prefill_engines": 1}, "prefill_engines is 1, decode_engines 0: both kinds must have an engine"),
+        ({"decode_engines": 2}, "decode_engines is 2, prefill_engines 0: both kinds must have an engine"),
+        ({"prefill_engines": 40, "decode_engines": 40}, "80, must be at most 64 together"),
+        ({"prefill_engines": 1, "decode_engines": 1, "data_parallel_size": 3}, "data_parallel_size is 3, but"),
+        ({"prefill_engines": 1, "decode_engines": 1, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
+        ({"prefill_engines": 1, "decode_engines": 1, "tensor_parallel_size": 2}, "pages of 2 ranks are not handed"),
+        ({"prefill_engines": -1}, "prefill_engines must be"),
+    ],
+)
+def test_bad_options_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        EngineConfig(**settings)
