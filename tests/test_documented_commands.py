@@ -77,6 +77,7 @@ ELSEWHERE = {
         "xserv serve FOLDER-OF-A-CLASSIFIER", "xserv serve Qwen/Qwen3-0.6B", "xserv serve models/demo",
         "xserv deploy ray", "xserv serve --ray-address",
         "xserv deploy ray --model MODEL --min-replicas 1 --max-replicas 4",
+        "xserv serve MODEL --prefill-engines 1 --decode-engines 3",
         "xserv serve MODEL --data-parallel-size 2", "xserv serve /path/to/folder --data-parallel-size 2",
         "xserv serve --model …", "python tools/serving/soak.py --minutes 10",
         "xserv serve /path/to/folder --max-model-len 4096 --port 8000",

@@ -300,7 +300,7 @@ class HandingFleet(Fleet):
             self._clients[engine].expect(source)
 
     def _source(self, life: _Life) -> Source | None:
-        """Where the pages of a request are offered."""
+        """The offer of a request's pages."""
         addresses = self._clients[life.offerer].info.transfer_addresses
         address = next((each for each in addresses if each.startswith(self._scheme)), None)
         return Source(address, life.lease) if address is not None and life.lease else None

@@ -59,11 +59,21 @@ OWN: Table = (
     (COUNTER, "recorded_forward_steps", "Other steps whose pass was recorded before.", "num_forward_steps"),
     (COUNTER, "failed_decode_graphs", "Recordings of steps that failed.", "num_failed_graphs"),
 )
+OF_TRANSFERS: Table = (
+    (COUNTER, "transfers_sent", "Requests whose pages were offered to other engines.", "num_offered"),
+    (COUNTER, "transfers_received", "Requests that came with another engine's pages.", "num_arrived"),
+    (COUNTER, "transfers_lost", "Requests whose pages did not come, and were computed.", "num_lost_transfers"),
+    (COUNTER, "transfer_sent_bytes", "Bytes of pages sent to other engines.", "transfer_sent_bytes"),
+    (COUNTER, "transfer_received_bytes", "Bytes of other engines' pages.", "transfer_received_bytes"),
+    (GAUGE, "transfers_open", "Offers and arrivals that are not over.", "num_open_transfers"),
+)
 OF_ROUTER: Table = (
     (COUNTER, "router_found_tokens", "Tokens of prompts that their engine was taken to have.", "num_found_tokens"),
     (COUNTER, "router_moved_requests", "Requests that left a busy engine that had their prefix.", "num_moved"),
     (COUNTER, "router_untaken_digests", "Blocks that the router had no room to know of.", "num_untaken"),
     (GAUGE, "router_digests", "Blocks of engines that the router knows of.", "num_digests"),
+    (COUNTER, "handed_over_requests", "Requests that another engine has continued.", "num_handed_over"),
+    (COUNTER, "recomputed_requests", "Requests begun again elsewhere, since their engine died.", "num_recomputed"),
 )
 
 
@@ -126,6 +136,8 @@ class Metrics(Collector):
         yield self._family(GAUGE, "xserv:engine_up", "1 while the engine answers.", up)
         if found:
             yield from self._tabled(OWN, "xserv:", found)
+        if any(info.transfer_addresses for _, info in found.values()):
+            yield from self._tabled(OF_TRANSFERS, "xserv:", found)
         help_text = "Tokens that were looked up in the prefix cache and not found."
         missed = (
             ((engine, reason), count)

@@ -83,7 +83,7 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
 
 
 class DropPages(msgspec.Struct, frozen=True, tag=True):
-    """Nobody needs the pages of this lease any more, offered or taken."""
+    """The pages of this lease, offered or taken, are not needed any more."""
 
     lease: str
 

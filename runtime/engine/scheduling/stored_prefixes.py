@@ -120,7 +120,7 @@ class StoredPrefixes:
 
     @property
     def store(self) -> PageStore:
-        """Where the pages are."""
+        """The place of the pages."""
         return self._store
 
     @property

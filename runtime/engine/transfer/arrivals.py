@@ -1,6 +1,6 @@
 """Pages that other engines have handed over, on the host until their request starts: a `PageStore` that is read alone.
 
-The engine finds them as it finds prefixes on the disk, whose store may lie behind this one. Pages that did not come, or
+The engine finds them as it finds prefixes on the disk, whose store this one asks, too. Pages that did not come, or
 not whole, are computed: an arrival never changes an answer.
 """
 
@@ -44,11 +44,11 @@ class Arrivals:
     Args:
         transports: by the scheme of their addresses.
         most_bytes: that lie here; a sender waits for room, and is given up if there is none for long.
-        behind: the store that is asked for what is not here, and written to.
+        backing: the store that is asked for what is not here, and written to.
     """
 
-    def __init__(self, transports: dict[str, Transport], most_bytes: int, behind: PageStore | None = None) -> None:
-        self._transports, self._most_bytes, self._behind = transports, most_bytes, behind
+    def __init__(self, transports: dict[str, Transport], most_bytes: int, backing: PageStore | None = None) -> None:
+        self._transports, self._most_bytes, self._backing = transports, most_bytes, backing
         self._condition = threading.Condition()
         # Guarded by the condition:
         self._arrivals: dict[str, _Arrival] = {}
@@ -143,15 +143,15 @@ class Arrivals:
 
     def refresh(self) -> None:
         """See `PageStore`."""
-        if self._behind is not None:
-            self._behind.refresh()
+        if self._backing is not None:
+            self._backing.refresh()
 
     def find(self, keys: Sequence[bytes]) -> list[PageName | None]:
         """See `PageStore`."""
         with self._condition:
             found = [self._name(key) for key in keys]
-        if self._behind is not None and None in found:
-            others = self._behind.find(keys)
+        if self._backing is not None and None in found:
+            others = self._backing.find(keys)
             found = [own or other for own, other in zip(found, others)]
         return found
 
@@ -160,13 +160,13 @@ class Arrivals:
         with self._condition:
             own = [name for key in self._after.get(parent, ()) if (name := self._name(key)) is not None]
         keys = {name.key for name in own}
-        others = [] if self._behind is None else self._behind.inside(parent)
+        others = [] if self._backing is None else self._backing.inside(parent)
         return [*own, *(name for name in others if name.key not in keys)]
 
     def runs(self, keys: Sequence[bytes]) -> list[PageRun]:
         """See `PageStore`."""
         found: list[PageRun] = []
-        left: list[bytes] = []  # those that lie behind, side by side
+        left: list[bytes] = []  # those that only the other store has, side by side
         for key in keys:
             with self._condition:
                 places = self._places.get(key)
@@ -174,7 +174,7 @@ class Arrivals:
             if place is None:
                 left.append(key)
                 continue
-            found += self._runs_behind(left)
+            found += self._runs_backing(left)
             left = []
             lease, number, row = place
             name, last = f"{lease}{_MARK}{number}", found[-1] if found else None
@@ -182,14 +182,14 @@ class Arrivals:
                 found[-1] = last._replace(num_pages=last.num_pages + 1)
             else:
                 found.append(PageRun(name, row, 1))
-        return [*found, *self._runs_behind(left)]
+        return [*found, *self._runs_backing(left)]
 
     def read(self, run: PageRun, take: Callable[[Fill], None]) -> None:
         """See `PageStore`."""
         lease, mark, number = run.file.partition(_MARK)
         if not mark:
-            assert self._behind is not None, "its runs come from there"
-            self._behind.read(run, take)
+            assert self._backing is not None, "its runs come from there"
+            self._backing.read(run, take)
             return
         with self._condition:
             arrival = self._arrivals.get(lease)
@@ -205,31 +205,31 @@ class Arrivals:
     @property
     def keeps(self) -> bool:
         """See `PageStore`."""
-        return self._behind is not None and self._behind.keeps
+        return self._backing is not None and self._backing.keeps
 
     @property
     def is_empty(self) -> bool:
         """See `PageStore`."""
-        return not self._places and (self._behind is None or self._behind.is_empty)
+        return not self._places and (self._backing is None or self._backing.is_empty)
 
     @property
     def has_room(self) -> bool:
         """See `PageStore`."""
-        return self._behind is not None and self._behind.has_room
+        return self._backing is not None and self._backing.has_room
 
     def write(self, pool: int, names: Sequence[PageName], planes: Sequence[NDArray[np.uint8]]) -> None:
         """See `PageStore`."""
-        assert self._behind is not None, "nothing is kept"
-        self._behind.write(pool, names, planes)
+        assert self._backing is not None, "nothing is kept"
+        self._backing.write(pool, names, planes)
 
     def close(self, timeout_s: float | None = None) -> int:
         """See `PageStore`."""
         for lease in list(self._arrivals):
             self.drop(lease)
-        return 0 if self._behind is None else self._behind.close(timeout_s)
+        return 0 if self._backing is None else self._backing.close(timeout_s)
 
-    def _runs_behind(self, keys: Sequence[bytes]) -> list[PageRun]:
-        return self._behind.runs(keys) if self._behind is not None and keys else []
+    def _runs_backing(self, keys: Sequence[bytes]) -> list[PageRun]:
+        return self._backing.runs(keys) if self._backing is not None and keys else []
 
     def _name(self, key: bytes) -> PageName | None:
         """The condition is held."""

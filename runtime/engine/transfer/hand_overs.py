@@ -209,7 +209,7 @@ class HandOvers:
         }
 
     def drop(self, lease: str) -> None:
-        """Nobody needs the pages of this lease any more. Thread-safe."""
+        """Forget the pages of this lease, offered or taken. Thread-safe."""
         self.arrivals.drop(lease)
         if (transport := self.transports.get(lease.partition(":")[0])) is not None:
             transport.drop(lease)

@@ -1,4 +1,4 @@
-"""What two engines must have in common, so that pages of one are those of the other to the bit."""
+"""The facts that two engines must share for pages of one to be those of the other to the bit."""
 
 from __future__ import annotations
 

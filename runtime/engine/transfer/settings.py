@@ -15,8 +15,8 @@ LEAST_KEY_BYTES = 16
 
 
 def transfer_settings(config: EngineConfig, secret: bytes = b"", engine: int = 0) -> TransferSettings | None:
-    """Of an engine of a fleet with this secret, or of one alone; None if it hands nothing over. Engine i of a fleet
-    listens at the i-th port after ``kv_transfer_address``. Raises `RequestError`."""
+    """The settings of an engine of a fleet with this secret, or of a lone one; None if it hands nothing over. Engine i
+    of a fleet listens at the i-th port after ``kv_transfer_address``. Raises `RequestError`."""
     is_remote = config.distributed_executor_backend == "ray"
     address = config.kv_transfer_address
     if not address:

@@ -48,7 +48,7 @@ STALL_S = 5.0
 """A peer that sends nothing for so long is given up."""
 ALIVE_S = 1.0
 LEASE_S = 60.0
-"""An offer that nobody takes is dropped after so long."""
+"""An offer that was not taken is dropped after so long."""
 MOST_CONNECTIONS = 64
 """Offers that are sent at once; further ones wait."""
 _MOST_HEADER_BYTES = 16 << 20
