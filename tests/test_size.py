@@ -20,17 +20,17 @@ MOST_LINES = {
     "runtime/tensor": 1_820,
     "runtime/backends": 3_322,
     "runtime/linear": 2_656,
-    "runtime/kv": 1_632,
-    "runtime/engine": 22_386,
+    "runtime/kv": 1_645,
+    "runtime/engine": 24_102,
     "runtime/text": 7_327,
     "runtime/llm": 1_789,
-    "runtime/parallel": 1_269,
+    "runtime/parallel": 1_739,
     "runtime/images": 937,
     "runtime/commands": 2_938,
     "runtime/bench": 10_002,
     "runtime": 3_500,
     "models": 19_462,
-    "server": 19_958,
+    "server": 19_970,
     "tokenizer": 7_581,
     "tools": 16_919,
 }
@@ -48,7 +48,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 40_027
+MOST_WORDS = 40_386
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

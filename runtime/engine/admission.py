@@ -90,8 +90,8 @@ def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.i
 
 
 def _boundaries(request: EngineRequest, prompt_ids: NDArray[np.int32]) -> tuple[int, ...]:
-    """The places inside a prompt after which states are kept: its turns, and, if another engine asks for the same prompt, its last
-    token but one, since the last is computed there."""
+    """The places inside a prompt after which states are kept: its turns, and, if another engine asks for the same
+    prompt, its last token but one, since the last is computed there."""
     turns = turn_starts(prompt_ids, request.turn_start_id)
     last = len(prompt_ids) - 1
     asks_again = bool(request.lease) and request.params.max_tokens == 1  # else it goes on after its first token
