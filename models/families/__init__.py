@@ -1,6 +1,7 @@
 """The families of architectures that the engine runs: a file for each, with its relatives.
 
-A file of this folder names its `ARCHITECTURES`; nothing else lists them. `docs/examples/family.py` is an example.
+A file here, or in a folder here, names its `ARCHITECTURES`; nothing else lists them. `docs/examples/family.py` is an
+example.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 
 from models.base import Architecture
 from models.classifier import CLASSIFYING, base_of, classifier_of
@@ -19,7 +19,7 @@ from models.encoder import BIDIRECTIONAL, bidirectional_of
 @cache
 def known_architectures() -> dict[str, Architecture]:
     """Every architecture of the files here, by its name in `config.json`."""
-    return _of_modules(module.name for module in iter_modules(__path__))
+    return _of_modules(name for name, _ in _files())
 
 
 def architectures_naming(*words: str) -> dict[str, Architecture]:
@@ -30,7 +30,7 @@ def architectures_naming(*words: str) -> dict[str, Architecture]:
         return {f"{BIDIRECTIONAL}{name}": bidirectional_of(base) for name, base in bases.items()}
     causal = {word: base_of(word) for word in words if word.endswith(CLASSIFYING)}
     quoted = [f'"{word}"'.encode(errors="replace") for word in (*words, *causal.values())]
-    found = _of_modules(name for name, source in _sources() if any(word in source for word in quoted))
+    found = _of_modules(name for name, path in _files() if any(map(path.read_bytes().__contains__, quoted)))
     for word, base in causal.items():
         if word not in found and base in found:
             found[word] = classifier_of(found[base], word)
@@ -43,12 +43,12 @@ def architecture_named(name: str) -> Architecture:
     return architectures_naming(name)[name]
 
 
-def _sources() -> Iterator[tuple[str, bytes]]:
-    """Each module's name and source."""
-    for folder in __path__:
-        for path in Path(folder).glob("*.py"):
+def _files() -> Iterator[tuple[str, Path]]:
+    """Each module's name in this package, and its file."""
+    for folder in map(Path, __path__):
+        for path in folder.rglob("*.py"):
             if path.stem != "__init__":
-                yield path.stem, path.read_bytes()
+                yield ".".join(path.relative_to(folder).with_suffix("").parts), path
 
 
 def _of_modules(names: Iterable[str]) -> dict[str, Architecture]:

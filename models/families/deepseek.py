@@ -1,8 +1,8 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 (2412.19437), GLM-4.7-Flash and Mistral Small 4: latent attention; dense first
 layers, then experts, some of them shared. V2 chooses by a softmax, V3 and GLM by sigmoids and a correction that is in
 no weight, as GLM-4.5 does. Mistral Small 4 chooses by a softmax, and divides by the sum of what it chose; YaRN
-stretches its context, and its queries grow with their position, as Ministral 3's do (`models.families.mistral3`, which
-also has it with pictures).
+stretches its context, and its queries grow with their position, as Ministral 3's do (`pictures/mistral3.py`, which also
+has it with pictures).
 
 Latent attention (MLA): one row is kept of each token, and all heads make their keys and values from it.
 

@@ -14,7 +14,7 @@ import pytest
 
 from models.configuration.preprocessing import read_patch_rule
 from models.errors import ConfigError, ModelLoadError
-from models.families.gemma4_pictures import Gemma4PictureModel
+from models.families.pictures.gemma4_pictures import Gemma4PictureModel
 from models.registry import load_config, load_model
 from tests.models.driver import relative_error
 from tests.models.gguf.gemma4_towers import FRAME, write_text, write_tower

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.families.gemma4_pictures import Gemma4PictureModel
+from models.families.pictures.gemma4_pictures import Gemma4PictureModel
 from models.registry import load_model
 from runtime import ops
 from runtime.batch import Batch

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.families.llava import LlavaDecoder
+from models.families.pictures.llava import LlavaDecoder
 from models.registry import load_model
 from runtime.images.patches import SideRule, make_patches, normalised
 from runtime.tensor.tensor import Tensor

@@ -24,7 +24,7 @@ from models.configuration.config import ModelConfig, outer_fields, read_attentio
 from models.configuration.json_fields import Fields
 from models.decoder import Layer, Mixer, PreNormLayer, read_rotated
 from models.experts import MoeConfig, MoeDecoder, PredictionNames, dense_layers, read_rule
-from models.families.qwen3_vl import Qwen3VLDecoder, VisionConfig, read_vision
+from models.families.pictures.qwen3_vl import Qwen3VLDecoder, VisionConfig, read_vision
 from models.makers.maker import Maker
 from models.makers.shards import Shard
 from runtime import ops

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from models.base import Architecture
 from models.configuration.json_fields import Fields
 from models.errors import ModelLoadError
-from models.families.bert import BertConfig, BertModel, LabelHead, read_bert
+from models.families.encoders.bert import BertConfig, BertModel, LabelHead, read_bert
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch

@@ -21,7 +21,7 @@ from models.configuration.config import GELU_NAMES, read_choice
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.encoder import Encoder, EncoderConfig
-from models.families.bert import read_encoder
+from models.families.encoders.bert import read_encoder
 from models.head import Dense, RowNorm
 from models.layer_norm import LayerNorm
 from models.makers.maker import Maker

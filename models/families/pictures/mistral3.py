@@ -21,7 +21,7 @@ from models.configuration.rope_config import parse_rope, rope_fields
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
 from models.families.deepseek import DeepseekConfig, DeepseekV2Model, read_mistral4
 from models.families.llama import LlamaModel, read_mistral
-from models.families.llava import (
+from models.families.pictures.llava import (
     LlavaConfig,
     LlavaDecoder,
     LlavaTower,

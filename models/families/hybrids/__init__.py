@@ -1,0 +1,1 @@
+"""Families whose layers keep a state, beside others with attention."""

@@ -1,0 +1,1 @@
+"""Families that read pictures: a tower beside a decoder."""
