@@ -67,6 +67,15 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the one label's score is the relevance of a document to a query."""
         return len(self.labels) == 1
 
+    @property
+    def why_no_scores(self) -> str:
+        """What a model lacks that cannot rank, and which kinds of models can."""
+        has = f"its classifier has {len(self.labels)} labels" if self.labels else "it has no classifier"
+        return (
+            f"{has}, and a score needs one label. Rerankers can: cross-encoders (...ForSequenceClassification with one"
+            " label, such as BAAI/bge-reranker-v2-m3) and Qwen3-Reranker"
+        )
+
 
 def activated(scores: NDArray[np.float32], activation: ScoreActivation) -> NDArray[np.float32]:
     """The labels' probabilities, or whatever the activation makes of ``scores [num_labels]``."""

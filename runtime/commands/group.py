@@ -24,7 +24,24 @@ MOST_CHARACTERS = 1000
 
 
 class Command(TyperCommand):
-    """A command whose help has its options under their headings, those of its own first."""
+    """A command whose help has its options under their headings, those of its own first. An argument without a metavar
+    is shown as the words that it may be, or by its name."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for each in self._arguments():
+            each.metavar = each.metavar or "|".join(getattr(each.type, "choices", ())) or str(each.name).upper()
+
+    def _arguments(self) -> list[Any]:
+        return [each for each in self.params if each.param_type_name == "argument"]
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The options' place, then the arguments, in brackets those that may be left out."""
+        shown = [
+            each.metavar if each.required or each.metavar.startswith("[") else f"[{each.metavar}]"
+            for each in self._arguments()
+        ]
+        return [str(self.options_metavar), *shown]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}

@@ -239,9 +239,8 @@ class LLM(LoadedModel):
                 param="data_1",
             )
         if not self.client.info.pooling.scores_pairs:
-            raise RequestError(
-                f"{self.client.info.architecture} cannot rank: a score needs a classifier of one label", param="data_1"
-            )
+            info = self.client.info
+            raise RequestError(f"{info.architecture} cannot rank: {info.pooling.why_no_scores}", param="data_1")
         pairs = zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True)
         asked = [self._asked_pair(*pair, truncate_prompt_tokens) for pair in pairs]
         return [

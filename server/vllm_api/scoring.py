@@ -282,11 +282,10 @@ def _ranking(
     service.check_model(model)
     info = service.client.info
     if not info.pooling.scores_pairs:
-        has = f"its classifier has {len(info.pooling.labels)} labels" if info.pooling.labels else "it has no classifier"
         raise invalid(
             "model",
-            f"The model {service.model_name!r} cannot rank: {has}, and a score needs one label. POST /similarity"
-            " compares embeddings.",
+            f"The model {service.model_name!r} cannot rank: {info.pooling.why_no_scores}. POST /similarity compares"
+            " embeddings.",
         )
     if service.tokenizer is None:
         raise invalid(field, f"This model has no tokenizer: it has no scores of texts in {field}.")

@@ -64,6 +64,13 @@ def test_help_names_every_command() -> None:
         assert invoke("bench", benchmark, "--help")[0] == 0
 
 
+def test_usage_shows_an_argument_as_its_words_or_its_name() -> None:
+    for arguments, usage in ((["deploy"], "ray"), (["bench", "states"], "TRACE"), (["rank"], "QUERY FILE"),
+                             (["serve"], "[MODEL]"), (["quantize"], "PATH|HUB_ID OUT")):  # fmt: skip
+        assert invoke(*arguments, "-h")[1].splitlines()[0].endswith(f"{arguments[-1]} [OPTIONS] {usage}")
+    assert "Missing argument 'FILE'" in invoke("embed")[2]
+
+
 @pytest.mark.parametrize(
     "arguments", [["-h"], ["serve", "-h"], ["kernels", "build", "-h"], ["bench", "streaming", "-h"]]
 )
