@@ -164,7 +164,8 @@ class Checkpoint:
         if is_text and not has_own_beginnings:
             beginnings = _OF_TEXT_MODELS
         bare_names = self._bare_names(layout, beginnings)
-        is_prefixed = has_own_beginnings or any(stored.startswith(layout.prefix) for stored in bare_names)
+        adds_prefix = has_own_beginnings and any(new.startswith(layout.prefix) for new in beginnings.values())
+        is_prefixed = adds_prefix or any(stored.startswith(layout.prefix) for stored in bare_names)
         found = {}
         for stored, tensor in bare_names.items():
             for part, now in parts.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from models.base import Architecture
 from models.classifier import CLASSIFYING, base_of, classifier_of
-from models.encoder import BIDIRECTIONAL, bidirectional_of
+from models.encoder import BIDIRECTIONAL, bidirectional_of, has_bidirectional
 
 
 @cache
@@ -27,7 +27,9 @@ def architectures_naming(*words: str) -> dict[str, Architecture]:
     them: a start imports one family, not all."""
     if any(word.startswith(BIDIRECTIONAL) for word in words):
         bases = architectures_naming(*(word.removeprefix(BIDIRECTIONAL) for word in words))
-        return {f"{BIDIRECTIONAL}{name}": bidirectional_of(base) for name, base in bases.items()}
+        return {
+            f"{BIDIRECTIONAL}{name}": bidirectional_of(base) for name, base in bases.items() if has_bidirectional(base)
+        }
     causal = {word: base_of(word) for word in words if word.endswith(CLASSIFYING)}
     quoted = [f'"{word}"'.encode(errors="replace") for word in (*words, *causal.values())]
     found = _of_modules(name for name, path in _files() if any(map(path.read_bytes().__contains__, quoted)))

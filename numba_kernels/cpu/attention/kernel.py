@@ -14,6 +14,8 @@ kernel merges; the arithmetic is the same, so that neither the batch nor the num
 Pages of int8 and fp8 are widened as a tile loads them; their scales, one a token and head, multiply scores and
 weights instead of keys and values.
 
+Scores are in units of ln 2, since 2^x is cheaper than e^x: queries are multiplied by scale / ln 2.
+
 Sinks (a logit of each query head) join a row's sum once, at its end. With a soft cap c > 0 (Gemma 2,
 https://arxiv.org/abs/2408.00118) a score s becomes c tanh(s / c). Pages outside the window are not read. A row without
 visible keys gives zeros. Status 1: a block table entry outside the pages. Status 2: a sequence longer than its row of
@@ -36,7 +38,8 @@ from numba_kernels.cpu.attention.tile import (
     value_tile,
 )
 from numba_kernels.cpu.gemm.packed_words import arrange_words
-from numba_kernels.cpu.intrinsics.scalars import exp_f32
+from numba_kernels.cpu.intrinsics.scalars import exp2_f32
+from numba_kernels.cpu.intrinsics.simd import LOG2_E
 from numba_kernels.cpu.layout import TILE_ROWS
 from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at
@@ -47,6 +50,7 @@ _NARROW_HEAD = 64  # elements: queries and sums of GROUP_ROWS such rows stay in 
 SEGMENT_TOKENS = 1024
 BAD_BLOCK, BAD_LENGTH = 1, 2
 _HALVES = CHUNK_TOKENS // HALF_TOKENS
+_LOG2_E = np.float32(LOG2_E)
 
 FIELDS = Fields(
     "*q *k_cache *v_cache *k_scales *v_scales *query_start *seq_lens *block_table *group_starts *partial *out "
@@ -105,7 +109,7 @@ def merge(total, segment, rows, width):
         before, added = maxima[row], more_maxima[row]
         largest = before if before > added else added
         origin = np.float32(0.0) if largest == np.float32(-np.inf) else largest
-        keep, take = exp_f32(before - origin), exp_f32(added - origin)
+        keep, take = exp2_f32(before - origin), exp2_f32(added - origin)
         maxima[row] = largest
         sums[row] = sums[row] * keep + more_sums[row] * take
         out = float32_at(total[0] + row * width * 4, width)
@@ -126,10 +130,11 @@ def write(total, target, tokens, share, q_heads, value_dim, width, sinks_at):
         for head in range(share):
             taken, weight = sums[row], np.float32(1.0)
             if sinks_at != 0:
-                largest = sinks[head] if sinks[head] > maxima[row] else maxima[row]
+                sink = sinks[head] * _LOG2_E
+                largest = sink if sink > maxima[row] else maxima[row]
                 origin = np.float32(0.0) if largest == np.float32(-np.inf) else largest
-                weight = exp_f32(maxima[row] - origin)
-                taken = taken * weight + exp_f32(sinks[head] - origin)
+                weight = exp2_f32(maxima[row] - origin)
+                taken = taken * weight + exp2_f32(sink - origin)
             inverse = np.float32(0.0) if taken == np.float32(0.0) else weight / taken
             result = float32_at(target + (token * q_heads + head) * value_dim * 4, value_dim)
             out = float32_at(total[0] + row * width * 4, value_dim)
@@ -206,7 +211,7 @@ def _add_bias(scores_at, rows, first_row, share, bias_at, bias_rows, q_heads, di
         place = (bias_rows // 2 + distance - token) * q_heads + sharer
         scores = float32_at(scores_at + row * CHUNK_TOKENS * 4, CHUNK_TOKENS)
         for column in range(CHUNK_TOKENS):
-            scores[column] += biases[place + column * q_heads]
+            scores[column] += biases[place + column * q_heads] * _LOG2_E
 
 
 @functools.cache
@@ -306,7 +311,7 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                 end = np.int64(int32_at(a.bidirectional_until + token_row * 4, tokens)[token])
             ends[token * share : (token + 1) * share] = end
         source = a.q + (token_row * a.q_heads + head * share) * a.head_dim * 4
-        _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, np.float32(a.scale))
+        _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, np.float32(a.scale * LOG2_E))
 
         first_segment, last_segment = 0, -(-last_key // SEGMENT_TOKENS)
         if a.num_segments > 1:
@@ -374,7 +379,7 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                         distance = chunk - first_position
                         _add_bias(scores_at, tile_rows, tile, share, own, a.bias_rows, a.q_heads, distance)
                     if a.softcap > 0.0:
-                        cap_floats(scores_at, tile_rows * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap))
+                        cap_floats(scores_at, tile_rows * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap * LOG2_E))
                     softmax_tile(
                         scores_at, tile_last, ends_at + tile * 8, firsts_at + tile * 8, chunk, maxima_at + tile * 4,
                         sums_at + tile * 4, factors_at + tile * 4, tile_rows,

@@ -139,8 +139,8 @@ def softmax_tile(builder, scores, tokens, ends, firsts, chunk, maxima, sums, fac
 
     Row r sees the tokens from ``firsts[r]`` to ``ends[r]`` (int64, the last not included); ``chunk`` is the position of
     the chunk's first token. ``maxima`` and ``sums`` (float32, STATE_ROWS at least) hold
-    each row's largest score so far and its sum of exponentials, and are brought up to date. ``scores`` become
-    e^(score - largest), 0 where masked; ``factors`` get what the earlier sums have to be multiplied with.
+    each row's largest score so far and its sum of powers, and are brought up to date. ``scores`` become
+    2^(score - largest), 0 where masked; ``factors`` get what the earlier sums have to be multiplied with.
 
     Three passes, so that rows overlap in the processor: largest scores; factors of all rows at once; exponentials.
     """
@@ -197,7 +197,7 @@ def _softmax(builder, units, scores, ends, firsts, chunk, maxima, sums, factors,
     state = simd.vector(F32, STATE_ROWS)
     before = simd.load(builder, maxima, state, 4)
     largest = simd.larger(builder, simd.load(builder, factors, state, 4), before)
-    factor = simd.exp(builder, builder.fsub(before, _origin(builder, largest)), at_most_zero=True)
+    factor = simd.exp2(builder, builder.fsub(before, _origin(builder, largest)))
     simd.store(builder, largest, maxima)
     simd.store(builder, factor, factors)
     simd.store(builder, builder.fmul(simd.load(builder, sums, state, 4), factor), sums)
@@ -208,7 +208,7 @@ def _softmax(builder, units, scores, ends, firsts, chunk, maxima, sums, factors,
         total = None
         for place in places(loop.index):
             score = builder.fsub(simd.load(builder, place, simd.vector(F32), 4), origins)
-            weight = simd.exp(builder, score, at_most_zero=True)
+            weight = simd.exp2(builder, score)
             simd.store(builder, weight, place)
             total = weight if total is None else builder.fadd(total, weight)
         sum_at = float_at(sums, loop.index)

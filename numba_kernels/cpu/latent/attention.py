@@ -20,6 +20,7 @@ import numpy as np
 from numba import carray, njit
 
 from numba_kernels.cpu.attention.kernel import BAD_BLOCK, BAD_LENGTH, find_sequence, hold, merge, triple, write
+from numba_kernels.cpu.intrinsics.simd import LOG2_E
 from numba_kernels.cpu.latent.tiles import (
     BLOCK_FOURS,
     CHUNK_TOKENS,
@@ -149,7 +150,7 @@ def latent_attention_kernel(stored: type) -> Kernel:
             queries[i] = np.float32(0.0)  # rows that fill up the last four
         for row in range(rows):
             target = queries_at + row // FOUR * steps * VECTOR_BYTES + row % FOUR * FOUR * 4
-            pack_row(pairs, a.q + (first_row + row) * a.width * 4, a.width, target, steps, np.float32(a.scale))
+            pack_row(pairs, a.q + (first_row + row) * a.width * 4, a.width, target, steps, np.float32(a.scale * LOG2_E))
 
         for row in range(fours * FOUR):
             end = first_position + row // a.heads + 1 if row < rows else 0

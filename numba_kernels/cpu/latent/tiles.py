@@ -226,7 +226,7 @@ def latent_softmax(builder, pairs, scores, ends, chunk, tokens, maxima, sums, fa
 
     Lane l's row sees the tokens before the position ``ends[four, l]`` (int32 ``[fours, LANES]``); ``chunk`` is that of
     the chunk's first token. ``maxima`` and ``sums`` ``[fours, LANES]`` are brought up to date, ``factors`` are what
-    earlier sums have to be multiplied with. Scores become ``weights`` e^(score - largest), 0 where masked: at the same
+    earlier sums have to be multiplied with. Scores become ``weights`` 2^(score - largest), 0 where masked: at the same
     place, or with ``pairs`` in bfloat16, half as far apart.
     """
     turns = builder.udiv(builder.add(tokens, _constant(FOUR - 1)), _constant(FOUR))
@@ -256,7 +256,7 @@ def latent_softmax(builder, pairs, scores, ends, chunk, tokens, maxima, sums, fa
         largest = _across_fours(builder, builder.load(peak), lambda a, b: simd.larger(builder, a, b))
         largest = simd.larger(builder, largest, before)
         lowered = origin(largest)
-        factor = simd.exp(builder, builder.fsub(before, lowered), at_most_zero=True)
+        factor = simd.exp2(builder, builder.fsub(before, lowered))
         simd.store(builder, largest, maxima_at)
         simd.store(builder, factor, factors_at)
         total = cgutils.alloca_once(builder, simd.vector(F32))
@@ -264,7 +264,7 @@ def latent_softmax(builder, pairs, scores, ends, chunk, tokens, maxima, sums, fa
         with cgutils.for_range(builder, turns, intp=I64) as inner:
             place = builder.add(at, builder.mul(inner.index, _constant(VECTOR_BYTES)))
             score = builder.fsub(simd.load(builder, place, simd.vector(F32), 4), lowered)
-            weight = simd.exp(builder, score, at_most_zero=True)
+            weight = simd.exp2(builder, score)
             builder.store(builder.fadd(builder.load(total), weight), total)
             if pairs:
                 place = builder.add(weights_at, builder.mul(inner.index, _constant(VECTOR_BYTES // 2)))

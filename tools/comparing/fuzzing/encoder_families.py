@@ -98,7 +98,7 @@ def _both_ways(drawn: Callable[[Draw], Fields]) -> Callable[[Draw], Fields]:
 
     def both(draw: Draw) -> Fields:
         kept = {name: value for name, value in reaching(drawn)(draw).items() if name not in _WINDOWS}
-        return {**kept, "is_causal": False}
+        return {**kept, "sliding_window": None, "is_causal": False}
 
     return both
 
@@ -163,8 +163,13 @@ ENCODERS: dict[str, _Family] = {
 }
 
 _CLASSIFYING = (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "olmo3", "gemma2", "ministral3", "glm",
+    "gpt2", "llama", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "olmo3", "gemma2", "ministral3", "glm",
     "glm4", "gpt_oss", "deepseek_v2", "deepseek_v3", "mistral4", "mixtral", "qwen2_moe", "qwen3_moe",
+)  # fmt: skip
+_BOTH_WAYS = (
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "granite", "olmo2", "ministral3", "glm", "glm4",
+    "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gemma", "cohere", "starcoder2", "gpt_neox", "olmo",
+    "seed_oss", "exaone4", "ernie", "ernie_moe", "hunyuan", "apertus", "granite_moe", "granite_moe_shared", "phimoe",
 )  # fmt: skip
 
 
@@ -178,7 +183,7 @@ def pooled_families(generating: dict[str, _Family]) -> dict[str, _Family]:
     config, _, drawn = generating["gemma3"]
     found["gemma3_labels"] = config, "Gemma3TextForSequenceClassification", with_labels(reaching(drawn))
     found["embedding_gemma"] = config, "Gemma3TextModel", seeing_both_ways(drawn)
-    for name in ("llama", "qwen2", "qwen3"):
+    for name in _BOTH_WAYS:
         config, model, drawn = generating[name]
         found[f"{name}_both_ways"] = config, model.replace("ForCausalLM", "Model"), _both_ways(drawn)
     config, model, drawn = generating["qwen3"]
