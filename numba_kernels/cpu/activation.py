@@ -67,7 +67,7 @@ def _gelu_tanh(builder, x):
 
 
 def _gelu_erf(builder, x):
-    """max(x, 0) - s Phi(-s) with s = |x|, which keeps its relative accuracy far out, where Phi(-s) is e^(-s^2 / 2) and a
+    """max(x, 0) - s Phi(-s) with s = |x|, which keeps its relative accuracy far out: Phi(-s) is e^(-s^2 / 2) times a
     polynomial in 1 / (1 + 0.35 s). Past 13 the tail is less than 1e-37."""
     zero, one, far = (constant_like(x, number) for number in (0.0, 1.0, _TAIL_FAR))
     size = simd.call(builder, f"llvm.fabs.v{LANES}f32", x.type, [x])

@@ -97,8 +97,13 @@ def _both_ways(drawn: Callable[[Draw], Fields]) -> Callable[[Draw], Fields]:
     """A decoder whose config makes it see later tokens."""
 
     def both(draw: Draw) -> Fields:
-        kept = {name: value for name, value in reaching(drawn)(draw).items() if name not in _WINDOWS}
-        return {**kept, "sliding_window": None, "is_causal": False}
+        fields = reaching(drawn)(draw)
+        kept = {name: value for name, value in fields.items() if name not in _WINDOWS}
+        if "layer_types" in fields:
+            kept["layer_types"] = ["full_attention"] * fields["num_hidden_layers"]
+        else:
+            kept["sliding_window"] = None
+        return {**kept, "is_causal": False}
 
     return both
 
