@@ -42,6 +42,7 @@ ROOT = Path(models.families.__file__).parents[2]
 LLAMA = load_golden("llama_default")
 TIED = load_golden("llama_tied_gqa4")
 GPT2 = load_golden("gpt2_gelu_erf")
+GPT_NEOX = load_golden("gpt_neox_odd")
 IDS = [5, 1, 60, 2, 2, 33]
 
 
@@ -104,13 +105,17 @@ def test_the_files_head_counts_where_the_config_says_otherwise(
         np.testing.assert_array_equal(logits_of(model, IDS), logits_of(same, IDS))
 
 
-@pytest.mark.parametrize(("golden", "name"), [(LLAMA, "LlamaModel"), (GPT2, "GPT2Model")], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("golden", "name"),
+    [(LLAMA, "LlamaModel"), (GPT2, "GPT2Model"), (GPT_NEOX, "GPTNeoXModel")],
+    ids=["llama", "gpt2", "gpt_neox"],
+)
 def test_a_model_that_was_saved_without_its_head(tmp_path: Path, golden: Golden, name: str) -> None:
     """As `LlamaModel.save_pretrained` writes it: no head, names without their beginning. The embedding is the head."""
     folder = write_model(tmp_path / "bare", golden)
-    head = "lm_head.weight"
-    whole = {key: array for key, array in golden_tensors(golden).items() if key != head}
-    bare = {key.removeprefix("model.").removeprefix("transformer."): array for key, array in whole.items()}
+    heads, prefix = ("lm_head.weight", "embed_out.weight"), re.compile(r"^(model|transformer|gpt_neox)\.")
+    whole = {key: array for key, array in golden_tensors(golden).items() if key not in heads}
+    bare = {prefix.sub("", key): array for key, array in whole.items()}
     write_safetensors(folder / "model.safetensors", bare)
     change_config(folder, architectures=[name])
     tied = write_model(tmp_path / "tied", golden)

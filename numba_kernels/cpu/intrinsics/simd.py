@@ -182,8 +182,8 @@ LOG2_E = 1.4426950408889634
 
 
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2^x for a float, or a vector of floats, of at most 0, within 2e-7 relative; 1 at 0, NaN for NaN. With x in units of ln 2
-    already it takes two thirds of `exp`'s instructions."""
+    """2^x for a float or a vector of floats, at most 0, within 2e-7 relative; 1 at 0, NaN for NaN. Two thirds of the
+    instructions of `exp`."""
     lowest = constant_like(x, _EXP2_LOWEST)
     n = call(builder, f"llvm.rint.{_suffix(x.type)}", x.type, [larger(builder, x, lowest)])  # never NaN
     rest = builder.fsub(x, n)

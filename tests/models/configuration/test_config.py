@@ -14,7 +14,9 @@ from models.configuration.harmless_fields import HARMLESS, NEUTRAL
 from models.configuration.json_fields import Fields, read_json_object
 from models.configuration.rope_config import RopeConfig
 from models.decoder import DecoderConfig
+from models.encoder import DecoderBothWays, has_bidirectional
 from models.errors import ConfigError
+from models.families import architecture_named, known_architectures
 from models.quantized.gptq import AwqScheme
 from models.quantized.scheme import read_quantization
 from models.registry import load_config, parse_config
@@ -362,6 +364,13 @@ def test_a_decoder_that_cannot_see_later_tokens_is_refused(case: str, message: s
     fields = read_json_object(GOLDENS / case / "config.json")
     with pytest.raises(ConfigError, match=message):
         parse_config({**fields, "is_causal": False})
+
+
+def test_every_decoder_whose_layers_run_one_by_one_has_a_form_in_both_directions() -> None:
+    names = [name for name, each in known_architectures().items() if has_bidirectional(each)]
+    assert {"GemmaForCausalLM", "GPTNeoXForCausalLM", "Qwen2ForCausalLM"} <= set(names)
+    for name in names:
+        assert issubclass(architecture_named(f"Bidirectional{name}").model_class, DecoderBothWays)
 
 
 def test_is_causal_false_says_nothing_new_of_an_encoder() -> None:
