@@ -69,7 +69,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def why_no_scores(self) -> str:
-        """What a model lacks that cannot rank, and which kinds of models can."""
+        """The reason why a model cannot rank, and the kinds of models that can."""
         has = f"its classifier has {len(self.labels)} labels" if self.labels else "it has no classifier"
         return (
             f"{has}, and a score needs one label. Rerankers can: cross-encoders (...ForSequenceClassification with one"

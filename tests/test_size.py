@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 38_620,
+    "numba_kernels": 38_647,
     "runtime/emulator": 16_980,
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
@@ -23,16 +23,16 @@ MOST_LINES = {
     "runtime/kv": 1_645,
     "runtime/engine": 24_102,
     "runtime/text": 7_327,
-    "runtime/llm": 1_789,
+    "runtime/llm": 1_788,
     "runtime/parallel": 1_739,
     "runtime/images": 937,
-    "runtime/commands": 2_938,
+    "runtime/commands": 2_955,
     "runtime/bench": 10_002,
-    "runtime": 3_500,
-    "models": 19_465,
-    "server": 19_970,
+    "runtime": 3_509,
+    "models": 19_468,
+    "server": 19_969,
     "tokenizer": 7_581,
-    "tools": 16_919,
+    "tools": 16_929,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
