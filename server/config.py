@@ -23,6 +23,7 @@ class ServerConfigError(InvalidArgumentError):
 ANY_PORT = ":*"
 """The end of an origin that stands for those of every port."""
 
+_PEER = re.compile(r"[^\s/@]+:[0-9]{1,5}")
 _WEB_ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[^\s/?#@*:\[\]]+)(:([0-9]{1,5}|\*))?/?")
 _APP_ORIGIN = re.compile(r"(?!https?:)[a-z][a-z0-9+.-]*://(\*|[^\s/?#@*]*)/?")
 
@@ -383,6 +384,15 @@ class ServerConfig:
             metavar="NAME",
         ),
     ] = None
+    kv_transfer_peers: Annotated[
+        tuple[str, ...],
+        _repeated(
+            "--kv-transfer-peer",
+            "Engine of another server, whose pages requests may name (kv_transfer_params); may be repeated.",
+            "engines of other servers, whose pages requests may name (`kv_transfer_params`)",
+            metavar="HOST:PORT",
+        ),
+    ] = ()
     ssl_certfile: Annotated[
         str | None,
         Option(
@@ -442,6 +452,9 @@ class ServerConfig:
             except ValueError:
                 example = "images.example or 10.0.0.3:8080"
                 raise ServerConfigError(f"allow_image_hosts: {host!r} is no host, such as {example}") from None
+        for peer in self.kv_transfer_peers:
+            if not _PEER.fullmatch(peer):
+                raise ServerConfigError(f"--kv-transfer-peer is {peer!r:.80}, must be HOST:PORT")
         for origin in self.allowed_origins:
             if not is_origin(origin):
                 examples = "https://chat.example, http://localhost:*, app://*, tauri://localhost, null or *"

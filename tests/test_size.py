@@ -30,7 +30,7 @@ MOST_LINES = {
     "runtime/bench": 10_002,
     "runtime": 3_509,
     "models": 19_468,
-    "server": 19_969,
+    "server": 20_123,
     "tokenizer": 7_581,
     "tools": 16_929,
 }
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 40_391
+MOST_WORDS = 40_565
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -19,6 +19,7 @@ from msgspec import UNSET, UnsetType
 from runtime.engine.messages import FinishReason, MissReason
 from runtime.text.parts import ToolCallDelta
 from runtime.text.pipeline import TextDelta
+from server.openai_api.schema import KVTransferParams
 from server.requests.generation import Generation
 
 
@@ -134,6 +135,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 class ChatFunctionDelta(msgspec.Struct):
@@ -199,6 +201,7 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType = UNSET
     system_fingerprint: str
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
 
 
 class Embedding(msgspec.Struct, kw_only=True):

@@ -34,6 +34,7 @@ from server.requests.structured import (
     grammar_errors,
 )
 from server.requests.thinking import effort_budget
+from server.requests.transfer import transfer_of
 from server.service import Service
 from server.transport.exchange import Exchange
 
@@ -95,6 +96,7 @@ def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequ
     prediction: tuple[int, ...] = ()
     if asked.prediction is not None and service.tokenizer is not None:
         prediction = tuple(service.tokenizer.encode_ordinary(asked.prediction.text))
+    lease, source = transfer_of(service, asked, num_prompts=1, num_choices=params.n, max_tokens=params.max_tokens)
     generation = Generation(
         client=service.client,
         bridge=service.bridge,
@@ -104,7 +106,7 @@ def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequ
         images=(prompt.images,),
         params=params,
         arrival_time_s=exchange.arrival_s,
-        scheduling=replace(Scheduling.of(asked, adapter), prediction=prediction),
+        scheduling=replace(Scheduling.of(asked, adapter), prediction=prediction, lease=lease, source=source),
         reasoning=answer_format.tags if reasoning else None,
         tools=_tool_reading(service, asked, tools),
         harmony=harmony,

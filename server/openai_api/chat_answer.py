@@ -33,6 +33,7 @@ from server.openai_api.schema import ChatCompletionRequest
 from server.requests.answering import Answer, answered
 from server.requests.generation import Piece
 from server.requests.thinking import settle_thinking
+from server.requests.transfer import answer_of
 from server.service import Service, new_id
 from server.transport.body import Body, decode_body
 from server.transport.json_answer import EncodedList
@@ -98,6 +99,7 @@ class ChatAnswer(Answer):
                 if chat.params.prompt_logprobs is None
                 else await prompt_logprobs(self.generation.prompt_logprobs(0), service.tokenizer)
             ),
+            kv_transfer_params=UNSET if self.generation.offered is None else answer_of(self.generation.offered),
         )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET
 
@@ -28,6 +28,7 @@ from server.requests.generation import Generation, Piece, Scheduling
 from server.requests.prompt import completion_prompts
 from server.requests.sampling import completion_params, stream_flags
 from server.requests.structured import RequestSchemas, answer_grammar
+from server.requests.transfer import answer_of, transfer_of
 from server.service import Service, new_id
 from server.transport.body import Body, decode_body
 from server.transport.exchange import Exchange
@@ -88,7 +89,10 @@ class PreparedCompletion(Answer):
                 entries = await prompt_logprobs(generation.prompt_logprobs(number), self.service.tokenizer)
                 for choice in answers[number * generation.params.n : (number + 1) * generation.params.n]:
                     choice.prompt_logprobs = entries
-        return self.envelope(answers, has_usage=True)
+        found = self.envelope(answers, has_usage=True)
+        if generation.offered is not None:
+            found.kv_transfer_params = answer_of(generation.offered)
+        return found
 
     def envelope(self, choices: list[CompletionChoice], *, has_usage: bool) -> Completion:
         return Completion(
@@ -124,6 +128,9 @@ def prepare_completion(
     most_choices = service.config.max_choices
     if len(prompts) * params.n > most_choices:
         raise invalid("n", f"n × prompts must be at most {most_choices}, got {params.n} × {len(prompts)}.")
+    lease, source = transfer_of(
+        service, asked, num_prompts=len(prompts), num_choices=params.n, max_tokens=params.max_tokens
+    )
     generation = Generation(
         client=service.client,
         bridge=service.bridge,
@@ -132,7 +139,7 @@ def prepare_completion(
         prompts=prompts,
         params=params,
         arrival_time_s=exchange.arrival_s,
-        scheduling=Scheduling.of(asked, adapter),
+        scheduling=replace(Scheduling.of(asked, adapter), lease=lease, source=source),
         eos_token_ids=fill_in_ends(service) if asked.suffix is not None else None,
     )
     echoes = None

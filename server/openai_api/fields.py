@@ -71,7 +71,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "prompt_embeds": NotBuilt("a prompt is text or token ids"),
     "mm_processor_kwargs": NotBuilt("images are read in chats alone"),
     "logits_processors": NotBuilt("no code comes with a request", ([],)),
-    "kv_transfer_params": NotBuilt("there is one engine"),
     "vllm_xargs": NotBuilt("there are no extensions of the engine"),
     # of llama.cpp's server and SGLang: ignoring them would change the answer
     "grammar": NotBuilt(_OTHER_GRAMMAR, ("",)),

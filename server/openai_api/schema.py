@@ -148,6 +148,26 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     json_object: bool | None = None
 
 
+class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's: where a prompt's keys and values are.
+
+    do_remote_decode    compute the prompt and one token; the answer says where another server can take its pages
+    do_remote_prefill   take the pages that the fields below name, as another server has answered them
+    remote_engine_id    the lease
+    remote_block_ids    the pages
+    remote_host, remote_port  the other server's engine; one of `--kv-transfer-peer`
+    tp_size             of the other server; 1
+    """
+
+    do_remote_prefill: bool | None = None
+    do_remote_decode: bool | None = None
+    remote_engine_id: str | None = None
+    remote_block_ids: Annotated[list[Int], msgspec.Meta(max_length=2**20)] | None = None
+    remote_host: str | None = None
+    remote_port: Int | None = None
+    tp_size: Literal[1] | None = None
+
+
 class GenerationRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     """The common fields of chat and completions, beside `CommonFields`. Meanings and ranges:
     `runtime.engine.SamplingParams`.
@@ -159,6 +179,7 @@ class GenerationRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     truncate_prompt_tokens  only this many of the prompt's last tokens are read; -1 leaves room for the answer
     speculation         false disables speculative decoding for it (an extension of ours; answers are the same)
     response_format, structured_outputs  the required form of the answer; at most one of them
+    kv_transfer_params  the prompt's keys and values come from another server, or go there
     """
 
     model: str | None = None
@@ -176,6 +197,7 @@ class GenerationRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: Int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     echo: bool | None = None

@@ -153,6 +153,11 @@ class Answer(Pending):
         self.admitted()
         headers = {"X-Request-Id": generation.request_id}
         if self.asked.is_streamed:
+            if generation.scheduling.source is not None:
+                try:
+                    await generation.wait_for_first()
+                except GenerationError as error:
+                    raise self.failed(error) from None
             return self.stream_type(self._stream(), generation, headers)
         try:
             with closing(generation):

@@ -29,6 +29,7 @@ from runtime.engine.messages import (
     MissReason,
     PrefixMiss,
     ProposalCounts,
+    Source,
     TokenLogprobs,
 )
 from runtime.engine.process.client import EngineClient
@@ -88,6 +89,8 @@ class Scheduling:
     speculates: bool = True
     prediction: tuple[int, ...] = ()
     adapter: AdapterRef | None = None
+    lease: str = ""
+    source: Source | None = None
 
     @classmethod
     def of(cls, asked: GenerationRequest, adapter: AdapterRef | None = None) -> Scheduling:
@@ -154,7 +157,8 @@ class Generation:
 
     `num_prompt_tokens`, `num_cached_tokens` (prompt tokens found in the prefix cache), `num_completion_tokens`
     and `num_reasoning_tokens` (of the completion's) and `proposals` count over all of them; `prefix_miss` is
-    that of the first prompt that has one; `prompt_logprobs(i)` is set before the first piece of prompt i."""
+    that of the first prompt that has one; `prompt_logprobs(i)` is set before the first piece of prompt i. `offered` are
+    pages that another server can take."""
 
     client: EngineClient
     bridge: LoopBridge
@@ -178,6 +182,7 @@ class Generation:
     proposals: ProposalCounts = _NO_PROPOSALS
     num_cached_tokens: int = 0
     prefix_miss: PrefixMiss | None = None
+    offered: Source | None = None
     has_left: bool = False
     is_cancelled: bool = False
     on_close: list[Callable[[], object]] = field(default_factory=list)
@@ -231,6 +236,8 @@ class Generation:
                 turn_start_id=turn_start_id(self.tokenizer) if self.client.info.has_states else None,
                 shows_difference=self.on_miss is not None,
                 adapter=self.scheduling.adapter,
+                lease=self.scheduling.lease,
+                source=self.scheduling.source,
             )
             try:
                 self.client.submit(request, self.bridge.sink(partial(self._receive, prompt)))
@@ -291,6 +298,15 @@ class Generation:
         logprobs = self._prompts[number].logprobs
         assert logprobs is not None
         return logprobs
+
+    async def wait_for_first(self) -> None:
+        """Returns when there is an output. Raises `GenerationError` if it says that the pages of the request's source
+        are not to be had."""
+        while not self._outputs and any(prompt.open_choices for prompt in self._prompts):
+            await self._arrived.wait()
+        self._arrived.set()  # for the iteration
+        if self._outputs and (first := self._outputs[0][1]).error_code == "stale_lease":
+            raise GenerationError(first.error or "", code=first.error_code)
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         """Lists of pieces, in order, until every choice has finished or the client has left.
@@ -363,6 +379,8 @@ class Generation:
             self.proposals = ProposalCounts(
                 *map(add, msgspec.structs.astuple(self.proposals), msgspec.structs.astuple(output.proposals))
             )
+        if output.offered is not None:
+            self.offered = output.offered
         if output.index == 0 and output.num_cached_tokens is not None:
             self.num_cached_tokens += output.num_cached_tokens
             self.prefix_miss = self.prefix_miss or output.prefix_miss
