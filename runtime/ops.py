@@ -26,7 +26,9 @@ from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, NDArray, float8_e4m3, float32, int32, int64
 from runtime.kv.forms import LATENT_PAGES
 from runtime.linear.experts import ExpertsWeight
+from runtime.linear.gpu_slots import Slots
 from runtime.linear.latent import LatentMaps
+from runtime.linear.low_rank_slots import CpuSlots, LowRank
 from runtime.linear.norm import RmsNorm
 from runtime.linear.shared_table import SharedTable
 from runtime.linear.stored_table import StoredTable
@@ -92,9 +94,10 @@ def place(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
 
 def linear(
     x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None,
-    norm: RmsNorm | None = None,
+    norm: RmsNorm | None = None, low_rank: LowRank | None = None,
 ) -> Tensor:  # fmt: skip
-    """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``.
+    """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``. On
+    the cpu ``low_rank`` is added, too.
 
     ``norm`` normalises the rows of x first. It is required for a weight that includes the norm's weights, optional for
     one that rounds rows (one launch then does both), and not allowed for others, which take normalised rows.
@@ -103,7 +106,19 @@ def linear(
     normed = _check_norm("linear", x, weight, norm)
     if residual is not None or out is not None:
         _check_addends("linear", (x.shape[0], weight.shape[0]), "x", x, weight, residual, out)
+    if low_rank is not None:
+        _check_low_rank("linear", low_rank, (x.shape[0], weight.shape[0]))
+        return backend.linear(x, weight, residual, out, x.dtype, low_rank=low_rank)  # type: ignore[no-any-return]
     return backend.linear(x, weight, residual, out, x.dtype, *normed)  # type: ignore[no-any-return]
+
+
+def _check_low_rank(op: str, added: LowRank, shape: tuple[int, int]) -> None:
+    """Checks low-rank sums that are added to a product's result of this shape."""
+    (rows, width), slots = shape, added.slots
+    if not isinstance(slots, CpuSlots) or sum(slots.shape.heights) != width:
+        raise fail(op, "low_rank.slots", f"must be a CpuSlots of {width} outputs")
+    check(op, "low_rank.x", added.x, CPU, float32, (rows, slots.shape.depth))
+    check(op, "low_rank.adapters", added.adapters, CPU, int32, (rows,))
 
 
 def _check_addends(
@@ -130,12 +145,13 @@ def linear_partial(x: Tensor, weight: LinearWeight) -> Tensor:
 
 
 def add_partials(
-    partials: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+    partials: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None,
+    low_rank: LowRank | None = None,
+) -> Tensor:  # fmt: skip
     """Adds the partial products of 2, 4 or 8 ranks from `linear_partial`, ``partials [R, T, N]`` -> ``[T, N]``.
 
     Partials are added in pairs, in rank order; then outputs are scaled, bias and ``residual [T, N]`` added. Bitwise
-    equal to `linear` on one rank. ``out`` may be ``residual``.
+    equal to `linear` on one rank. ``out`` may be ``residual``. On the cpu ``low_rank`` is added, too.
     """
     op, backend = "add_partials", _backend("add_partials", "partials", partials)
     _check_segments(op, weight)
@@ -144,6 +160,9 @@ def add_partials(
         raise fail(op, "weight", "has all inputs, must be a rank's part")
     check(op, "partials", partials, weight.device, float32, (num_ranks, None, weight.shape[0]))
     _check_addends(op, partials.shape[1:], "partials", partials, weight, residual, out)
+    if low_rank is not None:
+        _check_low_rank(op, low_rank, (partials.shape[1], weight.shape[0]))
+        return backend.add_partials(partials, weight, residual, out, low_rank)  # type: ignore[no-any-return]
     return backend.add_partials(partials, weight, residual, out)  # type: ignore[no-any-return]
 
 
@@ -534,19 +553,12 @@ def adapter_ids(batch: Batch, ids: Tensor, each: int, num_adapters: int, none: i
     return backend.adapter_ids(batch.adapters, ids, each, 0, num_adapters, none)  # type: ignore[no-any-return]
 
 
-def low_rank(
-    x: Tensor, batch: Batch, down: ExpertsWeight, ups: Sequence[ExpertsWeight], *, residual: Tensor | None = None
-) -> Tensor:
-    """``residual [T, N] + up[a] . (down[a] . x)`` for ``x [T, K]`` and ``down [A, R, K]``; a is the row's of
-    `batch.adapters`, -1 adds nothing. Each of ``ups [A, N_i, R_i]`` multiplies its part of R and gives its part of N,
-    one after another; a GPU takes one. A row's bits depend on no other row."""
+def low_rank(x: Tensor, batch: Batch, slots: Slots, *, residual: Tensor | None = None) -> Tensor:
+    """``residual [T, N] + up[a] (down[a] x)`` for ``x [T, K]`` and a map's slots; a is the row's of `batch.adapters`,
+    -1 adds nothing. A row's bits depend on no other row."""
     op, backend = "low_rank", _backend("low_rank", "x", x)
-    num_adapters, rank, depth = down.shape
-    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, depth))
-    width = sum(up.shape[1] for up in ups)
-    if sum(up.shape[2] for up in ups) != rank or any(up.shape[0] != num_adapters for up in ups):
-        shapes = ", ".join(str(up.shape) for up in ups)
-        raise fail(op, "ups", f"has the shapes {shapes}, must have {num_adapters} adapters and ranks of {rank} in all")
+    width = sum(slots.shape.heights)
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, slots.shape.depth))
     if batch.adapters is None:
         raise fail(op, "batch.adapters", "is None, must be a Tensor")
     check(op, "batch.adapters", batch.adapters, x.device, int32, (x.shape[0],))
@@ -554,8 +566,7 @@ def low_rank(
         check(op, "residual", residual, x.device, x.dtype, (x.shape[0], width))
     if not x.shape[0]:
         return Tensor.new((0, width), x.dtype, x.device)
-    routing = Routing(batch.adapters.view(-1, 1), None, RoutingRule(num_experts=num_adapters, top_k=1))
-    return backend.low_rank(x, routing, down, ups, residual, batch.computed)  # type: ignore[no-any-return]
+    return backend.low_rank(x, batch.adapters, slots, residual, batch.computed)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------ attention

@@ -19,6 +19,7 @@ from numba_kernels.cpu import experts as _experts
 from numba_kernels.cpu import norm as _norm
 from numba_kernels.cpu.gemm import experts as _grouped
 from numba_kernels.cpu.gemm import linear as _linear
+from numba_kernels.cpu.gemm import low_rank as _low_rank
 from numba_kernels.cpu.ggml_rows import stored_rows_kernel as _stored_rows
 from numba_kernels.cpu.latent import head_maps as _head_maps
 from numba_kernels.cpu.running.launch import address_of, hold, new_array
@@ -41,6 +42,7 @@ from runtime.backends.cpu_threads import set_num_workers as set_num_workers
 from runtime.dtype import STORED, DType, NDArray, float32
 from runtime.linear.experts import ExpertsWeight
 from runtime.linear.latent import LatentMaps
+from runtime.linear.low_rank_slots import CpuSlots, LowRank
 from runtime.linear.norm import RmsNorm
 from runtime.linear.stored_table import StoredTable
 from runtime.linear.weight import JoinedWeight, LinearWeight, PanelWeight
@@ -81,19 +83,22 @@ def _take_columns(x: Tensor, order: NDArray) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: PanelWeight | JoinedWeight, residual: Tensor | None, out: Tensor | None, dtype: DType
-) -> Tensor:
+    x: Tensor, weight: PanelWeight | JoinedWeight, residual: Tensor | None, out: Tensor | None, dtype: DType, *,
+    low_rank: LowRank | None = None,
+) -> Tensor:  # fmt: skip
     """See `ops.linear`; `dtype` is that of the result."""
     rows, (width, depth) = x.shape[0], weight.shape
     result = Tensor.over(new_array((rows, width), dtype.numpy), dtype) if out is None else out
     if rows and width:
         first = 0  # of the part's outputs, in bytes
+        added = _riding(low_rank)
         for part, ordered in _parts_of(weight, x):
             hold(part.panels, part.scales, part.bias)
             _linear.multiply(
                 part.stored, ordered.address, part.panels_address, part.scales_address, part.bias_address,
                 0 if residual is None else residual.address + first, result.address + first, rows, depth,
-                part.shape[0], width, num_workers(), part.num_segments or 1, part.segment_step,
+                part.shape[0], width, num_workers(), part.num_segments or 1, part.segment_step, added,
+                first // dtype.itemsize,
             )  # fmt: skip
             first += part.shape[0] * dtype.itemsize
     return result
@@ -118,19 +123,21 @@ def linear_partial(x: Tensor, weight: PanelWeight | JoinedWeight) -> Tensor:
 
 
 def add_partials(
-    partials: Tensor, weight: PanelWeight | JoinedWeight, residual: Tensor | None, out: Tensor | None
-) -> Tensor:
+    partials: Tensor, weight: PanelWeight | JoinedWeight, residual: Tensor | None, out: Tensor | None,
+    low_rank: LowRank | None = None,
+) -> Tensor:  # fmt: skip
     """See `ops.add_partials`."""
     count, rows, width = partials.shape
     result = new((rows, width)) if out is None else out
     if rows and width:
         first = 0  # of the part's outputs, in bytes
+        added = _riding(low_rank)
         for part in (weight,) if isinstance(weight, PanelWeight) else weight.parts:
             hold(part.scales, part.bias)
             _linear.add_partials(
                 part.stored, partials.address + first, count, part.scales_address, part.bias_address,
                 0 if residual is None else residual.address + first, result.address + first, rows, part.shape[0], width,
-                num_workers(),
+                num_workers(), added, first // 4,
             )  # fmt: skip
             first += part.shape[0] * 4
     return result
@@ -440,23 +447,41 @@ def _some_adapted(
     sum_up(flat, flat.product(flat.gather(between), down), [*shared, residual], out)
 
 
-def low_rank(
-    x: Tensor, routing: Routing, down: ExpertsWeight, ups: Sequence[ExpertsWeight], residual: Tensor | None,
-    computed: dict[Any, Any],
-) -> Tensor:  # fmt: skip
+def low_rank(x: Tensor, adapters: Tensor, slots: CpuSlots, residual: Tensor | None, computed: dict[Any, Any]) -> Tensor:
     """See `ops.low_rank`."""
-    key = "low_rank", routing.rule.num_experts
-    rows = computed.get(key)
-    if rows is None:
-        rows = computed[key] = _RowsByExpert(routing)
-    shape = x.shape[0], sum(up.shape[1] for up in ups)
-    between, y, result = rows.product(x if x.shape[0] == 1 else rows.gather(x), down), new(shape), new(shape)
-    column = first = 0
-    for up in ups:
-        rows.multiply(between, column, up, y, first)
-        column, first = column + up.shape[2], first + up.shape[1]
-    rows.add(y, [0, 0, 0 if residual is None else residual.address], result)
+    rows, width = shape = x.shape[0], sum(slots.shape.heights)
+    result = new(shape)
+    added = _riding(LowRank(slots, x, adapters, computed))
+    assert added is not None
+    added.shrink(num_workers())
+    block, _ = added.block()
+    work_items, workers, columns = share_among(width, rows)
+    _low_rank.add_kernel()(
+        work_items, workers, block, 0 if residual is None else residual.address, result.address, rows, width, columns
+    )
     return result
+
+
+def _riding(low_rank: LowRank | None) -> _low_rank.Riding | None:
+    """The low-rank sums as products' launches take them."""
+    if low_rank is None:
+        return None
+    slots, x, adapters, computed = low_rank
+    shape = slots.shape
+    rows = computed.get(("low_rank", shape.num_slots))
+    if rows is None:
+        rule = RoutingRule(num_experts=shape.num_slots, top_k=1)
+        rows = computed["low_rank", shape.num_slots] = _RowsByExpert(Routing(adapters.view(-1, 1), None, rule))
+    tokens, num_parts = x.shape[0], len(shape.heights)
+    between = new((tokens, num_parts * _low_rank.whole_groups(shape.rank)))
+    hold(slots.table, slots.parts, *slots.memory)
+    riding = _low_rank.Riding(
+        slots.stored, x.address, between.address, address_of(slots.table), address_of(slots.parts),
+        rows.starts.address, rows.active.address, rows.tokens_of.address, tokens, shape.depth, shape.num_slots,
+        rows.num_active, num_parts, shape.rank, num_workers(),
+    )  # fmt: skip
+    riding.keep(x, between, rows)
+    return riding
 
 
 def latent_queries(

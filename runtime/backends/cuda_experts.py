@@ -24,6 +24,7 @@ from runtime.backends.cuda_tensor import alignment, remembered
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32, int32
 from runtime.linear.experts import ExpertsWeight
+from runtime.linear.gpu_slots import GpuSlots
 from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import LinearWeight, RowWeight
 from runtime.routing import Routing, RoutingRule
@@ -237,12 +238,10 @@ def _between(activation: str, x: Tensor) -> Tensor:
     return glu(x, activation)
 
 
-def low_rank(
-    x: Tensor, routing: Routing, down: ExpertsWeight, ups: Sequence[ExpertsWeight], residual: Tensor | None,
-    computed: dict[Any, Any],
-) -> Tensor:  # fmt: skip
+def low_rank(x: Tensor, adapters: Tensor, slots: GpuSlots, residual: Tensor | None, computed: dict[Any, Any]) -> Tensor:
     """See `ops.low_rank`."""
-    [up] = ups
+    down, up = slots.down, slots.up
+    routing = Routing(adapters.view(-1, 1), None, RoutingRule(num_experts=slots.shape.num_slots, top_k=1))
     result = Tensor.new((x.shape[0], up.shape[1]), x.dtype, x.device)
     tiles = list_rows(x, routing, (down, up))
     key = "low_rank", routing.rule.num_experts, tiles

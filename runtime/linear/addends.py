@@ -5,7 +5,8 @@
 A product adds bias and residual to its float32 sums before it rounds. The map's addends are added to the residual
 first, so every kernel that takes a residual takes them, and results are rounded once. By the form of the product:
 
-- plain: an addend gets x; the launch adds the residual.
+- plain: an addend gets x; the launch adds the residual. On the cpu a `RidingAddend` is added by the launch itself, in
+  every form.
 - deferred RMSNorm, where the norm is in the matrix or in the launch that rounds rows: an addend gets x normalised, by
   one more launch. The residual is added after the norm has scaled the sums.
 - gated (`Linear.glu`): the addend is added before the gate, so the product and the gate are two launches.
@@ -20,9 +21,10 @@ Routers, convolutions, the token table and the output head take none: a source i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from runtime.batch import Batch
+from runtime.linear.low_rank_slots import LowRank
 from runtime.tensor.tensor import Tensor
 
 
@@ -33,6 +35,14 @@ class Addend(Protocol):
         """``residual [T, N]`` plus this addend of ``x [T, K]``, in the residual's type and in memory of its own; None
         stands for zeros. Rows belong to the batch's tokens, whose adapters are ``batch.adapters [T]``. A row's bits
         must not depend on other rows; -1 adds nothing. A batch without adapters does not come here."""
+
+
+@runtime_checkable
+class RidingAddend(Addend, Protocol):
+    """An addend that a product's launch may add itself, after bias and residual."""
+
+    def riding(self, x: Tensor, batch: Batch) -> LowRank | None:
+        """What the product adds, for rows as in `add_to`; None if that has to do it."""
 
 
 class DeclaredMap(Protocol):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from runtime import ops
 from runtime.batch import Batch
 from runtime.communicator import Communicator
-from runtime.linear.addends import Addend
+from runtime.linear.addends import Addend, RidingAddend
 from runtime.linear.format import WeightFormat
+from runtime.linear.low_rank_slots import LowRank
 from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import LinearWeight, logits_share
 from runtime.tensor.tensor import Tensor
@@ -57,8 +58,8 @@ class Linear:
             return self.own_part(x, batch, residual=residual, out=out)
         if self.weight.num_segments:
             partials = self.communicator.all_gather(ops.linear_partial(x, self.weight))
-            residual = self._with_addends(residual, x, batch, None)
-            return ops.add_partials(partials, self.weight, residual=residual, out=out)
+            residual, low_rank = self._with_addends(residual, x, batch, None)
+            return ops.add_partials(partials, self.weight, residual=residual, out=out, low_rank=low_rank)
         if self.communicator.rank:
             residual = None  # rank 0 adds it
         if out is None:
@@ -73,8 +74,8 @@ class Linear:
     ) -> Tensor:
         """The result without that of other ranks."""
         x, norm = self._normalised(x)
-        residual = self._with_addends(residual, x, batch, norm)
-        return ops.linear(x, self.weight, residual=residual, out=out, norm=norm)
+        residual, low_rank = self._with_addends(residual, x, batch, norm)
+        return ops.linear(x, self.weight, residual=residual, out=out, norm=norm, low_rank=low_rank)
 
     def glu(self, x: Tensor, activation: ops.GluActivation, batch: Batch | None = None) -> Tensor:
         """``f(gate) * up`` of the map's halves, gate first: ``[T, K]`` -> ``[T, N / 2]``; see `ops.linear_glu`."""
@@ -85,17 +86,24 @@ class Linear:
 
     def _with_addends(
         self, residual: Tensor | None, x: Tensor, batch: Batch | None, norm: RmsNorm | None
-    ) -> Tensor | None:
-        """The residual plus the addends of x, after a norm that is not applied to it yet."""
-        if self.addends:
-            assert batch is not None, "a map with addends was called without the batch"
-            if batch.adapters is None:
-                return residual
-            if norm is not None:
-                x = ops.rms_norm(x, norm.weight, norm.eps)
-            for addend in self.addends:
-                residual = addend.add_to(residual, x, batch)
-        return residual
+    ) -> tuple[Tensor | None, LowRank | None]:
+        """The residual plus the addends of x, after a norm that is not applied to it yet; and what is left for the
+        product to add."""
+        if not self.addends:
+            return residual, None
+        assert batch is not None, "a map with addends was called without the batch"
+        if batch.adapters is None:
+            return residual, None
+        if norm is not None:
+            x = ops.rms_norm(x, norm.weight, norm.eps)
+        left: LowRank | None = None
+        for addend in self.addends:
+            if left is None and isinstance(addend, RidingAddend):
+                left = addend.riding(x, batch)
+                if left is not None:
+                    continue
+            residual = addend.add_to(residual, x, batch)
+        return residual, left
 
     def _normalised(self, x: Tensor) -> tuple[Tensor, RmsNorm | None]:
         """The product's arguments: x, and the norm if the product applies it."""

@@ -1,11 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) as addends of linear maps: ``up (down x)``, another pair for each adapter.
 
 A map has memory for a fixed number of adapters of a fixed rank, its slots. Loading an adapter writes a slot of each
-map; a recorded step reads whatever a slot holds, since a row's slot is data of the step (`Batch.adapters`). Slots are
-zeros where an adapter has a lower rank, or does not change the map.
-
-The maps that a checkpoint keeps apart and a model joins (queries, keys and values) have a pair each: their ranks lie
-one after another. On a GPU they share one ``up``, which is zero outside its map's outputs.
+map; a recorded step reads whatever a slot holds, since a row's slot is data of the step (`Batch.adapters`).
+On the cpu the map's own product adds them (`riding`); on a GPU they are added to its residual.
 """
 
 from __future__ import annotations
@@ -17,11 +14,13 @@ import numpy as np
 
 from runtime import ops
 from runtime.batch import Batch
+from runtime.dtype import NDArray
 from runtime.errors import InvalidArgumentError
-from runtime.linear.adapter_pairs import Pair, empty_weight, parts_of, write_weight
+from runtime.linear.adapter_pairs import Pair, parts_of
 from runtime.linear.addends import DeclaredMap
 from runtime.linear.expert_adapters import LowRankExperts
-from runtime.linear.experts import ExpertsWeight
+from runtime.linear.gpu_slots import Slots, new_slots
+from runtime.linear.low_rank_slots import CpuSlots, DensePair, LowRank, SlotShape
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 
@@ -36,47 +35,47 @@ class LowRankMap:
         self.num_slots, self.rank = num_slots, rank
         self.adds_bias = declared.adds_unsplit
         self.parts = parts_of(declared)
-        self.down: ExpertsWeight | None = None
-        self.ups: list[ExpertsWeight] = []
+        self._slots: Slots | None = None
 
     def allocate(self, options: LoadOptions) -> None:
         """Makes the slots, all zeros, of the options' type."""
-        (outputs, inputs), rank = self.shape, self.rank * len(self.parts)
-        heights = [part.rows.stop - part.rows.start for part in self.parts]
-        shapes = [(height, self.rank) for height in heights] if options.device.kind == "cpu" else [(outputs, rank)]
-        self.down = ExpertsWeight([empty_weight((rank, inputs), options) for _ in range(self.num_slots)])
-        self.ups = [
-            ExpertsWeight([empty_weight(shape, options, has_bias=True) for _ in range(self.num_slots)])
-            for shape in shapes
-        ]
+        heights = tuple(part.rows.stop - part.rows.start for part in self.parts)
+        self._slots = new_slots(SlotShape(heights, self.shape[1], self.rank, self.num_slots), options)
+
+    @property
+    def slots(self) -> Slots:
+        """They are made before the first step."""
+        assert self._slots is not None
+        return self._slots
 
     @property
     def size_bytes(self) -> int:
         """The bytes of all slots."""
-        weights = [] if self.down is None else [self.down, *self.ups]
-        return sum(each.size_bytes for weight in weights for each in weight.experts)
+        return 0 if self._slots is None else self._slots.size_bytes
+
+    def riding(self, x: Tensor, batch: Batch) -> LowRank | None:
+        """See `RidingAddend`."""
+        if not isinstance(self.slots, CpuSlots):
+            return None
+        assert batch.adapters is not None, "a batch without adapters does not come here"
+        return LowRank(self.slots, x, batch.adapters, batch.computed)
 
     def add_to(self, residual: Tensor | None, x: Tensor, batch: Batch) -> Tensor | None:
         """See `Addend`."""
-        assert self.down is not None, "slots are made before the first step"
-        return ops.low_rank(x, batch, self.down, self.ups, residual=residual)
+        return ops.low_rank(x, batch, self.slots, residual=residual)
 
     def write(self, slot: int, pairs: Mapping[str, Pair]) -> None:
         """Writes an adapter's pairs, by module, to a slot; the others become zeros. No step may run that reads it."""
-        assert self.down is not None
-        (outputs, inputs), rank = self.shape, self.rank
-        down = np.zeros((rank * len(self.parts), inputs), np.float32)
-        up = np.zeros((outputs, rank * len(self.parts)), np.float32)
-        bias = np.zeros(outputs, np.float32)
-        for number, part in enumerate(self.parts):
-            part.put(pairs.get(part.module), number * rank, down, up, bias if self.adds_bias else None)
-        write_weight(self.down.experts[slot], down, None)
-        column = first = 0
-        for weight in self.ups:
-            _, height, width = weight.shape
-            rows = slice(first, first + height)
-            write_weight(weight.experts[slot], up[rows, column : column + width], bias[rows])
-            first, column = first + height, column + width
+        found: list[DensePair | None] = []
+        bias: NDArray | None = None
+        for part in self.parts:
+            pair = pairs.get(part.module)
+            is_zero = pair is None or not pair.up.any() or not pair.down.any()
+            found.append(None if pair is None or is_zero else DensePair(pair.down[:, part.columns], pair.up[part.rows]))
+            if pair is not None and pair.bias is not None and self.adds_bias:
+                bias = np.zeros(self.shape[0], np.float32) if bias is None else bias
+                bias[part.first : part.first + part.rows.stop - part.rows.start] = pair.bias[part.rows]
+        self.slots.write(slot, found, bias)
 
 
 class LowRankMaps:

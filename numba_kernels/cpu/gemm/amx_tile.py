@@ -45,16 +45,16 @@ def amx_tile_of(stored):
 
     @intrinsic
     def amx_tile(
-        typingctx, x, words, panel, panel_stride, scales, bias, residual, out, out_stride, columns, partial,
-        is_first, is_last, ahead, step, panels, rows,
+        typingctx, x, words, panel, panel_stride, scales, bias, residual, residual_stride, out,
+        out_stride, columns, partial, is_first, is_last, ahead, step, panels, rows,
     ):  # fmt: skip
         """Computes ``rows`` (1 to AMX_ROWS) rows of one panel: `float_tile.gemm_tile`."""
         index, flag = types.intp, types.boolean
-        signature = types.void(*[index] * 11, flag, flag, *[index] * 4)
+        signature = types.void(*[index] * 12, flag, flag, *[index] * 4)
 
         def codegen(context, builder, signature, args):
-            names = "x words panel panel_stride scales bias residual out out_stride columns partial is_first is_last"
-            operands = dict(zip(f"{names} ahead step panels rows".split(), args))
+            names = "x words panel panel_stride scales bias residual residual_stride out out_stride columns partial"
+            operands = dict(zip(f"{names} is_first is_last ahead step panels rows".split(), args))
             if stored is np.uint16:
                 make = _PairTile
             else:
@@ -189,6 +189,7 @@ class _AmxTile:
         has_residual = builder.icmp_signed("!=", self.residual, _i64(0))
         # without a residual its place is the result's, of which no column is read
         base = builder.select(has_residual, self.residual, self.out)
+        stride = builder.select(has_residual, self.residual_stride, self.out_stride)
         with self.each_row() as row:
             moved = builder.mul(row.index, self.out_stride)
             sums_at = builder.add(self.sums, builder.mul(row.index, _i64(_PANEL_ROW_BYTES)))
@@ -198,7 +199,7 @@ class _AmxTile:
                     total = builder.fadd(total, biases[v])
                 else:
                     total = simd.fma(builder, total, scales[v], biases[v])
-                at = simd.offset(builder, builder.add(base, moved), v * _VECTOR_BYTES)
+                at = simd.offset(builder, builder.add(base, builder.mul(row.index, stride)), v * _VECTOR_BYTES)
                 none = ir.Constant(masks[v].type, [0] * LANES)
                 mask = builder.select(has_residual, masks[v], none)
                 added = builder.fadd(total, simd.masked_load(builder, at, mask))

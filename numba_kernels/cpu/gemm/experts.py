@@ -65,7 +65,7 @@ def experts_kernel(stored: Any) -> Kernel:
         b.residual = 0
         b.out = a.out + first * a.out_width * 4
         b.operands = a.operands + first * a.row_words * 4
-        b.partials = 0
+        b.partials = b.low_rank = 0
         b.num_rows, b.depth, b.x_stride = rows, a.depth, a.x_stride
         b.width, b.out_width = a.width, a.out_width
         b.num_segments, b.step_elements = 1, 1

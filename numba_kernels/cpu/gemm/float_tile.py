@@ -52,24 +52,24 @@ def gemm_tile_of(stored):
 
     @intrinsic
     def gemm_tile(
-        typingctx, x, words, panel, panel_stride, scales, bias, residual, out, out_stride, columns, partial,
-        is_first, is_last, ahead, step, panels, rows,
+        typingctx, x, words, panel, panel_stride, scales, bias, residual, residual_stride, out,
+        out_stride, columns, partial, is_first, is_last, ahead, step, panels, rows,
     ):  # fmt: skip
         """Computes one tile of ``rows`` (1..GEMM_ROWS) rows and ``panels`` panels (1 or panels_at_once).
 
         ``x`` (the operands of these rows), ``panel``, ``scales`` (of int8), ``bias``, ``residual`` (0 = none), ``out``
-        and ``partial`` are addresses; strides are bytes from row to row (from panel to panel), that of ``residual``
-        being ``out_stride``. Only ``columns`` columns of ``out`` and ``residual`` are touched. The sum runs over
-        ``words`` of K; where K comes in several blocks, all but the last leave their sums in ``partial`` (rows of
-        PANEL_COLUMNS) and all but the first take them up. Meanwhile the tile prefetches ``ahead + word * step`` for the
-        tile that comes next, of floats and int8 only where it has a single panel.
+        and ``partial`` are addresses; strides are bytes from row to row (from panel to panel). Only ``columns`` columns
+        of ``out`` and ``residual`` are touched. The sum runs over ``words`` of K; where K comes in several blocks, all
+        but the last leave their sums in ``partial`` (rows of PANEL_COLUMNS) and all but the first take them up.
+        Meanwhile the tile prefetches ``ahead + word * step`` for the tile that comes next, of floats and int8 only
+        where it has a single panel.
         """
         index, flag = types.intp, types.boolean
-        signature = types.void(*[index] * 11, flag, flag, *[index] * 4)
+        signature = types.void(*[index] * 12, flag, flag, *[index] * 4)
 
         def codegen(context, builder, signature, args):
-            names = "x words panel panel_stride scales bias residual out out_stride columns partial is_first is_last"
-            operands = dict(zip(f"{names} ahead step".split(), args))
+            names = "x words panel panel_stride scales bias residual residual_stride out out_stride columns partial"
+            operands = dict(zip(f"{names} is_first is_last ahead step".split(), args))
             done = builder.append_basic_block("tile.done")
             shapes = {
                 (height, count) for height in range(1, GEMM_ROWS + 1) for count in {1, panels_at_once(stored, height)}
@@ -246,15 +246,15 @@ class _Tile:
     def _finish(self, builder):
         """Scales, adds bias and residual, and writes the columns that exist."""
         sums = self.sums
-        rows = [builder.mul(self.out_stride, ir.Constant(I64, r)) for r in range(sums.height)]
         masks = [simd.lanes_below(builder, v * LANES, self.columns) for v in range(sums.vectors)]
 
         def of_columns(base):
             places = [simd.offset(builder, base, v * LANES * 4) for v in range(sums.vectors)]
             return [simd.load(builder, place, simd.vector(F32), 4) for place in places]
 
-        def place(base, r, v):
-            return simd.offset(builder, builder.add(base, rows[r]), v * LANES * 4)
+        def place(base, stride, r, v):
+            row = builder.add(base, builder.mul(stride, ir.Constant(I64, r)))
+            return simd.offset(builder, row, v * LANES * 4)
 
         biases = of_columns(self.bias)
         scales = of_columns(self.scales) if sums.is_scaled else None
@@ -266,7 +266,7 @@ class _Tile:
                 builder.store(builder.fadd(total, biases[v]), register)
         with builder.if_then(builder.icmp_signed("!=", self.residual, ir.Constant(I64, 0))):
             for (r, v), register in sums.registers.items():
-                added = simd.masked_load(builder, place(self.residual, r, v), masks[v])
+                added = simd.masked_load(builder, place(self.residual, self.residual_stride, r, v), masks[v])
                 builder.store(builder.fadd(builder.load(register), added), register)
         for (r, v), register in sums.registers.items():
-            simd.masked_store(builder, builder.load(register), place(self.out, r, v), masks[v])
+            simd.masked_store(builder, builder.load(register), place(self.out, self.out_stride, r, v), masks[v])

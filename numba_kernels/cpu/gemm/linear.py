@@ -9,6 +9,9 @@ In exact mode K may be cut into segments, whose sums are added in a tree (`numba
 wait in slots: segment s in the slot numbered by the count of ones in s, until the one below it is complete.
 A last turn of the tile, over no words, finishes the sum in slot 0. Where ranks have added up the segments, a launch
 takes their sums instead of panels and rows (`add_partials`), and finishes them in the same way.
+
+Low-rank sums ride on a launch (`low_rank`): some more of its first work items shrink rows of x, and each panel's
+residual is made with them just before it is multiplied.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from numba_kernels.cpu.gemm.block_numbers import is_signed
 from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, start_in_rows, x_words
 from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED_WORDS
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
+from numba_kernels.cpu.gemm.low_rank import EXPAND, SHRINK, Riding, begin_residual, call_expand, call_shrink
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
 from numba_kernels.cpu.gemm.unpacked_blocks import (
     PREFIX,
@@ -53,7 +57,7 @@ from numba_kernels.cpu.gemm.unpacked_blocks import (
 )
 from numba_kernels.cpu.intrinsics import atomic
 from numba_kernels.cpu.layout import AMX_ROWS, DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
-from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, new_array
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, int64_at, new_array
 from numba_kernels.cpu.target import LANES
 from numba_kernels.split_k import SEGMENTS
 
@@ -71,8 +75,8 @@ _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
 _NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
 
 FIELDS = Fields(
-    "*x *panels *scales *bias *residual *out *operands *partials num_rows depth x_stride width out_width num_segments "
-    "step_elements panels_a_work_item row_work_items num_tiles num_arranging "
+    "*x *panels *scales *bias *residual *out *operands *partials *low_rank num_rows depth x_stride width out_width "
+    "num_segments step_elements panels_a_work_item row_work_items num_tiles num_arranging num_shrinking "
     "arranging_parts num_work_items arranged finished"
 )
 _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
@@ -285,11 +289,22 @@ def product_parts(stored: Any) -> ProductParts:
         if has_buffer and is_buffered:
             buffer = np.empty((block_words // span * buffer_words, PANEL_COLUMNS), np.float32)
             step = -(-step // parts)
+        residual_stride = a.out_width * 4
+        added = np.empty(
+            (rows * (at_once[rows] if is_lone else 1) if a.low_rank != 0 else 0, PANEL_COLUMNS), np.float32
+        )
         panel = first_panel
         while panel < last_panel:
             panels = at_once[rows] if is_lone and panel + at_once[rows] <= last_panel else 1
             column = panel * PANEL_COLUMNS
             columns = min(panels * PANEL_COLUMNS, a.width - column)
+            residual = _moved(a.residual, (first_row * a.out_width + column) * 4)
+            if a.low_rank != 0:
+                residual_stride = panels * _PANEL_ROW_BYTES
+                begin_residual(residual, a.out_width * 4, address(added), residual_stride, columns, rows)
+                residual = address(added)
+                expand = int64_at(a.low_rank + EXPAND, 1)[0]
+                call_expand(expand, a.low_rank, column, columns, first_row, rows, residual, residual_stride)
             for segment in range(a.num_segments + is_cut):
                 is_end = segment == a.num_segments  # all are added up: the last turn
                 first, last, slot = 0, words, address(slots)
@@ -321,8 +336,8 @@ def product_parts(stored: Any) -> ProductParts:
                             arguments = (
                                 a.operands + row * row_bytes + words_at * 4,
                                 count, weight, panel_stride, a.scales + column * 4, a.bias + column * 4,
-                                _moved(a.residual, at * 4), a.out + at * 4, a.out_width * 4, columns, partial,
-                                is_first, is_last, ahead, step, panels, height,
+                                _moved(residual, (row - first_row) * residual_stride), residual_stride, a.out + at * 4,
+                                a.out_width * 4, columns, partial, is_first, is_last, ahead, step, panels, height,
                             )  # fmt: skip
                             if are_rows or (has_wide and is_wide):
                                 wide_tile(*arguments)
@@ -355,6 +370,9 @@ def linear_kernel(stored: Any) -> Kernel:
 
     K is cut into ``num_segments``, 1 or more, at multiples of ``step_elements``. Where ``partials [num_segments, T,
     N]`` are given, they are the segments' sums, and ``depth`` is 0.
+
+    ``low_rank`` is the address of a block of `low_rank.FIELDS`, or 0; work items after the arranging ones shrink for
+    it, ``num_shrinking`` or, of a launch after the first with the same rows of x, 0.
     """
     arrange, multiply, elements, unit_words, _ = product_parts(stored)
 
@@ -366,10 +384,13 @@ def linear_kernel(stored: Any) -> Kernel:
         if work_item < a.num_arranging:
             arrange(a, work_item, words)
             atomic.add(arranged, 1)
+        elif work_item < a.num_arranging + a.num_shrinking:
+            call_shrink(int64_at(a.low_rank + SHRINK, 1)[0], a.low_rank, work_item - a.num_arranging)
+            atomic.add(arranged, 1)
         else:
-            while atomic.load(arranged) < a.num_arranging:
+            while atomic.load(arranged) < a.num_arranging + a.num_shrinking:
                 atomic.pause()
-            multiply(a, work_item - a.num_arranging, words)
+            multiply(a, work_item - a.num_arranging - a.num_shrinking, words)
         if atomic.add(finished, 1) == a.num_work_items - 1:
             atomic.store(arranged, 0)
             atomic.store(finished, 0)
@@ -380,10 +401,12 @@ def linear_kernel(stored: Any) -> Kernel:
 def multiply(
     stored: Any, x: int, panels: int, scales: int, bias: int, residual: int, out: int,
     rows: int, depth: int, width: int, out_width: int, num_workers: int, num_segments: int = 1, step_elements: int = 1,
+    low_rank: Riding | None = None, first_column: int = 0,
 ) -> None:  # fmt: skip
     """``out [rows, width]`` from ``x [rows, depth]`` and the addresses of a packed weight, on up to ``num_workers``
     threads; results do not depend on their number, nor on the other rows. Rows of out and residual are ``out_width``
-    elements apart. K is cut into ``num_segments`` at multiples of ``step_elements``."""
+    elements apart. K is cut into ``num_segments`` at multiples of ``step_elements``. ``low_rank`` is added; ``out`` is
+    that of its rows from ``first_column`` on."""
     row_words = operand_words(stored, depth)
     for first in range(0, rows, MAX_ROWS):
         count = min(MAX_ROWS, rows - first)
@@ -395,26 +418,29 @@ def multiply(
             memory = new_array((count * row_words,), np.float32)
             parts = _arranging_parts(count, depth, work_items) if are_integers(stored) else 1
             operands, num_arranging = address_of(memory), work_items.num_tiles * parts
-        total = num_arranging + work_items.count
+        riding, num_shrinking = (0, 0) if low_rank is None else low_rank.block(first_column, first)
+        total = num_arranging + num_shrinking + work_items.count
         added = residual + first * out_width * 4 if residual else 0
         linear_kernel(stored)(
             total, work_items.num_workers, start, panels, scales, bias, added, out + first * out_width * 4, operands, 0,
-            count, depth, depth, width, out_width, num_segments, step_elements, work_items.panels,
-            work_items.row_work_items, work_items.num_tiles, num_arranging, parts, total, 0, 0,
+            riding, count, depth, depth, width, out_width, num_segments, step_elements, work_items.panels,
+            work_items.row_work_items, work_items.num_tiles, num_arranging, num_shrinking, parts, total, 0, 0,
         )  # fmt: skip
 
 
 def add_partials(
     stored: Any, partials: int, num_partials: int, scales: int, bias: int, residual: int, out: int,
-    rows: int, width: int, out_width: int, num_workers: int,
+    rows: int, width: int, out_width: int, num_workers: int, low_rank: Riding | None = None, first_column: int = 0,
 ) -> None:  # fmt: skip
     """``out [rows, width]`` from the sums of so many ranks, ``[num_partials, rows, out_width]``, each of some segments
     of K, as `multiply` leaves them where scales are 1 and biases -0; else as there."""
     work_items = work_items_of(rows, num_partials, width, num_workers, tile_counter(stored)(rows))
+    riding, num_shrinking = (0, 0) if low_rank is None else low_rank.block(first_column)
+    total = num_shrinking + work_items.count
     linear_kernel(stored)(
-        work_items.count, work_items.num_workers, 0, 0, scales, bias, residual, out, 0, partials, rows, 0, 0,
-        width, out_width, num_partials, 1, work_items.panels, work_items.row_work_items, work_items.num_tiles, 0, 1,
-        work_items.count, 0, 0,
+        total, work_items.num_workers, 0, 0, scales, bias, residual, out, 0, partials, riding, rows, 0, 0,
+        width, out_width, num_partials, 1, work_items.panels, work_items.row_work_items, work_items.num_tiles, 0,
+        num_shrinking, 1, total, 0, 0,
     )  # fmt: skip
 
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
@@ -358,6 +360,16 @@ def _part_of_word(builder, values, stored, factor):
     return builder.zext(values, _WORDS)
 
 
+def rounded_halves(builder, bits):
+    """A vector of floats' bits as bfloat16, i16: rounded to nearest even; NaN stays NaN."""
+    number = functools.partial(simd.splat_constant, I32, lanes=bits.type.count)
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, number(0x7FFFFFFF)), number(0x7F800000))
+    odd = builder.and_(builder.lshr(bits, number(16)), number(1))
+    nearest = builder.add(builder.add(bits, number(0x7FFF)), odd)
+    upper = builder.lshr(builder.select(is_nan, builder.or_(bits, number(0x400000)), nearest), number(16))
+    return builder.trunc(upper, simd.vector(simd.I16, bits.type.count))
+
+
 @emitted(types.void, *[types.intp] * 3)
 def round_pairs(builder, source, count, target):
     """LANES words of two bfloat16 each: the ``count`` (at most 2 * LANES) floats at ``source``, rounded to nearest
@@ -367,15 +379,7 @@ def round_pairs(builder, source, count, target):
     for first in (0, LANES):
         mask = simd.lanes_below(builder, first, count)
         bits = simd.masked_load(builder, simd.offset(builder, source, first * 4), mask, I32)
-        is_nan = builder.icmp_unsigned(
-            ">", builder.and_(bits, simd.splat_constant(I32, 0x7FFFFFFF)), simd.splat_constant(I32, 0x7F800000)
-        )
-        sixteen = simd.splat_constant(I32, 16)
-        odd = builder.and_(builder.lshr(bits, sixteen), simd.splat_constant(I32, 1))
-        nearest = builder.add(builder.add(bits, simd.splat_constant(I32, 0x7FFF)), odd)
-        quiet = builder.or_(bits, simd.splat_constant(I32, 0x400000))
-        upper = builder.lshr(builder.select(is_nan, quiet, nearest), sixteen)
-        halves.append(builder.trunc(upper, simd.vector(simd.I16)))
+        halves.append(rounded_halves(builder, bits))
     order = ir.Constant(simd.vector(I32, shorts), list(range(shorts)))
     simd.store(builder, builder.shuffle_vector(*halves, order), target)
 

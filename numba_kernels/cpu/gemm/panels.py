@@ -63,16 +63,19 @@ def panel_bytes(num_columns: int, depth: int, dtype: np.dtype, *, has_scales: bo
 
 
 def empty_panels(num_columns: int, depth: int, dtype: np.dtype) -> np.ndarray:
-    """Zeroed panels for a weight ``[num_columns, depth]``, on cache lines of their own, and on huge pages where the
-    system grants them (a tenth more bandwidth when they are streamed)."""
+    """Zeroed panels for a weight ``[num_columns, depth]``; see `zeroed_bytes`."""
     shape = panels_shape(num_columns, depth, dtype)
-    size = math.prod(shape) * dtype.itemsize
+    return zeroed_bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+
+def zeroed_bytes(size: int) -> np.ndarray:
+    """Zeroed bytes on cache lines of their own, and on huge pages where the system grants them (a tenth more bandwidth
+    when they are streamed)."""
     if size < _LEAST_SHARED_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         data = np.zeros(size + _LINE_BYTES, np.uint8)
         start = -data.ctypes.data % _LINE_BYTES
-        return data[start : start + size].view(dtype).reshape(shape)
-    memory = _shared.take(size) if size < _HUGE_PAGE_BYTES else _huge_pages(size)
-    return memory.view(dtype).reshape(shape)
+        return data[start : start + size]
+    return _shared.take(size) if size < _HUGE_PAGE_BYTES else _huge_pages(size)
 
 
 def _huge_pages(size: int) -> np.ndarray:

@@ -49,7 +49,7 @@ def head_maps_kernel(stored: Any) -> Kernel:
         b.residual = 0
         b.out = a.out + (first * a.out_token + head * a.out_head) * 4
         b.operands = a.operands + (head * a.num_tokens + first) * a.row_words * 4
-        b.partials = 0
+        b.partials = b.low_rank = 0
         b.num_rows, b.depth, b.x_stride = rows, a.depth, a.x_token
         b.width, b.out_width = a.width, a.out_token
         b.num_segments, b.step_elements = 1, 1

@@ -11,7 +11,7 @@ from numba_kernels.blocks import BLOCKS
 from numba_kernels.cpu import activation, decode_inputs, embedding, logprobs, ngram_lookup, norm, qkv, sampling
 from numba_kernels.cpu import experts as _experts
 from numba_kernels.cpu.attention import kernel as attention
-from numba_kernels.cpu.gemm import block_panels, linear, panels
+from numba_kernels.cpu.gemm import block_panels, linear, low_rank, panels
 from numba_kernels.cpu.gemm.experts import experts_kernel
 from numba_kernels.cpu.latent import attention as latent_attention
 from numba_kernels.cpu.latent.head_maps import head_maps_kernel
@@ -29,6 +29,7 @@ def kernels_of(
     recurrence: str = "",
     states: str = "float32",
     has_latents: bool = False,
+    has_adapters: bool = False,
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Factories and arguments of all that a model's forward passes and draws use, those first that take longest.
 
@@ -41,6 +42,7 @@ def kernels_of(
     recurrence  the operation of its layers with a state, if any: "short_conv", "delta_rule", "mamba"
     states      carrier of the bits of its states
     has_latents whether its pages are latent attention's
+    has_adapters whether low-rank adapters may be loaded
     """
     kind = np.dtype(stored).type
     paged = np.dtype(pages or stored).type
@@ -62,6 +64,9 @@ def kernels_of(
             yield head_maps_kernel, (kept,)
     if formats:
         yield embedding.take_columns_kernel, ()  # of matrices whose columns have another order
+    if has_adapters:
+        yield low_rank.functions_of, (kind,)
+        yield _experts.group_kernel, ()
     if has_experts:
         for kept in (matrices, *in_blocks):
             yield experts_kernel, (kept,)

@@ -28,8 +28,8 @@ from numba_kernels.cpu.running import pool
 from numba_kernels.cpu.running.recording import Explain, current, hold, new_array
 
 __all__ = [
-    "Explain", "Fields", "Kernel", "address", "address_of", "copy_bytes", "float32_at", "hold", "int32_at", "int64_at",
-    "new_array", "uint32_at",
+    "Explain", "Fields", "Kernel", "address", "address_of", "argument_block", "copy_bytes", "float32_at", "hold",
+    "int32_at", "int64_at", "new_array", "uint32_at",
 ]  # fmt: skip
 
 _MAX_BLOCK_BYTES = 1024
@@ -65,6 +65,18 @@ class Fields:
         """Bytes before a field."""
         assert self.record.fields is not None
         return self.record.fields[name][1]
+
+
+def argument_block(fields: Fields, *values: float) -> np.ndarray:
+    """A block of arguments in memory of its own, for kernels that are given its address. The thread's recording, if
+    any, checks its addresses and keeps it."""
+    made = np.frombuffer(bytearray(fields.packer.pack(0, *values)), np.uint8)
+    recording = current()
+    if recording is not None:
+        for place in fields.addresses:
+            recording.check(int(values[place]), fields.names[place])
+        recording.hold(made)
+    return made
 
 
 class Kernel:

@@ -96,6 +96,7 @@ def wanted_of_cpu(path: Path, config: EngineConfig) -> WantedOfCpu | None:
         recurrence=model_config.recurrence,
         states=STORED[DType.parse(config.state_dtype)].__name__,
         has_latents=model_config.latent_values > 0,
+        has_adapters=config.enable_lora,
     )
 
 

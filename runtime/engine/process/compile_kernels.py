@@ -138,6 +138,7 @@ class WantedOfCpu(msgspec.Struct, frozen=True, tag=True):
     recurrence: str = ""
     states: str = "float32"
     has_latents: bool = False
+    has_adapters: bool = False
 
     def tasks(self) -> Iterator[Callable[[], Compiled]]:
         """First the loops, which a process can start before it imports the kernels; then these, the slowest first."""
@@ -152,6 +153,7 @@ class WantedOfCpu(msgspec.Struct, frozen=True, tag=True):
             recurrence=self.recurrence,
             states=self.states,
             has_latents=self.has_latents,
+            has_adapters=self.has_adapters,
         ):
             yield partial(_done, factory, *values)
 

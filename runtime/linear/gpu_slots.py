@@ -1,0 +1,54 @@
+"""The memory of one map's low-rank adapters on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from runtime.dtype import NDArray
+from runtime.linear.adapter_pairs import empty_weight, write_weight
+from runtime.linear.experts import ExpertsWeight
+from runtime.linear.low_rank_slots import CpuSlots, DensePair, SlotShape
+from runtime.linear.options import LoadOptions
+
+
+class GpuSlots:
+    """The slots as matrices of experts; ``up`` is one for all parts, zero outside a part's outputs."""
+
+    def __init__(self, shape: SlotShape, options: LoadOptions) -> None:
+        self.shape = shape
+        ranks = shape.rank * len(shape.heights)
+        self.down = _zero_experts(shape.num_slots, (ranks, shape.depth), options, has_bias=False)
+        self.up = _zero_experts(shape.num_slots, (sum(shape.heights), ranks), options, has_bias=True)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all slots."""
+        return sum(each.size_bytes for weight in (self.down, self.up) for each in weight.experts)
+
+    def write(self, slot: int, pairs: Sequence[DensePair | None], bias: NDArray | None) -> None:
+        """Writes a slot's pairs, one for each part, and zeros elsewhere."""
+        rank, (_, outputs, ranks) = self.shape.rank, self.up.shape
+        down, up = np.zeros((ranks, self.shape.depth), np.float32), np.zeros((outputs, ranks), np.float32)
+        first = 0
+        for part, (height, pair) in enumerate(zip(self.shape.heights, pairs, strict=True)):
+            if pair is not None:
+                own = slice(part * rank, part * rank + len(pair.down))
+                down[own], up[first : first + height, own] = pair.down, pair.up
+            first += height
+        write_weight(self.down.experts[slot], down, None)
+        write_weight(self.up.experts[slot], up, np.zeros(outputs, np.float32) if bias is None else bias)
+
+
+Slots = CpuSlots | GpuSlots
+
+
+def new_slots(shape: SlotShape, options: LoadOptions) -> Slots:
+    """All zeros, of the options' type."""
+    assert options.dtype is not None
+    return CpuSlots(shape, options.dtype) if options.device.kind == "cpu" else GpuSlots(shape, options)
+
+
+def _zero_experts(count: int, shape: tuple[int, int], options: LoadOptions, *, has_bias: bool) -> ExpertsWeight:
+    return ExpertsWeight([empty_weight(shape, options, has_bias=has_bias) for _ in range(count)])
