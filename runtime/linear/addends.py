@@ -42,7 +42,7 @@ class RidingAddend(Addend, Protocol):
     """An addend that a product's launch may add itself, after bias and residual."""
 
     def riding(self, x: Tensor, batch: Batch) -> LowRank | None:
-        """What the product adds, for rows as in `add_to`; None if that has to do it."""
+        """The sums that the product adds, for rows as in `add_to`; None if that has to do it."""
 
 
 class DeclaredMap(Protocol):

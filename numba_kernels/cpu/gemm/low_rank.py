@@ -472,7 +472,7 @@ def shrinking_work_items(rows: int, ranks: int, depth: int, num_workers: int) ->
 
 
 class SlotLayout:
-    """Where the numbers of one adapter of a map lie: ``heights`` are the outputs of its parts, ``depth`` its inputs,
+    """The places of one adapter's numbers for a map: ``heights`` are the outputs of its parts, ``depth`` its inputs,
     ``rank`` the most of a part.
 
     Attributes:
