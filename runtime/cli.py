@@ -78,7 +78,7 @@ def _program(
 for _command, _panel, _is_positional in (
     (chat, USE, True),
     (generate, USE, True),
-    (serve, USE, True),
+    (serve, USE, False),
     (run_batch, USE, False),
     (deploy, USE, False),
     (embed, USE, False),

@@ -9,7 +9,7 @@ cannot use a server on localhost."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from server.description.operations import Json, routes
 from server.errors import ApiError, handle_api_error, handle_client_disconnect, handle_http_exception, handle_unexpected
 from server.loading import LoadedModel
 from server.observing.logs import LogWriter, log_access
-from server.observing.metrics import HttpMetrics, Metrics
+from server.observing.metrics import Gauges, HttpMetrics, Metrics
 from server.observing.tracing import Tracing
 from server.responses_api.folder import folder_of, tenants_secret
 from server.service import AppState, Service, Shared
@@ -44,7 +44,6 @@ EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
     ClientDisconnect: handle_client_disconnect,
     Exception: handle_unexpected,
 }
-Gauges = dict[str, tuple[str, Callable[[], float]]]
 
 
 class ServerApplication(Starlette):
@@ -117,8 +116,11 @@ class ServerApplication(Starlette):
         if config.allowed_origins:
             app = Cors(app, config.allowed_origins)
         rules = OriginRules(config.allowed_hosts, config.allowed_origins)
-        routes = {route.endpoint: route.path for route in self.routes if isinstance(route, Route)}
-        return Gate(app, self.lifecycle, rules, routes, self.observers)
+        return Gate(app, self.lifecycle, rules, self.endpoint_paths(), self.observers)
+
+    def endpoint_paths(self) -> Mapping[Any, str]:
+        """The names of routes in logs and metrics, by their endpoints."""
+        return {route.endpoint: route.path for route in self.routes if isinstance(route, Route)}
 
 
 class Application(ServerApplication):
@@ -135,6 +137,7 @@ class Application(ServerApplication):
     ) -> None:
         super().__init__(model_names, routes(), config, log_writer=log_writer, tracing=tracing)
         self.state.metrics = Metrics(self.model_names[0], self.http_metrics, self.gauges)
+        self.state.registry = self.state.metrics.registry
         self._model: LoadedModel | None = None
         self._is_running = False
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+from runtime.engine.config import bytes_of_gib, gib_of_bytes
 from runtime.engine.option import Flag, Option, check_options, describe, option_fields
 from runtime.errors import InvalidArgumentError
 from runtime.text.parser_names import TOOL_CALL_PARSERS, ReasoningParser
 
-LIMITS, ANSWERS, KEYS, OPERATIONS = HEADINGS = (
-    "Limits of the server", "Answers", "Keys and addresses", "Operations",
+LIMITS, ANSWERS, MODELS, KEYS, OPERATIONS = HEADINGS = (
+    "Limits of the server", "Answers", "Several models", "Keys and addresses", "Operations",
 )  # fmt: skip
 """The headings of the server's flags in the help, in this order."""
 
@@ -300,6 +301,46 @@ class ServerConfig:
             flag=Flag(metavar="DIR"),
         ),
     ] = None
+
+    models_config: Annotated[
+        str,
+        Option(
+            help="Models to serve, by name: a TOML or JSON file of tables [models.NAME].",
+            about='file of models to serve, by name (`server.hosting.settings`); "": none',
+            heading=MODELS,
+            flag=Flag(metavar="FILE"),
+        ),
+    ] = ""
+    models_memory_bytes: Annotated[
+        int | None,
+        Option(
+            help="GiB that loaded models may take of each device; default: nine tenths of what is free at the start.",
+            about="bytes that loaded models may take of each device; None: nine tenths of what is free at the start",
+            heading=MODELS,
+            flag=Flag(name="models_memory", kind=float, least=0.0, read=bytes_of_gib, write=gib_of_bytes),
+        ),
+    ] = None
+    models_max: Annotated[
+        int, Option(help="Most models that are loaded at once; 0: as many as fit.", heading=MODELS, least=0)
+    ] = 0
+    keep_alive: Annotated[
+        str,
+        Option(
+            help="How long a model stays loaded without requests: seconds, 30m, 1h; -1: until another needs the room.",
+            about='how long a model stays loaded without requests: seconds, "30m"; "-1": until another needs the room',
+            heading=MODELS,
+            flag=Flag(metavar="DURATION"),
+        ),
+    ] = "-1"
+    model_wait_s: Annotated[
+        float,
+        Option(
+            help="Seconds that a request waits for room while other models answer; 0: it is refused at once.",
+            about="seconds that a request waits for room while other models answer; 0: it is refused at once",
+            heading=MODELS, least=0, below=1e6, must_be="at least 0 and below 1,000,000 seconds",
+            flag=Flag(name="model_wait", least=0.0),
+        ),
+    ] = 300.0  # fmt: skip
 
     limit_images: Annotated[int, _count("Most pictures in one request.")] = 16
     max_image_bytes: Annotated[int, _count("Largest file of a picture.")] = 20 * 1024 * 1024

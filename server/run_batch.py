@@ -31,7 +31,8 @@ from runtime.text.load import read_chat_template
 from server.app import Application
 from server.config import ServerConfig
 from server.loading import load
-from server.serve import check_adapters, served_names
+from server.names import served_names
+from server.serve import check_adapters
 
 URLS = (
     "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses", "/v1/messages",

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from prometheus_client import CollectorRegistry
 from starlette.datastructures import State
 from starlette.requests import Request
 
@@ -74,12 +75,13 @@ class AppState(State):
     """An application's state, `app.state`, from the opening of the port to its end.
 
     lifecycle  whether it drains, and how many requests are open
-    metrics    the metrics of `/metrics`
+    registry   the metrics of `/metrics`; metrics: those of the model
     service    of the loaded model; raises `ApiError`, 503, until then
     shared     what all models of the server share; raises `ApiError`, 503, until requests are taken
     """
 
     lifecycle: Lifecycle
+    registry: CollectorRegistry
     metrics: Metrics
     service: Service
     shared: Shared

@@ -31,6 +31,14 @@ _ray_serve = later("server.ray_serve")
 
 
 def serve(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[[NAME=]MODEL]...",
+            help="The same as --model; one server has several.",
+            show_default=False,
+        ),
+    ],
     engine: EngineOptions,
     server: ServerOptions,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -65,8 +73,13 @@ def serve(
         typer.Option(help="Seconds after which an engine that gets nowhere is started again; default: 600."),
     ] = None,
 ) -> None:
-    """Serve a model: the APIs of OpenAI, Anthropic and Ollama, and a chat page."""
+    """Serve models: the APIs of OpenAI, Anthropic and Ollama, and a chat page."""
+    options = engine.arguments()
+    model = options.pop("model", None)
+    if models and model is not None:
+        raise typer.BadParameter(f"the model {models[0]!r} is given beside --model {model!r}")
     _serve.serve(
+        model or models or None,
         host=host,
         port=port,
         served_model_name=served_model_name,
@@ -77,7 +90,7 @@ def serve(
         in_process=in_process,
         hang_timeout_s=hang_timeout,
         ray_address=ray_address,
-        **engine.arguments(),
+        **options,
     )
 
 

@@ -47,12 +47,12 @@ def _stages_of_text(text: str) -> tuple[int, ...]:
     return integers("prefill_chunk_stages", text)
 
 
-def _bytes_of_gib(gib: float) -> int:
+def bytes_of_gib(gib: float) -> int:
     return round(gib * GIB)
 
 
-def _gib_of_bytes(count: int) -> float:
-    return count / GIB
+def gib_of_bytes(count: int | None) -> float | None:
+    return None if count is None else count / GIB
 
 
 def _on_or_off(value: bool) -> Overlap:
@@ -384,7 +384,7 @@ class EngineConfig(SchedulingConfig):
             about="host memory for swapped sequences and for prefixes that the device has no room for",
             heading="Scheduling",
             least=0,
-            flag=Flag(name="swap_space", kind=float, least=0.0, read=_bytes_of_gib, write=_gib_of_bytes),
+            flag=Flag(name="swap_space", kind=float, least=0.0, read=bytes_of_gib, write=gib_of_bytes),
         ),
     ] = 0
     exact: Annotated[

@@ -36,12 +36,15 @@ _EVERYWHERE = (401, 403, 405, 431, 500, 503)
 
 
 @functools.cache
-def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: bool, fills_in: bool = False) -> Json:
-    """The whole document, OpenAPI 3.1, of a server of this model."""
-    types = {operation.request for operation in OPERATIONS if operation.request is not None}
-    answers = [operation.answer for operation in OPERATIONS if operation.answer not in (None, Json)]
-    answers += [operation.anthropic_answer for operation in OPERATIONS if operation.anthropic_answer is not None]
-    streams = [operation.stream for operation in OPERATIONS if operation.stream is not None]
+def description(
+    model_names: tuple[str, ...], vocab_size: int, *, reads_images: bool, fills_in: bool = False,
+    operations: tuple[Operation, ...] = OPERATIONS,
+) -> Json:  # fmt: skip
+    """The whole document, OpenAPI 3.1, of a server of this model, or of several."""
+    types = {operation.request for operation in operations if operation.request is not None}
+    answers = [operation.answer for operation in operations if operation.answer not in (None, Json)]
+    answers += [operation.anthropic_answer for operation in operations if operation.anthropic_answer is not None]
+    streams = [operation.stream for operation in operations if operation.stream is not None]
     items = responses.INPUT_ITEMS
     parts = (Tool, *items, *MESSAGE_PARTS, *OLLAMA_PARTS)
     ordered = [*sorted(types, key=lambda each: each.__name__), *answers, *streams, *ERRORS.values(), *parts]
@@ -74,7 +77,7 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
     complete_messages(components, reads_images=reads_images)
     complete_ollama(components, model_names, reads_images=reads_images)
     paths: Json = {}
-    for operation in OPERATIONS:
+    for operation in operations:
         path = operation.path.replace(":path}", "}")
         paths.setdefault(path, {})[operation.method] = _operation(operation, path, named)
     return {

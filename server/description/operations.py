@@ -3,7 +3,7 @@ errors, of which `/openapi.json` is made."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
 
 from runtime.engine.messages import EngineState
 from server import code_colours, static_page
@@ -26,6 +27,7 @@ from server.ollama_api import models as ollama_models
 from server.ollama_api import schema as of_ollama
 from server.openai_api import answers, chat_answer, chat_batch, completions, decisions, embeddings, infill, models
 from server.openai_api import schema as of_openai
+from server.openai_api.models import ModelStatus
 from server.requests.answering import cancel_request
 from server.responses_api import endpoints as responses
 from server.responses_api import objects
@@ -35,7 +37,7 @@ from server.vllm_api import adapters, operating, scoring
 from server.vllm_api import scoring_schema as of_scoring
 
 Json = dict[str, Any]
-Endpoint = Callable[[Request], Awaitable[Response]]
+Endpoint = Callable[[Request], Awaitable[Response]] | ASGIApp
 
 
 class ErrorObject(msgspec.Struct):
@@ -78,10 +80,11 @@ ERRORS: dict[Dialect, type] = {"openai": ErrorAnswer, "anthropic": AnthropicErro
 
 
 class Health(msgspec.Struct, omit_defaults=True):
-    """engines: the states of several."""
+    """engines: the states of several; models: of several models, by name."""
 
     status: Literal["ok"]
     engines: list[EngineState] = []
+    models: dict[str, ModelStatus] = {}
 
 
 class Readiness(msgspec.Struct):
@@ -238,9 +241,9 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def routes() -> list[BaseRoute]:
+def routes(operations: Iterable[Operation] = OPERATIONS) -> list[BaseRoute]:
     """A route for each path and endpoint."""
-    methods: dict[tuple[str, Endpoint], list[str]] = {}
-    for operation in OPERATIONS:
+    methods: dict[tuple[str, Any], list[str]] = {}
+    for operation in operations:
         methods.setdefault((operation.path, operation.endpoint), []).append(operation.method.upper())
     return [Route(path, endpoint, methods=names) for (path, endpoint), names in methods.items()]

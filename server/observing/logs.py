@@ -150,6 +150,7 @@ def log_access(exchange: Exchange, scope: Scope, route: str, duration_s: float) 
         "status": exchange.status,
         "client": client[0] if client else None,
         "duration_s": round(duration_s, 6),
+        **({"model": exchange.model} if exchange.model else {}),
         **_generation_fields(exchange),
     }
     access.log(level, "%s %s %d", scope["method"], path, exchange.status, extra={FIELDS: fields})

@@ -77,6 +77,10 @@ OF_ROUTER: Table = (
 )
 
 
+Gauges = dict[str, tuple[str, Callable[[], float]]]
+"""Numbers of the server by name: help text and getter."""
+
+
 class HttpMetrics:
     """Answers by route, method and status; the routes are the application's, so that clients cannot add labels."""
 
@@ -96,11 +100,15 @@ class Metrics(Collector):
     """All of a server's metrics, and the registry that holds them. Those of the engine and of requests begin with
     `attach`.
 
+    http    of the server's answers; None: they are counted elsewhere, for several models together
     gauges  further numbers of the server, by name (under `xserv:`): help text and getter
     """
 
     def __init__(
-        self, model_name: str, http: HttpMetrics, gauges: dict[str, tuple[str, Callable[[], float]]] | None = None
+        self,
+        model_name: str,
+        http: HttpMetrics | None,
+        gauges: dict[str, tuple[str, Callable[[], float]]] | None = None,
     ) -> None:
         self.http = http
         self.registry = CollectorRegistry(auto_describe=False)
@@ -155,7 +163,8 @@ class Metrics(Collector):
             yield self._family(COUNTER, "xserv:malformed_headers", help_text, mended)
         for name, (help_text, get) in self._gauges.items():
             yield self._family(GAUGE, f"xserv:{name}", help_text, {"0": get()})
-        yield from self._http_families()
+        if self.http is not None:
+            yield from http_families(self.http)
 
     def _engine_families(self, prefix: str, found: _Found) -> Iterator[Metric]:
         yield from self._tabled(OF_ENGINES, prefix, found)
@@ -214,20 +223,6 @@ class Metrics(Collector):
         for kind, name, help_text, field in OF_ROUTER:
             yield self._family(kind, f"xserv:{name}", help_text, {"0": getattr(routing, field)})
 
-    def _http_families(self) -> Iterator[Metric]:
-        requests = COUNTER(
-            "xserv:http_requests", "Answers, by route, method and status.", labels=["handler", "method", "status"]
-        )
-        for (route, method, status), count in self.http.requests.items():
-            requests.add_metric([route, method, str(status)], count)
-        yield requests
-        seconds = HistogramMetricFamily(
-            "xserv:http_request_duration_seconds", "From the headers to the answer's end.", labels=["handler"]
-        )
-        for route, histogram in self.http.seconds.items():
-            _add(seconds, [route], histogram)
-        yield seconds
-
     def _tabled(self, table: Table, prefix: str, found: _Found) -> Iterator[Metric]:
         for kind, name, help_text, field in table:
             values = {engine: getattr(stats, field) for engine, (stats, _) in found.items()}
@@ -258,6 +253,46 @@ class Metrics(Collector):
 def _add(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
     bounds = [*(floatToGoString(bound) for bound in histogram.bounds), "+Inf"]  # type: ignore[no-untyped-call]
     family.add_metric(labels, list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total)
+
+
+def http_families(http: HttpMetrics) -> Iterator[Metric]:
+    requests = COUNTER(
+        "xserv:http_requests", "Answers, by route, method and status.", labels=["handler", "method", "status"]
+    )
+    for (route, method, status), count in http.requests.items():
+        requests.add_metric([route, method, str(status)], count)
+    yield requests
+    seconds = HistogramMetricFamily(
+        "xserv:http_request_duration_seconds", "From the headers to the answer's end.", labels=["handler"]
+    )
+    for route, histogram in http.seconds.items():
+        _add(seconds, [route], histogram)
+    yield seconds
+
+
+class SeveralMetrics(Collector):
+    """The metrics of several models, told apart by `model_name`, and the registry that holds them.
+
+    models  of each, by its name
+    own     of the server and its models together
+    """
+
+    def __init__(self, models: Mapping[str, Metrics], own: Callable[[], Iterable[Metric]]) -> None:
+        self._models, self._own = models, own
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Each family once, with the samples of all models."""
+        families: dict[str, Metric] = {}
+        for name, metrics in self._models.items():
+            for family in metrics.collect():
+                samples = [each._replace(labels={"model_name": name, **each.labels}) for each in family.samples]
+                known = families.setdefault(family.name, family)
+                known.samples = [*(known.samples if known is not family else ()), *samples]
+        yield from families.values()
+        yield from self._own()
 
 
 _Found = dict[str, tuple[EngineStats, EngineInfo]]

@@ -64,7 +64,7 @@ class Tracing:
             "http.route": route,
             "http.response.status_code": exchange.status,
             "gen_ai.request.id": exchange.answered_id,
-            "gen_ai.response.model": self._model_name,
+            "gen_ai.response.model": exchange.model or self._model_name,
             "gen_ai.request.n": params.n,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,

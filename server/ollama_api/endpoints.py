@@ -71,7 +71,7 @@ class _Line(msgspec.Struct, kw_only=True):
     created_at: str = msgspec.field(default_factory=lambda: time_text(datetime.now(UTC)))
     done: bool
     logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
-    done_reason: Literal["stop", "length", "load"] | UnsetType = UNSET
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
     total_duration: int | UnsetType = UNSET
     load_duration: int | UnsetType = UNSET
     prompt_eval_count: int | UnsetType = UNSET

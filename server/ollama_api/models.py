@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -31,7 +32,7 @@ class ModelDetails(msgspec.Struct, kw_only=True):
     """parameter_size: not known."""
 
     parent_model: str = ""
-    format: str
+    format: Literal["safetensors", "gguf"]
     family: str
     families: list[str]
     parameter_size: str = ""
@@ -52,7 +53,7 @@ class ListedModels(msgspec.Struct):
 
 
 class LoadedModel(msgspec.Struct, kw_only=True):
-    """expires_at: never; the model stays loaded."""
+    """expires_at: never, if the model stays loaded."""
 
     name: str
     model: str
@@ -85,9 +86,9 @@ class OllamaVersion(msgspec.Struct):
     xserv: str
 
 
-async def list_tags(request: Request) -> Response:
-    service: Service = request.app.state.service
-    models = [
+def listed(service: Service) -> list[ListedModel]:
+    """The model under each of its names."""
+    return [
         ListedModel(
             name=name,
             model=name,
@@ -98,11 +99,25 @@ async def list_tags(request: Request) -> Response:
         )
         for name in map(tagged, service.all_names)
     ]
-    return JsonAnswer(ListedModels(models))
 
 
-async def list_loaded(request: Request) -> Response:
-    service: Service = request.app.state.service
+def listed_by_files(
+    names: Sequence[str], size: int, family: str, file_format: Literal["safetensors", "gguf"], created: float
+) -> list[ListedModel]:
+    """The same for a model that was not loaded yet, by what its files tell."""
+    details = ModelDetails(
+        format=file_format, family=family, families=[family] if family else [], quantization_level=""
+    )
+    digest = hashlib.sha256(names[0].encode()).hexdigest()
+    modified_at = time_text(datetime.fromtimestamp(created, UTC))
+    return [
+        ListedModel(name=name, model=name, modified_at=modified_at, size=size, digest=digest, details=details)
+        for name in map(tagged, names)
+    ]
+
+
+def loaded(service: Service, expires_at: float | None = None) -> LoadedModel:
+    """The model with its memory; `expires_at`: seconds since the epoch, or None."""
     info, name = service.client.info, tagged(service.model_name)
     model = LoadedModel(
         name=name,
@@ -113,7 +128,17 @@ async def list_loaded(request: Request) -> Response:
         size_vram=0 if info.device == "cpu" else info.weight_bytes + info.kv_cache_bytes,
         context_length=info.max_model_len,
     )
-    return JsonAnswer(LoadedModels([model]))
+    if expires_at is not None:
+        model.expires_at = time_text(datetime.fromtimestamp(expires_at, UTC))
+    return model
+
+
+async def list_tags(request: Request) -> Response:
+    return JsonAnswer(ListedModels(listed(request.app.state.service)))
+
+
+async def list_loaded(request: Request) -> Response:
+    return JsonAnswer(LoadedModels([loaded(request.app.state.service)]))
 
 
 async def get_api_version(request: Request) -> Response:
@@ -121,12 +146,16 @@ async def get_api_version(request: Request) -> Response:
 
 
 def _shown(service: Service, body: Body) -> ShownModel:
-    """The model's template, sampling defaults and abilities."""
     asked = decode_body(body, OllamaShowRequest, service.config)
     name = asked.model if asked.model is not None else asked.name
     if name is None:
         raise invalid("model", "Missing required parameter: model.", "missing_required_parameter")
     service.adapter_of(own_model(service, name))
+    return shown(service)
+
+
+def shown(service: Service) -> ShownModel:
+    """The model's template, sampling defaults and abilities."""
     info, tokenizer, form = service.client.info, service.tokenizer, service.answer_format
     abilities: list[Capability] = ["completion" if info.pooling.generates else "embedding"]
     if info.pooling.generates and form.tools is not None:

@@ -3,17 +3,20 @@ clients, recognised by their header, get Anthropic's shape of a model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from runtime.engine.messages import AdapterRef
 from runtime.engine.sampling_params import check_token_ids
 from runtime.version import release
-from server.errors import dialect_of, engine_errors, invalid
+from server.errors import Dialect, dialect_of, engine_errors, invalid
 from server.openai_api.schema import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.requests.answering import answered
 from server.requests.prompt import whole_conversation
@@ -22,17 +25,29 @@ from server.transport.body import Body, decode_body
 from server.transport.json_answer import JsonAnswer
 from tokenizer import Tokenizer
 
+ModelStatus = Literal["unloaded", "loading", "loaded", "unloading"]
+"""Of one of several models, in llama-server's words; "unloading": its last requests are being finished."""
+
+
+class ModelState(msgspec.Struct, omit_defaults=True):
+    """In llama-server's shape. failed: the latest loading did."""
+
+    value: ModelStatus
+    failed: bool = False
+
 
 class Model(msgspec.Struct, kw_only=True):
-    """`parent` and `root` as vLLM has them: of an adapter its model's name and its folder's, of a model its own."""
+    """`parent` and `root` as vLLM has them: of an adapter its model's name and its folder's, of a model its own.
+    max_model_len: null before a model was loaded whose files do not tell it. status: in a server of several models."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "xserv"
-    max_model_len: int
+    max_model_len: int | None
     root: str
     parent: str | None = None
+    status: ModelState | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -47,8 +62,8 @@ class MessagesModel(msgspec.Struct, tag_field="type", tag="model", kw_only=True)
     display_name: str
     created_at: str
     lifecycle: Literal["active"] = "active"
-    max_input_tokens: int
-    max_tokens: int
+    max_input_tokens: int | None
+    max_tokens: int | None
 
 
 class MessagesModelList(msgspec.Struct, kw_only=True):
@@ -79,23 +94,35 @@ class Version(msgspec.Struct):
     version: str
 
 
-def _model(request: Request, name: str) -> Model | MessagesModel:
-    service: Service = request.app.state.service
-    most = service.client.info.max_model_len
-    if dialect_of(request.scope) != "anthropic":
-        adapter = service.adapters.get(name)
-        root, parent = (name, None) if adapter is None else (Path(adapter.path).name, service.model_name)
-        return Model(id=name, created=service.created, max_model_len=most, root=root, parent=parent)
-    created_at = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
+def listed_model(
+    name: str, created: int, most: int | None, adapter: AdapterRef | None, model_name: str, dialect: Dialect,
+    status: ModelState | UnsetType = UNSET,
+) -> Model | MessagesModel:  # fmt: skip
+    """A model or an adapter of it in the dialect's shape; `most`: tokens of prompt and answer."""
+    if dialect != "anthropic":
+        root, parent = (name, None) if adapter is None else (Path(adapter.path).name, model_name)
+        return Model(id=name, created=created, max_model_len=most, root=root, parent=parent, status=status)
+    created_at = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
     return MessagesModel(id=name, display_name=name, created_at=created_at, max_input_tokens=most, max_tokens=most)
 
 
-async def list_models(request: Request) -> Response:
-    names = request.app.state.service.all_names
-    data: list[Any] = [_model(request, name) for name in names]
+def model_list(data: Sequence[Any]) -> Response:
+    """The answer with these models, which are all of one shape."""
     if isinstance(data[0], Model):
-        return JsonAnswer(ModelList(data=data))
-    return JsonAnswer(MessagesModelList(data=data, first_id=names[0], last_id=names[-1]))
+        return JsonAnswer(ModelList(data=list(data)))
+    return JsonAnswer(MessagesModelList(data=list(data), first_id=data[0].id, last_id=data[-1].id))
+
+
+def _model(request: Request, name: str) -> Model | MessagesModel:
+    service: Service = request.app.state.service
+    return listed_model(
+        name, service.created, service.client.info.max_model_len, service.adapters.get(name), service.model_name,
+        dialect_of(request.scope),
+    )  # fmt: skip
+
+
+async def list_models(request: Request) -> Response:
+    return model_list([_model(request, name) for name in request.app.state.service.all_names])
 
 
 async def get_model(request: Request) -> Response:

@@ -30,9 +30,11 @@ class Exchange:
     given_id      the client's X-Request-Id, if valid: the answer has it, too
     answered_id   the X-Request-Id of the answer
     tenant        of the request's key; None if no keys are set
+    model         the first name of the model that answers, in a server of several; else ""
     status        of the answer; 0 if none was started
     send          the server's own `send`: the layers look only at an answer's start, so a stream may bypass them
     ignored       fields of the request that have no effect
+    heeded        fields among them that had one after all, in a server of several models
     sent          fields sent under another server's name: the name here, and the sent one
     closed        places of its schemas in which objects were closed
     num_replayed  past calls in its prompts that are spelled as the model wrote them
@@ -45,8 +47,10 @@ class Exchange:
     given_id: str | None = None
     answered_id: str = ""
     tenant: str | None = None
+    model: str = ""
     status: int = 0
     ignored: list[str] = field(default_factory=list)
+    heeded: frozenset[str] = frozenset()
     sent: dict[str, str] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
     normalized: list[str] = field(default_factory=list)

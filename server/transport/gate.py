@@ -119,8 +119,8 @@ def _begin(exchange: Exchange, message: Message, scope: Scope) -> None:
     headers.append((b"x-request-id", exchange.answered_id.encode("latin-1")))
     if dialect_of(scope) == "anthropic":
         headers.append((b"request-id", exchange.answered_id.encode("latin-1")))
-    if exchange.ignored:
-        headers.append((b"x-xserv-ignored", _header_text(exchange.ignored)))
+    if ignored := [name for name in exchange.ignored if name not in exchange.heeded]:
+        headers.append((b"x-xserv-ignored", _header_text(ignored)))
     if exchange.closed:
         headers.append((b"x-xserv-closed-schemas", _header_text(exchange.closed)))
     if exchange.normalized:

@@ -16,11 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.engine.errors import EngineDeadError, RequestError
-from runtime.engine.messages import EngineState
+from runtime.engine.messages import EngineInfo, EngineState
 from runtime.engine.process.client import EngineClient
 from runtime.errors import XservError
 from runtime.parallel.fleet import Fleet
 from runtime.version import release
+from server.config import ServerConfig
 from server.errors import ApiError, engine_errors, engine_unavailable, from_engine, invalid
 from server.service import AppState, Service
 from server.transport.json_answer import JsonAnswer
@@ -30,7 +31,7 @@ logger = logging.getLogger("xserv.server")
 _NOT_TOLD = frozenset(
     {
         "api_keys", "api_key_files", "ssl_certfile", "ssl_keyfile", "log_file", "otlp_endpoint", "responses_dir",
-        "lora_modules", "lora_root",
+        "lora_modules", "lora_root", "models_config",
     }
 )  # fmt: skip
 """Settings that are secrets, or lead to them, or tell about the machine."""
@@ -99,13 +100,23 @@ async def get_load(request: Request) -> Response:
 async def get_server_info(request: Request) -> Response:
     """Limits and settings, without paths of files."""
     service: Service = request.app.state.service
-    engine = msgspec.to_builtins(service.client.info)
+    info = told_info(service.client.info)
+    return JsonAnswer(ServerInfo(release(), list(service.model_names), info, told_config(service.config)))
+
+
+def told_info(info: EngineInfo) -> dict[str, Any]:
+    """The engine's facts, without paths."""
+    engine: dict[str, Any] = msgspec.to_builtins(info)
     for name in ("model_path", "type"):
         engine.pop(name, None)
-    for told, group in zip(engine["cache_groups"], service.client.info.cache_groups, strict=True):
+    for told, group in zip(engine["cache_groups"], info.cache_groups, strict=True):
         told["window"] = group.window
-    server = {name: value for name, value in asdict(service.config).items() if name not in _NOT_TOLD}
-    return JsonAnswer(ServerInfo(release(), list(service.model_names), engine, server))
+    return engine
+
+
+def told_config(config: ServerConfig) -> dict[str, Any]:
+    """The server's settings that clients may know."""
+    return {name: value for name, value in asdict(config).items() if name not in _NOT_TOLD}
 
 
 async def get_tokenizer_info(request: Request) -> Response:
@@ -230,5 +241,5 @@ async def ready(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Prometheus' text format, whatever the Accept header: other formats would drop the colons of vLLM's names."""
-    registry = AppState.of(request).metrics.registry
+    registry = AppState.of(request).registry
     return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import uvicorn
 
-from server.app import Application
+from server.app import ServerApplication
 from server.transport.protocol import uvicorn_config
 from tests.waiting import TIMEOUT_S, wait_until
 
@@ -53,7 +53,7 @@ def serving_process(
 
 
 @contextmanager
-def running(app: Application) -> Iterator[str]:
+def running(app: ServerApplication) -> Iterator[str]:
     """The server's base URL, "http://127.0.0.1:PORT"; the server has ended when the block has."""
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
         server = uvicorn.Server(uvicorn_config(app, app.config))

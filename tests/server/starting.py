@@ -16,7 +16,8 @@ from runtime.engine.make_client import StartingClient
 from runtime.engine.process.client import EngineClient
 from server.app import Application
 from server.config import ServerConfig
-from server.serve import _Server, listen
+from server.http_server import ModelServer
+from server.serve import listen
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.real_server import write_tiny_model
 from tests.waiting import TIMEOUT_S, wait_until
@@ -48,7 +49,7 @@ class StartingServer:
 
     url: str
     start: SlowStart
-    server: _Server
+    server: ModelServer
     thread: threading.Thread
     error: list[BaseException]
 
@@ -61,7 +62,7 @@ def starting_server(
     write_tiny_model(folder)
     engine.info = msgspec.structs.replace(engine.info, model_path=str(folder))
     start = SlowStart(engine)
-    server = _Server(Application(["slow"], config), cast(StartingClient, start), None)
+    server = ModelServer(Application(["slow"], config), cast(StartingClient, start), None)
     errors: list[BaseException] = []
     with listen("127.0.0.1", 0) as listener:
 

@@ -26,7 +26,8 @@ from models.errors import ModelLoadError
 from runtime.cli import app
 from server.config import ServerConfig, ServerConfigError
 from server.loading import ServerStartError, warm_up
-from server.serve import check_files, listen, serve, served_names
+from server.names import served_names
+from server.serve import check_files, listen, serve
 from tests.models.encoder_cases import write_encoder
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.running import serving_process
