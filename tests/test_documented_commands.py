@@ -74,6 +74,8 @@ ELSEWHERE = {
         "xserv serve --data-parallel-size N --ray-address …",
         "xserv serve BAAI/bge-small-en-v1.5", "xserv serve BAAI/bge-reranker-v2-m3",
         "xserv serve MODEL --enable-lora --max-loras 4 --max-lora-rank 32 --lora-modules support=/adapters/support",
+        "xserv serve Qwen/Qwen3-8B embed=BAAI/bge-m3",
+        "xserv serve --models-config models.toml --models-memory 60 --keep-alive 30m",
         "xserv serve FOLDER-OF-A-CLASSIFIER", "xserv serve Qwen/Qwen3-0.6B", "xserv serve models/demo",
         "xserv deploy ray", "xserv serve --ray-address",
         "xserv deploy ray --model MODEL --min-replicas 1 --max-replicas 4",

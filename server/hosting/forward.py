@@ -34,7 +34,7 @@ _PURPOSES: dict[str, tuple[Purpose, ...]] = {
     ),
     "/": ("embed", "classify"),
 }
-"""What a request without a model is for, by its route; all others are for a model that generates."""
+"""The purpose of a request without a model, by its route; all others are for a model that generates."""
 
 _OF_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 

@@ -90,7 +90,7 @@ class HostedModel:
 
     @property
     def info(self) -> EngineInfo | None:
-        """Of its engine, also while it is unloaded; None before it was first loaded."""
+        """Facts of its engine, also while it is unloaded; None before it was first loaded."""
         return None if self._model is None else self._model.client.info
 
     @property
@@ -117,7 +117,7 @@ class HostedModel:
 
     @property
     def held_bytes(self) -> int:
-        """What it takes of its device, or is about to."""
+        """Memory that it takes of its device, or is about to."""
         return 0 if self.status == "unloaded" else self.expected_bytes
 
     @property

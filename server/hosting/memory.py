@@ -16,7 +16,7 @@ HOST = "cpu"
 """The place of models on processors and emulated devices."""
 
 SHARE = 0.9
-"""Of the memory that is free at the start; the rest is for the server and what engines take beside weights and KV."""
+"""Models' part of the memory that is free at the start; the rest is for what is neither weights nor KV."""
 
 
 def place_of(settings: ModelSettings) -> str:
@@ -76,6 +76,6 @@ def _says_cache(settings: ModelSettings) -> bool:
 
 
 WORKSPACE_BYTES = 1 << 30
-"""Of a GPU, for each model's activations and recordings."""
+"""Memory of a GPU for each model's activations and recordings."""
 
 LEAST_CACHE_BYTES = 1 << 30

@@ -1,9 +1,8 @@
-"""Which models are loaded: they come when a request needs them, and go when nobody used them for long, or when another
-one needs their room.
+"""Loads models when a request needs them, and unloads those that were not used for long, or whose room another needs.
 
-A request holds its model. One that is not loaded waits until it is: first for room, which the least recently used of
-the idle models makes, those of lower priority first; if all are answering, for the first of them to be idle, while
-requests that come for it later wait behind. Rooms are made one after the other, in the order of requests.
+A request holds its model until its answer is over. If the model is not loaded, the request waits for room: the pool
+unloads idle models, first those of lower priority, then the least recently used. If all of them are answering, it
+waits until one is idle; later requests for that one wait, too. Room is made for one model at a time, in order.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from server.hosting.durations import seconds_of
 from server.names import check_served_name
 
 MOST_MODELS = 256
-"""Of one server."""
+"""Most models of one server."""
 
 _OF_STARTS = ("hang_timeout_s", "ray_address")
 """Options of `StartingClient` that are none of `EngineConfig`."""

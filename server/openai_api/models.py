@@ -26,7 +26,7 @@ from server.transport.json_answer import JsonAnswer
 from tokenizer import Tokenizer
 
 ModelStatus = Literal["unloaded", "loading", "loaded", "unloading"]
-"""Of one of several models, in llama-server's words; "unloading": its last requests are being finished."""
+"""The state of one of several models, in llama-server's words; "unloading": its last requests are being finished."""
 
 
 class ModelState(msgspec.Struct, omit_defaults=True):

@@ -21,6 +21,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import server.http_server
 import server.serve
 from models.errors import ModelLoadError
 from runtime.cli import app
@@ -331,16 +332,16 @@ def test_a_drain_under_load(tiny_folder: Path) -> None:
 def test_a_hang_up_without_files_of_keys_ends_nothing_but_a_terminals_server(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = object.__new__(server.serve._Server)
+    one = object.__new__(server.http_server.HttpServer)
     one.app = SimpleNamespace(config=ServerConfig())  # type: ignore[assignment]
     ended: list[int] = []
-    monkeypatch.setattr(server.serve._Server, "handle_exit", lambda self, sig, frame: ended.append(sig))
-    monkeypatch.setattr(server.serve, "sys", SimpleNamespace(stdin=None))
+    monkeypatch.setattr(server.http_server.HttpServer, "handle_exit", lambda self, sig, frame: ended.append(sig))
+    monkeypatch.setattr(server.http_server, "sys", SimpleNamespace(stdin=None))
     with caplog.at_level(logging.INFO):
         one._hang_up()
     assert "no files of API keys" in caplog.text
     assert ended == []
-    monkeypatch.setattr(server.serve, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr(server.http_server, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
     one._hang_up()
     assert ended == [signal.SIGTERM]
 
