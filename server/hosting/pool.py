@@ -252,9 +252,11 @@ class ModelPool:
         model.timer = model.expires_s = None
 
     def _expire(self, model: HostedModel) -> None:
+        timer = model.timer
+
         async def leave() -> None:
             async with self._order:
-                if model.is_idle and model.expires_s is not None and time.monotonic() >= model.expires_s:
+                if model.is_idle and model.timer is timer:  # it was not used since
                     await self._unload(model)
             self._go_on(model)
 
