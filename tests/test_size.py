@@ -26,11 +26,11 @@ MOST_LINES = {
     "runtime/llm": 1_788,
     "runtime/parallel": 1_739,
     "runtime/images": 937,
-    "runtime/commands": 2_955,
+    "runtime/commands": 2_968,
     "runtime/bench": 10_002,
     "runtime": 3_520,
     "models": 19_468,
-    "server": 20_123,
+    "server": 22_018,
     "tokenizer": 7_581,
     "tools": 16_929,
 }
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 40_565
+MOST_WORDS = 40_926
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

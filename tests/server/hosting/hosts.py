@@ -180,7 +180,7 @@ def _write(folder: Path, pooling: PoolingInfo) -> str:
     """A model's folder, whose config tells what it is for."""
     folder.mkdir(exist_ok=True)
     write_tiny_model(folder)
-    fields = json.loads((folder / "config.json").read_text())
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = "ForCausalLM" if pooling.generates else "ForSequenceClassification" if pooling.labels else "Model"
-    (folder / "config.json").write_text(json.dumps({**fields, "architectures": [f"Qwen3{kind}"]}))
+    (folder / "config.json").write_text(json.dumps({**fields, "architectures": [f"Qwen3{kind}"]}), encoding="utf-8")
     return str(folder)
