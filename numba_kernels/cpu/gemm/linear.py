@@ -71,6 +71,7 @@ UNPACKED_ELEMENTS = 512  # of K that are unpacked at once with vpdpbusd: 24 KB o
 MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay small
 _ARRANGED_ALONE = 2048  # elements that another thread would not quantise in less time than it takes to begin
 SERIAL_MACS = 600_000  # less work is not worth waking a thread
+_EXPANDED_VALUES = 4096  # of low-rank sums that are made at a time, about: half of the first-level cache has others
 _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
 _NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
 
@@ -289,10 +290,9 @@ def product_parts(stored: Any) -> ProductParts:
         if has_buffer and is_buffered:
             buffer = np.empty((block_words // span * buffer_words, PANEL_COLUMNS), np.float32)
             step = -(-step // parts)
-        residual_stride = a.out_width * 4
-        added = np.empty(
-            (rows * (at_once[rows] if is_lone else 1) if a.low_rank != 0 else 0, PANEL_COLUMNS), np.float32
-        )
+        residual_stride, begun, expanded = a.out_width * 4, 0, 0
+        expanding = max(at_once[rows] if is_lone else 1, _EXPANDED_VALUES // (rows * PANEL_COLUMNS))
+        memory = np.empty((rows * expanding if a.low_rank != 0 else 0, PANEL_COLUMNS), np.float32)
         panel = first_panel
         while panel < last_panel:
             panels = at_once[rows] if is_lone and panel + at_once[rows] <= last_panel else 1
@@ -300,11 +300,15 @@ def product_parts(stored: Any) -> ProductParts:
             columns = min(panels * PANEL_COLUMNS, a.width - column)
             residual = _moved(a.residual, (first_row * a.out_width + column) * 4)
             if a.low_rank != 0:
-                residual_stride = panels * _PANEL_ROW_BYTES
-                begin_residual(residual, a.out_width * 4, address(added), residual_stride, columns, rows)
-                residual = address(added)
-                expand = int64_at(a.low_rank + EXPAND, 1)[0]
-                call_expand(expand, a.low_rank, column, columns, first_row, rows, residual, residual_stride)
+                sums = address(memory)
+                if panel + panels > expanded:
+                    begun, expanded = panel, min(last_panel, panel + expanding)
+                    residual_stride = expanding * _PANEL_ROW_BYTES
+                    made = min((expanded - begun) * PANEL_COLUMNS, a.width - column)
+                    begin_residual(residual, a.out_width * 4, sums, residual_stride, made, rows)
+                    expand = int64_at(a.low_rank + EXPAND, 1)[0]
+                    call_expand(expand, a.low_rank, column, made, first_row, rows, sums, residual_stride)
+                residual = sums + (panel - begun) * _PANEL_ROW_BYTES
             for segment in range(a.num_segments + is_cut):
                 is_end = segment == a.num_segments  # all are added up: the last turn
                 first, last, slot = 0, words, address(slots)

@@ -53,6 +53,7 @@ _SHRUNK_ROWS = 3 if _HAS_MANY_REGISTERS else 1  # rows that meet them at a time,
 _EXPANDED_ROWS = 8 if _HAS_MANY_REGISTERS else 4
 _SHARED_ROWS = 24  # of a unit of shrinking: they stay in the second-level cache for all groups
 _AHEAD_BYTES = 4096  # how far a pass over `down` prefetches
+_TILES_AHEAD = 2  # the same of `up`
 _LINE = 64
 
 FIELDS = Fields(
@@ -277,16 +278,15 @@ def _prefetch(builder, start, size_bytes):
 
 @njit(nogil=True)
 def begin_residual(residual, stride, out, out_stride, columns, rows):
-    """Copies ``[rows, columns]`` to ``out``, or zeros if there is no residual; strides are in bytes."""
+    """Copies ``[rows, columns]`` to ``out``, or zeros if there is no residual; strides are in bytes. What lies between
+    rows of ``out`` may become zero, too."""
+    if residual == 0:
+        float32_at(out, (rows - 1) * (out_stride // 4) + columns)[:] = np.float32(0)
+        return
     for row in range(rows):
-        target = float32_at(out + row * out_stride, columns)
-        if residual != 0:
-            source = float32_at(residual + row * stride, columns)
-            for column in range(columns):
-                target[column] = source[column]
-        else:
-            for column in range(columns):
-                target[column] = np.float32(0)
+        source, target = float32_at(residual + row * stride, columns), float32_at(out + row * out_stride, columns)
+        for column in range(columns):
+            target[column] = source[column]
 
 
 class Functions(NamedTuple):
@@ -313,7 +313,8 @@ def functions_of(stored: Any) -> Functions:
         steps = -(-a.depth // (LANES * a_word))
         group_bytes = steps * GROUP * LANES * word_bytes
         if has_pairs:
-            rounded = np.empty((_SHARED_ROWS, steps * LANES), np.uint32)
+            memory = np.empty((_SHARED_ROWS, steps * LANES), np.uint32)
+        row_bytes = steps * LANES * 4
         unit = 0
         for number in range(a.num_active):
             slot = active[number]
@@ -321,7 +322,7 @@ def functions_of(stored: Any) -> Functions:
                 break
             for first in range(starts[slot], starts[slot + 1], _SHARED_ROWS):
                 last = min(starts[slot + 1], first + _SHARED_ROWS)
-                is_rounded = False
+                is_rounded, rounded = False, address(memory) if has_pairs else 0
                 for part in range(a.num_parts):
                     for group in range(-(-slots[slot * fields + 3 + part] // GROUP)):
                         unit += 1
@@ -329,10 +330,10 @@ def functions_of(stored: Any) -> Functions:
                             continue
                         if has_pairs and not is_rounded:
                             for row in range(first, last):
-                                source = a.x + tokens[row] * a.x_stride * 4
+                                source, target = a.x + tokens[row] * a.x_stride * 4, rounded + (row - first) * row_bytes
                                 for element in range(0, a.depth, 2 * LANES):
-                                    target = address(rounded[row - first]) + element * 2
-                                    round_pairs(source + element * 4, min(2 * LANES, a.depth - element), target)
+                                    count = min(2 * LANES, a.depth - element)
+                                    round_pairs(source + element * 4, count, target + element * 2)
                             is_rounded = True
                         column = part * a.stride + group * GROUP
                         down = slots[slot * fields] + column // GROUP * group_bytes
@@ -340,7 +341,7 @@ def functions_of(stored: Any) -> Functions:
                             height = min(_SHRUNK_ROWS, last - row)
                             x, stride = a.x, a.x_stride * 4
                             if has_pairs:
-                                x, stride = address(rounded[row - first]), steps * LANES * 4
+                                x, stride = rounded + (row - first) * row_bytes, row_bytes
                             at = a.between + (row * ranks + column) * between_bytes
                             _shrink_tile(
                                 stored, height, x, stride, a.tokens + row * 4, down, a.depth, at,
@@ -389,9 +390,9 @@ def functions_of(stored: Any) -> Functions:
                             out + column * 4, out_stride, a.tokens + row * 4, added, begin - column,
                             end - column,
                         )  # fmt: skip
+                    _prefetch(at + _TILES_AHEAD * TILE_VECTORS * block_bytes, TILE_VECTORS * words * LANES * word_bytes)
                     at += TILE_VECTORS * block_bytes
                     column += PANEL_COLUMNS
-                _prefetch(at, columns // LANES * block_bytes)  # what the next panel adds
 
     record, index = types.CPointer(from_dtype(FIELDS.record)), types.intp
     expanding = CFunction(types.void(record, *[index] * 6), expand, CODE_FOLDER, error_model="numpy")
@@ -408,7 +409,9 @@ def add_kernel() -> Kernel:
         first = work_item * a.columns_a_work_item
         columns = min(a.columns_a_work_item, a.width - first)
         stride, at = a.width * 4, a.out + first * 4
-        begin_residual(a.residual + first * 4 if a.residual != 0 else 0, stride, at, stride, columns, a.num_rows)
+        for row in range(a.num_rows):
+            residual = a.residual + first * 4 + row * stride if a.residual != 0 else 0
+            begin_residual(residual, stride, at + row * stride, stride, columns, 1)
         expand = int64_at(a.low_rank + EXPAND, 1)[0]
         call_expand(expand, a.low_rank, first, columns, 0, a.num_rows, at, stride)
 

@@ -375,13 +375,17 @@ def round_pairs(builder, source, count, target):
     """LANES words of two bfloat16 each: the ``count`` (at most 2 * LANES) floats at ``source``, rounded to nearest
     even, and zeros after them. NaN stays NaN."""
     shorts = 2 * LANES
-    halves = []
-    for first in (0, LANES):
-        mask = simd.lanes_below(builder, first, count)
-        bits = simd.masked_load(builder, simd.offset(builder, source, first * 4), mask, I32)
-        halves.append(rounded_halves(builder, bits))
     order = ir.Constant(simd.vector(I32, shorts), list(range(shorts)))
-    simd.store(builder, builder.shuffle_vector(*halves, order), target)
+
+    def emit(load):
+        halves = [rounded_halves(builder, load(simd.offset(builder, source, first * 4), first)) for first in (0, LANES)]
+        simd.store(builder, builder.shuffle_vector(*halves, order), target)
+
+    with builder.if_else(builder.icmp_signed(">=", count, ir.Constant(I64, shorts)), likely=True) as (whole, part):
+        with whole:
+            emit(lambda at, first: simd.load(builder, at, _WORDS, 4))
+        with part:
+            emit(lambda at, first: simd.masked_load(builder, at, simd.lanes_below(builder, first, count), I32))
 
 
 @emitted(types.void, *[types.intp] * 3)

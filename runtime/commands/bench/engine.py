@@ -17,6 +17,7 @@ from runtime.engine.config import integers
 _cpu_products = later("runtime.bench.cpu_products")
 _cpu_rates = later("runtime.bench.cpu_rates")
 _cpu_latent = later("runtime.bench.kernels.cpu_latent")
+_cpu_adapters = later("runtime.bench.kernels.cpu_adapters")
 _cpu_states = later("runtime.bench.kernels.cpu_states")
 _burst = later("runtime.bench.load.burst")
 _exact = later("runtime.bench.scheduling.exact")
@@ -172,7 +173,8 @@ def products(
 def kernels(
     output: ReportOptions,
     device: Annotated[
-        str, typer.Option(help="cuda[:N]; emulated[:ARCH] runs tiny shapes and counts; cpu has latent and states.")
+        str,
+        typer.Option(help="cuda[:N]; emulated[:ARCH] runs tiny shapes and counts; cpu has adapters, latent, states."),
     ] = "cuda",
     parts: Annotated[
         str | None, typer.Option(help="Lines to run, comma-separated; default: all but state.", show_default=False)
@@ -182,13 +184,17 @@ def kernels(
 ) -> None:
     """Each kernel against its goal: verified, then timed. cuBLAS takes turns with ours if installed."""
     if device == "cpu":
-        if parts not in (None, "latent", "states"):
-            raise typer.BadParameter(f"{parts!r}: on the cpu there are latent and states", param_hint="--parts")
+        if parts not in (None, "adapters", "latent", "states"):
+            raise typer.BadParameter(
+                f"{parts!r}: on the cpu there are adapters, latent and states", param_hint="--parts"
+            )
         if plot is not None:
             raise typer.BadParameter("there is no roofline of the cpu", param_hint="--plot")
         measure, lines = _cpu_latent.bench_latent, _cpu_latent.as_lines
         if parts == "states":
             measure, lines = _cpu_states.bench_states, _cpu_states.as_lines
+        elif parts == "adapters":
+            measure, lines = _cpu_adapters.bench_adapters, _cpu_adapters.as_lines
         found = measure(num_runs=num_runs, report_progress=lambda line: print(line, file=sys.stderr))
         output.deliver(found, "\n".join(lines(found)))
         return

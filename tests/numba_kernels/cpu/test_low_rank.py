@@ -10,12 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from models.quantized.on_load import ROUNDINGS
+from numba_kernels.blocks import BLOCKS
 from runtime import ops
 from runtime.backends import cpu_threads
 from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError
 from runtime.linear.low_rank_slots import CpuSlots, DensePair, LowRank, SlotShape
 from runtime.linear.options import LoadOptions
+from runtime.linear.quantise import quantise
 from tests.numba_kernels.cpu.cases import WEIGHT_TYPES, normal, tensor
 from tests.oracles import dense
 from tests.oracles.tiles import ROUNDS_TO_BF16, as_multiplied
@@ -98,9 +101,12 @@ def test_equals_float64(size, dtype):
 def test_rides_on_quantised_products_on_any_threads(quantization):
     rng = np.random.default_rng(1)
     heights, depth, rank = (300, 100), 256, 16
-    weight = ops.prepare_linear(
-        tensor(normal(rng, (400, depth), BF16)), None, LoadOptions.parse(quantization=quantization)
-    )
+    matrix = normal(rng, (400, depth), BF16)
+    if quantization == "int8":
+        weight = ops.prepare_linear(tensor(matrix), None, LoadOptions.parse(quantization=quantization))
+    else:
+        weight = ops.prepare_linear([quantise(matrix.astype(np.float32), ROUNDINGS[quantization])])
+        assert weight.stored in BLOCKS
     slots = CpuSlots(SlotShape(heights, depth, rank, 3), DType.parse("bfloat16"))
     for slot in range(3):
         pairs = [DensePair(normal(rng, (rank, depth)), normal(rng, (height, rank))) for height in heights]
