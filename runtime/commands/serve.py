@@ -31,6 +31,8 @@ _ray_serve = later("server.ray_serve")
 
 
 def serve(
+    engine: EngineOptions,
+    server: ServerOptions,
     models: Annotated[
         list[str] | None,
         typer.Argument(
@@ -38,9 +40,7 @@ def serve(
             help="The same as --model; one server has several.",
             show_default=False,
         ),
-    ],
-    engine: EngineOptions,
-    server: ServerOptions,
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[

@@ -15,11 +15,13 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from runtime.commands import serve as serving
 from runtime.commands.answers import with_adapter
 from runtime.commands.generate import read_prompts
 from runtime.commands.info_report import as_text, memory
@@ -341,3 +343,12 @@ def test_others_are_refused(text: str, problem: str) -> None:
 def test_two_that_differ_are_refused() -> None:
     with pytest.raises(RequestError, match="--speculation suffix and --speculative-config say different things"):
         EngineOptions(speculation="suffix", speculative_config='{"method": "ngram"}').arguments()
+
+
+def test_serve_needs_no_model_and_takes_one_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(serving, "_serve", SimpleNamespace(serve=lambda model, **_: asked.append(model)))
+    for arguments in ([], ["a"], ["a", "b=c"], ["--model", "a"]):
+        assert invoke("serve", *arguments)[0] == 0
+    assert asked == [None, ["a"], ["a", "b=c"], "a"]
+    assert invoke("serve", "a", "--model", "b")[0] == 2
