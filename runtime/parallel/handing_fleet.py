@@ -240,8 +240,8 @@ class HandingFleet(Fleet):
             elif engine != before:
                 self.router.num_handed_over += 1
                 self.router.move(life.route, engine)
-        if told not in (None, engine):
-            self._clients[told].drop_pages(life.lease)  # type: ignore[index]
+        if told is not None and told != engine:
+            self._clients[told].drop_pages(life.lease)
         life.decoder = engine
         try:
             self._admit(life, engine, source=self._source(life) if engine != before else None)
@@ -327,12 +327,9 @@ class HandingFleet(Fleet):
 
     def _times(self, life: _Life, times: RequestTimes) -> RequestTimes:
         """An answer's times, where its last engine does not know the first."""
-        first = life.first_times
-        return msgspec.structs.replace(
-            times,
-            first_scheduled_s=times.first_scheduled_s if first is None else first.first_scheduled_s,
-            first_token_s=life.first_token_s if first is None else first.first_token_s,
-        )
+        first = life.first_times or times
+        first_token_s = first.first_token_s or times.first_token_s or life.first_token_s
+        return msgspec.structs.replace(times, first_scheduled_s=first.first_scheduled_s, first_token_s=first_token_s)
 
     def _fail(self, life: _Life, error: str) -> None:
         for index in life.open_choices:

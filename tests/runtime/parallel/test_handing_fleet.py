@@ -17,9 +17,12 @@ import pytest
 
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, RequestError
+from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.process.child import Supervision
+from runtime.engine.sampling_params import SamplingParams
+from runtime.llm import LLM
 from runtime.parallel.handing_fleet import HandingFleet
 from tests.runtime.engine.storing_engine import SETTINGS, make_requests
 from tests.runtime.engine.test_stored_prefixes import write_full
@@ -191,3 +194,32 @@ def test_a_drain_hands_over_what_is_open(model: Path, known: Known) -> None:
 def test_bad_options_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         EngineConfig(**settings)
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=12, stop=["q"]),
+    SamplingParams(n=2, max_tokens=8, logprobs=2, prompt_logprobs=1),  # without a seed of its own
+    SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[0-9]{3}")),
+    SamplingParams(seed=3, max_tokens=12, min_tokens=3, repetition_penalty=1.2, dry_multiplier=0.5),
+    SamplingParams(seed=4, max_tokens=12, mirostat=2, mirostat_tau=3.0),
+    SamplingParams(seed=5, max_tokens=1, logprobs=0),
+]
+
+
+def test_texts_grammars_and_mirostat_are_those_of_one() -> None:
+    prompts = [f"Question {i}: what is {i} plus {i + 2}?" for i in range(18)]
+    settings: dict[str, Any] = {"device": "cpu", "num_blocks": 256, "max_model_len": 512, "seed": 1}
+
+    def answers(llm: LLM) -> list[Any]:
+        outputs = llm.generate(prompts, [PARAMS[i % len(PARAMS)] for i in range(len(prompts))])
+        return [
+            (each.prompt_logprobs, [(c.text, c.token_ids, c.logprobs, c.finish_reason) for c in each.outputs])
+            for each in outputs
+        ]
+
+    with LLM(prefill_engines=1, decode_engines=1, **settings) as two, LLM(**settings) as one:
+        fleet = two.client
+        assert isinstance(fleet, HandingFleet)
+        assert answers(two) == answers(one)
+        assert fleet.routing.num_handed_over >= 12
+        assert fleet.stats().num_lost_transfers == 0
