@@ -24,7 +24,7 @@ MOST_LINES = {
     "runtime/engine": 24_105,
     "runtime/text": 7_327,
     "runtime/llm": 1_788,
-    "runtime/parallel": 1_739,
+    "runtime/parallel": 1_736,
     "runtime/images": 937,
     "runtime/commands": 2_974,
     "runtime/bench": 10_143,
