@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from models.checkpoints.checkpoint import Checkpoint, TensorLayout
 from models.checkpoints.dummy import dummy_checkpoint
 from models.checkpoints.model_files import ModelFiles, open_model
 from models.checkpoints.stacked import take_apart
+from models.checkpoints.weight_files import open_checkpoint
 from models.classifier import base_of
 from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import ModelConfig
@@ -29,7 +31,7 @@ from models.makers.declaring_maker import DeclaringMaker
 from models.makers.loading_maker import LoadingMaker
 from models.makers.maker import Maker
 from models.quantized.on_load import rounded_on_load
-from models.quantized.scheme import read_quantization
+from models.quantized.scheme import read_quantization, with_quantized
 from models.stages import balanced, counted
 from runtime.communicator import Communicator, Pipeline
 from runtime.dtype import DType, float32
@@ -217,6 +219,7 @@ def declare(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
+    weights: Path | Checkpoint | None = None,
     **settings: Unpack[LoadSettings],
 ) -> Declaration:
     """The model in `folder`, checked against its files' headers; nothing else is read. One run of its constructor.
@@ -227,6 +230,7 @@ def declare(
         seed: of the dummy weights.
         max_model_len: tokens that a sequence will have at most, to keep position tables small. None means the config's
             `max_position_embeddings`, which is also the limit.
+        weights: other ones than the folder's: of another folder or GGUF file of the same model, or the stored tensors.
         settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact, communicator, pipeline, stages; and
             `hf_overrides`, from `models.configuration.overrides.as_text`, and `mmproj`, of `models.gguf.mmproj`.
 
@@ -251,7 +255,7 @@ def declare(
         layout = _layout(config, maker)
         source = dummy_checkpoint(layout, seed, dtype, _quantized_layouts(files, layout))
     else:
-        source = files.checkpoint()
+        source = files.checkpoint() if weights is None else _other_weights(files, said, weights, overrides, mmproj)
         dtype = source.main_dtype()
         config, maker, model = _fitted(source, said, options, positions, dtype)
         if source.main_dtype() is not dtype:  # most elements are of buffers, which the model computes
@@ -262,6 +266,36 @@ def declare(
     model.rounded_activations = maker.rounded_activations
     warnings = () if options.rank else _warnings(folder, overrides, mmproj, said, config)
     return Declaration(Path(folder), config, model, options, rounded, warnings)
+
+
+def _other_weights(
+    files: ModelFiles, said: ModelConfig, weights: Path | Checkpoint, overrides: str, mmproj: str
+) -> Checkpoint:
+    """The stored tensors of other weights of a model. Raises `ConfigError` if they are another model's."""
+    if (
+        isinstance(weights, Path)
+        and weights.is_file() == files.path.is_file()
+        and (weights.is_file() or (weights / "config.json").is_file())
+    ):
+        other = open_model(weights, overrides, mmproj)
+        config = replace(_parse(other.config()), dtype=said.dtype, tie_word_embeddings=said.tie_word_embeddings)
+        if config != said:
+            names = [
+                each.name
+                for each in dataclasses.fields(config)
+                if getattr(config, each.name) != getattr(said, each.name, None)
+            ]
+            raise ConfigError(
+                f"{weights}: the weights are another model's than {files.path}: {', '.join(names)} differ"
+            )
+        return other.checkpoint()
+    if not files.path.is_dir() or (isinstance(weights, Path) and not weights.is_dir()):
+        kind = "a folder" if files.path.is_dir() else "a GGUF file"
+        place = weights if isinstance(weights, Path) else weights.place
+        raise ConfigError(f"{place}: the model {files.path} is {kind}, and so must its new weights be")
+    checkpoint = open_checkpoint(weights) if isinstance(weights, Path) else weights
+    scheme = read_quantization(files.config())
+    return checkpoint if scheme is None else with_quantized(checkpoint, scheme)
 
 
 def declare_model(folder: str | Path, **arguments: Any) -> Model:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from runtime.llm import RequestOutput as RequestOutput
     from runtime.llm import ScoringOutput as ScoringOutput
     from runtime.llm import ScoringRequestOutput as ScoringRequestOutput
+    from runtime.llm import shared_weights as shared_weights
     from runtime.tensor.tensor import Tensor as Tensor
 
 _HOME = {
@@ -59,6 +60,7 @@ _HOME = {
     "EmbeddingOutput": "runtime.llm",
     "BeamSearchOutput": "runtime.llm",
     "BeamSearchSequence": "runtime.llm",
+    "shared_weights": "runtime.llm",
     "XservError": "runtime.errors",
     "Tensor": "runtime.tensor.tensor",
 }

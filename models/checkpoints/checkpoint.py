@@ -23,7 +23,8 @@ from models.errors import WeightsError
 from runtime.dtype import DType, bfloat16, float16, float32
 from tokenizer.warn import warn_once
 
-_DTYPES = {dtype.safetensors: dtype for dtype in (float32, float16, bfloat16)} | {"F64": float32}
+FLOATS = {dtype.safetensors: dtype for dtype in (float32, float16, bfloat16)} | {"F64": float32}
+"""The types of weights by their names in safetensors; F64 is rounded when it is read."""
 _COMPARED_BYTES = 16 << 20
 
 _WRAPPERS = re.compile(
@@ -231,7 +232,7 @@ class SafetensorsTensor(StoredTensor):
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         entry = file.tensors[name]
         self.file, self.name, self.shape, self.type_name = file.path.name, name, entry.shape, entry.dtype
-        self.dtype, self.size_bytes = _DTYPES.get(entry.dtype), entry.end - entry.begin  # F64 is rounded when read
+        self.dtype, self.size_bytes = FLOATS.get(entry.dtype), entry.end - entry.begin
         self._file = file
 
     def array(self) -> np.ndarray[Any, Any]:

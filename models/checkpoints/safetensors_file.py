@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -51,8 +52,8 @@ class TensorEntry:
 class SafetensorsFile:
     """A memory-mapped safetensors file.
 
-    `tensors` maps names to entries, in the header's order. The mapping lives as long as the object or any
-    array taken from it.
+    `tensors` maps names to entries, in the header's order; `metadata` are the header's texts. The mapping lives as long
+    as the object or any array taken from it.
 
     Raises `WeightsError`, naming file, tensor and value, for a file that is missing, truncated or malformed.
     """
@@ -93,6 +94,17 @@ class SafetensorsFile:
             array = array.copy()
         return array.reshape(entry.shape)
 
+    def read(self, name: str) -> np.ndarray[Any, Any]:
+        """A copy of one tensor, read and not mapped: where the file has become shorter it raises `WeightsError`."""
+        entry = self.tensors[name]
+        copied = np.empty(entry.end - entry.begin, np.uint8)
+        try:
+            self._mapping.read_into(copied, self._data_start + entry.begin)
+        except OSError as error:
+            raise self._error(f"tensor {name!r}: {error.strerror or error}") from None
+        found: np.ndarray[Any, Any] = copied.view(_NUMPY[entry.dtype])
+        return found.reshape(entry.shape)
+
     def release(self, name: str) -> None:
         """Let go of the memory pages that only this tensor uses; reading it again reads the file again."""
         if not hasattr(mmap, "MADV_DONTNEED"):
@@ -115,7 +127,10 @@ class SafetensorsFile:
             raise self._error("the header is not JSON") from None
         if not isinstance(header, dict):
             raise self._error(f"the header must be a JSON object, not {type(header).__name__}")
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
+        self.metadata = (
+            {key: text for key, text in metadata.items() if isinstance(text, str)} if isinstance(metadata, dict) else {}
+        )
         tensors = {name: self._parse_entry(name, fields) for name, fields in header.items()}
         self._check_layout(tensors)
         return tensors
@@ -154,12 +169,18 @@ class SafetensorsFile:
             raise self._error(f"{data_bytes - position} bytes after the last tensor belong to no tensor")
 
 
+def type_name(dtype: np.dtype[Any]) -> str | None:
+    """The format's name of a type that `array` gives; None for others."""
+    return next((name for name, known in _NUMPY.items() if known == dtype), None)
+
+
 def write_tensors(
-    path: Path, plan: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]], arrays: Iterable[np.ndarray[Any, Any]]
-) -> None:
+    path: Path, plan: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]], arrays: Iterable[np.ndarray[Any, Any]],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> None:  # fmt: skip
     """A file of these tensors, by name, type and shape; `arrays` gives them one after another in this order."""
     names, position = {dtype: name for name, dtype in _NUMPY.items()}, 0
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     for name, dtype, shape in plan:
         end = position + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [position, end]}

@@ -192,7 +192,7 @@ class LoadingMaker(Maker):
             if stored.block_format in ROW_BLOCKS:
                 return StoredTable.of(stored.stored_rows(), stored.block_format, columns)
             array = stored.array() if stored.quantized is None else stored.matrix().dequantise(dtype)
-            tensor = Tensor.from_numpy(array)
+            tensor = Tensor.from_numpy(array if stored.is_lasting else array.copy())
             tensor.storage.freeze()
             return tensor
         tensor, numbers = pinned_table((rows, columns), dtype, device)

@@ -94,6 +94,19 @@ class Adapters:
         if request.awaits_adapter and request not in self._waiting:
             self._waiting.append(request)
 
+    def use(self, maps: LowRankMaps) -> None:
+        """The model has other slots from now on, all of them empty. No request is computed."""
+        self.maps = maps
+        for slot in self._slots:
+            self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
+        """Those that hold it wait for another one once they go on."""
+        for request in self._holders[slot]:
+            request.adapter_slot, request.awaits_adapter = -1, True
+        self._holders[slot].clear()
+        self._slots[slot] = b""
+
     def release(self, request: Request) -> None:
         """Release the slot of a request that has ended."""
         if request.adapter is None:
@@ -161,10 +174,7 @@ class Adapters:
             free = next((slot for slot in self._slots if all(map(self._is_parked, self._holders[slot]))), None)
         if free is None:
             return None
-        for request in self._holders[free]:
-            request.adapter_slot, request.awaits_adapter = -1, True
-        self._holders[free].clear()
-        self._slots[free] = b""
+        self._empty(free)
         self._executor.write_adapter(free, adapter.pairs)
         self._slots[free] = wanted
         self.num_writes += 1

@@ -86,6 +86,7 @@ def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.i
         begun=request.begun,
         lease=request.lease,
         source=request.source,
+        asked=request,
     )
 
 

@@ -47,6 +47,9 @@ from runtime.engine.timeline import Timeline
 from runtime.engine.transfer.arrivals import Arrivals
 from runtime.engine.transfer.hand_overs import HandOvers
 from runtime.engine.transfer.transport import Transport
+from runtime.engine.weights.commands import Command, GivenArrays, TellState, WeightSource
+from runtime.engine.weights.engine_weights import EngineWeights
+from runtime.engine.weights.pauses import Pauses
 from runtime.kv.page_bytes import PageBytes
 from runtime.kv.page_store import PageStore
 from runtime.linear.low_rank import LowRankMaps
@@ -107,6 +110,8 @@ class Engine:
         self.steps = OpenSteps(
             self.scheduler, self.opened, executor, self.assembler, limits.max_num_seqs, self.pictures
         )
+        self.weights = EngineWeights(self)
+        self.pauses = Pauses(self.weights, self.opened, self.scheduler)
         if speculator is not None:
             self.use(speculator)
         self._block_events: BlockEvents | None = None
@@ -166,6 +171,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        if self.pauses.is_held and (self.pauses.can_advance or self.pauses.blocks):
+            return self.pauses.can_advance
         has_pictures = self.pictures is not None and len(self.pictures) > 0
         return self._has_work_beside_pictures or has_pictures
 
@@ -210,6 +217,11 @@ class Engine:
         self.opened.admit(request)
         if self.hand_overs is not None:
             self.hand_overs.admit(request)
+        self.pauses.take_in(request)
+        self.await_parts(request)
+
+    def await_parts(self, request: Request) -> None:
+        """Let a request that was admitted wait for its grammar, its images and its adapter."""
         if self.speculator is not None:
             self.speculator.expect(request)
         if request.awaits_grammar:
@@ -238,12 +250,41 @@ class Engine:
         return self.opened.cancel(request_id, index)
 
     def pause(self, request_id: str) -> None:
-        self.opened.pause(request_id)
+        self.pauses.pause_unread(request_id)
 
     def resume(self, request_id: str) -> None:
-        self.opened.resume(request_id)
-        if self.adapters is not None and (request := self.requests.get(request_id)) is not None:
+        if self.pauses.resume_read(request_id):
+            self._go_on(self.requests[request_id])
+
+    def _go_on(self, request: Request) -> None:
+        """A request that was paused goes on."""
+        if self.adapters is not None:
             self.adapters.resume(request)
+
+    def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.order``."""
+        if self.hand_overs is not None and not isinstance(command, TellState):
+            raise RequestError(
+                "an engine with a role hands requests over to others: it does not pause, sleep or take new weights",
+                param="roles",
+            )
+        return self.pauses.order(command)
+
+    def start_with(self, source: WeightSource, version: str) -> None:
+        """Serve these weights; to be called before the first request. Raises as ``EngineClient.update_weights``."""
+        self.weights.load_weights(source)
+        self.weights.use_weights()
+        self.opened.weight_version = version
+
+    def advance_embeddings(self) -> None:
+        """Run one forward pass over prompts to embed, if there is work and the engine is awake."""
+        if not self.pauses.blocks:
+            self.embedder.advance()
+
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether prompts to embed can be computed."""
+        return self.embedder.has_work and not self.pauses.blocks
 
     def cancel_all(self) -> list[EngineOutput]:
         """End every request."""
@@ -258,8 +299,10 @@ class Engine:
         (by the scheduler's bookkeeping or a transfer of blocks) leaves pages in doubt: the engine must not go on.
         """
         outputs: list[EngineOutput] = []
+        if self.pauses.is_held and not self.pauses.advance(outputs, self._go_on):
+            return outputs
         if self.pictures is not None and len(self.pictures) > 0:
-            self._encode(self.pictures, outputs)
+            self.encode_pictures(outputs)
             if not self._has_work_beside_pictures:
                 return outputs
         adapters = self.adapters if self.adapters is not None and len(self.adapters) > 0 else None
@@ -297,7 +340,7 @@ class Engine:
 
     def rest(self) -> None:
         """Do deferred work while idle: record the decode graph that the last step lacked, and store prefixes."""
-        if not self.has_work:
+        if not self.has_work and not self.pauses.is_held:
             self.executor.record()
             if (stored := self.scheduler.stored) is not None:
                 stored.write_some(is_idle=True)
@@ -305,10 +348,12 @@ class Engine:
     @property
     def wants_rest(self) -> bool:
         """Whether prefixes wait for the disk, although no step runs."""
-        return (stored := self.scheduler.stored) is not None and stored.num_waiting > 0
+        stored = self.scheduler.stored
+        return stored is not None and stored.num_waiting > 0 and not self.pauses.is_held
 
     def close(self) -> None:
         """Wait for the running step and drop it; no further step runs."""
+        self.pauses.close()
         self.grammars.close()
         if self.adapters is not None:
             self.adapters.close()
@@ -324,6 +369,8 @@ class Engine:
 
         Raises ``RequestError``, ``ContextLengthExceededError``.
         """
+        if not self.pauses.has_weights:
+            raise RequestError("the engine sleeps: it computes no logits", param="token_ids")
         most = self.limits.max_model_len
         return self.executor.logits(prompt_of("token_ids", token_ids, self.info.vocab_size, most, has_answer=False))
 
@@ -385,6 +432,7 @@ class Engine:
             num_accepted_tokens=drafts.num_accepted_tokens,
             accepted_by_position=tuple(drafts.accepted_by_position),
             **({} if self.hand_overs is None else self.hand_overs.stats()),
+            sleep_level=self.pauses.sleep_level,
             rank_step_s=tuple(tally.step_ns / 1e9 for tally in tallies),
             rank_waited_s=tuple(tally.waited_ns / 1e9 for tally in tallies),
         )
@@ -404,8 +452,10 @@ class Engine:
         running = [opened.step for opened in self.steps.open]
         assert all(step in running for step in self.scheduler.open_steps), "an ended step is open"
 
-    def _encode(self, pictures: PictureQueue, outputs: list[EngineOutput]) -> None:
+    def encode_pictures(self, outputs: list[EngineOutput]) -> None:
         """Encode more of the images that requests wait for."""
+        pictures = self.pictures
+        assert pictures is not None, "the model reads none"
 
         def start(request: Request | Embedding) -> None:
             if isinstance(request, Embedding):

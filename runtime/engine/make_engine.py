@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ import numpy as np
 
 from models.adapter_modules import in_own_order, resolve_modules
 from models.base import Model
+from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.hub import model_name, resolve_model
 from models.configuration.generation_config import load_end_ids, load_suppressed_ids
 from models.configuration.preprocessing import read_line_ends, read_patch_rule
@@ -53,6 +56,8 @@ from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel, RotatingModel
+from runtime.engine.weights.commands import FolderWeights, WeightSource
+from runtime.engine.weights.loader import Loader
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.kv.kinds import State
@@ -187,27 +192,35 @@ def declared_settings(config: EngineConfig, layers: tuple[range, ...], stage: in
     return load_settings(config, rank, DeclaredStage(stage, pipeline.num_stages), layers)
 
 
-def declared_model(folder: Path, config: EngineConfig, settings: LoadSettings) -> Declaration:
-    """The model in a folder, or the part that the settings name, before it is loaded. The config's seed is also that of
-    dummy weights (0 for None). Raises as `declare`."""
+def declared_model(
+    folder: Path, config: EngineConfig, settings: LoadSettings, weights: Path | Checkpoint | None = None
+) -> Declaration:
+    """The model in a folder, or the part that the settings name, before it is loaded; perhaps with other weights. The
+    config's seed is also that of dummy weights (0 for None). Raises as `declare`."""
     return declare(
-        folder, load_format=config.load_format, seed=config.seed or 0, max_model_len=config.max_model_len, **settings
-    )
+        folder, load_format=config.load_format if weights is None else "auto", seed=config.seed or 0,
+        max_model_len=config.max_model_len, weights=weights, **settings,
+    )  # fmt: skip
 
 
 def loaded_model(
     folder: Path, config: EngineConfig, reporter: Reporter = SILENT, communicator: RankCommunicator | None = None
 ) -> Model:
     """The model in a folder, or a rank's part of it. Raises as `declare`."""
+    return load_declared(
+        declared_model(folder, config, settings_of_rank(folder, config, communicator)), config, reporter
+    )
+
+
+def settings_of_rank(folder: Path, config: EngineConfig, communicator: RankCommunicator | None) -> LoadSettings:
+    """`load_settings` of the rank that has this communicator; None for a model in one piece."""
     if communicator is None:
-        settings = load_settings(config)
-    else:
-        is_staged = communicator.num_stages > 1
-        settings = load_settings(
-            config, communicator if communicator.num_ranks > 1 else None, communicator if is_staged else None,
-            layers_of_stages(folder, config),
-        )  # fmt: skip
-    return load_declared(declared_model(folder, config, settings), config, reporter)
+        return load_settings(config)
+    is_staged = communicator.num_stages > 1
+    return load_settings(
+        config, communicator if communicator.num_ranks > 1 else None, communicator if is_staged else None,
+        layers_of_stages(folder, config),
+    )  # fmt: skip
 
 
 def load_declared(
@@ -220,8 +233,15 @@ def load_declared(
     read_rule(declared.model, declared.folder, config.mmproj)
     limits = limits_of(declared.model, config)
     _say_states(declared.model.kv_cache_spec(config.block_size), limits)
+    return _with_numbers(declared, config, limits.max_model_len, reporter, communicator)
+
+
+def _with_numbers(
+    declared: Declaration, config: EngineConfig, max_model_len: int, reporter: Reporter,
+    communicator: RankCommunicator | None,
+) -> Model:  # fmt: skip
     loaded = declared.load(
-        max_model_len=limits.max_model_len, reporter=reporter,
+        max_model_len=max_model_len, reporter=reporter,
         communicator=communicator if communicator is not None and communicator.num_ranks > 1 else None,
         pipeline=communicator if communicator is not None and communicator.num_stages > 1 else None,
     )  # fmt: skip
@@ -273,12 +293,23 @@ def engine_over(
     # A request's own prediction is not tried if several steps are open.
     speculator = None if executor.depth > 1 else speculator_of(config, info.vocab_size, limits, draft, executor)
     engine = Engine(executor, limits, info, config.seed, vocabulary, speculator)
+    if config.reads_hidden_states and isinstance(executor, LocalExecutor) and speculator is not None:
+        engine.weights.new_drafter = partial(_new_drafter, config, info.vocab_size, limits, executor, folder)
     if isinstance(maps := loaded.addends, LowRankMaps):
         engine.take_adapters(maps, partial(_read_adapter, maps, loaded), config.most_kept_adapters)
     if config.prefix_cache_dir:
         assert isinstance(executor, LocalExecutor), "refused for several ranks"
         _store_prefixes(engine, executor, folder, config)
     return engine
+
+
+def _new_drafter(
+    config: EngineConfig, vocab_size: int, limits: EngineLimits, executor: LocalExecutor, folder: Path
+) -> Speculator | None:
+    """The drafter that the engine was started with, over the model that the executor runs now."""
+    target = executor.model
+    assert isinstance(target, Model), "it was loaded"
+    return speculator_of(config, vocab_size, limits, drafter_of(config, target, folder), executor)
 
 
 def _read_adapter(maps: LowRankMaps, model: Model, folder: Path) -> PeftAdapter:
@@ -291,11 +322,23 @@ def _read_adapter(maps: LowRankMaps, model: Model, folder: Path) -> PeftAdapter:
 def _store_prefixes(engine: Engine, executor: LocalExecutor, folder: Path, config: EngineConfig) -> None:
     """Let an engine keep prefixes on the disk. Raises ``RequestError`` if the folder cannot be used."""
     root = Path(config.prefix_cache_dir).expanduser()
+
+    def open_store(name: str) -> DiskPages:
+        return DiskPages(root, name, config.prefix_cache_disk_bytes, pages.page_bytes)
+
+    def fingerprint_of(source: WeightSource) -> str:
+        if isinstance(source, FolderWeights):
+            place = Path(source.path)
+            name = fingerprint(place, config, executor.kv_cache.spec, root)
+            has_config = place.is_file() or (place / "config.json").is_file()
+            return name if has_config else hashlib.sha256(f"{own} {name}".encode()).hexdigest()
+        return secrets.token_hex(32)  # nobody else will find these pages
+
     try:
         make_private(root)
-        name = fingerprint(folder, config, executor.kv_cache.spec, root)
+        own = name = fingerprint(folder, config, executor.kv_cache.spec, root)
         pages = PageBytes(executor.kv_cache)
-        store = DiskPages(root, name, config.prefix_cache_disk_bytes, pages.page_bytes)
+        store = open_store(name)
     except InvalidArgumentError as error:
         raise RequestError(str(error), param="prefix_cache_dir") from None
     except OSError as error:
@@ -304,6 +347,7 @@ def _store_prefixes(engine: Engine, executor: LocalExecutor, folder: Path, confi
         ) from None
     threading.Thread(target=pages.allocate, args=[store.num_pages()], name="xserv-allocate", daemon=True).start()
     engine.store_prefixes(pages, store, name)
+    engine.weights.fingerprint_of, engine.weights.open_store = fingerprint_of, open_store
 
 
 def executor_over(
@@ -312,16 +356,47 @@ def executor_over(
 ) -> LocalExecutor:  # fmt: skip
     """An executor of a model from ``folder``, or of a rank's part of it, over its own pages. Raises
     ``OutOfMemoryError``."""
-    suppressed = [i for i in load_suppressed_ids(folder, config.hf_overrides) if i < vocab_size]
-    if suppressed:
-        loaded.suppressed_ids = Tensor.from_numpy(np.array(suppressed, np.int32)).to(loaded.device)
+    _complete(loaded, folder, config, vocab_size)
     spec = loaded.kv_cache_spec(config.block_size)
     for size, num_bytes in zip(limits.pool_sizes, spec.block_bytes, strict=True):
         logger.info("allocating %d KV blocks of %d bytes", size, num_bytes)
+    adapters = loaded.addends if isinstance(loaded.addends, LowRankMaps) else None
+    loader = loader_of(loaded, folder, config, limits, vocab_size, communicator)
+    return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator, adapters, loader)
+
+
+def _complete(loaded: Model, folder: Path, config: EngineConfig, vocab_size: int) -> None:
+    """Reads what a model's other files say about its steps."""
+    suppressed = [i for i in load_suppressed_ids(folder, config.hf_overrides) if i < vocab_size]
+    if suppressed:
+        loaded.suppressed_ids = Tensor.from_numpy(np.array(suppressed, np.int32)).to(loaded.device)
     if isinstance(loaded, PictureModel):
         reads_pictures(loaded, folder)
-    adapters = loaded.addends if isinstance(loaded.addends, LowRankMaps) else None
-    return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator, adapters)
+
+
+def loader_of(
+    model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, vocab_size: int,
+    communicator: RankCommunicator | None,
+) -> Loader:  # fmt: skip
+    """Reads other weights of a model from ``folder`` that runs, or of a rank's part of it."""
+    dtype = model.dtype
+
+    def declared(weights: Path | Checkpoint | None) -> Declaration:
+        settings = settings_of_rank(folder, config, communicator)
+        is_given = isinstance(weights, Checkpoint) and config.dtype == "auto"
+        if is_given and isinstance(weights, Checkpoint) and weights.main_dtype() is not dtype:
+            settings["dtype"] = dtype  # arrays are rounded to it
+        made = declared_model(folder, config, settings, weights)
+        read_rule(made.model, folder, config.mmproj)
+        return made
+
+    def load(declaration: Declaration) -> Model:
+        loaded = _with_numbers(declaration, config, limits.max_model_len, SILENT, communicator)
+        _complete(loaded, folder, config, vocab_size)
+        return loaded
+
+    is_gpu = model.device.kind != "cpu"
+    return Loader(folder, model, declared, load, lambda each: each.kv_cache_spec(config.block_size), keeps_given=is_gpu)
 
 
 Draft = Model | PairDrafter | BlockDrafter | PageDrafter

@@ -134,6 +134,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease             its prompt's pages are offered under this lease, and each choice leaves after its first token
                       (``EngineOutput.is_handed_over``); empty: it stays
     source            where pages of its prompt come from, which it waits for
+    restarts          if the weights change, it may begin again although it has sent outputs; else it ends with "abort"
     """
 
     request_id: str
@@ -154,6 +155,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     begun: list[Begun] = []
     lease: str = ""
     source: Source | None = None
+    restarts: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -218,6 +220,9 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     mirostat_mu       mirostat's mu after the last of the tokens
     offered           on the last output of a request with a lease: what is offered under it
     is_handed_over    the choice's last output here, without a ``finish_reason``: another engine goes on with it
+    begins_again      the choice's outputs before this one do not count: the weights have changed
+    weight_version    of the weights that computed all of the choice's tokens so far; empty if none did
+    num_restarts      how often the request began again
     """
 
     request_id: str
@@ -244,6 +249,9 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     def is_last(self) -> bool:
         """Whether no more of this choice comes from this engine."""
         return self.finish_reason is not None or self.is_handed_over
+    begins_again: bool = False
+    weight_version: str = ""
+    num_restarts: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -278,6 +286,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                                 another; num_lost_transfers: those of which not all came, so that they were computed
     transfer_sent_bytes, transfer_received_bytes  of these pages; num_open_transfers: offers and arrivals that are not
                                 over
+    sleep_level                     0 while it is awake; of several engines the highest
     iteration_token_counts          steps by their tokens: up to each of ``ITERATION_TOKEN_BOUNDS``, and above the
                                 last; empty if not counted. iteration_tokens: their sum
     """
@@ -320,6 +329,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_by_position: tuple[int, ...] = ()
+    sleep_level: int = 0
     rank_step_s: tuple[float, ...] = ()
     rank_waited_s: tuple[float, ...] = ()
     num_offered: int = 0

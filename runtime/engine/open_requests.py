@@ -20,6 +20,7 @@ from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.steps.assemble import Assembled
 from runtime.engine.steps.sampler import last_ids
 from runtime.engine.steps.step_input import Sampled
+from runtime.engine.weights.commands import FIRST_VERSION
 
 logger = logging.getLogger("xserv.engine")
 
@@ -42,6 +43,7 @@ class OpenRequests:
     num_unscheduled  those of which nothing has been scheduled; num_unscheduled_tokens: their prompts' tokens
     on_end           called with each finished choice, or None
     on_request_end   called with each finished request
+    weight_version   of the weights that compute them
     """
 
     def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
@@ -49,6 +51,7 @@ class OpenRequests:
         self.num_unscheduled = 0
         self.num_unscheduled_tokens = 0
         self.counters = RequestCounters()
+        self.weight_version = FIRST_VERSION
         self._scheduler = scheduler
         self._seeds = random.Random(seed)
         self.on_end: Callable[[Sequence], None] | None = None
@@ -66,11 +69,36 @@ class OpenRequests:
         self.counters.requests += 1
         seed = request.params.seed
         request.seed = (self._seeds.getrandbits(64) if seed is None else seed) & (2**64 - 1)
+        self._open(request)
+        self._queue(request)
+
+    def _open(self, request: Request) -> None:
         request.sequences = [Sequence(request, index) for index in range(request.params.n)]
         self.by_id[request.request_id] = request
         self.num_unscheduled += 1
         self.num_unscheduled_tokens += request.num_prompt_tokens
-        self._queue(request)
+
+    def begin_again(self, old: Request, fresh: Request) -> list[EngineOutput]:
+        """Put a request that has computed nothing in the place of an open one, for the choices that are open. Returns
+        an output for each of them that has had some."""
+        ended = [sequence.index for sequence in old.sequences if sequence.is_finished]
+        begun = [sequence for sequence in old.open_sequences if sequence.num_output_tokens]
+        for sequence in old.open_sequences:
+            self._finish_choice(sequence)
+        fresh.number, fresh.seed, fresh.arrival_s = old.number, old.seed, old.arrival_s
+        fresh.num_restarts = old.num_restarts + bool(begun)
+        self._open(fresh)
+        for index in ended:
+            fresh.sequences[index].state = State.FINISHED
+        self._queue(fresh)
+        return [
+            EngineOutput(
+                request_id=fresh.request_id, index=sequence.index, new_token_ids=[],
+                num_prompt_tokens=sequence.num_prompt_tokens, begins_again=True,
+                weight_version=self.weight_version, num_restarts=fresh.num_restarts,
+            )
+            for sequence in begun
+        ]  # fmt: skip
 
     def start(self, request: Request, matchers: list[GrammarMatcher]) -> None:
         """Queue a request whose grammar is compiled, with one matcher a choice."""
@@ -185,6 +213,8 @@ class OpenRequests:
                         index=sequence.index,
                         new_token_ids=[token_id],
                         num_prompt_tokens=sequence.num_prompt_tokens,
+                        weight_version=self.weight_version,
+                        num_restarts=request.num_restarts,
                     )
                 )
             except Exception:
@@ -233,6 +263,8 @@ class OpenRequests:
             mirostat_mu=sequence.mirostat_mu,
             is_handed_over=leaves,
             offered=request.offered,
+            weight_version=self.weight_version,
+            num_restarts=request.num_restarts,
         )
         return [output, self._end_choice(sequence, "stop")] if is_complete else [output]
 
@@ -266,6 +298,8 @@ class OpenRequests:
             times=sequence.times(),
             proposals=_proposals(sequence),
             offered=sequence.request.offered,
+            weight_version=self.weight_version,
+            num_restarts=sequence.request.num_restarts,
         )
 
     def _finish_choice(self, sequence: Sequence) -> None:

@@ -80,6 +80,13 @@ class PictureQueue:
                 self._entries.move_to_end(key)
         self._waiting = deque(each for each in self._waiting if each is not request)
 
+    def forget(self, *, keeps_held: bool = False) -> None:
+        """Drop all images; those that are waited for will be encoded again. ``keeps_held``: but for complete ones of
+        open requests."""
+        for key, entry in list(self._entries.items()):
+            if not (keeps_held and entry.is_made and entry.holders):
+                self._drop(key)
+
     def advance(self, start: Callable[[Holder], None], fail: Callable[[Holder], None], *, is_idle: bool) -> None:
         """Encode within the budget. ``start`` is called with each request whose images are ready, ``fail`` with each
         whose images could not be encoded. ``is_idle`` means that there is no other work."""

@@ -237,13 +237,24 @@ class KVCache:
         self.num_blocks = sum(self.pool_sizes)
         self.device = spec.device
         self.arrivals: dict[int, Event] = {}
+        self.storages: list[tuple[Tensor, ...]] = []
+        self._places = {layer: spec.place_of(layer) for layer in spec.layers_with_pages}
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocates the pages anew, zeroed, after `free`. Raises OutOfMemoryError."""
+        spec = self.spec
         self.storages = [
             tuple(_pages((self.pool_sizes[pool], *plane.shape), plane.dtype, spec.device) for plane in planes)
             for pool, planes in zip(spec.pool_of_storage, spec.planes, strict=True)
         ]
-        self._places = {layer: spec.place_of(layer) for layer in spec.layers_with_pages}
         if spec.device.kind != "cpu":  # any stream may use them from now on
             Gpu.of(spec.device).stream.synchronize()
+
+    def free(self) -> None:
+        """Lets the pages go. No work may be queued, and none recorded, that uses them."""
+        self.arrivals.clear()
+        self.storages = []
 
     def group_of(self, layer: int) -> int:
         """The group whose block tables and slots the layer uses."""

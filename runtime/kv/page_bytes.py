@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from runtime.device.gpu import Gpu
 from runtime.kv.cache import KVCache
 from runtime.kv.page_store import Fill
+from runtime.tensor.tensor import Tensor
 
 _SYSTEM_PAGE = 4096
 _POPULATE_WRITE = 23
@@ -27,19 +28,30 @@ class PageBytes:
     """
 
     def __init__(self, kv_cache: KVCache) -> None:
+        self._kv_cache = kv_cache
         self._gpu = None if kv_cache.device.kind == "cpu" else Gpu.of(kv_cache.device)
         self._firsts = [sum(kv_cache.pool_sizes[:pool]) for pool in range(len(kv_cache.pool_sizes))]
-        self._planes = [
+        spec = kv_cache.spec
+        self.page_bytes = [
             [
-                (plane, each.size_bytes)
-                for planes, tensors, own in zip(kv_cache.spec.planes, kv_cache.storages, kv_cache.spec.pool_of_storage)
+                each.size_bytes
+                for planes, own in zip(spec.planes, spec.pool_of_storage)
                 if own == pool
-                for each, plane in zip(planes, tensors)
+                for each in planes
             ]
             for pool in range(len(kv_cache.pool_sizes))
         ]
-        self.page_bytes = [[size for _, size in planes] for planes in self._planes]
         self.is_ordered = self._gpu is not None
+
+    def _planes(self, pool: int) -> list[tuple[Tensor, int]]:
+        """The pages of each plane, and the bytes of one."""
+        tensors = [
+            each
+            for planes, own in zip(self._kv_cache.storages, self._kv_cache.spec.pool_of_storage)
+            if own == pool
+            for each in planes
+        ]
+        return list(zip(tensors, self.page_bytes[pool]))
 
     def allocate(self, counts: Sequence[int]) -> None:
         """Let the system allocate the memory of the first blocks of each pool, so many of each, which would else happen
@@ -48,8 +60,8 @@ class PageBytes:
         if self._gpu is not None:
             return
         madvise = ctypes.CDLL(None).madvise
-        for planes, count in zip(self._planes, counts):
-            for tensor, size in planes:
+        for pool, count in enumerate(counts):
+            for tensor, size in self._planes(pool):
                 first = -(-tensor.array.ctypes.data // _SYSTEM_PAGE) * _SYSTEM_PAGE
                 end = tensor.array.ctypes.data + min(count, tensor.shape[0]) * size
                 if end > first:
@@ -59,7 +71,7 @@ class PageBytes:
         """By plane: ``[num_blocks, page_bytes]``."""
         first = self._firsts[pool]
         found: list[NDArray[np.uint8]] = []
-        for tensor, size in self._planes[pool]:
+        for tensor, size in self._planes(pool):
             if self._gpu is None:
                 pages = tensor.array.reshape(tensor.shape[0], -1).view(np.uint8)
                 found.append(pages[np.array(block_ids, np.intp) - first])
@@ -73,7 +85,7 @@ class PageBytes:
     def fill(self, pool: int, block_id: int, num_blocks: int, read: Fill) -> None:
         """Writes blocks from ``block_id`` on, plane by plane."""
         first = block_id - self._firsts[pool]
-        for plane, (tensor, size) in enumerate(self._planes[pool]):
+        for plane, (tensor, size) in enumerate(self._planes(pool)):
             if self._gpu is None:
                 pages = tensor.array.reshape(tensor.shape[0], -1).view(np.uint8)
                 read(plane, pages[first : first + num_blocks])

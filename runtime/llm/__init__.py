@@ -4,6 +4,7 @@ Both are clients of ``EngineClient`` like the server. ``loaded_model`` is their 
 ``prompts`` and ``outputs`` their inputs and outputs, ``beam_search`` a search over many requests.
 """
 
+from models.checkpoints.given_weights import shared_weights
 from runtime.llm.async_llm import AsyncLLM
 from runtime.llm.beam_search import BeamSearchParams
 from runtime.llm.llm import LLM
@@ -47,4 +48,5 @@ __all__ = [
     "RequestOutput",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "shared_weights",
 ]

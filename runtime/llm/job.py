@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from runtime.engine.messages import EngineOutput, EngineRequest, PrefixMiss, TokenLogprobs
 from runtime.llm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -30,32 +31,29 @@ class Job:
         if answer_format.reasoning and not answer_format.harmony and tokenizer is not None:
             reasoning = reasoning_start(tokenizer, prompt_token_ids, answer_format.tags)
         tools = None if answer_format.tools is None else ToolReading(answer_format.tools)
-        self.pipelines = [
-            TextPipeline(
-                tokenizer,
-                params,
-                prompt_token_ids,
-                reasoning=reasoning,
-                tags=answer_format.tags,
-                tools=tools,
-                harmony=answer_format.harmony,
-                template=answer_format.template,
-            )
-            for _ in range(params.n)
-        ]
+        self._new_pipeline = partial(
+            TextPipeline,
+            tokenizer,
+            params,
+            prompt_token_ids,
+            reasoning=reasoning,
+            tags=answer_format.tags,
+            tools=tools,
+            harmony=answer_format.harmony,
+            template=answer_format.template,
+        )
+        self.pipelines = [self._new_pipeline() for _ in range(params.n)]
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._num_cached_tokens: int | None = None
         self._prefix_miss: PrefixMiss | None = None
-        has_logprobs = params.logprobs is not None
-        self._choices = [
-            CompletionOutput(
-                index,
-                logprobs=[] if has_logprobs else None,
-                cumulative_logprob=0.0 if has_logprobs else None,
-            )
-            for index in range(params.n)
-        ]
+        self._choices = [self._new_choice(index) for index in range(params.n)]
+
+    def _new_choice(self, index: int) -> CompletionOutput:
+        has_logprobs = self.params.logprobs is not None
+        return CompletionOutput(
+            index, logprobs=[] if has_logprobs else None, cumulative_logprob=0.0 if has_logprobs else None
+        )
 
     def receive(self, output: EngineOutput) -> TextDelta:
         """Take one output of the engine; returns what it adds to its choice."""
@@ -66,6 +64,11 @@ class Job:
         if output.index == 0 and output.num_cached_tokens is not None:
             self._num_cached_tokens, self._prefix_miss = output.num_cached_tokens, output.prefix_miss
         choice = self._choices[output.index]
+        if output.begins_again and choice.finish_reason is None:
+            self.pipelines[output.index] = self._new_pipeline()
+            choice = self._choices[output.index] = self._new_choice(output.index)
+        if choice.finish_reason is None:
+            choice.weight_version, choice.num_restarts = output.weight_version, output.num_restarts
         if output.times is not None:
             choice.times = output.times
         delta = self.pipelines[output.index].push(output)

@@ -108,7 +108,7 @@ class LLM(LoadedModel):
         chosen = self.default_sampling_params() if sampling_params is None else sampling_params
         each = one_each("sampling_params", prompts, chosen, SamplingParams)
         return [
-            self._job(prompt, params, template=template, adapter=adapter)
+            self._job(prompt, params, template=template, adapter=adapter, restarts=True)
             for prompt, params, adapter in zip(prompts, each, adapters)
         ]
 
@@ -391,7 +391,7 @@ class LLM(LoadedModel):
             part = searches[first : first + limit]
             with progress("Tokens", params.max_tokens, use_tqdm) as advance:
                 while prompts_of_step := [prompt for search in part for prompt in search.prompts()]:
-                    step = [self._job(prompt, part[0].step_params) for prompt in prompts_of_step]
+                    step = [self._job(prompt, part[0].step_params, restarts=True) for prompt in prompts_of_step]
                     outputs = iter(self._run(step, use_tqdm=False))
                     for search in part:
                         search.take(list(itertools.islice(outputs, len(search.prompts()))))

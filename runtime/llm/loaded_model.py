@@ -24,13 +24,13 @@ from runtime.engine.make_client import is_fleet, start_client
 from runtime.engine.make_engine import engine_of  # imports the kernels
 from runtime.engine.messages import AdapterRef, EngineRequest, ImageItem
 from runtime.engine.option_names import known_options
-from runtime.engine.process.client import EngineClient
 from runtime.engine.process.compile_ahead import compile_ahead as compile_kernels_ahead
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams, last_tokens
 from runtime.llm.job import Job
 from runtime.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from runtime.llm.prompts import LoRARequest, Prompt, scheduling_of, with_images
+from runtime.llm.weights import ChangingWeights
 from runtime.pooling import normalized
 from runtime.progress import ON_STDERR, SILENT
 from runtime.text.chat import chat_prompt
@@ -69,7 +69,7 @@ class EngineArgs:
 AsyncEngineArgs = EngineArgs
 
 
-class LoadedModel:
+class LoadedModel(ChangingWeights):
     """A loaded model with its engine in a thread of this process, or with several (``data_parallel_size``) in processes
     of their own; a context manager.
 
@@ -117,7 +117,7 @@ class LoadedModel:
             if not (tokenizer is None or skip_tokenizer_init):
                 problem = "tokenizer is given for engines in processes of their own, which read the model's"
                 raise RequestError(problem, param="tokenizer")
-            self.client: EngineClient = start_client(model, **settings)
+            self.client = start_client(model, **settings)
         else:
             if compile_ahead:
                 compile_kernels_ahead(model, config, reporter)
@@ -226,6 +226,8 @@ class LoadedModel:
         request_id: str | None = None,
         template: str | None = None,
         adapter: AdapterRef | None = None,
+        *,
+        restarts: bool = False,
     ) -> Job:
         text, token_ids = self._encode(prompt, takes_images=True)
         if not isinstance(params, SamplingParams):
@@ -251,6 +253,7 @@ class LoadedModel:
             images=images,
             turn_start_id=turn_start_id(self.tokenizer, template) if self.client.info.has_states else None,
             adapter=adapter,
+            restarts=restarts,
             **scheduling_of(prompt),
         )
         return Job(request, text, self.tokenizer, answer_format or AnswerFormat())

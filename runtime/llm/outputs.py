@@ -27,6 +27,8 @@ class CompletionOutput:
     finish_reason       None while the choice goes on; "stop", "length", "abort", or "error" (with the reason in
                         ``error``)
     stop_reason         the stop string or stop id; None for EOS
+    weight_version      of the weights that computed all of its tokens, once it is finished (``update_weights``)
+    num_restarts        how often it began anew since the weights changed
     """
 
     index: int
@@ -38,6 +40,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     times: RequestTimes | None = None
+    weight_version: str | None = None
+    num_restarts: int = 0
 
     def finished(self) -> bool:
         """Whether the choice is complete."""

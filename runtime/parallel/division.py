@@ -9,7 +9,7 @@ from typing import Any
 from runtime.device.device import Device
 from runtime.engine.messages import EngineStats
 
-SHARED = {"max_waiting": max, "last_step_s": max}
+SHARED = {"max_waiting": max, "last_step_s": max, "sleep_level": max}
 """Fields that are not sums."""
 
 

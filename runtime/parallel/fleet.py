@@ -16,6 +16,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.engine.scheduling.block_events import SECRET_BYTES, BlockChanges
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.transfer.settings import transfer_settings
+from runtime.engine.weights.commands import Command, DropWeights, EngineCondition, GivenArrays, LoadWeights
+from runtime.errors import XservError
 from runtime.parallel.division import cores_of, device_of, total_stats
 from runtime.parallel.prefix_index import PromptDigests
 from runtime.parallel.ray_engines import RayEngines
@@ -255,6 +258,30 @@ class Fleet(EngineClient):
             raise self._dead()
         return _sum([client.reset_prefix_cache() for client in ready])
 
+    def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.order``: all engines obey. If one cannot load weights, all forget them; if the engines
+        differ, the answer is the least that all have."""
+        ready = [client for client in self._clients if client.state == "ready"]
+        if len(ready) < len(self._clients):
+            raise EngineDeadError("not all engines are there, and all must obey: try again", 1.0)
+        futures = [client.order(command) for client in ready]
+        if not isinstance(command, LoadWeights):
+            return _joined(futures)
+
+        def forget(failed: Future[NDArray[np.float32]]) -> None:
+            if failed.exception() is not None:
+                for client in ready:
+                    with suppress(XservError):
+                        client.order(DropWeights())
+
+        joined = _joined(futures)
+        joined.add_done_callback(forget)
+        return joined
+
+    @property
+    def weight_version(self) -> str:
+        return ",".join(dict.fromkeys(client.weight_version for client in self._clients))
+
     @property
     def is_restarting(self) -> bool:
         """Whether ``restart`` is in progress."""
@@ -393,7 +420,30 @@ def _memberships(config: EngineConfig, places: RayEngines | None) -> list[dict[s
 
 
 def _sum(futures: Sequence[Future[NDArray[np.float32]]]) -> Future[NDArray[np.float32]]:
-    """A future of the sum of these futures' results, or of their first error."""
+    """A future of the sum of these futures' results, or of an error of them, once all are done."""
+    return _all(futures, lambda found: np.sum(found, axis=0))
+
+
+def _joined(futures: Sequence[Future[NDArray[np.float32]]]) -> Future[NDArray[np.float32]]:
+    """The same of what they say of their condition."""
+
+    def join(found: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+        each = [EngineCondition.of(numbers) for numbers in found]
+        return EngineCondition(
+            is_paused=any(one.is_paused for one in each),
+            sleep_level=max(one.sleep_level for one in each),
+            has_weights=all(one.has_weights for one in each),
+            has_pages=all(one.has_pages for one in each),
+            num_ended=sum(one.num_ended for one in each),
+            num_restarted=sum(one.num_restarted for one in each),
+        ).numbers
+
+    return _all(futures, join)
+
+
+def _all(
+    futures: Sequence[Future[NDArray[np.float32]]], join: Callable[[list[NDArray[np.float32]]], NDArray[np.float32]]
+) -> Future[NDArray[np.float32]]:
     total: Future[NDArray[np.float32]] = Future()
     total.set_running_or_notify_cancel()
     lock, left = threading.Lock(), list(futures)
@@ -401,12 +451,13 @@ def _sum(futures: Sequence[Future[NDArray[np.float32]]]) -> Future[NDArray[np.fl
     def settle(future: Future[NDArray[np.float32]]) -> None:
         with lock:
             left.remove(future)
-            if total.done() or (left and future.exception() is None):
+            if left:
                 return
-            if (error := future.exception()) is not None:
-                total.set_exception(error)
-            else:
-                total.set_result(np.sum([each.result() for each in futures], axis=0))
+        errors = [error for each in futures if (error := each.exception()) is not None]
+        if errors:
+            total.set_exception(errors[0])
+        else:
+            total.set_result(join([each.result() for each in futures]))
 
     for future in futures:
         future.add_done_callback(settle)

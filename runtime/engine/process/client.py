@@ -34,6 +34,17 @@ from runtime.engine.messages import (
     RoutingStats,
     StepView,
 )
+from runtime.engine.weights.commands import (
+    Command,
+    EngineCondition,
+    GivenArrays,
+    LoadWeights,
+    TellState,
+    UpdateMode,
+    UseWeights,
+    WeightSource,
+    check_command,
+)
 from runtime.pooling import PoolingTask
 
 logger = logging.getLogger("xserv.engine")
@@ -282,6 +293,29 @@ class EngineClient(Protocol):
         """Start an unloaded engine; returns when it is ready. Raises ``EngineDeadError`` unless it is unloaded, and the
         error of a failed start, after which it is still unloaded."""
         raise EngineDeadError("the engine is not unloaded")
+
+    def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
+        """Pause, sleep, wake up or change weights: see ``runtime.engine.weights``. Returns at once; the future's
+        numbers are an `EngineCondition`. Raises ``RequestError`` and ``EngineDeadError``, as the future does, which
+        also raises ``ModelLoadError`` and ``OutOfMemoryError``; then nothing has changed."""
+        ...
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights that serve; of several engines that differ, all of them, with commas."""
+        ...
+
+    def condition(self) -> EngineCondition:
+        """Whether it is paused or asleep. Waits for an answer. Raises ``EngineDeadError``."""
+        return EngineCondition.of(self.order(TellState()).result())
+
+    def update_weights(self, source: WeightSource, version: str, mode: UpdateMode = "wait") -> EngineCondition:
+        """Serve other weights of the same model under this version; waits until it does. Raises as ``order``, and the
+        old weights serve on then."""
+        use = UseWeights(version, mode)
+        check_command(use)
+        self.order(source if isinstance(source, GivenArrays) else LoadWeights(source)).result()
+        return EngineCondition.of(self.order(use).result())
 
     def wait_until_started(self) -> None:
         """Returns when requests are first accepted; before that only ``state`` and ``close`` may be used. Raises the

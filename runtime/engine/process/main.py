@@ -44,6 +44,7 @@ from runtime.engine.process.wire import (
     FrameReader,
     FromEngine,
     LogLine,
+    Order,
     Outputs,
     Pause,
     Pulse,
@@ -87,6 +88,9 @@ class RunningClient(EngineClient, Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def is_changing(self) -> bool: ...
 
     @property
     def waiting(self) -> tuple[int, int]: ...
@@ -150,6 +154,8 @@ class ProcessServer:
             engine.publish_blocks(start.routing_secret)
         if start.transfer is not None:
             _joining.join_others(engine, start.config, start.transfer)
+        if start.weights is not None:
+            engine.start_with(start.weights, start.weight_version)
         return engine
 
     def send(self, message: FromEngine) -> None:
@@ -175,7 +181,7 @@ class ProcessServer:
         self.send(Started(client.info))
         while not self._has_died.wait(PULSE_IDLE_S) and client.state != "down":
             now = time.monotonic()
-            if not client.has_work or self._waits_for_server:
+            if not client.has_work or self._waits_for_server or client.is_changing:
                 self._progress_s = now
             elif now - self._progress_s > hang_timeout_s:
                 logger.critical("the engine has got nowhere for %.0f s; its process ends", now - self._progress_s)
@@ -260,6 +266,8 @@ class ProcessServer:
                 (client.pause if is_paused else client.resume)(request_id)
             case Call(call_id, name, arguments, images):
                 self._call(client, call_id, name, arguments, images)
+            case Order(call_id, command):
+                self._answer_when_done(call_id, partial(client.order, command))
             case CancelCall(call_id):
                 future = self._calls.get(call_id)
                 if future is not None:
@@ -292,8 +300,11 @@ class ProcessServer:
             "load_adapter": client.load_adapter,
             "reset_prefix_cache": client.reset_prefix_cache,
         }
+        self._answer_when_done(call_id, partial(computations[name], *arguments))
+
+    def _answer_when_done(self, call_id: int, start: Callable[[], Future[Any]]) -> None:
         try:
-            future = computations[name](*arguments)
+            future = start()
         except XservError as error:
             self.send(CallFailed(call_id, problem_of(error)))
             return

@@ -42,6 +42,7 @@ from runtime.engine.process.wire import (
     Expect,
     FromEngine,
     LogLine,
+    Order,
     Outputs,
     Pause,
     Pulse,
@@ -55,6 +56,16 @@ from runtime.engine.process.wire import (
 )
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.sequence import Request
+from runtime.engine.weights.commands import (
+    FIRST_VERSION,
+    Command,
+    FolderWeights,
+    GivenArrays,
+    LoadWeights,
+    SentWeights,
+    UseWeights,
+    check_command,
+)
 from runtime.errors import XservError
 from runtime.pooling import PoolingTask
 
@@ -133,6 +144,8 @@ class ProcessEngineClient(EngineClient):
         self._queue = _Queue()
         self._calls: dict[int, Future[NDArray[np.float32]]] = {}
         self._num_calls = 0
+        self._read: SentWeights | None = None  # weights that were loaded last
+        self._weight_version = FIRST_VERSION
         self._is_watched = False  # as the process knows it
         self._ready_s = 0.0  # since when it is ready, or when it is likely to be again
         self._start_duration_s = 0.0
@@ -270,6 +283,43 @@ class ProcessEngineClient(EngineClient):
             with self._lock:
                 if self._state in ("ready", "draining") and self._process is not None:
                     self._process.send(frame(message))
+    def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.order``. An engine that is started anew begins with the folder that was served last; with
+        its own weights and their version if the last came from memory."""
+        if isinstance(command, GivenArrays):
+            raise RequestError(
+                "arrays cannot be sent to an engine's process: share them (shared_weights)", param="weights"
+            )
+        check_command(command)
+        sent = self._begin_call(lambda call_id: Order(call_id, command))
+        if not isinstance(command, LoadWeights | UseWeights):
+            return sent
+        told: Future[NDArray[np.float32]] = Future()
+        told.set_running_or_notify_cancel()
+        sent.add_done_callback(partial(self._note_order, command, told))
+        return told
+
+    def _note_order(
+        self, command: LoadWeights | UseWeights, told: Future[NDArray[np.float32]], done: Future[NDArray[np.float32]]
+    ) -> None:
+        """Remember the weights that the engine serves; then its caller is told."""
+        if (error := done.exception()) is not None:
+            told.set_exception(error)
+            return
+        with self._lock:
+            if isinstance(command, LoadWeights):
+                self._read = command.source
+            else:
+                source = self._read
+                folder = source if isinstance(source, FolderWeights) else None
+                version = command.version if folder is not None else FIRST_VERSION
+                self._start = msgspec.structs.replace(self._start, weights=folder, weight_version=version)
+                self._weight_version = command.version
+        told.set_result(done.result())
+
+    @property
+    def weight_version(self) -> str:
+        return self._weight_version
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -348,6 +398,9 @@ class ProcessEngineClient(EngineClient):
     def _send_call(
         self, name: CallName, arguments: list[list[int] | str | int | None], images: tuple[ImageItem, ...] = ()
     ) -> Future[NDArray[np.float32]]:
+        return self._begin_call(lambda call_id: Call(call_id, name, arguments, images))
+
+    def _begin_call(self, message: Callable[[int], Call | Order]) -> Future[NDArray[np.float32]]:
         self._origin.check()
         future: Future[NDArray[np.float32]] = Future()
         with self._lock:
@@ -356,7 +409,7 @@ class ProcessEngineClient(EngineClient):
                 raise QueueFullError(self.info.max_waiting, RETRY_AFTER_S)
             self._num_calls = call_id = self._num_calls + 1
             self._calls[call_id] = future
-            process.send(frame(Call(call_id, name, arguments, images)))
+            process.send(frame(message(call_id)))
         future.add_done_callback(partial(self._cancel_call, call_id))
         return future
 
@@ -480,6 +533,7 @@ class ProcessEngineClient(EngineClient):
         """Serve requests with the engine that is now ready."""
         with self._lock:
             self._info = info
+            self._weight_version = self._start.weight_version or FIRST_VERSION
             self._ready_s = time.monotonic()
             self._start_duration_s = self._ready_s - begun_s
             if self._state != "closing":

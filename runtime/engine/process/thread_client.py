@@ -35,6 +35,8 @@ from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.steps.embedder import Embedding
 from runtime.engine.timeline import StepViews
+from runtime.engine.weights.commands import Command, GivenArrays
+from runtime.errors import XservError
 from runtime.pooling import PoolingTask
 
 T = TypeVar("T")
@@ -72,6 +74,7 @@ class ThreadEngineClient(EngineClient):
         self._commands: deque[Callable[[], list[EngineOutput]]] = deque()
         self._futures: set[Future[Any]] = set()  # of computations among the commands
         self._embeddings: set[Future[NDArray[np.float32]]] = set()
+        self._orders: set[Future[NDArray[np.float32]]] = set()
         self._num_submitted = 0  # requests among the commands
         self._num_submitted_tokens = 0  # in their prompts
         self._is_closing = False
@@ -149,7 +152,7 @@ class ThreadEngineClient(EngineClient):
     @property
     def has_work(self) -> bool:
         """Whether work is pending or running."""
-        return bool(self._commands) or self._engine.has_work or self._engine.embedder.has_work
+        return bool(self._commands) or self._engine.has_work or self._engine.has_embeddings
 
     def take_block_changes(self) -> BlockChanges | None:
         """See ``Engine.take_block_changes``. To be called on the engine's thread."""
@@ -208,6 +211,36 @@ class ThreadEngineClient(EngineClient):
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         return self._compute(self._engine.reset_prefix_cache)
+
+    def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
+        self._origin.check()
+        found: Future[NDArray[np.float32]] = Future()
+        found.set_running_or_notify_cancel()
+
+        def run() -> list[EngineOutput]:
+            try:
+                ordered = self._engine.order(command)
+            except XservError as error:
+                found.set_exception(error)
+            else:
+                ordered.add_done_callback(partial(_hand_on, found))
+            return []
+
+        with self._condition:
+            self._check_alive()
+            self._orders.add(found)
+            self._enqueue(run)
+        found.add_done_callback(self._orders.discard)
+        return found
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether weights are being loaded, or the like: that no step ends meanwhile is no fault."""
+        return self._engine.pauses.is_changing
+
+    @property
+    def weight_version(self) -> str:
+        return self._engine.pauses.version
 
     def close(self, drain: bool = False) -> None:
         """See ``EngineClient.close``. From a sink (on the engine's thread) it returns before the engine
@@ -275,7 +308,7 @@ class ThreadEngineClient(EngineClient):
         try:
             while self._wait_for_work():
                 self._deliver(self._obey())
-                self._engine.embedder.advance()
+                self._engine.advance_embeddings()
                 if self._engine.has_work:
                     self._deliver(self._engine.step(self._obey))
                     self._show_steps()
@@ -312,7 +345,7 @@ class ThreadEngineClient(EngineClient):
     @property
     def _awaits_readers(self) -> bool:
         """Whether a drain waits for paused requests to be resumed or cancelled."""
-        return self._drains and bool(self._delivery)
+        return self._drains and bool(self._delivery) and not self._engine.pauses.blocks
 
     def _await_burst(self) -> None:
         end = time.monotonic() + BURST_MOST_S
@@ -362,8 +395,21 @@ class ThreadEngineClient(EngineClient):
         them after the loop has died."""
         with self._condition:
             futures = [*self._futures, *self._embeddings]
+            orders = [*self._orders]
+        for future in orders:
+            if not future.done():
+                future.set_exception(EngineDeadError("the engine was closed before this was done"))
         for future in futures:
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(EngineDeadError("the engine was closed before this was computed"))
         self._delivery.end_all(reason, "the engine's loop has died" if reason == "error" else None)
         self._deliver([])
+
+
+def _hand_on(found: Future[NDArray[np.float32]], done: Future[NDArray[np.float32]]) -> None:
+    if found.done():
+        return
+    if (error := done.exception()) is not None:
+        found.set_exception(error)
+    else:
+        found.set_result(done.result())

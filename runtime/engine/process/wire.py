@@ -29,6 +29,7 @@ from runtime.engine.messages import (
     StepView,
     TransferSettings,
 )
+from runtime.engine.weights.commands import Command, FolderWeights
 from runtime.errors import OutOfMemoryError, XservError
 
 MAX_FRAME_BYTES = 1 << 30
@@ -63,7 +64,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     that finishes no step for ``hang_timeout_s`` gives up. ``cores`` are its processors, all if empty;
     ``routing_secret`` keys the digests of reported block contents; ``remote_ranks`` are ranks 1 and following, if the
     engine does not start them itself; with ``draws_bars`` progress is shown as bars on a terminal, else as log
-    lines; ``transfer`` is for engines that hand requests over."""
+    lines; ``transfer`` is for engines that hand requests over; ``weights`` are those of this version that an engine
+    before this one served last."""
 
     model: str | None
     config: EngineConfig
@@ -74,6 +76,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     remote_ranks: list[RemoteRank] = []
     draws_bars: bool = True
     transfer: TransferSettings | None = None
+    weights: FolderWeights | None = None
+    weight_version: str = ""
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
@@ -117,6 +121,13 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     images: tuple[ImageItem, ...] = ()
 
 
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """See ``EngineClient.order``; answered as a ``Call`` is."""
+
+    call_id: int
+    command: Command
+
+
 class CancelCall(msgspec.Struct, frozen=True, tag=True):
     """The answer is not needed any more; it is sent all the same."""
 
@@ -129,7 +140,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     drain: bool
 
 
-ToEngine = Start | EngineRequest | Expect | DropPages | Cancel | Pause | Watch | Call | CancelCall | Close
+ToEngine = Start | EngineRequest | Expect | DropPages | Cancel | Pause | Watch | Call | Order | CancelCall | Close
 
 
 # From the engine

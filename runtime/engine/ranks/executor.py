@@ -11,14 +11,20 @@ from numpy.typing import NDArray
 
 from runtime.device.errors import LaunchError
 from runtime.dtype import DType
+from runtime.engine.errors import RequestError
+from runtime.engine.process.wire import error_of
 from runtime.engine.ranks.group import END_S, UNREAD_BYTES, RankGroup
 from runtime.engine.ranks.messages import (
+    ChangeMemory,
     DropEncoded,
     Encode,
     Logits,
     Masks,
+    MemoryChange,
     Note,
+    ReadWeights,
     Record,
+    ReloadWeights,
     RunPass,
     StartEncoding,
     StartPass,
@@ -39,6 +45,9 @@ from runtime.engine.steps.executor import (
 )
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.step_input import PassPictures, Sampled, StepInput
+from runtime.engine.weights.commands import GivenArrays, WeightSource
+from runtime.errors import XservError
+from runtime.linear.low_rank import LowRankMaps
 from runtime.pooling import PoolingTask
 from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor
@@ -111,6 +120,58 @@ class ParallelExecutor:
             for module, pair in pairs.items()
         }
         self.together(WriteAdapter(slot, parts), lambda: self.local.write_adapter(slot, pairs))
+
+    @property
+    def adapters(self) -> LowRankMaps | None:
+        return self.local.adapters
+
+    def load_weights(self, source: WeightSource) -> None:
+        """See `Executor`. If a rank cannot read its part, all forget theirs; ranks on other machines read their own
+        folder of that name."""
+        if isinstance(source, GivenArrays):
+            raise RequestError("arrays cannot be sent to ranks: share them (shared_weights)", param="weights")
+        try:
+            self._read_together(ReadWeights(source), lambda: self.local.load_weights(source))
+        except XservError:
+            self.drop_loaded()
+            raise
+
+    def drop_loaded(self) -> None:
+        self._change("drop", self.local.drop_loaded)
+
+    def use_weights(self) -> None:
+        self._change("use", self.local.use_weights)
+
+    def free_memory(self, *, weights: bool) -> None:
+        self._change("free_weights" if weights else "free_pages", lambda: self.local.free_memory(weights=weights))
+
+    def forget_given_weights(self) -> None:
+        self._change("forget", self.local.forget_given_weights)
+
+    def reload_weights(self) -> None:
+        self._read_together(ReloadWeights(), self.local.reload_weights)
+
+    def allocate_pages(self) -> None:
+        self._change("allocate", self.local.allocate_pages)
+
+    def _change(self, what: MemoryChange, work: Callable[[], None]) -> None:
+        self.together(ChangeMemory(what), work)
+
+    def _read_together(self, message: ReadWeights | ReloadWeights, read: Callable[[], None]) -> None:
+        """Every rank reads its part. Raises the first error of one; the ranks live on."""
+        self.finish_own()
+        self._tell(frame(message))
+        own: XservError | None = None
+        try:
+            read()
+        except XservError as error:
+            own = error
+        others = self.ranks.wait_read()
+        if own is not None:
+            raise own
+        for each in others:
+            if each.problem is not None:
+                raise error_of(each.problem)
 
     def can_overlap(self, step: StepInput) -> bool:
         return self.local.can_overlap(step)

@@ -36,6 +36,7 @@ from runtime.engine.ranks.messages import (
     Load,
     Loaded,
     ToRank,
+    WeightsRead,
     frame,
 )
 from runtime.engine.steps.step_input import Sampled
@@ -121,7 +122,7 @@ UNREAD_BYTES = 1 << 16
 LOOK_S = 0.1
 """Seconds between checks for aborted ranks while waiting for one."""
 
-Answer = TypeVar("Answer", Loaded, Allocated, Drew)
+Answer = TypeVar("Answer", Loaded, Allocated, Drew, WeightsRead)
 
 
 class RankGroup:
@@ -206,6 +207,10 @@ class RankGroup:
         self.send(Allocate(limits, vocab_size))
         for rank in self._ranks:
             rank.wait_for(Allocated)
+
+    def wait_read(self) -> list[WeightsRead]:
+        """Waits until all have read weights, or failed to. Raises CommunicatorError."""
+        return [rank.wait_for(WeightsRead) for rank in self._ranks]
 
     def send(self, message: ToRank) -> None:
         """Sends a message to all. One for a rank that has ended is dropped: the next collective fails."""

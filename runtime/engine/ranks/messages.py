@@ -12,7 +12,7 @@ import socket
 import threading
 from collections import deque
 from contextlib import suppress
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from runtime.engine.limits import EngineLimits
 from runtime.engine.process import wire
 from runtime.engine.process.wire import FrameReader, Problem
 from runtime.engine.steps.step_input import BlockAddition, PassPictures, Sampled, StepInput, from_array, to_array
+from runtime.engine.weights.commands import SentWeights
 
 # To a rank
 
@@ -123,6 +124,25 @@ class WriteAdapter(msgspec.Struct, frozen=True, tag=True):
     pairs: dict[str, list[tuple[tuple[int, ...], NDArray[np.uint8]]]]
 
 
+class ReadWeights(msgspec.Struct, frozen=True, tag=True):
+    """See ``Executor.load_weights``; answered by ``WeightsRead``."""
+
+    source: SentWeights
+
+
+class ReloadWeights(msgspec.Struct, frozen=True, tag=True):
+    """See ``Executor.reload_weights``; answered by ``WeightsRead``."""
+
+
+MemoryChange = Literal["use", "drop", "free_weights", "free_pages", "forget", "allocate"]
+
+
+class ChangeMemory(msgspec.Struct, frozen=True, tag=True):
+    """See ``Executor.use_weights`` and the methods after it."""
+
+    what: MemoryChange
+
+
 class StartPass(msgspec.Struct, frozen=True, tag=True):
     """See ``Executor.pooling_pass``; it replaces the previous one."""
 
@@ -156,6 +176,9 @@ ToRank = (
     | Encode
     | DropEncoded
     | WriteAdapter
+    | ReadWeights
+    | ReloadWeights
+    | ChangeMemory
     | StartPass
     | RunPass
     | Logits
@@ -198,13 +221,19 @@ class Drew(msgspec.Struct, frozen=True, tag=True):
     sampled: Sampled
 
 
+class WeightsRead(msgspec.Struct, frozen=True, tag=True):
+    """This rank has read its part of the weights, or why not."""
+
+    problem: Problem | None = None
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The last message of a rank that has failed."""
 
     problem: Problem
 
 
-FromRank = Loaded | Allocated | Drew | Failed
+FromRank = Loaded | Allocated | Drew | WeightsRead | Failed
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=from_array)
 DECODER: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=to_array)

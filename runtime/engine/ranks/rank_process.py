@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,11 +13,12 @@ from numpy.typing import NDArray
 from runtime.communicator import CommunicatorError, RankCommunicator
 from runtime.device.device import Device
 from runtime.engine.make_engine import executor_over, free_memory_bytes, loaded_model
-from runtime.engine.process.wire import WaitingWriter
+from runtime.engine.process.wire import Problem, WaitingWriter, problem_of
 from runtime.engine.ranks.group import Shape, join, new_memory
 from runtime.engine.ranks.messages import (
     Allocate,
     Allocated,
+    ChangeMemory,
     Drew,
     DropEncoded,
     Encode,
@@ -24,12 +27,16 @@ from runtime.engine.ranks.messages import (
     Loaded,
     Logits,
     Masks,
+    MemoryChange,
     Note,
+    ReadWeights,
     Record,
+    ReloadWeights,
     RunPass,
     RunStep,
     StartEncoding,
     StartPass,
+    WeightsRead,
     WriteAdapter,
     frame,
 )
@@ -37,6 +44,7 @@ from runtime.engine.steps.executor import Computation, SidePass, UnsupportedStep
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.step_input import StepInput
 from runtime.linear.adapter_pairs import Pair
+from runtime.errors import XservError
 
 LEAD_S = 0.005
 """How long a rank with a running graph waits for a step to queue after it, before it reads the result."""
@@ -93,6 +101,14 @@ class RankProcess:
                         for module, arrays in parts.items()
                     }
                     executor.write_adapter(slot, pairs)
+                case ReadWeights(source):
+                    self._read(partial(executor.load_weights, source))
+                case ReloadWeights():
+                    pooling_pass = None
+                    self._read(executor.reload_weights)
+                case ChangeMemory(what):
+                    pooling_pass = None  # it has the old model
+                    _change(executor, what)
                 case StartPass(lengths):
                     pooling_pass = None  # frees its room for the next
                     pooling_pass = executor.pooling_pass(lengths)
@@ -103,6 +119,15 @@ class RankProcess:
                     executor.logits(token_ids)
                 case other:
                     raise AssertionError(f"{type(other).__name__} came when it could not")
+
+    def _read(self, read: Callable[[], None]) -> None:
+        """Read weights and report; an error leaves everything as it was."""
+        problem: Problem | None = None
+        try:
+            read()
+        except XservError as error:
+            problem = problem_of(error)
+        self._writer.send(frame(WeightsRead(problem)))
 
     def _made(self) -> LocalExecutor:
         load = self._load
@@ -139,6 +164,22 @@ class RankProcess:
         ranks = self._communicator
         assert ranks is not None, "it has joined"
         return ranks.num_stages > 1 and ranks.stage == ranks.num_stages - 1 and ranks.rank == 0
+
+
+def _change(executor: LocalExecutor, what: MemoryChange) -> None:
+    match what:
+        case "use":
+            executor.use_weights()
+        case "drop":
+            executor.drop_loaded()
+        case "free_weights":
+            executor.free_memory(weights=True)
+        case "free_pages":
+            executor.free_memory(weights=False)
+        case "forget":
+            executor.forget_given_weights()
+        case "allocate":
+            executor.allocate_pages()
 
 
 class _SentMasks:

@@ -131,7 +131,7 @@ class Scheduler:
         step = Step(self.num_steps, self.limits.max_num_batched_tokens)
         self.num_steps += 1
         if self.paused:
-            self._hold_paused()
+            self.hold_paused()
         if self.limits.longrope_threshold is not None:
             self._stop_outgrown(self.limits.longrope_threshold)
         if self.pool.states:
@@ -378,7 +378,7 @@ class Scheduler:
             self._release(sequence)
             self.add(sequence)
 
-    def _hold_paused(self) -> None:
+    def hold_paused(self) -> None:
         """Remove the sequences of paused requests from both queues and free what they hold. A running one is removed
         once it is in no step that may still be started."""
         for sequence in [*self._idle(), *self.waiting]:

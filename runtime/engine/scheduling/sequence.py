@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.grammar.matcher import GrammarMatcher
-from runtime.engine.messages import Begun, PrefixMiss, RequestTimes, Source, TokenLogprobs
+from runtime.engine.messages import Begun, EngineRequest, PrefixMiss, RequestTimes, Source, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import Chain, by_page
 from runtime.engine.scheduling.host_pool import HostPool
@@ -80,6 +80,8 @@ class Request:
     offered         the offer, once it is complete
     source          another engine's offer of its pages, or None
     awaits_pages    the same as `awaits_grammar` for these
+    asked           what the client has asked; it may begin again from it
+    num_restarts    how often it has, after it had an output, since the weights had changed
     """
 
     __slots__ = (
@@ -87,6 +89,7 @@ class Request:
         "adapter_digest",
         "adapter_slot",
         "arrival_s",
+        "asked",
         "awaits_adapter",
         "awaits_grammar",
         "awaits_pages",
@@ -97,6 +100,7 @@ class Request:
         "eos_token_ids",
         "lease",
         "max_tokens",
+        "num_restarts",
         "number",
         "offered",
         "params",
@@ -140,7 +144,9 @@ class Request:
         begun: list[Begun] | None = None,
         lease: str = "",
         source: Source | None = None,
+        asked: EngineRequest | None = None,
     ) -> None:
+        self.asked, self.num_restarts = asked, 0
         self.offered: Source | None = None
         self.begun, self.lease, self.source, self.awaits_pages = begun or [], lease, source, source is not None
         self.adapter_digest, self.awaits_adapter = adapter_digest, bool(adapter_digest)

@@ -169,6 +169,21 @@ class StoredPrefixes:
             if not is_idle:
                 return
 
+    def settle(self) -> None:
+        """Hand over what is noted and fits, forget the rest: the pages are about to go. No prefix is being read."""
+        assert self._restoring is None, "a sequence waits for its prefix"
+        self.write_some(is_idle=True)
+        for _, node in self._waiting:
+            node.is_noted = False
+        self._waiting.clear()
+        self._asked = None
+
+    def use(self, store: PageStore, fingerprint: str) -> None:
+        """From now on pages have this fingerprint, and this store. The pool's prefixes were dropped."""
+        assert not self._waiting and self._restoring is None, "pages of other weights are left"
+        self._store.close(_CLOSE_S)
+        self._store, self._fingerprint = store, fingerprint.encode()
+
     @property
     def num_waiting(self) -> int:
         """Contents that are noted and not handed to the store."""

@@ -14,9 +14,11 @@ from runtime.batch import Batch, LongChunks
 from runtime.device.device import Device
 from runtime.dtype import DType
 from runtime.engine.steps.step_input import PassPictures, Sampled, StepInput
+from runtime.engine.weights.commands import WeightSource
 from runtime.errors import XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.linear.adapter_pairs import Pair
+from runtime.linear.low_rank import LowRankMaps
 from runtime.pooling import PoolingTask
 from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor
@@ -78,6 +80,31 @@ class ExpandingModel(Protocol):
 
     def long_chunks(self, contexts: Sequence[int], counts: Sequence[int]) -> LongChunks:
         """Those of a step, of chunks after so many tokens each."""
+        ...
+
+
+class WeightLoader(Protocol):
+    """Reads the weights of a rank's part of a model: `runtime.engine.weights.loader`."""
+
+    def declared(self) -> Model:
+        """The model without its numbers, which cannot run."""
+        ...
+
+    def load(self, source: WeightSource) -> Model:
+        """The model with other numbers. Raises ``ModelLoadError``, ``RequestError`` and ``OutOfMemoryError``."""
+        ...
+
+    def take_over(self) -> None:
+        """The model that was loaded last serves: `reload` gives its numbers."""
+        ...
+
+    def forget_given(self) -> None:
+        """Keep no copy of numbers that came from memory."""
+        ...
+
+    def reload(self) -> Model:
+        """The model that serves, read again. Raises as `load`, and ``RequestError`` if its numbers are not to be had,
+        or are others by now."""
         ...
 
 
@@ -198,6 +225,41 @@ class Executor(Protocol):
 
     def write_adapter(self, slot: int, pairs: Mapping[str, Pair]) -> None:
         """Write an adapter's pairs to a slot of the model's maps, after the open steps, none of which reads it."""
+        ...
+
+    @property
+    def adapters(self) -> LowRankMaps | None:
+        """The slots of the model that runs, all of them empty after `use_weights` and `reload_weights`; or None."""
+        ...
+
+    def load_weights(self, source: WeightSource) -> None:
+        """Read other weights beside those that run, between two steps; they replace those that were read before and are
+        not used. Raises as `WeightLoader.load`, and nothing has changed then."""
+        ...
+
+    def drop_loaded(self) -> None:
+        """Forget the weights that were read and are not used."""
+        ...
+
+    def use_weights(self) -> None:
+        """Run later steps on the weights that were read last. As for the following methods, no step is open, and no
+        row, page, image or recording is used again."""
+        ...
+
+    def free_memory(self, *, weights: bool) -> None:
+        """Let go of the pages, or of the weights and what drafters keep of layers: no step may be started."""
+        ...
+
+    def forget_given_weights(self) -> None:
+        """See `WeightLoader.forget_given`."""
+        ...
+
+    def reload_weights(self) -> None:
+        """Read the weights again after `free_memory`. Raises as `WeightLoader.reload`."""
+        ...
+
+    def allocate_pages(self) -> None:
+        """Allocate the pages again after `free_memory`. Raises ``OutOfMemoryError``."""
         ...
 
     def can_overlap(self, step: StepInput) -> bool:

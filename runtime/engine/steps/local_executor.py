@@ -34,6 +34,7 @@ from runtime.engine.steps.executor import (
     Model,
     SidePass,
     UnsupportedStepError,
+    WeightLoader,
     logits_to_sample,
 )
 from runtime.engine.steps.layout import StepLayout
@@ -43,6 +44,7 @@ from runtime.engine.steps.pooling_pass import PagedSidePass, slices
 from runtime.engine.steps.recorder import Computed, open_recorder
 from runtime.engine.steps.sampling_results import SamplingResults
 from runtime.engine.steps.step_input import Sampled, StepInput
+from runtime.engine.weights.commands import WeightSource
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
 from runtime.linear.adapter_pairs import Pair
@@ -85,9 +87,9 @@ class LocalExecutor:
     def __init__(
         self, model: Model, kv_cache: KVCache, limits: EngineLimits, vocab_size: int,
         communicator: RankCommunicator | None = None, adapters: LowRankMaps | None = None,
+        loader: WeightLoader | None = None,
     ) -> None:  # fmt: skip
-        self.model = model
-        self._adapters = adapters
+        """``loader`` reads other weights; with None there are no others."""
         self.communicator = communicator
         self.is_first, self.samples = begins_here(communicator), ends_here(communicator)
         self._is_staged = communicator is not None and communicator.num_stages > 1
@@ -95,32 +97,96 @@ class LocalExecutor:
         self.kv_cache = kv_cache
         self.limits = limits
         self.vocab_size = vocab_size
-        host_pages = HostPages(kv_cache.spec, limits.host_pool_sizes) if limits.num_host_blocks else None
-        self.transfer = KVTransfer(kv_cache, host_pages)
+        self._host_pages = HostPages(kv_cache.spec, limits.host_pool_sizes) if limits.num_host_blocks else None
+        self.transfer = KVTransfer(kv_cache, self._host_pages)
         max_blocks = limits.table_width(limits.max_model_len)
         self.num_groups = len(kv_cache.spec.group_kinds)
-        self.pictures = PictureStore(model, has_tower=self.is_first) if isinstance(model, PictureModel) else None
         self.rows = PersistentBatch(
             limits.max_num_seqs, max_blocks, self.num_groups, limits.block_size, vocab_size,
-            has_offsets=limits.longrope_threshold is not None or self.pictures is not None,
+            has_offsets=limits.longrope_threshold is not None or isinstance(model, PictureModel),
         )  # fmt: skip
-        self._expands = isinstance(model, ExpandingModel) and model.device.kind != "cpu" and not limits.exact
-        self._results = SamplingResults(model, self.rows, vocab_size)
         is_cpu = model.device.kind == "cpu"
         self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and not is_cpu)
         self._worker: ThreadPoolExecutor | None = None
         if self.overlaps and is_cpu:
             self._worker = ThreadPoolExecutor(1, "xserv-step")
-        self._auxiliary_layers: tuple[int, ...] = ()
+        self._kept_layers: tuple[tuple[int, ...], int, DType, bool] | None = None
+        self._loader = loader
+        self._read: Model | None = None  # weights that were loaded and are not used yet
+        self.pictures: PictureStore | None = None
+        self._use(model, adapters)
+
+    def _use(self, model: Model, adapters: LowRankMaps | None, *, keeps_images: bool = False) -> None:
+        """Run steps of this model from now on, without any recording of another. No step runs."""
+        is_cpu = model.device.kind == "cpu"
+        self.model, self.adapters = model, adapters
+        if isinstance(model, PictureModel) and self.pictures is not None and keeps_images:
+            self.pictures.use(model)
+        else:
+            self.pictures = PictureStore(model, has_tower=self.is_first) if isinstance(model, PictureModel) else None
+        self._expands = isinstance(model, ExpandingModel) and not is_cpu and not self.limits.exact
+        self._results = SamplingResults(model, self.rows, self.vocab_size)
         self._gives_last_rows = model.gives_last_rows
+        self._auxiliary_layers: tuple[int, ...] = ()
         self.auxiliary_hidden_states: AuxiliaryHiddenStates | None = None
         self._recorder = open_recorder(model.device)
         self.graphs: DecodeGraphs | None = None
-        if limits.decode_graphs != "off":
-            self.graphs = DecodeGraphs(model, kv_cache, limits, self.rows, self._recorder, communicator)
+        if self.limits.decode_graphs != "off":
+            self.graphs = DecodeGraphs(model, self.kv_cache, self.limits, self.rows, self._recorder, self.communicator)
         self._encoder_passes: EncoderPasses | None = None
-        if self.graphs is not None and is_cpu and communicator is None and isinstance(model, BidirectionalModel):
-            self._encoder_passes = EncoderPasses(model, limits, self._recorder)
+        if self.graphs is not None and is_cpu and self.communicator is None and isinstance(model, BidirectionalModel):
+            self._encoder_passes = EncoderPasses(model, self.limits, self._recorder)
+
+    def load_weights(self, source: WeightSource) -> None:
+        loader = self._weight_loader()
+        self._read = None
+        self._read = self._beside_steps(lambda: loader.load(source))
+
+    def drop_loaded(self) -> None:
+        self._read = None
+
+    def use_weights(self) -> None:
+        assert self._read is not None, "weights were loaded"
+        self._replace(self._read)
+        self._read = None
+        self._weight_loader().take_over()
+
+    def free_memory(self, *, weights: bool) -> None:
+        if weights:
+            self._replace(self._weight_loader().declared(), keeps_images=True)
+            return
+        self._replace(self.model, keeps_images=True)  # recordings hold the pages' addresses
+        if self._kept_layers is not None:
+            layers, width, dtype, of_last = self._kept_layers
+            self.keep_layers(layers, width, dtype, of_last=of_last)
+        self.kv_cache.free()
+        self.transfer = KVTransfer(self.kv_cache, self._host_pages)
+
+    def forget_given_weights(self) -> None:
+        self._weight_loader().forget_given()
+
+    def reload_weights(self) -> None:
+        loader = self._weight_loader()
+        self._replace(self._beside_steps(loader.reload), keeps_images=True)
+
+    def allocate_pages(self) -> None:
+        self.kv_cache.allocate()
+        self.transfer = KVTransfer(self.kv_cache, self._host_pages)
+
+    def _weight_loader(self) -> WeightLoader:
+        if self._loader is None:
+            raise UnsupportedStepError("the executor has no loader of weights")
+        return self._loader
+
+    def _replace(self, model: Model, *, keeps_images: bool = False) -> None:
+        """Another model, or the same one without its recordings; drafters have to name layers again."""
+        self.synchronize()
+        self.finish_queued()
+        if self.graphs is not None:
+            self.graphs.release()
+        adapters = getattr(model, "addends", None)
+        own = adapters if isinstance(adapters, LowRankMaps) else None
+        self._use(model, own, keeps_images=keeps_images)
 
     def start(
         self, step: StepInput, masks: DrawMasks | None = None,
@@ -139,7 +205,7 @@ class LocalExecutor:
             return _Run(partial(_raise, error))
 
     def write_adapter(self, slot: int, pairs: Mapping[str, Pair]) -> None:
-        adapters = self._adapters
+        adapters = self.adapters
         assert adapters is not None, "the engine takes none"
 
         def write() -> None:
@@ -164,6 +230,7 @@ class LocalExecutor:
 
     def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType, *, of_last: bool) -> None:
         assert layers, "a drafter gets hidden states of the layers that it names, and no others"
+        self._kept_layers = layers, width, dtype, of_last
         self._gives_last_rows = self._gives_last_rows and of_last
         if self.graphs is not None:
             self.graphs.keep(layers, width, dtype)

@@ -78,6 +78,11 @@ class PictureStore:
         self._encodings: dict[int, Encoding] = {}
         self._made: dict[int, tuple[Tensor, ...]] = {}
 
+    def use(self, model: PictureModel) -> None:
+        """Encode with this model, whose numbers are the same. No image is being encoded."""
+        assert not self._encodings, "an image is being encoded"
+        self._model = model
+
     @property
     def are_whole(self) -> bool:
         """Whether an image's tokens attend to each other."""

@@ -44,6 +44,7 @@ __all__ = [  # noqa: RUF022 (as a reader meets them)
     "EmbeddingOutput",
     "BeamSearchOutput",
     "BeamSearchSequence",
+    "shared_weights",
     "XservError",
 ]
 

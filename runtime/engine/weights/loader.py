@@ -1,0 +1,140 @@
+"""Reads other weights of a model that runs: from a folder, from shared memory, or from arrays of this process.
+
+What is read must be the same model: the same config, float type, quantisation and form of pages. So an engine that
+takes it differs in nothing but numbers from one that was started with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from models.base import Model
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.given_weights import check_finite, checkpoint_of_arrays, shared_checkpoint
+from models.errors import ConfigError, ModelLoadError
+from models.registry import Declaration
+from runtime.engine.errors import RequestError
+from runtime.engine.weights.commands import FolderWeights, GivenArrays, SharedWeights, WeightSource
+from runtime.kv.cache import KVCacheSpec
+
+logger = logging.getLogger("xserv.engine")
+
+Declare = Callable[[Path | Checkpoint | None], Declaration]
+"""Declares the model with these weights; None: those that it was started with."""
+
+Load = Callable[[Declaration], Model]
+
+
+class Loader:
+    """See `WeightLoader`. ``pages`` gives the form of a model's pages; ``keeps_given``: weights from memory are copied,
+    since the device's may have to be read again."""
+
+    def __init__(
+        self, folder: Path, model: Model, declare: Declare, load: Load, pages: Callable[[Model], KVCacheSpec], *,
+        keeps_given: bool,
+    ) -> None:  # fmt: skip
+        self._declare, self._load, self._pages, self._keeps_given = declare, load, pages, keeps_given
+        self._config, self._dtype, self._quantization = model.config, model.dtype, model.quantization
+        self._spec = pages(model)
+        self._served: WeightSource | None = FolderWeights(str(folder))
+        self._is_own = True  # the folder that the engine was started with
+        self._signature = _signature(folder)
+        self._read: tuple[WeightSource | None, tuple[tuple[object, ...], ...]] | None = None
+
+    def declared(self) -> Model:
+        return self._declare(None).model
+
+    def load(self, source: WeightSource) -> Model:
+        self._read = None
+        signature: tuple[tuple[object, ...], ...] = ()
+        weights: Path | Checkpoint
+        if isinstance(source, FolderWeights):
+            weights = Path(source.path)
+            signature = _signature(weights)
+        else:
+            weights = _given(source)
+        declared = self._checked(self._declare(weights))
+        check_finite(declared.source)
+        model = self._load(declared)
+        kept: WeightSource | None = source
+        if not isinstance(source, FolderWeights):
+            kept = _copied(weights) if self._keeps_given and isinstance(weights, Checkpoint) else None
+        elif _signature(Path(source.path)) != signature:
+            raise ModelLoadError(f"{source.path}: its files changed while they were read")
+        self._read = kept, signature
+        return model
+
+    def take_over(self) -> None:
+        assert self._read is not None, "weights were read"
+        self._served, self._signature = self._read
+        self._is_own, self._read = False, None
+
+    def forget_given(self) -> None:
+        if isinstance(self._served, GivenArrays):
+            self._served = None
+
+    def reload(self) -> Model:
+        served = self._served
+        if served is None:
+            raise RequestError(
+                "the weights came from memory and are not kept while the engine sleeps: give some (update_weights)",
+                param="tags",
+            )
+        weights: Path | Checkpoint | None
+        if isinstance(served, FolderWeights):
+            weights = Path(served.path)
+            if _signature(weights) != self._signature:
+                raise RequestError(
+                    f"{weights}: its files are others than when they were read: give weights (update_weights)",
+                    param="tags",
+                )
+        else:
+            weights = _given(served)
+        return self._load(self._declare(None if self._is_own else weights))
+
+    def _checked(self, declared: Declaration) -> Declaration:
+        """Raises `ConfigError` unless the engine can take the model as it is."""
+        place, model = declared.source.place, declared.model
+        if model.config != self._config:
+            names = _differing(model.config, self._config)
+            raise ConfigError(f"{place}: the weights are another model's than the engine's: {names} differ")
+        for name, found, own in (
+            ("their float type", model.dtype, self._dtype),
+            ("their quantisation", model.quantization, self._quantization),
+        ):
+            if found != own:
+                raise ConfigError(f"{place}: {name} is {found}, the engine runs {own}: save them so")
+        if self._pages(model) != self._spec:
+            raise ConfigError(f"{place}: the weights have pages of another form than the engine's")
+        return declared
+
+
+def _differing(found: object, own: object) -> str:
+    return ", ".join(name for name, value in vars(own).items() if getattr(found, name, None) != value)
+
+
+def _given(source: WeightSource) -> Checkpoint:
+    if isinstance(source, SharedWeights):
+        return shared_checkpoint(Path(source.path))
+    assert isinstance(source, GivenArrays)
+    return checkpoint_of_arrays(source.arrays)
+
+
+def _copied(weights: Checkpoint) -> GivenArrays:
+    """A copy of all tensors in the host's memory."""
+    return GivenArrays({name: np.array(stored.array()) for name, stored in weights.tensors.items()})
+
+
+def _signature(place: Path) -> tuple[tuple[object, ...], ...]:
+    """The names, sizes and times of the files of a folder, or of a file."""
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    found = []
+    for file in files:
+        if file.is_file():
+            status = file.stat()
+            found.append((file.name, status.st_size, status.st_mtime_ns, status.st_ino))
+    return tuple(found)

@@ -1,0 +1,142 @@
+"""Pausing, sleeping and new weights, as methods of ``LLM`` and ``AsyncLLM``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.checkpoints.given_weights import arrays_of, shared_path, shared_weights
+from runtime.engine.errors import RequestError
+from runtime.engine.option_names import known_options
+from runtime.engine.process.client import EngineClient
+from runtime.engine.process.thread_client import ThreadEngineClient
+from runtime.engine.weights.commands import (
+    Command,
+    EngineCondition,
+    FolderWeights,
+    GivenArrays,
+    PauseAll,
+    PauseMode,
+    ResumeAll,
+    SharedWeights,
+    Sleep,
+    UpdateMode,
+    WakeTag,
+    WakeUp,
+    check_version,
+)
+
+Weights = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
+"""A folder or GGUF file; or arrays of numpy, torch or anything else with DLPack, by the names of the model's files."""
+
+
+class ChangingWeights:
+    """All methods wait until they are done, and may be called from any thread. What they refuse changes nothing."""
+
+    client: EngineClient
+
+    @known_options()
+    def update_weights(
+        self,
+        weights: Weights | None = None,
+        *,
+        shared_memory: str | int | None = None,
+        weight_version: str | None = None,
+        mode: UpdateMode = "wait",
+    ) -> EngineCondition:
+        """Serve other weights of the same model: all of its tensors, with the names, shapes and quantisation of its
+        files. An engine that has them answers as one that was started with them. Until then the old ones serve, and
+        they stay if the new ones are refused: missing or left-over tensors, other shapes, NaN, another config.
+
+        weights         a folder or a GGUF file, or arrays; they are copied, and rounded to the engine's float type
+        shared_memory   instead: the name of a trainer's shared memory (``shared_weights``), or an inherited descriptor
+        weight_version  told in each answer; by default the present one plus 1, if that is a number
+        mode            open requests that have computed tokens: "wait" until they are finished on the old weights; end
+                        them ("abort"); or begin them anew ("restart"), but for streams that have sent something, which
+                        end. Others begin on the new weights. What a pause keeps begins anew in any mode.
+
+        The memory of both versions is needed at once, unless the engine sleeps (``sleep(level=2)``). Raises
+        ``ModelLoadError``, ``RequestError``, ``OutOfMemoryError``, ``EngineDeadError``.
+        """
+        version = self._next_version() if weight_version is None else weight_version
+        check_version(version)
+        if (weights is None) == (shared_memory is None):
+            raise RequestError("give weights or shared_memory, one of them", param="weights")
+        if shared_memory is not None:
+            return self.client.update_weights(SharedWeights(str(_place_of(shared_memory))), version, mode)
+        assert weights is not None
+        if isinstance(weights, (str, Path)):
+            path = Path(weights).expanduser().resolve()
+            return self.client.update_weights(FolderWeights(str(path)), version, mode)
+        arrays = arrays_of(weights)
+        if isinstance(self.client, ThreadEngineClient) and not self.client.info.ranks:
+            return self.client.update_weights(GivenArrays(arrays), version, mode)
+        with shared_weights(arrays) as name:
+            return self.client.update_weights(SharedWeights(str(shared_path(name))), version, mode)
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights that serve; "0" for those of the start."""
+        return self.client.weight_version
+
+    def _next_version(self) -> str:
+        version = self.weight_version
+        if not version.isdecimal():
+            raise RequestError(
+                f"weight_version is {version!r:.80}, no number that could be counted on: give the next one",
+                param="weight_version",
+            )
+        return str(int(version) + 1)
+
+    @known_options()
+    def sleep(self, level: int = 1, *, mode: PauseMode = "abort") -> EngineCondition:
+        """Free memory: level 1 frees the KV cache and a GPU's weights, which come back from the host's memory; level 2
+        the weights on any device, which are read again or replaced (``update_weights``). Level 0 only pauses. Requests
+        that come wait; ``mode`` says what becomes of the open ones, as in ``pause_generation``. Encoded images of open
+        requests, a drafter's pages and the swap space stay."""
+        return self._order(Sleep(level, mode))
+
+    @known_options()
+    def wake_up(self, tags: Sequence[WakeTag] | None = None) -> EngineCondition:
+        """Take memory again and go on, also after a pause; or only what the tags name: "weights", "kv_cache",
+        "scheduling"."""
+        return self._order(WakeUp(tuple(tags or ())))
+
+    @known_options()
+    def is_sleeping(self) -> bool:
+        """Whether memory is freed."""
+        return self.client.condition().is_sleeping
+
+    @known_options()
+    def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> EngineCondition:
+        """Compute nothing until ``resume_generation``; requests that come wait. Open requests end ("abort"), are
+        finished first ("wait"), or go on later as if nothing had been ("keep"). ``clear_cache`` drops the prefix
+        cache."""
+        return self._order(PauseAll(mode, clear_cache))
+
+    @known_options()
+    def resume_generation(self) -> EngineCondition:
+        """End a pause."""
+        return self._order(ResumeAll())
+
+    @known_options()
+    def is_paused(self) -> bool:
+        """Whether ``pause_generation`` holds."""
+        return self.client.condition().is_paused
+
+    def _order(self, command: Command) -> EngineCondition:
+        return EngineCondition.of(self.client.order(command).result())
+
+
+def _place_of(shared_memory: str | int) -> Path:
+    """The path of a shared memory that any process of this user can open. Raises ``RequestError``."""
+    if isinstance(shared_memory, str):
+        return shared_path(shared_memory)
+    try:
+        os.fstat(shared_memory)
+    except (OSError, TypeError, OverflowError) as error:
+        problem = f"shared_memory is {shared_memory!r:.80}, no open descriptor: {error}"
+        raise RequestError(problem, param="shared_memory") from None
+    return Path(f"/proc/{os.getpid()}/fd/{shared_memory}")
