@@ -43,6 +43,7 @@ class Loader:
         self._served: WeightSource | None = FolderWeights(str(folder))
         self._is_own = True  # the folder that the engine was started with
         self._signature = _signature(folder)
+        self._kinds: dict[str, str] | None = None  # how the matrices of the folder are stored
         self._read: tuple[WeightSource | None, tuple[tuple[object, ...], ...]] | None = None
 
     def declared(self) -> Model:
@@ -108,9 +109,26 @@ class Loader:
         ):
             if found != own:
                 raise ConfigError(f"{place}: {name} is {found}, the engine runs {own}: save them so")
+        if self._kinds is None:
+            self._kinds = _kinds(self._declare(None).source)
+        kinds = _kinds(declared.source)
+        if other := [name for name in kinds if kinds[name] != self._kinds.get(name)]:
+            one = other[0]
+            raise ConfigError(
+                f"{place}: {len(other)} matrices are stored otherwise than the engine's, such as {one!r}, which is"
+                f" {kinds[one]}, not {self._kinds.get(one)}: store them as in the folder that it was started with"
+            )
         if self._pages(model) != self._spec:
             raise ConfigError(f"{place}: the weights have pages of another form than the engine's")
         return declared
+
+
+def _kinds(source: Checkpoint) -> dict[str, str]:
+    """By tensor: its quantisation, "blocks" of a GGUF file, which may be of any type, or "floats"."""
+    return {
+        name: stored.quantized.name if stored.quantized is not None else "blocks" if stored.block_format else "floats"
+        for name, stored in source.tensors.items()
+    }
 
 
 def _differing(found: object, own: object) -> str:
