@@ -14,7 +14,7 @@ import enum
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -72,8 +72,12 @@ def page() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _class(name: str, cls: type) -> Iterator[str]:
+def _class(name: str, cls: Any) -> Iterator[str]:
     yield f"## {name}\n"
+    if inspect.isfunction(cls):
+        yield _signature(name, cls, is_method=False) + "\n"
+        yield _markdown(inspect.getdoc(cls) or "")
+        return
     if cls is llm.LLM:
         yield _signature(name, cls.__init__) + "\n"
         yield _markdown((inspect.getdoc(LoadedModel) or "").replace("settings   ", "**settings  "))
@@ -88,26 +92,26 @@ def _class(name: str, cls: type) -> Iterator[str]:
         return
     else:
         yield _described(cls)
-    for method, function in _methods(cls, but_for=LoadedModel if cls is not llm.LLM else None):
+    for method, function in _methods(cls, but_for=LoadedModel.__mro__ if cls is not llm.LLM else ()):
         yield f"### {name}.{method}\n"
         if not isinstance(function, property):
             yield _signature(method, function) + "\n"
         yield RAISED.sub("", _markdown(inspect.getdoc(function) or "")).rstrip() + "\n"
 
 
-def _methods(cls: type, but_for: type | None = None) -> Iterator[tuple[str, Any]]:
-    """The public methods of a class, and of our class that it extends unless it is left out."""
+def _methods(cls: type, but_for: Sequence[type] = ()) -> Iterator[tuple[str, Any]]:
+    """The public methods of a class, and of our classes that it extends unless they are left out."""
     for owner in cls.__mro__[:-1]:
-        if owner is not but_for and owner.__module__.startswith(("runtime.llm", "runtime.engine.grammar")):
+        if owner not in but_for and owner.__module__.startswith(("runtime.llm", "runtime.engine.grammar")):
             for name, value in vars(owner).items():
                 if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
                     yield name, value
 
 
-def _signature(name: str, function: Any) -> str:
+def _signature(name: str, function: Any, *, is_method: bool = True) -> str:
     parts = []
     is_keyword_only = False
-    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+    for parameter in list(inspect.signature(function).parameters.values())[is_method:]:
         if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword_only:
             is_keyword_only = True
             parts.append("*")

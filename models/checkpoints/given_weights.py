@@ -26,7 +26,7 @@ from models.errors import WeightsError
 from runtime.errors import InvalidArgumentError
 from runtime.tensor.dlpack import import_array
 
-SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 - its files are opened by name only if they are ours alone
+SHARED_FOLDER = Path("/dev/shm")
 _DIGESTS = "sha256"
 _CHECKED_ELEMENTS = 1 << 22
 _EXPONENTS: dict[int, tuple[np.dtype[Any], int]] = {
@@ -107,7 +107,7 @@ def checkpoint_of_arrays(arrays: Mapping[str, Array]) -> Checkpoint:
 
 @contextmanager
 def shared_weights(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """Weights in shared memory that only this user can open, by its name, until the block is left."""
+    """The name of shared memory that holds weights, for this user alone, until the block is left."""
     arrays = arrays_of(weights)
     path = SHARED_FOLDER / f"xserv-weights-{os.getpid()}-{secrets.token_hex(8)}"
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600))

@@ -27,8 +27,8 @@ class CompletionOutput:
     finish_reason       None while the choice goes on; "stop", "length", "abort", or "error" (with the reason in
                         ``error``)
     stop_reason         the stop string or stop id; None for EOS
-    weight_version      of the weights that computed all of its tokens, once it is finished (``update_weights``)
-    num_restarts        how often it began anew since the weights changed
+    weight_version      of the weights that computed its tokens
+    num_restarts        how often new weights began it anew
     """
 
     index: int

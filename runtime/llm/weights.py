@@ -46,19 +46,17 @@ class ChangingWeights:
         weight_version: str | None = None,
         mode: UpdateMode = "wait",
     ) -> EngineCondition:
-        """Serve other weights of the same model: all of its tensors, with the names, shapes and quantisation of its
-        files. An engine that has them answers as one that was started with them. Until then the old ones serve, and
-        they stay if the new ones are refused: missing or left-over tensors, other shapes, NaN, another config.
+        """Serve other weights of the same model, all of its tensors by the names of its files, as if started with them.
+        What is refused (missing tensors, other shapes, NaN) changes nothing.
 
-        weights         a folder or a GGUF file, or arrays; they are copied, and rounded to the engine's float type
-        shared_memory   instead: the name of a trainer's shared memory (``shared_weights``), or an inherited descriptor
-        weight_version  told in each answer; by default the present one plus 1, if that is a number
-        mode            open requests that have computed tokens: "wait" until they are finished on the old weights; end
-                        them ("abort"); or begin them anew ("restart"), but for streams that have sent something, which
-                        end. Others begin on the new weights. What a pause keeps begins anew in any mode.
+        weights         a folder, a GGUF file, or arrays, which are copied, and rounded to the engine's float type
+        shared_memory   a name of ``shared_weights``, or an inherited descriptor
+        weight_version  told in answers; default: the number before plus 1
+        mode            "wait" finishes begun requests on the old weights, "abort" ends them, "restart" begins them anew
+                        but ends streams; what a pause keeps begins anew
 
-        The memory of both versions is needed at once, unless the engine sleeps (``sleep(level=2)``). Raises
-        ``ModelLoadError``, ``RequestError``, ``OutOfMemoryError``, ``EngineDeadError``.
+        Both versions need memory at once, unless ``sleep(level=2)`` came first. Also raises ``ModelLoadError`` and
+        ``OutOfMemoryError``.
         """
         version = self._next_version() if weight_version is None else weight_version
         check_version(version)
@@ -78,7 +76,7 @@ class ChangingWeights:
 
     @property
     def weight_version(self) -> str:
-        """The version of the weights that serve; "0" for those of the start."""
+        """Of the weights that serve; "0" at the start."""
         return self.client.weight_version
 
     def _next_version(self) -> str:
@@ -92,28 +90,24 @@ class ChangingWeights:
 
     @known_options()
     def sleep(self, level: int = 1, *, mode: PauseMode = "abort") -> EngineCondition:
-        """Free memory: level 1 frees the KV cache and a GPU's weights, which come back from the host's memory; level 2
-        the weights on any device, which are read again or replaced (``update_weights``). Level 0 only pauses. Requests
-        that come wait; ``mode`` says what becomes of the open ones, as in ``pause_generation``. Encoded images of open
-        requests, a drafter's pages and the swap space stay."""
+        """Level 1 frees the KV cache and a GPU's weights, which come back from the host's memory or their files; level 2
+        all weights; 0 only pauses. ``mode`` as in ``pause_generation``."""
         return self._order(Sleep(level, mode))
 
     @known_options()
     def wake_up(self, tags: Sequence[WakeTag] | None = None) -> EngineCondition:
-        """Take memory again and go on, also after a pause; or only what the tags name: "weights", "kv_cache",
-        "scheduling"."""
+        """Take memory again and end a pause; or only "weights", "kv_cache" or "scheduling"."""
         return self._order(WakeUp(tuple(tags or ())))
 
     @known_options()
     def is_sleeping(self) -> bool:
-        """Whether memory is freed."""
+        """Whether it sleeps."""
         return self.client.condition().is_sleeping
 
     @known_options()
     def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> EngineCondition:
-        """Compute nothing until ``resume_generation``; requests that come wait. Open requests end ("abort"), are
-        finished first ("wait"), or go on later as if nothing had been ("keep"). ``clear_cache`` drops the prefix
-        cache."""
+        """Compute nothing until ``resume_generation``. Open requests end ("abort"), are finished first ("wait"), or go on
+        later ("keep"); new ones wait."""
         return self._order(PauseAll(mode, clear_cache))
 
     @known_options()
@@ -123,7 +117,7 @@ class ChangingWeights:
 
     @known_options()
     def is_paused(self) -> bool:
-        """Whether ``pause_generation`` holds."""
+        """Whether it is paused."""
         return self.client.condition().is_paused
 
     def _order(self, command: Command) -> EngineCondition:

@@ -180,7 +180,7 @@ class StoredPrefixes:
 
     def use(self, store: PageStore, fingerprint: str) -> None:
         """From now on pages have this fingerprint, and this store. The pool's prefixes were dropped."""
-        assert not self._waiting and self._restoring is None, "pages of other weights are left"
+        assert not self._waiting, "pages of other weights are left"
         self._store.close(_CLOSE_S)
         self._store, self._fingerprint = store, fingerprint.encode()
 

@@ -300,7 +300,7 @@ class Pauses:
     def _sleep(self, level: int) -> EngineCondition:
         if self.has_pages:
             self._parts.drop_prefixes()
-        if level > 1 and self.has_weights or not self._parts.holds_weights_on_host and self.has_weights:
+        if (level > 1 and self.has_weights) or (not self._parts.holds_weights_on_host and self.has_weights):
             self._parts.free_weights(forgets_given=level > 1)
             self.has_weights = False
         if self.has_pages:

@@ -99,15 +99,11 @@ def test_update(
     for each in begun:
         each.wait_for_output()
     queued = [Asked(client, f"queued {i}", ids) for i in range(3)]
-    condition = client.update_weights(FolderWeights(str(folders[1])), "new", mode)
+    client.update_weights(FolderWeights(str(folders[1])), "new", mode)
     late = [Asked(client, f"late {i}", ids) for i in range(3)]
     found = [each.answer() for each in begun]
     for answer in found:
         check(answer, answers)
-    if mode == "restart":
-        assert [(each.finish_reason, each.weight_version) for each in found if each.num_restarts == 0][:1] == [
-            ("abort", "0")
-        ]
     for each in [*queued, *late]:
         answer = each.answer()
         check(answer, answers)
@@ -307,7 +303,7 @@ def test_shared_memory_that_cannot_be(folders: tuple[Path, Path], tmp_path: Path
             raw = json.dumps(header).encode()
             data[: 8 + size] = len(raw).to_bytes(8, "little") + raw
         path.write_bytes(data)
-        with pytest.raises(WeightsError, match="digest|truncated"):
+        with pytest.raises(WeightsError, match=r"digest|truncated"):
             client.update_weights(SharedWeights(str(path)), "new")
     client.close()
     for name in ("", "..", "a/b", "/etc/passwd", "not-there-at-all", "a\0b"):

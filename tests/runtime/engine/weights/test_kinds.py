@@ -60,9 +60,7 @@ def tensors_of(folder: Path) -> dict[str, Any]:
     return {name: np.array(file.array(name)) for name in file.tensors}
 
 
-def check_update(
-    old: Path, new: Path, ids: list[int] = IDS, *, arrays: bool = False, **settings: Any
-) -> None:
+def check_update(old: Path, new: Path, ids: list[int] = IDS, *, arrays: bool = False, **settings: Any) -> None:
     """From the folder, by arrays and after a sleep, an engine of `old` answers as one of `new`, and back again."""
     fresh, client = opened(new, **settings), opened(old, **settings)
     try:
@@ -127,7 +125,10 @@ def test_drafters_stay(settings: dict[str, Any], tmp_path: Path) -> None:
     counted = engine.speculator.counters.num_drafts
     engine.speculator.wants_tokens = lambda: True  # type: ignore[method-assign]
     ids = [*IDS, *IDS]
-    assert Asked(client, "fast", ids, max_tokens=60).answer().tokens == Asked(plain, "slow", ids, max_tokens=60).answer().tokens
+    assert (
+        Asked(client, "fast", ids, max_tokens=60).answer().tokens
+        == Asked(plain, "slow", ids, max_tokens=60).answer().tokens
+    )
     assert engine.speculator.counters.num_drafts >= counted + ("draft:" not in given["speculation"])
     client.close()
     plain.close()
@@ -141,10 +142,10 @@ def test_adapters_stay(tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", "llama")
     settings = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 4}
     client, fresh = opened(old, **settings), opened(new, **settings)
-    refs = [
-        AdapterRef.of("adapter", str(tmp_path / "adapter"), each.load_adapter("adapter", str(tmp_path / "adapter")).result(TIMEOUT_S).tolist())
-        for each in (client, fresh)
-    ]  # fmt: skip
+    refs = []
+    for each in (client, fresh):
+        digest = each.load_adapter("adapter", str(tmp_path / "adapter")).result(TIMEOUT_S)
+        refs.append(AdapterRef.of("adapter", str(tmp_path / "adapter"), digest.tolist()))
     wanted = Asked(fresh, "wanted", IDS, adapter=refs[1]).answer().tokens
     plain = Asked(fresh, "plain", IDS).answer().tokens
     assert wanted != plain
