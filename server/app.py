@@ -53,7 +53,7 @@ class ServerApplication(Starlette):
     log_writer   counts the lost lines for the metrics
     tracing      observes every answer; the caller closes it
     lifecycle    whether it drains, and how many requests are open
-    keys         the API keys, for reloading their files
+    keys, admin_keys  the API keys, for reloading their files
 
     Raises `ServerConfigError` for API keys that cannot be read.
     """
@@ -76,12 +76,14 @@ class ServerApplication(Starlette):
         responses = folder_of(self.config)
         secret = None if responses is None else tenants_secret(responses)
         self.keys = ApiKeys(self.config.api_keys, self.config.api_key_files, secret)
+        self.admin_keys = ApiKeys((), self.config.admin_key_files, secret)
         self.lifecycle = Lifecycle()
         self.http_metrics = HttpMetrics()
         self.observers: tuple[Observer, ...] = (self._count, log_access, *(() if tracing is None else (tracing,)))
         self.gauges = self._gauges(log_writer)
         self.state = AppState()
         self.state.lifecycle = self.lifecycle
+        self.state.admin_keys = self.admin_keys
 
     def description(self) -> Json:
         """`/openapi.json`. Raises `ApiError` until a model is loaded."""
@@ -111,7 +113,7 @@ class ServerApplication(Starlette):
         config = self.config
         app = super().build_middleware_stack()
         if self.keys.is_required:
-            app = Authentication(app, self.keys)
+            app = Authentication(app, self.keys, self.admin_keys)
         app = Refusals(app)
         if config.allowed_origins:
             app = Cors(app, config.allowed_origins)

@@ -398,6 +398,22 @@ class ServerConfig:
     api_key_files: Annotated[
         tuple[str, ...], _repeated("--api-key-file", "File of keys, one a line; read again on SIGHUP.", metavar="PATH")
     ] = ()
+    admin_key_files: Annotated[
+        tuple[str, ...],
+        _repeated(
+            "--admin-key-file",
+            "File of keys for pausing, sleeping and new weights, which are off without it; read again on SIGHUP.",
+            metavar="PATH",
+        ),
+    ] = ()
+    weights_root: Annotated[
+        str | None,
+        Option(
+            help="Folder of weights that /update_weights may read; without it, it reads shared memory alone.",
+            heading=KEYS,
+            flag=Flag(metavar="DIR"),
+        ),
+    ] = None
     share_prefix_cache: Annotated[
         bool,
         Option(

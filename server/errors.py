@@ -100,8 +100,9 @@ NOT_BUILT = {
     "/completion": "POST /v1/completions",
     "/slots": "GET /live",
     "/props": "GET /server_info",
-    "/sleep": "the engine does not sleep",
-    "/wake_up": "the engine does not sleep",
+    "/init_weight_transfer_engine": "weights come from folders and shared memory: POST /update_weights",
+    "/start_weight_update": "POST /update_weights takes all of them at once",
+    "/finish_weight_update": "POST /update_weights takes all of them at once",
 }
 """Routes of OpenAI's, vLLM's, Anthropic's and llama.cpp's servers that there are not, with the reason or what there is
 instead; and so all below them."""

@@ -117,6 +117,7 @@ class HttpServer(uvicorn.Server):
         a terminal, which was closed; elsewhere (`systemctl reload`) it only logs the signal."""
         if self.app.config.api_key_files:
             self.app.keys.reload()
+            self.app.admin_keys.reload()
         elif sys.stdin is not None and sys.stdin.isatty():
             self.handle_exit(signal.SIGTERM, None)
         else:

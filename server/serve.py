@@ -147,6 +147,11 @@ def check_files(config: ServerConfig, prefix_cache_dir: str = "") -> None:
     """Reads API keys and certificates once, to fail before the model is loaded. Raises `ServerConfigError`; also for a
     folder of prefixes where keys separate tenants, since it holds their prompts in clear text."""
     keys = ApiKeys(config.api_keys, config.api_key_files)
+    ApiKeys((), config.admin_key_files)
+    if config.weights_root is not None and not Path(config.weights_root).expanduser().is_dir():
+        raise ServerConfigError(f"--weights-root {config.weights_root}: there is no such folder")
+    if config.weights_root is not None and not config.admin_key_files:
+        raise ServerConfigError("--weights-root has no effect without --admin-key-file FILE")
     if prefix_cache_dir and keys.is_required and not config.share_prefix_cache:
         raise ServerConfigError(
             f"--prefix-cache-dir {prefix_cache_dir} would hold the prompts of all API keys in clear text: leave it "

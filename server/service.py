@@ -55,6 +55,7 @@ from server.requests.structured import RequestSchemas
 from server.responses_api.folder import response_folder
 from server.responses_api.store import Key as ResponseKey
 from server.responses_api.store import ResponseStore, Running
+from server.transport.auth import ApiKeys
 from server.transport.exchange import Exchange, Lifecycle
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class AppState(State):
 
     lifecycle  whether it drains, and how many requests are open
     registry   the metrics of `/metrics`; metrics: those of the model
+    admin_keys  of those who may pause, and change weights
     service    of the loaded model; raises `ApiError`, 503, until then
     shared     what all models of the server share; raises `ApiError`, 503, until requests are taken
     """
@@ -83,6 +85,7 @@ class AppState(State):
     lifecycle: Lifecycle
     registry: CollectorRegistry
     metrics: Metrics
+    admin_keys: ApiKeys
     service: Service
     shared: Shared
 
@@ -121,6 +124,19 @@ class RunningGenerations:
         """Cancels the generations of this name for this tenant; returns how many."""
         found = list(self._by_key.get((tenant, name), ()))
         for generation in found:
+            generation.cancel()
+        return len(found)
+
+    def cancel_any(self, names: Iterable[str]) -> int:
+        """Cancels the generations of these names, whoever's, or all without names; returns how many."""
+        wanted = set(names)
+        found = {
+            id(each): each
+            for (_, name), running in self._by_key.items()
+            if not wanted or name in wanted
+            for each in running
+        }
+        for generation in found.values():
             generation.cancel()
         return len(found)
 
@@ -299,6 +315,7 @@ class Service:
         exchange = Exchange.of(request)
         exchange.generation = generation
         generation.max_kept_bytes = self.config.max_kept_output_bytes
+        generation.tells_versions = bool(self.config.admin_key_files)
         exchange.meter = generation.meter = RequestMeter(
             self.metrics.generation, generation.params, generation.arrival_time_s
         )

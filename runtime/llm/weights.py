@@ -90,7 +90,7 @@ class ChangingWeights:
 
     @known_options()
     def sleep(self, level: int = 1, *, mode: PauseMode = "abort") -> EngineCondition:
-        """Level 1 frees the KV cache and a GPU's weights, which come back from the host's memory or their files; level 2
+        """Level 1 frees the KV cache and a GPU's weights, which come back from host memory or files; level 2
         all weights; 0 only pauses. ``mode`` as in ``pause_generation``."""
         return self._order(Sleep(level, mode))
 
@@ -106,8 +106,8 @@ class ChangingWeights:
 
     @known_options()
     def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> EngineCondition:
-        """Compute nothing until ``resume_generation``. Open requests end ("abort"), are finished first ("wait"), or go on
-        later ("keep"); new ones wait."""
+        """Compute nothing until ``resume_generation``. Open requests end ("abort"), are finished first ("wait"), or go
+        on later ("keep"); new ones wait."""
         return self._order(PauseAll(mode, clear_cache))
 
     @known_options()

@@ -77,7 +77,9 @@ class RunningMessage(Answer):
         if generation.missed:
             answer.usage.miss_reason, answer.usage.first_difference = generation.missed
         assert answer.stop_reason is not None
-        yield objects.MessageDelta(objects.StopDelta(answer.stop_reason, answer.stop_sequence), answer.usage)
+        answer.weight_version = generation.weight_version
+        stop = objects.StopDelta(answer.stop_reason, answer.stop_sequence)
+        yield objects.MessageDelta(stop, answer.usage, answer.weight_version)
         yield objects.MessageStop()
 
 

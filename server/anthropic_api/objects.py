@@ -64,6 +64,7 @@ class MessageAnswer(msgspec.Struct, tag_field="type", tag="message", kw_only=Tru
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    weight_version: str | UnsetType = UNSET
 
 
 class TokensCount(msgspec.Struct):
@@ -121,6 +122,7 @@ class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
 
     delta: StopDelta
     usage: MessageUsage
+    weight_version: str | UnsetType = UNSET
 
 
 class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):

@@ -33,7 +33,7 @@ from server.responses_api import endpoints as responses
 from server.responses_api import objects
 from server.responses_api.schema import ResponsesRequest
 from server.tei_api import endpoints as tei
-from server.vllm_api import adapters, operating, scoring
+from server.vllm_api import adapters, generate, operating, scoring, weights
 from server.vllm_api import scoring_schema as of_scoring
 
 Json = dict[str, Any]
@@ -128,6 +128,7 @@ class Operation:
 _GENERATES = (400, 404, 408, 409, 413, 415, 429, 503)
 _READS = (400, 404, 408, 413, 415)
 _EMBEDS = (*_READS, 429, 503)
+_CHANGES = (400, 403, 503)
 
 
 def _get(path: str, endpoint: Endpoint, summary: str, answer: Any = None, **more: Any) -> Operation:
@@ -143,6 +144,8 @@ OPERATIONS = (
           chat_batch.BatchChatRequest, answers.ChatCompletion, errors=_GENERATES),
     _post("/v1/completions", completions.create_completion, "The continuation of prompts", of_openai.CompletionRequest,
           answers.Completion, answers.Completion, errors=_GENERATES),
+    _post("/inference/v1/generate", generate.create_generation, "The continuation of token ids, in token ids",
+          generate.GenerateRequest, generate.GenerateAnswer, generate.GenerateAnswer, errors=_GENERATES),
     _post("/infill", infill.create_infill, "The text between two others, in llama.cpp's shapes", infill.InfillRequest,
           infill.InfillAnswer, infill.InfillAnswer, errors=_GENERATES),
     _post("/v1/responses", responses.create_response, "The answer to a conversation, stored", ResponsesRequest,
@@ -220,6 +223,18 @@ OPERATIONS = (
           adapters.LoadAdapterRequest, media_type="text/plain", errors=(*_READS, 429, 503)),
     _post("/v1/unload_lora_adapter", adapters.unload_adapter, "An adapter's name is forgotten",
           adapters.UnloadAdapterRequest, media_type="text/plain", errors=_READS),
+    _post("/pause", weights.pause, "Compute nothing until /resume", answer=weights.Changed, errors=_CHANGES),
+    _post("/resume", weights.resume, "End a pause", answer=weights.Changed, errors=_CHANGES),
+    _get("/is_paused", weights.is_paused, "Whether it is paused", weights.Paused, errors=_CHANGES),
+    _post("/sleep", weights.sleep, "Free memory until /wake_up", answer=weights.Changed, errors=_CHANGES),
+    _post("/wake_up", weights.wake_up, "Take memory again", answer=weights.Changed, errors=_CHANGES),
+    _get("/is_sleeping", weights.is_sleeping, "Whether it sleeps", weights.Sleeping, errors=_CHANGES),
+    _post("/update_weights", weights.update_weights, "Serve other weights of the same model",
+          weights.UpdateWeightsRequest, weights.Changed, errors=(*_READS, 403, 503)),
+    _get("/weight_info", weights.weight_info, "The version of the weights", weights.WeightInfo, errors=_CHANGES),
+    _get("/get_world_size", weights.get_world_size, "How many ranks there are", weights.WorldSize, errors=_CHANGES),
+    _post("/abort_requests", weights.abort_requests, "End requests, whoever's", weights.AbortRequest, weights.Aborted,
+          errors=(*_READS, 403, 503)),
     _post("/tokenize", models.tokenize, "A prompt's or a conversation's ids", of_openai.TokenizeRequest,
           models.Tokenized, errors=_READS),
     _post("/detokenize", models.detokenize, "The text of ids", of_openai.DetokenizeRequest, models.Detokenized,

@@ -81,6 +81,7 @@ class _Line(msgspec.Struct, kw_only=True):
     prompt_eval_first_difference: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
 
 
 class ChatLine(_Line, kw_only=True):
@@ -190,6 +191,7 @@ class OllamaAnswer(Answer):
             line.prompt_eval_miss_reason, line.prompt_eval_first_difference = generation.missed
         line.eval_count = generation.num_completion_tokens
         line.eval_duration = _nanoseconds(now - first)
+        line.weight_version = generation.weight_version
         return line
 
 

@@ -123,6 +123,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: ChatFinishReason
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -167,6 +168,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -187,6 +189,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 

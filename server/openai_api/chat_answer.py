@@ -58,6 +58,7 @@ create_chat_completion = answered(_prepare)
 
 @dataclass(slots=True, kw_only=True)
 class ChatAnswer(Answer):
+    gives_aborted = True
     asked: Chat
     chunks: ChatChunks
     choices: list[Choice]
@@ -89,6 +90,7 @@ class ChatAnswer(Answer):
                     finish_reason=choice.finish_reason,
                     stop_reason=choice.stop_reason,
                     token_ids=choice.token_ids if chat.has_token_ids else UNSET,
+                    weight_version=self.generation.version_of(index),
                 )
                 for index, choice in enumerate(self.choices)
             ],
@@ -217,6 +219,7 @@ class ChatChunks:
         )
         if delta.stop_reason is not None:
             end.stop_reason = delta.stop_reason
+        end.weight_version = self._chat.generation.version_of(index)
         return [*choices, end]
 
     def _chunk(self, choices: list[ChatChunkChoice], *, has_usage: bool) -> ChatChunk:

@@ -43,6 +43,7 @@ class PreparedCompletion(Answer):
     drops_output  `max_tokens=0`: only the prompt is wanted, the one sampled token is not sent
     """
 
+    gives_aborted = True
     created: int
     prompts: list[list[int]]
     echoes: list[Echo] | None
@@ -210,6 +211,8 @@ class _ChoiceStream:
                 else:
                     choice.text = echo.text
         choice.finish_reason = delta.finish_reason
+        if delta.finish_reason is not None:
+            choice.weight_version = completion.generation.version_of(self.index)
         if not completion.drops_output:
             if completion.has_logprobs:
                 if self.places is None:
@@ -250,6 +253,7 @@ class _WholeChoice:
         self.texts.append(chunk.text)
         whole.finish_reason = chunk.finish_reason
         whole.stop_reason = None if chunk.stop_reason is UNSET else chunk.stop_reason
+        whole.weight_version = chunk.weight_version
         if chunk.logprobs is not None:
             self.logprobs.extend(chunk.logprobs)
         if chunk.token_ids is not UNSET:

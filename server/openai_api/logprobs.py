@@ -30,10 +30,10 @@ def chat_logprobs(delta: TextDelta, tokenizer: Tokenizer | None) -> list[ChatTok
     return [
         ChatTokenLogprob(
             token=token_text(entry.token_id, tokenizer),
-            logprob=_finite(entry.logprob),
+            logprob=finite(entry.logprob),
             bytes=list(_token_bytes(entry.token_id, tokenizer)),
             top_logprobs=[
-                TopLogprob(token_text(token_id, tokenizer), _finite(value), list(_token_bytes(token_id, tokenizer)))
+                TopLogprob(token_text(token_id, tokenizer), finite(value), list(_token_bytes(token_id, tokenizer)))
                 for token_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
             ],
         )
@@ -55,7 +55,7 @@ def _ranked(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[str, dict
     ranked = [(entry.token_id, entry.logprob, entry.rank)]
     ranked += zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1), strict=True)
     return {
-        str(token_id): {"logprob": _finite(value), "rank": rank, "decoded_token": token_text(token_id, tokenizer)}
+        str(token_id): {"logprob": finite(value), "rank": rank, "decoded_token": token_text(token_id, tokenizer)}
         for token_id, value, rank in reversed(ranked)  # the token's own rank wins
     }
 
@@ -200,11 +200,11 @@ def _append(
         result.token_logprobs.append(None)
         result.top_logprobs.append(None)
         return
-    result.token_logprobs.append(_finite(entry.logprob))
+    result.token_logprobs.append(finite(entry.logprob))
     top: dict[str, float] = {}
     for other_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True):
-        top.setdefault(legacy_token_text(other_id, tokenizer), _finite(value))
-    top.setdefault(legacy_token_text(token_id, tokenizer), _finite(entry.logprob))
+        top.setdefault(legacy_token_text(other_id, tokenizer), finite(value))
+    top.setdefault(legacy_token_text(token_id, tokenizer), finite(entry.logprob))
     result.top_logprobs.append(top)
 
 
@@ -231,5 +231,5 @@ def _token_bytes(token_id: int, tokenizer: Tokenizer | None) -> bytes:
     return b"" if tokenizer is None else tokenizer.token_bytes(token_id)
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)

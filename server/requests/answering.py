@@ -77,11 +77,13 @@ class Answer(Pending):
     an API makes (`begins`, `events`, `ends`) and writes (`spelled`).
 
     names  a chat's names of fields to the request's
+    gives_aborted  see `Generation`
     """
 
     asked: Prepared
     names: Mapping[str, str] = field(default_factory=dict)
     stream_type: ClassVar[type[StreamedResponse]] = EventStreamResponse
+    gives_aborted: ClassVar[bool] = False
 
     @property
     def service(self) -> Service:
@@ -149,6 +151,8 @@ class Answer(Pending):
         await self.service.check_grammar(request, generation, schemas, names)
         own = {"prompt": names.get("messages", "messages"), "logprobs": "top_logprobs", **names}
         grammar = "grammar" if schemas.field is None else names.get(schemas.field, schemas.field)
+        generation.restarts = bool(self.service.config.admin_key_files) and not self.asked.is_streamed
+        generation.gives_aborted = self.gives_aborted
         self.service.admit(request, generation, own | {"grammar": grammar})
         self.admitted()
         headers = {"X-Request-Id": generation.request_id}

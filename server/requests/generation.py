@@ -19,6 +19,7 @@ from functools import partial
 from operator import add
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from runtime.engine.messages import (
     AdapterRef,
@@ -114,6 +115,15 @@ class Piece:
 
 
 @dataclass(slots=True)
+class _Held:
+    """The pieces of a choice that may begin anew, and their tokens, until it has ended."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    num_tokens: int = 0
+    num_reasoning_tokens: int = 0
+
+
+@dataclass(slots=True)
 class _Prompt:
     """A prompt's state. `open_choices` still owe text to the client, `running_choices` still run in the engine;
     a choice that has met a stop string is running but not open until the engine has stopped it."""
@@ -126,6 +136,7 @@ class _Prompt:
     running_choices: set[int] = field(default_factory=set)
     logprobs: list[TokenLogprobs | None] | None = None
     calls: dict[int, dict[int, tuple[str, list[str]]]] = field(default_factory=dict)
+    held: dict[int, _Held] = field(default_factory=dict)
 
     def note_calls(self, choice: int, delta: TextDelta) -> None:
         """Keeps the ids of a choice's calls, and their arguments in pieces, by the calls' numbers."""
@@ -150,6 +161,11 @@ class Generation:
     on_call         called with the id and the arguments of each whole call
 
     max_kept_bytes  of pending outputs, about: beyond it the engine pauses the request until half of them are taken
+
+    restarts        choices may begin anew on new weights: their pieces are held until they have ended
+    tells_versions  answers say which weights computed them
+    gives_aborted   a choice that a pause or new weights end is given as far as it came; else it is an error
+    versions        of the weights that computed each choice, by its number over all prompts
 
     on_close        called once, by the first `close`
     on_miss         called with a prompt and the first output of its first choice, if it missed the prefix cache; such
@@ -177,6 +193,10 @@ class Generation:
     meter: RequestMeter | None = None
     on_call: Callable[[str, str], None] | None = None
     max_kept_bytes: int = 1 << 62
+    restarts: bool = False
+    tells_versions: bool = False
+    gives_aborted: bool = False
+    versions: dict[int, str] = field(default_factory=dict)
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0
     proposals: ProposalCounts = _NO_PROPOSALS
@@ -189,6 +209,7 @@ class Generation:
     on_miss: Callable[[list[int], EngineOutput], object] | None = None
     _prompts: list[_Prompt] = field(default_factory=list)
     _outputs: deque[tuple[_Prompt, EngineOutput]] = field(default_factory=deque)
+    _ready: deque[Piece] = field(default_factory=deque)  # of choices that were held
     _arrived: Signal = field(default_factory=Signal)
     _num_kept_bytes: int = 0
     _is_paused: bool = False
@@ -238,6 +259,7 @@ class Generation:
                 adapter=self.scheduling.adapter,
                 lease=self.scheduling.lease,
                 source=self.scheduling.source,
+                restarts=self.restarts,
             )
             try:
                 self.client.submit(request, self.bridge.sink(partial(self._receive, prompt)))
@@ -283,6 +305,15 @@ class Generation:
         kept = counts.num_kept_of_prediction
         return (kept, counts.num_tried_of_prediction - kept) if self.scheduling.prediction else ()
 
+    def version_of(self, choice: int) -> str | UnsetType:
+        """Which weights computed a choice that has ended, if answers tell it."""
+        return self.versions.get(choice, UNSET) if self.tells_versions else UNSET
+
+    @property
+    def weight_version(self) -> str | UnsetType:
+        """The same of all choices; several with commas."""
+        return ",".join(dict.fromkeys(self.versions.values())) if self.tells_versions else UNSET
+
     @property
     def missed(self) -> tuple[MissReason, int] | tuple[()]:
         """Why a prompt missed the prefix cache, and its first token that differs."""
@@ -316,7 +347,7 @@ class Generation:
         while any(prompt.open_choices for prompt in self._prompts):
             await self._arrived.wait()
             turn_s = time.monotonic()
-            while self._outputs:
+            while self._outputs or self._ready:
                 if pieces := self._next_pieces():
                     yield pieces
                 if time.monotonic() - turn_s > TURN_S:
@@ -328,11 +359,17 @@ class Generation:
     def _next_pieces(self) -> list[Piece]:
         """The pieces of some of the outputs that have arrived."""
         pieces: list[Piece] = []
-        for _ in range(min(len(self._outputs), OUTPUTS_AT_ONCE)):
+        for _ in range(min(len(self._ready), OUTPUTS_AT_ONCE)):
+            pieces.append(self._ready.popleft())
+        for _ in range(min(len(self._outputs), OUTPUTS_AT_ONCE - len(pieces))):
             prompt, output = self._outputs.popleft()
             self._num_kept_bytes -= kept_bytes(output)
             if output.index in prompt.open_choices:
-                pieces.append(self._push(prompt, output))
+                piece = self._push(prompt, output)
+                if self.restarts:
+                    self._hold(prompt, output.index, piece)
+                else:
+                    pieces.append(piece)
             else:  # it came before a stop string was found
                 self._meter_end(output)
         if self._is_paused and self._num_kept_bytes <= self.max_kept_bytes // 2:
@@ -341,6 +378,23 @@ class Generation:
                 if prompt.running_choices:
                     self.client.resume(prompt.request_id)
         return pieces
+
+    def _hold(self, prompt: _Prompt, index: int, piece: Piece) -> None:
+        """Keeps a choice's pieces until it has ended."""
+        held = prompt.held.setdefault(index, _Held())
+        held.pieces.append(piece)
+        held.num_tokens += len(piece.delta.token_ids)
+        held.num_reasoning_tokens += piece.delta.num_reasoning_tokens
+        if index not in prompt.open_choices:
+            self._ready += prompt.held.pop(index).pieces
+
+    def _begin_again(self, prompt: _Prompt, index: int) -> None:
+        """Forgets what a choice has had so far."""
+        prompt.pipelines[index] = self._pipeline(prompt.token_ids)
+        prompt.calls.pop(index, None)
+        if (held := prompt.held.pop(index, None)) is not None:
+            self.num_completion_tokens -= held.num_tokens
+            self.num_reasoning_tokens -= held.num_reasoning_tokens
 
     def _receive(self, prompt: _Prompt, output: EngineOutput) -> None:
         if output.finish_reason is not None:
@@ -365,14 +419,17 @@ class Generation:
             self.meter.finish(output)
 
     def _push(self, prompt: _Prompt, output: EngineOutput) -> Piece:
-        if output.finish_reason in ("error", "abort"):
+        is_given = output.finish_reason == "abort" and output.error is not None and self.gives_aborted
+        if output.finish_reason in ("error", "abort") and not is_given:
             self._meter_end(output)
         if output.finish_reason == "error":
             raise GenerationError(
                 output.error or "the engine reported an error", is_shutdown=output.engine_died, code=output.error_code
             )
-        if output.finish_reason == "abort":
-            raise GenerationError("the engine was stopped", is_shutdown=True)
+        if output.finish_reason == "abort" and not is_given:
+            raise GenerationError(output.error or "the engine was stopped", is_shutdown=True)
+        if output.begins_again:
+            self._begin_again(prompt, output.index)
         if output.prompt_logprobs is not None:  # with choice 0's first output; the other choices start later
             prompt.logprobs = output.prompt_logprobs
         if output.proposals is not None:
@@ -388,6 +445,7 @@ class Generation:
                 self.on_miss(prompt.token_ids, output)
         pipeline = prompt.pipelines[output.index]
         delta = pipeline.push(output)
+        self.versions[prompt.number * self.params.n + output.index] = output.weight_version
         self.num_completion_tokens += len(delta.token_ids)
         self.num_reasoning_tokens += delta.num_reasoning_tokens
         if delta.tool_calls:

@@ -97,6 +97,7 @@ class RunningResponse(Answer):
 
     def ends(self) -> Iterator[Event]:
         response, is_complete = self.response, self.finish_reason != "length"
+        response.weight_version = self.generation.weight_version
         yield from self.output.complete(is_complete=is_complete)
         if is_complete:
             response.status, response.completed_at = "completed", int(time.time())

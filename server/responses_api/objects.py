@@ -137,6 +137,7 @@ class Response(msgspec.Struct, kw_only=True):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | UnsetType = UNSET
     metadata: dict[str, str]
+    weight_version: str | UnsetType = UNSET
 
 
 class ResponseDeleted(msgspec.Struct):

@@ -31,7 +31,7 @@ logger = logging.getLogger("xserv.server")
 _NOT_TOLD = frozenset(
     {
         "api_keys", "api_key_files", "ssl_certfile", "ssl_keyfile", "log_file", "otlp_endpoint", "responses_dir",
-        "lora_modules", "lora_root", "models_config",
+        "lora_modules", "lora_root", "models_config", "admin_key_files", "weights_root",
     }
 )  # fmt: skip
 """Settings that are secrets, or lead to them, or tell about the machine."""

@@ -253,7 +253,7 @@ class Pauses:
         for request in list(self._opened.by_id.values()):
             came_while_held = request in self._held and not request.was_scheduled
             if change.mode == "abort" and not came_while_held:
-                outputs += self._opened.end(request, "abort")
+                outputs += self._opened.end(request, "abort", "the engine was told to end the requests")
                 self._num_ended += 1
             elif change.mode != "wait" or not request.was_scheduled:
                 self._hold(request)
@@ -338,7 +338,7 @@ class Pauses:
             raise RequestError("no weights were read that could be used", param="weights")
         for request in list(self._opened.by_id.values()):
             if request.asked is None or (_has_output(request) and not request.asked.restarts):
-                outputs += self._opened.end(request, "abort")
+                outputs += self._opened.end(request, "abort", "the weights have changed")
                 self._num_ended += 1
         if self.has_pages:
             self._parts.drop_prefixes()
