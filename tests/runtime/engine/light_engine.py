@@ -68,11 +68,9 @@ class LightEngine:
         self.pool = BlockPool(8, 16)
         self.timeline: deque[Any] = deque()
         self.executor = SimpleNamespace(close=lambda: None, tallies=list)
-        self.embedder = SimpleNamespace(
-            has_work=False,
-            advance=lambda: None,
-            prepare=lambda *asked: SimpleNamespace(future=Future()),
-        )
+        self.embedder = SimpleNamespace(prepare=lambda *asked: SimpleNamespace(future=Future()))
+        self.has_embeddings = False
+        self.pauses = SimpleNamespace(blocks=False, is_changing=False, version="0")
         self.num_unscheduled = self.num_unscheduled_tokens = self.num_requests = self.num_tokens = 0
         self._open: dict[str, tuple[Request, dict[int, int]]] = {}  # drawn tokens by choice
 
@@ -107,6 +105,9 @@ class LightEngine:
                 is_last = sampled[index] >= request.max_tokens
                 outputs.append(self._output(request, index, [token_id], "length" if is_last else None))
         return outputs
+
+    def advance_embeddings(self) -> None:
+        """There are none."""
 
     def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
         if request_id not in self._open:
