@@ -47,7 +47,15 @@ def test_streams_are_described(served: Served) -> None:
     }
     assert found == {
         **dict.fromkeys(
-            ("/v1/chat/completions", "/v1/completions", "/infill", "/v1/responses", "/v1/messages"), "text/event-stream"
+            (
+                "/v1/chat/completions",
+                "/v1/completions",
+                "/inference/v1/generate",
+                "/infill",
+                "/v1/responses",
+                "/v1/messages",
+            ),
+            "text/event-stream",
         ),
         **dict.fromkeys(("/api/chat", "/api/generate"), "application/x-ndjson"),
         "/live": "text/event-stream",
