@@ -249,6 +249,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     def is_last(self) -> bool:
         """Whether no more of this choice comes from this engine."""
         return self.finish_reason is not None or self.is_handed_over
+
     begins_again: bool = False
     weight_version: str = ""
     num_restarts: int = 0

@@ -283,6 +283,7 @@ class ProcessEngineClient(EngineClient):
             with self._lock:
                 if self._state in ("ready", "draining") and self._process is not None:
                     self._process.send(frame(message))
+
     def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.order``. An engine that is started anew begins with the folder that was served last; with
         its own weights and their version if the last came from memory."""

@@ -43,8 +43,8 @@ from runtime.engine.ranks.messages import (
 from runtime.engine.steps.executor import Computation, SidePass, UnsupportedStepError
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.step_input import StepInput
-from runtime.linear.adapter_pairs import Pair
 from runtime.errors import XservError
+from runtime.linear.adapter_pairs import Pair
 
 LEAD_S = 0.005
 """How long a rank with a running graph waits for a step to queue after it, before it reads the result."""

@@ -166,16 +166,26 @@ def test_pause(client: ThreadEngineClient, answers: dict[str, Any]) -> None:
 
 def test_update_while_paused(client: ThreadEngineClient, folders: tuple[Path, Path], answers: dict[str, Any]) -> None:
     """A kept request begins anew, or ends if it must not."""
-    kept = [Asked(client, f"kept {i}", prompt_of(CASE), restarts=bool(i)) for i in range(2)]
-    for each in kept:
-        each.wait_for_output()
-    told(client, PauseAll("keep"))
-    condition = client.update_weights(FolderWeights(str(folders[1])), "new")
-    assert (condition.is_paused, condition.num_ended, condition.num_restarted) == (True, 1, 1)
-    told(client, ResumeAll())
-    ended, again = (each.answer() for each in kept)
-    assert (ended.finish_reason, ended.weight_version) == ("abort", "0")
-    assert again == Answer(answers["new"], "length", "new", 1)
+    seen = set()
+    for attempt in range(40):
+        kept = [Asked(client, f"kept {attempt} {i}", prompt_of(CASE), restarts=bool(i)) for i in range(2)]
+        for each in kept:
+            each.wait_for_output()
+        told(client, PauseAll("keep"))  # perhaps after they have ended
+        condition = client.update_weights(FolderWeights(str(folders[1])), "new")
+        assert condition.is_paused
+        told(client, ResumeAll())
+        ended, again = (each.answer() for each in kept)
+        assert condition.num_ended == (ended.finish_reason == "abort")
+        assert condition.num_restarted == again.num_restarts == (again.weight_version == "new")
+        assert ended.weight_version == "0"
+        check(ended, answers)
+        assert again.tokens == answers[again.weight_version]
+        seen.add((condition.num_ended, condition.num_restarted))
+        if (1, 1) in seen:
+            return
+        client.update_weights(FolderWeights(str(folders[0])), "0")
+    raise AssertionError(f"they always ended before: {seen}")
 
 
 def test_update_while_asleep(folders: tuple[Path, Path], answers: dict[str, Any]) -> None:
