@@ -22,6 +22,7 @@ from server.loading import LoadedModel, load, warm_up
 from server.observing.metrics import Metrics
 from server.openai_api.models import ModelStatus
 from server.service import AppState, Service, Shared
+from server.transport.auth import ApiKeys
 from server.transport.exchange import Lifecycle
 
 StartEngine = Callable[..., StartingClient]
@@ -38,6 +39,7 @@ class ModelApplication(Starlette):
         self.config = config
         self.state = AppState()
         self.state.lifecycle = lifecycle
+        self.state.admin_keys = ApiKeys((), config.admin_key_files)
         self.state.metrics = Metrics(name, None)
 
 
