@@ -128,7 +128,7 @@ class RunningGenerations:
         return len(found)
 
     def cancel_any(self, names: Iterable[str]) -> int:
-        """Cancels the generations of these names, whoever's, or all without names; returns how many."""
+        """Cancels all tenants' generations of these names, or all without names; returns how many."""
         wanted = set(names)
         found = {
             id(each): each

@@ -27,7 +27,7 @@ class StoredTensor(ABC):
         size_bytes: in the file.
         block_format: the name of the blocks that `blocks` gives, ggml's or ours; None if there are none.
         quantized: how `matrix`'s result is quantised; None if it is not.
-        is_lasting: whether views of `array` may be kept, since nobody writes what they show.
+        is_lasting: whether views of `array` may be kept: their memory is not written.
         head_formats: the names of the blocks that `head_blocks` gives, by part, "keys" and "values"; None or absent for
             a part without blocks.
     """

@@ -332,7 +332,7 @@ def _store_prefixes(engine: Engine, executor: LocalExecutor, folder: Path, confi
             name = fingerprint(place, config, executor.kv_cache.spec, root)
             has_config = place.is_file() or (place / "config.json").is_file()
             return name if has_config else hashlib.sha256(f"{own} {name}".encode()).hexdigest()
-        return secrets.token_hex(32)  # nobody else will find these pages
+        return secrets.token_hex(32)  # these pages will not be found again
 
     try:
         make_private(root)

@@ -33,7 +33,7 @@ Weights = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
 class ChangingWeights:
-    """All methods wait until they are done, and may be called from any thread. What they refuse changes nothing."""
+    """All methods wait until they are done, and may be called from any thread; a refused call changes nothing."""
 
     client: EngineClient
 
@@ -47,7 +47,7 @@ class ChangingWeights:
         mode: UpdateMode = "wait",
     ) -> EngineCondition:
         """Serve other weights of the same model, all of its tensors by the names of its files, as if started with them.
-        What is refused (missing tensors, other shapes, NaN) changes nothing.
+        Refused ones (missing tensors, other shapes, NaN) change nothing.
 
         weights         a folder, a GGUF file, or arrays, which are copied, and rounded to the engine's float type
         shared_memory   a name of ``shared_weights``, or an inherited descriptor
@@ -76,7 +76,7 @@ class ChangingWeights:
 
     @property
     def weight_version(self) -> str:
-        """Of the weights that serve; "0" at the start."""
+        """The version of the weights; "0" at the start."""
         return self.client.weight_version
 
     def _next_version(self) -> str:

@@ -306,7 +306,7 @@ class Generation:
         return (kept, counts.num_tried_of_prediction - kept) if self.scheduling.prediction else ()
 
     def version_of(self, choice: int) -> str | UnsetType:
-        """Which weights computed a choice that has ended, if answers tell it."""
+        """The version of the weights of a choice that has ended, if answers tell it."""
         return self.versions.get(choice, UNSET) if self.tells_versions else UNSET
 
     @property

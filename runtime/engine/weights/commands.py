@@ -1,5 +1,5 @@
-"""What a running engine can be told beside requests: to pause, to sleep, to take other weights. Plain structs, which
-cross the socket to the engine's process."""
+"""Commands to a running engine: to pause, to sleep, to take other weights. Plain structs, which cross the socket to the
+engine's process."""
 
 from __future__ import annotations
 

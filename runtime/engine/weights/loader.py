@@ -1,6 +1,6 @@
 """Reads other weights of a model that runs: from a folder, from shared memory, or from arrays of this process.
 
-What is read must be the same model: the same config, float type, quantisation and form of pages. So an engine that
+They must be the same model's: the same config, float type, quantisation and form of pages. So an engine that
 takes it differs in nothing but numbers from one that was started with it.
 """
 

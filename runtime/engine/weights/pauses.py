@@ -49,7 +49,7 @@ _QUIET_MODES = ("wait", "abort", "keep", "restart")
 
 
 class Parts(Protocol):
-    """What the engine does for a change. All but ``finish_steps`` and ``load_weights`` are called when no step is open
+    """The engine's part in a change. All but ``finish_steps`` and ``load_weights`` are called when no step is open
     and no request is computed."""
 
     def finish_steps(self, outputs: list[EngineOutput]) -> None:
@@ -122,7 +122,7 @@ class Pauses:
 
     @property
     def version(self) -> str:
-        """Of the weights that serve."""
+        """The version of the weights that serve."""
         return self._opened.weight_version
 
     @property
