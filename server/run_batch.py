@@ -26,13 +26,16 @@ import msgspec
 from models.checkpoints.hub import model_name
 from runtime.engine.make_client import StartingClient
 from runtime.errors import InvalidArgumentError, XservError
+from runtime.later import later
 from runtime.progress import Reporter, Show
 from runtime.text.load import read_chat_template
-from server.app import Application
+from server.app import Application, ServerApplication
 from server.config import ServerConfig
 from server.loading import load
 from server.names import served_names
-from server.serve import check_adapters
+from server.serve import check_adapters, told_apart
+
+_hosting = later("server.hosting.application")
 
 URLS = (
     "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses", "/v1/messages",
@@ -105,7 +108,8 @@ def run_batch(
     chat_template: str | None = None,
     **engine_options: Any,
 ) -> tuple[int, int]:
-    """Answers all lines that the output does not have yet. Returns how many it wrote, and how many of these are errors.
+    """Answers all lines that the output does not have yet, by one model or those of `config.models_config`. Returns how
+    many it wrote, and how many of these are errors.
 
     Raises `BatchFileError` for files that do not fit each other, `BatchStoppedError` where the engine stays away, and
     the errors of `StartingClient`.
@@ -120,17 +124,23 @@ def run_batch(
         total = sum(1 for _ in _lines(input_file))
         if num_done >= total:
             return 0, 0
-        template = read_chat_template(chat_template)
-        app = Application(served_names(served_model_name) or [model_name(model)], config)
+        names, template = served_names(served_model_name), read_chat_template(chat_template)
         engine_options.setdefault("max_waiting", max(concurrency, config.max_connections))
-        engine = stack.enter_context(closing(StartingClient(model, in_process=in_process, **engine_options)))
-        app.take_up(load(engine, app.model_names, config, template))
+        only, several = told_apart(model, config, names, template, engine_options, in_process=in_process)
+        app: ServerApplication
+        if several:
+            app = _hosting.HostApplication(several, config)
+            stack.enter_context(closing(app.hosted.pool))
+        else:
+            app = one = Application(names or [model_name(only)], config)
+            engine = stack.enter_context(closing(StartingClient(only, in_process=in_process, **engine_options)))
+            one.take_up(load(engine, app.model_names, config, template))
         with reporter.shown("answering") as show:
             return asyncio.run(_answer(app, input_file, output, num_done, total, concurrency, show))
 
 
 async def _answer(
-    app: Application, path: Path, output: _Output, num_done: int, total: int, concurrency: int, show: Show
+    app: ServerApplication, path: Path, output: _Output, num_done: int, total: int, concurrency: int, show: Show
 ) -> tuple[int, int]:
     """Answers the lines after the first `num_done`, several at once, and writes them in order."""
     room = asyncio.Semaphore(concurrency)
@@ -166,7 +176,7 @@ async def _answer(
     return num_written, num_errors
 
 
-async def _answer_one(app: Application, request: _Request) -> OutputLine:
+async def _answer_one(app: ServerApplication, request: _Request) -> OutputLine:
     answer_id = f"batch_req_{request.number}"
     if request.line is None:
         error = Unreadable("invalid_line", f"line {request.number}: {request.problem}")
@@ -184,7 +194,7 @@ async def _answer_one(app: Application, request: _Request) -> OutputLine:
     )
 
 
-async def _post(app: Application, path: str, body: bytes) -> tuple[int, str, bytes]:
+async def _post(app: ServerApplication, path: str, body: bytes) -> tuple[int, str, bytes]:
     """The application's answer: its status, its id, its body."""
     headers = [
         (b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),

@@ -83,7 +83,7 @@ def serve(
     with ExitStack() as stack:
         writer = open_log(config)
         stack.callback(close_log, writer)
-        only, several = _told_apart(model, config, names, chat_template, engine_options, in_process=in_process)
+        only, several = told_apart(model, config, names, chat_template, engine_options, in_process=in_process)
         for own, options in [(each.config, each.engine_options) for each in several] or [(config, engine_options)]:
             check_files(own, options.get("prefix_cache_dir", ""))
             check_adapters(own, is_enabled=bool(options.get("enable_lora")))
@@ -113,7 +113,7 @@ def serve(
         server.run(sockets=[listener])
 
 
-def _told_apart(
+def told_apart(
     model: str | Path | Sequence[str] | None, config: ServerConfig, names: Sequence[str], chat_template: str | None,
     engine_options: dict[str, Any], *, in_process: bool,
 ) -> tuple[str | Path | None, Sequence[Any]]:  # fmt: skip
