@@ -171,12 +171,12 @@ class Arrivals:
             with self._condition:
                 places = self._places.get(key)
                 place = None if places is None else places[0]
-            if place is None:
+            if place is None and self._backing is not None and self._backing.find([key]) != [None]:
                 left.append(key)
                 continue
             found += self._runs_backing(left)
             left = []
-            lease, number, row = place
+            lease, number, row = place or ("", 0, 0)  # dropped since it was found: to read it raises PageLostError
             name, last = f"{lease}{_MARK}{number}", found[-1] if found else None
             if last is not None and (last.file, last.row + last.num_pages) == (name, row):
                 found[-1] = last._replace(num_pages=last.num_pages + 1)
