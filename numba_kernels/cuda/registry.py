@@ -21,6 +21,7 @@ from numba_kernels.cuda import (
     gemm,
     latent,
     logprobs,
+    low_rank,
     norm,
     probes,
     qkv,
@@ -33,8 +34,8 @@ from numba_kernels.cuda.specialisation import Specialisation
 
 FAMILIES = (
     activation, adapter_ids, attention, chain_sampling, decode_inputs, dequantize, elementwise, embedding, experts,
-    gemm, integer_matmul, latent, logprobs, norm, probes, qkv, recurrent, reduce, rounded_norm, dynamic_quantisation,
-    sampling, softmax,
+    gemm, integer_matmul, latent, logprobs, low_rank, norm, probes, qkv, recurrent, reduce, rounded_norm,
+    dynamic_quantisation, sampling, softmax,
 )  # fmt: skip
 
 

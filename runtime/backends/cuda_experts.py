@@ -12,6 +12,7 @@ from typing import Any
 
 from numba_kernels.cuda import adapter_ids as adapter_ids_kernel
 from numba_kernels.cuda import gemm
+from numba_kernels.cuda import low_rank as low_rank_kernel
 from numba_kernels.cuda.activation import plan_activation
 from numba_kernels.cuda.experts import combine, order, router, routing
 from numba_kernels.cuda.experts.gather import SQUARE_COLUMNS
@@ -33,11 +34,13 @@ from runtime.tensor.tensor import Tensor
 _plan_activation = remembered(plan_activation)
 _plan_adapter_ids = remembered(adapter_ids_kernel.plan)
 _plan_combine = remembered(combine.plan)
+_plan_low_rank = remembered(low_rank_kernel.plan)
 _plan_order = remembered(order.plan)
 _plan_router = remembered(router.plan)
 _plan_routing = remembered(routing.plan)
 
 _MOST_ROWS = 65536  # of experts at a time, each token with all of its experts
+_ROWS_AT_ONCE = 64  # for which reading adapters again costs less than three launches
 
 
 def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None, factors: Tensor | None) -> Routing:
@@ -241,6 +244,8 @@ def _between(activation: str, x: Tensor) -> Tensor:
 def low_rank(x: Tensor, adapters: Tensor, slots: GpuSlots, residual: Tensor | None, computed: dict[Any, Any]) -> Tensor:
     """See `ops.low_rank`."""
     down, up = slots.down, slots.up
+    if (down.exact or x.shape[0] <= _ROWS_AT_ONCE) and up.shape[2] <= low_rank_kernel.MAX_RANKS:
+        return _low_rank_at_once(x, adapters, slots, residual)
     routing = Routing(adapters.view(-1, 1), None, RoutingRule(num_experts=slots.shape.num_slots, top_k=1))
     result = Tensor.new((x.shape[0], up.shape[1]), x.dtype, x.device)
     tiles = list_rows(x, routing, (down, up))
@@ -251,6 +256,19 @@ def low_rank(x: Tensor, adapters: Tensor, slots: GpuSlots, residual: Tensor | No
     y = rows.product(rows.product(x, down, down.shape[1], "", gathers=True), up, up.shape[1], "", gathers=False)
     squares = Tensor.new((x.shape[0], combine.SQUARE_PARTS), float32, x.device)
     rows.add(y, [0, 0, 0 if residual is None else residual.address, result.address, squares.address])
+    return result
+
+
+def _low_rank_at_once(x: Tensor, adapters: Tensor, slots: GpuSlots, residual: Tensor | None) -> Tensor:
+    """In one launch, whose blocks read adapters again for each row."""
+    (rows, depth), (num_slots, columns, ranks) = x.shape, slots.up.shape
+    result = Tensor.new((rows, columns), x.dtype, x.device)
+    launch = _plan_low_rank(rows, columns, depth, x.dtype.ptx, alignment=alignment(x.address))
+    Gpu.of(x.device).launch(
+        launch, x.address, adapters.address, slots.down.table_address, slots.up.table_address, slots.ranges.address,
+        0 if residual is None else residual.address, result.address, depth, columns, ranks, num_slots,
+        slots.ranges.shape[1],
+    )  # fmt: skip
     return result
 
 

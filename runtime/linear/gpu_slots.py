@@ -6,19 +6,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from runtime.dtype import NDArray
+from runtime.dtype import NDArray, int32
+from runtime.later import later
 from runtime.linear.adapter_pairs import empty_weight, write_weight
 from runtime.linear.experts import ExpertsWeight
 from runtime.linear.low_rank_slots import CpuSlots, DensePair, SlotShape
 from runtime.linear.options import LoadOptions
+from runtime.tensor.tensor import Tensor
+
+_low_rank = later("numba_kernels.cuda.low_rank")
+"""It brings Numba's compiler for GPUs, which the cpu does without."""
 
 
 class GpuSlots:
-    """The slots as matrices of experts; ``up`` is one for all parts, zero outside a part's outputs."""
+    """The slots as matrices of experts; ``up`` is one for all parts, zero outside a part's outputs.
+
+    Attributes:
+        shape: of all slots.
+        down: ``[S, R, K]``; a part's ranks begin at a multiple of `low_rank.RANKS_MULTIPLE`.
+        up: ``[S, N, R]``.
+        ranges: the kernel's (`numba_kernels.cuda.low_rank`), int32 ``[S, blocks, 2]``.
+    """
 
     def __init__(self, shape: SlotShape, options: LoadOptions) -> None:
         self.shape = shape
-        ranks = shape.rank * len(shape.heights)
+        self._rank = _whole(shape.rank)
+        ranks = self._rank * len(shape.heights)
+        self._blocks = _low_rank.ranges_of(sum(shape.heights))
+        self.ranges = Tensor.zeros((shape.num_slots, self._blocks, 2), int32, options.device)
+        self.ranges.storage.freeze()
         self.down = _zero_experts(shape.num_slots, (ranks, shape.depth), options, has_bias=False)
         self.up = _zero_experts(shape.num_slots, (sum(shape.heights), ranks), options, has_bias=True)
 
@@ -29,16 +45,26 @@ class GpuSlots:
 
     def write(self, slot: int, pairs: Sequence[DensePair | None], bias: NDArray | None) -> None:
         """Writes a slot's pairs, one for each part, and zeros elsewhere."""
-        rank, (_, outputs, ranks) = self.shape.rank, self.up.shape
+        rank, (_, outputs, ranks) = self._rank, self.up.shape
+        ranges = np.zeros((self._blocks, 2), np.int32)
         down, up = np.zeros((ranks, self.shape.depth), np.float32), np.zeros((outputs, ranks), np.float32)
         first = 0
         for part, (height, pair) in enumerate(zip(self.shape.heights, pairs, strict=True)):
             if pair is not None:
                 own = slice(part * rank, part * rank + len(pair.down))
                 down[own], up[first : first + height, own] = pair.down, pair.up
+                for block in ranges[first // _low_rank.COLUMNS : _low_rank.ranges_of(first + height)]:
+                    block[:] = block[0] if block[1] else own.start, own.start + _whole(len(pair.down))
             first += height
+        self.ranges.storage.thaw()
+        self.ranges[slot] = Tensor.from_numpy(ranges).to(self.ranges.device)
+        self.ranges.storage.freeze()
         write_weight(self.down.experts[slot], down, None)
         write_weight(self.up.experts[slot], up, np.zeros(outputs, np.float32) if bias is None else bias)
+
+
+def _whole(rank: int) -> int:
+    return -(-rank // _low_rank.RANKS_MULTIPLE) * _low_rank.RANKS_MULTIPLE
 
 
 Slots = CpuSlots | GpuSlots

@@ -66,20 +66,23 @@ class _Zeros(DummyTensor):
         return np.zeros(self.shape, self._dtype.numpy)
 
 
-def kernels_of_a_decode_layer(config: Mapping[str, Any], *, num_seqs: int, arch: str = "sm_90a") -> tuple[str, ...]:
-    """The kernels of one layer in the graph that decodes so many sequences of a model with experts, by its config.json.
-    Meanwhile the process's device of that architecture does nothing."""
+def kernels_of_a_decode_layer(config: Mapping[str, Any], *, num_seqs: int, arch: str = "sm_90a", has_adapters: bool = False
+) -> tuple[str, ...]:
+    """The kernels of one layer in the graph that decodes so many sequences of a model, by its config.json, perhaps with
+    adapters. Meanwhile the process's device of that architecture does nothing."""
     gpu = _NotingGpu(arch)
     dummy_weights = patch.object(models.checkpoints.dummy, "DummyTensor", _Zeros)
     with gpu.installed(), tempfile.TemporaryDirectory() as folder, dummy_weights:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         engine = build_engine(
             folder, device=gpu.device.type, dtype="bfloat16", load_format="dummy", max_model_len=2048,
-            max_num_seqs=num_seqs, kv_cache_bytes=8 << 30,
+            max_num_seqs=num_seqs, kv_cache_bytes=8 << 30, enable_lora=has_adapters,
         )  # fmt: skip
         graphs = local(engine).graphs
         assert graphs is not None, "decode graphs are on by default"
-        graphs.want(GraphKey(num_seqs, 2048, has_penalties=False, keeps_logits=False, has_chains=False))
+        graphs.want(GraphKey(
+            num_seqs, 2048, has_penalties=False, keeps_logits=False, has_chains=False, has_adapters=has_adapters,
+        ))
         graphs.record()
         noted = list(gpu.noted)
         engine.close()
