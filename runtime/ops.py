@@ -553,9 +553,11 @@ def adapter_ids(batch: Batch, ids: Tensor, each: int, num_adapters: int, none: i
     return backend.adapter_ids(batch.adapters, ids, each, 0, num_adapters, none)  # type: ignore[no-any-return]
 
 
-def low_rank(x: Tensor, batch: Batch, slots: Slots, *, residual: Tensor | None = None) -> Tensor:
+def low_rank(
+    x: Tensor, batch: Batch, slots: Slots, *, residual: Tensor | None = None, norm: RmsNorm | None = None
+) -> Tensor:
     """``residual [T, N] + up[a] (down[a] x)`` for ``x [T, K]`` and a map's slots; a is the row's of `batch.adapters`,
-    -1 adds nothing. A row's bits depend on no other row."""
+    -1 adds nothing. ``norm`` normalises the rows of x first. A row's bits depend on no other row."""
     op, backend = "low_rank", _backend("low_rank", "x", x)
     width = sum(slots.shape.heights)
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, slots.shape.depth))
@@ -564,9 +566,11 @@ def low_rank(x: Tensor, batch: Batch, slots: Slots, *, residual: Tensor | None =
     check(op, "batch.adapters", batch.adapters, x.device, int32, (x.shape[0],))
     if residual is not None:
         check(op, "residual", residual, x.device, x.dtype, (x.shape[0], width))
+    if norm is not None:
+        check(op, "norm.weight", norm.weight, x.device, float32, (x.shape[1],))
     if not x.shape[0]:
         return Tensor.new((0, width), x.dtype, x.device)
-    return backend.low_rank(x, batch.adapters, slots, residual, batch.computed)  # type: ignore[no-any-return]
+    return backend.low_rank(x, batch.adapters, slots, residual, batch.computed, norm)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------ attention

@@ -447,8 +447,12 @@ def _some_adapted(
     sum_up(flat, flat.product(flat.gather(between), down), [*shared, residual], out)
 
 
-def low_rank(x: Tensor, adapters: Tensor, slots: CpuSlots, residual: Tensor | None, computed: dict[Any, Any]) -> Tensor:
+def low_rank(
+    x: Tensor, adapters: Tensor, slots: CpuSlots, residual: Tensor | None, computed: dict[Any, Any],
+    norm: RmsNorm | None = None,
+) -> Tensor:  # fmt: skip
     """See `ops.low_rank`."""
+    x = x if norm is None else rms_norm(x, norm.weight, norm.eps, None, 1.0)
     rows, width = shape = x.shape[0], sum(slots.shape.heights)
     result = new(shape)
     added = _riding(LowRank(slots, x, adapters, computed))

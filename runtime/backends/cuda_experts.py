@@ -19,7 +19,7 @@ from numba_kernels.cuda.experts.gather import SQUARE_COLUMNS
 from numba_kernels.cuda.experts.routing import MAX_EXPERTS
 from numba_kernels.cuda.specialisation import Launch
 from runtime.backends.checks import fail
-from runtime.backends.cuda_linear import glu
+from runtime.backends.cuda_linear import glu, rms_norm
 from runtime.backends.cuda_plans import Planned, RowList, list_rows, plan, plan_gathered
 from runtime.backends.cuda_tensor import alignment, remembered
 from runtime.device.gpu import Gpu
@@ -241,11 +241,16 @@ def _between(activation: str, x: Tensor) -> Tensor:
     return glu(x, activation)
 
 
-def low_rank(x: Tensor, adapters: Tensor, slots: GpuSlots, residual: Tensor | None, computed: dict[Any, Any]) -> Tensor:
+def low_rank(
+    x: Tensor, adapters: Tensor, slots: GpuSlots, residual: Tensor | None, computed: dict[Any, Any],
+    norm: RmsNorm | None = None,
+) -> Tensor:  # fmt: skip
     """See `ops.low_rank`."""
     down, up = slots.down, slots.up
     if (down.exact or x.shape[0] <= _ROWS_AT_ONCE) and up.shape[2] <= low_rank_kernel.MAX_RANKS:
-        return _low_rank_at_once(x, adapters, slots, residual)
+        return _low_rank_at_once(x, adapters, slots, residual, norm)
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps, None)
     routing = Routing(adapters.view(-1, 1), None, RoutingRule(num_experts=slots.shape.num_slots, top_k=1))
     result = Tensor.new((x.shape[0], up.shape[1]), x.dtype, x.device)
     tiles = list_rows(x, routing, (down, up))
@@ -259,15 +264,18 @@ def low_rank(x: Tensor, adapters: Tensor, slots: GpuSlots, residual: Tensor | No
     return result
 
 
-def _low_rank_at_once(x: Tensor, adapters: Tensor, slots: GpuSlots, residual: Tensor | None) -> Tensor:
+def _low_rank_at_once(
+    x: Tensor, adapters: Tensor, slots: GpuSlots, residual: Tensor | None, norm: RmsNorm | None
+) -> Tensor:
     """In one launch, whose blocks read adapters again for each row."""
     (rows, depth), (num_slots, columns, ranks) = x.shape, slots.up.shape
     result = Tensor.new((rows, columns), x.dtype, x.device)
-    launch = _plan_low_rank(rows, columns, depth, x.dtype.ptx, alignment=alignment(x.address))
+    weights, eps = (0, 0.0) if norm is None else (norm.weight.address, norm.eps)
+    launch = _plan_low_rank(rows, columns, depth, x.dtype.ptx, alignment=alignment(x.address, weights))
     Gpu.of(x.device).launch(
         launch, x.address, adapters.address, slots.down.table_address, slots.up.table_address, slots.ranges.address,
-        0 if residual is None else residual.address, result.address, depth, columns, ranks, num_slots,
-        slots.ranges.shape[1],
+        0 if residual is None else residual.address, result.address, weights, depth, columns, ranks,
+        num_slots, slots.ranges.shape[1], eps,
     )  # fmt: skip
     return result
 

@@ -8,7 +8,7 @@ first, so every kernel that takes a residual takes them, and results are rounded
 - plain: an addend gets x; the launch adds the residual. On the cpu a `RidingAddend` is added by the launch itself, in
   every form.
 - deferred RMSNorm, where the norm is in the matrix or in the launch that rounds rows: an addend gets x normalised, by
-  one more launch. The residual is added after the norm has scaled the sums.
+  one more launch unless it is a `RidingAddend`. The residual is added after the norm has scaled the sums.
 - gated (`Linear.glu`): the addend is added before the gate, so the product and the gate are two launches.
 - split over inputs: an addend gets the rank's columns of x. Each rank adds its part to its result, or in exact mode the
   whole addend to the sum of all ranks.
@@ -25,6 +25,7 @@ from typing import Protocol, runtime_checkable
 
 from runtime.batch import Batch
 from runtime.linear.low_rank_slots import LowRank
+from runtime.linear.norm import RmsNorm
 from runtime.tensor.tensor import Tensor
 
 
@@ -39,10 +40,13 @@ class Addend(Protocol):
 
 @runtime_checkable
 class RidingAddend(Addend, Protocol):
-    """An addend that a product's launch may add itself, after bias and residual."""
+    """An addend that normalises rows itself, or that a product's launch may add."""
 
     def riding(self, x: Tensor, batch: Batch) -> LowRank | None:
-        """The sums that the product adds, for rows as in `add_to`; None if that has to do it."""
+        """The sums that the product adds, for rows as in `add_to`; None if `add_normed_to` has to do it."""
+
+    def add_normed_to(self, residual: Tensor | None, x: Tensor, batch: Batch, norm: RmsNorm | None) -> Tensor | None:
+        """`add_to` of x normalised, if there is a norm."""
 
 
 class DeclaredMap(Protocol):

@@ -94,15 +94,19 @@ class Linear:
         assert batch is not None, "a map with addends was called without the batch"
         if batch.adapters is None:
             return residual, None
-        if norm is not None:
-            x = ops.rms_norm(x, norm.weight, norm.eps)
         left: LowRank | None = None
+        normed: Tensor | None = x if norm is None else None
         for addend in self.addends:
-            if left is None and isinstance(addend, RidingAddend):
-                left = addend.riding(x, batch)
-                if left is not None:
-                    continue
-            residual = addend.add_to(residual, x, batch)
+            if isinstance(addend, RidingAddend):
+                riding = addend.riding(x, batch) if norm is None and left is None else None
+                left = left or riding
+                if riding is None:
+                    residual = addend.add_normed_to(residual, x, batch, norm)
+                continue
+            if norm is not None and normed is None:
+                normed = ops.rms_norm(x, norm.weight, norm.eps)
+            assert normed is not None
+            residual = addend.add_to(residual, normed, batch)
         return residual, left
 
     def _normalised(self, x: Tensor) -> tuple[Tensor, RmsNorm | None]:

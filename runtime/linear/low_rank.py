@@ -21,6 +21,7 @@ from runtime.linear.addends import DeclaredMap
 from runtime.linear.expert_adapters import LowRankExperts
 from runtime.linear.gpu_slots import Slots, new_slots
 from runtime.linear.low_rank_slots import CpuSlots, DensePair, LowRank, SlotShape
+from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 
@@ -63,6 +64,10 @@ class LowRankMap:
     def add_to(self, residual: Tensor | None, x: Tensor, batch: Batch) -> Tensor | None:
         """See `Addend`."""
         return ops.low_rank(x, batch, self.slots, residual=residual)
+
+    def add_normed_to(self, residual: Tensor | None, x: Tensor, batch: Batch, norm: RmsNorm | None) -> Tensor | None:
+        """See `RidingAddend`."""
+        return ops.low_rank(x, batch, self.slots, residual=residual, norm=norm)
 
     def write(self, slot: int, pairs: Mapping[str, Pair]) -> None:
         """Writes an adapter's pairs, by module, to a slot; the others become zeros. No step may run that reads it."""

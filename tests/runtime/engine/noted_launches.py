@@ -66,7 +66,8 @@ class _Zeros(DummyTensor):
         return np.zeros(self.shape, self._dtype.numpy)
 
 
-def kernels_of_a_decode_layer(config: Mapping[str, Any], *, num_seqs: int, arch: str = "sm_90a", has_adapters: bool = False
+def kernels_of_a_decode_layer(
+    config: Mapping[str, Any], *, num_seqs: int, arch: str = "sm_90a", has_adapters: bool = False
 ) -> tuple[str, ...]:
     """The kernels of one layer in the graph that decodes so many sequences of a model, by its config.json, perhaps with
     adapters. Meanwhile the process's device of that architecture does nothing."""
@@ -80,9 +81,16 @@ def kernels_of_a_decode_layer(config: Mapping[str, Any], *, num_seqs: int, arch:
         )  # fmt: skip
         graphs = local(engine).graphs
         assert graphs is not None, "decode graphs are on by default"
-        graphs.want(GraphKey(
-            num_seqs, 2048, has_penalties=False, keeps_logits=False, has_chains=False, has_adapters=has_adapters,
-        ))
+        graphs.want(
+            GraphKey(
+                num_seqs,
+                2048,
+                has_penalties=False,
+                keeps_logits=False,
+                has_chains=False,
+                has_adapters=has_adapters,
+            )
+        )
         graphs.record()
         noted = list(gpu.noted)
         engine.close()

@@ -238,3 +238,14 @@ def test_a_decode_layer_of_latent_attention(num_seqs: int, query_rank: int | Non
     product = "gemv" if num_seqs == 1 else "gemm"
     wanted = [product, *before, "latent_absorb", "latent_attention", "latent_values", product, "route_normed"]
     assert [name[: len(start)] for name, start in zip(launched, wanted, strict=False)] == wanted
+
+
+@pytest.mark.parametrize("num_seqs", [1, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_adapters_take_a_launch_a_map(num_seqs: int) -> None:
+    """And one more for the gate, which is applied after the adapters of gate and up; no norm is a launch of its own."""
+    config = PUBLISHED["Qwen3-0.6B"] | {"num_hidden_layers": 3, "vocab_size": 512}
+    plain = kernels_of_a_decode_layer(config, num_seqs=num_seqs)
+    adapted = kernels_of_a_decode_layer(config, num_seqs=num_seqs, has_adapters=True)
+    more = [name.split("_bf16")[0] for name in adapted if name.startswith(("low_rank", "glu"))]
+    assert sorted(more) == ["glu_silu", *["low_rank"] * 4]
+    assert len(adapted) == len(plain) + len(more)
