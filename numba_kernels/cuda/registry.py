@@ -21,7 +21,6 @@ from numba_kernels.cuda import (
     gemm,
     latent,
     logprobs,
-    low_rank,
     norm,
     probes,
     qkv,
@@ -34,7 +33,7 @@ from numba_kernels.cuda.specialisation import Specialisation
 
 FAMILIES = (
     activation, adapter_ids, attention, chain_sampling, decode_inputs, dequantize, elementwise, embedding, experts,
-    gemm, integer_matmul, latent, logprobs, low_rank, norm, probes, qkv, recurrent, reduce, rounded_norm,
+    gemm, integer_matmul, latent, logprobs, norm, probes, qkv, recurrent, reduce, rounded_norm,
     dynamic_quantisation, sampling, softmax,
 )  # fmt: skip
 

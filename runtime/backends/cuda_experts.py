@@ -12,9 +12,9 @@ from typing import Any
 
 from numba_kernels.cuda import adapter_ids as adapter_ids_kernel
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda import low_rank as low_rank_kernel
 from numba_kernels.cuda.activation import plan_activation
 from numba_kernels.cuda.experts import combine, order, router, routing
+from numba_kernels.cuda.experts import low_rank as low_rank_kernel
 from numba_kernels.cuda.experts.gather import SQUARE_COLUMNS
 from numba_kernels.cuda.experts.routing import MAX_EXPERTS
 from numba_kernels.cuda.specialisation import Launch

@@ -14,7 +14,7 @@ from runtime.linear.low_rank_slots import CpuSlots, DensePair, SlotShape
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 
-_low_rank = later("numba_kernels.cuda.low_rank")
+_low_rank = later("numba_kernels.cuda.experts.low_rank")
 """It brings Numba's compiler for GPUs, which the cpu does without."""
 
 
@@ -25,7 +25,7 @@ class GpuSlots:
         shape: of all slots.
         down: ``[S, R, K]``; a part's ranks begin at a multiple of `low_rank.RANKS_MULTIPLE`.
         up: ``[S, N, R]``.
-        ranges: the kernel's (`numba_kernels.cuda.low_rank`), int32 ``[S, blocks, 2]``.
+        ranges: the kernel's (`numba_kernels.cuda.experts.low_rank`), int32 ``[S, blocks, 2]``.
     """
 
     def __init__(self, shape: SlotShape, options: LoadOptions) -> None:

@@ -10,6 +10,7 @@
     combine        the weighted sum of a token's experts
     gather         few tokens: straight over the chosen experts, without an order; the sum comes with the second product
     packed_gather  the same for experts that stay quantised
+    low_rank       adapters of a linear map, of which each row has one
 
 No launch depends on the routing, no data is copied to the host, and the host has no loop over experts.
 """
@@ -22,6 +23,7 @@ from numba_kernels.cuda.experts import (
     combine,
     gather,
     hopper,
+    low_rank,
     order,
     packed,
     packed_gather,
@@ -33,11 +35,11 @@ from numba_kernels.cuda.experts import (
 from numba_kernels.cuda.specialisation import Specialisation
 
 __all__ = [
-    "combine", "gather", "hopper", "order", "packed", "packed_gather", "router", "routing", "specialisations",
+    "combine", "gather", "hopper", "low_rank", "order", "packed", "packed_gather", "router", "routing", "specialisations",
     "tensor_core", "tiled",
 ]  # fmt: skip
 
-_PARTS = (routing, router, order, tiled, tensor_core, hopper, packed, combine, gather, packed_gather)
+_PARTS = (routing, router, order, tiled, tensor_core, hopper, packed, combine, gather, packed_gather, low_rank)
 
 
 def specialisations() -> Iterator[Specialisation]:
