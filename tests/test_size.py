@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 39_218,
+    "numba_kernels": 39_369,
     "runtime/emulator": 16_980,
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_346,
-    "runtime/linear": 2_815,
+    "runtime/backends": 3_376,
+    "runtime/linear": 2_854,
     "runtime/kv": 1_668,
     "runtime/engine": 25_573,
     "runtime/text": 7_327,
@@ -28,7 +28,7 @@ MOST_LINES = {
     "runtime/images": 937,
     "runtime/commands": 2_974,
     "runtime/bench": 10_143,
-    "runtime": 3_523,
+    "runtime": 3_527,
     "models": 19_716,
     "server": 22_550,
     "tokenizer": 7_581,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 41_397
+MOST_WORDS = 41_436
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

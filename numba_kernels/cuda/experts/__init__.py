@@ -35,8 +35,8 @@ from numba_kernels.cuda.experts import (
 from numba_kernels.cuda.specialisation import Specialisation
 
 __all__ = [
-    "combine", "gather", "hopper", "low_rank", "order", "packed", "packed_gather", "router", "routing", "specialisations",
-    "tensor_core", "tiled",
+    "combine", "gather", "hopper", "low_rank", "order", "packed", "packed_gather", "router", "routing",
+    "specialisations", "tensor_core", "tiled",
 ]  # fmt: skip
 
 _PARTS = (routing, router, order, tiled, tensor_core, hopper, packed, combine, gather, packed_gather, low_rank)
