@@ -396,7 +396,13 @@ class ServerConfig:
         ),
     ] = field(default=(), repr=False)
     api_key_files: Annotated[
-        tuple[str, ...], _repeated("--api-key-file", "File of keys, one a line; read again on SIGHUP.", metavar="PATH")
+        tuple[str, ...],
+        _repeated(
+            "--api-key-file",
+            "File of keys, one a line, perhaps with its terms; read again on SIGHUP.",
+            "files of keys, one a line, perhaps with its terms; read again on SIGHUP",
+            metavar="PATH",
+        ),
     ] = ()
     admin_key_files: Annotated[
         tuple[str, ...],
@@ -412,6 +418,22 @@ class ServerConfig:
             help="Folder of weights that /update_weights may read; without it, it reads shared memory alone.",
             heading=KEYS,
             flag=Flag(metavar="DIR"),
+        ),
+    ] = None
+    max_requests_per_key: Annotated[
+        int | None,
+        Option(
+            help="Open requests of one API key, unless its file has others; beyond it the answer is 429.",
+            about="open requests of one key, unless its line has others; beyond it the answer is 429",
+            heading=KEYS,
+        ),
+    ] = None
+    tokens_per_minute_per_key: Annotated[
+        int | None,
+        Option(
+            help="Tokens of prompts and answers in a minute of one API key, unless its file has others: 429.",
+            about="tokens of prompts and answers in a minute of one key, unless its line has others: 429",
+            heading=KEYS,
         ),
     ] = None
     share_prefix_cache: Annotated[

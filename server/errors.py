@@ -10,7 +10,7 @@ theirs (`ApiError.body`).
     409     invalid_request_error  request_cancelled
     413     invalid_request_error  body_too_large
     415     invalid_request_error  unsupported_media_type
-    429     rate_limit_error       queue_full            (with Retry-After)
+    429     rate_limit_error       queue_full, rate_limit_exceeded  (with Retry-After)
     500     server_error           internal_error
     503     server_error           engine_unavailable    (with Retry-After when it is restarting)
     503     server_error           draining, overloaded  (with Retry-After)
@@ -39,6 +39,7 @@ from starlette.types import Scope
 
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from server.transport.exchange import KEY
+from server.transport.key_holders import KeyLimitError
 
 Dialect = Literal["openai", "anthropic", "ollama"]
 
@@ -252,7 +253,7 @@ def unsatisfiable() -> ApiError:
 
 
 def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:
-    """The answer for an error of `EngineClient.submit` or `SamplingParams`.
+    """The answer for an error of `EngineClient.submit` or `SamplingParams`, or for a key's limit.
 
     `renamed` maps the engine's field names to the request's if they differ. Raises `error` again if it is not one of
     the engine's typed errors."""
@@ -263,6 +264,8 @@ def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:
         flag = f"--{error.option.replace('_', '-')}"
         message = f"The waiting queue is full: {flag} is {error.limit} {error.unit}. Ask again later."
         return ApiError(429, message, code="queue_full", retry_after_s=error.retry_after_s)
+    if isinstance(error, KeyLimitError):
+        return ApiError(429, str(error), code="rate_limit_exceeded", retry_after_s=error.retry_after_s)
     if isinstance(error, EngineDeadError):
         return engine_unavailable(error.retry_after_s)
     raise error
@@ -273,7 +276,7 @@ def engine_errors(names: Mapping[str, str] = MappingProxyType({})) -> Iterator[N
     """Raises the engine's typed errors as `from_engine` has them."""
     try:
         yield
-    except (EngineDeadError, QueueFullError, RequestError) as error:
+    except (EngineDeadError, KeyLimitError, QueueFullError, RequestError) as error:
         raise from_engine(error, names) from None
 
 

@@ -146,7 +146,7 @@ def _warm_up_tokenizer(device: str) -> None:
 def check_files(config: ServerConfig, prefix_cache_dir: str = "") -> None:
     """Reads API keys and certificates once, to fail before the model is loaded. Raises `ServerConfigError`; also for a
     folder of prefixes where keys separate tenants, since it holds their prompts in clear text."""
-    keys = ApiKeys(config.api_keys, config.api_key_files)
+    keys = ApiKeys.of(config)
     ApiKeys((), config.admin_key_files)
     if config.weights_root is not None and not Path(config.weights_root).expanduser().is_dir():
         raise ServerConfigError(f"--weights-root {config.weights_root}: there is no such folder")

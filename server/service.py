@@ -34,6 +34,7 @@ from server.config import ServerConfig
 from server.errors import (
     ApiError,
     cancelled,
+    engine_errors,
     engine_unavailable,
     from_engine,
     internal_error,
@@ -316,11 +317,15 @@ class Service:
         exchange.generation = generation
         generation.max_kept_bytes = self.config.max_kept_output_bytes
         generation.tells_versions = bool(self.config.admin_key_files)
+        with engine_errors(names):
+            use = exchange.use(generation.num_prompt_tokens)
+        if use is not None:
+            generation.on_close.append(use.end)
         exchange.meter = generation.meter = RequestMeter(
-            self.metrics.generation, generation.params, generation.arrival_time_s
+            self.metrics.generation, generation.params, generation.arrival_time_s, use
         )
         salt = self.salt_of(exchange.tenant, generation.scheduling.cache_salt)
-        generation.scheduling = replace(generation.scheduling, cache_salt=salt)
+        generation.scheduling = replace(generation.scheduling, cache_salt=salt, holder=exchange.holder)
         generation.on_call = partial(self.calls.put, exchange.tenant)
         if self.config.log_prompts:
             self._log_prompts(generation)

@@ -130,6 +130,8 @@ ELSEWHERE = {
         "python -m tools.plot_attention MODEL PROMPT", "python -m tools.plot_timeline",
         "python -m tools.simulate", "xserv perplexity TEXT --model FOLDER [--quantization int8]",
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --gpu h200",
+        "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-32b --rate 0.2 --num-requests 200 "
+        "--max-num-batched-tokens 512 --tenants 5 --flood 15",
     ),
     "many minutes of a quiet machine": (
         "xserv bench exact", "xserv bench products", "xserv bench products --rates", "xserv bench kernels --device cpu",

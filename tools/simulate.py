@@ -4,6 +4,7 @@
     python -m tools.simulate TRACE.jsonl --step-model fitted.json --num-blocks 20000 --replicas 4
 
     python -m tools.simulate TRACE.jsonl --config llama-3.1-70b --tensor-parallel-size 4 --pipeline-parallel-size 2
+    python -m tools.simulate TRACE.csv --config qwen3-32b --rate 0.2 --tenants 5 --flood 15    # fair shares
 
 A step's time is given by a step-time model: ``--step-model``, fitted to measured steps (`xserv bench simulation` writes
 one), or the roofline of GPUs over the shapes of ``--config``: those of each replica exchange sums over ``--link``, and
@@ -34,6 +35,7 @@ from runtime.bench.scheduling.roofline import (
 )
 from runtime.bench.scheduling.simulation import simulate
 from runtime.bench.scheduling.step_model import LinearStepModel, Pipeline, StepModel, window_shares
+from runtime.bench.scheduling.tenants import Flood, compare, text_of
 from runtime.engine.config import BATCHING, POLICIES, PREEMPTIONS, VICTIMS, EngineConfig, RoutingPolicy
 from runtime.engine.limits import EngineLimits, resolve
 from runtime.engine.process.thread_client import BURST_PAUSE_S
@@ -54,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if options.output_json is not None:
         options.output_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(report) if options.json else _as_text(report))
+    as_text = _as_text if options.tenants is None else text_of
+    print(json.dumps(report) if options.json else as_text(report))
     return 0
 
 
@@ -69,6 +72,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         trace = trace.multiplied(options.copies)
     model, layer_windows, positions = _step_model(options)
     limits = _limits(options, trace, model, layer_windows, positions or trace.longest)
+    if options.tenants is not None:
+        windows = window_shares(layer_windows)
+        flood = Flood(options.tenants, options.flood)
+        found = compare(trace, flood, limits, model, policies=("fcfs", "fair"), windows=windows, wake_s=BURST_PAUSE_S)
+        return {"trace": trace.name, "requests_of_a_tenant": len(trace.requests), **_of_limits(limits), **found}
     start, start_processor = time.perf_counter(), time.process_time()
     simulation = simulate(
         trace,
@@ -90,17 +98,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "gpus": options.replicas * options.tensor_parallel_size * options.pipeline_parallel_size,
         "routing_policy": options.routing_policy,
         "max_concurrency": options.max_concurrency,
-        "max_model_len": limits.max_model_len,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "block_size": limits.block_size,
-        "num_blocks": limits.num_blocks,
+        **_of_limits(limits),
         "batching": options.batching,
         "scheduling_policy": options.scheduling_policy,
         **simulation.report(),
         "wall_s": wall_s,
         "processor_s": processor_s,
     }
+
+
+def _of_limits(limits: EngineLimits) -> dict[str, int]:
+    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks")
+    return {name: getattr(limits, name) for name in names}
 
 
 def _trace(options: argparse.Namespace) -> Trace:
@@ -266,6 +275,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--victim", choices=VICTIMS, default=_CONFIG.victim)
     parser.add_argument("--swap-blocks", type=int, default=0, help="KV blocks that each replica's host memory holds")
     parser.add_argument("--block-transfer-ms", type=float, default=0.0, help="of one block between device and host")
+    parser.add_argument("--tenants", type=int, help="each sends the trace: what one's flood does under fcfs and fair")
+    parser.add_argument("--flood", type=int, default=10, help="traces that the first tenant sends at once")
     parser.add_argument("--json", action="store_true", help="the whole report as one JSON object")
     parser.add_argument("--output-json", type=Path, help="write the report to this file, too")
     return parser

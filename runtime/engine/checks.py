@@ -30,6 +30,12 @@ def check_seconds(name: str, value: object) -> None:
         raise RequestError(f"{name} must be a positive number of seconds, got {value!r:.80}", param=name)
 
 
+def check_weight(name: str, value: object) -> None:
+    """Raise ``RequestError`` unless this is a number from 1e-6 to 1e6, so that sums of costs stay finite."""
+    if not is_number(value) or not 1e-6 <= value <= 1e6:  # type: ignore[operator]
+        raise RequestError(f"{name} must be a number from 0.000001 to 1000000, got {value!r:.80}", param=name)
+
+
 def check_one_of(name: str, value: object, values: tuple[str, ...]) -> None:
     """Raise ``RequestError`` unless this is one of ``values``."""
     if value not in values:

@@ -17,7 +17,7 @@ _overrides = later("models.configuration.overrides")  # the help does without mo
 DEFAULT_MAX_WAITING_TOKENS = 4 << 20
 """Most prompt tokens in the waiting queue: a thousand requests of 4,096."""
 
-Policy = Literal["fcfs", "priority", "deadline"]
+Policy = Literal["fcfs", "priority", "deadline", "fair"]
 Batching = Literal["stall-free", "prefill-first", "orca", "static"]
 Preemption = Literal["auto", "recompute", "swap"]
 Victim = Literal["latest", "least-recently-used", "shortest-remaining"]
@@ -78,8 +78,8 @@ class SchedulingConfig:
     scheduling_policy: Annotated[
         Policy,
         Option(
-            help="Order of requests: by arrival, by priority and arrival, or by least slack.",
-            about='"priority" (and arrival), "fcfs", "deadline" (least slack first)',
+            help="Order of requests: by arrival, by priority and arrival, by least slack, or fair shares of tenants.",
+            about='"priority" (and arrival), "fcfs", "deadline" (least slack first), "fair" (shares of tenants)',
             heading="Scheduling",
         ),
     ] = "priority"
@@ -148,6 +148,26 @@ class SchedulingConfig:
             about='seconds to each next token under "deadline", for requests that do not say',
             heading="Scheduling",
             flag=Flag(name="tpot_target"),
+        ),
+    ] = 0.1
+    output_token_cost: Annotated[
+        float,
+        Option(
+            help="Cost of an output token in fair shares; that of a computed prompt token is 1.",
+            about='cost of an output token under "fair"; that of a computed prompt token is 1',
+            heading="Scheduling",
+            below=1e6,
+            must_be="a number above 0 and below 1,000,000",
+        ),
+    ] = 2.0
+    cached_token_cost: Annotated[
+        float,
+        Option(
+            help="Cost of a prompt token from the prefix cache in fair shares.",
+            heading="Scheduling",
+            least=0,
+            below=1e6,
+            must_be="a number from 0, below 1,000,000",
         ),
     ] = 0.1
 

@@ -120,6 +120,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                       ``EngineInfo.eos_token_ids``
     priority          smaller is admitted first; equal ones in order of arrival
     cache_salt        the request shares cached prefixes only with requests of the same salt
+    tenant, tenant_weight  whose share of the engine it takes under the fair policy (None: the salt's), and how much of
+                      it that tenant is due, others having 1.0
     ttft_target_s, tpot_target_s  when its first token is due, and each following one, under the deadline policy;
                       None for the config's
     arrival_time_s    when the user's request came in; 0.0 for the time of submission
@@ -156,6 +158,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease: str = ""
     source: Source | None = None
     restarts: bool = False
+    tenant: str | None = None
+    tenant_weight: float = 1.0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from runtime.engine.messages import EngineOutput, RequestTimes
 from runtime.engine.sampling_params import SamplingParams
+from server.transport.key_holders import Use
 
 TOKEN_SECONDS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -113,6 +114,7 @@ class RequestMeter:
     """Measures one request's generation as its outputs arrive: time to the first token, between tokens, and per phase.
     `observe` takes every output of every choice, in order; `finish` the last one again, with its finish reason.
 
+    use            of its key's limits, which its tokens count against, or None
     first_token_s  when the first token of any choice came; None before
     times          the engine's, of the choice that ended last
     reasons        the number of choices by finish reason
@@ -123,6 +125,7 @@ class RequestMeter:
         "_metrics",
         "_num_tokens",
         "_stopped",
+        "_use",
         "arrival_s",
         "first_token_s",
         "params",
@@ -130,7 +133,10 @@ class RequestMeter:
         "times",
     )
 
-    def __init__(self, metrics: GenerationMetrics, params: SamplingParams, arrival_s: float) -> None:
+    def __init__(
+        self, metrics: GenerationMetrics, params: SamplingParams, arrival_s: float, use: Use | None = None
+    ) -> None:
+        self._use = use
         self.params = params
         self.arrival_s = arrival_s
         self.first_token_s: float | None = None
@@ -155,6 +161,10 @@ class RequestMeter:
                 self._metrics.inter_token_latency.observe(now - last)
             self._last[choice] = now
             self._num_tokens[choice] += len(output.new_token_ids)
+            if self._use is not None:
+                self._use.drawn(len(output.new_token_ids))
+                if last is None and output.index == 0:
+                    self._use.found(output.num_cached_tokens or 0)
 
     def stop(self, request_id: str, index: int) -> None:
         """A stop string ended the choice; overrides the engine's reason."""

@@ -21,6 +21,8 @@ from runtime.engine.errors import EngineDeadError
 from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, MISS_REASONS, EngineInfo, EngineStats, RoutingStats
 from runtime.engine.process.client import EngineClient
 from server.observing.meter import OF_REQUESTS, GenerationMetrics, Histogram
+from server.transport.auth import ApiKeys
+from server.transport.key_holders import KeyHolder
 
 PREFIXES = ("vllm:", "xserv:")
 
@@ -81,10 +83,22 @@ Gauges = dict[str, tuple[str, Callable[[], float]]]
 """Numbers of the server by name: help text and getter."""
 
 
-class HttpMetrics:
-    """Answers by route, method and status; the routes are the application's, so that clients cannot add labels."""
+OF_KEYS: Table = (
+    (GAUGE, "key_open_requests", "Requests of an API key's holder whose answers are not over.", "num_open"),
+    (COUNTER, "key_requests", "Requests that began.", "num_requests"),
+    (COUNTER, "key_prompt_tokens", "Tokens of their prompts.", "num_prompt_tokens"),
+    (COUNTER, "key_cached_tokens", "Of these, tokens that were found in the prefix cache.", "num_cached_tokens"),
+    (COUNTER, "key_generation_tokens", "Tokens of their answers.", "num_output_tokens"),
+)
+"""The same of `KeyHolder`. There are as many labels as keys, each a name or a digest."""
 
-    def __init__(self) -> None:
+
+class HttpMetrics:
+    """Answers by route, method and status, and the usage of holders of keys; the routes are the application's, so that
+    clients cannot add labels."""
+
+    def __init__(self, keys: ApiKeys | None = None) -> None:
+        self.keys = keys
         self.requests: dict[tuple[str, str, int], int] = {}
         self.seconds: dict[str, Histogram] = {}
 
@@ -268,6 +282,21 @@ def http_families(http: HttpMetrics) -> Iterator[Metric]:
     for route, histogram in http.seconds.items():
         _add(seconds, [route], histogram)
     yield seconds
+    if http.keys is not None and http.keys.is_required:
+        yield from _key_families(http.keys.holders)
+
+
+def _key_families(holders: Sequence[KeyHolder]) -> Iterator[Metric]:
+    for kind, name, help_text, field in OF_KEYS:
+        family = kind(f"xserv:{name}", help_text, labels=["key"])
+        for holder in holders:
+            family.add_metric([holder.name], getattr(holder, field))
+        yield family
+    refused = COUNTER("xserv:key_refused", "Requests beyond a limit.", labels=["key", "limit"])
+    for holder in holders:
+        for limit, count in holder.refused.items():
+            refused.add_metric([holder.name, limit], count)
+    yield refused
 
 
 class SeveralMetrics(Collector):

@@ -24,13 +24,14 @@ from runtime.engine.messages import ImageItem
 from runtime.errors import XservError
 from runtime.pooling import PoolingTask, normalized
 from runtime.text.pooled_texts import num_unpooled
-from server.errors import from_engine, in_own_names, internal_error, invalid
+from server.errors import engine_errors, from_engine, in_own_names, internal_error, invalid
 from server.openai_api.answers import Embedding, EmbeddingList, EmbeddingUsage
 from server.openai_api.schema import EmbeddingRequest
 from server.requests.answering import Pending, answered
 from server.requests.prompt import are_texts, embedding_conversation, embedding_inputs
 from server.service import Service
 from server.transport.body import Body, decode_body
+from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
 from server.transport.sse import watch_disconnect
 
@@ -71,7 +72,13 @@ class AskedEmbeddings(Pending):
 
     async def respond(self, request: Request) -> Response:
         """Submits all inputs at once; when the client leaves, waiting ones are not computed."""
-        vectors = await self._vectors(request)
+        with engine_errors():
+            use = Exchange.of(request).use(self.num_tokens)
+        try:
+            vectors = await self._vectors(request)
+        finally:
+            if use is not None:
+                use.end()
         wanted, most = self.asked.dimensions, len(vectors[0])
         if wanted is not None and wanted > most:
             raise invalid("dimensions", f"dimensions must be at most {most}, got {wanted}.")

@@ -43,6 +43,7 @@ from runtime.text.turns import turn_start_id
 from server.observing.meter import RequestMeter
 from server.openai_api.schema import GenerationRequest
 from server.requests.bridge import LoopBridge, Signal
+from server.transport.key_holders import KeyHolder
 from tokenizer import Tokenizer
 
 TURN_S = 5e-3
@@ -80,7 +81,7 @@ _NO_PROPOSALS = ProposalCounts()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
     """A request's scheduling, cache salt and name; the meanings are `EngineRequest`'s, but `given_id` is the client's
-    name for it (its field `request_id`)."""
+    name for it (its field `request_id`), and `holder` that of its API key, the tenant."""
 
     priority: int = 0
     cache_salt: str | None = None
@@ -92,6 +93,7 @@ class Scheduling:
     adapter: AdapterRef | None = None
     lease: str = ""
     source: Source | None = None
+    holder: KeyHolder | None = None
 
     @classmethod
     def of(cls, asked: GenerationRequest, adapter: AdapterRef | None = None) -> Scheduling:
@@ -240,6 +242,7 @@ class Generation:
     def start(self) -> None:
         """Admits every prompt, or none; call it on the event loop. Raises the errors of `EngineClient.submit`."""
         eos_token_ids = self.client.info.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids
+        holder = self.scheduling.holder
         for prompt in self._prompts:
             request = EngineRequest(
                 request_id=prompt.request_id,
@@ -260,6 +263,8 @@ class Generation:
                 lease=self.scheduling.lease,
                 source=self.scheduling.source,
                 restarts=self.restarts,
+                tenant=None if holder is None else holder.tenant,
+                tenant_weight=1.0 if holder is None else holder.terms.weight,
             )
             try:
                 self.client.submit(request, self.bridge.sink(partial(self._receive, prompt)))

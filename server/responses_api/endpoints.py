@@ -204,7 +204,7 @@ async def get_response(request: Request) -> HttpResponse:
 async def delete_response(request: Request) -> HttpResponse:
     """Deletes a stored response. Responses that continue it are kept."""
     shared, tenant, response_id = _asked_for(request)
-    if not shared.responses.delete(tenant, response_id):
+    if not await shared.responses.delete(tenant, response_id):
         raise _not_found(response_id, "response_id")
     return JsonAnswer(objects.ResponseDeleted(response_id))
 

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from runtime.errors import InvalidArgumentError
@@ -92,9 +92,11 @@ class ResponseFolder:
         with self._lock:
             return name in self._pending or (self._folder / name).exists()
 
-    def delete(self, tenant: str | None, response_id: str) -> None:
-        """It is gone on return, also from the disk."""
-        name = self._name(tenant, response_id)
+    def delete(self, tenant: str | None, response_id: str) -> Future[None]:
+        """It is gone when the future is done, also from the disk; a thread waits for that."""
+        return self._thread.submit(self._delete, self._name(tenant, response_id))
+
+    def _delete(self, name: str) -> None:
         with self._lock:
             self._pending.pop(name, None)
             with contextlib.suppress(FileNotFoundError):

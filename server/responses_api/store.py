@@ -3,6 +3,7 @@ time; with a folder (`folder.py`) longer, and after the process."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -117,13 +118,13 @@ class ResponseStore:
             return None
         return StoredResponse(found.response, found.input_items, found.conversation, len(data), now)
 
-    def delete(self, tenant: str | None, response_id: str) -> bool:
-        """Deletes a response; returns whether there was one."""
+    async def delete(self, tenant: str | None, response_id: str) -> bool:
+        """Deletes a response, from the folder, too; returns whether there was one."""
         if self.get(tenant, response_id) is None:
             return False
         self._forget(tenant, response_id)
         if self.folder is not None:
-            self.folder.delete(tenant, response_id)
+            await asyncio.wrap_future(self.folder.delete(tenant, response_id))
         return True
 
     def close(self) -> None:

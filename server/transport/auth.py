@@ -17,9 +17,10 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.config import ServerConfigError
+from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError
 from server.transport.exchange import KEY, Exchange
+from server.transport.key_holders import KeyHolder, KeyTerms
 
 logger = logging.getLogger("xserv.server")
 
@@ -35,47 +36,80 @@ class ApiKeys:
     secret       names tenants; None: another one in each process
     keys, files  as in `ServerConfig`; raises `ServerConfigError` for a file that cannot be read or a key that cannot be
                  sent
+    usual        the terms of keys without their own
     """
 
-    def __init__(self, keys: Sequence[str], files: Sequence[str], secret: bytes | None = None) -> None:
+    def __init__(
+        self, keys: Sequence[str], files: Sequence[str], secret: bytes | None = None, usual: KeyTerms | None = None
+    ) -> None:
         self._keys = tuple(keys)
         self._files = tuple(files)
         self._secret = secret or secrets.token_bytes(32)
-        self._digests: tuple[bytes, ...] = ()
-        self._digests = self._read()
+        self._usual = usual or KeyTerms()
+        self._holders: dict[bytes, KeyHolder] = {}
+        self._read()
+
+    @classmethod
+    def of(cls, config: ServerConfig, secret: bytes | None = None) -> ApiKeys:
+        usual = KeyTerms(max_requests=config.max_requests_per_key, tokens_per_minute=config.tokens_per_minute_per_key)
+        return cls(config.api_keys, config.api_key_files, secret, usual)
 
     @property
     def is_required(self) -> bool:
         return bool(self._keys or self._files)
 
+    @property
+    def holders(self) -> list[KeyHolder]:
+        """All of them."""
+        return list(dict.fromkeys(self._holders.values()))
+
     def reload(self) -> None:
         """Reads the files again. If that fails, the keys stay as they are, and the error is logged."""
         try:
-            self._digests = self._read()
+            self._read()
         except ServerConfigError as error:
             logger.error("the API keys stay as they were: %s", error)
         else:
-            logger.info("%d API keys are valid", len(self._digests))
+            logger.info("%d API keys are valid", len(self._holders))
 
-    def tenant_of(self, key: bytes) -> str | None:
-        """The tenant of this key, constant for one secret, or None for a wrong key."""
+    def holder_of(self, key: bytes) -> KeyHolder | None:
+        """The holder of this key, or None for a wrong key."""
         digest = hashlib.sha256(key).digest()
         is_valid = False
-        for known in self._digests:
+        for known in self._holders:
             is_valid |= hmac.compare_digest(digest, known)
-        return hmac.new(self._secret, digest, hashlib.sha256).hexdigest()[:32] if is_valid else None
+        return self._holders[digest] if is_valid else None
 
-    def _read(self) -> tuple[bytes, ...]:
-        keys = [*self._keys, *(key for file in self._files for key in _keys_in(file))]
-        for key in keys:
+    def _read(self) -> None:
+        terms_of: dict[bytes, KeyTerms] = {}
+        for key, terms in (
+            *((key, self._usual) for key in self._keys),
+            *(found for file in self._files for found in _keys_in(file, self._usual)),
+        ):
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():
                 raise ServerConfigError("an API key must be of printable ASCII characters, without spaces around it")
-        return tuple(hashlib.sha256(key.encode()).digest() for key in dict.fromkeys(keys))
+            if terms_of.setdefault(digest := hashlib.sha256(key.encode()).digest(), terms) != terms:
+                raise ServerConfigError(f"an API key is given twice, with other terms: {terms_of[digest]} and {terms}")
+        of_names: dict[str, KeyTerms] = {}
+        for terms in terms_of.values():
+            if terms.name and of_names.setdefault(terms.name, terms) != terms:
+                raise ServerConfigError(
+                    f"keys of name={terms.name} have other terms: {of_names[terms.name]} and {terms}"
+                )
+        known = {holder.tenant: holder for holder in self._holders.values()}
+        holders = {}
+        for digest, terms in terms_of.items():
+            named = digest if not terms.name else f"name={terms.name}".encode()
+            tenant = hmac.new(self._secret, named, hashlib.sha256).hexdigest()[:32]
+            holder = holders[digest] = known.setdefault(tenant, KeyHolder(tenant, terms))
+            if holder.terms != terms:
+                holder.renew(terms)
+        self._holders = holders
 
 
-def _keys_in(file: str) -> list[str]:
-    """One key a line; empty lines and those that begin with # are skipped. A file without keys is an error, since it
-    would allow no request, or all."""
+def _keys_in(file: str, usual: KeyTerms) -> list[tuple[str, KeyTerms]]:
+    """One key a line, perhaps with its terms after spaces; empty lines and those that begin with # are skipped. A file
+    without keys is an error, since it would allow no request, or all."""
     try:
         with Path(file).open(encoding="ascii") as lines:
             text = lines.read(MAX_KEY_FILE_BYTES + 1)
@@ -85,7 +119,11 @@ def _keys_in(file: str) -> list[str]:
         raise ServerConfigError(f"the API keys in {file} are not ASCII") from None
     if len(text) > MAX_KEY_FILE_BYTES:
         raise ServerConfigError(f"{file} is larger than {MAX_KEY_FILE_BYTES} bytes: no file of API keys")
-    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    keys = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.startswith("#"):
+            key, *words = line.split()
+            keys.append((key, KeyTerms.of(words, usual, f"{file}:{number}")))
     if not keys:
         raise ServerConfigError(f"{file} holds no API key")
     return keys
@@ -95,7 +133,7 @@ class Authentication:
     """An ASGI layer that refuses requests without a key, for any path and method, whether or not the route exists. It
     checks the unescaped path that is routed; only `OPEN_PATHS` are open.
 
-    Sets the exchange's tenant."""
+    Sets the exchange's holder."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, admin_keys: ApiKeys) -> None:
         """``admin_keys`` open every route, too."""
@@ -107,15 +145,15 @@ class Authentication:
             await self.app(scope, receive, send)
             return
         key = key_of(scope["headers"])
-        tenant = None if key is None else self.keys.tenant_of(key) or self.admin_keys.tenant_of(key)
-        if tenant is None:
+        holder = None if key is None else self.keys.holder_of(key) or self.admin_keys.holder_of(key)
+        if holder is None:
             response = _refusal(has_key=key is not None).response(scope)
             for challenge in ('Basic realm="xserv", charset="UTF-8"', "Bearer"):  # browsers prompt for the first
                 response.headers.append("WWW-Authenticate", challenge)
             await response(scope, receive, send)
             return
         exchange: Exchange = scope[KEY]
-        exchange.tenant = tenant
+        exchange.holder = holder
         await self.app(scope, receive, send)
 
 

@@ -16,6 +16,7 @@ from starlette.types import Scope, Send
 
 from server.observing.meter import RequestMeter
 from server.requests.generation import Generation
+from server.transport.key_holders import KeyHolder, Use
 
 KEY = "xserv.exchange"
 """The exchange's key in the scope."""
@@ -29,7 +30,7 @@ class Exchange:
 
     given_id      the client's X-Request-Id, if valid: the answer has it, too
     answered_id   the X-Request-Id of the answer
-    tenant        of the request's key; None if no keys are set
+    holder        of the request's key; None if no keys are set
     model         the first name of the model that answers, in a server of several; else ""
     status        of the answer; 0 if none was started
     send          the server's own `send`: the layers look only at an answer's start, so a stream may bypass them
@@ -46,7 +47,7 @@ class Exchange:
     send: Send
     given_id: str | None = None
     answered_id: str = ""
-    tenant: str | None = None
+    holder: KeyHolder | None = None
     model: str = ""
     status: int = 0
     ignored: list[str] = field(default_factory=list)
@@ -57,6 +58,15 @@ class Exchange:
     num_replayed: int = 0
     generation: Generation | None = None
     meter: RequestMeter | None = None
+
+    @property
+    def tenant(self) -> str | None:
+        """The tenant of the request's key."""
+        return None if self.holder is None else self.holder.tenant
+
+    def use(self, num_prompt_tokens: int) -> Use | None:
+        """Begins work for the request, as its holder's. None without one. Raises `KeyLimitError`."""
+        return None if self.holder is None else self.holder.begin(num_prompt_tokens)
 
     @staticmethod
     def of(request: Request) -> Exchange:

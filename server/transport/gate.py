@@ -117,8 +117,12 @@ def _begin(exchange: Exchange, message: Message, scope: Scope) -> None:
             headers.append((name, value))
     exchange.answered_id = exchange.given_id or exchange.answered_id or new_request_id()
     headers.append((b"x-request-id", exchange.answered_id.encode("latin-1")))
-    if dialect_of(scope) == "anthropic":
+    dialect = dialect_of(scope)
+    if dialect == "anthropic":
         headers.append((b"request-id", exchange.answered_id.encode("latin-1")))
+    if exchange.holder is not None:
+        for limit, number in exchange.holder.headers(dialect).items():
+            headers.append((limit.encode("ascii"), number.encode("ascii")))
     if ignored := [name for name in exchange.ignored if name not in exchange.heeded]:
         headers.append((b"x-xserv-ignored", _header_text(ignored)))
     if exchange.closed:

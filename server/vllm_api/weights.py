@@ -218,6 +218,6 @@ def _admitted(request: Request) -> Service:
         message = "Pausing, sleeping and new weights are off: start the server with --admin-key-file FILE."
         raise ApiError(403, message, code="weight_changes_off")
     key = key_of(request.headers.raw)
-    if key is None or keys.tenant_of(key) is None:
+    if key is None or keys.holder_of(key) is None:
         raise ApiError(403, "This route needs the admin key: send Authorization: Bearer KEY.", code="admin_only")
     return AppState.of(request).service

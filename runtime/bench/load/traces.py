@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -39,12 +39,14 @@ class TraceRequest:
     input_len, output_len tokens of prompt and answer, at least 1 each
     hash_ids              one for each ``hash_block_len`` tokens of the prompt, the last perhaps shorter; empty if the
                           prompt shares nothing with any other
+    tenant                who asks; None if the trace has no tenants
     """
 
     arrival_s: float
     input_len: int
     output_len: int
     hash_ids: tuple[int, ...] = ()
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,9 @@ class Trace:
             hash_block_len=max(1, round(self.hash_block_len * length)),
         )
 
-    def multiplied(self, copies: int, spread_s: float = 60.0) -> Trace:
+    def multiplied(self, copies: int, spread_s: float = 60.0, tenants: Sequence[str] = ()) -> Trace:
         """So many copies of the trace in parallel, without shared prefixes between copies; each copy starts a little
-        after the previous one, the last within ``spread_s``."""
+        after the previous one, the last within ``spread_s``. ``tenants``, if given, has each copy's."""
         if copies < 1 or not 0.0 <= spread_s < np.inf:
             raise TraceError(f"{copies} copies of a trace within {spread_s} s: at least 1 is needed, within a time")
         stride = 1 + max((hash_id for request in self.requests for hash_id in request.hash_ids), default=0)
@@ -92,6 +94,7 @@ class Trace:
                 request,
                 arrival_s=request.arrival_s + copy * spread_s / copies,
                 hash_ids=tuple(copy * stride + hash_id for hash_id in request.hash_ids),
+                tenant=tenants[copy] if tenants else request.tenant,
             )
             for copy in range(copies)
             for request in self.requests

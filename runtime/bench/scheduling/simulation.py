@@ -276,8 +276,9 @@ def simulate(
         while max_concurrency is not None and run.num_open >= max_concurrency:
             arrival_s = run.go_on()
         request = Request(
-            str(index), trace.prompt_ids(index, numbered), _PARAMS, max_tokens=entry.output_len, arrival_s=arrival_s
-        )
+            str(index), trace.prompt_ids(index, numbered), _PARAMS, max_tokens=entry.output_len, arrival_s=arrival_s,
+            cache_salt=entry.tenant,
+        )  # fmt: skip
         request.number = index
         run.add(request)
         requests.append(request)

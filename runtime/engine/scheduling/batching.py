@@ -2,7 +2,7 @@
 
 A policy composes three parts of the scheduler: ``decode`` (running sequences that lack only their last token),
 ``prefill`` (chunks of prompts that have begun) and ``admit`` (waiting sequences, as long as rows, blocks and budget
-last). ``extend`` adds new arrivals to a planned step.
+last; before ``prefill`` those that are urgent). ``extend`` adds new arrivals to a planned step.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from runtime.engine.scheduling.step import Step
 
 
 class Scheduler(Protocol):  # the parts of ``scheduler.Scheduler`` that a policy composes
-    waiting: list[Sequence]
     running: list[Sequence]
+
+    @property
+    def following(self) -> Sequence | None: ...
 
     def decode(self, step: Step) -> None: ...
     def prefill(self, step: Step) -> None: ...
+    def admit_urgent(self, step: Step) -> None: ...
     def admit(self, step: Step, most: int | None = None) -> None: ...
 
 
@@ -29,6 +32,7 @@ class StallFree:
 
     def fill(self, scheduler: Scheduler, step: Step) -> None:
         scheduler.decode(step)
+        scheduler.admit_urgent(step)
         scheduler.prefill(step)
         scheduler.admit(step)
 
@@ -42,7 +46,8 @@ class Orca(StallFree):
     cuts_prompts = False
 
     def fill(self, scheduler: Scheduler, step: Step) -> None:
-        if scheduler.waiting and scheduler.waiting[0].num_tokens > step.max_tokens:
+        following = scheduler.following
+        if following is not None and following.num_tokens > step.max_tokens:
             scheduler.admit(step, most=1)
         if not step.chunks:
             scheduler.decode(step)

@@ -51,6 +51,10 @@ class Placement:
         """Whether a sequence that could not start still lacks the blocks."""
         return self._refusal is not None and self._refusal.holds(sequence, self._pool)
 
+    def wanted(self, sequence: Sequence) -> list[int]:
+        """By pool: the free blocks that a sequence waits for; none if it was not refused."""
+        return self._refusal.num_blocks if self._refusal is not None and self._refusal.sequence is sequence else []
+
     def start(self, sequence: Sequence, step: Step, num_running: int) -> int:
         """Give a waiting sequence its blocks, if there are enough and the step has room for it. Returns how many of its
         tokens the step computes, or 0 if it cannot start.

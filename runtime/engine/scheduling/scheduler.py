@@ -73,7 +73,7 @@ class Scheduler:
         self.paused: set[Request] = set()
         self.stored: StoredPrefixes | None = None
         self.on_pages: OnPages | None = None
-        self.policy = policy_of(config, self.costs.compute_s)
+        self.policy = policy_of(config, limits.max_num_batched_tokens, self.costs.compute_s)
         self._batching = BATCHING_STYLES[config.batching]()
         self.prompt_times = PromptTimes()
         chunking = chunking_of(config, limits.max_num_batched_tokens, depth, self.prompt_times)
@@ -90,11 +90,17 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def following(self) -> Sequence | None:
+        """The waiting sequence that starts next; None if none waits."""
+        return self.policy.first(self.waiting) if self.waiting else None
+
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in the waiting queue."""
         sequence.state = State.WAITING
         sequence.order = self.policy.order(sequence)
         insort(self.waiting, sequence, key=_order)
+        self.policy.joins(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, wherever it is, and free its blocks, its row and its host slots. Its transfers in a
@@ -102,13 +108,18 @@ class Scheduler:
         self._take_out(sequence)
         sequence.state = State.FINISHED
 
+    def _leave(self, sequence: Sequence) -> None:
+        """Remove it from the waiting queue."""
+        _remove(self.waiting, sequence)
+        self.policy.leaves(sequence)
+
     def _take_out(self, sequence: Sequence) -> None:
         """Remove it from its queue, with its blocks, row and host slots."""
         slots = [slot for slots in sequence.host_slots for slot in slots]
         for step in self.open_steps:
             step.drop_transfers(sequence.held_blocks, slots)
         if sequence.state is State.WAITING:
-            _remove(self.waiting, sequence)
+            self._leave(sequence)
             if self.stored is not None:
                 self.stored.drop(sequence)
             if slots:
@@ -136,6 +147,8 @@ class Scheduler:
             self._stop_outgrown(self.limits.longrope_threshold)
         if self.pool.states:
             self._renew_states(step)
+        if (following := self.following) is not None:
+            self._make_room(following, step)
         self._batching.fill(self, step)
         self._close(step)
         return step
@@ -155,6 +168,7 @@ class Scheduler:
         for the others are taken back; those that draft tokens have filled are cached once their tokens are known.
         """
         has_states = bool(self.pool.states)
+        self.policy.computed(step.chunks, accepted)
         for chunk in step.chunks:
             sequence = chunk.sequence
             end = chunk.start + chunk.num_tokens
@@ -224,7 +238,8 @@ class Scheduler:
 
         if self.drafts:
             # So that draft tokens do not take the room of an image, step by step.
-            has_room = not any(each.is_at_whole_picture for each in (*self.running, *self.waiting[:1]))
+            following = [] if self.following is None else [self.following]
+            has_room = not any(each.is_at_whole_picture for each in (*self.running, *following))
             num_running, switch = len(self.running), self.limits.longrope_threshold
             for chunk in step.chunks:
                 drafts = self.drafts.pop(chunk.sequence, None)
@@ -240,8 +255,12 @@ class Scheduler:
         for sequence in self.running:
             if (sequence.num_pending and self.depth > 1 and self._is_open(sequence)) or sequence in self._stalled:
                 continue
+            if sequence.last_step == step.number:
+                continue  # it has just started
             remaining = sequence.num_tokens - sequence.num_computed
             if remaining > 1:
+                if self.policy.closes(step, sequence):
+                    return
                 start = sequence.num_computed
                 if self._chunks.cuts_prompts:
                     remaining = next((end - start for end in sequence.checkpoints if end > start), remaining)
@@ -251,10 +270,19 @@ class Scheduler:
                 if count > 0:
                     step.add(sequence, count, is_first=False)
 
+    def admit_urgent(self, step: Step) -> None:
+        """Start the waiting sequences that go before the rest of prompts that have begun."""
+        while (sequence := self.following) is not None and self.policy.is_urgent(sequence, self.running):
+            self.admit(step, most=1)
+            if sequence.state is State.WAITING:
+                return
+
     def admit(self, step: Step, most: int | None = None) -> None:
         """Start waiting sequences, in order, at most ``most``; none after a preemption, which needed the blocks."""
-        while self.waiting and self.free_rows and most != 0 and not step.preempted and step.budget > 0:
-            sequence = self.waiting[0]
+        while self.free_rows and most != 0 and not step.preempted and step.budget > 0:
+            sequence = self.following
+            if sequence is None or self.policy.closes(step, sequence):
+                return
             if sequence.num_pending or (self.depth > 1 and self._is_open(sequence)):
                 return  # it ran: its tokens are known when that step is over
             if self.limits.longrope_threshold is not None:
@@ -263,10 +291,13 @@ class Scheduler:
                 return
             if self.stored is not None and not self._restore(self.stored, sequence, step):
                 return
+            is_new = sequence.num_cached_tokens is None
             count = self._placement.start(sequence, step, len(self.running))
             if not count:
                 return
-            del self.waiting[0]
+            self._leave(sequence)
+            if is_new:
+                self.policy.starts(sequence)
             sequence.row = heapq.heappop(self.free_rows)
             sequence.state = State.RUNNING
             insort(self.running, sequence, key=_order)
@@ -322,7 +353,7 @@ class Scheduler:
                 continue
             if len(self.running) == 1:
                 return False
-            victim = self._victim_of(self.running)
+            victim = self._victim_of(self.policy.victims(self.running))
             own = self.pool.by_pool(lacking.pop(victim, (0,) * len(self.pool.kinds)))
             needed = [count - less for count, less in zip(needed, own)]
             self._preempt(victim, step)
@@ -357,6 +388,15 @@ class Scheduler:
         self.add(sequence)
         step.preempted.append((sequence, way))
         self.num_preemptions += 1
+
+    def _make_room(self, sequence: Sequence, step: Step) -> None:
+        """Preempt running sequences that the next to start outranks until there are a row and the blocks for it."""
+        wanted = self._placement.wanted(sequence)
+        while len(self.running) > 1 and not (self.free_rows and (not wanted or self.pool.has_room(wanted))):
+            victim = self._victim_of(self.policy.victims(self.running))
+            if not self.policy.outranks(sequence, victim, self.running):
+                return
+            self._preempt(victim, step)
 
     def _renew_states(self, step: Step) -> None:
         """Give each running sequence a page for its next state. The state that would be overwritten stays where others

@@ -64,6 +64,7 @@ class Request:
     adapter         the content, once it is read; None for none
     adapter_slot    where that lies on the device, once it does; -1 for none
     cache_salt      prefixes are shared within it and the same adapter; None for those of all requests without a salt
+    tenant          whose share of the engine it takes under the fair policy, of this weight; the salt if none is named
     ttft_target_s, tpot_target_s  for the deadline policy, or None for the config's
     speculates      its tokens may be speculated
     prediction      [n] int32, tokens that its choices may repeat
@@ -117,6 +118,8 @@ class Request:
         "source",
         "speculates",
         "stop_ids",
+        "tenant",
+        "tenant_weight",
         "tpot_target_s",
         "ttft_target_s",
         "was_scheduled",
@@ -145,6 +148,8 @@ class Request:
         lease: str = "",
         source: Source | None = None,
         asked: EngineRequest | None = None,
+        tenant: str | None = None,
+        tenant_weight: float = 1.0,
     ) -> None:
         self.asked, self.num_restarts = asked, 0
         self.offered: Source | None = None
@@ -160,6 +165,7 @@ class Request:
         self.eos_token_ids = eos_token_ids
         self.priority = priority
         self.cache_salt = cache_salt
+        self.tenant, self.tenant_weight = cache_salt if tenant is None else tenant, tenant_weight
         self.ttft_target_s = ttft_target_s
         self.tpot_target_s = tpot_target_s
         self.max_tokens = max_tokens

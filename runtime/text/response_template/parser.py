@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from runtime.text.parts import Part, PartKind, ToolCallDelta
@@ -34,6 +34,7 @@ class AnswerTemplate:
 
     template: ResponseTemplate
     shown: tuple[str, ...] = ()
+    _last_prefix: list[tuple[Sequence[int], str]] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> AnswerTemplate | None:
@@ -51,9 +52,9 @@ class AnswerTemplate:
     @property
     def tags(self) -> ReasoningTags | None:
         """The tags of reasoning, if they are plain texts."""
-        for field in self.template.fields:
-            if field.role == "reasoning" and field.opening and field.closing:
-                first, last = field.opening.literals, field.closing.literals
+        for each in self.template.fields:
+            if each.role == "reasoning" and each.opening and each.closing:
+                first, last = each.opening.literals, each.closing.literals
                 if first and last:
                     opening = first[0].strip()
                     label = next((opening.removeprefix(token) for token in self.shown if opening.startswith(token)), "")
@@ -74,7 +75,15 @@ class AnswerTemplate:
 
     def _prefix(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> str:
         """The prompt's text after the last anchor; "" if there is none, or if finding it takes too many steps, since
-        other text is not the answer's."""
+        other text is not the answer's. The choices of a prompt share it."""
+        for known, prefix in self._last_prefix:
+            if known is prompt_token_ids:
+                return prefix
+        prefix = self._found_prefix(tokenizer, prompt_token_ids)
+        self._last_prefix[:] = [(prompt_token_ids, prefix)]
+        return prefix
+
+    def _found_prefix(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> str:
         for num_tokens in (_USUAL_PREFIX, len(prompt_token_ids)):
             text = tokenizer.decode(prompt_token_ids[-num_tokens:])
             try:

@@ -430,6 +430,9 @@ def add_random_request(driver: Driver, rng: random.Random) -> None:
     elif policy == "deadline":
         fields["ttft_target_s"] = rng.choice((None, 0.01, 1.0))
         fields["tpot_target_s"] = rng.choice((None, 0.001, 0.1))
+    elif policy == "fair":
+        fields["tenant"] = rng.choice((None, "one", "another"))
+        fields["tenant_weight"] = rng.choice((1.0, 1.0, 0.25, 3))
     driver.add(prompt, **fields)
 
 

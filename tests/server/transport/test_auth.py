@@ -155,11 +155,11 @@ def test_every_key_is_compared_every_time(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(auth.hmac, "compare_digest", compare)
     keys = ApiKeys(("a", "bb", "ccc"), ())
-    tenants = {keys.tenant_of(key) for key in (b"a", b"bb", b"ccc")}
+    tenants = {keys.holder_of(key) for key in (b"a", b"bb", b"ccc")}
     assert len(tenants) == 3
     assert None not in tenants
-    assert keys.tenant_of(b"d" * 1000) is None
-    assert keys.tenant_of("ä".encode()) is None
+    assert keys.holder_of(b"d" * 1000) is None
+    assert keys.holder_of("ä".encode()) is None
     assert len(compared) == 5 * 3
     assert {len(digest) for pair in compared for digest in pair} == {32}
 
@@ -168,17 +168,17 @@ def test_key_files(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nsk-file-1\n\n  sk-file-2  \n")
     keys = ApiKeys(("sk-option",), (str(file),))
-    assert all(keys.tenant_of(key) for key in (b"sk-option", b"sk-file-1", b"sk-file-2"))
-    assert keys.tenant_of(b"# ours") is None
+    assert all(keys.holder_of(key) for key in (b"sk-option", b"sk-file-1", b"sk-file-2"))
+    assert keys.holder_of(b"# ours") is None
     file.write_text("sk-file-2\nsk-file-3\n")
-    tenant = keys.tenant_of(b"sk-file-2")
+    tenant = keys.holder_of(b"sk-file-2")
     keys.reload()
-    assert keys.tenant_of(b"sk-file-1") is None
-    assert keys.tenant_of(b"sk-file-3")
-    assert keys.tenant_of(b"sk-file-2") == tenant, "whoever keeps the key keeps the prefixes"
+    assert keys.holder_of(b"sk-file-1") is None
+    assert keys.holder_of(b"sk-file-3")
+    assert keys.holder_of(b"sk-file-2") == tenant, "whoever keeps the key keeps the prefixes"
     file.write_text("# none\n")
     keys.reload()
-    assert keys.tenant_of(b"sk-file-3"), "what cannot be read changes nothing"
+    assert keys.holder_of(b"sk-file-3"), "what cannot be read changes nothing"
     with pytest.raises(ServerConfigError, match="no API key"):
         ApiKeys((), (str(file),))
     with pytest.raises(ServerConfigError, match="cannot be read"):
