@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +19,13 @@ import pytest
 from openai import OpenAI
 
 from runtime.engine.config import EngineConfig
+from runtime.engine.make_client import start_client
+from runtime.engine.messages import EngineRequest
 from runtime.engine.process.child import Supervision
 from runtime.engine.process.wire import Start
+from runtime.engine.sampling_params import SamplingParams
 from runtime.parallel.fleet import Fleet
+from runtime.parallel.handing_fleet import HandingFleet
 from runtime.parallel.ray_engines import RayEngines, RayError, _with_ranks
 from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.process.test_handshake import silence
@@ -280,3 +284,27 @@ def engines_here() -> list[int]:
                 if any("ray::" in word for parent in process.parents() for word in parent.cmdline()):
                     found.append(process.pid)
     return found
+
+
+@pytest.mark.exhaustive
+def test_engines_with_roles_hand_over_by_tcp(cluster: Any) -> None:
+    """Each on a node of its own; the answers are those of one engine."""
+    params = [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1, seed=i) for i in range(4)]
+    asked = [EngineRequest(request_id=f"r{i}", prompt_token_ids=[*range(60)], params=params[i]) for i in range(4)]
+    settings: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "max_model_len": 256}
+    config = EngineConfig(prefill_engines=1, decode_engines=1, distributed_executor_backend="ray", **settings)
+    places = RayEngines(config, cluster.address)
+    said: list[Any] = []
+    fleet = HandingFleet(
+        places=places, prefill_engines=1, decode_engines=1, distributed_executor_backend="ray", **settings
+    )
+    with closing(fleet), closing(start_client(**settings)) as one:
+        for client in (fleet, one):
+            sinks = [Sink() for _ in asked]
+            for each, sink in zip(asked, sinks):
+                client.submit(each, sink)
+            said.append([(sink.token_ids(), [output.logprobs for output in sink.wait()]) for sink in sinks])
+        assert said[0] == said[1]
+        assert fleet.routing.num_handed_over == 4
+        assert fleet.stats().num_arrived + fleet.stats().num_lost_transfers == 4
+        assert all(address.startswith(("tcp:", "unix:")) for address in fleet.info.transfer_addresses)
