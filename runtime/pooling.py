@@ -5,6 +5,7 @@ The names of modules and fields are sentence-transformers' (https://sbert.net/do
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -90,5 +91,6 @@ def activated(scores: NDArray[np.float32], activation: ScoreActivation) -> NDArr
 
 def normalized(vector: NDArray[np.float32]) -> NDArray[np.float32]:
     """The vector at length one; a zero vector stays."""
-    length = float(np.linalg.norm(vector.astype(np.float64)))
+    wide = vector.astype(np.float64)
+    length = math.sqrt(wide @ wide)
     return (vector / length if length > 0 else vector).astype(np.float32)

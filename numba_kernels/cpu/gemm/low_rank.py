@@ -30,7 +30,7 @@ from numba.core import cgutils
 from numba_kernels.closure_cache import CFunction
 from numba_kernels.cpu import CODE_FOLDER
 from numba_kernels.cpu.gemm.arranged_rows import are_pairs
-from numba_kernels.cpu.gemm.packed_words import round_pairs, rounded_halves
+from numba_kernels.cpu.gemm.packed_words import round_pairs
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import KIND, emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
@@ -131,7 +131,7 @@ def _emit_shrink(builder, height, stored, x, stride, tokens, down, depth, target
         totals = _sum_each(builder, [builder.load(sums[r, g]) for g in range(GROUP)])
         at = builder.add(target, builder.mul(target_stride, _i64(r)))
         if has_pairs:
-            totals = rounded_halves(builder, builder.bitcast(totals, simd.vector(I32, GROUP)))
+            totals = dots.rounded_halves(builder, builder.bitcast(totals, simd.vector(I32, GROUP)))
         simd.store(builder, totals, at, 2 if has_pairs else 4)
 
 

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
 
-from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import KIND, emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I32, I64
 from numba_kernels.cpu.target import LANES
@@ -360,32 +358,20 @@ def _part_of_word(builder, values, stored, factor):
     return builder.zext(values, _WORDS)
 
 
-def rounded_halves(builder, bits):
-    """A vector of floats' bits as bfloat16, i16: rounded to nearest even; NaN stays NaN."""
-    number = functools.partial(simd.splat_constant, I32, lanes=bits.type.count)
-    is_nan = builder.icmp_unsigned(">", builder.and_(bits, number(0x7FFFFFFF)), number(0x7F800000))
-    odd = builder.and_(builder.lshr(bits, number(16)), number(1))
-    nearest = builder.add(builder.add(bits, number(0x7FFF)), odd)
-    upper = builder.lshr(builder.select(is_nan, builder.or_(bits, number(0x400000)), nearest), number(16))
-    return builder.trunc(upper, simd.vector(simd.I16, bits.type.count))
-
-
 @emitted(types.void, *[types.intp] * 3)
 def round_pairs(builder, source, count, target):
-    """LANES words of two bfloat16 each: the ``count`` (at most 2 * LANES) floats at ``source``, rounded to nearest
-    even, and zeros after them. NaN stays NaN."""
-    shorts = 2 * LANES
-    order = ir.Constant(simd.vector(I32, shorts), list(range(shorts)))
+    """LANES words of two bfloat16 each: the ``count`` (at most 2 * LANES) floats at ``source``, rounded by
+    `round_to_pairs`, and zeros after them."""
 
     def emit(load):
-        halves = [rounded_halves(builder, load(simd.offset(builder, source, first * 4), first)) for first in (0, LANES)]
-        simd.store(builder, builder.shuffle_vector(*halves, order), target)
+        halves = [load(simd.offset(builder, source, first * 4), first) for first in (0, LANES)]
+        simd.store(builder, dots.round_to_pairs(builder, *halves), target)
 
-    with builder.if_else(builder.icmp_signed(">=", count, ir.Constant(I64, shorts)), likely=True) as (whole, part):
+    with builder.if_else(builder.icmp_signed(">=", count, _i64(2 * LANES)), likely=True) as (whole, part):
         with whole:
-            emit(lambda at, first: simd.load(builder, at, _WORDS, 4))
+            emit(lambda at, first: simd.load(builder, at, simd.vector(F32), 4))
         with part:
-            emit(lambda at, first: simd.masked_load(builder, at, simd.lanes_below(builder, first, count), I32))
+            emit(lambda at, first: simd.masked_load(builder, at, simd.lanes_below(builder, first, count)))
 
 
 @emitted(types.void, *[types.intp] * 3)

@@ -7,6 +7,8 @@ rounds and saturates as the instruction does, so that results are the same to th
 
 from __future__ import annotations
 
+import functools
+
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
 
@@ -122,6 +124,37 @@ def bf16_pairs_spelled_out(builder, total, pairs, weights):
     for a, b in (upper, lower):
         total = flushed_fma(builder, a, b, total)
     return total
+
+
+def rounded_halves(builder, bits):
+    """A vector of floats' bits as bfloat16, i16: rounded to nearest even; NaN stays NaN."""
+    number = functools.partial(simd.splat_constant, I32, lanes=bits.type.count)
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, number(0x7FFFFFFF)), number(0x7F800000))
+    odd = builder.and_(builder.lshr(bits, number(16)), number(1))
+    nearest = builder.add(builder.add(bits, number(0x7FFF)), odd)
+    upper = builder.lshr(builder.select(is_nan, builder.or_(bits, number(0x400000)), nearest), number(16))
+    return builder.trunc(upper, simd.vector(I16, bits.type.count))
+
+
+def round_to_pairs(builder, lower, upper):
+    """Two vectors of LANES floats as words of two neighbours, rounded to bfloat16 as vcvtne2ps2bf16 does: to nearest
+    even, numbers below the smallest normal one to zero; NaN stays NaN."""
+    return (rounded_by_instruction if HAS_BF16_DOT else rounded_spelled_out)(builder, lower, upper)
+
+
+def rounded_by_instruction(builder, lower, upper):
+    """The same on AVX512-BF16."""
+    llvm.initialize_native_asmparser()
+    kind = ir.FunctionType(simd.vector(I32), [lower.type, upper.type])
+    return builder.call(ir.InlineAsm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v"), [lower, upper])
+
+
+def rounded_spelled_out(builder, lower, upper):
+    """The same without the instruction."""
+    words = simd.vector(I32)
+    halves = [rounded_halves(builder, builder.bitcast(_normal(builder, half), words)) for half in (lower, upper)]
+    order = ir.Constant(simd.vector(I32, 2 * LANES), list(range(2 * LANES)))
+    return builder.bitcast(builder.shuffle_vector(*halves, order), words)
 
 
 def halves_of_pairs(builder, pairs, weights):

@@ -250,6 +250,8 @@ class Embedder:
         rows = _on_host(hidden)
         for embedding, first, end, count in zip(chosen, firsts.tolist(), ends.tolist(), counts.tolist()):
             embedding.absorb(rows[first:end], count)
+        # A caller waits for the first of its futures: set last, it wakes the caller once, and finds all.
+        for embedding in reversed(chosen):
             if not embedding.num_left:
                 self._finish(embedding)
 

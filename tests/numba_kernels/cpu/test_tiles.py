@@ -24,7 +24,12 @@ from numba.extending import intrinsic
 from numba_kernels.cpu import target
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.amx import Tiles
-from numba_kernels.cpu.intrinsics.dots import bf16_pairs_by_instruction, bf16_pairs_spelled_out
+from numba_kernels.cpu.intrinsics.dots import (
+    bf16_pairs_by_instruction,
+    bf16_pairs_spelled_out,
+    rounded_by_instruction,
+    rounded_spelled_out,
+)
 from numba_kernels.cpu.layout import LAYOUTS
 from numba_kernels.cpu.running.launch import address_of
 from tests.selection import SIZES, TELLING
@@ -256,3 +261,43 @@ def test_the_instruction_spelled_out():
     if target.compiled_for("avx512bf16"):
         at_once = _sums_of_pairs(bf16_pairs_by_instruction, totals, pairs, weights)
         np.testing.assert_array_equal(at_once, in_full)
+
+
+def _pairs_of(emit, numbers):
+    """Floats ``[2 n]``, LANES by LANES, as pairs of bfloat16: their bits."""
+
+    @intrinsic
+    def rounded(typingctx, source, out):
+        def codegen(context, builder, signature, args):
+            floats = simd.vector(simd.F32)
+            halves = [simd.load(builder, simd.offset(builder, args[0], first), floats, 4) for first in (0, 64)]
+            simd.store(builder, emit(builder, *halves), args[1])
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 2), codegen
+
+    @njit
+    def round_all(source, out, size_bytes):
+        for at in range(0, size_bytes, 64):
+            rounded(source + 2 * at, out + at)
+
+    out = np.empty(len(numbers), np.uint16)
+    round_all(address_of(numbers), address_of(out), out.nbytes)
+    return out
+
+
+def test_rounding_to_pairs_spelled_out():
+    """To the nearest, ties to even, subnormal numbers to zero; the instruction does the same to the bit."""
+    numbers = np.random.default_rng(2).integers(0, 1 << 32, 6400, dtype=np.uint32)
+    numbers[:64] &= 0x807FFFFF  # subnormal
+    numbers[64:128] |= 0x7F800000  # NaN and infinity
+    numbers[128:192] = numbers[128:192] & 0xFFFF0000 | 0x8000  # ties
+    floats = numbers.view(np.float32)
+    with np.errstate(all="ignore"):
+        expected = np.where(np.abs(floats) < 2.0**-126, np.copysign(0, floats), floats).astype(ml_dtypes.bfloat16)
+    spelled_out = _pairs_of(rounded_spelled_out, floats)
+    is_nan = np.isnan(floats)
+    assert np.isnan(spelled_out[is_nan].view(ml_dtypes.bfloat16)).all()
+    np.testing.assert_array_equal(spelled_out[~is_nan], expected.view(np.uint16)[~is_nan])
+    if target.compiled_for("avx512bf16"):
+        np.testing.assert_array_equal(_pairs_of(rounded_by_instruction, floats), spelled_out)
