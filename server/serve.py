@@ -27,9 +27,7 @@ from runtime.errors import XservError
 from runtime.later import later
 from runtime.text.load import read_chat_template
 from server.adapters import parse_modules
-from server.app import Application
 from server.config import ServerConfig, ServerConfigError
-from server.http_server import HttpServer, ModelServer
 from server.loading import ServerStartError
 from server.names import served_names
 from server.observing.logs import close_log, open_log
@@ -39,9 +37,13 @@ from server.transport.origins import hosts_for, origins_for
 from server.transport.protocol import BACKLOG, RESERVED_CONNECTIONS
 from tokenizer import warm_up as tokenizer_warm_up
 
+_app = later("server.app")
+_http_server = later("server.http_server")
 _hosting = later("server.hosting.application")
 _hosting_server = later("server.hosting.host_server")
 _settings = later("server.hosting.settings")
+
+"""The engine's process starts before they are imported, and imports its own modules meanwhile."""
 
 logger = logging.getLogger("xserv.server")
 
@@ -97,15 +99,15 @@ def serve(
             tracing = open_tracing(config.otlp_endpoint, names[0])
             stack.callback(tracing.close)
         template = read_chat_template(chat_template)
-        server: HttpServer
+        server: Any
         if several:
             hosting = _hosting.HostApplication(several, config, log_writer=writer, tracing=tracing)
             stack.enter_context(closing(hosting.hosted.pool))
             server = _hosting_server.HostServer(hosting)
         else:
-            app = Application(names, config, log_writer=writer, tracing=tracing)
-            engine = StartingClient(only, in_process=in_process, **engine_options)
-            server = ModelServer(app, stack.enter_context(closing(engine)), template)
+            engine = stack.enter_context(closing(StartingClient(only, in_process=in_process, **engine_options)))
+            app = _app.Application(names, config, log_writer=writer, tracing=tracing)
+            server = _http_server.ModelServer(app, engine, template)
         is_textless = first is not None and Path(first).exists() and not open_model(first).has_tokenizer()
         if not in_process and not is_textless:  # while the engine's process starts, this one is idle
             device = engine_options.get("device", "auto")
