@@ -373,16 +373,6 @@ def round_pairs(builder, source, count, target):
         with part:
             emit(lambda at, first: simd.masked_load(builder, at, simd.lanes_below(builder, first, count)))
 
-    def emit(load):
-        halves = [load(simd.offset(builder, source, first * 4), first) for first in (0, LANES)]
-        simd.store(builder, dots.round_to_pairs(builder, *halves), target)
-
-    with builder.if_else(builder.icmp_signed(">=", count, _i64(2 * LANES)), likely=True) as (whole, part):
-        with whole:
-            emit(lambda at, first: simd.load(builder, at, simd.vector(F32), 4))
-        with part:
-            emit(lambda at, first: simd.masked_load(builder, at, simd.lanes_below(builder, first, count)))
-
 
 @emitted(types.void, *[types.intp] * 3)
 def split_pairs(builder, source, evens, odds):
