@@ -64,7 +64,8 @@ class GpuSlots:
 
 
 def _whole(rank: int) -> int:
-    return -(-rank // _low_rank.RANKS_MULTIPLE) * _low_rank.RANKS_MULTIPLE
+    multiple = int(_low_rank.RANKS_MULTIPLE)
+    return -(-rank // multiple) * multiple
 
 
 Slots = CpuSlots | GpuSlots

@@ -119,13 +119,17 @@ class LowRankMaps:
 
     def allocate(self, options: LoadOptions) -> None:
         """Makes the slots, once the model is loaded; those of experts are made when an adapter has some."""
-        for each in (*self.maps.values(), *self.experts.values()):
+        for each in self._all:
             each.allocate(options)
+
+    @property
+    def _all(self) -> list[LowRankMap | LowRankExperts]:
+        return [*self.maps.values(), *self.experts.values()]
 
     @property
     def size_bytes(self) -> int:
         """The bytes of all slots."""
-        return sum(each.size_bytes for each in (*self.maps.values(), *self.experts.values()))
+        return sum(each.size_bytes for each in self._all)
 
     def write(self, slot: int, pairs: Mapping[str, Pair]) -> bool:
         """Loads an adapter, checked by `check`, into a slot. True if maps take part from now on that did not before:

@@ -55,7 +55,8 @@ class CpuSlots:
 
     def _zeros(self, shape: tuple[int, ...]) -> NDArray:
         kind, whole = np.dtype(self.stored), (self.shape.num_slots, *shape)
-        return zeroed_bytes(int(np.prod(whole)) * kind.itemsize).view(kind).reshape(whole)
+        made: NDArray = zeroed_bytes(int(np.prod(whole)) * kind.itemsize).view(kind).reshape(whole)
+        return made
 
     @property
     def size_bytes(self) -> int:

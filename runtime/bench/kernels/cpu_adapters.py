@@ -22,9 +22,9 @@ from runtime import ops
 from runtime.bench.cpu_rates import medians, one_thread_report, thread_seconds
 from runtime.bench.metrics import BenchmarkError
 from runtime.dtype import bfloat16
-from runtime.linear.linear import LinearWeight
 from runtime.linear.low_rank_slots import CpuSlots, DensePair, LowRank, SlotShape
 from runtime.linear.quantise import quantise
+from runtime.linear.weight import LinearWeight
 from runtime.tensor.tensor import Tensor
 
 MAPS = (((2048, 1024, 1024), 1024), ((1024,), 2048), ((3072, 3072), 1024), ((1024,), 3072))  # outputs, inputs
