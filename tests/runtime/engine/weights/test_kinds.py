@@ -123,13 +123,14 @@ def test_drafters_stay(settings: dict[str, Any], tmp_path: Path) -> None:
     engine = client._engine
     assert engine.speculator is not None
     counted = engine.speculator.counters.num_drafts
-    engine.speculator.wants_tokens = lambda: True  # type: ignore[method-assign]
+    engine.speculator.tries_all()
+    engine.speculator._hang_s = 1000.0  # the machine may be busy
     ids = [*IDS, *IDS]
     assert (
         Asked(client, "fast", ids, max_tokens=60).answer().tokens
         == Asked(plain, "slow", ids, max_tokens=60).answer().tokens
     )
-    assert engine.speculator.counters.num_drafts >= counted + ("draft:" not in given["speculation"])
+    assert engine.speculator.counters.num_drafts > counted
     client.close()
     plain.close()
 
