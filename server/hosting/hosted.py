@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,11 +13,14 @@ from starlette.applications import Starlette
 from runtime.engine.errors import EngineDeadError
 from runtime.engine.make_client import StartingClient
 from runtime.engine.messages import AdapterRef, EngineInfo
+from runtime.engine.weights.commands import Sleep, WakeUp
+from runtime.errors import XservError
 from server.adapters import parse_modules
 from server.app import EXCEPTION_HANDLERS
 from server.config import ServerConfig
 from server.description.operations import routes
 from server.hosting.facts import ModelFacts, Purpose, purpose_of
+from server.hosting.places import HOST
 from server.hosting.settings import ModelSettings
 from server.loading import LoadedModel, load, warm_up
 from server.observing.metrics import Metrics
@@ -24,6 +28,8 @@ from server.openai_api.models import ModelStatus
 from server.service import AppState, Service, Shared
 from server.transport.auth import ApiKeys
 from server.transport.exchange import Lifecycle
+
+logger = logging.getLogger("xserv.server")
 
 StartEngine = Callable[..., StartingClient]
 
@@ -48,7 +54,7 @@ class HostedModel:
 
     place          the device whose memory it takes
     expected_bytes of that: what it will take; what it took once it was loaded
-    status         "loading" and "unloading" hold memory, too
+    status         all but "unloaded" hold memory
     is_leaving     new requests wait until it was unloaded for another model
     num_open       requests that hold it; waiting: places of those that wait for it; is_coming: it is loaded for them
     keep_alive_s   how long it stays without requests; a request may change that
@@ -70,6 +76,7 @@ class HostedModel:
         self.expected_bytes = expected_bytes
         self.status: ModelStatus = "unloaded"
         self.is_leaving = self.has_failed = False
+        self.can_sleep = True  # as far as is known
         self.num_open = 0
         self.waiting: list[asyncio.Future[None]] = []
         self.is_coming = False
@@ -83,7 +90,7 @@ class HostedModel:
         self._lock = threading.Lock()
         self._engine: StartingClient | None = None
         self._model: LoadedModel | None = None
-        self._is_closed = False
+        self._is_closed = self._is_asleep = False
 
     @property
     def service(self) -> Service | None:
@@ -120,7 +127,14 @@ class HostedModel:
     @property
     def held_bytes(self) -> int:
         """Memory that it takes of its device, or is about to."""
-        return 0 if self.status == "unloaded" else self.expected_bytes
+        return self.holds(self.place)
+
+    def holds(self, place: str, status: ModelStatus | None = None) -> int:
+        """Memory that it takes of a place, or would take with another status. Asleep it has its weights on the host."""
+        status = status or self.status
+        if status == "sleeping":
+            return self.info.weight_bytes if place == HOST and self.info is not None else 0
+        return 0 if status == "unloaded" or place != self.place else self.expected_bytes
 
     @property
     def is_there(self) -> bool:
@@ -139,9 +153,18 @@ class HostedModel:
         return "loading" if self.status == "loaded" and not is_ready else self.status
 
     def load(self) -> LoadedModel:
-        """Starts its engine, or starts it again; waits for its first answer. On any thread. Raises what
-        `server.loading.load` does; then it is as before."""
+        """Starts its engine, wakes it, or starts it again, and waits for its first answer. On any thread. Raises what
+        `server.loading.load` does; then it is unloaded."""
         model = self._model
+        if model is not None and self._is_asleep:
+            self._is_asleep = False
+            try:
+                model.client.order(WakeUp()).result()
+            except XservError as error:
+                logger.warning("the model %r cannot be woken, and is started again: %s", self.name, error)
+                self.unload(0.0)
+            else:
+                return model
         if model is not None and model.client.state == "unloaded":
             try:
                 model.client.reload()
@@ -177,10 +200,25 @@ class HostedModel:
         """Ends its engine. On any thread. One that has died, and is being started again, is ended for good."""
         assert self._model is not None
         assert self._engine is not None
+        self._is_asleep = False
         try:
             self._model.client.unload(drain_timeout_s)
         except EngineDeadError:
             self._engine.close()
+
+    def sleep(self) -> bool:
+        """Has its engine keep the weights in host memory, and nothing else. On any thread. False if it cannot; then it
+        is unloaded."""
+        assert self._model is not None
+        try:
+            self._model.client.order(Sleep(level=1, mode="wait")).result()
+        except XservError as error:
+            logger.info("the model %r cannot sleep: %s", self.name, error)
+            self.can_sleep = False
+            self.unload(0.0)
+            return False
+        self._is_asleep = True
+        return True
 
     def close(self) -> None:
         """Ends its engine for good. On any thread; idempotent."""

@@ -10,10 +10,8 @@ from runtime.device.driver import open_driver
 from runtime.engine.limits import DEFAULT_KV_CACHE_BYTES, available_memory_bytes
 from runtime.engine.messages import EngineInfo
 from server.hosting.facts import ModelFacts
+from server.hosting.places import HOST
 from server.hosting.settings import ModelSettings
-
-HOST = "cpu"
-"""The place of models on processors and emulated devices."""
 
 SHARE = 0.9
 """Models' part of the memory that is free at the start; the rest is for what is neither weights nor KV."""
@@ -26,8 +24,8 @@ def place_of(settings: ModelSettings) -> str:
 
 
 def budgets(places: Iterable[str], given: int | None) -> dict[str, int]:
-    """Bytes that models may take of each place."""
-    return {place: int(SHARE * _free_bytes(place)) if given is None else given for place in set(places)}
+    """Bytes that models may take of each place; of the host, too, which keeps the weights of those that sleep."""
+    return {place: int(SHARE * _free_bytes(place)) if given is None else given for place in {*places, HOST}}
 
 
 def _free_bytes(place: str) -> int:

@@ -19,6 +19,7 @@ from server.errors import ApiError, internal_error
 from server.hosting.durations import FOR_EVER
 from server.hosting.hosted import HostedModel
 from server.hosting.memory import held_bytes
+from server.hosting.places import HOST
 from server.service import Shared
 
 logger = logging.getLogger("xserv.server")
@@ -73,7 +74,7 @@ class ModelPool:
     async def unload(self, model: HostedModel) -> None:
         """Unloads it; its open requests have `drain_s` to end, and later ones load it again. Returns then."""
         async with self._order:
-            if model.status == "loaded":
+            if model.status in ("loaded", "sleeping"):
                 await self._unload(model)
         self._go_on(model)
 
@@ -190,38 +191,65 @@ class ModelPool:
         """Unloads others until it fits. Raises `ApiError` 503 if that cannot be, or takes too long."""
         end_s = time.monotonic() + self.wait_s
         while not self._fits(model, self.loaded()):
-            others = [each for each in self.loaded() if each.settings.priority > model.settings.priority]
+            holders = [each for each in self.loaded() if each is not model]
+            others = [each for each in holders if each.settings.priority > model.settings.priority]
             if not self._fits(model, others):
                 raise no_room(model, others, self)
-            may_go = sorted((each for each in self.loaded() if each not in others), key=_eagerness)
-            if not any(each.is_idle for each in may_go) and time.monotonic() >= end_s:
+            may_go = sorted((each for each in holders if each not in others), key=_eagerness)
+            is_short = not self._has_memory(model, self.loaded())  # else there are too many, and a sleeping one is none
+            victim = next((each for each in may_go if each.is_idle or (is_short and each.status == "sleeping")), None)
+            if victim is None and time.monotonic() >= end_s:
                 raise no_room(model, may_go, self)
-            victim = next((each for each in may_go if each.is_idle), may_go[0])
-            if await self._leave(victim, end_s):
+            victim, was = victim or may_go[0], (victim or may_go[0]).status
+            if victim.status == "sleeping":
+                await self._unload(victim)
+            else:
+                await self._leave(victim, end_s)
+            if victim.status != was:
                 victim.num_evictions += 1
-                logger.info("the model %r was unloaded, to make room for %r", victim.name, model.name)
+                logger.info("the model %r is %s now, to make room for %r", victim.name, victim.status, model.name)
 
     def _fits(self, model: HostedModel, others: Sequence[HostedModel]) -> bool:
         """Whether it fits beside these."""
-        taken = sum(each.held_bytes for each in others if each.place == model.place)
-        is_one_too_many = self.most and len(others) >= self.most
-        return not is_one_too_many and taken + model.expected_bytes <= self.budgets[model.place]
+        num_awake = sum(each.status != "sleeping" for each in others if each is not model)
+        return not (self.most and num_awake >= self.most) and self._has_memory(model, others)
 
-    async def _leave(self, model: HostedModel, end_s: float) -> bool:
-        """Unloads the model once no request holds it; false if that is not before `end_s`. Requests that come meanwhile
+    def _has_memory(self, model: HostedModel, others: Sequence[HostedModel]) -> bool:
+        taken = sum(each.holds(model.place) for each in others if each is not model)
+        return taken + model.expected_bytes <= self.budgets[model.place]
+
+    async def _leave(self, model: HostedModel, end_s: float) -> None:
+        """Puts the model away once no request holds it, if that is before `end_s`. Requests that come meanwhile
         wait."""
         await self._wait_until(lambda: model.status in ("loaded", "unloaded"), end_s)
         if model.status != "loaded":
-            return model.status == "unloaded"
+            return
         model.is_leaving = True
         try:
             await self._wait_until(lambda: model.num_open == 0, end_s)
             if model.num_open == 0:
-                await self._unload(model)
-            return model.num_open == 0
+                await self._put_away(model)
         finally:
             model.is_leaving = False
             self._go_on(model)
+
+    async def _put_away(self, model: HostedModel) -> None:
+        """Has an idle model sleep, if that frees memory of its device and the host has room for its weights; else
+        unloads it."""
+        beside = sum(each.holds(HOST) for each in self.loaded() if each is not model)
+        has_room = beside + model.holds(HOST, "sleeping") <= self.budgets[HOST]
+        if not (model.can_sleep and has_room and model.holds(model.place, "sleeping") < model.held_bytes):
+            await self._unload(model)
+            return
+        self._stop_timer(model)
+        model.status = "unloading"
+        is_asleep = False
+        try:
+            is_asleep = await asyncio.get_running_loop().run_in_executor(self._threads, model.sleep)
+        finally:
+            model.status = "sleeping" if is_asleep else "unloaded"
+            self._tell()
+        logger.info("the model %r is %s", model.name, model.status)
 
     async def _unload(self, model: HostedModel) -> None:
         self._stop_timer(model)
@@ -257,7 +285,7 @@ class ModelPool:
         async def leave() -> None:
             async with self._order:
                 if model.is_idle and model.timer is timer:  # it was not used since
-                    await self._unload(model)
+                    await (self._put_away(model) if model.keep_alive_s > 0 else self._unload(model))
             self._go_on(model)
 
         self._run(leave())

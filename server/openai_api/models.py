@@ -25,8 +25,9 @@ from server.transport.body import Body, decode_body
 from server.transport.json_answer import JsonAnswer
 from tokenizer import Tokenizer
 
-ModelStatus = Literal["unloaded", "loading", "loaded", "unloading"]
-"""The state of one of several models, in llama-server's words; "unloading": its last requests are being finished."""
+ModelStatus = Literal["unloaded", "loading", "loaded", "sleeping", "unloading"]
+"""The state of one of several models, in llama-server's words; "sleeping": its engine keeps the weights in host memory;
+"unloading": its last requests are being finished."""
 
 
 class ModelState(msgspec.Struct, omit_defaults=True):

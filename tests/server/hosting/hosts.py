@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.errors import ModelLoadError
-from runtime.engine.errors import EngineDeadError
+from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.make_client import StartingClient
 from runtime.engine.messages import EngineRequest
 from runtime.engine.process.client import EngineClient
+from runtime.engine.weights.commands import Sleep
 from runtime.pooling import PoolingInfo
 from server.config import ServerConfig
 from server.hosting.application import HostApplication
@@ -36,16 +37,20 @@ from tests.waiting import TIMEOUT_S
 
 
 class FakeModelEngine(FakeEngineClient):
-    """Answers with its model's name; `unload` waits for open requests."""
+    """Answers with its model's name; `unload` waits for open requests. `commands`: those that it got. It cannot
+    sleep if it is `restless`, nor wake if it is `sleepy`."""
 
-    def __init__(self, name: str, folder: Path, pooling: PoolingInfo, num_bytes: int) -> None:
+    def __init__(self, name: str, folder: Path, pooling: PoolingInfo, num_bytes: int, cache_bytes: int) -> None:
         def script(request: EngineRequest, index: int) -> list[int]:
             return [*name.encode(), END_OF_TURN, *[32] * 1000]
 
         super().__init__(script, model_name=name)
         self.info = msgspec.structs.replace(
-            self.info, model_path=str(folder), pooling=pooling, weight_bytes=num_bytes, max_loras=1, max_lora_rank=8
-        )
+            self.info, model_path=str(folder), pooling=pooling, weight_bytes=num_bytes - cache_bytes,
+            kv_cache_bytes=cache_bytes, max_loras=1, max_lora_rank=8,
+        )  # fmt: skip
+        self.commands: list[str] = []
+        self.is_asleep = self.is_restless = self.is_sleepy = False
         self.pooling = pooling
 
     def unload(self, drain_timeout_s: float) -> None:
@@ -58,7 +63,19 @@ class FakeModelEngine(FakeEngineClient):
 
     def reload(self) -> None:
         assert self.state == "unloaded"
+        self.is_asleep = False
         self.revive()
+
+    def order(self, command: Any) -> Future[NDArray[np.float32]]:
+        self.commands.append(type(command).__name__)
+        future: Future[NDArray[np.float32]] = Future()
+        if self.is_restless if isinstance(command, Sleep) else self.is_sleepy:
+            future.set_exception(RequestError("it does not"))
+            return future
+        assert self.is_asleep != isinstance(command, Sleep)
+        self.is_asleep = isinstance(command, Sleep)
+        future.set_result(np.zeros(4, np.float32))
+        return future
 
     def embed(self, token_ids: Any, *more: Any, **named: Any) -> Future[NDArray[np.float32]]:
         future: Future[NDArray[np.float32]] = Future()
@@ -84,6 +101,7 @@ class Fake:
 
     name: str
     num_bytes: int = 10
+    cache_bytes: int = 0
     pooling: PoolingInfo = GENERATES
     settings: dict[str, Any] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
@@ -157,7 +175,7 @@ def hosting(folder: Path, fakes: list[Fake], **config: Any) -> Iterator[Served]:
             if self.fake.broken:
                 raise ModelLoadError(self.fake.broken)
             self.client = FakeModelEngine(
-                self.fake.name, folder / self.fake.name, self.fake.pooling, self.fake.num_bytes
+                self.fake.name, folder / self.fake.name, self.fake.pooling, self.fake.num_bytes, self.fake.cache_bytes
             )
             self.fake.engines.append(self.client)
             return cast(EngineClient, self.client)

@@ -71,6 +71,59 @@ def test_the_least_recently_used_goes(tmp_path: Path) -> None:
         assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="b"} 2.0' in text
 
 
+def test_one_that_goes_sleeps_and_keeps_its_weights(tmp_path: Path) -> None:
+    """The room is for the weights of all three and the caches of two; then for less."""
+    with hosting(tmp_path, [Fake(name, 40, cache_bytes=20) for name in "abc"]) as served:
+        for name in "abc":
+            assert served.says(name) == name
+        assert [served.status(name) for name in "abc"] == ["sleeping", "loaded", "loaded"]
+        assert served.http.get("/server_info").json()["models"][0]["memory_bytes"] == 20
+        assert [each["model"] for each in served.http.get("/api/ps").json()["models"]] == ["b:latest", "c:latest"]
+        assert served.says("a") == "a"
+        assert [served.status(name) for name in "abc"] == ["loaded", "sleeping", "loaded"]
+        assert served.fakes["a"].engine.commands == ["Sleep", "WakeUp"]
+        assert served.http.post("/models/unload", json={"model": "b"}).status_code == 200
+        assert served.status("b") == "unloaded"
+        assert served.says("b") == "b"
+    fakes = [*(Fake(name, 40, cache_bytes=20) for name in "ab"), Fake("large", 90, cache_bytes=30)]
+    with hosting(tmp_path, fakes) as served:
+        for name in ("a", "b", "large"):
+            assert served.says(name) == name
+        assert [served.status(name) for name in ("a", "b", "large")] == ["unloaded", "unloaded", "loaded"]
+        assert served.says("a") == "a"
+        assert [served.status(name) for name in ("a", "b", "large")] == ["loaded", "unloaded", "sleeping"]
+
+
+def test_an_idle_one_sleeps_after_its_time_but_goes_if_that_is_none(tmp_path: Path) -> None:
+    with hosting(tmp_path, [Fake("a", 40, cache_bytes=20, settings={"keep_alive_s": 0.1})]) as served:
+        assert served.says("a") == "a"
+        wait_until(lambda: served.status("a") == "sleeping")
+        hello = {"messages": [{"role": "user", "content": "Hi"}], "stream": False, "keep_alive": 0}
+        assert served.http.post("/api/chat", json={"model": "a", **hello}).status_code == 200
+        wait_until(lambda: served.status("a") == "unloaded")
+        assert served.says("a") == "a"
+
+
+def test_one_that_cannot_sleep_or_wake_is_started_again(tmp_path: Path) -> None:
+    with hosting(tmp_path, [Fake(name, 60, cache_bytes=20) for name in "ab"]) as served:
+        assert served.says("a") == "a"
+        served.fakes["a"].engine.is_sleepy = True
+        assert served.says("b") == "b"
+        assert served.status("a") == "sleeping"
+        served.fakes["b"].engine.is_restless = True
+        assert served.says("a") == "a"
+        assert (served.status("a"), served.status("b")) == ("loaded", "unloaded")
+        served.fakes["a"].engine.is_sleepy = False
+        assert [served.says(name) for name in "bab"] == ["b", "a", "b"]
+
+
+def test_as_many_awake_as_allowed(tmp_path: Path) -> None:
+    with hosting(tmp_path, [Fake(name, 20, cache_bytes=10) for name in "abc"], models_max=1) as served:
+        for name in "abca":
+            assert served.says(name) == name
+        assert [served.status(name) for name in "abc"] == ["loaded", "sleeping", "sleeping"]
+
+
 def test_as_many_as_allowed(tmp_path: Path) -> None:
     with hosting(tmp_path, [Fake(name, 1) for name in "abc"], models_max=2) as served:
         for name in "abcab":
