@@ -3,9 +3,9 @@
     python -m tools.serving.time_swaps --embed FOLDER [--seconds 20] [--rounds 3] [--json FILE]
 
 Starts `xserv serve` with a chat model, a model that reads pictures and an encoder, which answer clients all the time,
-and two more chat models of which one fits beside them. In every other phase these take turns: each request of theirs puts
-the one to sleep and wakes the other. Prints the time of such a request beside that of one for a model that is awake,
-and the p50 and p99 of the others with and without swaps. Exit status 1 if an answer was lost."""
+and two more chat models of which one fits beside them. In every other phase these take turns: each request of theirs
+puts the one to sleep and wakes the other. Prints the time of such a request beside that of one for a model that is
+awake, and the p50 and p99 of the others with and without swaps. Exit status 1 if an answer was lost."""
 
 from __future__ import annotations
 
@@ -123,19 +123,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "models.json"
         config.write_text(json.dumps(config_of(given.embed)), encoding="utf-8")
-        command = [sys.executable, "-m", "runtime.cli", "serve", "--models-config", str(config), "--models-max", "4",
+        serve = [sys.executable, "-m", "runtime.cli", "serve", "--models-config", str(config), "--models-max", "4",
                    "--port", "0", "--device", "cpu"]  # fmt: skip
-        with subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        ) as server:
+        with subprocess.Popen(serve, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
             try:
                 assert server.stdout is not None
                 url = server.stdout.readline().split(" at ")[1].strip().removesuffix("/v1")
                 report = asyncio.run(measure(url, given.seconds, given.rounds))
             finally:
                 server.terminate()
-    report = {"command": " ".join(["python -m tools.serving.time_swaps", *sys.argv[1:]]), **report,
-              "machine": describe_machine()}  # fmt: skip
+    command = f"python -m tools.serving.time_swaps --embed FOLDER --seconds {given.seconds:g} --rounds {given.rounds}"
+    report = {"command": command, **report, "environment": describe_machine()}
     text = json.dumps(report, indent=1)
     if given.json is not None:
         given.json.write_text(text + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,29 @@ def test_a_batch_goes_to_several_models(folders: dict[str, str], tmp_path: Path)
     ]
     assert [each["status_code"] for each in answers] == [200, 200, 200, 404]
     assert [each["body"].get("model") for each in answers[:3]] == ["chat", "chat", "embed"]
+
+
+def test_answers_after_a_sleep_are_the_same(folders: dict[str, str]) -> None:
+    """Two models of which one may be awake, under load by both: each is asleep while the other answers."""
+    settings = [each for each in settings_of(folders) if each.names[0] != "embed"]
+    app = HostApplication(settings, ServerConfig(models_memory_bytes=1 << 30, models_max=1))
+    asked = [(name, path, body) for name, path, body in ASKED if name != "embed"]
+    try:
+        with (
+            running(app) as url,
+            httpx.Client(base_url=url, timeout=TIMEOUT_S) as http,
+            ThreadPoolExecutor(6) as threads,
+        ):
+            first = [content(http.post(path, json={"model": name, **body})) for name, path, body in asked]
+            futures = [
+                threads.submit(http.post, path, json={"model": name, **body})
+                for _ in range(4)
+                for name, path, body in asked
+            ]
+            for future, expected in zip(futures, first * 4, strict=True):
+                assert content(future.result()) == expected
+            statuses = http.get("/health").json()["models"]
+            assert sorted(statuses.values()) == ["loaded", "sleeping"]
+            assert all(each.num_loads > 1 for each in app.hosted.models)
+    finally:
+        app.hosted.pool.close()
