@@ -129,8 +129,8 @@ def run_batch(
         only, several = told_apart(model, config, names, template, engine_options, in_process=in_process)
         app: ServerApplication
         if several:
-            app = _hosting.HostApplication(several, config)
-            stack.enter_context(closing(app.hosted.pool))
+            app = hosting = _hosting.HostApplication(several, config)
+            stack.enter_context(closing(hosting.hosted.pool))
         else:
             app = one = Application(names or [model_name(only)], config)
             engine = stack.enter_context(closing(StartingClient(only, in_process=in_process, **engine_options)))

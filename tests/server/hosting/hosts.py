@@ -186,7 +186,9 @@ def hosting(folder: Path, fakes: list[Fake], **config: Any) -> Iterator[Served]:
 
     app = HostApplication(settings, server_config, start_engine=cast(type[StartingClient], Start))
     try:
-        with running(app) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+        # httpx may close a connection that it has just given to another thread: it closes none here
+        limits = httpx.Limits(max_keepalive_connections=200, max_connections=200, keepalive_expiry=None)
+        with running(app) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S, limits=limits) as http:
             yield Served(http, app.hosted, url, by_name)
     finally:
         for fake in fakes:

@@ -33,7 +33,7 @@ from tests.models.encoder_cases import write_encoder
 from tests.server.running import running
 from tests.waiting import TIMEOUT_S, wait_until
 
-DEMO, VISION = (str(Path(each.__file__).parent) for each in (models.demo, models.demo_vision))
+DEMO, VISION = (str(Path(str(each.__file__)).parent) for each in (models.demo, models.demo_vision))
 CHART = base64.b64encode((Path(VISION) / "chart.png").read_bytes()).decode()
 PICTURE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{CHART}"}}
 OPTIONS: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 4 << 20, "max_model_len": 512, "max_num_seqs": 8}
