@@ -125,7 +125,9 @@ def main() -> int:
         config.write_text(json.dumps(config_of(given.embed)), encoding="utf-8")
         serve = [sys.executable, "-m", "runtime.cli", "serve", "--models-config", str(config), "--models-max", "4",
                    "--port", "0", "--device", "cpu"]  # fmt: skip
-        with subprocess.Popen(serve, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        with subprocess.Popen(
+            serve, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
+        ) as server:
             try:
                 assert server.stdout is not None
                 url = server.stdout.readline().split(" at ")[1].strip().removesuffix("/v1")
