@@ -130,7 +130,10 @@ def metrics() -> dict[str, list[str]]:
         each.name: (0,) if get_origin(each.type) is tuple else 0 for each in msgspec.structs.fields(EngineStats)
     }
     stats = SimpleNamespace(**given | {"iteration_token_counts": ()})
-    info = SimpleNamespace(ranks=(RankInfo(0, 0, 0, 1, 0, 0),), block_size=1, num_blocks=1, dtype="", max_model_len=1)
+    info = SimpleNamespace(
+        ranks=(RankInfo(0, 0, 0, 1, 0, 0),), block_size=1, num_blocks=1, dtype="", max_model_len=1,
+        transfer_addresses=("",),
+    )  # fmt: skip
     routing = RoutingStats(policy="", num_requests=[0], num_found_tokens=0, num_moved=0, num_digests=0, num_untaken=0)
     client: Any = SimpleNamespace(info=info, stats=lambda: stats, routing=routing)
     client.engines = (client,)

@@ -66,7 +66,7 @@ def test_help_names_every_command() -> None:
 
 def test_usage_shows_an_argument_as_its_words_or_its_name() -> None:
     for arguments, usage in ((["deploy"], "ray"), (["bench", "states"], "TRACE"), (["rank"], "QUERY FILE"),
-                             (["serve"], "[MODEL]"), (["quantize"], "PATH|HUB_ID OUT")):  # fmt: skip
+                             (["serve"], "[[NAME=]MODEL]..."), (["quantize"], "PATH|HUB_ID OUT")):  # fmt: skip
         assert invoke(*arguments, "-h")[1].splitlines()[0].endswith(f"{arguments[-1]} [OPTIONS] {usage}")
     assert "Missing argument 'FILE'" in invoke("embed")[2]
 
@@ -90,7 +90,7 @@ def test_help_stands_under_headings() -> None:
     assert headings() == ["Options", "Use a model", "Look at one", "Measure and compile"]
     engine = ["Model", "Memory and batches", "Execution", "Scheduling", "Adapters"]
     assert headings("chat") == ["Arguments", "Options", *engine, "Sampling"]
-    of_server = ["Limits of the server", "Answers", "Keys and addresses", "Operations"]
+    of_server = ["Limits of the server", "Answers", "Several models", "Keys and addresses", "Operations"]
     assert headings("serve") == ["Arguments", "Options", *engine, *of_server]
     assert headings("bench", "streaming")[1:6] == engine
     text = invoke("serve", "--help")[1]

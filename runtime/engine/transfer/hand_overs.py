@@ -104,7 +104,7 @@ class HandOvers:
         end = sequence.num_tokens // size * size  # of the pages that the other engine can find
         num_noted = len(names) if is_final else num_full
         for group, kind in enumerate(self._pool.kinds):
-            if kind.follows_tokens:
+            if group not in self._pool.states:
                 needed = max(kind.first_page(end, size), sequence.first_pages[group], first)
                 for page in range(needed, first + num_noted):
                     found.append((group, names[page - first], sequence.blocks[group][page]))

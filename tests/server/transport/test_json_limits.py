@@ -465,7 +465,8 @@ def test_every_option_is_in_the_operators_page_with_its_default() -> None:
         names, texts = flags.split(", "), defaults.split(", ")
         shown |= zip(names, map(default_of, texts if len(texts) > 1 else texts * len(names)), strict=True)
     for each in OPTIONS:
-        flag = (each.option.flag.declarations or ("--" + each.name.replace("_", "-"),))[0]
+        name = each.option.flag.name or each.name
+        flag = (each.option.flag.declarations or ("--" + name.replace("_", "-"),))[0]
         assert f"`{flag}" in page, f"{flag} is not described"
         assert shown.get(f"`{flag}`", each.default) == each.default, flag
     assert len(shown) > len(OPTIONS) / 2
@@ -473,7 +474,9 @@ def test_every_option_is_in_the_operators_page_with_its_default() -> None:
 
 def test_every_setting_has_an_option_with_its_default() -> None:
     options = ServerOptions()
-    assert {field.name for field in fields(ServerOptions)} == {field.name for field in fields(ServerConfig)}
+    names = {each.option.flag.name or each.name for each in OPTIONS}
+    assert {field.name for field in fields(ServerOptions)} == names
+    assert {each.name for each in OPTIONS} == {field.name for field in fields(ServerConfig)}
     assert options.config() == ServerConfig()
     assert ServerOptions(drain_timeout_s=0.0).config().drain_timeout_s == 0.0
     assert ServerOptions(max_tools=3, allowed_hosts=["a"]).config() == ServerConfig(max_tools=3, allowed_hosts=("a",))

@@ -93,7 +93,7 @@ def test_every_choice_is_told(struct: Any, name: str, is_list: bool, literals: l
     if literals:
         error = told("wrong!")
         assert error.param == path
-        assert '"wrong!"' in error.message or tagged
+        assert '"wrong!"' in error.message or tagged or not isinstance(literals[0], str)
         for literal in literals:
             assert json.dumps(literal) in error.message
     if tagged:
