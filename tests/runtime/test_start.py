@@ -51,8 +51,8 @@ NOT_BEFORE_AN_ANSWER = {
 }  # fmt: skip
 OURS = {"runtime", "models", "numba_kernels", "tokenizer", "server"}
 MOST_MODULES = 470
-"""Of this project; a start had 400 on 2026-11-28. Adapters, samplers' chains and parsers of templates added 37, hand-overs
-between engines, adapters of experts, new weights and tenants 22."""
+"""Of this project; a start had 400 on 2026-11-28. Adapters, samplers' chains and parsers of templates added 37;
+hand-overs between engines, adapters of experts, new weights and tenants 22."""
 CONSTRUCTIONS = 2
 """Runs of the model's constructor: one that declares, one that loads."""
 
