@@ -22,6 +22,8 @@ from runtime.linear.adapter_pairs import Pair
 Array = np.ndarray[Any, Any]
 Stacks = Mapping[str, Stack | RowStack]
 
+_TABLES = ("embed_tokens", "wte", "lm_head", "embed_out", "embed_in", "tok_embeddings", "word_embeddings", "embeddings")
+
 MERGE = "merge the adapter (peft: `merge_and_unload`, then `save_pretrained`) and serve the merged folder"
 
 
@@ -33,7 +35,7 @@ def resolve_modules(
     another beginning before the number of the layer. A module that the model keeps in parts, one of its stacks, gives
     each part its rows, or each expert its pair. Raises `ConfigError` for a module that the model
     lacks, or that takes no adapters."""
-    names = _Names(modules, stacks, renames)
+    names = ModuleNames(modules, stacks, renames)
     resolved: dict[str, Pair] = {}
     for module, pair in pairs.items():
         for own, part in _parts_of(module, pair, names):
@@ -43,7 +45,7 @@ def resolve_modules(
     return resolved
 
 
-class _Names:
+class ModuleNames:
     """A model's modules, those that checkpoints may store together, and all experts' of a layer, by what ends them."""
 
     def __init__(self, modules: Collection[str], stacks: Stacks, renames: Mapping[str, str]) -> None:
@@ -63,16 +65,25 @@ class _Names:
             self._by_end.setdefault(_end_of(own), []).append(own)
 
     def find(self, module: str) -> str:
-        """The model's own name of a module."""
-        known: list[str] = []
-        for name in self._spellings(module):
-            if name in self.modules or name in self.rows or name in self.experts:
-                return name
-            known = known or self._by_end.get(_end_of(name), [])
+        """The model's own name of a module. Raises `ConfigError`."""
+        known = self._found(module)
         if len(known) != 1:
             found = f"names several of the model's: {', '.join(sorted(known)[:3])}" if known else _absence(module)
             raise ConfigError(f"the adapter's module {module} {found}")
         return known[0]
+
+    def known(self, module: str) -> str:
+        """The same, or the given name if the model has no such module, or several."""
+        known = self._found(module)
+        return known[0] if len(known) == 1 else module
+
+    def _found(self, module: str) -> list[str]:
+        known: list[str] = []
+        for name in self._spellings(module):
+            if name in self.modules or name in self.rows or name in self.experts:
+                return [name]
+            known = known or self._by_end.get(_end_of(name), [])
+        return known
 
     def _spellings(self, module: str) -> Iterator[str]:
         """The name, and as the model's class renames it."""
@@ -84,7 +95,7 @@ class _Names:
                 yield renamed
 
 
-def _parts_of(module: str, pair: Pair, names: _Names) -> Iterator[tuple[str, Pair]]:
+def _parts_of(module: str, pair: Pair, names: ModuleNames) -> Iterator[tuple[str, Pair]]:
     """The pairs of the model's modules that a module of an adapter is."""
     name, is_first = re.subn(r"(?:\.base_layer)+$", "", module)
     own = names.find(name)
@@ -153,15 +164,18 @@ def in_own_order(
 def _absence(module: str) -> str:
     if module.endswith((".gate", ".router")):
         return f"is a router, which takes no adapters: {MERGE}"
-    if module.rpartition(".")[2] in ("lm_head", "embed_tokens", "wte", "score"):
-        return f"is a token table or a head, which take no adapters: {MERGE}"
+    if module.rpartition(".")[2] in ("score", "classifier"):
+        return f"is a head of classes, which are the base model's: {MERGE}"
     if _end_of(module).startswith("vision "):
         return f"belongs to a vision tower, which takes no adapters: {MERGE}"
     return "is none of the model's: the adapter is for another model"
 
 
 def _end_of(module: str) -> str:
-    """The name from the last `layers`, `h` or `blocks` with a number on."""
+    """The name from the last `layers`, `h` or `blocks` with a number on, or of a token table its last part."""
+    last = module.rpartition(".")[2]
+    if last in _TABLES:
+        return last
     found = re.search(r".*(?:^|\.)(?:layers|h|blocks|layer)\.(\d+\..+)", module)
     is_tower = re.search(r"vision|visual", module) is not None
     return f"{'vision ' if is_tower else ''}{found[1]}" if found else module

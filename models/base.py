@@ -26,6 +26,7 @@ from runtime.kv.cache import KVCache, KVCacheSpec, LayerCache
 from runtime.kv.forms import KeyValues, PageForm, Recurrent
 from runtime.kv.kinds import State
 from runtime.linear.linear import Linear
+from runtime.linear.table_adapters import TableSource
 from runtime.pooling import PoolingTask
 from runtime.tensor.tensor import Tensor
 
@@ -103,6 +104,7 @@ class Model(ABC):
         # A GPU's products scale rows by sums that the previous product left; they are added up as in one piece.
         self._hands_over_squares = maker.options.exact and maker.options.device.kind != "cpu"
         self.addends, self.stacks = maker.options.addends, maker.stacks
+        self._tables = self.addends if isinstance(self.addends, TableSource) else None
         self.pipeline, self.stages = maker.options.pipeline, maker.options.stages
         self.own_layers = maker.own_layers(config.num_layers)
         self.max_positions = maker.max_positions
@@ -185,12 +187,19 @@ class Model(ABC):
         """The type of the residual stream."""
         return float32 if self.device.kind == "cpu" else self.dtype
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
         """Rows of `forward`'s result into the scores of every token id.
 
-        `[n, hidden_size]` -> `[n, vocab_size]` float32.
+        `[n, hidden_size]` -> `[n, vocab_size]` float32; `adapters [n]` as in `Batch`.
         """
-        return self.lm_head.logits(hidden, scale=self.logits_scale, softcap=self.logits_softcap)
+        return self.lm_head.logits(hidden, scale=self.logits_scale, softcap=self.logits_softcap, adapters=adapters)
+
+    def look_up(self, batch: Batch, table: Any, scale: float = 1.0) -> Tensor:
+        """The embeddings of a batch's tokens, times `scale`, with what adapters change of the table."""
+        x = ops.embedding(batch.token_ids, table, scale=scale)
+        if batch.adapters is None or self._tables is None or self._tables.table is None:
+            return x
+        return self._tables.table.add_to(x, batch, scale)
 
     def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
         """The result of a task for a pooled row ``[hidden_size]``: a vector by the modules of `embedding_stages`, or

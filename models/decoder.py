@@ -130,7 +130,7 @@ class Decoder(Model):
         return None if rope is None else self._ropes[rope]
 
     def embed(self, batch: Batch) -> Tensor:
-        x = ops.embedding(batch.token_ids, self.embed_tokens, scale=self.embedding_scale)
+        x = self.look_up(batch, self.embed_tokens, self.embedding_scale)
         batch.keep(0, x)
         return x
 

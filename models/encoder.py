@@ -46,7 +46,7 @@ class BothWays(Model):
         usual = float32 if self.device.kind == "cpu" else None
         return super().kv_cache_spec(block_size, dtype or self.kv_dtype or usual)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
         raise InvalidArgumentError(f"{self.config.architecture} is an encoder: it has no logits of tokens")
 
     @property

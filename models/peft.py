@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,16 @@ MOST_NAME_CHARACTERS = 512
 
 _PREFIX = "base_model.model."
 _PAIR = re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.(weight|bias)")
+_TABLE_PAIR = re.compile(r"(.+)\.lora_embedding_(A|B)(?:\.default)?")
+_TRAINED = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta(?:\.default)?")
+_SAVED = re.compile(r"(.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.((?:[^.]*_)?bias|weight)")
+_TOKENS = "tokens"
 _FLOATS = ("F32", "F16", "BF16")
 
 _HARMLESS = (
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out", "layers_to_transform", "layers_pattern",
+    "bias", "modules_to_save",
     "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     "qalora_group_size", "runtime_config", "lora_bias", "ensure_weight_tying",
 )  # fmt: skip
@@ -49,7 +54,6 @@ _HARMLESS = (
 _MUST_BE_OFF = {
     "use_dora": "DoRA", "use_qalora": "QA-LoRA", "alora_invocation_tokens": "activated LoRA",
     "layer_replication": "replicated layers",
-    "trainable_token_indices": "trained rows of the token table", "modules_to_save": "retrained modules",
     "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA", "use_bdlora": "BD-LoRA", "arrow_config": "Arrow",
     "kasa_config": "KaSA",
 }  # fmt: skip
@@ -60,10 +64,18 @@ _CONVERTED = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """An adapter's pairs by module, named as in its file without the prefix; `digest` covers both files."""
+    """An adapter's parts, named as in its file without the prefix; `digest` covers both files.
+
+    Attributes:
+        pairs: by module, scaled; of a token table as of a map of one-hot rows.
+        saved: retrained tensors by name.
+        tokens: by module, the trained rows' numbers and what they are now.
+    """
 
     digest: str
     pairs: Mapping[str, Pair]
+    saved: Mapping[str, Array] = field(default_factory=dict)
+    tokens: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
 
 
 def rank_and_base(folder: Path) -> tuple[int, str]:
@@ -71,7 +83,14 @@ def rank_and_base(folder: Path) -> tuple[int, str]:
     `read_adapter`."""
     with _named_errors(folder):
         values, file = _open(folder)
-        ranks = [entry.shape[0] for name, entry in file.tensors.items() if "lora_A" in name and entry.shape]
+        parameters = _strings(Fields(values, str(folder / CONFIG_FILE)), "target_parameters")
+        ranks = [
+            entry.shape[0]
+            for name, entry in file.tensors.items()
+            if (found := _PAIR.fullmatch(name.removeprefix(_PREFIX)))
+            and (found[2] == "A" and entry.shape and _parameter_of(found[1], parameters) == found[1])
+        ]
+        ranks += [_whole_rank(values)]
         base = values.get("base_model_name_or_path")
         return max(ranks, default=1), base if isinstance(base, str) else ""
 
@@ -113,10 +132,12 @@ def _open(folder: Path) -> tuple[dict[str, Any], SafetensorsFile]:
 
 def _read(folder: Path) -> PeftAdapter:
     values, file = _open(folder)
-    scale_of = _read_config(Fields(values, str(folder / CONFIG_FILE)), values)
+    scale_of, token_ids = _read_config(Fields(values, str(folder / CONFIG_FILE)), values)
     weights = file.path
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
     halves: dict[str, dict[str, Array]] = {}
+    saved: dict[str, Array] = {}
+    tokens: dict[str, tuple[Array, Array]] = {}
     for name in sorted(file.tensors):
         module, part = _module_of(weights, name)
         entry = file.tensors[name]
@@ -128,23 +149,26 @@ def _read(folder: Path) -> PeftAdapter:
         array = stored.astype(np.float32)
         if not np.isfinite(array).all():
             raise WeightsError(f"{weights}: {name} holds NaN or infinity: the adapter is broken")
-        halves.setdefault(module, {})[part] = array
-    if not halves:
+        if part == _TOKENS:
+            tokens[module] = token_ids(module), array
+        elif part in ("weight", "bias"):
+            saved[f"{module}.{part}"] = array
+        else:
+            halves.setdefault(module, {})[part] = array
+    if not (halves or saved or tokens):
         raise WeightsError(f"{weights}: holds no pair lora_A, lora_B")
     pairs = {module: _pair_of(weights, module, parts, scale_of) for module, parts in halves.items()}
-    return PeftAdapter(digest.hexdigest(), pairs)
+    return PeftAdapter(digest.hexdigest(), pairs, saved, tokens)
 
 
-def _read_config(fields: Fields, values: Mapping[str, Any]) -> _ScaleOf:
-    """Checks the config."""
+def _read_config(fields: Fields, values: Mapping[str, Any]) -> tuple[_ScaleOf, Callable[[str], Array]]:
+    """Checks the config; gives the scale of a module, and the numbers of a table's trained rows."""
     kind = fields.raw("peft_type")
     if kind != "LORA":
         raise fields.error("peft_type", f"is {kind!r:.60}, must be 'LORA': {MERGE}")
     for name, what in _MUST_BE_OFF.items():
         if fields.raw(name):
             raise fields.error(name, f"is {values[name]!r:.60}: {what} cannot be served as an adapter; {MERGE}")
-    if (bias := fields.raw("bias")) not in (None, "none"):
-        raise fields.error("bias", f"is {bias!r:.60}: retrained biases cannot be served as an adapter; {MERGE}")
     start = fields.raw("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CONVERTED):
         raise fields.error(
@@ -157,7 +181,7 @@ def _read_config(fields: Fields, values: Mapping[str, Any]) -> _ScaleOf:
     rank, alpha = fields.integer("r"), fields.number("lora_alpha", 8.0)
     ranks, alphas = (_patterns(fields, name) for name in ("rank_pattern", "alpha_pattern"))
     has_root = bool(fields.raw("use_rslora"))
-    parameters = _strings(fields, "target_parameters")
+    parameters, trained = _strings(fields, "target_parameters"), _token_ids(fields)
     fields.refuse_unread(lambda _, value: value in ({}, [], False), MERGE)
 
     def scale_of(module: str, found_rank: int) -> float:
@@ -167,7 +191,33 @@ def _read_config(fields: Fields, values: Mapping[str, Any]) -> _ScaleOf:
             raise ConfigError(f"{fields.where}: {module} has rank {found_rank}, r and rank_pattern say {own:g}")
         return own_alpha / (math.sqrt(own) if has_root else own)
 
-    return scale_of
+    def token_ids(module: str) -> Array:
+        for name, ids in trained.items():
+            if not name or module == name or module.endswith(f".{name}"):
+                return ids
+        raise fields.error("trainable_token_indices", f"names no rows of {module}, which has some in {WEIGHTS_FILE}")
+
+    return scale_of, token_ids
+
+
+def _token_ids(fields: Fields) -> dict[str, Array]:
+    """The numbers of trained rows by the table's name, or of any, ""."""
+    given = fields.raw("trainable_token_indices") or {}
+    found = given if isinstance(given, dict) else {"": given}
+    for ids in found.values():
+        if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < 1 << 31 for each in ids):
+            raise fields.error(
+                "trainable_token_indices", f"is {given!r:.60}, must be token ids, or lists of them by name"
+            )
+        if len(set(ids)) != len(ids):
+            raise fields.error("trainable_token_indices", f"is {given!r:.60}, has an id twice")
+    return {name: np.array(ids, np.int32) for name, ids in found.items()}
+
+
+def _whole_rank(values: Mapping[str, Any]) -> int:
+    """The largest rank by the config."""
+    given = [values.get("r"), *(values.get("rank_pattern") or {}).values()]
+    return max((each for each in given if type(each) is int), default=1)
 
 
 def _parameter_of(module: str, parameters: Sequence[str]) -> str:
@@ -221,24 +271,20 @@ def _of_pattern(patterns: list[tuple[Callable[[str], bool], float]], module: str
 
 
 def _module_of(path: Path, name: str) -> tuple[str, str]:
-    """The module of a tensor, and which part of its pair it is."""
+    """The module of a tensor, and which part of it: of its pair, the trained rows, or a retrained tensor."""
     if len(name) > MOST_NAME_CHARACTERS:
         raise WeightsError(f"{path}: a tensor's name has {len(name)} characters, the most is {MOST_NAME_CHARACTERS}")
-    found = _PAIR.fullmatch(name.removeprefix(_PREFIX))
-    if found is None or (found[2], found[3]) == ("A", "bias"):
-        kind = next(
-            (
-                what
-                for mark, what in (
-                    ("lora_embedding_", "an adapter of a token table"), ("lora_magnitude_vector", "DoRA's"),
-                    ("modules_to_save", "a retrained module"), ("token_adapter", "trained rows of the token table"),
-                )
-                if mark in name
-            ),
-            "no part of a LoRA pair",
-        )  # fmt: skip
-        raise WeightsError(f"{path}: tensor {name!r:.200} is {kind}, which cannot be served as an adapter: {MERGE}")
-    return found[1], f"{found[2]}.{found[3]}"
+    plain = name.removeprefix(_PREFIX)
+    if (found := _PAIR.fullmatch(plain)) and (found[2], found[3]) != ("A", "bias"):
+        return found[1], f"{found[2]}.{found[3]}"
+    if found := _TABLE_PAIR.fullmatch(plain):
+        return found[1], f"{found[2]}.weight"
+    if found := _TRAINED.fullmatch(plain):
+        return found[1], _TOKENS
+    if "lora_" not in plain and (found := _SAVED.fullmatch(plain)):
+        return (found[1], found[2]) if found[2] in ("weight", "bias") else (f"{found[1]}.{found[2]}", "bias")
+    kind = "DoRA's" if "lora_magnitude_vector" in name else "no part of a LoRA pair"
+    raise WeightsError(f"{path}: tensor {name!r:.200} is {kind}, which cannot be served as an adapter: {MERGE}")
 
 
 def _pair_of(path: Path, module: str, parts: Mapping[str, Array], scale_of: _ScaleOf) -> Pair:

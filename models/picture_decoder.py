@@ -7,7 +7,6 @@ from typing import Literal
 
 from models.decoder import Decoder
 from models.rope import Array, rotations
-from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
 from runtime.ops import RopeTable
@@ -56,7 +55,7 @@ class PictureDecoder(Decoder):
         return itemsize * self.config.hidden_size * (1 + self.num_deep_rows)
 
     def embed(self, batch: Batch) -> Tensor:
-        x = ops.embedding(batch.token_ids, self.embed_tokens, scale=self.embedding_scale)
+        x = self.look_up(batch, self.embed_tokens, self.embedding_scale)
         for each in batch.encoded:
             x[each.first_token : each.first_token + each.rows[0].shape[0]] = each.rows[0]
         batch.keep(0, x)

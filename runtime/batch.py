@@ -77,6 +77,14 @@ NO_LONG_CHUNKS = LongChunks()
 
 
 @dataclass(slots=True)
+class AdaptedRows:
+    """The part of a batch that addends read, for rows that are no tokens of one. Fields as in `Batch`."""
+
+    adapters: Tensor | None
+    computed: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+
+@dataclass(slots=True)
 class Batch:
     """The input of one forward pass. Every Tensor lies on the model's device and is C-contiguous.
 
@@ -113,6 +121,8 @@ class Batch:
         Tensor | None, StepField("int32", "token", padding=-1, row="request.adapter_slot", of_adapted=True)
     ] = None
     """The slot of each token's adapter, -1 for none; None if no token has one."""
+    logits_adapters: Annotated[Tensor | None, StepField("int32", "logit", padding=-1, of_adapted=True)] = None
+    """Those of the rows that need logits."""
     last_adapters: Annotated[Tensor | None, StepField("int32", "chunk", padding=-1, of_last=True, of_adapted=True)] = (
         None
     )

@@ -21,7 +21,7 @@ from numba_kernels.latent_rows import LatentBytes
 from numba_kernels.split_k import SEGMENTS
 from runtime.backends import backend_of, cpu_sampling, cuda_tensor
 from runtime.backends.checks import check, check_chosen, check_rows, check_sampling, fail
-from runtime.batch import Batch
+from runtime.batch import AdaptedRows, Batch
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, NDArray, float8_e4m3, float32, int32, int64
 from runtime.kv.forms import LATENT_PAGES
@@ -190,10 +190,15 @@ def logits_linear(x: Tensor, weight: LinearWeight, *, scale: float = 1.0, softca
     backend = _check_factors("logits_linear", x, weight)
     _check_norm("logits_linear", x, weight, None)
     _check_softcap("logits_linear", softcap)
-    logits = backend.linear(x, weight, None, None, float32)
+    return scale_logits(backend.linear(x, weight, None, None, float32), scale, softcap)
+
+
+def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """``logits [T, V]`` float32 times ``scale``, capped as by `logits_linear`, in place; returns them."""
+    _check_softcap("scale_logits", softcap)
     if (scale != 1.0 or softcap is not None) and logits.size:
-        backend.scale_logits(logits, scale, softcap)
-    return logits  # type: ignore[no-any-return]
+        _backend("scale_logits", "logits", logits).scale_logits(logits, scale, softcap)
+    return logits
 
 
 def _check_factors(op: str, x: Tensor, weight: LinearWeight) -> Any:
@@ -554,7 +559,7 @@ def adapter_ids(batch: Batch, ids: Tensor, each: int, num_adapters: int, none: i
 
 
 def low_rank(
-    x: Tensor, batch: Batch, slots: Slots, *, residual: Tensor | None = None, norm: RmsNorm | None = None
+    x: Tensor, batch: Batch | AdaptedRows, slots: Slots, *, residual: Tensor | None = None, norm: RmsNorm | None = None
 ) -> Tensor:
     """``residual [T, N] + up[a] (down[a] x)`` for ``x [T, K]`` and a map's slots; a is the row's of `batch.adapters`,
     -1 adds nothing. ``norm`` normalises the rows of x first. A row's bits depend on no other row."""

@@ -19,17 +19,17 @@ MOST_LINES = {
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_376,
-    "runtime/linear": 2_860,
+    "runtime/linear": 3_139,
     "runtime/kv": 1_668,
-    "runtime/engine": 25_853,
+    "runtime/engine": 25_871,
     "runtime/text": 7_336,
     "runtime/llm": 1_939,
     "runtime/parallel": 1_787,
     "runtime/images": 937,
     "runtime/commands": 2_975,
     "runtime/bench": 10_279,
-    "runtime": 3_529,
-    "models": 19_716,
+    "runtime": 3_544,
+    "models": 19_953,
     "server": 22_949,
     "tokenizer": 7_581,
     "tools": 17_094,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 41_831
+MOST_WORDS = 41_839
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -58,7 +58,7 @@ class GPT2Model(Model):
             self.ln_f = LayerNorm(config, inner.under("ln_f"))
 
     def embed(self, batch: Batch) -> Tensor:
-        x = ops.embedding(batch.token_ids, self.wte)
+        x = self.look_up(batch, self.wte)
         return ops.add_embedding(x, batch.positions, self.wpe)
 
     def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:

@@ -34,6 +34,7 @@ from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.shared_table import SharedTable
 from runtime.linear.stored_table import StoredTable
+from runtime.linear.table_adapters import TableSource
 from runtime.linear.weight import (
     LinearWeight,
     PanelWeight,
@@ -354,16 +355,33 @@ class Maker(ABC):
         nothing: Any = None
         self.tables |= {f"{self._prefix}{each}.weight" for each in (name, head)}
         self.heads.add(f"{self._prefix}{name if is_tied else head}.weight")
+        source = self.options.addends if isinstance(self.options.addends, TableSource) else None
+        if source is not None:
+            source.declare_table(f"{self._prefix}{name}", rows, columns)
         inner = self._with(_keeps_order=False)  # a table's rows are read in stored order
         if not is_tied:
             table = inner._word_table(name, rows, columns) if self.is_first else nothing
-            return table, self._shared_head(head, rows, columns, has_bias) if self.is_last else nothing
+            return table, self._adapted_head(
+                head, self._shared_head(head, rows, columns, has_bias)
+            ) if self.is_last else nothing
         assert not has_bias, "a bias of a matrix that is the table, too"
         self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
         if not (self.is_first or self.is_last):
             return nothing, nothing
         tied = inner.linear(name, outputs=rows, inputs=columns)
-        return tied.weight, self._shared_out(tied) if self.is_last else nothing
+        return tied.weight, self._adapted_head(head, self._shared_out(tied)) if self.is_last else nothing
+
+    def _adapted_head(self, name: str, head: Linear) -> Linear:
+        """The output head with its addends."""
+        source = self.options.addends
+        if isinstance(source, TableSource):
+            count, columns = head.shape
+            mine = self._logits_shard(head.whole_width) if head.whole_width else whole_shard(count)
+            assert mine is not None, "a share is one of several ranks'"
+            head.addends = (
+                source.addend_of_head(f"{self._prefix}{name}", mine.whole, columns, mine.first, mine.count),
+            )
+        return head
 
     def _shared_out(self, head: Linear) -> Linear:
         """The output head; with several ranks each multiplies its share."""

@@ -96,7 +96,8 @@ class Adapters:
 
     def use(self, maps: LowRankMaps) -> None:
         """The model has other slots from now on, all of them empty. No request is computed."""
-        self.maps = maps
+        if maps.modules.keys() >= self.maps.modules.keys():  # else these are one stage's; modules stay the same
+            self.maps = maps
         for slot in self._slots:
             self._empty(slot)
 

@@ -652,11 +652,6 @@ class EngineConfig(SchedulingConfig):
                 f"max_cpu_loras is {self.max_cpu_loras}, must be at least max_loras = {self.max_loras}",
                 param="max_cpu_loras",
             )
-        if self.enable_lora and (self.pipeline_parallel_size > 1 or (self.exact and self.num_ranks > 1)):
-            cause = f"{self._split_by} {getattr(self, self._split_by)}" + (" and exact" if self.exact else "")
-            raise RequestError(
-                f"enable_lora does not go with {cause}: leave it out, or merge the adapter", param="enable_lora"
-            )
         if self.prefix_cache_dir and not self.enable_prefix_caching:
             raise RequestError(
                 f"prefix_cache_dir is {self.prefix_cache_dir!r:.80}, which needs enable_prefix_caching",

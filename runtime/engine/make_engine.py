@@ -9,15 +9,15 @@ import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from models.adapter_modules import in_own_order, resolve_modules
+from models.adapter_changes import ReadChanges, changes_of
 from models.base import Model
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.hub import model_name, resolve_model
@@ -29,7 +29,7 @@ from models.drafters.hidden_state_drafter import BlockDrafter, PageDrafter, Pair
 from models.drafters.mtp import load_mtp
 from models.encoder import BothWays
 from models.gguf.mmproj import NONE as NO_MMPROJ
-from models.peft import PeftAdapter, read_adapter
+from models.peft import read_adapter
 from models.registry import Declaration, declare, declare_model, stages_of
 from models.sentence_transformers import pooling_info, read_layout, score_tokens
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
@@ -296,7 +296,8 @@ def engine_over(
     if config.reads_hidden_states and isinstance(executor, LocalExecutor) and speculator is not None:
         engine.weights.new_drafter = partial(_new_drafter, config, info.vocab_size, limits, executor, folder)
     if isinstance(maps := loaded.addends, LowRankMaps):
-        engine.take_adapters(maps, partial(_read_adapter, maps, loaded), config.most_kept_adapters)
+        read = _adapters_of(maps, loaded, folder, config)
+        engine.take_adapters(*read, config.most_kept_adapters)
     if config.prefix_cache_dir:
         assert isinstance(executor, LocalExecutor), "refused for several ranks"
         _store_prefixes(engine, executor, folder, config)
@@ -312,11 +313,17 @@ def _new_drafter(
     return speculator_of(config, vocab_size, limits, drafter_of(config, target, folder), executor)
 
 
-def _read_adapter(maps: LowRankMaps, model: Model, folder: Path) -> PeftAdapter:
-    """The adapter in a folder, its modules by the model's names. Raises as `read_adapter` and `resolve_modules`."""
-    found = read_adapter(folder)
-    resolved = resolve_modules(found.pairs, maps.modules, model.stacks, model.renames)
-    return replace(found, pairs=in_own_order(resolved, model.own_order))
+def _adapters_of(
+    maps: LowRankMaps, loaded: Model, folder: Path, config: EngineConfig
+) -> tuple[LowRankMaps, Callable[[Path], ReadChanges]]:
+    """The maps that adapters are checked against, of all stages together, and what reads one. Its function raises as
+    `read_adapter` and `changes_of`."""
+    lone = replace(config, tensor_parallel_size=1, pipeline_parallel_size=1, pipeline_layers="")
+    whole = lru_cache(1)(lambda: declared_model(folder, lone, load_settings(lone)))
+    model: Model = loaded
+    if config.pipeline_parallel_size > 1:
+        model, maps = whole().model, cast("LowRankMaps", whole().model.addends)
+    return maps, lambda path: changes_of(read_adapter(path), maps, model, lambda: whole().source)
 
 
 def _store_prefixes(engine: Engine, executor: LocalExecutor, folder: Path, config: EngineConfig) -> None:

@@ -23,6 +23,17 @@ class Pair(NamedTuple):
     bias: NDArray | None = None
 
 
+class Rows(NamedTuple):
+    """Rows ``ids [n]`` int32 of a token table or a head that change by ``values [n, H]`` float32."""
+
+    ids: NDArray
+    values: NDArray
+
+
+Change = Pair | Rows
+"""A module's part of an adapter."""
+
+
 class MapPart(NamedTuple):
     """One of a map's outputs: its module, the map's rows of it, and the module's rows and columns that they are."""
 

@@ -10,18 +10,19 @@ first, so every kernel that takes a residual takes them, and results are rounded
 - deferred RMSNorm, where the norm is in the matrix or in the launch that rounds rows: an addend gets x normalised, by
   one more launch unless it is a `RidingAddend`. The residual is added after the norm has scaled the sums.
 - gated (`Linear.glu`): the addend is added before the gate, so the product and the gate are two launches.
-- split over inputs: an addend gets the rank's columns of x. Each rank adds its part to its result, or in exact mode the
-  whole addend to the sum of all ranks.
+- split over inputs: an addend gets the rank's columns of x, and each rank adds its part to its result; in exact mode it
+  gets all columns, and the whole addend is added to the sum of all ranks (`DeclaredMap.is_segmented`).
 - experts: a source that is an `ExpertsSource` (`runtime.linear.experts`) is asked for the addend of all of a layer's
   experts, which is a pair of low rank for each; `ops.adapted_experts` adds it.
+- the token table and the output head: those of a `TableSource` (`runtime.linear.table_adapters`).
 
-Routers, convolutions, the token table and the output head take none: a source is not asked for theirs.
+Routers and convolutions take none: a source is not asked for theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from runtime.batch import Batch
 from runtime.linear.low_rank_slots import LowRank
@@ -32,10 +33,11 @@ from runtime.tensor.tensor import Tensor
 class Addend(Protocol):
     """One addend of one map."""
 
-    def add_to(self, residual: Tensor | None, x: Tensor, batch: Batch) -> Tensor | None:
+    def add_to(self, residual: Tensor | None, x: Tensor, batch: Any) -> Tensor | None:
         """``residual [T, N]`` plus this addend of ``x [T, K]``, in the residual's type and in memory of its own; None
         stands for zeros. Rows belong to the batch's tokens, whose adapters are ``batch.adapters [T]``. A row's bits
-        must not depend on other rows; -1 adds nothing. A batch without adapters does not come here."""
+        must not depend on other rows; -1 adds nothing. A batch without adapters does not come here. Rows that are no
+        tokens of a batch, such as those of the head, come as `AdaptedRows`."""
 
 
 @runtime_checkable
@@ -69,12 +71,16 @@ class DeclaredMap(Protocol):
         """Each tensor's name, and (N, K) of all ranks' map."""
 
     @property
+    def is_transposed(self) -> bool:
+        """Whether checkpoints store it inputs first."""
+
+    @property
     def adds_unsplit(self) -> bool:
         """Whether this rank adds what ranks add once, such as a bias."""
 
     @property
     def is_segmented(self) -> bool:
-        """Whether ranks add the whole addend, instead of their parts."""
+        """Whether ranks add the whole addend of all columns, instead of their parts."""
 
 
 class AddendSource(Protocol):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from runtime import ops
-from runtime.batch import Batch
+from runtime.batch import AdaptedRows, Batch
 from runtime.communicator import Communicator
+from runtime.dtype import float32
 from runtime.linear.addends import Addend, RidingAddend
 from runtime.linear.format import WeightFormat
 from runtime.linear.low_rank_slots import LowRank
@@ -58,6 +59,9 @@ class Linear:
             return self.own_part(x, batch, residual=residual, out=out)
         if self.weight.num_segments:
             partials = self.communicator.all_gather(ops.linear_partial(x, self.weight))
+            if self.addends and batch is not None and batch.adapters is not None:  # of all ranks' columns
+                share = x.shape[1]
+                x = self.communicator.all_gather_columns(x, share, share * self.communicator.num_ranks)
             residual, low_rank = self._with_addends(residual, x, batch, None)
             return ops.add_partials(partials, self.weight, residual=residual, out=out, low_rank=low_rank)
         if self.communicator.rank:
@@ -115,9 +119,19 @@ class Linear:
             return x, self.norm
         return ops.rms_norm(x, self.norm.weight, self.norm.eps), None
 
-    def logits(self, x: Tensor, *, scale: float = 1.0, softcap: float | None = None) -> Tensor:
-        """``[T, K]`` -> ``[T, N]`` float32; see `ops.logits_linear`."""
-        logits = ops.logits_linear(x, self.weight, scale=scale, softcap=softcap)
+    def logits(
+        self, x: Tensor, *, scale: float = 1.0, softcap: float | None = None, adapters: Tensor | None = None
+    ) -> Tensor:
+        """``[T, K]`` -> ``[T, N]`` float32; see `ops.logits_linear`. Rows without `adapters [T]` get no addends."""
+        added, rows = None, AdaptedRows(adapters)
+        for addend in self.addends if adapters is not None else ():
+            added = addend.add_to(added, x, rows)
+        if added is None:
+            logits = ops.logits_linear(x, self.weight, scale=scale, softcap=softcap)
+        else:
+            added = added if added.dtype is float32 else added.to(float32)
+            logits = ops.add_scaled(ops.logits_linear(x, self.weight), added, 1.0)
+            logits = ops.scale_logits(logits, scale, softcap)
         if not self.whole_width:
             return logits
         assert self.communicator is not None, "a share is one of several ranks'"

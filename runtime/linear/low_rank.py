@@ -8,7 +8,7 @@ On the cpu the map's own product adds them (`riding`); on a GPU they are added t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,13 +16,14 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.dtype import NDArray
 from runtime.errors import InvalidArgumentError
-from runtime.linear.adapter_pairs import Pair, parts_of
+from runtime.linear.adapter_pairs import Change, Pair, Rows, parts_of
 from runtime.linear.addends import DeclaredMap
 from runtime.linear.expert_adapters import LowRankExperts
 from runtime.linear.gpu_slots import Slots, new_slots
 from runtime.linear.low_rank_slots import CpuSlots, DensePair, LowRank, SlotShape
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
+from runtime.linear.table_adapters import LowRankHead, LowRankTable
 from runtime.tensor.tensor import Tensor
 
 _OF_TOWERS = re.compile(r"(?:^|\.)(?:visual|vision\w*|multi_modal_projector|embed_vision)\.")
@@ -33,9 +34,12 @@ class LowRankMap:
 
     def __init__(self, declared: DeclaredMap, num_slots: int, rank: int) -> None:
         self.shape = declared.shape
+        self.parts = parts_of(declared)
+        if declared.is_segmented:  # it gets all ranks' columns
+            self.shape = self.shape[0], next(inputs for _, (_, inputs) in declared.whole_maps)
+            self.parts = [part._replace(columns=slice(None)) for part in self.parts]
         self.num_slots, self.rank = num_slots, rank
         self.adds_bias = declared.adds_unsplit
-        self.parts = parts_of(declared)
         self._slots: Slots | None = None
 
     def allocate(self, options: LoadOptions) -> None:
@@ -91,14 +95,21 @@ class LowRankMaps:
         rank: the largest.
         maps: the maps that take them, by the first of their modules.
         experts: those of layers' experts, by the first of the first expert's modules.
-        modules: (N, K) of each module, of all ranks together.
+        table, head: those of the token table and the output head; None in a stage without it.
+        modules: (N, K) of each module, of all ranks together; a token table's are of one-hot rows.
+        tables: names of the token table and the head.
+        transposed: modules that checkpoints store inputs first.
     """
 
     def __init__(self, num_slots: int, rank: int) -> None:
         self.num_slots, self.rank = num_slots, rank
         self.maps: dict[str, LowRankMap] = {}
         self.experts: dict[str, LowRankExperts] = {}
+        self.table: LowRankTable | None = None
+        self.head: LowRankHead | None = None
         self.modules: dict[str, tuple[int, int]] = {}
+        self.tables: set[str] = set()
+        self.transposed: set[str] = set()
 
     def addends_of(self, declared: DeclaredMap) -> Sequence[LowRankMap]:
         """See `AddendSource`; a map that is declared again replaces itself. Those of pictures' towers take none."""
@@ -107,6 +118,8 @@ class LowRankMaps:
         made = LowRankMap(declared, self.num_slots, self.rank)
         self.maps[declared.names[0]] = made
         self.modules.update(declared.whole_maps)
+        if declared.is_transposed:
+            self.transposed.update(declared.names)
         return (made,)
 
     def addend_of_experts(self, declared: Sequence[DeclaredMap]) -> LowRankExperts:
@@ -117,35 +130,56 @@ class LowRankMaps:
             self.modules.update(each.whole_maps)
         return made
 
-    def allocate(self, options: LoadOptions) -> None:
-        """Makes the slots, once the model is loaded; those of experts are made when an adapter has some."""
-        for each in self._all:
-            each.allocate(options)
+    def declare_table(self, name: str, rows: int, columns: int) -> None:
+        """See `TableSource`."""
+        self.table = LowRankTable(name, rows, columns, self.num_slots, self.rank)
+        self.modules[name] = columns, rows
+        self.tables.add(name)
+
+    def addend_of_head(self, name: str, rows: int, columns: int, first: int, count: int) -> LowRankHead:
+        """See `TableSource`."""
+        self.head = LowRankHead(name, rows, columns, self.num_slots, self.rank, first, count)
+        self.modules[name] = rows, columns
+        self.tables.add(name)
+        return self.head
 
     @property
-    def _all(self) -> list[LowRankMap | LowRankExperts]:
-        return [*self.maps.values(), *self.experts.values()]
+    def _all(self) -> Iterator[LowRankMap | LowRankExperts | LowRankTable | LowRankHead]:
+        yield from self.maps.values()
+        yield from self.experts.values()
+        yield from (each for each in (self.table, self.head) if each is not None)
+
+    def allocate(self, options: LoadOptions) -> None:
+        """Makes the slots, once the model is loaded; those of experts, table and head are made when an adapter has
+        such changes."""
+        for each in self._all:
+            each.allocate(options)
 
     @property
     def size_bytes(self) -> int:
         """The bytes of all slots."""
         return sum(each.size_bytes for each in self._all)
 
-    def write(self, slot: int, pairs: Mapping[str, Pair]) -> bool:
+    def write(self, slot: int, changes: Mapping[str, Change]) -> bool:
         """Loads an adapter, checked by `check`, into a slot. True if maps take part from now on that did not before:
         what was recorded of the model lacks them."""
+        pairs = {module: change for module, change in changes.items() if isinstance(change, Pair)}
         for each in self.maps.values():
             each.write(slot, pairs)
-        are_new = [each.write(slot, pairs) for each in self.experts.values()]
+        are_new = [experts.write(slot, pairs) for experts in self.experts.values()]
+        are_new += [table.write(slot, changes) for table in (self.table, self.head) if table is not None]
         return any(are_new)
 
-    def check(self, pairs: Mapping[str, Pair]) -> None:
+    def check(self, changes: Mapping[str, Change]) -> None:
         """Raises InvalidArgumentError, naming the module, for one that the model lacks, other sizes or too high a
         rank."""
-        for module, pair in pairs.items():
+        for module, pair in changes.items():
             if module not in self.modules:
                 raise InvalidArgumentError(f"{module}: the model has no such map that takes adapters", param=module)
             outputs, inputs = self.modules[module]
+            if isinstance(pair, Rows):
+                self._check_rows(module, pair)
+                continue
             rank = len(pair.down)
             if pair.down.shape != (rank, inputs) or pair.up.shape != (outputs, rank):
                 raise InvalidArgumentError(
@@ -157,3 +191,22 @@ class LowRankMaps:
                 raise InvalidArgumentError(
                     f"{module}: rank {rank}, limit {self.rank}: set max_lora_rank to {rank}", param=module
                 )
+
+    def _check_rows(self, module: str, change: Rows) -> None:
+        outputs, inputs = self.modules[module]
+        is_head = self.head is not None and module == self.head.name
+        rows, columns = (outputs, inputs) if is_head else (inputs, outputs)
+        if module not in self.tables:
+            raise InvalidArgumentError(f"{module}: is no token table and no head, whose rows may change", param=module)
+        if change.values.shape != (len(change.ids), columns):
+            raise InvalidArgumentError(
+                f"{module}: has trained rows {list(change.values.shape)}, must be [{len(change.ids)}, {columns}]: the"
+                " adapter is for another model",
+                param=module,
+            )
+        if len(change.ids) and not 0 <= change.ids.min() <= change.ids.max() < rows:
+            raise InvalidArgumentError(
+                f"{module}: row {change.ids.max()} is trained, the model has {rows}: adapters that add tokens are not"
+                " served; merge it into a model with them",
+                param=module,
+            )

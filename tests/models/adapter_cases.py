@@ -56,12 +56,31 @@ CASES: dict[str, Case] = {
         "mixtral_odd", r=2, target_modules=[], more={**_EXPERTS, "rank_pattern": {"experts.down_proj": 3}}
     ),
     "gpt_oss_experts": Case("gpt_oss_odd", target_modules=["o_proj"], more=_EXPERTS),
+    "tables": Case("qwen3_odd", target_modules=["q_proj", "embed_tokens", "lm_head"]),
+    "tied_tables": Case("gemma_odd", target_modules=["v_proj", "embed_tokens"], more={"ensure_weight_tying": True}),
+    "saved_tables": Case("qwen2_odd", target_modules=["q_proj"], more={"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "saved_table": Case("llama_tied_gqa4", target_modules=["q_proj"], more={"modules_to_save": ["embed_tokens"]}),
+    "tokens": Case("llama_tied_gqa4", target_modules=["o_proj"], more={"trainable_token_indices": [1, 7, 20]}),
+    "many_tokens": Case(
+        "qwen3_odd", target_modules=["o_proj"], r=2,
+        more={"trainable_token_indices": {"embed_tokens": [*range(30)], "lm_head": [1, 3]}},
+    ),
+    "biases": Case("starcoder2_odd", target_modules=["q_proj", "c_fc"], more={"bias": "lora_only"}),
+    "saved_map": Case("llama_default", r=2, target_modules=["q_proj"], more={"modules_to_save": ["down_proj"]}),
     "lfm2": Case("lfm2_odd", target_modules=r".*\.(in_proj|out_proj|w1|w2|q_proj)"),
 }  # fmt: skip
 
 
 def adapter_tensor(name: str, shape: tuple[int, ...], case: str) -> Array:
-    """A tensor of an adapter by its name in the file."""
+    """A tensor of an adapter by its name in the file; a copy of a table is the model's."""
+    base = name.removeprefix("base_model.model.").replace(".base_layer.weight", ".weight")
+    if ".base_layer.weight" in name:
+        golden = load_golden(CASES[case].golden)
+        base = base if base in golden.shapes else next(each for each in golden.shapes if "embed_tokens" in each)
+        return golden_tensor(base, shape, golden.seed)
+    if CASES[case].more.get("ensure_weight_tying") and name.startswith("base_model.model.lm_head.lora_"):
+        table = "base_model.model.model.embed_tokens.lora_embedding_" + ("B" if "lora_A" in name else "A")
+        return adapter_tensor(table, shape[::-1], case).T.copy()  # one tensor of both
     return golden_tensor(name, shape, load_golden(CASES[case].golden).seed + 1) * np.float32(0.3)
 
 

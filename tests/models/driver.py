@@ -114,7 +114,7 @@ class ModelDriver:
             self.complete(batch, next(iter(starts.values())))
         hidden = self.model.forward(batch, self.kv_cache)
         assert hidden.shape == (num_tokens, self.model.config.hidden_size)
-        logits = self.model.compute_logits(hidden).to("cpu").numpy()
+        logits = self.model.compute_logits(hidden, batch.adapters).to("cpu").numpy()
         assert logits.shape == (num_tokens, self.model.config.vocab_size)
         assert logits.dtype == np.float32
         rows = np.split(logits, np.cumsum(lengths)[:-1])

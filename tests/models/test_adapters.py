@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.adapter_changes import changes_of
 from models.adapter_modules import in_own_order, resolve_modules
 from models.errors import ModelLoadError
 from models.peft import rank_and_base, read_adapter
-from models.registry import load_model
+from models.registry import declare, load_model
 from runtime.errors import InvalidArgumentError
-from runtime.linear.adapter_pairs import Pair
+from runtime.linear.adapter_pairs import Change, Pair, Rows
 from runtime.linear.low_rank import LowRankMaps
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
@@ -33,7 +34,7 @@ def adapted(
 ) -> tuple[Any, AdapterGolden]:
     """A golden's model with the case's adapter in a slot, and in another one of half its size."""
     golden = load_adapter_golden(case)
-    maps = LowRankMaps(3, 8)
+    maps = LowRankMaps(3, 64 if case == "saved_map" else 8)  # a map that was retrained whole has its full rank
     folder = write_model(tmp_path / "model", golden.golden)
     if is_gguf:
         config = json.loads((golden.golden.folder / "config.json").read_text(encoding="utf-8"))
@@ -41,11 +42,19 @@ def adapted(
     model = load_model(folder, addends=maps, device=device, dtype="float32", exact=exact)
     maps.allocate(LoadOptions(device=model.device, dtype=model.dtype, exact=exact))
     found = read_adapter(write_adapter(tmp_path / "adapter", case))
-    pairs = in_own_order(resolve_modules(found.pairs, maps.modules, model.stacks, model.renames), model.own_order)
-    maps.check(pairs)
-    maps.write(OWN, pairs)
-    maps.write(OTHER, {module: pair._replace(up=pair.up * np.float32(0.5)) for module, pair in pairs.items()})
+    changes = changes_of(found, maps, model, lambda: declare(folder, dtype="float32").source).pairs
+    maps.check(changes)
+    maps.write(OWN, changes)
+    maps.write(OTHER, {module: halved(change) for module, change in changes.items()})
     return model, golden
+
+
+def halved(change: Change) -> Change:
+    """Half of a change."""
+    half = np.float32(0.5)
+    if isinstance(change, Rows):
+        return change._replace(values=change.values * half)
+    return change._replace(up=change.up * half, bias=None if change.bias is None else change.bias * half)
 
 
 def logits_of(model: Any, ids: list[int], adapters: list[int], cut: int) -> list[Array]:
@@ -118,12 +127,18 @@ def test_an_adapter_does_what_merged_weights_do(tmp_path: Path, case: str) -> No
         down = rng.standard_normal((3, inputs)).astype(np.float32) / np.float32(inputs**0.5)
         up = rng.standard_normal((outputs, 3)).astype(np.float32) * np.float32(0.1)
         try:
-            resolve_modules({module: Pair(down, up)}, maps.modules, model.stacks, model.renames)
-        except ModelLoadError:  # a table, a head, a router
+            found = resolve_modules({module: Pair(down, up)}, maps.modules, model.stacks, model.renames)
+        except ModelLoadError:  # a router
             continue
         change = (up.astype(np.float64) @ down).astype(np.float32)
         tensors[name] = array + (change.T if is_turned else change)
         given[module] = Pair(down, up)
+        assert maps.table is not None
+        assert maps.head is not None
+        if maps.table.name in found:  # a tied head changes with it
+            if model.config.tie_word_embeddings:
+                given[maps.head.name] = given[module]
+            given[module] = Pair(up.T, down.T)
     pairs = in_own_order(resolve_modules(given, maps.modules, model.stacks, model.renames), model.own_order)
     maps.check(pairs)
     maps.write(0, pairs)
@@ -151,13 +166,12 @@ _MERGE = "merge the adapter"
         ({"peft_type": "IA3"}, "peft_type is 'IA3', must be 'LORA': merge the adapter"),
         ({"use_dora": True}, "use_dora is True: DoRA cannot be served as an adapter"),
         ({"use_qalora": True}, "use_qalora is True: QA-LoRA"),
-        ({"bias": "lora_only"}, "bias is 'lora_only': retrained biases"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]: retrained modules"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base"),
         ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\]: activated LoRA"),
         ({"target_parameters": "experts.gate_up_proj"}, "target_parameters is .* must be a list of names"),
         ({"layer_replication": [[0, 1]]}, "layer_replication is"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices is"),
+        ({"trainable_token_indices": [3, -1]}, "trainable_token_indices is .* must be token ids"),
+        ({"trainable_token_indices": [3, 3]}, "trainable_token_indices is .* has an id twice"),
         ({"r": 0}, "r must be from 1"),
         ({"r": 6}, "has rank 4, r and rank_pattern say 6"),
         ({"lora_alpha": "many"}, "lora_alpha must be a number"),
@@ -210,8 +224,11 @@ def test_defaults_and_notes_of_training_are_harmless(tmp_path: Path) -> None:
         ({_A: np.ones(33, np.float32)}, r"must be \[r, inputs\] and \[outputs, r\]"),
         ({_A.replace("lora_A", "lora_C"): np.ones((4, 4), np.float32)}, "is no part of a LoRA pair"),
         ({_A.replace("q_proj", "x_proj"): np.ones((4, 4), np.float32)}, "x_proj has no lora_B.weight"),
-        ({"base_model.model.lm_head.modules_to_save.weight": np.ones((4, 4), np.float32)}, "is a retrained module"),
-        ({"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((4, 4), np.float32)}, "of a token table"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((4, 4), np.float32)}, "has no lora_B.weight"),
+        (
+            {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": np.ones((4, 4), np.float32)},
+            "trainable_token_indices names no rows of model.embed_tokens",
+        ),
         ({_A.replace("lora_A.weight", "lora_magnitude_vector.weight"): np.ones(4, np.float32)}, "is DoRA's"),
     ],
 )
@@ -251,6 +268,39 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         maps.check(resolve_modules({name: pair for name, pair in qwen.items() if "layers.0." in name}, maps.modules))
 
 
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"lm_head.weight": np.ones((99, 33), np.float32)}, r"is \[99, 33\], the model's .*: adapters that add tokens"),
+        ({"model.norm.weight": np.full(33, 3, np.float32)}, "retrained model.norm.weight, which is of no linear map"),
+        ({"model.layers.0.self_attn.q_proj.bias": np.ones(5, np.float32)}, "retrained .*q_proj.bias, the model none"),
+        ({"model.layers.0.mlp.up_proj.weight": np.ones((5, 5), np.float32)}, r"is \[5, 5\], the model's \["),
+        ({"model.layers.9.mlp.up_proj.weight": np.ones((5, 5), np.float32)}, "which is of no linear map"),
+    ],
+)
+def test_retrained_parts_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, tensors: dict[str, Array], message: str
+) -> None:
+    maps, golden = LowRankMaps(1, 8), load_adapter_golden("llama")
+    folder = write_model(tmp_path / "model", golden.golden)
+    model = load_model(folder, addends=maps)
+    given = {f"base_model.model.{name}": array for name, array in tensors.items()}
+    found = read_adapter(write_adapter(tmp_path / "adapter", "llama", tensors=given))
+    with pytest.raises(ModelLoadError, match=message):
+        changes_of(found, maps, model, lambda: declare(folder).source)
+
+
+def test_a_copy_of_the_base_models_own_numbers_changes_nothing(tmp_path: Path) -> None:
+    maps, golden = LowRankMaps(1, 8), load_adapter_golden("llama")
+    folder = write_model(tmp_path / "model", golden.golden)
+    model = load_model(folder, addends=maps)
+    stored = golden_tensors(golden.golden)
+    copies = {f"base_model.model.{name}": stored[name] for name in ("model.embed_tokens.weight", "model.norm.weight")}
+    found = read_adapter(write_adapter(tmp_path / "adapter", "llama", tensors=copies))
+    changes = changes_of(found, maps, model, lambda: declare(folder).source).pairs
+    assert changes.keys() == found.pairs.keys()
+
+
 def test_modules_are_found_by_their_place_in_a_layer() -> None:
     pair: Any = object()
     names = ["model.language_model.layers.3.mlp.up_proj", "model.visual.blocks.3.mlp.up_proj", "lm_head"]
@@ -260,5 +310,6 @@ def test_modules_are_found_by_their_place_in_a_layer() -> None:
         resolve_modules({"model.layers.0.mlp.experts.3.up_proj": pair}, names)
     with pytest.raises(ModelLoadError, match="is a router"):
         resolve_modules({"model.layers.0.mlp.gate": pair}, names)
-    with pytest.raises(ModelLoadError, match="is a token table or a head"):
-        resolve_modules({"model.embed_tokens": pair}, names)
+    with pytest.raises(ModelLoadError, match="is a head of classes"):
+        resolve_modules({"score": pair}, names)
+    assert resolve_modules({"model.lm_head": pair}, names) == {"lm_head": pair}

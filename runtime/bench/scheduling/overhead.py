@@ -79,7 +79,7 @@ class HollowModel:
     def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
         return pooled
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
         """``[n, VOCAB_SIZE]``."""
         if self.device.kind == "cpu":
             return ops.logits_linear(hidden, self._head)

@@ -116,8 +116,8 @@ class ParallelExecutor:
 
     def write_adapter(self, slot: int, pairs: Mapping[str, Any]) -> None:
         parts = {
-            module: [(each.shape, np.frombuffer(each.tobytes(), np.uint8)) for each in pair if each is not None]
-            for module, pair in pairs.items()
+            module: [(each.shape, np.frombuffer(each.tobytes(), np.uint8)) for each in change if each is not None]
+            for module, change in pairs.items()
         }
         self.together(WriteAdapter(slot, parts), lambda: self.local.write_adapter(slot, pairs))
 

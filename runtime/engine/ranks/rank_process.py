@@ -44,7 +44,7 @@ from runtime.engine.steps.executor import Computation, SidePass, UnsupportedStep
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.step_input import StepInput
 from runtime.errors import XservError
-from runtime.linear.adapter_pairs import Pair
+from runtime.linear.adapter_pairs import Change, Pair, Rows
 
 LEAD_S = 0.005
 """How long a rank with a running graph waits for a step to queue after it, before it reads the result."""
@@ -96,11 +96,7 @@ class RankProcess:
                 case DropEncoded(slot):
                     executor.drop_encoded(slot)
                 case WriteAdapter(slot, parts):
-                    pairs = {
-                        module: Pair(*(data.view(np.float32).reshape(shape) for shape, data in arrays))
-                        for module, arrays in parts.items()
-                    }
-                    executor.write_adapter(slot, pairs)
+                    executor.write_adapter(slot, {module: _adapter_change(arrays) for module, arrays in parts.items()})
                 case ReadWeights(source):
                     self._read(partial(executor.load_weights, source))
                 case ReloadWeights():
@@ -192,3 +188,11 @@ class _SentMasks:
         message = self._inbox.get()
         assert isinstance(message, Masks), message
         return message.batch_slots, message.words, message.failed
+
+
+def _adapter_change(arrays: list[tuple[tuple[int, ...], NDArray[np.uint8]]]) -> Change:
+    """A module's part of an adapter, as `WriteAdapter` has it: rows begin with a vector, of their numbers."""
+    if len(arrays[0][0]) == 1:
+        (shape, ids), (whole, values) = arrays
+        return Rows(ids.view(np.int32).reshape(shape), values.view(np.float32).reshape(whole))
+    return Pair(*(data.view(np.float32).reshape(shape) for shape, data in arrays))

@@ -217,6 +217,8 @@ class DecodeArrays:
         for name, field in fields_of(is_last_wanted=False, has_adapters=has_adapters).items():
             if field.per == "block":
                 fields[name] = tuple(self._tables[start : start + num_batch_slots] for start in self._group_starts)
+            elif name == "logits_adapters":  # each token needs logits
+                fields[name] = self._on_device["adapters"][:num_batch_slots]
             elif field.per in ("start", "logit"):
                 fields[name] = self._numbers[: num_batch_slots + (field.per == "start")]
             elif field.by_group:

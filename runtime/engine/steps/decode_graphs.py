@@ -375,7 +375,7 @@ class DecodeGraphs:
         if not self.samples:
             recorder.outlive(hidden)
             return Computed(None, None)
-        logits = logits_to_sample(self._model, hidden)
+        logits = logits_to_sample(self._model, hidden, batch.logits_adapters)
         arrays.sample(logits, has_penalties=key.has_penalties, has_chains=key.has_chains)
         kept = tuple(recorder.outlive(batch.kept[layer], at) for layer, at in zip(self._auxiliary_layers, self._rooms))
         found = recorder.outlive(logits, room)  # raises an error for an array that no kernel has made

@@ -17,7 +17,7 @@ from runtime.engine.steps.step_input import PassPictures, Sampled, StepInput
 from runtime.engine.weights.commands import WeightSource
 from runtime.errors import XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
-from runtime.linear.adapter_pairs import Pair
+from runtime.linear.adapter_pairs import Change
 from runtime.linear.low_rank import LowRankMaps
 from runtime.pooling import PoolingTask
 from runtime.rank_notices import Span, Tally
@@ -55,8 +55,8 @@ class Model(Protocol):
         "off" they may be deferred until after they return, so tensors must not be read here."""
         ...
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """``[n, hidden_size]`` → ``[n, vocab_size]`` float32."""
+    def compute_logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """``[n, hidden_size]`` → ``[n, vocab_size]`` float32; ``adapters [n]`` as in `Batch`."""
         ...
 
     def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -108,10 +108,10 @@ class WeightLoader(Protocol):
         ...
 
 
-def logits_to_sample(model: Model, hidden: Tensor) -> Tensor:
+def logits_to_sample(model: Model, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
     """`Model.compute_logits`, with minus infinity for the ids that are never sampled: log probabilities of sampled
     tokens are those among the others."""
-    logits = model.compute_logits(hidden)
+    logits = model.compute_logits(hidden) if adapters is None else model.compute_logits(hidden, adapters)
     if model.suppressed_ids is not None and logits is not None:
         ops.forbid(logits, model.suppressed_ids)
     return logits
@@ -223,7 +223,7 @@ class Executor(Protocol):
         sampling is to verify them; not supported with several ranks."""
         ...
 
-    def write_adapter(self, slot: int, pairs: Mapping[str, Pair]) -> None:
+    def write_adapter(self, slot: int, pairs: Mapping[str, Change]) -> None:
         """Write an adapter's pairs to a slot of the model's maps, after the open steps, none of which reads it."""
         ...
 

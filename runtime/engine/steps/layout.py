@@ -85,6 +85,8 @@ class StepLayout:
         for name in NUMBERS.keys() - self.arrays.keys():
             count = self.num_tokens if NUMBERS[name].per == "token" else self.num_seqs
             self.arrays[name] = np.full(count, NUMBERS[name].padding, NUMBERS[name].dtype)
+        if "logits_adapters" not in self.arrays:
+            self.arrays["logits_adapters"] = self.arrays["adapters"].take(self.arrays["logits_indices"], mode="clip")
 
     def want_last(self) -> None:
         """Only the hidden states of chunks' last tokens are wanted."""

@@ -47,7 +47,7 @@ from runtime.engine.steps.step_input import Sampled, StepInput
 from runtime.engine.weights.commands import WeightSource
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
-from runtime.linear.adapter_pairs import Pair
+from runtime.linear.adapter_pairs import Change
 from runtime.linear.low_rank import LowRankMaps
 from runtime.pooling import PoolingTask
 from runtime.rank_notices import Span, Tally
@@ -204,7 +204,7 @@ class LocalExecutor:
         except Exception as error:  # as if it had been raised a moment later
             return _Run(partial(_raise, error))
 
-    def write_adapter(self, slot: int, pairs: Mapping[str, Pair]) -> None:
+    def write_adapter(self, slot: int, pairs: Mapping[str, Change]) -> None:
         adapters = self.adapters
         assert adapters is not None, "the engine takes none"
 
@@ -469,7 +469,7 @@ class LocalExecutor:
             is_short = hidden.shape[0] != batch.num_tokens  # the rows of chunks, not of tokens
             rows = batch.logits_chunks if is_short else batch.logits_indices
             assert rows is not None, "a step has them"
-            logits = logits_to_sample(self.model, ops.gather_rows(hidden, rows))
+            logits = logits_to_sample(self.model, ops.gather_rows(hidden, rows), batch.logits_adapters)
         kept = tuple(batch.kept[layer] for layer in self._auxiliary_layers)
         return Computed(hidden if self.samples else None, logits, kept=kept)
 

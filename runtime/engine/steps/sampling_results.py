@@ -15,7 +15,7 @@ from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeRun
 from runtime.engine.steps.executor import DrawMasks, Model
 from runtime.engine.steps.inputs import read_sampled
-from runtime.engine.steps.layout import largest
+from runtime.engine.steps.layout import StepLayout, largest
 from runtime.engine.steps.persistent_batch import LaidOut, PersistentBatch
 from runtime.engine.steps.pooling_pass import slices
 from runtime.engine.steps.recorder import Computed
@@ -47,7 +47,9 @@ class SamplingResults:
         proposed  distributions of the draft tokens, by chunk; with None they are accepted if they equal the sample
         """
         logits, (_, samples, arrays, broken) = computed.logits, laid_out
-        prompt_logprobs = [self._prompt_logprobs(computed.hidden, wanted) for wanted in wanted_of_prompts]
+        prompt_logprobs = [
+            self._prompt_logprobs(computed.hidden, wanted, laid_out.layout) for wanted in wanted_of_prompts
+        ]
         if logits is None:
             return Sampled(prompt_logprobs=prompt_logprobs)
         failed: list[int] = []
@@ -150,11 +152,16 @@ class SamplingResults:
             logprobs[i] = entry
         return logprobs
 
-    def _prompt_logprobs(self, hidden: Tensor | None, wanted: PromptLogprobs) -> list[TokenLogprobs]:
+    def _prompt_logprobs(
+        self, hidden: Tensor | None, wanted: PromptLogprobs, layout: StepLayout
+    ) -> list[TokenLogprobs]:
         assert hidden is not None, "the last stage has it"
         entries, begin = [], wanted.first
         for first, end in slices(self._vocab_size, begin, begin + len(wanted.targets)):
-            logits = self._model.compute_logits(hidden[first:end])
+            adapters = None
+            if layout.has_adapters:
+                (adapters,) = ops.place([np.ascontiguousarray(layout.arrays["adapters"][first:end])], hidden.device)
+            logits = self._model.compute_logits(hidden[first:end], adapters)
             targets = wanted.targets[first - begin : end - begin]
             entries += token_logprobs(logits, targets, [wanted.num_alternatives] * (end - first))
         return entries

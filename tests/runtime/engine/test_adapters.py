@@ -378,8 +378,6 @@ def test_an_adapter_that_does_not_fit_is_told(engine: Engine, tmp_path: Path) ->
 @pytest.mark.parametrize(("settings", "message"), [
     ({"max_loras": 0}, "max_loras"), ({"max_lora_rank": 513}, "max_lora_rank"),
     ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras is 3, must be at least max_loras = 4"),
-    ({"enable_lora": True, "pipeline_parallel_size": 2}, "enable_lora does not go with pipeline_parallel_size 2"),
-    ({"enable_lora": True, "tensor_parallel_size": 2, "exact": True}, "tensor_parallel_size 2 and exact"),
 ])  # fmt: skip
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
