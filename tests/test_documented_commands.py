@@ -119,7 +119,7 @@ ELSEWHERE = {
         "xserv chat --model Qwen/Qwen3-VL-4B-Instruct --image chart.png", "make chat MODEL=Qwen/Qwen3-0.6B",
         "make chat MODEL=Qwen/Qwen3-0.6B-GGUF:Q8_0",
         "xserv quantize /path/to/folder /path/to/new-folder --format int4-g32", "xserv quantize",
-        "xserv bench states", "xserv bench states TRACE",
+        "xserv bench states", "xserv bench states TRACE", "xserv bench roles",
         "xserv chat /path/to/model-Q4_K_M.gguf", "xserv chat /path/to/base-model --chat-template template.jinja",
         "xserv perplexity TEXT",
         "xserv chat --adapter /adapters/support",

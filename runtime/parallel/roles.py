@@ -9,13 +9,42 @@ Like the router, the module has no clocks, threads and processes: a fleet and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.errors import InvalidArgumentError
+
+_FORGETTING = 1 / 256
+"""The weight of the latest request in the means."""
+
+_PLAN_EVERY = 128
+"""Requests between two choices of roles."""
+
+_CHANGE = 1.02
+"""Roles change for a capacity that is so many times as large."""
+
+_GAIN = 1.03
+"""Engines for prompts alone must carry so many times as many requests as none."""
+
+_WAIT = 0.3
+"""Prompts go to an engine with decodes if they would wait for this share of the target longer at another one."""
+
+_MOVE_STEPS, _SHORT = 1.5, 0.5
+"""An answer that is moved waits about so many steps; short ones, with this share of the mean length, should keep the
+target, too."""
+
+_DECODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
+
+_CROWD, _NEARLY = 1.25, 0.975
+"""Steps have room for so many times the decodes that are planned for, since their number varies."""
+
+_LEAST_CHUNK = 1
+"""Prompt tokens of a step, for the speed of an engine whose decodes leave no room."""
 
 
 class EngineLoad(NamedTuple):
@@ -45,6 +74,10 @@ class Roles(Protocol):
         """The engine that goes on with a request whose prompt ``engine`` has computed: a ready one, or ``engine``."""
         ...
 
+    def ended(self, num_prompt: int, num_computed: int, num_output: int) -> None:
+        """A request has ended: tokens of its prompt, those that had to be computed, and those of all its answers."""
+        ...
+
 
 class StaticRoles:
     """The first ``num_prefill`` engines compute prompts, the others write answers. If no engine of a kind is ready,
@@ -68,6 +101,185 @@ class StaticRoles:
     def decode_engine(self, loads: Sequence[EngineLoad], engine: int) -> int:
         able = ready_of(loads, range(self.num_prefill, self.num_engines))
         return min(able, key=lambda each: (loads[each].num_context, loads[each].num_decodes), default=engine)
+
+    def ended(self, num_prompt: int, num_computed: int, num_output: int) -> None:
+        """The division is fixed."""
+
+
+class StepSeconds(Protocol):
+    """The time of an engine's step."""
+
+    def __call__(self, tokens: int, sequences: int, pairs: float, context: float) -> float:
+        """Seconds of a step with so many tokens in all, of so many sequences, with these pairs of attention in chunks
+        of prompts, and tokens that decodes attend to."""
+        ...
+
+
+@dataclass(slots=True)
+class _Means:
+    """Decaying means over requests."""
+
+    prompt: float = 512.0
+    computed: float = 512.0
+    output: float = 128.0
+    count: int = 0
+
+    def observe(self, num_prompt: int, num_computed: int, num_output: int) -> None:
+        self.count += 1
+        weight = max(_FORGETTING, 1 / self.count)
+        self.prompt += weight * (num_prompt - self.prompt)
+        self.computed += weight * (num_computed - self.computed)
+        self.output += weight * (num_output - self.output)
+
+
+class _Row(NamedTuple):
+    """A step with so many decodes: the prompt tokens that fit, the seconds without, and of each."""
+
+    num_decodes: int
+    chunk: int
+    bare_s: float
+    token_s: float
+
+
+class AutoRoles:
+    """Each engine takes either role, by load.
+
+    The first ``num_prefill`` engines compute prompts alone; the others write answers, and compute prompts in what is
+    left of ``step_s``, the most seconds that a step with decodes may take. The number is the one that carries the most
+    requests a second, by the step times and the means of past requests; with 0, the usual case unless ``step_s`` is
+    short, an answer stays where its prompt was computed, and nothing moves. A prompt goes where its first token comes
+    earliest. An answer that finds no room within ``step_s`` stays, so an engine of prompts can take answers, too.
+
+    step       the time of a step
+    ttft_s     the target: seconds to the first token
+    step_s     the target: seconds between two tokens
+    max_chunk  most tokens of a step
+    limit_s    the most seconds of an engine's step with decodes: the target, or less where answers are moved, since
+               these wait for their pages and for the end of a step
+    budgets    the most tokens of a step, by engine
+    """
+
+    def __init__(
+        self, num_engines: int, step: StepSeconds, ttft_s: float, step_s: float, max_chunk: int = 2048, rows: int = 256
+    ) -> None:
+        self.num_engines = num_engines
+        self.ttft_s, self.step_s = ttft_s, step_s
+        self.num_prefill = 0
+        self.limit_s = step_s
+        self.budgets: list[int] = []
+        self.means = _Means()
+        self._step, self._rows = step, rows
+        self._sizes = [256 << place for place in range(max_chunk.bit_length()) if 256 << place <= max_chunk]
+        self._alone = best_chunk(step, max_chunk)
+        self._speeds: list[float] = []  # prompt tokens a second beside 0, 1, … decodes
+        self._plan()
+
+    def prompt_costs(self, loads: Sequence[EngineLoad], num_new: NDArray[np.int64]) -> NDArray[np.float64]:
+        speeds, last = self._speeds, len(self._speeds) - 1
+        found = [
+            (load.num_prompt + new) / speeds[min(load.num_decodes, last)] if load.is_ready else np.inf
+            for load, new in zip(loads, num_new.tolist())
+        ]
+        costs = np.array(found)
+        if self.num_prefill:
+            costs[self.num_prefill :] += _WAIT * self.ttft_s
+        return costs
+
+    def decode_engine(self, loads: Sequence[EngineLoad], engine: int) -> int:
+        most = self._most_decodes
+        own = loads[engine].num_decodes - 1  # beside the new one
+        if engine >= self.num_prefill and own < most:
+            return engine
+        able = ready_of(loads, range(self.num_prefill, self.num_engines))
+        best = min(able, key=lambda each: loads[each].num_decodes, default=engine)
+        return best if loads[best].num_decodes < most or loads[best].num_decodes < own else engine
+
+    def ended(self, num_prompt: int, num_computed: int, num_output: int) -> None:
+        self.means.observe(num_prompt, num_computed, num_output)
+        if self.means.count % _PLAN_EVERY == 0:
+            self._plan()
+
+    def _plan(self) -> None:
+        """Choose the number of engines for prompts alone and the sizes of steps, and tabulate speeds."""
+        moved_s = self.step_s * max(0.5, 1.0 - _MOVE_STEPS / max(1.0, _SHORT * self.means.output))
+        limits = [self.step_s, moved_s]
+        tables = [{size: self._table(limit, size) for size in self._sizes} for limit in limits]
+        rates = [self._best_size(num_prefill, tables[num_prefill > 0]) for num_prefill in range(self.num_engines)]
+        best = max(range(self.num_engines), key=rates.__getitem__)
+        if rates[best][0] < _GAIN * rates[0][0]:
+            best = 0
+        if self.means.count <= _PLAN_EVERY or rates[best][0] > _CHANGE * rates[self.num_prefill][0]:
+            self.num_prefill = best
+        place = int(self.num_prefill > 0)
+        self.limit_s, size = limits[place], rates[self.num_prefill][1]
+        self.budgets = [self._alone] * self.num_prefill + [size] * (self.num_engines - self.num_prefill)
+        table = tables[place][size]
+        last = table[-1].num_decodes if table else 0
+        self._most_decodes = min(self._rows, math.ceil(_CROWD * last))
+        decodes, speeds = [0.0], [self._alone / self._seconds(0, self._alone, 0.0)]
+        for row in table:
+            decodes.append(row.num_decodes)
+            speeds.append(max(row.chunk, _LEAST_CHUNK) / (row.bare_s + row.token_s * row.chunk))
+        self._speeds = np.interp(np.arange(last + 1), decodes, speeds).tolist()
+
+    def _best_size(self, num_prefill: int, tables: dict[int, list[_Row]]) -> tuple[float, int]:
+        """Requests a second, and the largest size of steps that carries nearly the most: it helps prompts that come
+        together."""
+        rates = {size: self._rate(num_prefill, table) for size, table in tables.items()}
+        best = max(rates.values())
+        return best, max(size for size, rate in rates.items() if rate >= _NEARLY * best)
+
+    def _table(self, limit_s: float, size: int) -> list[_Row]:
+        """Steps of at most so many tokens and seconds beside more and more decodes, as far as those fit."""
+        context = self.means.prompt + self.means.output / 2
+        table: list[_Row] = []
+        for num_decodes in _DECODES:
+            bare_s = self._seconds(num_decodes, 0, context)
+            if bare_s > limit_s or num_decodes > min(self._rows, size):
+                break
+            crowded = math.ceil(_CROWD * num_decodes)
+            chunk = self._chunk(crowded, context, limit_s, max(0, size - num_decodes))
+            whole_s = self._seconds(num_decodes, chunk, context)
+            table.append(_Row(num_decodes, chunk, bare_s, (whole_s - bare_s) / max(chunk, 1)))
+        return table
+
+    def _rate(self, num_prefill: int, table: list[_Row]) -> float:
+        """Requests a second that the engines carry if so many compute prompts alone. In each step of the others there
+        are as many tokens of prompts as those engines leave, if they fit."""
+        computed, output = max(1.0, self.means.computed), max(1.0, self.means.output)
+        alone = num_prefill * self._alone / self._seconds(0, self._alone, 0.0) / computed
+        num_mixed = self.num_engines - num_prefill
+        best = 0.0
+        for num_decodes, most, bare_s, token_s in table:
+            ended = num_mixed * num_decodes / output  # of answers, a step
+            chunk = (ended - alone * bare_s) / (alone * token_s + num_mixed / computed)
+            chunk = min(max(chunk, 0.0), most)
+            step_s = bare_s + token_s * chunk
+            best = max(best, min(ended / step_s, alone + num_mixed * chunk / computed / step_s))
+        return best
+
+    def _chunk(self, num_decodes: int, context: float, step_s: float, most: int) -> int:
+        """The tokens of prompts beside so many decodes in a step of that time, at most ``most``."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._seconds(num_decodes, middle, context) <= step_s:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _seconds(self, num_decodes: int, chunk: int, context: float) -> float:
+        prompts = -(-chunk // max(1.0, self.means.computed))
+        pairs = chunk * (self.means.prompt - self.means.computed / 2)
+        return self._step(num_decodes + chunk, num_decodes + int(prompts), pairs, num_decodes * context)
+
+
+def best_chunk(step: StepSeconds, most: int = 2048) -> int:
+    """The prompt tokens of a step, a power of two from 256 on, at which a token costs least: fewer do not keep a
+    processor busy, and more may not either."""
+    sizes = [256 << place for place in range(most.bit_length()) if 256 << place <= most] or [most]
+    return min(sizes, key=lambda size: step(size, 1, size * size / 2, 0.0) / size)
 
 
 def ready_of(loads: Sequence[EngineLoad], engines: Sequence[int]) -> list[int]:

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from runtime.engine.config import RoutingPolicy
 from runtime.engine.messages import RoutingStats
@@ -99,12 +98,12 @@ class Router:
         self.num_handed_over = self.num_recomputed = 0
         self.mean_output_tokens = FIRST_OUTPUT_TOKENS
         self.mean_request_tokens = FIRST_OUTPUT_TOKENS
-        self._num_prompt = np.zeros(num_engines, np.int64)
-        self._num_answer = np.zeros(num_engines, np.int64)
-        self._num_open = np.zeros(num_engines, np.int64)  # choices
-        self._num_decodes = np.zeros(num_engines, np.int64)  # those with a first token
-        self._num_context = np.zeros(num_engines, np.int64)  # tokens of their prompts
-        self._account = np.zeros(num_engines, np.float64)  # the cost of prefixes
+        self._num_prompt = [0] * num_engines
+        self._num_answer = [0] * num_engines
+        self._num_open = [0] * num_engines  # choices
+        self._num_decodes = [0] * num_engines  # those with a first token
+        self._num_context = [0] * num_engines  # tokens of their prompts
+        self._account = [0.0] * num_engines  # the cost of prefixes
         self._turn = 0
 
     def stats(self) -> RoutingStats:
@@ -122,12 +121,11 @@ class Router:
 
     def loads(self) -> list[int]:
         """The load of each engine in tokens."""
-        loads: list[int] = (self._num_prompt + self._num_answer).tolist()
-        return loads
+        return [prompt + answer for prompt, answer in zip(self._num_prompt, self._num_answer)]
 
     def engine_loads(self, is_ready: Sequence[bool]) -> list[EngineLoad]:
         """The loads for roles."""
-        columns = (self._num_prompt.tolist(), self._num_decodes.tolist(), self._num_context.tolist(), is_ready)
+        columns = (self._num_prompt, self._num_decodes, self._num_context, is_ready)
         return [EngineLoad(*each) for each in zip(*columns, strict=True)]
 
     def digests_of(self, request: Request) -> list[list[int]]:
@@ -136,26 +134,27 @@ class Router:
 
     def choose(self, request: Request, digests: Sequence[Sequence[int]], is_ready: Sequence[bool]) -> Route:
         """Route a request to one of the ready engines, at least one, and add it to that engine's load."""
-        ready = np.flatnonzero(is_ready)
-        ready = np.roll(ready, -int(np.searchsorted(ready, self._turn)))  # the next in turn comes first
-        cached = np.zeros(len(is_ready), np.int64)
+        count, turn = len(is_ready), self._turn
+        ready = [engine % count for engine in range(turn, turn + count) if is_ready[engine % count]]
+        cached = [0] * count
         if self.policy == "round-robin" and self.roles is None:
-            engine = int(ready[0])
+            engine = ready[0]
         else:
-            loads = self._num_prompt + self._num_answer
-            if self.policy == "prefix-aware":
+            if self.policy == "prefix-aware" and digests:
                 how = self.digests
-                cached = found_tokens(digests, how.kinds, how.block_size, (self.index, self.expected), len(is_ready))
+                cached = found_tokens(digests, how.kinds, how.block_size, (self.index, self.expected), count).tolist()
             if self.roles is not None:
-                costs = self.roles.prompt_costs(self.engine_loads(is_ready), request.num_prompt_tokens - cached)
-                engine = int(ready[np.argmin(costs[ready])])
+                num_new = request.num_prompt_tokens - np.array(cached)
+                costs = self.roles.prompt_costs(self.engine_loads(is_ready), num_new).tolist()
+                engine = min(ready, key=costs.__getitem__)
             else:
-                engine = int(ready[np.argmin(loads[ready] - MISS_WEIGHT * cached[ready])])
+                loads = self.loads()
+                engine = min(ready, key=lambda each: loads[each] - MISS_WEIGHT * cached[each])
                 engine = self._moved(engine, ready, cached)
-        self._turn = (engine + 1) % len(is_ready)
+        self._turn = (engine + 1) % count
         num_choices = request.params.n
         num_answer = round(min(self.mean_output_tokens, request.max_tokens))
-        num_cached = int(cached[engine])
+        num_cached = cached[engine]
         num_new = request.num_prompt_tokens - num_cached
         route = Route(
             engine, request.num_prompt_tokens, num_cached, num_new, num_answer, num_choices, num_choices, num_new
@@ -171,14 +170,16 @@ class Router:
         self._num_open[engine] += num_choices
         return route
 
-    def _moved(self, engine: int, ready: NDArray[np.intp], cached: NDArray[np.int64]) -> int:
+    def _moved(self, engine: int, ready: Sequence[int], cached: Sequence[int]) -> int:
         """The engine for a request that would go to this one: another if the prefixes' account here is exhausted."""
         num_open = self._num_open
-        idlest = int(ready[np.argmin(num_open[ready])])
-        again = MOVE_WEIGHT * int(cached[engine] - cached[idlest])
+        if not cached[engine]:
+            return engine
+        idlest = min(ready, key=num_open.__getitem__)
+        again = MOVE_WEIGHT * (cached[engine] - cached[idlest])
         if again <= 0:
             return engine
-        more = int(num_open[engine]) - 2 * int(num_open[idlest]) - 1
+        more = num_open[engine] - 2 * num_open[idlest] - 1
         account = max(0.0, self._account[engine] + more * self.mean_request_tokens)
         if account < again:
             self._account[engine] = account
@@ -231,6 +232,8 @@ class Router:
         if route.num_open == 0:
             self._leave_prompt(route)
             if not has_failed:
+                if self.roles is not None:
+                    self.roles.ended(route.num_prompt_tokens, route.num_tokens, route.num_output_tokens)
                 mean, total = route.num_output_tokens / route.num_choices, route.num_tokens + route.num_output_tokens
                 self.mean_output_tokens += FORGETTING * (mean - self.mean_output_tokens)
                 self.mean_request_tokens += FORGETTING * (total - self.mean_request_tokens)

@@ -2,10 +2,11 @@
 
 Models map ``StepFeatures`` to seconds. The fitted one is linear in non-negative terms,
 
-    t = c₀ + c₁·sequences + c₂·tokens + Σₖ cₖ·min(tokens, k) + c₃·pairs + c₄·context,
+    t = c₀ + c₁·sequences + c₂·tokens + Σₖ cₖ·min(tokens, k) + Σₗ cₗ·max(tokens - l, 0) + c₃·pairs + c₄·context,
 
 whose ``min`` terms make the first tokens of a step more expensive: a product with one row reads all weights,
-one with 64 rows reads them once, too. Non-negative least squares (Lawson and Hanson, "Solving Least Squares Problems",
+one with 64 rows reads them once, too. The ``max`` terms make the last ones more expensive, where a GPU computes for
+longer than it reads. Non-negative least squares (Lawson and Hanson, "Solving Least Squares Problems",
 1974, chapter 23) keeps a term that the measurements do not support at zero instead of letting two cancel.
 
 Pairs and context are those of a layer: with windows in some layers, the mean over all of them.
@@ -24,7 +25,12 @@ from numpy.typing import NDArray
 from runtime.bench.metrics import BenchmarkError
 
 KNEES = (4, 16, 64)
-TERMS = ("constant", "sequences", "tokens", *(f"tokens_to_{knee}" for knee in KNEES), "prefill_pairs", "decode_context")
+BEYOND = (128, 512)
+_BEYOND_TERMS = tuple(f"tokens_beyond_{knee}" for knee in BEYOND)
+TERMS = (
+    "constant", "sequences", "tokens", *(f"tokens_to_{knee}" for knee in KNEES), *_BEYOND_TERMS, "prefill_pairs",
+    "decode_context",
+)  # fmt: skip
 LEAST_STEPS = 2 * len(TERMS)
 
 
@@ -99,7 +105,7 @@ class LinearStepModel:
     coefficients: tuple[float, ...]
 
     def seconds(self, features: StepFeatures) -> float:
-        constant, per_sequence, per_token, first, second, third, per_pair, per_context = self.coefficients
+        constant, per_sequence, per_token, first, second, third, more, most, per_pair, per_context = self.coefficients
         tokens, sequences, pairs, context = features
         return (
             constant
@@ -108,6 +114,8 @@ class LinearStepModel:
             + first * (tokens if tokens < KNEES[0] else KNEES[0])
             + second * (tokens if tokens < KNEES[1] else KNEES[1])
             + third * (tokens if tokens < KNEES[2] else KNEES[2])
+            + more * (tokens - BEYOND[0] if tokens > BEYOND[0] else 0)
+            + most * (tokens - BEYOND[1] if tokens > BEYOND[1] else 0)
             + per_pair * pairs
             + per_context * context
         )
@@ -118,7 +126,9 @@ class LinearStepModel:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LinearStepModel:
-        """The inverse of ``as_json``; raises ``BenchmarkError`` naming a term that is missing or invalid."""
+        """The inverse of ``as_json``, also for files of before ``BEYOND``; raises ``BenchmarkError`` naming a term that
+        is missing or invalid."""
+        values = {**dict.fromkeys(_BEYOND_TERMS, 0.0), **values}
         if set(values) != set(TERMS):
             raise BenchmarkError(f"a step model has exactly the terms {', '.join(TERMS)}, not {', '.join(values)}")
         for name, value in values.items():
@@ -142,16 +152,16 @@ class Fit:
     total_error: float
 
 
-def fit(features: Sequence[StepFeatures], seconds: Sequence[float]) -> Fit:
+def fit(features: Sequence[StepFeatures], seconds: Sequence[float], least_steps: int = LEAST_STEPS) -> Fit:
     """The model that minimises Σ (t̂ - t)² / t̂, which weighs steps by their share of the time.
 
     The weights come from a first fit: weights by the noisy times themselves would bias the fit down.
 
-    Raises ``BenchmarkError`` for fewer than ``LEAST_STEPS`` steps or a time that is not positive.
+    Raises ``BenchmarkError`` for fewer than ``least_steps`` steps or a time that is not positive.
     """
     times = np.asarray(seconds, np.float64)
-    if len(times) < LEAST_STEPS or len(times) != len(features):
-        raise BenchmarkError(f"{len(times)} step times for {len(features)} steps: at least {LEAST_STEPS} of each")
+    if len(times) < least_steps or len(times) != len(features):
+        raise BenchmarkError(f"{len(times)} step times for {len(features)} steps: at least {least_steps} of each")
     if not (np.isfinite(times).all() and (times > 0.0).all()):
         raise BenchmarkError("a step time is not a positive number of seconds")
     table = np.array([_terms(each) for each in features], np.float64)  # [steps, terms]
@@ -198,4 +208,6 @@ def non_negative_least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -
 
 def _terms(features: StepFeatures) -> tuple[float, ...]:
     tokens, sequences, pairs, context = features
-    return (1.0, sequences, tokens, *(min(tokens, knee) for knee in KNEES), pairs, context)
+    to = (min(tokens, knee) for knee in KNEES)
+    beyond = (max(tokens - knee, 0) for knee in BEYOND)
+    return (1.0, sequences, tokens, *to, *beyond, pairs, context)

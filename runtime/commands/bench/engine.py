@@ -14,6 +14,7 @@ from runtime.commands import later
 from runtime.commands.options import EngineOptions, ReportOptions, listing
 from runtime.engine.config import integers
 
+_ablation = later("runtime.bench.scheduling.ablation")
 _cpu_products = later("runtime.bench.cpu_products")
 _cpu_rates = later("runtime.bench.cpu_rates")
 _cpu_latent = later("runtime.bench.kernels.cpu_latent")
@@ -29,7 +30,9 @@ _load = later("runtime.text.load")
 _make_engine = later("runtime.engine.make_engine")
 _traces = later("runtime.bench.load.traces")
 _engines = later("runtime.bench.scheduling.engines")
+_measured_steps = later("runtime.bench.scheduling.measured_steps")
 _prediction = later("runtime.bench.scheduling.prediction")
+_roofline = later("runtime.bench.scheduling.roofline")
 _schedule = later("runtime.bench.scheduling.schedule")
 _speculation = later("runtime.bench.scheduling.speculation")
 _state_cache = later("runtime.bench.scheduling.state_cache")
@@ -373,3 +376,45 @@ def speculation(engine: EngineOptions, output: ReportOptions, options: Speculati
         lines.append(f"{step}, by proposals of each: {times}")
     lines.append(f"tokens per second of all sequences; medians of {options.num_rounds} rounds")
     output.deliver(report, "\n".join(lines))
+
+
+def roles(
+    output: ReportOptions,
+    trace: Annotated[Path, typer.Argument(help="A trace: .csv (Azure) or .jsonl (Mooncake).")],
+    steps: Annotated[
+        Path, typer.Option(help="Measured steps of models (docs/measurements/2026-11-30-step-times.json).")
+    ],
+    model: Annotated[str, typer.Option("--model", "-m", help="One of them.")] = "qwen3-8b",
+    engines: Annotated[str, typer.Option(help="Sizes of fleets, comma-separated.")] = "2,4",
+    targets: Annotated[
+        str, typer.Option(help="TTFT/TPOT in seconds that 90 % of the requests keep, comma-separated.")
+    ] = "0.25/0.0075,0.5/0.015,1/0.05",
+    budgets: Annotated[str, typer.Option(help="max_num_batched_tokens of chunked prefill, comma-separated.")] = (
+        "256,512,1024,2048,4096,8192"
+    ),
+    links: Annotated[
+        str, typer.Option(help="Between engines: infiniband400, nvlink4 or MICROSECONDS:GB_PER_S, comma-separated.")
+    ] = "infiniband400,nvlink4,30:11",
+    requests_per_engine: Annotated[int, typer.Option(help="Length of each run.")] = 500,
+) -> None:
+    """Prompts and answers on engines of their own against chunked prefill: goodput of simulated fleets."""
+    models = _measured_steps.read_models(steps)
+    if model not in models:
+        raise typer.BadParameter(f"{model!r} is none of {', '.join(models)}", param_hint="--model")
+    served, errors = models[model]
+
+    def tell(cell: dict[str, Any]) -> None:
+        print(_ablation.line_of(cell), file=sys.stderr)
+
+    report = _ablation.bench_roles(
+        _traces.read_trace(trace),
+        served,
+        engines=integers("engines", engines),
+        targets=_ablation.read_targets(targets),
+        budgets=integers("budgets", budgets),
+        links={name: _roofline.link_of(name.replace(":", ",")) for name in links.split(",")},
+        requests_per_engine=requests_per_engine,
+        report_cell=tell,
+    )
+    report["step_times"] = errors
+    output.deliver(report, "\n".join(map(_ablation.line_of, report["cells"])))

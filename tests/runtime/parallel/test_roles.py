@@ -9,7 +9,7 @@ import pytest
 
 from runtime.errors import InvalidArgumentError
 from runtime.parallel.prefix_index import PromptDigests
-from runtime.parallel.roles import EngineLoad, StaticRoles
+from runtime.parallel.roles import AutoRoles, EngineLoad, StaticRoles
 from runtime.parallel.routing import Router
 from tests.runtime.parallel.test_routing import SECRET, info, request
 
@@ -73,3 +73,50 @@ def test_the_prompt_goes_where_its_prefix_is_if_that_costs_less() -> None:
     assert router.choose(other, router.digests_of(other), [True] * 3).engine != home.engine
     again = request([*range(100), 7])
     assert router.choose(again, router.digests_of(again), [True] * 3).engine == home.engine
+
+
+def weights_first(tokens: int, sequences: int, pairs: float, context: float) -> float:
+    """4 ms for the weights, 20 us a token, 30 ns a token of context."""
+    return 4e-3 + 2e-5 * tokens + 3e-8 * context
+
+
+def learned(num_engines: int, step_s: float, num_prompt: int = 1000, num_output: int = 200) -> AutoRoles:
+    roles = AutoRoles(num_engines, weights_first, 0.5, step_s)
+    for _ in range(1000):
+        roles.ended(num_prompt, num_prompt, num_output)
+    return roles
+
+
+def test_engines_do_both_unless_steps_must_be_short() -> None:
+    """A step of 50 ms has room for prompts beside all decodes; one of 6 ms, of which the weights take 4, has not."""
+    assert learned(4, 0.05).num_prefill == 0
+    short = learned(4, 0.006)
+    assert 0 < short.num_prefill < 4
+    assert short.limit_s < 0.006
+    assert learned(4, 0.006, num_prompt=4000, num_output=20).num_prefill >= short.num_prefill
+
+
+def test_answers_stay_where_every_engine_does_both() -> None:
+    roles = learned(3, 0.05)
+    loads = [EngineLoad(0, 9, 9000), EngineLoad(0, 1, 1000), IDLE]
+    assert [roles.decode_engine(loads, engine) for engine in range(3)] == [0, 1, 2]
+    full = [EngineLoad(0, 300, 300_000), EngineLoad(0, 1, 1000), IDLE]
+    assert roles.decode_engine(full, 0) == 2
+
+
+def test_answers_move_to_engines_of_answers_until_these_are_full() -> None:
+    roles = learned(4, 0.006)
+    count = roles.num_prefill
+    loads = [EngineLoad(0, 1, 1000)] * count + [EngineLoad(0, 3, 3000)] * (4 - count)
+    assert roles.decode_engine(loads, 0) == count
+    full = [EngineLoad(0, 1, 1000)] * count + [EngineLoad(0, 300, 300_000)] * (4 - count)
+    assert roles.decode_engine(full, 0) == 0
+
+
+def test_a_prompt_goes_where_its_first_token_comes_first() -> None:
+    roles = learned(3, 0.05)
+    loads = [EngineLoad(5000, 0, 0), EngineLoad(1000, 200, 220_000), EngineLoad(1000, 0, 0)]
+    costs = roles.prompt_costs(loads, np.array([100, 1000, 1000]))
+    assert costs[2] < costs[1] < costs[0]  # decodes take time of each step
+    gone = [load._replace(is_ready=False) for load in loads[2:]]
+    assert np.isinf(roles.prompt_costs([*loads[:2], *gone], np.array([1, 1, 1]))[2])

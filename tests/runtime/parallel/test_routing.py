@@ -215,7 +215,7 @@ def test_a_prefix_is_followed_while_the_others_are_busy() -> None:
         each.drawn(done, 16)
         each.ended(done)
     assert each.loads() == [0, 0]
-    assert not each._num_open.any()
+    assert not any(each._num_open)
     assert len(each.expected) == 0
     assert each.mean_output_tokens == pytest.approx(16.0)
 

@@ -74,7 +74,7 @@ def random_steps(count: int) -> list[StepFeatures]:
 
 
 def test_fit_finds_the_coefficients_that_made_the_times() -> None:
-    truth = LinearStepModel((1e-3, 2e-5, 3e-5, 0.0, 1e-4, 5e-5, 1e-8, 2e-8))
+    truth = LinearStepModel((1e-3, 2e-5, 3e-5, 0.0, 1e-4, 5e-5, 2e-5, 0.0, 1e-8, 2e-8))
     steps = random_steps(300)
     found = fit(steps, [truth.seconds(step) for step in steps])
     assert found.model.coefficients == pytest.approx(truth.coefficients, rel=1e-4, abs=1e-9)
@@ -84,7 +84,7 @@ def test_fit_finds_the_coefficients_that_made_the_times() -> None:
 
 
 def test_fit_keeps_the_total_under_noise_and_no_term_negative() -> None:
-    truth = LinearStepModel((2e-3, 0.0, 3e-5, 1e-3, 0.0, 0.0, 1e-8, 2e-8))
+    truth = LinearStepModel((2e-3, 0.0, 3e-5, 1e-3, 0.0, 0.0, 0.0, 2e-5, 1e-8, 2e-8))
     steps = random_steps(400)
     noise = np.random.default_rng(1).uniform(0.7, 1.3, len(steps))
     found = fit(steps, [float(truth.seconds(step) * factor) for step, factor in zip(steps, noise)])

@@ -1,0 +1,602 @@
+"""The steps of a fleet's engines in virtual time, compiled: a hundred thousand a second, for searches over many loads.
+
+An engine decides here as `Scheduler` does with its default batching and policy: all decodes, then chunks of prompts in
+the order of arrival up to a budget, blocks of all known tokens at the start and one more when the last is full, the
+latest request preempted when none is free (a test compares the times of both). Beyond it, a budget may be a step's
+time instead of its tokens, and a sequence may come with its prompt computed elsewhere. Pages of prompts are cached by
+the trace's hashes, least recently used first out; those of answers and of requests without hashes are not.
+
+All engines lie in one array of records, all requests in another. `advance` runs the earliest step until a time, or
+until requests have their first token and somebody must say which engine goes on with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_kernels.cache import njit
+from runtime.bench.scheduling.step_model import BEYOND, KNEES
+
+NONE = -1
+GAP_BINS = 400
+LEAST_GAP_S = 1e-4
+GAP_RATIO = 1.04
+"""Bounds of the histogram of gaps between tokens: bin i begins at ``LEAST_GAP_S * GAP_RATIO**i``."""
+
+REQUEST = np.dtype(
+    [
+        ("arrival", "f8"), ("num_prompt", "i8"), ("num_output", "i8"), ("first_hash", "i8"), ("num_hashes", "i8"),
+        ("engine", "i8"),
+        ("ready", "f8"),  # its content has come
+        ("begun", "f8"),  # its first chunk
+        ("first", "f8"), ("last", "f8"),  # of its tokens
+        ("known", "i8"),  # tokens to be computed before the next one is drawn
+        ("computed", "i8"), ("produced", "i8"), ("num_published", "i8"),
+        ("num_pages", "i8"),  # that nobody shares
+        ("until", "i8"),  # its engine's number of decoding steps at its end
+        ("next", "i8"),  # in its engine's queue
+        ("num_hit", "i8"), ("num_computed", "i8"), ("num_moved", "i8"), ("num_preemptions", "i8"),
+    ],
+    align=True,
+)  # fmt: skip
+ENGINE = np.dtype(
+    [
+        ("clock", "f8"), ("busy", "f8"), ("link_free", "f8"),
+        ("budget", "i8"),
+        ("step_s", "f8"),  # most seconds of a step with decodes and prompts; 0.0: the budget alone
+        ("capacity", "i8"), ("num_private", "i8"), ("num_present", "i8"), ("num_unused", "i8"),
+        ("first_waiting", "i8"), ("num_waiting", "i8"), ("first_coming", "i8"), ("partial", "i8"),
+        ("num_running", "i8"), ("num_decodes", "i8"), ("context", "i8"), ("num_decode_steps", "i8"),
+        ("num_steps", "i8"), ("num_tokens", "i8"), ("decode_tokens", "i8"), ("num_fresh", "i8"),
+    ],
+    align=True,
+)  # fmt: skip
+
+
+class FleetState(NamedTuple):
+    """Arrays of E engines, R requests and H hashes.
+
+    phases   [E, page] decodes by the place of their next token in its page, less their engine's steps. A new page
+             counts in ``num_private`` at once, in ``num_pages`` when the request leaves
+    heap     [E, rows, 2] decodes: the step of their end, their number
+    fresh    [E, rows] requests whose first token the last step drew
+    holds    one for each hash of each request: whether it holds that block on its engine
+    refs     [E, H] holders of a block, -1 if it is not there
+    older, newer  [E, H + 1] the order of blocks that nobody holds
+    log      [n, 2] requests that drew their first token (0) or ended (1)
+    changes  [n, 3] engine, hash, 1 if it is there now
+    counts   used rows of log and changes, preemptions
+    """
+
+    engines: NDArray[Any]
+    requests: NDArray[Any]
+    hashes: NDArray[np.int32]
+    phases: NDArray[np.int64]
+    heap: NDArray[np.int64]
+    fresh: NDArray[np.int64]
+    holds: NDArray[np.uint8]
+    refs: NDArray[np.int32]
+    older: NDArray[np.int32]
+    newer: NDArray[np.int32]
+    log: NDArray[np.int64]
+    changes: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    gaps: NDArray[np.int64]
+    coefficients: NDArray[np.float64]  # of LinearStepModel
+    window: NDArray[np.float64]  # a window and the share of layers with it
+    sizes: NDArray[np.int64]  # tokens of a page and of a hash, rows
+
+
+@njit
+def step_seconds(coefficients, tokens, sequences, pairs, context):  # type: ignore[no-untyped-def]
+    """`LinearStepModel.seconds`."""
+    total = coefficients[0] + coefficients[1] * sequences + coefficients[2] * tokens
+    place = 3
+    for knee in KNEES:
+        total += coefficients[place] * min(tokens, knee)
+        place += 1
+    for knee in BEYOND:
+        total += coefficients[place] * max(tokens - knee, 0)
+        place += 1
+    return total + coefficients[place] * pairs + coefficients[place + 1] * context
+
+
+@njit
+def _pairs(window, start, count):  # type: ignore[no-untyped-def]
+    """Query-key pairs of a chunk, the mean over the layers, as `features_of` counts them."""
+    full = count * start + count * (count + 1) / 2.0
+    size, share = window[0], window[1]
+    furthest = start + count - size
+    if share > 0.0 and furthest > 0.0:
+        nearest = max(start + 1.0 - size, 1.0)
+        full -= share * ((nearest + furthest) * (furthest - nearest + 1.0) / 2.0)
+    return full
+
+
+@njit
+def _context(window, context, num_decodes):  # type: ignore[no-untyped-def]
+    """Tokens that decodes attend to; with a window all are taken to exceed it."""
+    share = window[1]
+    return (1.0 - share) * context + share * min(float(context), window[0] * num_decodes)
+
+
+@njit
+def _unlink(s, e, h):  # type: ignore[no-untyped-def]
+    older, newer = s.older[e, h], s.newer[e, h]
+    s.newer[e, older] = newer
+    s.older[e, newer] = older
+
+
+@njit
+def _put_newest(s, e, h):  # type: ignore[no-untyped-def]
+    end = s.refs.shape[1]
+    newest = s.older[e, end]
+    s.newer[e, newest], s.older[e, h] = h, newest
+    s.newer[e, h], s.older[e, end] = end, h
+
+
+@njit
+def _note_change(s, e, h, is_there):  # type: ignore[no-untyped-def]
+    number = s.counts[1]
+    s.changes[number, 0], s.changes[number, 1], s.changes[number, 2] = e, h, is_there
+    s.counts[1] = number + 1
+
+
+@njit
+def _free_pages(s, e):  # type: ignore[no-untyped-def]
+    engine = s.engines[e]
+    return engine.capacity - engine.num_private - engine.num_present * (s.sizes[1] // s.sizes[0])
+
+
+@njit
+def _make_room(s, e, needed):  # type: ignore[no-untyped-def]
+    """Evict unused blocks until so many pages are free; False if there are too few."""
+    per_hash = s.sizes[1] // s.sizes[0]
+    engine = s.engines[e]
+    if _free_pages(s, e) + engine.num_unused * per_hash < needed:
+        return False
+    end = s.refs.shape[1]
+    while _free_pages(s, e) < needed:
+        h = s.newer[e, end]
+        _unlink(s, e, h)
+        s.refs[e, h] = NONE
+        engine.num_unused -= 1
+        engine.num_present -= 1
+        _note_change(s, e, h, 0)
+    return True
+
+
+@njit
+def _hold(s, e, r, place):  # type: ignore[no-untyped-def]
+    """A request takes a block that is there."""
+    request = s.requests[r]
+    h = s.hashes[request.first_hash + place]
+    if s.refs[e, h] == 0:
+        _unlink(s, e, h)
+        s.engines[e].num_unused -= 1
+    s.refs[e, h] += 1
+    s.holds[request.first_hash + place] = 1
+
+
+@njit
+def _release(s, e, r):  # type: ignore[no-untyped-def]
+    """A request gives up all its pages, the last first."""
+    request, engine = s.requests[r], s.engines[e]
+    engine.num_private -= request.num_pages
+    request.num_pages = 0
+    for place in range(request.num_hashes - 1, -1, -1):
+        if s.holds[request.first_hash + place]:
+            s.holds[request.first_hash + place] = 0
+            h = s.hashes[request.first_hash + place]
+            s.refs[e, h] -= 1
+            if s.refs[e, h] == 0:
+                _put_newest(s, e, h)
+                engine.num_unused += 1
+    request.num_published = 0
+
+
+@njit
+def _publish(s, e, r):  # type: ignore[no-untyped-def]
+    """Full blocks of a prompt can be found from now on, unless another request has the same ones."""
+    request, engine = s.requests[r], s.engines[e]
+    size = s.sizes[1]
+    end = min(request.computed, request.num_prompt) // size
+    for place in range(request.num_published, min(end, request.num_hashes)):
+        index = request.first_hash + place
+        if s.holds[index]:
+            continue
+        h = s.hashes[index]
+        if s.refs[e, h] == NONE:
+            s.refs[e, h] = 1
+            s.holds[index] = 1
+            engine.num_present += 1
+            engine.num_private -= size // s.sizes[0]
+            request.num_pages -= size // s.sizes[0]
+            _note_change(s, e, h, 1)
+    request.num_published = max(request.num_published, end)
+
+
+@njit
+def _found(s, e, r, most_tokens):  # type: ignore[no-untyped-def]
+    """Blocks of a prompt's first tokens that an engine has."""
+    request = s.requests[r]
+    most = min(request.num_hashes, most_tokens // s.sizes[1], request.num_prompt // s.sizes[1])
+    count = 0
+    while count < most and s.refs[e, s.hashes[request.first_hash + count]] != NONE:
+        count += 1
+    return count
+
+
+@njit
+def _place(s, e, r, num_reserved):  # type: ignore[no-untyped-def]
+    """Give a request pages of all its known tokens, as far as they are not there; False if there are too few."""
+    request, engine = s.requests[r], s.engines[e]
+    page, size = s.sizes[0], s.sizes[1]
+    num_found = _found(s, e, r, request.known - 1)
+    for place in range(num_found):
+        _hold(s, e, r, place)
+    needed = -(-(request.known - num_found * size) // page)
+    if not _make_room(s, e, needed + num_reserved):
+        _release(s, e, r)
+        return False
+    request.num_pages = needed
+    engine.num_private += needed
+    request.num_published = num_found
+    return True
+
+
+@njit
+def _sift_in(heap, count, until, r):  # type: ignore[no-untyped-def]
+    place = count
+    while place:
+        parent = (place - 1) // 2
+        if heap[parent, 0] <= until:
+            break
+        heap[place, 0], heap[place, 1] = heap[parent, 0], heap[parent, 1]
+        place = parent
+    heap[place, 0], heap[place, 1] = until, r
+
+
+@njit
+def _take_out(heap, count, place):  # type: ignore[no-untyped-def]
+    """Remove an entry of a heap with this many."""
+    until, r = heap[count - 1, 0], heap[count - 1, 1]
+    count -= 1
+    if place == count:
+        return
+    while True:  # downwards
+        child = 2 * place + 1
+        if child >= count:
+            break
+        if child + 1 < count and heap[child + 1, 0] < heap[child, 0]:
+            child += 1
+        if heap[child, 0] >= until:
+            break
+        heap[place, 0], heap[place, 1] = heap[child, 0], heap[child, 1]
+        place = child
+    heap[place, 0], heap[place, 1] = until, r
+    while place:  # upwards
+        parent = (place - 1) // 2
+        if heap[parent, 0] <= heap[place, 0]:
+            break
+        for side in range(2):
+            heap[place, side], heap[parent, side] = heap[parent, side], heap[place, side]
+        place = parent
+
+
+@njit
+def _join_decodes(s, e, r):  # type: ignore[no-untyped-def]
+    """A request whose known tokens but the last are computed decodes from the next step on."""
+    request, engine = s.requests[r], s.engines[e]
+    request.until = engine.num_decode_steps + request.num_output - request.produced
+    _sift_in(s.heap[e], engine.num_decodes, request.until, r)
+    engine.num_decodes += 1
+    engine.context += request.computed + 1
+    page = s.sizes[0]
+    s.phases[e, (request.computed - engine.num_decode_steps) % page] += 1
+
+
+@njit
+def _leave_decodes(s, e, place):  # type: ignore[no-untyped-def]
+    """The request at this place of the heap decodes no longer; its counts are brought up to date."""
+    engine = s.engines[e]
+    r = s.heap[e, place, 1]
+    request = s.requests[r]
+    request.produced = request.num_output - (request.until - engine.num_decode_steps)
+    request.computed = request.num_prompt + request.produced - 1
+    _take_out(s.heap[e], engine.num_decodes, place)
+    engine.num_decodes -= 1
+    engine.context -= request.computed + 1
+    s.phases[e, (request.computed - engine.num_decode_steps) % s.sizes[0]] -= 1
+    request.num_pages += -(-request.computed // s.sizes[0]) - -(-request.known // s.sizes[0])
+    return r
+
+
+@njit
+def _queue(s, e, r):  # type: ignore[no-untyped-def]
+    """Put a request into its engine's queue, in the order of arrival."""
+    engine = s.engines[e]
+    engine.num_waiting += 1
+    before, at = NONE, engine.first_waiting
+    while at != NONE and at < r:
+        before, at = at, s.requests[at].next
+    s.requests[r].next = at
+    if before == NONE:
+        engine.first_waiting = r
+    else:
+        s.requests[before].next = r
+
+
+@njit
+def _preempt(s, e):  # type: ignore[no-untyped-def]
+    """The latest running request gives up its pages and waits again; False if there is only one."""
+    engine = s.engines[e]
+    if engine.num_running < 2:
+        return False
+    place, latest = NONE, engine.partial
+    for index in range(engine.num_decodes):
+        if s.heap[e, index, 1] > latest:
+            place, latest = index, s.heap[e, index, 1]
+    if place == NONE:
+        engine.partial = NONE
+    else:
+        _leave_decodes(s, e, place)
+    request = s.requests[latest]
+    _release(s, e, latest)
+    request.known = request.num_prompt + request.produced
+    request.computed = 0
+    request.num_preemptions += 1
+    engine.num_running -= 1
+    s.counts[2] += 1
+    _queue(s, e, latest)
+    return True
+
+
+@njit
+def _grow(s, e):  # type: ignore[no-untyped-def]
+    """Pages for decodes whose next token begins one. True if a request was preempted for them."""
+    engine = s.engines[e]
+    has_preempted = False
+    while True:
+        phase = (-engine.num_decode_steps) % s.sizes[0]
+        needed = s.phases[e, phase]
+        if not needed or _make_room(s, e, needed):
+            engine.num_private += needed
+            return has_preempted
+        has_preempted = True
+        if not _preempt(s, e):
+            return has_preempted
+
+
+@njit
+def _chunk(s, e, r, tokens, sequences, pairs):  # type: ignore[no-untyped-def]
+    """How many of a prompt's tokens fit into the step beside these."""
+    engine, request = s.engines[e], s.requests[r]
+    count = min(request.known - request.computed, engine.budget - tokens)
+    if engine.step_s == 0.0 or engine.num_decodes == 0 or count <= 0:
+        return count
+    context = _context(s.window, engine.context, engine.num_decodes)
+    low, high = 0, count  # the most tokens within the time
+    while low < high:
+        middle = (low + high + 1) // 2
+        added = _pairs(s.window, request.computed, middle)
+        if step_seconds(s.coefficients, tokens + middle, sequences + 1, pairs + added, context) <= engine.step_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@njit
+def _admit_coming(s, e):  # type: ignore[no-untyped-def]
+    """Sequences whose prompt was computed elsewhere decode from this step on, if they have come and there is room."""
+    engine = s.engines[e]
+    while engine.first_coming != NONE and engine.num_running < s.sizes[2]:
+        r = engine.first_coming
+        request = s.requests[r]
+        if request.ready > engine.clock or not _place(s, e, r, engine.num_running):
+            return
+        engine.first_coming = request.next
+        engine.num_running += 1
+        request.computed = request.num_prompt
+        _publish(s, e, r)
+        _join_decodes(s, e, r)
+
+
+@njit
+def _step(s, e, stops):  # type: ignore[no-untyped-def]
+    """Run a step; False if the engine has nothing to do now. With ``stops`` first tokens wait in ``fresh``."""
+    engine = s.engines[e]
+    _admit_coming(s, e)
+    has_preempted = _grow(s, e)
+    num_decodes = engine.num_decodes
+    tokens, sequences, pairs = num_decodes, num_decodes, 0.0
+    context = _context(s.window, engine.context, num_decodes)
+    begun = engine.clock
+    num_done = 0  # prompts that this step completes, listed in fresh
+    while tokens < engine.budget:
+        r = engine.partial
+        if r == NONE:
+            r = engine.first_waiting
+            if r == NONE or has_preempted or engine.num_running >= s.sizes[2]:
+                break
+            if not _place(s, e, r, engine.num_running):
+                break
+            s.requests[r].computed = s.requests[r].num_published * s.sizes[1]
+            if _chunk(s, e, r, tokens, sequences, pairs) <= 0:
+                _release(s, e, r)
+                s.requests[r].computed = 0
+                break
+            engine.first_waiting = s.requests[r].next
+            engine.num_waiting -= 1
+            engine.num_running += 1
+            engine.partial = r
+            s.requests[r].num_hit += s.requests[r].computed
+            if s.requests[r].begun < 0.0:
+                s.requests[r].begun = begun
+        request = s.requests[r]
+        count = _chunk(s, e, r, tokens, sequences, pairs)
+        if count <= 0:
+            break
+        if count == 1:
+            context += request.computed + 1
+        else:
+            pairs += _pairs(s.window, request.computed, count)
+        request.computed += count
+        request.num_computed += count
+        tokens += count
+        sequences += 1
+        if request.computed < request.known:
+            break
+        engine.partial = NONE
+        s.fresh[e, num_done] = r
+        num_done += 1
+    if tokens == 0:
+        return False
+    seconds = step_seconds(s.coefficients, float(tokens), float(sequences), pairs, context)
+    engine.clock += seconds
+    engine.busy += seconds
+    engine.num_steps += 1
+    engine.num_tokens += tokens
+    if num_decodes:
+        bin_number = int(np.log(max(seconds, LEAST_GAP_S) / LEAST_GAP_S) / np.log(GAP_RATIO))
+        s.gaps[min(bin_number, GAP_BINS - 1)] += num_decodes
+        engine.decode_tokens += num_decodes
+        engine.num_decode_steps += 1
+        engine.context += num_decodes
+        while engine.num_decodes and s.heap[e, 0, 0] <= engine.num_decode_steps:
+            r = _leave_decodes(s, e, 0)
+            _end(s, e, r)
+    num_kept = 0
+    for index in range(num_done):
+        r = s.fresh[e, index]
+        request = s.requests[r]
+        _publish(s, e, r)
+        request.produced += 1
+        is_first = request.produced == 1
+        if is_first:
+            request.first = engine.clock
+            _log(s, r, 0)
+        if request.produced == request.num_output:
+            _end(s, e, r)
+        elif stops and is_first:
+            s.fresh[e, num_kept] = r
+            num_kept += 1
+        else:
+            _join_decodes(s, e, r)
+    engine.num_fresh = num_kept
+    if engine.partial != NONE:
+        _publish(s, e, engine.partial)
+    return True
+
+
+@njit
+def _log(s, r, kind):  # type: ignore[no-untyped-def]
+    number = s.counts[0]
+    s.log[number, 0], s.log[number, 1] = r, kind
+    s.counts[0] = number + 1
+
+
+@njit
+def _end(s, e, r):  # type: ignore[no-untyped-def]
+    request = s.requests[r]
+    request.last = s.engines[e].clock
+    _release(s, e, r)
+    s.engines[e].num_running -= 1
+    _log(s, r, 1)
+
+
+@njit
+def _has_work(s, e):  # type: ignore[no-untyped-def]
+    engine = s.engines[e]
+    return engine.num_fresh or engine.num_decodes or engine.partial != NONE or engine.first_waiting != NONE
+
+
+@njit
+def _start_of(s, e):  # type: ignore[no-untyped-def]
+    """The time at which an engine can step next; infinite if it has no work."""
+    engine = s.engines[e]
+    if _has_work(s, e):
+        return engine.clock
+    if engine.first_coming != NONE:
+        return max(engine.clock, s.requests[engine.first_coming].ready)
+    return np.inf
+
+
+@njit
+def advance(s, until, stops):  # type: ignore[no-untyped-def]
+    """Run every step that starts before a time. Returns the engine whose fresh requests wait for a decision, -1 at the
+    time, -2 if the log must be read, -3 if an engine has work and can do nothing."""
+    room = s.sizes[3]
+    while True:
+        earliest, e = np.inf, NONE
+        for each in range(len(s.engines)):
+            start = _start_of(s, each)
+            if start < earliest:
+                earliest, e = start, each
+        if e == NONE or earliest >= until:
+            return -1
+        if s.engines[e].num_fresh:
+            return e
+        if s.counts[0] + s.sizes[2] >= len(s.log) or s.counts[1] + room >= len(s.changes):
+            return -2
+        s.engines[e].clock = earliest
+        if not _step(s, e, stops):
+            coming = s.engines[e].first_coming
+            if coming == NONE or s.requests[coming].ready <= earliest:
+                return -3
+            s.engines[e].clock = s.requests[coming].ready
+
+
+@njit
+def arrive(s, r, e, now):  # type: ignore[no-untyped-def]
+    """A request comes to an engine."""
+    engine, request = s.engines[e], s.requests[r]
+    if not _has_work(s, e):
+        engine.clock = max(engine.clock, now)
+    request.engine = e
+    request.known = request.num_prompt
+    _queue(s, e, r)
+
+
+@njit
+def go_on(s, e, targets, link, is_layerwise):  # type: ignore[no-untyped-def]
+    """The fresh requests of an engine go on here or on other engines, in their order.
+
+    link  latency in seconds, bytes a second, bytes of a token, bytes of a sequence beside its tokens, layers
+    """
+    engine = s.engines[e]
+    now = engine.clock
+    for index in range(engine.num_fresh):
+        r = s.fresh[e, index]
+        target = targets[index]
+        request = s.requests[r]
+        if target == e:
+            _join_decodes(s, e, r)
+            continue
+        _release(s, e, r)
+        engine.num_running -= 1
+        other = s.engines[target]
+        moved = request.num_prompt - _found(s, target, r, request.num_prompt - 1) * s.sizes[1]
+        request.num_moved += moved
+        sent = moved * link[2] + link[3]
+        begin = request.begun if is_layerwise else now
+        begin = max(begin, max(engine.link_free, other.link_free))
+        least = sent / link[4] if is_layerwise else 0.0  # the last layer's part
+        ended = max(begin + sent / link[1], now + least / link[1])
+        engine.link_free = other.link_free = begin + sent / link[1]
+        request.ready = ended + link[0]
+        request.engine = target
+        request.known = request.num_prompt
+        before, at = NONE, other.first_coming
+        while at != NONE and s.requests[at].ready <= request.ready:
+            before, at = at, s.requests[at].next
+        request.next = at
+        if before == NONE:
+            other.first_coming = r
+        else:
+            s.requests[before].next = r
+    engine.num_fresh = 0
