@@ -136,7 +136,7 @@ class Router:
         """Route a request to one of the ready engines, at least one, and add it to that engine's load."""
         count, turn = len(is_ready), self._turn
         ready = [engine % count for engine in range(turn, turn + count) if is_ready[engine % count]]
-        cached = [0] * count
+        cached: list[int] = [0] * count
         if self.policy == "round-robin" and self.roles is None:
             engine = ready[0]
         else:

@@ -25,10 +25,11 @@ from runtime.bench.scheduling.fleet_runs import (
 )
 from runtime.bench.scheduling.roofline import Link
 from runtime.bench.scheduling.step_model import StepFeatures
+from runtime.bench.svg import panels
 from runtime.parallel.roles import AutoRoles, StaticRoles, StepSeconds, best_chunk
 
 SHARE = 0.9
-"""Of the requests that keep their targets."""
+"""The share of requests that must keep their targets."""
 
 _DENSEST = 1e4
 """Times the first guess: then all arrive at once."""
@@ -233,6 +234,23 @@ def spread(trace: Trace) -> Trace:
     return replace(trace, requests=tuple(result))
 
 
+def plot(runs: Sequence[dict[str, Any]]) -> str:
+    """Reports as an SVG: a panel each, a row a cell, with a bar for each kind as a share of the cell's best."""
+    groups = []
+    for run in runs:
+        rows = []
+        for cell in run["cells"]:
+            best = max(*cell["best"].values(), 1e-9)
+            bars = []
+            for kind, rate in cell["best"].items():
+                name = cell["best_variant"][kind]
+                bars.append((rate / best, f"{kind}{'' if name == kind else f' {name}'}: {rate:.3g}/s"))
+            label = f"{cell['engines']} engines, {cell['ttft_s']:g} s / {1e3 * cell['tpot_s']:g} ms"
+            rows.append((label, bars))
+        groups.append((f"{run['model']}, {run['trace']}: goodput under TTFT / TPOT", rows))
+    return panels(groups, width=760, label_width=210, line=13)
+
+
 def _alone(model: ServedModel, prompts: TracePrompts) -> float:
     """A first guess of an engine's requests a second: half of those whose tokens it could compute."""
     tokens = float(prompts.records["num_prompt"].mean() + prompts.records["num_output"].mean())
@@ -300,7 +318,7 @@ def _figures(run: FleetRun, target: Target, model: ServedModel) -> dict[str, Any
 
 
 def _over_links(search: Search, cell: dict[str, Any], num_engines: int, links: dict[str, Link]) -> dict[str, Any]:
-    """The goodput of the best split and of `auto` over each link, sent layer by layer and behind the first token."""
+    """The goodput of the best split and of `auto` over each link, sent layer by layer and after the first token."""
     num_prefill = int(cell["best_variant"]["static"].partition(":")[0])
     found: dict[str, Any] = {}
     for name, link in links.items():
@@ -310,7 +328,7 @@ def _over_links(search: Search, cell: dict[str, Any], num_engines: int, links: d
                 auto(search.model, num_engines, search.target, link, is_layerwise=is_layerwise),
             )
             for variant in tried:
-                label = f"{name}, {'by layers' if is_layerwise else 'behind the first token'}"
+                label = f"{name}, {'by layers' if is_layerwise else 'after the first token'}"
                 named = Variant(variant.kind, f"{variant.name} over {label}", variant.make)
                 search.guess = max(cell["best"][variant.kind], 1e-3) / search.base
                 found.setdefault(label, {})[variant.kind] = search.goodput(named, 3 * _FINE)

@@ -1,7 +1,7 @@
 """Runs of a trace on a simulated fleet whose engines have roles: the fleet's own `Router` over `fleet_steps`.
 
 A prompt's engine is chosen when it arrives, the engine of its answer when the first token is drawn, both by the router.
-The keys and values that another engine needs travel over a link: behind the first token, or layer by layer while later
+The keys and values that another engine needs travel over a link: after the first token, or layer by layer while later
 layers and chunks are computed. Each engine has one port, which carries one transfer at a time.
 
 As in `simulation` blocks and tokens are known to the router at the end of their step, and a sampled token is never the

@@ -35,7 +35,7 @@ REQUEST = np.dtype(
         ("first", "f8"), ("last", "f8"),  # of its tokens
         ("known", "i8"),  # tokens to be computed before the next one is drawn
         ("computed", "i8"), ("produced", "i8"), ("num_published", "i8"),
-        ("num_pages", "i8"),  # that nobody shares
+        ("num_pages", "i8"),  # that are not shared
         ("until", "i8"),  # its engine's number of decoding steps at its end
         ("next", "i8"),  # in its engine's queue
         ("num_hit", "i8"), ("num_computed", "i8"), ("num_moved", "i8"), ("num_preemptions", "i8"),
@@ -65,7 +65,7 @@ class FleetState(NamedTuple):
     fresh    [E, rows] requests whose first token the last step drew
     holds    one for each hash of each request: whether it holds that block on its engine
     refs     [E, H] holders of a block, -1 if it is not there
-    older, newer  [E, H + 1] the order of blocks that nobody holds
+    older, newer  [E, H + 1] the order of blocks without a holder
     log      [n, 2] requests that drew their first token (0) or ended (1)
     changes  [n, 3] engine, hash, 1 if it is there now
     counts   used rows of log and changes, preemptions

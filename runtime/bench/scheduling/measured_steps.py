@@ -13,7 +13,7 @@ from runtime.bench.scheduling.fleet_runs import ServedModel
 from runtime.bench.scheduling.step_model import LinearStepModel, StepFeatures, fit
 
 MEMORY_SHARE = 0.9
-"""Of a device's memory, for weights and KV cache together."""
+"""A device's share of memory for weights and KV cache together."""
 
 _LEAST_STEPS = 8
 

@@ -396,6 +396,7 @@ def roles(
         str, typer.Option(help="Between engines: infiniband400, nvlink4 or MICROSECONDS:GB_PER_S, comma-separated.")
     ] = "infiniband400,nvlink4,30:11",
     requests_per_engine: Annotated[int, typer.Option(help="Length of each run.")] = 500,
+    plot: Annotated[Path | None, typer.Option(help="Draw the cells into this SVG.")] = None,
 ) -> None:
     """Prompts and answers on engines of their own against chunked prefill: goodput of simulated fleets."""
     models = _measured_steps.read_models(steps)
@@ -417,4 +418,6 @@ def roles(
         report_cell=tell,
     )
     report["step_times"] = errors
+    if plot is not None:
+        plot.write_text(_ablation.plot([report]), encoding="utf-8")
     output.deliver(report, "\n".join(map(_ablation.line_of, report["cells"])))

@@ -18,6 +18,7 @@ from runtime.bench.scheduling.ablation import (
     Variant,
     bench_roles,
     line_of,
+    plot,
     read_targets,
     spread,
     static,
@@ -98,8 +99,11 @@ def test_a_report_has_a_cell_for_each_fleet_and_target() -> None:
             assert figures["tpot_s"]["p50"] <= figures["tpot_s"]["p99.9"]
         assert cell["at_goodput"]["static"]["handed_over_share"] > 0.8
         assert cell["at_goodput"]["chunked"]["moved_bytes_per_request"] == 0.0
-    assert set(report["cells"][1]["links"]) == {"slow, by layers", "slow, behind the first token"}
+    assert set(report["cells"][1]["links"]) == {"slow, by layers", "slow, after the first token"}
     json.dumps(report)
+    drawn = plot([report])
+    assert drawn.count("<rect") == 1 + 2 * 3
+    assert "4 engines, 0.3 s / 8 ms" in drawn
 
 
 def test_arrivals_of_the_same_time_are_spread() -> None:
