@@ -239,6 +239,39 @@ def test_tensors_that_cannot_be_served_are_refused_by_name(
         read_adapter(write_adapter(tmp_path, "llama", tensors=tensors))
 
 
+_HUGE = {"base_model.model.x.lora_A.weight": {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 8]}}
+
+
+@pytest.mark.parametrize(
+    ("length", "header", "message"),
+    [
+        (1 << 60, b"{}", "a header of 1152921504606846976 bytes is more than the limit"),
+        (100_000_000, b"{}", "truncated: the header ends at byte"),
+        (0, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "the header is not JSON"),
+        (0, json.dumps(_HUGE).encode(), "does not take the 8 bytes it is given"),
+    ],
+)
+def test_a_file_that_claims_more_than_it_has_is_one_line(
+    tmp_path: Path, length: int, header: bytes, message: str
+) -> None:
+    folder = write_adapter(tmp_path, "llama")
+    raw = (length or len(header)).to_bytes(8, "little") + header + bytes(8)
+    (folder / "adapter_model.safetensors").write_bytes(raw)
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        read_adapter(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_ten_thousand_names_are_one_line(tmp_path: Path) -> None:
+    names = [f"base_model.model.made_up_{i}.lora_{half}.weight" for i in range(5000) for half in "AB"]
+    tensors = {name: np.ones((4, 4), np.float32) for name in names}
+    found = read_adapter(write_adapter(tmp_path, "llama", tensors=tensors, is_alone=True))
+    with pytest.raises(ModelLoadError, match="is none of the model's") as caught:
+        resolve_modules(found.pairs, ["lm_head"])
+    assert len(str(caught.value)) < 200
+    assert "\n" not in str(caught.value)
+
+
 def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="there is no such folder"):
         read_adapter(tmp_path / "nowhere")
