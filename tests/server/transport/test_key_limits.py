@@ -180,7 +180,8 @@ def limited(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 CHAT_ROUTE = "/v1/chat/completions"
-CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+ASKED: dict[str, Any] = HELLO
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", HELLO),
     ("/v1/completions", {"model": "fake-model", "prompt": "Hello"}),
@@ -228,7 +229,7 @@ def test_every_api_is_limited(
 
 def test_official_clients_see_limits(limited: Limited) -> None:
     client = openai.OpenAI(base_url=f"{limited.served.url}/v1", api_key="sk-few", max_retries=0)
-    raw = client.chat.completions.with_raw_response.create(**HELLO)
+    raw = client.chat.completions.with_raw_response.create(**ASKED)
     left = int(raw.headers["x-ratelimit-remaining-tokens"])
     assert raw.headers["x-ratelimit-limit-tokens"] == "600"
     assert 0 < left < 600
@@ -236,10 +237,10 @@ def test_official_clients_see_limits(limited: Limited) -> None:
     few = limited.holder("sk-few")
     few.take(10_000)
     with pytest.raises(openai.RateLimitError, match="0 are left of 600 a minute"):
-        client.chat.completions.create(**HELLO)
+        client.chat.completions.create(**ASKED)
     other = anthropic.Anthropic(base_url=limited.served.url, api_key="sk-few", max_retries=0)
     with pytest.raises(anthropic.RateLimitError, match="0 are left of 600 a minute") as caught:
-        other.messages.create(model="fake-model", **CHAT)  # type: ignore[arg-type]
+        other.messages.create(model="fake-model", **CHAT)
     assert caught.value.response.headers["anthropic-ratelimit-tokens-limit"] == "600"
     free = limited.served.http.get("/v1/models", headers=bearer("sk-few"))
     assert free.status_code == 200, "what the engine does not compute is not limited"
