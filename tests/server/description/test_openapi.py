@@ -116,7 +116,7 @@ def test_it_allows_what_is_taken(served: Served, path: str, fields: dict[str, An
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:schemathesis")
-@pytest.mark.parametrize("num_cases", [220, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_cases", [360, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_cases_of_every_kind(tiny_folder: Path, num_cases: int) -> None:
     with serving_real(tiny_folder, load_format="dummy", max_model_len=64, num_blocks=512) as real:
         fuzzer = Fuzzer(real.url, seed=20_261_127)
