@@ -158,10 +158,10 @@ class SamplingResults:
         assert hidden is not None, "the last stage has it"
         entries, begin = [], wanted.first
         for first, end in slices(self._vocab_size, begin, begin + len(wanted.targets)):
-            adapters = None
+            adapters: list[Tensor] = []
             if layout.has_adapters:
-                (adapters,) = ops.place([np.ascontiguousarray(layout.arrays["adapters"][first:end])], hidden.device)
-            logits = self._model.compute_logits(hidden[first:end], adapters)
+                adapters = ops.place([np.ascontiguousarray(layout.arrays["adapters"][first:end])], hidden.device)
+            logits = self._model.compute_logits(hidden[first:end], *adapters)
             targets = wanted.targets[first - begin : end - begin]
             entries += token_logprobs(logits, targets, [wanted.num_alternatives] * (end - first))
         return entries

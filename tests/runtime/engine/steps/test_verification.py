@@ -53,7 +53,7 @@ def check_layout(rows: PersistentBatch, step: StepInput, laid_out: LaidOut) -> N
             sample += 1
     assert (token, sample) == (layout.num_tokens, layout.num_logits)
     assert (layout.max_query_len, layout.max_seq_len) == (step.counts.max(), arrays["seq_lens"].max())
-    assert layout.fields.keys() == arrays.keys() - {"adapters"}
+    assert layout.fields.keys() == arrays.keys() - {"adapters", "logits_adapters"}
     for name, field in layout.fields.items():
         assert arrays[name].dtype == field.dtype, name
     anew, expected_broken = rows.sampling.gather_sound(samples.rows, samples.positions)
