@@ -144,8 +144,8 @@ class Router:
                 how = self.digests
                 cached = found_tokens(digests, how.kinds, how.block_size, (self.index, self.expected), count).tolist()
             if self.roles is not None:
-                num_new = request.num_prompt_tokens - np.array(cached)
-                costs = self.roles.prompt_costs(self.engine_loads(is_ready), num_new).tolist()
+                missing = request.num_prompt_tokens - np.array(cached)
+                costs = self.roles.prompt_costs(self.engine_loads(is_ready), missing).tolist()
                 engine = min(ready, key=costs.__getitem__)
             else:
                 loads = self.loads()

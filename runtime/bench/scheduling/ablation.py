@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from runtime.bench.environment import finished
@@ -67,7 +68,7 @@ def variants(
 ) -> Iterator[Variant]:
     """All that are compared."""
     for budget in budgets:
-        yield Variant("chunked", f"{budget}", lambda budget=budget: Deployment((budget,) * num_engines))
+        yield Variant("chunked", f"{budget}", partial(Deployment, (budget,) * num_engines))
     for num_prefill in range(1, num_engines):
         yield static(model, num_engines, num_prefill, link, is_layerwise=is_layerwise)
     yield auto(model, num_engines, target, link, is_layerwise=is_layerwise)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from runtime.bench.load.traces import Trace, TraceRequest
 from runtime.bench.metrics import BenchmarkError
@@ -15,7 +17,7 @@ from runtime.bench.scheduling.simulation import simulate
 from runtime.bench.scheduling.step_model import LinearStepModel, StepFeatures
 from runtime.engine.config import EngineConfig
 from runtime.engine.limits import EngineLimits, resolve
-from runtime.parallel.roles import AutoRoles, EngineLoad, StaticRoles
+from runtime.parallel.roles import AutoRoles, EngineLoad, Roles, StaticRoles
 
 STEPS = LinearStepModel((4e-3, 1e-5, 1e-5, 1e-4, 5e-5, 1e-5, 5e-6, 2e-6, 1e-8, 4e-7))
 MODEL = ServedModel("m", STEPS, (0, 0.0), 4, 400, 16, 8, 1000.0)
@@ -87,7 +89,13 @@ def test_times_of_shared_prefixes_are_those_of_the_scheduler_and_its_router() ->
 @pytest.mark.parametrize("kind", ["chunked", "static", "stays", "random"])
 def test_every_request_ends_and_every_token_counts_once(kind: str, num_pages: int, hash_len: int) -> None:
     requests = trace(120, seed=2, hash_len=hash_len)
-    roles = {"chunked": None, "static": StaticRoles(2, 3), "stays": Stays(), "random": Anywhere()}[kind]
+    kinds: dict[str, Roles | None] = {
+        "chunked": None,
+        "static": StaticRoles(2, 3),
+        "stays": Stays(),
+        "random": Anywhere(),
+    }
+    roles = kinds[kind]
     deployment = Deployment((64, 32, 128), roles, link=Link(1e-3, 1e6), is_layerwise=kind == "random")
     done = run(requests, deployment, 3.0, replace(MODEL, num_pages=num_pages))
     lives = done.requests
@@ -115,9 +123,10 @@ def test_every_request_ends_and_every_token_counts_once(kind: str, num_pages: in
 
 def test_roles_under_which_every_request_stays_are_no_roles() -> None:
     requests = trace(150, seed=3)
-    chunked, stays = (run(requests, Deployment((64, 64), roles)) for roles in (None, Stays(by_load=True)))
+    both: Sequence[Roles | None] = (None, Stays())
+    chunked, stays = (run(requests, Deployment((64, 64), roles)) for roles in both)
     assert stays.requests["num_moved"].sum() == 0
-    one, other = (run(requests, Deployment((64,), roles)) for roles in (None, Stays()))
+    one, other = (run(requests, Deployment((64,), roles)) for roles in both)
     assert (one.requests["first"] == other.requests["first"]).all()
     assert (one.requests["last"] == other.requests["last"]).all()
     assert np.mean(stays.tpots_s) == pytest.approx(np.mean(chunked.tpots_s), rel=0.3)
@@ -164,13 +173,10 @@ def test_what_does_not_fit_is_refused() -> None:
 class Stays:
     """Every engine does both."""
 
-    def __init__(self, by_load: bool = False) -> None:
-        self.by_load = by_load
-
-    def prompt_costs(self, loads: list[EngineLoad], num_new: np.ndarray) -> np.ndarray:
+    def prompt_costs(self, loads: Sequence[EngineLoad], num_new: NDArray[np.int64]) -> NDArray[np.float64]:
         return np.array([load.num_prompt + 10 * load.num_decodes for load in loads], np.float64)
 
-    def decode_engine(self, loads: list[EngineLoad], engine: int) -> int:
+    def decode_engine(self, loads: Sequence[EngineLoad], engine: int) -> int:
         return engine
 
     def ended(self, num_prompt: int, num_computed: int, num_output: int) -> None:
@@ -180,5 +186,5 @@ class Stays:
 class Anywhere(Stays):
     """Answers are written anywhere."""
 
-    def decode_engine(self, loads: list[EngineLoad], engine: int) -> int:
+    def decode_engine(self, loads: Sequence[EngineLoad], engine: int) -> int:
         return (sum(load.num_context for load in loads) + engine) % len(loads)
