@@ -27,7 +27,7 @@ MOST_LINES = {
     "runtime/parallel": 2_002,
     "runtime/images": 937,
     "runtime/commands": 3_023,
-    "runtime/bench": 11_602,
+    "runtime/bench": 11_603,
     "runtime": 3_544,
     "models": 19_953,
     "server": 22_949,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 42_579
+MOST_WORDS = 42_570
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
