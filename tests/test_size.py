@@ -26,7 +26,7 @@ MOST_LINES = {
     "runtime/llm": 1_939,
     "runtime/parallel": 2_002,
     "runtime/images": 937,
-    "runtime/commands": 3_023,
+    "runtime/commands": 3_022,
     "runtime/bench": 11_603,
     "runtime": 3_544,
     "models": 19_953,
