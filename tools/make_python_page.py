@@ -118,7 +118,10 @@ def _signature(name: str, function: Any, *, is_method: bool = True) -> str:
         mark = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
         default = "" if parameter.default is parameter.empty else f" = {_value(parameter.default)}"
         said = isinstance(parameter.default, (bool, int, float, str)) and "Literal" not in parameter.annotation
-        typed = default.replace(" ", "") if said else f": {parameter.annotation}{default}"
+        annotation = str(parameter.annotation)
+        if parameter.default is None:
+            annotation = annotation.removesuffix(" | None")
+        typed = default.replace(" ", "") if said else f": {annotation}{default}"
         parts.append(f"{mark}{parameter.name}{typed}")
     returned = inspect.signature(function).return_annotation
     head = "async def " if inspect.iscoroutinefunction(inspect.unwrap(function)) else ""
