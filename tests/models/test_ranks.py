@@ -107,7 +107,7 @@ def logits_of_stages(folder: Path, stages: tuple[range, ...]) -> Array:
         model = load_model(folder, load_format="dummy", dtype="float32", pipeline=pipeline, stages=stages)
         if stage != len(stages) - 1:
             no_logits = np.zeros((len(IDS), model.config.vocab_size), np.float32)
-            model.compute_logits = lambda hidden: Tensor.from_numpy(no_logits)  # type: ignore[method-assign]
+            model.compute_logits = lambda hidden, adapters=None: Tensor.from_numpy(no_logits)  # type: ignore[method-assign]
         return logits_of(model, IDS)
 
     with ThreadPoolExecutor(len(stages)) as pool:

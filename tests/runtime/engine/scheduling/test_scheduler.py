@@ -57,7 +57,7 @@ def test_states_are_those_of_the_tokens_before(num_scenarios: int) -> None:
     """As above, in groups whose pages are recurrent states, also after draft tokens of which only some were kept."""
     found = run_scenarios(range(num_scenarios), STATE_KINDS, drafts=0.3)
     assert min(found["steps"] // 10, found["drafts"]) >= num_scenarios
-    assert min(found["preemptions"], found["swaps"], found["hit_tokens"] // 20) >= num_scenarios // 75
+    assert min(found["preemptions"], found["swaps"], found["hit_tokens"] // 20) >= num_scenarios // 50
 
 
 def test_a_host_slot_holds_the_last_copy_planned_for_it() -> None:
