@@ -21,9 +21,9 @@ MOST_LINES = {
     "runtime/backends": 3_376,
     "runtime/linear": 3_139,
     "runtime/kv": 1_668,
-    "runtime/engine": 25_871,
+    "runtime/engine": 25_868,
     "runtime/text": 7_336,
-    "runtime/llm": 1_939,
+    "runtime/llm": 1_937,
     "runtime/parallel": 2_002,
     "runtime/images": 937,
     "runtime/commands": 3_022,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 19_953,
     "server": 22_949,
     "tokenizer": 7_581,
-    "tools": 17_097,
+    "tools": 17_096,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 41_784
+MOST_WORDS = 40_356
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

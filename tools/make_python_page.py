@@ -30,10 +30,10 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "python.md"
 
 HEAD = """# Python
 
-What `import xserv` gives. The names are vLLM's where it has one. A keyword that does not exist raises
-`UnknownOptionError`, which is a `TypeError`, with the nearest one; a wrong value raises `RequestError`, which is a
-`ValueError` and names it. Calls that compute also raise `ContextLengthExceededError`, `EmbeddingError` and
-`EngineDeadError`. The page is made of the docstrings by `python -m tools.make_python_page`.
+What `import xserv` gives, by vLLM's names where it has one. An unknown keyword raises `UnknownOptionError`, a
+`TypeError`, with the nearest one; a wrong value `RequestError`, a `ValueError` that names it. Calls that compute also
+raise `ContextLengthExceededError`, `EmbeddingError` and `EngineDeadError`. `python -m tools.make_python_page` makes the
+page of the docstrings.
 
 """
 
@@ -43,9 +43,8 @@ RAISED = re.compile(
 """The end of a method's docstring that says no more than the head of the page."""
 
 EXAMPLES = """
-A prompt is a text, its token ids, or a mapping with `prompt` or `prompt_token_ids`, and with `cache_salt`, `priority`,
-`ttft_target_s` and `tpot_target_s` if need be. Chats, answers that follow a schema, words that must not come, vectors,
-and beams:
+A prompt is a text, its token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`,
+`priority`, `ttft_target_s` and `tpot_target_s`. Chats, choices, forbidden words, vectors, and beams:
 
 ```python
 from xserv import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams

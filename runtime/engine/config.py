@@ -87,7 +87,7 @@ class SchedulingConfig:
         Batching,
         Option(
             help="How prompts and decodes share steps; all but stall-free are for comparison.",
-            about='"stall-free" (decodes, then chunks of prompts), or, to compare, "prefill-first", "orca", "static"',
+            about='"stall-free"; to compare, "prefill-first", "orca", "static"',
             heading="Scheduling",
         ),
     ] = "stall-free"
@@ -95,7 +95,7 @@ class SchedulingConfig:
         int | None,
         Option(
             help="Most tokens of one prompt in one step; default: what the budget leaves.",
-            about="most tokens of one prompt in one step; by default all that the budget leaves",
+            about="most tokens of one prompt in one step; default: what the budget leaves",
             heading="Scheduling",
         ),
     ] = None
@@ -103,7 +103,7 @@ class SchedulingConfig:
         tuple[int, int, int, int] | None,
         Option(
             help="Chunks that shrink from HIGH to LOW in STAGES over a prompt's first TOKENS.",
-            about="(high, low, stages, over_tokens): chunks that shrink from high to low over a prompt's first tokens",
+            about="(high, low, stages, over_tokens): shrinking chunks of a prompt's first tokens",
             heading="Scheduling",
             flag=Flag(kind=str, metavar="HIGH,LOW,STAGES,TOKENS", read=_stages_of_text),
         ),
@@ -120,7 +120,7 @@ class SchedulingConfig:
         Victim,
         Option(
             help="Sequence that is preempted when blocks are missing.",
-            about=('whose blocks are taken: "latest" (the least urgent), "least-recently-used", "shortest-remaining"'),
+            about='whose blocks are taken: "latest", "least-recently-used", "shortest-remaining"',
             heading="Scheduling",
         ),
     ] = "latest"
@@ -136,7 +136,7 @@ class SchedulingConfig:
         float,
         Option(
             help="Seconds to the first token, for the deadline policy.",
-            about='seconds to the first token under "deadline", for requests that do not say',
+            about='seconds to the first token under "deadline", unless a request has its own',
             heading="Scheduling",
             flag=Flag(name="ttft_target"),
         ),
@@ -145,7 +145,7 @@ class SchedulingConfig:
         float,
         Option(
             help="Seconds to each next token, for the deadline policy.",
-            about='seconds to each next token under "deadline", for requests that do not say',
+            about='seconds to each next token under "deadline"',
             heading="Scheduling",
             flag=Flag(name="tpot_target"),
         ),
@@ -252,7 +252,7 @@ class EngineConfig(SchedulingConfig):
         int | None,
         Option(
             help="Most tokens of prompt and answer together; default: the model's.",
-            about="most tokens of prompt and output; by default the model's positions, fewer if the cache holds fewer",
+            about="most tokens of prompt and output; default: the model's positions, or what the cache holds",
             heading="Memory and batches",
         ),
     ] = None
@@ -267,7 +267,7 @@ class EngineConfig(SchedulingConfig):
         int | None,
         Option(
             help="Most tokens in one step; default: 2048 on a GPU, 512 on a cpu.",
-            about="most tokens in one step; by default 2,048 on a GPU, 512 on a CPU, or `max_num_seqs` if that is more",
+            about="most tokens in one step; default: 2,048 on a GPU, 512 on a CPU, at least `max_num_seqs`",
             heading="Memory and batches",
         ),
     ] = None
@@ -288,7 +288,7 @@ class EngineConfig(SchedulingConfig):
         int | None,
         Option(
             help="Bytes of the KV cache; default: by free memory.",
-            about="bytes of the KV cache, instead of `num_blocks`; by default free memory decides",
+            about="bytes of the KV cache; by default free memory decides",
             heading="Memory and batches",
             known_as="kv_cache_memory_bytes",
             flag=Flag(declarations=("--kv-cache-memory-bytes", "--kv-cache-bytes")),
@@ -303,7 +303,7 @@ class EngineConfig(SchedulingConfig):
     max_waiting_tokens: Annotated[
         int,
         Option(
-            about="most prompt tokens in the waiting queue; one request alone may have more",
+            about="most prompt tokens in the waiting queue, but for one request alone",
         ),
     ] = DEFAULT_MAX_WAITING_TOKENS
     load_format: Annotated[
@@ -330,7 +330,7 @@ class EngineConfig(SchedulingConfig):
         int | None,
         Option(
             help="Seed of requests without one, and of dummy weights.",
-            about="the seed from which requests without one get theirs; by default random",
+            about="seed of requests without one; default: random",
             heading="Execution",
             least=None,
         ),
@@ -357,7 +357,7 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="Largest rank of an adapter; each slot has memory for it.",
-            about="the largest rank of an adapter; each slot has memory for it",
+            about="the largest rank of an adapter, for which each slot has memory",
             heading="Adapters",
             least=1,
             most=512,
@@ -367,7 +367,7 @@ class EngineConfig(SchedulingConfig):
         int | None,
         Option(
             help="Adapters kept in host memory, others are read again; default: --max-loras or 8, the larger.",
-            about="adapters kept in host memory, at least `max_loras`; by default the larger of `max_loras` and 8",
+            about="adapters kept in host memory; default: the larger of `max_loras` and 8",
             heading="Adapters",
             least=1,
         ),
@@ -393,7 +393,7 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="Most bytes of --prefix-cache-dir; the least recently used go first.",
-            about="most bytes of the files in `prefix_cache_dir`; the least recently used go first",
+            about="most bytes in `prefix_cache_dir`; the least recently used go first",
             heading="Scheduling",
         ),
     ] = 16 * GIB
@@ -401,7 +401,7 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="GiB of host memory for preempted sequences and idle prefixes.",
-            about="host memory for swapped sequences and for prefixes that the device has no room for",
+            about="host memory for swapped sequences and idle prefixes",
             heading="Scheduling",
             least=0,
             flag=Flag(name="swap_space", kind=float, least=0.0, read=bytes_of_gib, write=gib_of_bytes),
@@ -469,7 +469,7 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="Most proposals for a sequence in a step; fewer where they do not pay.",
-            about="most proposals for a sequence in a step; fewer, or none, where they do not pay",
+            about="most proposals for a sequence in a step; fewer where they do not pay",
             heading="Execution",
             most=MOST_SPECULATIVE_TOKENS,
         ),
@@ -486,7 +486,7 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="Ranks that the model is split over: processes with a GPU, or a share of the cores.",
-            about="ranks that each layer is split over, processes with a GPU or a share of the cores (parallel.md)",
+            about="ranks of each layer, processes with a GPU or a share of the cores (parallel.md)",
             heading="Execution",
             most=MOST_RANKS,
         ),
@@ -504,7 +504,7 @@ class EngineConfig(SchedulingConfig):
         str,
         Option(
             help="Layers of each stage, by commas; default: so that all read as many bytes.",
-            about="layers of each stage, with commas between; by default all stages read as many bytes",
+            about="layers of each stage, by commas; by default each reads as many bytes",
             heading="Execution",
         ),
     ] = ""
@@ -512,7 +512,7 @@ class EngineConfig(SchedulingConfig):
         int,
         Option(
             help="Engines that share the requests, each a process with the whole model.",
-            about="engines that share the requests and the machine, each a process with the whole model",
+            about="engines that share the requests, processes with the whole model",
             heading="Execution",
             most=MOST_ENGINES,
         ),

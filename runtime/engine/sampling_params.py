@@ -67,7 +67,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     stop, stop_token_ids    strings in the content, and token ids, that end a choice ("stop")
     ignore_eos              the model's end-of-sequence ids do not end a choice
     min_tokens, max_tokens  output tokens; ``max_tokens=None`` or -1 allows all up to the context's end
-    logprobs                None, or alternatives beside each token, 0 … 20; of the raw logits
+    logprobs                alternatives beside each token, 0 … 20, of the raw logits
     prompt_logprobs         the same for the prompt's tokens
     truncate_prompt_tokens  ``LLM`` keeps so many of the prompt's last tokens; -1: as many as leave the answer room
     detokenize              if False, no text is made (stop strings are then refused)
@@ -75,22 +75,19 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     include_stop_str_in_output  the matched stop string (or stop token's text) stays in the text
     logit_bias              token id → number in [-100, 100] added to its logit
     allowed_token_ids       only these ids can be sampled
-    logprob_token_ids       each token's log probabilities are those of these ids, in this order, instead of the most
-                            probable ones
+    logprob_token_ids       log probabilities of these ids, in this order, instead of the most probable ones
     bad_words               texts whose tokens the output will not hold; ``LLM`` makes ``bad_words_token_ids`` of them
-    bad_words_token_ids     sequences of ids that the output will not hold: the last id of one cannot be sampled
-                            after those before it
+    bad_words_token_ids     the same as token ids
     grammar                 a constraint on the text; it ends ("stop") when nothing can follow
-    reasoning_budget        a bound on the tokens of reasoning, after which it is closed
-    samplers                llama.cpp's names of samplers in the order in which they act; others are off
-    temperature_last        whether the temperature acts after the filters, as in llama.cpp, or before, as in vLLM
+    reasoning_budget        most tokens of reasoning
+    samplers                llama.cpp's names of samplers, in their order; others are off
+    temperature_last        the temperature acts after the filters, as in llama.cpp
     dry_sequence_breakers   texts that DRY's repetitions do not reach over; ``LLM`` makes ``dry_breakers`` of them
     dry_breakers            the same as token ids
-    structured_outputs      a grammar in vLLM's form; it is kept as ``grammar``
+    structured_outputs      a ``grammar`` in vLLM's form
     output_kind             the content of each output of ``AsyncLLM.generate``; ``LLM`` gives whole answers alone
 
-    An unknown keyword raises ``UnknownOptionError`` with the nearest one; a value of a wrong type or out of its range,
-    ``RequestError`` (a ``ValueError``) naming the field.
+    Raises ``UnknownOptionError``, ``RequestError``.
     """
 
     n: int = 1

@@ -64,8 +64,8 @@ class AsyncLLM(LoadedModel):
         lora_request     the adapter; needs ``enable_lora``
         priority         smaller is served first; by default the prompt's, else 0
 
-        The request starts with the first step of the iteration. Closing the generator, or cancelling its task, ends
-        it. Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
+        The first iteration starts the request; closing the generator, or cancelling its task, ends it.
+        Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
         """
         if priority is not None:
             prompt = {**_as_mapping(prompt), "priority": priority}

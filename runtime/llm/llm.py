@@ -86,10 +86,10 @@ class LLM(LoadedModel):
     ) -> list[RequestOutput]:
         """Complete prompts in one batch; the results are in the prompts' order.
 
-        prompts          one prompt or a list of them (a flat list of ints is one prompt)
+        prompts          one prompt (or a flat list of ints), or a list of them
         sampling_params  one for all, or one a prompt; by default ``default_sampling_params()``
-        lora_request     an adapter for all, or one a prompt (None for none); needs ``enable_lora``
-        use_tqdm         show progress on stderr, if that is a terminal and there is more than one prompt
+        lora_request     an adapter for all, or one or None a prompt; needs ``enable_lora``
+        use_tqdm         show the progress of several prompts, if stderr is a terminal
 
         Every prompt and its parameters are checked before the first is computed. Raises ``RequestError``,
         ``ContextLengthExceededError``, ``EngineDeadError``.
@@ -128,10 +128,9 @@ class LLM(LoadedModel):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: see ``chat_prompt`` and ``generate``; a prompt's ``cache_salt`` and
-        ``priority`` are the request's. Messages may be objects of an SDK, and a message's content a list of parts, in
-        the forms of OpenAI, Anthropic and transformers; ``{"type": "image", "image": ...}`` takes the values of a
-        prompt's "images"."""
+        """Answer one conversation, or several: see ``chat_prompt`` and ``generate``. Messages may be objects of an SDK,
+        and their contents lists of parts in the forms of OpenAI, Anthropic and transformers;
+        ``{"type": "image", "image": ...}`` takes the values of a prompt's "images"."""
         check_generates(self.client.info)
         is_one = bool(messages) and not isinstance(messages[0], (list, tuple))
         conversations: Sequence[Any] = [messages] if is_one else messages
@@ -195,10 +194,10 @@ class LLM(LoadedModel):
 
         pooling      "cls", "last", "mean", "max", "weighted_mean" or "mean_sqrt_len"; by default the model's own, a
                      decoder's is "last"
-        normalize    make each vector's length one; by default as the model's folder says, else true
-        prompt_name  the model's prompt of that name stands before each text ("" for none)
+        normalize    make each vector's length one; default: the folder's, else true
+        prompt_name  the model's prompt before each text ("" for none)
         dimensions   only the first so many numbers, at length one
-        truncate_prompt_tokens  of a text, the first so many tokens are read, special ones included; -1: all that fit
+        truncate_prompt_tokens  most tokens of a text, special ones included; -1: all that fit
 
         Raises ``RequestError``, ``EngineDeadError``, ``EmbeddingError``.
         """
@@ -282,7 +281,7 @@ class LLM(LoadedModel):
         questions          1 to 400, in the form of OpenAI's Decisions API: dicts with a ``type``, "predicate", "choice"
                            (with ``choices``) or "score" (with ``levels``), with ``instructions`` and perhaps a
                            ``name``. A classifier answers those that its labels fit (docs/server.md)
-        refusal_threshold  a question is answered by a refusal if all of its labels together have less probability
+        refusal_threshold  a refusal answers a question whose labels together have less probability
 
         Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
         """
@@ -372,14 +371,14 @@ class LLM(LoadedModel):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The most probable continuations that a beam search finds, ``params.beam_width`` a prompt, best first.
+        """The ``params.beam_width`` most probable continuations of each prompt, best first.
 
-        concurrency_limit  prompts that are searched at once, by default all
+        concurrency_limit  prompts at once, by default all
 
-        The search, its scores and its end are those of transformers' ``generate(num_beams=...)``: the best
-        ``beam_width`` candidates of a step that end are kept by ``cum_logprob / num_new_tokens ** length_penalty``, the
-        best that do not end continue, and the search is over when none of these could be better. (vLLM counts the
-        prompt's tokens in the length.) Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
+        The search is that of transformers' ``generate(num_beams=...)``: the best ``beam_width`` candidates that end
+        are kept by ``cum_logprob / num_new_tokens ** length_penalty`` (vLLM's length counts the prompt), the best
+        others continue, until none of these could be better.
+        Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
         """
         if concurrency_limit is not None and concurrency_limit < 1:
             name = "concurrency_limit"

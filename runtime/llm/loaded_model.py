@@ -77,12 +77,11 @@ class LoadedModel(ChangingWeights):
     tokenizer  a ``Tokenizer``, a folder or a GGUF file; by default the model's. A model without one serves token ids.
     chat_template  a Jinja template, or a file that holds one, instead of the tokenizer's own
     skip_tokenizer_init  no tokenizer is loaded: token ids in, token ids out
-    compile_ahead     compile all kernels before the model is loaded; if False, each on first use
+    compile_ahead     compile all kernels before loading; if False, each on first use
     kv_cache_memory_bytes  vLLM's name of the setting ``kv_cache_bytes``
     use_tqdm_on_load  show progress on stderr if loading takes over a second
 
-    settings   ``runtime.engine.config.EngineConfig``'s, device and dtype among them; its seed is 0 here unless given
-               (None for a fresh one each run)
+    settings   ``EngineConfig``'s; seed is 0 by default (None for a fresh one each run)
 
     Raises ``ModelLoadError``, ``TokenizerFileError``, ``DeviceError``, ``RequestError``.
     """
@@ -181,14 +180,14 @@ class LoadedModel(ChangingWeights):
         """The token ids of a conversation, by the model's chat template. A warning in the log names the parts that the
         template leaves out. Raises ``RequestError``.
 
-        tools                   functions that the model may call, in OpenAI's form; if the model's template leaves
-                                them out, a system message of our own describes them
+        tools                   functions that the model may call, in OpenAI's form; a template that leaves them out
+                                gets them in a system message
         add_generation_prompt   the prompt ends where the assistant's answer begins
-        continue_final_message  the last message is not closed: the answer continues it
+        continue_final_message  the answer continues the last message
         chat_template           a template instead of the model's
         chat_template_kwargs    names that the template may read (``{"enable_thinking": False}``)
-        special_tokens_in_content  "text": a special token's text in a message stays text, so that no message can forge
-                                other turns; "parse": it becomes the token
+        special_tokens_in_content  "text": special tokens in messages stay text, so that none can forge turns; "parse":
+                                they become tokens
         """
         answer_format = AnswerFormat() if chat_template is not None else self._answer_format
         notes = list[str]()
