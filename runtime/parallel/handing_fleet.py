@@ -194,6 +194,8 @@ class HandingFleet(Fleet):
             if not (output.new_token_ids or output.is_last):
                 self._expect(life)
                 return
+            if output.offered is not None and output.offered.lease != life.request.lease:
+                output = msgspec.structs.replace(output, offered=None)  # to an engine of this fleet, not to its client
             choice = life.choices[output.index]
             choice.token_ids += output.new_token_ids
             if output.mirostat_mu is not None:

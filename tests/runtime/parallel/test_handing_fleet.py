@@ -70,6 +70,7 @@ class Client:
     def __call__(self, output: EngineOutput) -> None:
         assert self.num_open > 0, "an output after the last"
         assert not output.is_handed_over
+        assert output.offered is None, "an offer to another engine of the fleet"
         self.outputs.append(output)
         if output.finish_reason is not None:
             self.num_open -= 1
