@@ -78,7 +78,7 @@ class Fleet(EngineClient):
         self._policy, self._roles = config.routing_policy, self.roles_of(config)
         self._seeds = random.Random(config.seed)
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._origin, self._lock = Origin(), threading.Lock()
+        self._origin, self._lock, self.update_lock = Origin(), threading.Lock(), threading.Lock()
         self._is_closing = False
         # Guarded by the lock:
         self._router: Router | None = None

@@ -100,19 +100,19 @@ class Aborted(msgspec.Struct):
 
 async def pause(request: Request) -> Response:
     """Query parameters `mode` (abort, wait, keep) and `clear_cache`."""
+    _admitted(request, "mode", "clear_cache")
     mode: Any = _parameter(request, "mode", "abort")
-    clears = _parameter(request, "clear_cache", "true").lower()
-    if clears not in ("true", "false", "1", "0"):
-        raise invalid("clear_cache", f"clear_cache must be true or false, got {clears[:80]!r}.")
-    return await _changed(request, "paused", PauseAll(mode, clears in ("true", "1")))
+    return await _changed(request, "paused", PauseAll(mode, _flag(request, "clear_cache")))
 
 
 async def resume(request: Request) -> Response:
+    _admitted(request)
     return await _changed(request, "resumed", ResumeAll())
 
 
 async def sleep(request: Request) -> Response:
     """Query parameters `level` (0, 1, 2) and `mode` (abort, wait, keep)."""
+    _admitted(request, "level", "mode")
     level, mode = _parameter(request, "level", "1"), _parameter(request, "mode", "abort")
     if level not in ("0", "1", "2"):
         raise invalid("level", f"level must be 0, 1 or 2, got {level[:80]!r}.")
@@ -121,15 +121,18 @@ async def sleep(request: Request) -> Response:
 
 async def wake_up(request: Request) -> Response:
     """Query parameter `tags`, perhaps several times: weights, kv_cache, scheduling."""
+    _admitted(request, "tags")
     tags: Any = tuple(request.query_params.getlist("tags"))
     return await _changed(request, "awake", WakeUp(tags))
 
 
 async def is_paused(request: Request) -> Response:
+    _admitted(request)
     return JsonAnswer(Paused((await _ordered(request, TellState())).is_paused))
 
 
 async def is_sleeping(request: Request) -> Response:
+    _admitted(request)
     return JsonAnswer(Sleeping((await _ordered(request, TellState())).is_sleeping))
 
 
@@ -138,16 +141,15 @@ async def weight_info(request: Request) -> Response:
 
 
 async def get_world_size(request: Request) -> Response:
-    service = _admitted(request)
+    service = _admitted(request, "include_dp")
     ranks = max(1, len(service.client.info.ranks))
-    include = _parameter(request, "include_dp", "true").lower()
-    return JsonAnswer(WorldSize(ranks * (len(service.client.engines) if include in ("true", "1") else 1)))
+    return JsonAnswer(WorldSize(ranks * (len(service.client.engines) if _flag(request, "include_dp") else 1)))
 
 
 async def update_weights(request: Request) -> Response:
     service = _admitted(request)
     asked = decode_body(await read_body(request, service.config), UpdateWeightsRequest, service.config)
-    with engine_errors():
+    with engine_errors({"weights": "update_info"}):
         check_version(asked.weight_version)
         source = _source(asked.update_info, service.config.weights_root)
         try:
@@ -190,13 +192,13 @@ def _source(info: UpdateInfo, root: str | None) -> SentWeights:
 
 
 async def _changed(request: Request, status: str, command: Command) -> Response:
-    return JsonAnswer(_told(_admitted(request), status, await _ordered(request, command)))
+    return JsonAnswer(_told(AppState.of(request).service, status, await _ordered(request, command)))
 
 
 async def _ordered(request: Request, command: Command) -> EngineCondition:
-    service = _admitted(request)
+    """Of a caller who was admitted."""
     with engine_errors():
-        return EngineCondition.of(await asyncio.wrap_future(service.client.order(command)))
+        return EngineCondition.of(await asyncio.wrap_future(AppState.of(request).service.client.order(command)))
 
 
 def _told(service: Service, status: str, found: EngineCondition) -> Changed:
@@ -211,8 +213,16 @@ def _parameter(request: Request, name: str, default: str) -> str:
     return given[0] if given else default
 
 
-def _admitted(request: Request) -> Service:
-    """The service, for a caller with the admin key. Raises `ApiError`."""
+def _flag(request: Request, name: str) -> bool:
+    """A query parameter that is true unless it says otherwise. Raises `ApiError`."""
+    given = _parameter(request, name, "true").lower()
+    if given not in ("true", "false", "1", "0"):
+        raise invalid(name, f"{name} must be true or false, got {given[:80]!r}.")
+    return given in ("true", "1")
+
+
+def _admitted(request: Request, *parameters: str) -> Service:
+    """The service, for a caller with the admin key who sends no other query parameters. Raises `ApiError`."""
     keys = AppState.of(request).admin_keys
     if not keys.is_required:
         message = "Pausing, sleeping and new weights are off: start the server with --admin-key-file FILE."
@@ -220,4 +230,13 @@ def _admitted(request: Request) -> Service:
     key = key_of(request.headers.raw)
     if key is None or keys.holder_of(key) is None:
         raise ApiError(403, "This route needs the admin key: send Authorization: Bearer KEY.", code="admin_only")
-    return AppState.of(request).service
+    service = AppState.of(request).service
+    known = (*parameters, "model")  # which of several models
+    if service.config.unknown_fields == "refuse":
+        for name in request.query_params:
+            if name not in known:
+                meant = ", ".join(parameters) or "none"
+                raise invalid(
+                    name[:80], f"Unknown query parameter: {name[:80]!r}; known are: {meant}.", "unknown_parameter"
+                )
+    return service

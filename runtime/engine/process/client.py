@@ -187,7 +187,11 @@ class Watchers:
 
 class EngineClient(Protocol):
     """The interface that the server, the commands and ``LLM`` have to the engine, or to several. All methods are
-    thread-safe."""
+    thread-safe.
+
+    update_lock  held by ``update_weights`` alone"""
+
+    update_lock: threading.Lock
 
     @property
     def info(self) -> EngineInfo:
@@ -310,12 +314,13 @@ class EngineClient(Protocol):
         return EngineCondition.of(self.order(TellState()).result())
 
     def update_weights(self, source: WeightSource, version: str, mode: UpdateMode = "wait") -> EngineCondition:
-        """Serve other weights of the same model under this version; waits until it does. Raises as ``order``, and the
-        old weights serve on then."""
+        """Serve other weights of the same model under this version; waits until it does, and for other updates before.
+        Raises as ``order``, and the old weights serve on then."""
         use = UseWeights(version, mode)
         check_command(use)
-        self.order(source if isinstance(source, GivenArrays) else LoadWeights(source)).result()
-        return EngineCondition.of(self.order(use).result())
+        with self.update_lock:  # else the weights of one update would serve under the version of another
+            self.order(source if isinstance(source, GivenArrays) else LoadWeights(source)).result()
+            return EngineCondition.of(self.order(use).result())
 
     def wait_until_started(self) -> None:
         """Returns when requests are first accepted; before that only ``state`` and ``close`` may be used. Raises the

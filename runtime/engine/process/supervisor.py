@@ -129,7 +129,7 @@ class ProcessEngineClient(EngineClient):
             draws_bars=not progress.is_redirected(),
             transfer=self._membership.transfer,
         )
-        self._lock = threading.Lock()
+        self._lock, self.update_lock = threading.Lock(), threading.Lock()
         self._closing = threading.Event()
         self._watchers = Watchers()
         self._delivery = Delivery(self._lock, self.cancel)

@@ -68,7 +68,7 @@ class ThreadEngineClient(EngineClient):
         self._after_delivery = after_delivery
         self._watchers = Watchers()
         self._views = StepViews(engine.timeline, engine.pool, engine.executor)
-        self._condition = threading.Condition()
+        self._condition, self.update_lock = threading.Condition(), threading.Lock()
         self._delivery = Delivery(self._condition, self._drop)
         # Guarded by the condition:
         self._commands: deque[Callable[[], list[EngineOutput]]] = deque()

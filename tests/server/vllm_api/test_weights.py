@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,12 @@ def test_refused(client: httpx.Client, body: dict[str, Any], status: int, words:
 @pytest.mark.parametrize(
     "path",
     ["/sleep?level=3", "/sleep?level=1&level=2", "/sleep?mode=x", "/wake_up?tags=all", "/pause?mode=x",
-     "/pause?clear_cache=maybe"],
+     "/pause?clear_cache=maybe", "/sleep?levels=2", "/wake_up?tag=weights", "/resume?mode=x", "/update_weights?mode=x"],
 )  # fmt: skip
 def test_refused_parameters(client: httpx.Client, path: str) -> None:
     answer = client.post(path, headers=ADMIN)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] in ("level", "mode", "tags", "clear_cache")
+    assert answer.json()["error"]["param"] in ("level", "levels", "mode", "tag", "tags", "clear_cache")
     assert client.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": False}
 
 
@@ -156,6 +157,21 @@ def lines_of(answer: httpx.Response) -> Iterator[Any]:
     for line in answer.iter_lines():
         if line.startswith("data: {"):
             yield json.loads(line.removeprefix("data: "))
+
+
+def test_updates_at_once(client: httpx.Client) -> None:
+    """They come one after another, and the version is that of the weights."""
+    known = {}
+    for name in ("new", "old"):
+        updated(client, name, name)
+        known[name] = completed(client)["token_ids"]
+    assert known["new"] != known["old"]
+    for _ in range(3):
+        with ThreadPoolExecutor(6) as threads:
+            found = list(threads.map(lambda i: updated(client, ("new", "old")[i % 2], ("new", "old")[i % 2]), range(6)))
+        assert [each.status_code for each in found] == [200] * 6, [each.text for each in found]
+        answer = completed(client)
+        assert answer["token_ids"] == known[answer["weight_version"]]
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "restart"])
