@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +73,9 @@ class ModelPool:
             pass
 
     async def unload(self, model: HostedModel) -> None:
-        """Unloads it; its open requests have `drain_s` to end, and later ones load it again. Returns then."""
+        """Unloads it, once it is loaded if it is about to be; its open requests have `drain_s` to end, and later ones
+        load it again. Returns then."""
+        await self._wait_until(lambda: model.status != "loading", math.inf)
         async with self._order:
             if model.status in ("loaded", "sleeping"):
                 await self._unload(model)
@@ -131,8 +134,9 @@ class ModelPool:
 
     def _admit(self, model: HostedModel) -> None:
         for place in model.waiting:
-            model.num_open += 1
-            place.set_result(None)
+            if not place.done():  # else its request was cancelled just now
+                model.num_open += 1
+                place.set_result(None)
         model.waiting.clear()
 
     async def _bring(self, model: HostedModel) -> None:
@@ -152,7 +156,8 @@ class ModelPool:
                 logger.exception("the model %r could not be brought", model.name)
             error = caught if isinstance(caught, ApiError) else internal_error()
             for place in model.waiting:
-                place.set_exception(ApiError(error.status, error.message, code=error.code, headers=error.headers))
+                if not place.done():
+                    place.set_exception(ApiError(error.status, error.message, code=error.code, headers=error.headers))
             model.waiting.clear()
         finally:
             model.is_coming = False

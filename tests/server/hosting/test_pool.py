@@ -3,16 +3,19 @@ and one that cannot be answered is told why."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from server.hosting.pool import ModelPool
 from tests.server.hosting.hosts import ENCODER, Fake, Served, hosting
 from tests.waiting import wait_until
 
@@ -313,3 +316,34 @@ def test_thousands_of_requests_over_models_that_take_turns(tmp_path: Path, threa
         begun_s = time.monotonic()
         wait_until(lambda: all(served.status(name) == "unloaded" for name in names))
         assert time.monotonic() - begun_s < 60
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_requests_that_leave_as_their_model_comes(fails: bool) -> None:
+    """One that was cancelled, but not yet told so, takes nothing from the others that wait."""
+
+    async def places_of_three() -> tuple[int, list[str]]:
+        places: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in range(3)]
+        places[0].cancel()
+        model: Any = SimpleNamespace(name="a", status="unloaded" if fails else "loaded", waiting=list(places),
+                                     num_open=0, retry_s=time.monotonic() + 60, is_leaving=False)  # fmt: skip
+        await ModelPool([], {})._bring(model)
+        assert not model.waiting
+        return model.num_open, ["left" if each.cancelled() else str(each.exception()) for each in places]
+
+    told = "The model 'a' could not be loaded; the server's log says why." if fails else "None"
+    assert asyncio.run(places_of_three()) == (0 if fails else 2, ["left", told, told])
+
+
+def test_an_unload_waits_for_a_load(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    with hosting(tmp_path, [slow := Fake("slow")]) as served:
+        slow.gate.clear()
+        asked = threads.submit(served.chat, "slow")
+        wait_until(lambda: served.status("slow") == "loading")
+        unloaded = threads.submit(served.http.post, "/models/unload", json={"model": "slow"})
+        time.sleep(0.1)
+        assert not unloaded.done()
+        slow.gate.set()
+        assert asked.result().status_code == 200
+        assert unloaded.result().json() == {"success": True}
+        assert served.status("slow") == "unloaded"

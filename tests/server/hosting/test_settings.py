@@ -117,6 +117,7 @@ def test_a_file_that_is_not_there() -> None:
     [
         (0, 0.0), (7, 7.0), (0.5, 0.5), ("5m", 300.0), ("1h30m", 5400.0), ("300ms", 0.3), ("0", 0.0), ("90", 90.0),
         (-1, math.inf), ("-1", math.inf), ("-1m", math.inf), ("1.5h", 5400.0), ("24h0m0s", 86400.0),
+        (1e300, math.inf), (10**400, math.inf), (-(10**400), math.inf), ("999999999999h", math.inf),
     ],
 )  # fmt: skip
 def test_durations(given: object, seconds: float) -> None:
