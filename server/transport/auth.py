@@ -13,6 +13,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -89,12 +90,16 @@ class ApiKeys:
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():
                 raise ServerConfigError("an API key must be of printable ASCII characters, without spaces around it")
             if terms_of.setdefault(digest := hashlib.sha256(key.encode()).digest(), terms) != terms:
-                raise ServerConfigError(f"an API key is given twice, with other terms: {terms_of[digest]} and {terms}")
+                raise ServerConfigError(
+                    f"an API key is given twice, with other terms: {_told(terms_of[digest])} and {_told(terms)}; "
+                    "keep one"
+                )
         of_names: dict[str, KeyTerms] = {}
         for terms in terms_of.values():
             if terms.name and of_names.setdefault(terms.name, terms) != terms:
                 raise ServerConfigError(
-                    f"keys of name={terms.name} have other terms: {of_names[terms.name]} and {terms}"
+                    f"keys of name={terms.name} have other terms: {of_names[terms.name]} and {terms}; they are one "
+                    "tenant and must have the same"
                 )
         known = {holder.tenant: holder for holder in self._holders.values()}
         holders = {}
@@ -105,6 +110,10 @@ class ApiKeys:
             if holder.terms != terms:
                 holder.renew(terms)
         self._holders = holders
+
+
+def _told(terms: KeyTerms) -> str:
+    return f"name={terms.name} {terms}" if terms.name else str(terms)
 
 
 def _keys_in(file: str, usual: KeyTerms) -> list[tuple[str, KeyTerms]]:
@@ -123,6 +132,8 @@ def _keys_in(file: str, usual: KeyTerms) -> list[tuple[str, KeyTerms]]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.startswith("#"):
             key, *words = line.split()
+            if key.startswith(tuple(f"{field.name.replace('_', '-')}=" for field in fields(KeyTerms))):
+                raise ServerConfigError(f"{file}:{number}: begins with {key.partition('=')[0]}=, must begin with a key")
             keys.append((key, KeyTerms.of(words, usual, f"{file}:{number}")))
     if not keys:
         raise ServerConfigError(f"{file} holds no API key")

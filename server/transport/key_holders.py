@@ -48,6 +48,8 @@ class KeyTerms:
             if known[name] in given:
                 raise ServerConfigError(f"{where}: {name}= is given twice")
             given[known[name]] = value
+        if given.get("name") == "":
+            raise ServerConfigError(f"{where}: name= is empty, must be a name of 1 to {MOST_NAME_LENGTH} characters")
         name = given.get("name", "")
         if len(name) > MOST_NAME_LENGTH:
             raise ServerConfigError(f"{where}: name= has {len(name)} characters, limit {MOST_NAME_LENGTH}")
@@ -59,6 +61,12 @@ class KeyTerms:
                 "tokens-per-minute", given.get("tokens_per_minute"), usual.tokens_per_minute, where
             ),
         )
+
+    def __str__(self) -> str:
+        """As a file has them, but for the name."""
+        given = (("weight", f"{self.weight:g}"), ("max-requests", self.max_requests),
+                 ("tokens-per-minute", self.tokens_per_minute))  # fmt: skip
+        return " ".join(f"{name}={value}" for name, value in given if value is not None)
 
 
 def _weight(text: str | None, usual: float, where: str) -> float:

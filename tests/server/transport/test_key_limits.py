@@ -134,7 +134,13 @@ def test_terms_of_keys(tmp_path: Path) -> None:
         ("sk-x max-requests=99999999999999999999", r":1: max-requests= must be a whole number"),
         ("sk-x tokens-per-minute=-5", r":1: tokens-per-minute= must be"),
         (f"sk-x name={'n' * 65}", r":1: name= has 65 characters, limit 64"),
-        ("sk-x name=a\nsk-y name=a weight=2", r"keys of name=a have other terms"),
+        (
+            "sk-x name=a\nsk-y name=a weight=2 max-requests=3",
+            r"keys of name=a have other terms: weight=1 and weight=2 max-requests=3; they are one tenant",
+        ),
+        ("sk-x\nsk-x name=a", r"an API key is given twice, with other terms: weight=1 and name=a weight=1; keep one"),
+        ("sk-x name=", r":1: name= is empty, must be a name of 1 to 64 characters"),
+        ("sk-x\nname=team weight=2", r":2: begins with name=, must begin with a key"),
         ("sk-x\nsk-x name=a", r"an API key is given twice"),
     ],
 )
