@@ -196,7 +196,7 @@ async def _changed(request: Request, status: str, command: Command) -> Response:
 
 
 async def _ordered(request: Request, command: Command) -> EngineCondition:
-    """Of a caller who was admitted."""
+    """The engine obeys a caller who was admitted."""
     with engine_errors():
         return EngineCondition.of(await asyncio.wrap_future(AppState.of(request).service.client.order(command)))
 
