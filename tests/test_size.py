@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_376,
     "runtime/linear": 3_139,
     "runtime/kv": 1_668,
-    "runtime/engine": 25_873,
+    "runtime/engine": 25_871,
     "runtime/text": 7_336,
     "runtime/llm": 1_937,
     "runtime/parallel": 2_004,

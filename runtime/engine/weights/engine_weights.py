@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -46,7 +47,7 @@ class Owner(Protocol):
 
 
 class EngineWeights:
-    """See `Parts`.
+    """See `Parts`. Does not keep the engine, so that a closed one frees its memory with its last reference.
 
     fingerprint_of  of pages that weights of a source compute; None without a store of prefixes
     open_store      opens the store of pages of a fingerprint
@@ -54,7 +55,7 @@ class EngineWeights:
     """
 
     def __init__(self, engine: Owner) -> None:
-        self._engine = engine
+        self._engine: Owner = weakref.proxy(engine)
         self.fingerprint_of: Callable[[WeightSource], str] | None = None
         self.open_store: Callable[[str], PageStore] | None = None
         self.new_drafter: Callable[[], Speculator | None] | None = None

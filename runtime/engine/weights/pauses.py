@@ -118,7 +118,7 @@ class Pauses:
         self._held: set[Request] = set()
         self._unread: set[Request] = set()
         self._num_ended = self._num_restarted = 0
-        opened.on_request_end.append(self._forget)
+        opened.on_request_end += [self._held.discard, self._unread.discard]
 
     @property
     def version(self) -> str:
@@ -275,15 +275,12 @@ class Pauses:
         self._scheduler.paused.add(request)
 
     def _release(self, go_on: Callable[[Request], None]) -> None:
-        held, self._held = self._held, set()
-        for request in sorted(held, key=lambda each: each.number):
+        held = sorted(self._held, key=lambda each: each.number)
+        self._held.clear()
+        for request in held:
             if request not in self._unread:
                 self._opened.resume(request.request_id)
                 go_on(request)
-
-    def _forget(self, request: Request) -> None:
-        self._held.discard(request)
-        self._unread.discard(request)
 
     # The changes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,20 @@ def test_a_step_is_one_launch_one_copy_up_one_down(
     assert calls_of_steps(engine, gpu, calls, 20) == [PER_STEP] * 20
     run_to_end(engine)
     engine.close()
+
+
+def test_a_closed_engine_is_freed_with_its_last_reference(tmp_path: Path) -> None:
+    """No collection of cycles is needed for its pages and its weights."""
+    engine = new_engine(write_model(tmp_path, load_golden("llama_default")), "emulated:sm_90a")
+    engine.add(request("r0", range(3, 9), max_tokens=12, ignore_eos=True))
+    run_to_end(engine)
+    engine.close()
+    executor = weakref.ref(engine.executor)
+    gc.collect()
+    with without_collection():
+        assert executor() is not None
+        del engine
+        assert executor() is None
 
 
 def dry_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Gpu, Counter[str]]:
