@@ -122,10 +122,13 @@ class KeyHolder:
         return self.terms.name or self.tenant[:8]
 
     def renew(self, terms: KeyTerms) -> None:
-        """Sets other terms; tokens that were taken in this minute stay taken."""
-        taken = (self.terms.tokens_per_minute or 0) - self._left()
-        self.terms = terms
-        self._tokens = (terms.tokens_per_minute or 0) - max(0.0, taken)
+        """Sets other terms; tokens that were taken in this minute stay taken, as far as there was a limit, and at most
+        all of the new one."""
+        old, left = self.terms.tokens_per_minute, self._left()
+        self.terms, limit = terms, terms.tokens_per_minute
+        if limit != old:
+            taken = 0.0 if old is None else max(0.0, old - left)
+            self._tokens = (limit or 0) - min(taken, limit or 0)
 
     def begin(self, num_prompt_tokens: int) -> Use:
         """A request begins. Raises `KeyLimitError`."""

@@ -98,6 +98,24 @@ def test_other_terms_do_not_give_tokens_back() -> None:
     limited.begin(10**9)
 
 
+def test_a_new_limit_is_free_within_a_minute() -> None:
+    """What a key took before it had a limit, or under a larger one, does not shut it out for longer."""
+    clock = Clock()
+    limited = holder(clock)
+    limited.begin(10**6)
+    limited.renew(KeyTerms(tokens_per_minute=600))
+    limited.begin(600)
+    limited.take(3000)
+    limited.renew(KeyTerms(tokens_per_minute=600, weight=2.0))
+    with pytest.raises(KeyLimitError) as caught:
+        limited.begin(1)
+    assert caught.value.retry_after_s == pytest.approx(3001 / 10)  # its own answers' debt stays
+    limited.renew(KeyTerms(tokens_per_minute=60))
+    with pytest.raises(KeyLimitError) as caught:
+        limited.begin(60)
+    assert caught.value.retry_after_s == pytest.approx(60.0)
+
+
 def test_terms_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(FILE)
