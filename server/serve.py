@@ -27,7 +27,7 @@ from runtime.errors import XservError
 from runtime.later import later
 from runtime.text.load import read_chat_template
 from server.adapters import parse_modules
-from server.config import ServerConfig, ServerConfigError
+from server.config import MODELS, OPTIONS, ServerConfig, ServerConfigError
 from server.loading import ServerStartError
 from server.names import served_names
 from server.observing.logs import close_log, open_log
@@ -121,7 +121,13 @@ def told_apart(
 ) -> tuple[str | Path | None, Sequence[Any]]:  # fmt: skip
     """The one model, or the settings of several. Raises `ServerConfigError`."""
     given: list[Any] = [] if model is None else [model] if isinstance(model, str | Path) else [*model]
-    if len(given) < 2 and not config.models_config:
+    is_named = any("=" in str(each) and not Path(each).expanduser().exists() for each in given)
+    if len(given) < 2 and not is_named and not config.models_config:
+        usual = ServerConfig()
+        for each in OPTIONS:
+            if each.option.heading == MODELS and getattr(config, each.name) != getattr(usual, each.name):
+                flag = each.flag_name.replace("_", "-")
+                raise ServerConfigError(f"--{flag} has no effect on one model: name it (NAME=MODEL), or several")
         return (given[0] if given else None), ()
     for name, is_given in (("--served-model-name", bool(names)), ("--in-process", in_process)):
         if is_given:
@@ -152,6 +158,9 @@ def check_files(config: ServerConfig, prefix_cache_dir: str = "") -> None:
     ApiKeys((), config.admin_key_files)
     if config.weights_root is not None and not Path(config.weights_root).expanduser().is_dir():
         raise ServerConfigError(f"--weights-root {config.weights_root}: there is no such folder")
+    for name in ("max_requests_per_key", "tokens_per_minute_per_key"):
+        if getattr(config, name) is not None and not keys.is_required:
+            raise ServerConfigError(f"--{name.replace('_', '-')} has no effect without --api-key-file FILE")
     if config.weights_root is not None and not config.admin_key_files:
         raise ServerConfigError("--weights-root has no effect without --admin-key-file FILE")
     if prefix_cache_dir and keys.is_required and not config.share_prefix_cache:

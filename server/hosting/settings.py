@@ -101,7 +101,8 @@ def models_of(
     for each in found:
         for name in (*each.names, *parse_modules(each.config.lora_modules)):
             if name in owners:
-                raise ServerConfigError(f"the name {name!r} is used twice: by {owners[name]!r} and {each.names[0]!r}")
+                users = f"by {owners[name]!r} and {each.names[0]!r}; give each model another (NAME=MODEL)"
+                raise ServerConfigError(f"the name {name!r} is used twice: {users}")
             owners[name] = each.names[0]
         try:
             EngineConfig(**{key: value for key, value in each.engine_options.items() if key not in _OF_STARTS})

@@ -13,6 +13,7 @@ from runtime.errors import InvalidArgumentError
 from server.config import ServerConfig, ServerConfigError
 from server.hosting.durations import seconds_of
 from server.hosting.settings import ModelSettings, models_of
+from server.serve import told_apart
 
 DEMO = str(Path(__file__).parents[3] / "models" / "demo")
 
@@ -128,3 +129,28 @@ def test_durations(given: object, seconds: float) -> None:
 def test_no_durations(given: object) -> None:
     with pytest.raises(InvalidArgumentError, match="keep_alive must be seconds or a duration"):
         seconds_of(given)
+
+
+@pytest.mark.parametrize(
+    ("flag", "wrong"),
+    [
+        ("--models-max", {"models_max": 2}), ("--models-memory", {"models_memory_bytes": 1 << 30}),
+        ("--keep-alive", {"keep_alive": "5m"}), ("--model-wait", {"model_wait_s": 3.0}),
+    ],
+)  # fmt: skip
+def test_options_of_several_are_refused_for_one(flag: str, wrong: dict[str, Any]) -> None:
+    def apart(*given: str) -> Any:
+        return told_apart(list(given), ServerConfig(**wrong), [], None, {}, in_process=False)
+
+    with pytest.raises(ServerConfigError, match=f"{flag} has no effect on one model: name it"):
+        apart(DEMO)
+    for given in ([f"a={DEMO}"], [DEMO, f"b={DEMO}"]):
+        only, several = apart(*given)
+        assert only is None
+        assert len(several) == len(given)
+
+
+def test_one_model_with_a_name() -> None:
+    _, (found,) = told_apart([f"a={DEMO}"], ServerConfig(), [], None, {}, in_process=False)
+    assert (found.names, found.model) == (("a",), DEMO)
+    assert told_apart([DEMO], ServerConfig(), [], None, {}, in_process=False) == (DEMO, ())

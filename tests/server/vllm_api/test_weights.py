@@ -285,6 +285,8 @@ def test_settings(tmp_path: Path) -> None:
         {"admin_key_files": (str(tmp_path / "none"),)},
         {"admin_key_files": (str(tmp_path / "key"),), "weights_root": str(tmp_path / "none")},
         {"weights_root": str(tmp_path)},
+        {"max_requests_per_key": 3},
+        {"tokens_per_minute_per_key": 3},
     ):
         with pytest.raises(ServerConfigError):
             check_files(ServerConfig(**wrong))
