@@ -80,6 +80,9 @@ def handed_over(
         for each in asked
         if any(output.is_handed_over for output in begun[each.request_id])
     ]
+    for each in asked:  # as a fleet does with the pages of those that have ended
+        if each.request_id not in {other.request_id for other in rest}:
+            first.hand_overs.drop(each.lease)
     ended = run(second, rest)
     return {each.request_id: [*begun[each.request_id], *ended.get(each.request_id, [])] for each in asked}
 
