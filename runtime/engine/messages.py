@@ -120,8 +120,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                       ``EngineInfo.eos_token_ids``
     priority          smaller is admitted first; equal ones in order of arrival
     cache_salt        the request shares cached prefixes only with requests of the same salt
-    tenant, tenant_weight  whose share of the engine it takes under the fair policy (None: the salt's), and how much of
-                      it that tenant is due, others having 1.0
+    tenant, tenant_weight  the fair policy charges the tenant for its tokens, or the salt if it names none; a tenant's
+                      share of the engine is proportional to its weight, 1.0 by default
     ttft_target_s, tpot_target_s  when its first token is due, and each following one, under the deadline policy;
                       None for the config's
     arrival_time_s    when the user's request came in; 0.0 for the time of submission

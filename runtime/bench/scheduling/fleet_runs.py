@@ -74,7 +74,8 @@ class Deployment:
     """A fleet.
 
     budgets       most tokens of a step, by engine
-    roles         None: each engine does both, and the router follows loads and prefixes
+    roles         which engines compute prompts and which decode; None: all do both, and the router chooses by loads
+                  and prefixes
     follows       roles that set budgets, and the most seconds of a step with decodes and prompts, while they learn
     link          between engines; ``is_layerwise``: keys and values travel while others are computed
     """

@@ -9,6 +9,7 @@ No policy starves a request: its number, or its tenant's counter, is constant wh
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -20,12 +21,12 @@ from runtime.engine.scheduling.step import Chunk, Step
 Order = tuple[float, int, int]
 
 
-class Policy:
+class Policy(ABC):
     """The scheduler asks it for the order of sequences, and tells it what becomes of them."""
 
+    @abstractmethod
     def order(self, sequence: Sequence) -> Order:
         """Seconds or 0.0, then the request's number and the choice's index, so that all orders differ."""
-        raise NotImplementedError
 
     def first(self, waiting: list[Sequence]) -> Sequence:
         """The sequence that starts next, of at least one that waits, in order."""
@@ -48,16 +49,18 @@ class Policy:
         least one other."""
         return running
 
-    def joins(self, sequence: Sequence) -> None:
+    def joins(self, sequence: Sequence) -> None:  # noqa: B027 - most policies need not know
         """Called when it begins to wait."""
 
-    def leaves(self, sequence: Sequence) -> None:
+    def leaves(self, sequence: Sequence) -> None:  # noqa: B027
         """Called when it no longer waits."""
 
-    def starts(self, sequence: Sequence) -> None:
+    def starts(self, sequence: Sequence) -> None:  # noqa: B027
         """Called when it has its blocks for the first time, after ``leaves``."""
 
-    def computed(self, chunks: list[Chunk], accepted: Mapping[Sequence, int] | None) -> None:
+    def computed(  # noqa: B027
+        self, chunks: list[Chunk], accepted: Mapping[Sequence, int] | None
+    ) -> None:
         """Called when a step has run; ``accepted`` as in ``Scheduler.commit``."""
 
 

@@ -64,7 +64,7 @@ class Request:
     adapter         the content, once it is read; None for none
     adapter_slot    where that lies on the device, once it does; -1 for none
     cache_salt      prefixes are shared within it and the same adapter; None for those of all requests without a salt
-    tenant          whose share of the engine it takes under the fair policy, of this weight; the salt if none is named
+    tenant          is charged for its tokens under the fair policy, and has this weight; the salt if none is named
     ttft_target_s, tpot_target_s  for the deadline policy, or None for the config's
     speculates      its tokens may be speculated
     prediction      [n] int32, tokens that its choices may repeat
