@@ -142,18 +142,19 @@ def _kernel(
                     partial[turn, warp, r, lane >> uint32(2)] = sums[2 * r]
                     partial[turn, warp, r, uint32((lane >> uint32(2)) + uint32(8))] = sums[2 * r + 1]
             sync_block()
-            if stream == uint32(0) and team < columns_teams and lane < uint32(ROWS):
-                column = uint32(tile * uint32(ROWS) + lane)
+            if stream == uint32(0) and team < columns_teams:  # whole warps, which add squares
+                own = lane & uint32(ROWS - 1)
+                column = uint32(tile * uint32(ROWS) + own)
                 for r in range(num_rows):
                     total, up = float32(0.0), float32(0.0)
                     index = uint32(0)
                     while index < streams:
-                        total += partial[turn, uint32(warp + index), r, lane]
+                        total += partial[turn, uint32(warp + index), r, own]
                         if is_gated:
-                            up += partial[turn, uint32(warp + columns_teams * streams + index), r, lane]
+                            up += partial[turn, uint32(warp + columns_teams * streams + index), r, own]
                         index = uint32(index + uint32(1))
                     value = float32(0.0)
-                    if column < n and uint32(r) < m:
+                    if lane < uint32(ROWS) and column < n and uint32(r) < m:
                         value = scale_element(scale_element(total, wholes[r]), row_scale(weight, both, k, column))
                         if is_gated:
                             up = scale_element(scale_element(up, wholes[r]), row_scale(weight, both, k, column + n))

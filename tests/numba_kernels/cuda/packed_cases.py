@@ -78,10 +78,12 @@ def rounded_e4m3(gpu, x: np.ndarray, *, is_grouped: bool):
     return memory, memory.address + first, codes.view(ml_dtypes.float8_e4m3fn), scales
 
 
-def check_squares(gpu: Gpu, plan: Callable[[gemm.Product, gemm.Machine], Launch], k: int, columns: int) -> None:
+def check_squares(
+    gpu: Gpu, plan: Callable[[gemm.Product, gemm.Machine], Launch], k: int, columns: int, m: int = 20
+) -> None:
     """What a product with a residual leaves for the norm behind it: sums of squares of what it has written, so many
     columns each."""
-    m, n = 20, 4 * columns
+    n = 4 * columns
     rng = np.random.default_rng(5)
     matrix = packed_matrix("u8", n, k, "bf16")
     x, residual = (rng.standard_normal(shape).astype(numpy_dtype("bf16")) for shape in ((m, k), (m, n)))

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import skinny, skinny_shape
+from numba_kernels.cuda.gemm import quantised_gemv, skinny, skinny_shape
 from numba_kernels.cuda.packing import PACKINGS
+from numba_kernels.cuda.specialisation import Launch
 from runtime.device.assemble import assemble
 from runtime.device.kernel_cache import KernelCache
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
-from tests.numba_kernels.cuda.packed_cases import packed_matrix
+from tests.numba_kernels.cuda.packed_cases import check_squares, packed_matrix
 
 pytestmark = pytest.mark.exhaustive_cases(r"\bf16\b", "e2m1_g16_e4m3")
 
@@ -160,6 +161,18 @@ def test_few_rows_are_the_same_alone(gpu, name, m, activation):
     values = whole.view(numpy_dtype("bf16")).astype(np.float32)
     assert np.isfinite(values[: m - 1]).all()
     assert np.isnan(values[m - 1]).all()
+
+
+@pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_few_rows_leave_squares_for_the_norm_behind(gpu, m, turns):
+    def plan(asked: gemm.Product, _: gemm.Machine) -> Launch:
+        launch = gemm.plan(asked, gemm.machine_of(gpu.arch, 4 // turns), "quantised_gemv")
+        assert launch is not None
+        assert launch.specialisation.constants["has_turns"] == (turns > 1)
+        return launch
+
+    check_squares(gpu, plan, 264, quantised_gemv.ROWS, m)
 
 
 @pytest.mark.exhaustive
