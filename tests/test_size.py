@@ -21,13 +21,13 @@ MOST_LINES = {
     "runtime/backends": 3_376,
     "runtime/linear": 3_139,
     "runtime/kv": 1_668,
-    "runtime/engine": 25_874,
+    "runtime/engine": 25_882,
     "runtime/text": 7_336,
     "runtime/llm": 1_937,
-    "runtime/parallel": 2_004,
+    "runtime/parallel": 1_995,
     "runtime/images": 937,
     "runtime/commands": 3_022,
-    "runtime/bench": 11_604,
+    "runtime/bench": 11_605,
     "runtime": 3_544,
     "models": 19_953,
     "server": 23_007,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_996
+MOST_WORDS = 39_995
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

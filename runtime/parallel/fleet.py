@@ -170,7 +170,7 @@ class Fleet(EngineClient):
         digests = self.router.digests_of(prepared)
         while True:
             with self._lock:
-                is_ready = [client.state == "ready" for client in self._clients]
+                is_ready = self._are_ready()
                 if self._is_closing or not any(is_ready):
                     raise self._dead()
                 if request.request_id in self._routes:
@@ -366,6 +366,9 @@ class Fleet(EngineClient):
         with self._lock:
             if self._router is not None:
                 self._router.change(engine, changes)
+
+    def _are_ready(self) -> list[bool]:
+        return [client.state == "ready" for client in self._clients]
 
     def _client_of(self, request_id: str) -> ProcessEngineClient | None:
         if not self._origin.is_here:

@@ -31,12 +31,10 @@ from runtime.engine.messages import (
     RequestTimes,
     Source,
 )
-from runtime.engine.process.child import Supervision
-from runtime.engine.process.client import OutputSink
+from runtime.engine.process.client import OutputSink, call_sink, ignore
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.transfer.identity import MismatchError
 from runtime.parallel.fleet import Fleet
-from runtime.parallel.ray_engines import RayEngines
 from runtime.parallel.roles import Roles, StaticRoles
 from runtime.parallel.routing import Route
 
@@ -105,22 +103,13 @@ class HandingFleet(Fleet):
     """See ``Fleet``, whose arguments it takes. A request ends with ``engine_died`` only if its engines have died again
     and again, or none will come back."""
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        supervision: Supervision | None = None,
-        places: RayEngines | None = None,
-        waits: bool = True,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, model: str | Path | None = None, **arguments: Any) -> None:
         self._lives: dict[str, _Life] = {}  # guarded by the lock
         self._homeless: list[_Life] = []
         self._ended = threading.Condition()
         self._retrier: threading.Thread | None = None
-        self._scheme = "tcp" if EngineConfig(**settings).distributed_executor_backend == "ray" else "unix"
         self._refuses = False  # requests, until those that are open have ended
-        super().__init__(model, supervision=supervision, places=places, waits=waits, **settings)
+        super().__init__(model, **arguments)
 
     def roles_of(self, config: EngineConfig) -> Roles | None:
         return StaticRoles(config.prefill_engines, config.data_parallel_size)
@@ -128,15 +117,20 @@ class HandingFleet(Fleet):
     def wait_until_started(self) -> None:
         super().wait_until_started()
         first = self._clients[0].info.identity
+        assert first is not None
         for engine, client in enumerate(self._clients):
             other = client.info.identity
-            assert first is not None
             assert other is not None
             try:
                 first.check(other)
             except MismatchError as error:
                 self.close()
                 raise RequestError(f"engines 0 and {engine}: {error}", param="prefill_engines") from None
+
+    @property
+    def _scheme(self) -> str:
+        """The engines' transport: shared memory on this machine, TCP where Ray places them."""
+        return "unix" if self._places is None else "tcp"
 
     # A request's way
 
@@ -318,11 +312,8 @@ class HandingFleet(Fleet):
                 output = msgspec.structs.replace(output, times=self._times(life, output.times))
         with self._lock:
             self._note(life.route, output)
-        try:
-            life.sink(output)
-        except BaseException:
-            logger.exception("the sink of request %s failed; the request is cancelled", output.request_id)
-            life.sink = _ignore
+        if not call_sink(life.sink, output):
+            life.sink = ignore
             self.cancel(output.request_id)
         if not life.open_choices:
             self._end(life)
@@ -359,9 +350,6 @@ class HandingFleet(Fleet):
             for engine in {life.offerer, life.offerer if life.decoder is None else life.decoder}:
                 self._clients[engine].drop_pages(life.lease)
             life.lease = ""
-
-    def _are_ready(self) -> list[bool]:
-        return [client.state == "ready" for client in self._clients]
 
     # What a client wants
 
@@ -445,7 +433,3 @@ class HandingFleet(Fleet):
         """Until no request is open: engines that drain at once could not hand theirs over."""
         with self._ended:
             self._ended.wait_for(lambda: not self._lives or self._is_closing, timeout_s)
-
-
-def _ignore(output: EngineOutput) -> None:
-    """Replaces a sink that has failed."""

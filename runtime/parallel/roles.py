@@ -4,7 +4,8 @@
     costs = roles.prompt_costs(loads, num_new)           # the router sends the prompt to the engine with the least
     engine = roles.decode_engine(loads, prefill_engine)  # where its answer is written; often the same engine
 
-Like the router, the module has no clocks, threads and processes: a fleet and the simulator run the same code.
+Like the router, the module has no clocks, threads and processes. Fleets run `StaticRoles`, the simulator (`bench
+roles`) both classes.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class AutoRoles:
         self.budgets: list[int] = []
         self.means = _Means()
         self._step, self._rows = step, rows
-        self._sizes = [256 << place for place in range(max_chunk.bit_length()) if 256 << place <= max_chunk]
+        self._sizes = _step_sizes(max_chunk)
         self._alone = best_chunk(step, max_chunk)
         self._speeds: list[float] = []  # prompt tokens a second beside 0, 1, … decodes
         self._plan()
@@ -276,10 +277,13 @@ class AutoRoles:
 
 
 def best_chunk(step: StepSeconds, most: int = 2048) -> int:
-    """The prompt tokens of a step, a power of two from 256 on, at which a token costs least: fewer do not keep a
-    processor busy, and more may not either."""
-    sizes = [256 << place for place in range(most.bit_length()) if 256 << place <= most] or [most]
-    return min(sizes, key=lambda size: step(size, 1, size * size / 2, 0.0) / size)
+    """The prompt tokens of a step, a power of two from 256 to ``most``, at which a token costs least."""
+    return min(_step_sizes(most), key=lambda size: step(size, 1, size * size / 2, 0.0) / size)
+
+
+def _step_sizes(most: int) -> list[int]:
+    """The powers of two from 256 to ``most``, at least one size."""
+    return [256 << place for place in range(most.bit_length()) if 256 << place <= most] or [most]
 
 
 def ready_of(loads: Sequence[EngineLoad], engines: Sequence[int]) -> list[int]:

@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from runtime.bench.environment import finished
 from runtime.bench.load.traces import Trace
-from runtime.bench.metrics import BenchmarkError
+from runtime.bench.metrics import BenchmarkError, percentiles_of
 from runtime.bench.scheduling.fleet_runs import (
     Deployment,
     FleetRun,
     ServedModel,
     TracePrompts,
-    percentiles,
     run_fleet,
 )
 from runtime.bench.scheduling.roofline import Link
@@ -31,6 +33,8 @@ from runtime.parallel.roles import AutoRoles, StaticRoles, StepSeconds, best_chu
 
 SHARE = 0.9
 """The share of requests that must keep their targets."""
+
+PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
 _DENSEST = 1e4
 """Times the first guess: then all arrive at once."""
@@ -170,8 +174,12 @@ def bench_roles(
     requests_per_engine: int,
     report_cell: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """A report with a cell for each number of engines and target; ``links``: the first joins the engines, the others
-    are tried with the best split of four engines, with and without sending layer by layer."""
+    """A report with a cell for each number of engines and target. The first of ``links`` joins the engines; with four
+    engines all are tried, with and without sending layer by layer. Raises ``BenchmarkError``."""
+    if not engines or min(engines) < 2:
+        raise BenchmarkError(f"fleets of {list(engines)} engines: prompts and answers need at least 2")
+    if not budgets or min(budgets) < 1:
+        raise BenchmarkError(f"budgets of {list(budgets)} tokens: each must be at least 1")
     cells = []
     link = next(iter(links.values()))
     for num_engines in engines:
@@ -261,8 +269,7 @@ def _alone(model: ServedModel, prompts: TracePrompts) -> float:
 def _cell(search: Search, tried: Sequence[Variant], num_engines: int) -> dict[str, Any]:
     rates: dict[str, dict[str, float]] = {"chunked": {}, "static": {}, "auto": {}}
     for variant in tried:
-        fine = variant.kind == "auto"
-        rates[variant.kind][variant.name] = search.goodput(variant, _FINE if fine else _COARSE)
+        rates[variant.kind][variant.name] = search.goodput(variant, _FINE if variant.kind == "auto" else _COARSE)
     best: dict[str, str] = {}
     for kind, found in rates.items():
         top = max(found.values())
@@ -303,9 +310,9 @@ def _figures(run: FleetRun, target: Target, model: ServedModel) -> dict[str, Any
     moved += float((lives["num_moved"] > 0).sum()) * model.sequence_bytes
     return {
         "attainment": float(kept.mean()),
-        "ttft_s": percentiles(run.ttfts_s),
-        "tpot_s": percentiles(run.tpots_s[lives["num_output"] > 1]),
-        "gap_s": {f"p{name:g}": run.gap_s(name) for name in (50, 90, 99, 99.9)},
+        "ttft_s": _percentiles(run.ttfts_s),
+        "tpot_s": _percentiles(run.tpots_s[lives["num_output"] > 1]),
+        "gap_s": {f"p{each:g}": run.gap_s(each) for each in PERCENTILES},
         "output_tokens_per_s": float(lives["num_output"].sum()) / duration_s,
         "busy_share": float(engines["busy"].sum()) / duration_s / len(engines),
         "hit_share": float(lives["num_hit"].sum()) / float(lives["num_prompt"].sum()),
@@ -316,6 +323,10 @@ def _figures(run: FleetRun, target: Target, model: ServedModel) -> dict[str, Any
         "moved_bytes_per_request": moved / len(lives),
         "moved_bytes_per_s": moved / duration_s,
     }
+
+
+def _percentiles(values: NDArray[np.float64]) -> dict[str, float]:
+    return {f"p{name}": value for name, value in percentiles_of(values.tolist(), PERCENTILES).items()}
 
 
 def _over_links(search: Search, cell: dict[str, Any], num_engines: int, links: dict[str, Link]) -> dict[str, Any]:

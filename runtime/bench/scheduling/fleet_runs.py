@@ -10,7 +10,6 @@ next prompt's. The sender's pages count as free once the prompt is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,9 +222,7 @@ class _Run:
         state, router, routes = self._state, self._router, self.routes
         targets = np.full(state.engines[engine]["num_fresh"], engine, np.int64)
         for place, number in enumerate(state.fresh[engine, : len(targets)].tolist()):
-            route = routes[number]
-            router.drawn(route, 1)
-            targets[place] = router.hand_over(route, self._ready)
+            targets[place] = router.hand_over(routes[number], self._ready)
         go_on(state, engine, targets, self._link, self._is_layerwise)
 
     def _hear(self, until_s: float) -> None:
@@ -240,12 +237,10 @@ class _Run:
                 self._news.append((number, kind))
                 continue
             route = routes[number]
-            if not kind:
-                if not route.num_decodes:
-                    router.drawn(route, 1)
-                continue
             if not route.num_decodes:
                 router.drawn(route, 1)
+            if not kind:
+                continue
             route.num_output_tokens = int(outputs[number])
             router.ended(route)
             del routes[number]
@@ -299,8 +294,3 @@ def _state(prompts: TracePrompts, model: ServedModel, deployment: Deployment, ra
 def _digests(prompts: TracePrompts) -> PromptDigests:
     """The router's digests are the trace's hashes; what it computes from a prompt is not asked."""
     return PromptDigests(b"of no importance", prompts.hash_len, (FULL,))
-
-
-def percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
-    """p50 to p99.9."""
-    return {f"p{name:g}": float(np.percentile(values, name)) for name in (50, 90, 99, 99.9)}

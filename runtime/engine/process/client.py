@@ -100,11 +100,8 @@ class Delivery:
                 request.choices.discard(output.index)
                 if not request.choices:
                     del self._open[output.request_id]
-        try:
-            request.sink(output)
-        except BaseException:
-            logger.exception("the sink of request %s failed; the request is cancelled", output.request_id)
-            request.sink = _drop
+        if not call_sink(request.sink, output):
+            request.sink = ignore
             self._cancel(output.request_id)
 
     def end(
@@ -143,7 +140,17 @@ class Delivery:
             self.end(request_id, reason, error, engine_died=reason == "error")
 
 
-def _drop(output: EngineOutput) -> None:
+def call_sink(sink: OutputSink, output: EngineOutput) -> bool:
+    """Give an output to a sink. False if it raised, which is logged: the caller cancels the request."""
+    try:
+        sink(output)
+    except BaseException:
+        logger.exception("the sink of request %s failed; the request is cancelled", output.request_id)
+        return False
+    return True
+
+
+def ignore(output: EngineOutput) -> None:
     """Replaces a sink that has failed."""
 
 

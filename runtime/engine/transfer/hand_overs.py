@@ -161,7 +161,7 @@ class HandOvers:
     def announce(self, outputs: list[EngineOutput]) -> None:
         """Say of each request whose first pages are offered, while more will come, that they can be taken."""
         for request_id, lease in self._leases.items():
-            if lease.choices and not lease.is_announced:
+            if lease.num_blocks and not lease.is_announced:
                 lease.is_announced = True
                 outputs.append(EngineOutput(request_id=request_id, index=0, new_token_ids=[], num_prompt_tokens=0))
 

@@ -159,9 +159,10 @@ class SocketTransport(ABC):
     def pull(self, source: Source, arrived: Arrived, ended: Ended) -> None:
         """See `Transport`."""
         with self._condition:
-            is_known = source.lease in self._pulls
-            self._pulls.setdefault(source.lease, None)
-        if is_known or self._is_closed:
+            is_refused = self._is_closed or source.lease in self._pulls
+            if not is_refused:
+                self._pulls[source.lease] = None
+        if is_refused:
             ended(StaleLeaseError("it is taken already"))
             return
         arguments = (source, arrived, ended)

@@ -67,8 +67,8 @@ class Transport(Protocol):
         ...
 
     def pull(self, source: Source, arrived: Arrived, ended: Ended) -> None:
-        """Take an offer of another engine. Returns at once. An offer that its sender has not made yet is waited for,
-        unless the source is foreign."""
+        """Take an offer of another engine. Returns at once. For an offer that its sender has not made yet, ``ended``
+        gets `StaleLeaseError`."""
         ...
 
     def drop(self, lease: str) -> None:

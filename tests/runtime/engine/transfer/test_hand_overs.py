@@ -208,6 +208,23 @@ def test_lost_pages_are_computed(tmp_path: Path) -> None:
             assert second.stats().num_open_transfers == 0
 
 
+def test_nothing_is_announced_before_it_is_offered(tmp_path: Path) -> None:
+    """The first chunk of the prompt fills no page."""
+    model, own = write_case(tmp_path / "model", "full")
+    settings = {**SETTINGS, **own, "num_blocks": 200, "max_num_seqs": 1, "max_num_batched_tokens": 1}
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    asked = EngineRequest(request_id="x", prompt_token_ids=[(7 * i) % 53 for i in range(40)], params=params)
+    with joined_engine(model, **settings) as engine:
+        engine.add(leased(asked, "unix"))
+        num_announced = 0
+        while engine.has_work:
+            for output in engine.step():
+                if not (output.is_last or output.new_token_ids):
+                    num_announced += 1
+                    assert engine.stats().num_open_transfers == 1
+        assert num_announced == 1
+
+
 def test_pages_of_other_tokens_are_not_used(tmp_path: Path) -> None:
     """A lease that holds another prompt's pages helps nothing, and harms nothing."""
     model, own = write_case(tmp_path / "model", "full")
