@@ -259,8 +259,12 @@ class ModelPool:
     async def _unload(self, model: HostedModel) -> None:
         self._stop_timer(model)
         model.status = "unloading"
+        end_s = time.monotonic() + self._drain_s
         try:
-            await asyncio.get_running_loop().run_in_executor(self._threads, model.unload, self._drain_s)
+            # a request may hold the model and not have reached the engine, which waits only for those that it has
+            await self._wait_until(lambda: model.num_open == 0, end_s)
+            left_s = max(0.0, end_s - time.monotonic())
+            await asyncio.get_running_loop().run_in_executor(self._threads, model.unload, left_s)
         finally:
             model.status = "unloaded"
             self._tell()

@@ -347,3 +347,28 @@ def test_an_unload_waits_for_a_load(tmp_path: Path, threads: ThreadPoolExecutor)
         assert asked.result().status_code == 200
         assert unloaded.result().json() == {"success": True}
         assert served.status("slow") == "unloaded"
+
+
+def test_an_unload_waits_for_requests_that_have_not_reached_the_engine() -> None:
+    """They hold the model already, as those do that waited for its loading; the drain's time bounds the wait."""
+
+    async def num_open_at_the_unload(drain_s: float) -> tuple[int, float]:
+        seen: list[tuple[int, float]] = []
+        model: Any = SimpleNamespace(name="a", status="loaded", waiting=[], num_open=0, is_leaving=False, is_there=True,
+                                     timer=None, is_idle=False, last_used_s=0.0)  # fmt: skip
+        model.unload = lambda left_s: seen.append((model.num_open, left_s))
+        pool = ModelPool([model], {}, drain_s=drain_s)
+        async with pool.held(model):
+            unloading = asyncio.create_task(pool.unload(model))
+            while model.status != "unloading":
+                await asyncio.sleep(0)
+            if not drain_s:
+                await unloading
+        await unloading
+        assert model.status == "unloaded"
+        return seen[0]
+
+    num_open, left_s = asyncio.run(num_open_at_the_unload(60.0))
+    assert num_open == 0
+    assert 0 < left_s <= 60
+    assert asyncio.run(num_open_at_the_unload(0.0)) == (1, 0.0)
