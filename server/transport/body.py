@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -104,19 +104,26 @@ def decode_body(body: Body, schema: type[T], config: ServerConfig) -> T:
         raise invalid(None, "The body holds a number that is out of range.", "invalid_json") from None
     except msgspec.DecodeError as error:
         raise _not_json(body, str(error)) from None
-    ignored = body.exchange.ignored
     if not isinstance(value, dict):
         raise invalid(None, "The body must be a JSON object.", "invalid_json")
     if is_deeper(value, config.max_json_depth):
         raise _too_deep(config)
+    return typed_fields(value, schema, config, body.exchange.ignored, body.exchange.sent)
+
+
+def typed_fields(
+    fields: dict[str, Any], schema: type[T], config: ServerConfig, ignored: list[str], sent: dict[str, str]
+) -> T:
+    """A request's decoded fields as `schema`; `ignored` and `sent` as in `take_table_fields`. Raises `ApiError` 400: a
+    field that is unknown, missing, mistyped or unsupported."""
     takes_unknown = config.unknown_fields == "warn"
-    value = take_table_fields(value, schema, ignored, body.exchange.sent)
+    fields = take_table_fields(fields, schema, ignored, sent)
     num_known = len(ignored)
-    value = Cleaner(ignored, takes_unknown=takes_unknown).request(value, schema)
+    fields = Cleaner(ignored, takes_unknown=takes_unknown).request(fields, schema)
     if takes_unknown and len(ignored) > num_known:
         logger.warning("fields without effect: %s", repr(ignored[num_known : num_known + 20])[:400])
-    check_limits(value, config)
-    return converted(value, schema)
+    check_limits(fields, config)
+    return converted(fields, schema)
 
 
 _POSITION = re.compile(r"\(byte (\d+)\)$")

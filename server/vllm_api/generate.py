@@ -11,15 +11,16 @@ from msgspec import UNSET, UnsetType
 
 from runtime.engine.messages import FinishReason, TokenLogprobs
 from runtime.text.pipeline import TextDelta
-from server.errors import in_own_names, invalid
+from server.config import ServerConfig
+from server.errors import ApiError, below, in_own_names, invalid
 from server.openai_api.answers import PromptLogprobs, Usage
 from server.openai_api.completions import PreparedCompletion, prepare_completion
 from server.openai_api.logprobs import finite, prompt_logprobs
-from server.openai_api.schema import CompletionRequest, Int, StreamOptions
+from server.openai_api.schema import CompletionRequest, Int, RequestId, StreamOptions
 from server.requests.answering import Answer, answered
 from server.requests.generation import Piece
 from server.service import Service, new_id
-from server.transport.body import Body, decode_body
+from server.transport.body import Body, decode_body, typed_fields
 from server.transport.sse import DONE, frame
 
 _OF_REQUEST = ("prompt", "model", "stream", "stream_options", "cache_salt", "priority", "request_id", "echo", "suffix")
@@ -37,11 +38,11 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     token_ids: Annotated[list[Int], msgspec.Meta(min_length=1)]
     sampling_params: dict[str, Any]
-    request_id: str | None = None
+    request_id: RequestId | None = None
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
     priority: Int | None = None
 
 
@@ -135,25 +136,41 @@ def _logprob(entry: TokenLogprobs) -> GeneratedLogprob:
 
 def _prepare(service: Service, body: Body) -> _TokenAnswer:
     asked = decode_body(body, GenerateRequest, service.config)
-    given = {name: value for name, value in asked.sampling_params.items() if name != "detokenize"}
-    for name in _OF_REQUEST:
-        if name in given:
-            raise invalid(f"sampling_params.{name}", f"sampling_params has no {name!r}.")
-    fields = {name: getattr(asked, name) for name in _OF_REQUEST if hasattr(asked, name)}
-    fields = {name: value for name, value in fields.items() if value is not None}
-    try:
-        completion = msgspec.convert({**given, "prompt": []}, CompletionRequest)
-    except msgspec.ValidationError as error:
-        raise invalid("sampling_params", f"sampling_params: {error}") from None
-    for name, value in {**fields, "prompt": list(asked.token_ids)}.items():
-        setattr(completion, name, value)
+    completion, names = _completion(asked, service.config, body.exchange.ignored)
     request_id = new_id("gen")
-    with in_own_names({"prompt": "token_ids"}):
+    with in_own_names(names):
         prepared = prepare_completion(service, body.exchange, completion, request_id)
     return _TokenAnswer(
-        asked=prepared.asked, names={"messages": "token_ids", "prompt": "token_ids"}, completion=prepared,
+        asked=prepared.asked, names={**names, "messages": "token_ids"}, completion=prepared,
         name=asked.request_id or request_id,
     )  # fmt: skip
+
+
+def _completion(
+    asked: GenerateRequest, config: ServerConfig, ignored: list[str]
+) -> tuple[CompletionRequest, dict[str, str]]:
+    """The request as one of completions, and where it has the fields of that. `ignored` gets the names of fields
+    without effect. Raises `ApiError`."""
+    given = {name: value for name, value in asked.sampling_params.items() if name != "detokenize"}
+    without_effect: list[str] = []
+    sent: dict[str, str] = {}
+    try:
+        with in_own_names(sent):
+            completion = typed_fields({**given, "prompt": []}, CompletionRequest, config, without_effect, sent)
+        for name in _OF_REQUEST:
+            if name in given or (name != "prompt" and getattr(completion, name) is not None):
+                raise invalid(sent.get(name, name), f"sampling_params has no {sent.get(name, name)!r}.")
+    except ApiError as error:
+        raise below("sampling_params", error) from None
+    ignored += [f"sampling_params.{name}" for name in without_effect]
+    own = [name for name in CompletionRequest.__struct_fields__ if name not in _OF_REQUEST]
+    names = {name: f"sampling_params.{name}" for name in own}
+    names |= {name: f"sampling_params.{other}" for name, other in sent.items()} | {"prompt": "token_ids"}
+    for name in _OF_REQUEST:
+        if (value := getattr(asked, name, None)) is not None:
+            setattr(completion, name, value)
+    completion.prompt = list(asked.token_ids)
+    return completion, names
 
 
 create_generation = answered(_prepare)

@@ -236,11 +236,30 @@ def test_tokens_in_and_out(client: httpx.Client) -> None:
         assert mine[-1]["finish_reason"] == "length"
     for wrong, param in (
         ({"token_ids": []}, "token_ids"), ({"token_ids": [99999]}, "token_ids"), ({"features": {}}, "features"),
-        ({"sampling_params": {"top_p": 7}}, "top_p"), ({"sampling_params": {"prompt": [1]}}, "sampling_params.prompt"),
-        ({"sampling_params": {"tmp": 7}}, "sampling_params"), ({"sampling_params": {"top_p": "a"}}, "sampling_params"),
+        ({"request_id": "a\nb"}, "request_id"), ({"cache_salt": ""}, "cache_salt"),
     ):  # fmt: skip
         refused = client.post("/inference/v1/generate", json={**body, **wrong})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    for sampling, field, words in (
+        ({"top_p": 7}, "top_p", "got 7"), ({"prompt": [1]}, "prompt", "has no"), ({"rid": "a"}, "rid", "has no"),
+        ({"tmp": 7}, "tmp", "Unknown parameter"), ({"temprature": 1}, "temprature", "Is 'temperature' meant?"),
+        ({"top_p": "a"}, "top_p", "expected number or null, got string"), ({"seed": 1.5}, "seed", "expected integer"),
+        ({"n_predict": "a"}, "n_predict", "expected integer or null, got string"), ({"n": 10**6}, "n", "at most"),
+        ({"stop": ["a"] * 10**4}, "stop", "at most"), ({"best_of": 2}, "best_of", "Unsupported parameter"),
+    ):  # fmt: skip
+        refused = client.post("/inference/v1/generate", json={**body, "sampling_params": sampling})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, f"sampling_params.{field}")
+        assert words in error["message"]
+        assert f"sampling_params.{field}" in error["message"] or words == "has no"
+
+
+def test_sampling_params_are_read_as_in_completions(client: httpx.Client) -> None:
+    """A whole float is an integer, null is not sent, and fields without effect are named."""
+    params = {"max_tokens": 2.0, "seed": None, "ignore_eos": True, "user": "me"}
+    answer = client.post("/inference/v1/generate", json={"token_ids": IDS, "sampling_params": params})
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    assert answer.headers["X-Xserv-Ignored"] == "sampling_params.user"
 
 
 def test_abort_requests(client: httpx.Client) -> None:
