@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import secrets
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,9 +34,9 @@ from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
 from runtime.device.gpu import Gpu
 from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, MTP_PREFIX, OPTIONS, OWN_DRAFTER, EngineConfig
+from runtime.engine.disk_prefixes import store_on_disk
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
-from runtime.engine.fingerprint import fingerprint
 from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.limits import CPU_BATCHED_TOKENS, EngineLimits, available_memory_bytes, resolve
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, PoolInfo, RankInfo
@@ -56,13 +53,9 @@ from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel, RotatingModel
-from runtime.engine.weights.commands import FolderWeights, WeightSource
 from runtime.engine.weights.loader import Loader
-from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.kv.kinds import State
-from runtime.kv.page_bytes import PageBytes
-from runtime.kv.page_store import DiskPages, make_private
 from runtime.later import later
 from runtime.linear.low_rank import LowRankMaps
 from runtime.linear.options import LoadOptions, LoadSettings
@@ -300,7 +293,7 @@ def engine_over(
         engine.take_adapters(*read, config.most_kept_adapters)
     if config.prefix_cache_dir:
         assert isinstance(executor, LocalExecutor), "refused for several ranks"
-        _store_prefixes(engine, executor, folder, config)
+        store_on_disk(engine, executor, folder, config)
     return engine
 
 
@@ -326,37 +319,6 @@ def _adapters_of(
     return maps, lambda path: changes_of(read_adapter(path), maps, model, lambda: whole().source)
 
 
-def _store_prefixes(engine: Engine, executor: LocalExecutor, folder: Path, config: EngineConfig) -> None:
-    """Let an engine keep prefixes on the disk. Raises ``RequestError`` if the folder cannot be used."""
-    root = Path(config.prefix_cache_dir).expanduser()
-
-    def open_store(name: str) -> DiskPages:
-        return DiskPages(root, name, config.prefix_cache_disk_bytes, pages.page_bytes)
-
-    def fingerprint_of(source: WeightSource) -> str:
-        if isinstance(source, FolderWeights):
-            place = Path(source.path)
-            name = fingerprint(place, config, executor.kv_cache.spec, root)
-            has_config = place.is_file() or (place / "config.json").is_file()
-            return name if has_config else hashlib.sha256(f"{own} {name}".encode()).hexdigest()
-        return secrets.token_hex(32)  # these pages will not be found again
-
-    try:
-        make_private(root)
-        own = name = fingerprint(folder, config, executor.kv_cache.spec, root)
-        pages = PageBytes(executor.kv_cache)
-        store = open_store(name)
-    except InvalidArgumentError as error:
-        raise RequestError(str(error), param="prefix_cache_dir") from None
-    except OSError as error:
-        raise RequestError(
-            f"prefix_cache_dir {root}: the model's digest cannot be made: {error}", param="prefix_cache_dir"
-        ) from None
-    threading.Thread(target=pages.allocate, args=[store.num_pages()], name="xserv-allocate", daemon=True).start()
-    engine.store_prefixes(pages, store, name)
-    engine.weights.fingerprint_of, engine.weights.open_store = fingerprint_of, open_store
-
-
 def executor_over(
     loaded: Model, folder: Path, config: EngineConfig, limits: EngineLimits, vocab_size: int,
     communicator: RankCommunicator | None = None,
@@ -367,9 +329,8 @@ def executor_over(
     spec = loaded.kv_cache_spec(config.block_size)
     for size, num_bytes in zip(limits.pool_sizes, spec.block_bytes, strict=True):
         logger.info("allocating %d KV blocks of %d bytes", size, num_bytes)
-    adapters = loaded.addends if isinstance(loaded.addends, LowRankMaps) else None
     loader = loader_of(loaded, folder, config, limits, vocab_size, communicator)
-    return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator, adapters, loader)
+    return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator, loader)
 
 
 def _complete(loaded: Model, folder: Path, config: EngineConfig, vocab_size: int) -> None:
@@ -390,8 +351,7 @@ def loader_of(
 
     def declared(weights: Path | Checkpoint | None) -> Declaration:
         settings = settings_of_rank(folder, config, communicator)
-        is_given = isinstance(weights, Checkpoint) and config.dtype == "auto"
-        if is_given and isinstance(weights, Checkpoint) and weights.main_dtype() is not dtype:
+        if isinstance(weights, Checkpoint) and config.dtype == "auto" and weights.main_dtype() is not dtype:
             settings["dtype"] = dtype  # arrays are rounded to it
         made = declared_model(folder, config, settings, weights)
         read_rule(made.model, folder, config.mmproj)

@@ -231,6 +231,8 @@ class OpenRequests:
         is_first = sequence.num_output_tokens == 1
         if is_first:
             sequence.first_token_s = now
+            if request.asked is not None and not request.asked.restarts and _all_have_begun(request):
+                request.asked = None  # it ends when the weights change
             if sequence.index == 0:
                 self.counters.prompt_tokens += request.num_prompt_tokens
                 self._release_held(request)
@@ -320,6 +322,10 @@ class OpenRequests:
             request.was_scheduled = True
             self.num_unscheduled -= 1
             self.num_unscheduled_tokens -= request.num_prompt_tokens
+
+
+def _all_have_begun(request: Request) -> bool:
+    return all(sequence.num_output_tokens for sequence in request.open_sequences)
 
 
 def is_parked(scheduler: Scheduler, request: Request) -> bool:

@@ -81,8 +81,8 @@ class Request:
     offered         the offer, once it is complete
     source          another engine's offer of its pages, or None
     awaits_pages    the same as `awaits_grammar` for these
-    asked           what the client has asked; it may begin again from it
-    num_restarts    how often it has, after it had an output, since the weights had changed
+    asked           the client's message, from which it begins again when the weights change; None if it ends then
+    num_restarts    how often it has begun again after it had an output
     """
 
     __slots__ = (

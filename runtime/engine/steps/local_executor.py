@@ -86,8 +86,7 @@ class LocalExecutor:
 
     def __init__(
         self, model: Model, kv_cache: KVCache, limits: EngineLimits, vocab_size: int,
-        communicator: RankCommunicator | None = None, adapters: LowRankMaps | None = None,
-        loader: WeightLoader | None = None,
+        communicator: RankCommunicator | None = None, loader: WeightLoader | None = None,
     ) -> None:  # fmt: skip
         """``loader`` reads other weights; with None there are no others."""
         self.communicator = communicator
@@ -114,12 +113,13 @@ class LocalExecutor:
         self._loader = loader
         self._read: Model | None = None  # weights that were loaded and are not used yet
         self.pictures: PictureStore | None = None
-        self._use(model, adapters)
+        self._use(model)
 
-    def _use(self, model: Model, adapters: LowRankMaps | None, *, keeps_images: bool = False) -> None:
+    def _use(self, model: Model, *, keeps_images: bool = False) -> None:
         """Run steps of this model from now on, without any recording of another. No step runs."""
         is_cpu = model.device.kind == "cpu"
-        self.model, self.adapters = model, adapters
+        adapters = getattr(model, "addends", None)
+        self.model, self.adapters = model, adapters if isinstance(adapters, LowRankMaps) else None
         if isinstance(model, PictureModel) and self.pictures is not None and keeps_images:
             self.pictures.use(model)
         else:
@@ -184,9 +184,7 @@ class LocalExecutor:
         self.finish_queued()
         if self.graphs is not None:
             self.graphs.release()
-        adapters = getattr(model, "addends", None)
-        own = adapters if isinstance(adapters, LowRankMaps) else None
-        self._use(model, own, keeps_images=keeps_images)
+        self._use(model, keeps_images=keeps_images)
 
     def start(
         self, step: StepInput, masks: DrawMasks | None = None,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -35,6 +36,7 @@ from runtime.engine.weights.commands import (
 )
 from runtime.errors import InvalidArgumentError
 from tests.models.folders import change_config, golden_tensors, load_golden, write_safetensors
+from tests.runtime.engine.fakes import make_engine, request
 from tests.runtime.engine.weights.two_models import TIMEOUT_S, Answer, Asked, opened, prompt_of, write_pair
 
 CASE = "qwen3_odd"
@@ -109,6 +111,24 @@ def test_update(
         check(answer, answers)
     assert Asked(client, "last", ids).answer() == Answer(answers["new"], "length", "new", 0)
     assert client.weight_version == "new"
+
+
+def test_a_message_is_kept_while_its_request_can_begin_again() -> None:
+    """Its images may be large. A stream whose choices have all begun ends when the weights change."""
+    engine = make_engine(max_num_seqs=2)
+    for name, restarts in (("stream", False), ("whole", True)):
+        asked = msgspec.structs.replace(request(name, [1, 2, 3], n=3, max_tokens=8, ignore_eos=True), restarts=restarts)
+        engine.add(asked)
+    stream, whole = engine.requests["stream"], engine.requests["whole"]
+    seen = set()
+    while engine.has_work:
+        engine.step()
+        begun = [bool(sequence.num_output_tokens) for sequence in stream.open_sequences]
+        if begun:
+            assert (stream.asked is None) == all(begun)
+            seen.add(all(begun))
+        assert whole.asked is not None
+    assert seen == {False, True}
 
 
 def test_old_weights_finish_in_wait_mode(folders: tuple[Path, Path], answers: dict[str, Any]) -> None:
