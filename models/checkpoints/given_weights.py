@@ -1,8 +1,8 @@
 """Weights that come from memory and not from a folder: arrays of this process, or a trainer's shared memory.
 
-Shared memory holds a safetensors file, whose header has the names, types, shapes and places. Its metadata have one text
-more, `sha256`: a JSON object with the digest of each tensor's bytes, in hexadecimal. Each tensor is copied out before
-it is compared with its digest and used, so that a trainer that goes on too early is noticed.
+Shared memory holds a safetensors file, whose header has the names, types, shapes and places. Its metadata have
+`sha256`, a JSON object with the digest of each tensor's bytes, in hexadecimal. Each tensor is copied, compared with its
+digest, and then used, so that a trainer that writes too early is noticed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SharedTensor(SafetensorsTensor):
 
 def arrays_of(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Array]:
     """Arrays by name, without a copy where they are in the host's memory: of numpy, torch, or anything else with
-    DLPack. Raises `InvalidArgumentError` by name."""
+    DLPack. Raises `InvalidArgumentError`, which names the array."""
     found: dict[str, Array] = {}
     for name, given in weights.items() if isinstance(weights, Mapping) else weights:
         if not isinstance(name, str) or not name:
@@ -92,7 +92,7 @@ def arrays_of(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[st
                 raise InvalidArgumentError(f"weights[{name!r:.200}] is a {kind}: {error}", param="weights") from None
         if type_name(array.dtype) is None:
             raise InvalidArgumentError(
-                f"weights[{name!r:.200}] is of {array.dtype}, no type of weights", param="weights"
+                f"weights[{name!r:.200}] is of {array.dtype}, which is no type of weights", param="weights"
             )
         found[name] = array
     if not found:
@@ -101,7 +101,7 @@ def arrays_of(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[st
 
 
 def checkpoint_of_arrays(arrays: Mapping[str, Array]) -> Checkpoint:
-    """The stored tensors that arrays are."""
+    """A checkpoint whose tensors are these arrays."""
     return Checkpoint(Path("arrays"), "arrays", {name: ArrayTensor(name, each) for name, each in arrays.items()})
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, Self, TypeVar
 
 from runtime.engine.errors import EngineDeadError, QueueFullError
@@ -72,8 +71,7 @@ class AsyncLLM(LoadedModel):
         params = sampling_params or self.default_sampling_params()
         adapter = await asyncio.to_thread(self._adapter_of, lora_request)
         is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
-        make = partial(self._job, prompt, params, None, request_id, None, adapter, restarts=is_whole)
-        job = await asyncio.to_thread(make)
+        job = await asyncio.to_thread(self._job, prompt, params, None, request_id, None, adapter, restarts=is_whole)
         outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
         await self._submit(job, outputs)
         kind = job.params.output_kind

@@ -51,7 +51,7 @@ class ChangingWeights:
 
         weights         a folder, a GGUF file, or arrays, which are copied, and rounded to the engine's float type
         shared_memory   a name of ``shared_weights``, or an inherited descriptor
-        weight_version  told in answers; default: the number before plus 1
+        weight_version  told in answers; default: the current number plus 1
         mode            "wait" finishes begun requests on the old weights, "abort" ends them, "restart" begins them anew
                         but ends streams; what a pause keeps begins anew
 

@@ -75,7 +75,7 @@ class Sleeping(msgspec.Struct):
 
 
 class WorldSize(msgspec.Struct):
-    """world_size: of one engine, its ranks; with several engines, of all."""
+    """world_size: the ranks of all engines, or of one with `include_dp=false`."""
 
     world_size: int
 

@@ -16,10 +16,10 @@ from runtime.engine.checks import check_one_of, is_integer
 from runtime.engine.errors import RequestError
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""The open requests end with "abort"; or they are finished first; or they stop and go on later."""
+"""What becomes of open requests: they end with "abort", are finished first, or stop and go on later."""
 
 UpdateMode = Literal["wait", "abort", "restart"]
-"""The open requests are finished on the old weights; or end with "abort"; or begin anew on the new ones."""
+"""What becomes of open requests: they are finished on the old weights, end with "abort", or begin anew on the new."""
 
 WakeTag = Literal["weights", "kv_cache", "scheduling"]
 
@@ -106,7 +106,7 @@ class EngineCondition(NamedTuple):
 
     is_paused     by `PauseAll`
     sleep_level   0 while it is awake
-    has_weights, has_pages  what of its memory is there
+    has_weights, has_pages  whether these are in memory
     """
 
     is_paused: bool
@@ -151,7 +151,7 @@ def check_command(command: Command) -> None:
 
 
 def check_version(version: str) -> None:
-    """Raises ``RequestError`` unless it is a text of a printable length."""
+    """Raises ``RequestError`` unless it is a printable text of at most ``MOST_VERSION_CHARACTERS``, not empty."""
     if not isinstance(version, str) or not 0 < len(version) <= MOST_VERSION_CHARACTERS or not version.isprintable():
         raise RequestError(
             f"weight_version must be a text of 1 to {MOST_VERSION_CHARACTERS} printable characters, got"

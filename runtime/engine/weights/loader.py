@@ -1,7 +1,7 @@
 """Reads other weights of a model that runs: from a folder, from shared memory, or from arrays of this process.
 
-They must be the same model's: the same config, float type, quantisation and form of pages. So an engine that
-takes it differs in nothing but numbers from one that was started with it.
+They must be the same model's: the same config, float type, quantisation and form of pages. So an engine that takes
+them is as one that was started with them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ Load = Callable[[Declaration], Model]
 
 
 class Loader:
-    """See `WeightLoader`. ``pages`` gives the form of a model's pages; ``keeps_given``: weights from memory are copied,
-    since the device's may have to be read again."""
+    """See `WeightLoader`.
+
+    pages        gives the form of a model's pages
+    keeps_given  keep a copy of weights that came from memory, which `reload` reads
+    """
 
     def __init__(
         self, folder: Path, model: Model, declare: Declare, load: Load, pages: Callable[[Model], KVCacheSpec], *,
@@ -108,7 +111,7 @@ class Loader:
             ("their quantisation", model.quantization, self._quantization),
         ):
             if found != own:
-                raise ConfigError(f"{place}: {name} is {found}, the engine runs {own}: save them so")
+                raise ConfigError(f"{place}: {name} is {found}, must be the engine's, {own}")
         if self._kinds is None:
             self._kinds = _kinds(self._declare(None).source)
         kinds = _kinds(declared.source)

@@ -45,7 +45,7 @@ logger = logging.getLogger("xserv.engine")
 _Mode = Literal["now", "between", "wait", "abort", "keep", "restart"]
 
 _QUIET_MODES = ("wait", "abort", "keep", "restart")
-"""Nothing is computed when the change is made."""
+"""In these modes a change is made when nothing is computed any more."""
 
 
 class Parts(Protocol):
@@ -92,8 +92,9 @@ class Parts(Protocol):
 
 @dataclass(slots=True)
 class _Change:
-    """``mode``: of the open requests, until the ``work`` can be done; "now": they do not matter; "between": the work
-    is done between two steps."""
+    """mode  what becomes of open requests before the ``work`` is done; with "now" it is done at once, with "between"
+    once no step is open
+    """
 
     mode: _Mode
     work: Callable[[list[EngineOutput]], EngineCondition]
@@ -136,7 +137,7 @@ class Pauses:
 
     @property
     def blocks(self) -> bool:
-        """Whether no step may be started, and nothing is to be done."""
+        """Whether no step may be started, and no change is pending."""
         return self._is_stopped and not self._changes
 
     @property
@@ -149,8 +150,8 @@ class Pauses:
         return EngineCondition(self.is_paused, self.sleep_level, self.has_weights, self.has_pages)
 
     def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
-        """Do this when it can be done; arrays are weights to be loaded. The future's numbers are an `EngineCondition`.
-        Raises ``RequestError``, as the future does."""
+        """Do this as soon as its mode allows; arrays are weights to load. The future's numbers are an
+        `EngineCondition`. Raises ``RequestError``, as the future does."""
         future: Future[NDArray[np.float32]] = Future()
         if isinstance(command, GivenArrays):
             self._add("between", lambda _: self._load(command), future)
@@ -297,7 +298,7 @@ class Pauses:
     def _sleep(self, level: int) -> EngineCondition:
         if self.has_pages:
             self._parts.drop_prefixes()
-        if (level > 1 and self.has_weights) or (not self._parts.holds_weights_on_host and self.has_weights):
+        if self.has_weights and (level > 1 or not self._parts.holds_weights_on_host):
             self._parts.free_weights(forgets_given=level > 1)
             self.has_weights = False
         if self.has_pages:
@@ -339,7 +340,10 @@ class Pauses:
                 self._num_ended += 1
         if self.has_pages:
             self._parts.drop_prefixes()
-        self._parts.use_weights()
+        try:
+            self._parts.use_weights()
+        except Exception as error:
+            raise ExecutorLostError(f"some parts have the new weights, others the old: {error}") from error
         self._has_loaded, self.has_weights = False, True
         old, self._opened.weight_version = self.version, version
         if self.has_pages:

@@ -18,6 +18,7 @@ from models.checkpoints.given_weights import SHARED_FOLDER, shared_path, shared_
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.process.thread_client import ThreadEngineClient
+from runtime.engine.steps.executor import ExecutorLostError
 from runtime.engine.weights.commands import (
     DropWeights,
     EngineCondition,
@@ -312,6 +313,23 @@ def test_what_is_refused_changes_nothing(folders: tuple[Path, Path], answers: di
     client.close()
     with pytest.raises(EngineDeadError):
         client.order(TellState())
+
+
+def test_weights_that_are_taken_over_in_part_end_the_engine(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would answer with both."""
+    client = opened(folders[0])
+
+    def fails() -> None:
+        raise OSError("no file of the drafter")
+
+    monkeypatch.setattr(client._engine.weights, "_with_new_parts", fails)
+    with pytest.raises(ExecutorLostError, match="no file of the drafter"):
+        client.update_weights(FolderWeights(str(folders[1])), "new")
+    with pytest.raises(EngineDeadError):
+        client.order(TellState()).result(TIMEOUT_S)
+    client.close()
 
 
 def test_shared_memory_that_cannot_be(folders: tuple[Path, Path], tmp_path: Path) -> None:
