@@ -16,10 +16,10 @@ from runtime.engine.checks import check_one_of, is_integer
 from runtime.engine.errors import RequestError
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of open requests: they end with "abort", are finished first, or stop and go on later."""
+"""Open requests end with "abort", are finished first, or stop and go on later."""
 
 UpdateMode = Literal["wait", "abort", "restart"]
-"""What becomes of open requests: they are finished on the old weights, end with "abort", or begin anew on the new."""
+"""Open requests are finished on the old weights, end with "abort", or begin anew on the new ones."""
 
 WakeTag = Literal["weights", "kv_cache", "scheduling"]
 
