@@ -178,13 +178,15 @@ class LowRankHead(_Slots):
             self._whole = self._slots(count, self.columns, self.columns)
         if self._low is not None:
             pair: DensePair | None = None
+            bias: NDArray | None = None
             if isinstance(low, Rows):
                 up = np.zeros((self.rows, len(low.ids)), np.float32)
                 up[low.ids, np.arange(len(low.ids))] = 1.0
                 pair = DensePair(low.values, up[self._own])
             elif low is not None:
                 pair = DensePair(low.down, low.up[self._own])
-            self._low.write(slot, [pair], None)
+                bias = None if low.bias is None else low.bias[self._own]
+            self._low.write(slot, [pair], bias)
         if self._whole is not None:
             pair = None
             if rows is not None:

@@ -156,6 +156,22 @@ def test_a_slot_is_overwritten_whole(tmp_path: Path) -> None:
     np.testing.assert_array_equal(own, without)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_heads_bias_is_added(tmp_path: Path, rank: int) -> None:
+    """With a pair, and alone, as a retrained bias is."""
+    model, golden = adapted(tmp_path, "llama", "cpu")
+    maps, ids, rng = model.addends, golden.golden.prompt_ids, np.random.default_rng(0)
+    outputs, inputs = maps.modules[maps.head.name]
+    down, up = (rng.standard_normal(shape).astype(np.float32) for shape in ((rank, inputs), (outputs, rank)))
+    bias = rng.standard_normal(outputs).astype(np.float32)
+    changes = {maps.head.name: Pair(down, up, bias)}
+    maps.check(changes)
+    maps.write(OWN, changes)
+    maps.write(OTHER, {maps.head.name: Pair(down, up)})
+    own, other = logits_of(model, ids, [OWN, OTHER], 3)
+    np.testing.assert_allclose(own - other, np.broadcast_to(bias, own.shape), rtol=0, atol=1e-5)
+
+
 _A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 _MERGE = "merge the adapter"
 

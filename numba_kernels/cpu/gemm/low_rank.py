@@ -509,4 +509,4 @@ class SlotLayout:
         target[0][part, :groups] = rows.reshape(groups, group, steps, elements).swapaxes(1, 2)
         columns = np.zeros((blocks * LANES, words * self._a_word), up.dtype)
         columns[:height, :rank] = up
-        target[1][block : block + blocks, :words] = columns.reshape(blocks, LANES, words, -1).swapaxes(1, 2)
+        target[1][block : block + blocks, :words] = columns.reshape(blocks, LANES, words, self._a_word).swapaxes(1, 2)
