@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from models.adapter_modules import MERGE, ModuleNames, Stacks, in_own_order, resolve_modules
+from models.adapter_modules import MERGE, ModuleNames, in_own_order, resolve_modules
 from models.base import Model
 from models.checkpoints.checkpoint import Checkpoint
 from models.errors import ConfigError
@@ -39,18 +39,16 @@ def changes_of(found: PeftAdapter, maps: LowRankMaps, model: Model, base: Base) 
     resolved = resolve_modules(found.pairs, maps.modules, model.stacks, model.renames)
     changes: dict[str, Change] = dict(in_own_order(resolved, model.own_order))
     if found.saved or found.tokens:
-        _Retrained(maps, model, base(), model.stacks, changes).add(found)
+        _Retrained(maps, model, base(), changes).add(found)
     return ReadChanges(found.digest, changes)
 
 
 class _Retrained:
     """Adds differences from the base model's numbers to an adapter's changes."""
 
-    def __init__(
-        self, maps: LowRankMaps, model: Model, base: Checkpoint, stacks: Stacks, changes: dict[str, Change]
-    ) -> None:
+    def __init__(self, maps: LowRankMaps, model: Model, base: Checkpoint, changes: dict[str, Change]) -> None:
         self._maps, self._model, self._base, self._changes = maps, model, base, changes
-        self._names = ModuleNames(maps.modules, stacks, model.renames)
+        self._names = ModuleNames(maps.modules, model.stacks, model.renames)
         self._table, self._head = (None if each is None else each.name for each in (maps.table, maps.head))
 
     def add(self, found: PeftAdapter) -> None:

@@ -33,8 +33,8 @@ def resolve_modules(
 ) -> dict[str, Pair]:  # fmt: skip
     """The pairs by a model's own names of their modules: as they are, as `renames` say (`Model.renames`), or with
     another beginning before the number of the layer. A module that the model keeps in parts, one of its stacks, gives
-    each part its rows, or each expert its pair. Raises `ConfigError` for a module that the model
-    lacks, or that takes no adapters."""
+    each part its rows, or each expert its pair. Raises `ConfigError` for a module that the model lacks, or that takes
+    no adapters."""
     names = ModuleNames(modules, stacks, renames)
     resolved: dict[str, Pair] = {}
     for module, pair in pairs.items():
@@ -136,9 +136,7 @@ def _experts_of(module: str, pair: Pair, stacks: Mapping[str, Stack]) -> Iterato
 
 def _each_expert(stack: Stack, down: Array, up: Array, *, is_turned: bool) -> Iterator[tuple[str, Pair]]:
     count, outputs, inputs = stack.turned_shape
-    if (
-        is_turned
-    ):  # down [r E, K] has the experts of one rank after those of another, up [N, E r] the ranks of an expert
+    if is_turned:  # down [r E, K] has experts within a rank, up [N, E r] has ranks within an expert
         downs = down.reshape(-1, count, inputs).swapaxes(0, 1)
         ups = up.reshape(outputs, count, -1).swapaxes(0, 1)
     else:

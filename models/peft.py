@@ -90,9 +90,8 @@ def rank_and_base(folder: Path) -> tuple[int, str]:
             if (found := _PAIR.fullmatch(name.removeprefix(_PREFIX)))
             and (found[2] == "A" and entry.shape and _parameter_of(found[1], parameters) == found[1])
         ]
-        ranks += [_whole_rank(values)]
         base = values.get("base_model_name_or_path")
-        return max(ranks, default=1), base if isinstance(base, str) else ""
+        return max(_whole_rank(values), *ranks), base if isinstance(base, str) else ""
 
 
 def read_adapter(folder: Path) -> PeftAdapter:
@@ -216,7 +215,8 @@ def _token_ids(fields: Fields) -> dict[str, Array]:
 
 def _whole_rank(values: Mapping[str, Any]) -> int:
     """The largest rank by the config."""
-    given = [values.get("r"), *(values.get("rank_pattern") or {}).values()]
+    patterns = values.get("rank_pattern")
+    given = [values.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     return max((each for each in given if type(each) is int), default=1)
 
 

@@ -230,6 +230,8 @@ def test_defaults_and_notes_of_training_are_harmless(tmp_path: Path) -> None:
     found = read_adapter(write_adapter(tmp_path / "noted", "llama", config=notes))
     assert found.pairs.keys() == plain.pairs.keys()
     assert rank_and_base(tmp_path / "noted") == (4, "base")
+    wrong = write_adapter(tmp_path / "wrong", "llama", config={"rank_pattern": [9]})
+    assert rank_and_base(wrong) == (4, "base"), "which `read_adapter` refuses"
 
 
 @pytest.mark.parametrize(
