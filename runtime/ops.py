@@ -491,8 +491,18 @@ def experts(
     With `gather` this is one of several ranks, each with an equal part of the outputs of both maps, in exact
     mode: `gather` concatenates all ranks' columns, given their total number.
     """
-    op, backend = "experts", _backend("experts", "x", x)
-    tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
+    backend = _backend("experts", "x", x)
+    added = shared, shared_gate, residual
+    _check_experts("experts", backend, x, routing, gate_up, down, activation, added, is_whole=gather is None)
+    return backend.experts(x, routing, gate_up, down, activation, *added, gather)  # type: ignore[no-any-return]
+
+
+def _check_experts(
+    op: str, backend: Any, x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str,
+    added: tuple[Tensor | None, Tensor | None, Tensor | None], *, is_whole: bool,
+) -> None:  # fmt: skip
+    """Checks the arguments of `experts`; `added` are the shared expert's results, its gate and the residual."""
+    tokens, hidden = x.shape[0], down.shape[1] if is_whole else gate_up.shape[2]
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, gate_up.shape[2]))
     check(op, "routing.ids", routing.ids, x.device, int32, (tokens, routing.rule.top_k))
     if routing.weights is None:
@@ -506,17 +516,11 @@ def experts(
     ):  # fmt: skip
         if found != wanted:
             raise fail(op, name, f"has {found} experts, must have num_experts = {wanted}")
-    if gather is None and (1 + is_gated) * down.shape[2] != gate_up.shape[1]:
+    if is_whole and (1 + is_gated) * down.shape[2] != gate_up.shape[1]:
         raise fail(op, "down", f"has {down.shape[2]} inputs, must have {gate_up.shape[1] // (1 + is_gated)}")
-    for name, added, shape in (
-        ("shared", shared, (tokens, hidden)), ("shared_gate", shared_gate, (tokens, 1)),
-        ("residual", residual, (tokens, hidden)),
-    ):  # fmt: skip
-        if added is not None:
-            check(op, name, added, x.device, x.dtype, shape)
-    return backend.experts(  # type: ignore[no-any-return]
-        x, routing, gate_up, down, activation, shared, shared_gate, residual, gather
-    )
+    for name, each, width in zip(("shared", "shared_gate", "residual"), added, (hidden, 1, hidden), strict=True):
+        if each is not None:
+            check(op, name, each, x.device, x.dtype, (tokens, width))
 
 
 def adapted_experts(
@@ -527,35 +531,29 @@ def adapted_experts(
     """`experts`, where the `addend` of ``gate_up`` or of ``down`` has pairs of low rank for each adapter's experts. A
     row's adapter is that of `batch.adapters`; -1 adds nothing. A row's bits depend on no other row."""
     op, backend = "adapted_experts", _backend("adapted_experts", "x", x)
-    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, gate_up.shape[2]))
-    tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
-    check(op, "routing.ids", routing.ids, x.device, int32, (tokens, routing.rule.top_k))
-    if batch.adapters is None:
-        raise fail(op, "batch.adapters", "is None, must be a Tensor")
-    check(op, "batch.adapters", batch.adapters, x.device, int32, (tokens,))
-    for name, added, shape in (
-        ("shared", shared, (tokens, hidden)), ("shared_gate", shared_gate, (tokens, 1)),
-        ("residual", residual, (tokens, hidden)),
-    ):  # fmt: skip
-        if added is not None:
-            check(op, name, added, x.device, x.dtype, shape)
-    if not tokens:
-        return Tensor.new((0, hidden), x.dtype, x.device)
+    added = shared, shared_gate, residual
+    _check_experts(op, backend, x, routing, gate_up, down, activation, added, is_whole=gather is None)
+    adapters = _adapters_of(op, batch, x)
     pairs = [None if each.addend is None else each.addend.pairs for each in (gate_up, down)]
     return backend.adapted_experts(  # type: ignore[no-any-return]
-        x, routing, gate_up, down, activation, batch.adapters, pairs, shared, shared_gate, residual, gather
+        x, routing, gate_up, down, activation, adapters, pairs, *added, gather
     )
+
+
+def _adapters_of(op: str, batch: Batch | AdaptedRows, x: Tensor) -> Tensor:
+    """The adapters of the rows of x, checked."""
+    if batch.adapters is None:
+        raise fail(op, "batch.adapters", "is None, must be a Tensor")
+    check(op, "batch.adapters", batch.adapters, x.device, int32, (x.shape[0],))
+    return batch.adapters
 
 
 def adapter_ids(batch: Batch, ids: Tensor, each: int, num_adapters: int, none: int) -> Tensor:
     """``adapters[t] * each + ids[t, j]`` for ``ids [T]`` or ``[T, k]`` int32, the numbers of an adapter's own rows or
     experts, of which each adapter has ``each``; or ``none`` for rows without an adapter."""
     op, backend = "adapter_ids", _backend("adapter_ids", "ids", ids)
-    if batch.adapters is None:
-        raise fail(op, "batch.adapters", "is None, must be a Tensor")
     check(op, "ids", ids, ids.device, int32, (None,) * ids.ndim)
-    check(op, "batch.adapters", batch.adapters, ids.device, int32, (ids.shape[0],))
-    return backend.adapter_ids(batch.adapters, ids, each, 0, num_adapters, none)  # type: ignore[no-any-return]
+    return backend.adapter_ids(_adapters_of(op, batch, ids), ids, each, num_adapters, none)  # type: ignore[no-any-return]
 
 
 def low_rank(
@@ -566,16 +564,14 @@ def low_rank(
     op, backend = "low_rank", _backend("low_rank", "x", x)
     width = sum(slots.shape.heights)
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, slots.shape.depth))
-    if batch.adapters is None:
-        raise fail(op, "batch.adapters", "is None, must be a Tensor")
-    check(op, "batch.adapters", batch.adapters, x.device, int32, (x.shape[0],))
+    adapters = _adapters_of(op, batch, x)
     if residual is not None:
         check(op, "residual", residual, x.device, x.dtype, (x.shape[0], width))
     if norm is not None:
         check(op, "norm.weight", norm.weight, x.device, float32, (x.shape[1],))
     if not x.shape[0]:
         return Tensor.new((0, width), x.dtype, x.device)
-    return backend.low_rank(x, batch.adapters, slots, residual, batch.computed, norm)  # type: ignore[no-any-return]
+    return backend.low_rank(x, adapters, slots, residual, batch.computed, norm)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------ attention

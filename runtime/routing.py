@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,3 +79,11 @@ class Routing:
     ids: Tensor
     weights: Tensor | None
     rule: RoutingRule
+
+    def passes(self, most_rows: int) -> Iterator[tuple[slice, Routing]]:
+        """Parts of at most so many rows, each token with all of its experts, or of one token; and its tokens."""
+        at_once = max(1, most_rows // self.rule.top_k)
+        for first in range(0, self.ids.shape[0], at_once):
+            some = slice(first, first + at_once)
+            weights = None if self.weights is None else self.weights[some]
+            yield some, Routing(self.ids[some], weights, self.rule)

@@ -18,8 +18,8 @@ MOST_LINES = {
     "runtime/emulator": 16_980,
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_376,
-    "runtime/linear": 3_139,
+    "runtime/backends": 3_355,
+    "runtime/linear": 3_137,
     "runtime/kv": 1_668,
     "runtime/engine": 25_902,
     "runtime/text": 7_336,
@@ -27,9 +27,9 @@ MOST_LINES = {
     "runtime/parallel": 1_995,
     "runtime/images": 937,
     "runtime/commands": 3_022,
-    "runtime/bench": 11_605,
-    "runtime": 3_544,
-    "models": 19_953,
+    "runtime/bench": 11_602,
+    "runtime": 3_549,
+    "models": 19_949,
     "server": 23_035,
     "tokenizer": 7_581,
     "tools": 17_096,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_995
+MOST_WORDS = 39_993
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

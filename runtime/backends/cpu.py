@@ -354,12 +354,8 @@ def experts(
     """See `ops.experts`. Many tokens are several passes, so that their rows stay small."""
     tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
     result = new((tokens, hidden))
-    at_once = max(1, _MOST_EXPERT_ROWS // routing.rule.top_k)
-    for first in range(0, tokens, at_once):
-        some = slice(first, first + at_once)
+    for some, chosen in routing.passes(_MOST_EXPERT_ROWS):
         added = [0 if each is None else each[some].address for each in (shared, shared_gate, residual)]
-        assert routing.weights is not None, "experts have weights"
-        chosen = Routing(routing.ids[some], routing.weights[some], routing.rule)
         _some_experts(x[some], chosen, gate_up, down, activation, added, result[some], gather)
     return result
 
@@ -378,9 +374,8 @@ def _some_experts(
     rows.add(y if gather is None else gather(y, out.shape[1]), added, out)
 
 
-def adapter_ids(adapters: Tensor, ids: Tensor, each: int, first: int, num_adapters: int, none: int) -> Tensor:
-    """See `ops.adapter_ids`; ``first`` is 0."""
-    assert not first, "all adapters are numbered at once"
+def adapter_ids(adapters: Tensor, ids: Tensor, each: int, num_adapters: int, none: int) -> Tensor:
+    """See `ops.adapter_ids`."""
     out, rows = new_int32(ids.shape), ids.shape[0]
     if ids.size:
         _adapter_ids.adapter_ids_kernel()(
@@ -397,12 +392,8 @@ def adapted_experts(
     """See `ops.adapted_experts`. Many tokens are several passes, so that their rows stay small."""
     tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
     result = new((tokens, hidden))
-    at_once = max(1, _MOST_EXPERT_ROWS // routing.rule.top_k)
-    for first in range(0, tokens, at_once):
-        some = slice(first, first + at_once)
+    for some, chosen in routing.passes(_MOST_EXPERT_ROWS):
         added = [None if each is None else each[some] for each in (shared, shared_gate, residual)]
-        assert routing.weights is not None, "experts have weights"
-        chosen = Routing(routing.ids[some], routing.weights[some], routing.rule)
         _some_adapted(x[some], chosen, gate_up, down, activation, adapters[some], pairs, added, result[some], gather)
     return result
 
@@ -417,7 +408,7 @@ def _some_adapted(
     count, rule = tokens * top_k, RoutingRule(num_experts=num_experts, top_k=1)
 
     def grouped(ids: Tensor, num_rows: int, pair: tuple[ExpertsWeight, ExpertsWeight]) -> _RowsByExpert:
-        own = adapter_ids(adapters, ids, num_experts, 0, pair[0].shape[0] // num_experts, -1)
+        own = adapter_ids(adapters, ids, num_experts, pair[0].shape[0] // num_experts, -1)
         rule = RoutingRule(num_experts=pair[0].shape[0], top_k=count // num_rows)
         return _RowsByExpert(Routing(own.view(num_rows, -1), None, rule))
 

@@ -99,11 +99,7 @@ def experts(
         _gathered(x, chosen, gate_up, down, launches, added, result)
         return result
     squares = Tensor.new((tokens, combine.SQUARE_PARTS), float32, x.device)
-    at_once = max(1, _MOST_ROWS // chosen.rule.top_k)
-    assert chosen.weights is not None, "experts have weights"
-    for first in range(0, tokens, at_once):
-        some = slice(first, first + at_once)
-        part = Routing(chosen.ids[some], chosen.weights[some], chosen.rule)
+    for some, part in chosen.passes(_MOST_ROWS):
         places = [
             0 if each is None else each[some].address for each in (shared, shared_gate, residual, result, squares)
         ]
@@ -141,11 +137,7 @@ def _grouped(
     """`places` are addresses of the shared expert's results, its gate, the residual, the result and its squares."""
     rows = _RowsByExpert(x, chosen, list_rows(x, chosen, (gate_up, down)))
     if activation == "squared_relu":
-        between = rows.product(x, gate_up, gate_up.shape[1], "", gathers=True)
-        launch, accesses = _plan_activation(
-            activation, between.shape[0], between.shape[1], x.dtype.ptx, alignment=alignment(between.address)
-        )
-        rows.gpu.launch(launch, between.address, between.address, accesses)
+        between = _between(activation, rows.product(x, gate_up, gate_up.shape[1], "", gathers=True))
     else:
         between = rows.product(x, gate_up, gate_up.shape[1] // 2, activation, gathers=True)
     if gather is not None:
@@ -154,7 +146,7 @@ def _grouped(
     rows.add(y if gather is None else gather(y, x.shape[1]), places)
 
 
-def adapter_ids(adapters: Tensor, ids: Tensor, each: int, first: int, num_adapters: int, none: int) -> Tensor:
+def adapter_ids(adapters: Tensor, ids: Tensor, each: int, num_adapters: int, none: int, first: int = 0) -> Tensor:
     """See `ops.adapter_ids`; numbers begin at the adapter `first`."""
     out = Tensor.new(ids.shape, int32, ids.device)
     if ids.size:
@@ -173,11 +165,7 @@ def adapted_experts(
     """See `ops.adapted_experts`. The rows between the maps stand in the order of tokens and their choices."""
     tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
     result = Tensor.new((tokens, hidden), x.dtype, x.device)
-    at_once = max(1, _MOST_ROWS // chosen.rule.top_k)
-    for start in range(0, tokens, at_once):
-        some = slice(start, start + at_once)
-        assert chosen.weights is not None, "experts have weights"
-        part = Routing(chosen.ids[some], chosen.weights[some], chosen.rule)
+    for some, part in chosen.passes(_MOST_ROWS):
         added = [None if each is None else each[some] for each in (shared, shared_gate, residual)]
         _some_adapted(x[some], part, gate_up, down, activation, adapters[some], pairs, added, result[some], gather)
     return result
@@ -197,7 +185,7 @@ def _some_adapted(
         most, num_adapters = max(1, MAX_EXPERTS // num_experts), pair[0].shape[0] // num_experts
         for start in range(0, num_adapters, most):
             at_once = min(most, num_adapters - start)
-            ids = adapter_ids(adapters, chosen.ids, num_experts, start, at_once, -1).view(x.shape[0], -1)
+            ids = adapter_ids(adapters, chosen.ids, num_experts, at_once, -1, start).view(x.shape[0], -1)
             inner, outer = (each.some(start * num_experts, (start + at_once) * num_experts) for each in pair)
             own = Routing(ids, None, RoutingRule(num_experts=inner.shape[0], top_k=ids.shape[1]))
             rows = _RowsByExpert(x, own, list_rows(x, own, (inner, outer)))

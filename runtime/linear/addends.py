@@ -45,10 +45,10 @@ class RidingAddend(Addend, Protocol):
     """An addend that normalises rows itself, or that a product's launch may add."""
 
     def riding(self, x: Tensor, batch: Batch) -> LowRank | None:
-        """The sums that the product adds, for rows as in `add_to`; None if `add_normed_to` has to do it."""
+        """The sums that the product adds, for rows as in `add_to`; None if `add_to` has to add them."""
 
-    def add_normed_to(self, residual: Tensor | None, x: Tensor, batch: Batch, norm: RmsNorm | None) -> Tensor | None:
-        """`add_to` of x normalised, if there is a norm."""
+    def add_to(self, residual: Tensor | None, x: Tensor, batch: Any, norm: RmsNorm | None = None) -> Tensor | None:
+        """As in `Addend`, of x normalised if there is a norm."""
 
 
 class DeclaredMap(Protocol):

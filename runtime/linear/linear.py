@@ -103,9 +103,9 @@ class Linear:
         for addend in self.addends:
             if isinstance(addend, RidingAddend):
                 riding = addend.riding(x, batch) if norm is None and left is None else None
-                left = left or riding
                 if riding is None:
-                    residual = addend.add_normed_to(residual, x, batch, norm)
+                    residual = addend.add_to(residual, x, batch, norm)
+                left = left or riding
                 continue
             if norm is not None and normed is None:
                 normed = ops.rms_norm(x, norm.weight, norm.eps)

@@ -65,11 +65,7 @@ class LowRankMap:
         assert batch.adapters is not None, "a batch without adapters does not come here"
         return LowRank(self.slots, x, batch.adapters, batch.computed)
 
-    def add_to(self, residual: Tensor | None, x: Tensor, batch: Batch) -> Tensor | None:
-        """See `Addend`."""
-        return ops.low_rank(x, batch, self.slots, residual=residual)
-
-    def add_normed_to(self, residual: Tensor | None, x: Tensor, batch: Batch, norm: RmsNorm | None) -> Tensor | None:
+    def add_to(self, residual: Tensor | None, x: Tensor, batch: Batch, norm: RmsNorm | None = None) -> Tensor | None:
         """See `RidingAddend`."""
         return ops.low_rank(x, batch, self.slots, residual=residual, norm=norm)
 

@@ -64,7 +64,7 @@ FIELDS = Fields(
 own rank in each part. ``parts [parts, 3]`` int32: a part's first output, its outputs, and its first block. ``starts``,
 ``active``, ``tokens``: of `group_kernel`. ``rank`` is the most that up has room for, ``stride`` the same in whole
 groups. Row 0 of the product is row ``first_row`` of x and out, its column 0 is the map's output ``first_column``."""
-SHRINK, EXPAND, NUM_SHRINKING = (FIELDS.offset(name) for name in ("shrink", "expand", "num_shrinking"))
+SHRINK, EXPAND = FIELDS.offset("shrink"), FIELDS.offset("expand")
 
 
 def _for_height(builder: ir.IRBuilder, height: ir.Value, most: int, emit: Callable[[int], None]) -> None:
