@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from runtime.bench.load.traces import Trace
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.fleet_steps import (
+from runtime.bench.scheduling.fleet_state import (
     ENGINE,
     GAP_BINS,
     GAP_RATIO,
@@ -26,10 +26,8 @@ from runtime.bench.scheduling.fleet_steps import (
     NONE,
     REQUEST,
     FleetState,
-    advance,
-    arrive,
-    go_on,
 )
+from runtime.bench.scheduling.fleet_steps import advance, arrive, go_on
 from runtime.bench.scheduling.roofline import Link
 from runtime.bench.scheduling.step_model import LinearStepModel
 from runtime.engine.sampling_params import SamplingParams

@@ -3,91 +3,20 @@
 An engine decides here as `Scheduler` does with its default batching and policy: all decodes, then chunks of prompts in
 the order of arrival up to a budget, blocks of all known tokens at the start and one more when the last is full, the
 latest request preempted when none is free (a test compares the times of both). Beyond it, a budget may be a step's
-time instead of its tokens, and a sequence may come with its prompt computed elsewhere. Pages of prompts are cached by
-the trace's hashes, least recently used first out; those of answers and of requests without hashes are not.
+time instead of its tokens, and a sequence may come with its prompt computed elsewhere.
 
-All engines lie in one array of records, all requests in another. `advance` runs the earliest step until a time, or
-until requests have their first token and somebody must say which engine goes on with them.
+`advance` runs the earliest step until a time, or until requests have their first token and somebody must say which
+engine goes on with them. Arguments are named as in `fleet_pages`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
-from numpy.typing import NDArray
 
 from numba_kernels.cache import njit
+from runtime.bench.scheduling.fleet_pages import found_blocks, make_room, place_pages, publish, release
+from runtime.bench.scheduling.fleet_state import GAP_BINS, GAP_RATIO, LEAST_GAP_S, NONE
 from runtime.bench.scheduling.step_model import BEYOND, KNEES
-
-NONE = -1
-GAP_BINS = 400
-LEAST_GAP_S = 1e-4
-GAP_RATIO = 1.04
-"""Bounds of the histogram of gaps between tokens: bin i begins at ``LEAST_GAP_S * GAP_RATIO**i``."""
-
-REQUEST = np.dtype(
-    [
-        ("arrival", "f8"), ("num_prompt", "i8"), ("num_output", "i8"), ("first_hash", "i8"), ("num_hashes", "i8"),
-        ("engine", "i8"),
-        ("ready", "f8"),  # its content has come
-        ("begun", "f8"),  # its first chunk
-        ("first", "f8"), ("last", "f8"),  # of its tokens
-        ("known", "i8"),  # tokens to be computed before the next one is drawn
-        ("computed", "i8"), ("produced", "i8"), ("num_published", "i8"),
-        ("num_pages", "i8"),  # that are not shared
-        ("until", "i8"),  # its engine's number of decoding steps at its end
-        ("next", "i8"),  # in its engine's queue
-        ("num_hit", "i8"), ("num_computed", "i8"), ("num_moved", "i8"), ("num_preemptions", "i8"),
-    ],
-    align=True,
-)  # fmt: skip
-ENGINE = np.dtype(
-    [
-        ("clock", "f8"), ("busy", "f8"), ("link_free", "f8"),
-        ("budget", "i8"),
-        ("step_s", "f8"),  # most seconds of a step with decodes and prompts; 0.0: the budget alone
-        ("capacity", "i8"), ("num_private", "i8"), ("num_present", "i8"), ("num_unused", "i8"),
-        ("first_waiting", "i8"), ("num_waiting", "i8"), ("first_coming", "i8"), ("partial", "i8"),
-        ("num_running", "i8"), ("num_decodes", "i8"), ("context", "i8"), ("num_decode_steps", "i8"),
-        ("num_steps", "i8"), ("num_tokens", "i8"), ("decode_tokens", "i8"), ("num_fresh", "i8"),
-    ],
-    align=True,
-)  # fmt: skip
-
-
-class FleetState(NamedTuple):
-    """Arrays of E engines, R requests and H hashes.
-
-    phases   [E, page] decodes by the place of their next token in its page, less their engine's steps. A new page
-             counts in ``num_private`` at once, in ``num_pages`` when the request leaves
-    heap     [E, rows, 2] decodes: the step of their end, their number
-    fresh    [E, rows] requests whose first token the last step drew
-    holds    one for each hash of each request: whether it holds that block on its engine
-    refs     [E, H] holders of a block, -1 if it is not there
-    older, newer  [E, H + 1] the order of blocks without a holder
-    log      [n, 2] requests that drew their first token (0) or ended (1)
-    changes  [n, 3] engine, hash, 1 if it is there now
-    counts   used rows of log and changes, preemptions
-    """
-
-    engines: NDArray[Any]
-    requests: NDArray[Any]
-    hashes: NDArray[np.int32]
-    phases: NDArray[np.int64]
-    heap: NDArray[np.int64]
-    fresh: NDArray[np.int64]
-    holds: NDArray[np.uint8]
-    refs: NDArray[np.int32]
-    older: NDArray[np.int32]
-    newer: NDArray[np.int32]
-    log: NDArray[np.int64]
-    changes: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    gaps: NDArray[np.int64]
-    coefficients: NDArray[np.float64]  # of LinearStepModel
-    window: NDArray[np.float64]  # a window and the share of layers with it
-    sizes: NDArray[np.int64]  # tokens of a page and of a hash, rows
 
 
 @njit
@@ -121,131 +50,6 @@ def _context(window, context, num_decodes):  # type: ignore[no-untyped-def]
     """Tokens that decodes attend to; with a window all are taken to exceed it."""
     share = window[1]
     return (1.0 - share) * context + share * min(float(context), window[0] * num_decodes)
-
-
-@njit
-def _unlink(s, e, h):  # type: ignore[no-untyped-def]
-    older, newer = s.older[e, h], s.newer[e, h]
-    s.newer[e, older] = newer
-    s.older[e, newer] = older
-
-
-@njit
-def _put_newest(s, e, h):  # type: ignore[no-untyped-def]
-    end = s.refs.shape[1]
-    newest = s.older[e, end]
-    s.newer[e, newest], s.older[e, h] = h, newest
-    s.newer[e, h], s.older[e, end] = end, h
-
-
-@njit
-def _note_change(s, e, h, is_there):  # type: ignore[no-untyped-def]
-    number = s.counts[1]
-    s.changes[number, 0], s.changes[number, 1], s.changes[number, 2] = e, h, is_there
-    s.counts[1] = number + 1
-
-
-@njit
-def _free_pages(s, e):  # type: ignore[no-untyped-def]
-    engine = s.engines[e]
-    return engine.capacity - engine.num_private - engine.num_present * (s.sizes[1] // s.sizes[0])
-
-
-@njit
-def _make_room(s, e, needed):  # type: ignore[no-untyped-def]
-    """Evict unused blocks until so many pages are free; False if there are too few."""
-    per_hash = s.sizes[1] // s.sizes[0]
-    engine = s.engines[e]
-    if _free_pages(s, e) + engine.num_unused * per_hash < needed:
-        return False
-    end = s.refs.shape[1]
-    while _free_pages(s, e) < needed:
-        h = s.newer[e, end]
-        _unlink(s, e, h)
-        s.refs[e, h] = NONE
-        engine.num_unused -= 1
-        engine.num_present -= 1
-        _note_change(s, e, h, 0)
-    return True
-
-
-@njit
-def _hold(s, e, r, place):  # type: ignore[no-untyped-def]
-    """A request takes a block that is there."""
-    request = s.requests[r]
-    h = s.hashes[request.first_hash + place]
-    if s.refs[e, h] == 0:
-        _unlink(s, e, h)
-        s.engines[e].num_unused -= 1
-    s.refs[e, h] += 1
-    s.holds[request.first_hash + place] = 1
-
-
-@njit
-def _release(s, e, r):  # type: ignore[no-untyped-def]
-    """A request gives up all its pages, the last first."""
-    request, engine = s.requests[r], s.engines[e]
-    engine.num_private -= request.num_pages
-    request.num_pages = 0
-    for place in range(request.num_hashes - 1, -1, -1):
-        if s.holds[request.first_hash + place]:
-            s.holds[request.first_hash + place] = 0
-            h = s.hashes[request.first_hash + place]
-            s.refs[e, h] -= 1
-            if s.refs[e, h] == 0:
-                _put_newest(s, e, h)
-                engine.num_unused += 1
-    request.num_published = 0
-
-
-@njit
-def _publish(s, e, r):  # type: ignore[no-untyped-def]
-    """Full blocks of a prompt can be found from now on, unless another request has the same ones."""
-    request, engine = s.requests[r], s.engines[e]
-    size = s.sizes[1]
-    end = min(request.computed, request.num_prompt) // size
-    for place in range(request.num_published, min(end, request.num_hashes)):
-        index = request.first_hash + place
-        if s.holds[index]:
-            continue
-        h = s.hashes[index]
-        if s.refs[e, h] == NONE:
-            s.refs[e, h] = 1
-            s.holds[index] = 1
-            engine.num_present += 1
-            engine.num_private -= size // s.sizes[0]
-            request.num_pages -= size // s.sizes[0]
-            _note_change(s, e, h, 1)
-    request.num_published = max(request.num_published, end)
-
-
-@njit
-def _found(s, e, r, most_tokens):  # type: ignore[no-untyped-def]
-    """Blocks of a prompt's first tokens that an engine has."""
-    request = s.requests[r]
-    most = min(request.num_hashes, most_tokens // s.sizes[1], request.num_prompt // s.sizes[1])
-    count = 0
-    while count < most and s.refs[e, s.hashes[request.first_hash + count]] != NONE:
-        count += 1
-    return count
-
-
-@njit
-def _place(s, e, r, num_reserved):  # type: ignore[no-untyped-def]
-    """Give a request pages of all its known tokens, as far as they are not there; False if there are too few."""
-    request, engine = s.requests[r], s.engines[e]
-    page, size = s.sizes[0], s.sizes[1]
-    num_found = _found(s, e, r, request.known - 1)
-    for place in range(num_found):
-        _hold(s, e, r, place)
-    needed = -(-(request.known - num_found * size) // page)
-    if not _make_room(s, e, needed + num_reserved):
-        _release(s, e, r)
-        return False
-    request.num_pages = needed
-    engine.num_private += needed
-    request.num_published = num_found
-    return True
 
 
 @njit
@@ -345,7 +149,7 @@ def _preempt(s, e):  # type: ignore[no-untyped-def]
     else:
         _leave_decodes(s, e, place)
     request = s.requests[latest]
-    _release(s, e, latest)
+    release(s, e, latest)
     request.known = request.num_prompt + request.produced
     request.computed = 0
     request.num_preemptions += 1
@@ -363,7 +167,7 @@ def _grow(s, e):  # type: ignore[no-untyped-def]
     while True:
         phase = (-engine.num_decode_steps) % s.sizes[0]
         needed = s.phases[e, phase]
-        if not needed or _make_room(s, e, needed):
+        if not needed or make_room(s, e, needed):
             engine.num_private += needed
             return has_preempted
         has_preempted = True
@@ -397,12 +201,12 @@ def _admit_coming(s, e):  # type: ignore[no-untyped-def]
     while engine.first_coming != NONE and engine.num_running < s.sizes[2]:
         r = engine.first_coming
         request = s.requests[r]
-        if request.ready > engine.clock or not _place(s, e, r, engine.num_running):
+        if request.ready > engine.clock or not place_pages(s, e, r, engine.num_running):
             return
         engine.first_coming = request.next
         engine.num_running += 1
         request.computed = request.num_prompt
-        _publish(s, e, r)
+        publish(s, e, r)
         _join_decodes(s, e, r)
 
 
@@ -423,11 +227,11 @@ def _step(s, e, stops):  # type: ignore[no-untyped-def]
             r = engine.first_waiting
             if r == NONE or has_preempted or engine.num_running >= s.sizes[2]:
                 break
-            if not _place(s, e, r, engine.num_running):
+            if not place_pages(s, e, r, engine.num_running):
                 break
             s.requests[r].computed = s.requests[r].num_published * s.sizes[1]
             if _chunk(s, e, r, tokens, sequences, pairs) <= 0:
-                _release(s, e, r)
+                release(s, e, r)
                 s.requests[r].computed = 0
                 break
             engine.first_waiting = s.requests[r].next
@@ -474,7 +278,7 @@ def _step(s, e, stops):  # type: ignore[no-untyped-def]
     for index in range(num_done):
         r = s.fresh[e, index]
         request = s.requests[r]
-        _publish(s, e, r)
+        publish(s, e, r)
         request.produced += 1
         is_first = request.produced == 1
         if is_first:
@@ -489,7 +293,7 @@ def _step(s, e, stops):  # type: ignore[no-untyped-def]
             _join_decodes(s, e, r)
     engine.num_fresh = num_kept
     if engine.partial != NONE:
-        _publish(s, e, engine.partial)
+        publish(s, e, engine.partial)
     return True
 
 
@@ -504,7 +308,7 @@ def _log(s, r, kind):  # type: ignore[no-untyped-def]
 def _end(s, e, r):  # type: ignore[no-untyped-def]
     request = s.requests[r]
     request.last = s.engines[e].clock
-    _release(s, e, r)
+    release(s, e, r)
     s.engines[e].num_running -= 1
     _log(s, r, 1)
 
@@ -577,10 +381,10 @@ def go_on(s, e, targets, link, is_layerwise):  # type: ignore[no-untyped-def]
         if target == e:
             _join_decodes(s, e, r)
             continue
-        _release(s, e, r)
+        release(s, e, r)
         engine.num_running -= 1
         other = s.engines[target]
-        moved = request.num_prompt - _found(s, target, r, request.num_prompt - 1) * s.sizes[1]
+        moved = request.num_prompt - found_blocks(s, target, r, request.num_prompt - 1) * s.sizes[1]
         request.num_moved += moved
         sent = moved * link[2] + link[3]
         begin = request.begun if is_layerwise else now

@@ -5,16 +5,13 @@
     receiver → sender   its identity, the lease, the blocks that it expects
     sender → receiver   a refusal; or pages as they come, a sign of life each second between them, and the end
 
-A frame has lengths, a header in MessagePack and maybe pages, and a code that authenticates all of it by a key of the
-connection. Nothing is encrypted: `TcpTransport` takes private addresses alone. `SharedMemoryTransport` sends pages as
-descriptors of memory files over a Unix socket.
+Frames are authenticated, not encrypted (`runtime.engine.transfer.frames`), so `TcpTransport` takes private addresses
+alone. `SharedMemoryTransport` sends pages as descriptors of memory files over a Unix socket.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import ipaddress
 import logging
 import mmap
@@ -28,18 +25,16 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.messages import Source
 from runtime.engine.process.handshake import HandshakeError, answer, greet
+from runtime.engine.transfer.frames import Alive, End, Header, Mine, Refusal, Stream, Wanted, read_whole
 from runtime.engine.transfer.identity import Identity, RefusedError, TransferError
 from runtime.engine.transfer.transport import Arrived, Ended, Pages, StaleLeaseError
 from runtime.errors import InvalidArgumentError, XservError
-from runtime.kv.page_store import PageName
 from runtime.rank_notices import shared_memory
 
 logger = logging.getLogger("xserv.engine")
@@ -51,44 +46,6 @@ LEASE_S = 60.0
 """An offer that was not taken is dropped after so long."""
 MOST_CONNECTIONS = 64
 """Offers that are sent at once; further ones wait."""
-_MOST_HEADER_BYTES = 16 << 20
-_MOST_PAGE_BYTES = 1 << 33
-_HEAD = struct.Struct("<4sIQ16s")  # magic, bytes of the header, bytes of the pages, code
-_MAGIC = b"xkv1"
-
-
-class _Wanted(msgspec.Struct, tag=True):
-    identity: Identity
-    lease: str
-    block_ids: list[int]
-
-
-class _Mine(msgspec.Struct, tag=True):
-    identity: Identity
-
-
-class _Refusal(msgspec.Struct, tag=True):
-    reason: str
-    is_stale: bool
-
-
-class _Header(msgspec.Struct, tag=True):
-    pool: int
-    names: list[PageName]
-    page_bytes: list[int]
-
-
-class _Alive(msgspec.Struct, tag=True):
-    pass
-
-
-class _End(msgspec.Struct, tag=True):
-    pass
-
-
-_Message = _Wanted | _Mine | _Refusal | _Header | _Alive | _End
-T = TypeVar("T")
-_DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 
 @dataclass(slots=True)
@@ -229,15 +186,15 @@ class SocketTransport(ABC):
         try:
             with connection:
                 self.check_peer(connection)
-                stream = _Stream(connection, greet(connection, self._secret), self, is_sender=True)
+                stream = Stream(connection, greet(connection, self._secret), self, is_sender=True)
                 connection.settimeout(STALL_S)
-                stream.send(_Mine(self._identity))
-                wanted = stream.receive_a(_Wanted)
+                stream.send(Mine(self._identity))
+                wanted = stream.receive_a(Wanted)
                 try:
                     self._identity.check(wanted.identity)
                     offer = self._take(wanted)
                 except TransferError as error:
-                    stream.send(_Refusal(str(error), isinstance(error, StaleLeaseError)))
+                    stream.send(Refusal(str(error), isinstance(error, StaleLeaseError)))
                     return
                 lease = wanted.lease
                 self._send(stream, lease, offer)
@@ -248,7 +205,7 @@ class SocketTransport(ABC):
             with self._condition:
                 self._forget(lease)
 
-    def _take(self, wanted: _Wanted) -> _Offer:
+    def _take(self, wanted: Wanted) -> _Offer:
         with self._condition:
             offer = self._offers.get(wanted.lease)
             if offer is None or offer.is_taken:
@@ -258,7 +215,7 @@ class SocketTransport(ABC):
             offer.is_taken = True
             return offer
 
-    def _send(self, stream: _Stream, lease: str, offer: _Offer) -> None:
+    def _send(self, stream: Stream, lease: str, offer: _Offer) -> None:
         while True:
             with self._condition:
                 self._condition.wait_for(
@@ -274,10 +231,10 @@ class SocketTransport(ABC):
                     self._num_staged_bytes -= pages.num_bytes
                     self.num_sent_bytes += pages.num_bytes
             elif is_over:
-                stream.send(_End())
+                stream.send(End())
                 break
             else:
-                stream.send(_Alive())
+                stream.send(Alive())
 
     # The receiver's threads
 
@@ -292,10 +249,10 @@ class SocketTransport(ABC):
                     key = answer(connection, self._secret, source.address)
                 except HandshakeError as caught:
                     raise RefusedError(f"{source.address} and this engine do not share a key: {caught}") from None
-                stream = _Stream(connection, key, self, is_sender=False)
+                stream = Stream(connection, key, self, is_sender=False)
                 connection.settimeout(STALL_S)
-                theirs = stream.receive_a(_Mine).identity
-                stream.send(_Wanted(self._identity, source.lease, source.block_ids))
+                theirs = stream.receive_a(Mine).identity
+                stream.send(Wanted(self._identity, source.lease, source.block_ids))
                 self._identity.check(theirs)
                 self._receive(stream, arrived)
         except TransferError as caught:
@@ -310,20 +267,20 @@ class SocketTransport(ABC):
                 self._pulls.pop(source.lease, None)
         ended(error)
 
-    def _receive(self, stream: _Stream, arrived: Arrived) -> None:
+    def _receive(self, stream: Stream, arrived: Arrived) -> None:
         while True:
             message = stream.receive()
             match message:
-                case _Header(pool, names):
+                case Header(pool, names):
                     pages = Pages(pool, names, stream.receive_pages(message))
                     with self._condition:
                         self.num_received_bytes += pages.num_bytes
                     arrived(pages)
-                case _End():
+                case End():
                     return
-                case _Refusal(reason, is_stale):
+                case Refusal(reason, is_stale):
                     raise (StaleLeaseError if is_stale else TransferError)(reason)
-                case _Alive():
+                case Alive():
                     pass
                 case _:
                     raise TransferError("the peer sent a message that does not belong here")
@@ -352,7 +309,7 @@ class SocketTransport(ABC):
     def receive_planes(self, connection: socket.socket, num_bytes: int) -> NDArray[np.uint8]:
         """All planes' bytes."""
         found = np.empty(num_bytes, np.uint8)
-        _read(connection, found.data)
+        read_whole(connection, found.data)
         return found
 
     num_inline = 1
@@ -443,104 +400,6 @@ class SharedMemoryTransport(SocketTransport):
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-
-
-class _Stream:
-    """Frames over a connection. Each has a code over its number, its direction and its content."""
-
-    def __init__(self, connection: socket.socket, key: bytes, transport: SocketTransport, *, is_sender: bool) -> None:
-        self._connection, self._key, self._transport = connection, key, transport
-        self._is_sender = is_sender
-        self._num_sent = self._num_received = 0
-        self._code = b""
-        self._begun = hashlib.blake2b()
-
-    def send(self, message: _Message, planes: Sequence[NDArray[np.uint8]] = ()) -> None:
-        """Raises OSError."""
-        header = msgspec.msgpack.encode(message)
-        inline = planes if self._transport.num_inline else ()
-        num_bytes = sum(plane.nbytes for plane in inline)
-        code = self._start(self._num_sent, header, by_sender=self._is_sender)
-        for plane in inline:
-            code.update(plane.reshape(-1).data)
-        self._num_sent += 1
-        self._connection.sendall(_HEAD.pack(_MAGIC, len(header), num_bytes, code.digest()) + header)
-        if planes:
-            self._transport.send_planes(self._connection, planes)
-
-    def send_pages(self, pages: Pages) -> None:
-        """Raises OSError."""
-        sizes = [plane.shape[1] for plane in pages.planes]
-        self.send(_Header(pages.pool, list(pages.names), sizes), pages.planes)
-
-    def receive_a(self, kind: type[T]) -> T:
-        """The next message, of this kind. Raises OSError, `TransferError`."""
-        message = self.receive()
-        if not isinstance(message, kind):
-            raise TransferError(f"the peer sent {type(message).__name__} instead of {kind.__name__}")
-        return message
-
-    def receive(self) -> _Message:
-        """The next message, but for its pages. Raises OSError, `TransferError`."""
-        head = bytearray(_HEAD.size)
-        _read(self._connection, memoryview(head))
-        magic, num_header, num_bytes, self._code = _HEAD.unpack(head)
-        if magic != _MAGIC or num_header > _MOST_HEADER_BYTES or num_bytes > _MOST_PAGE_BYTES:
-            raise TransferError(f"the peer sent no frame, or one of {num_header:,} and {num_bytes:,} bytes")
-        header = bytearray(num_header)
-        _read(self._connection, memoryview(header))
-        self._begun = self._start(self._num_received, header, by_sender=not self._is_sender)
-        self._num_received += 1
-        try:
-            message = _DECODER.decode(header)
-        except msgspec.MsgspecError as error:
-            raise TransferError(f"the peer sent something else than a message: {error}") from None
-        expected = 0
-        if isinstance(message, _Header):
-            expected = _num_bytes(message) * self._transport.num_inline
-        if num_bytes != expected:
-            raise TransferError(f"the peer's frame has {num_bytes:,} bytes of pages, {expected:,} by its header")
-        if not num_bytes:
-            self._verify()
-        return message
-
-    def receive_pages(self, header: _Header) -> list[NDArray[np.uint8]]:
-        """By plane ``[num_pages, page_bytes]``. Raises OSError, `TransferError`."""
-        self._transport.check_form(header.pool, header.page_bytes)
-        count, num_bytes = len(header.names), _num_bytes(header)
-        data = self._transport.receive_planes(self._connection, num_bytes)
-        if self._transport.num_inline:
-            self._begun.update(data.data)
-            self._verify()
-        ends = np.cumsum([size * count for size in header.page_bytes]).tolist()
-        starts = [0, *ends]
-        return [data[a:b].reshape(count, size) for a, b, size in zip(starts, ends, header.page_bytes)]
-
-    def _start(self, number: int, header: bytes | bytearray, *, by_sender: bool) -> hashlib.blake2b:
-        code = hashlib.blake2b(struct.pack("<Q?", number, by_sender), key=self._key, digest_size=16)
-        code.update(header)
-        return code
-
-    def _verify(self) -> None:
-        if not hmac.compare_digest(self._begun.digest(), self._code):
-            raise TransferError("a frame was changed on its way: its code does not fit")
-
-
-def _num_bytes(header: _Header) -> int:
-    if not header.names or not header.page_bytes or min(header.page_bytes) < 1:
-        raise TransferError("the peer sent a frame without pages")
-    return len(header.names) * sum(header.page_bytes)
-
-
-def _read(connection: socket.socket, data: memoryview) -> None:
-    while data:
-        try:
-            count = connection.recv_into(data)
-        except TimeoutError:
-            raise TransferError(f"the peer has sent nothing for {STALL_S:g} s") from None
-        if not count:
-            raise TransferError("the peer has closed the connection: the transfer is truncated")
-        data = data[count:]
 
 
 def _write(descriptor: int, data: memoryview) -> None:
