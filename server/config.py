@@ -314,8 +314,8 @@ class ServerConfig:
     models_memory_bytes: Annotated[
         int | None,
         Option(
-            help="GiB that loaded models may take of each device; default: nine tenths of what is free at the start.",
-            about="bytes that loaded models may take of each device; None: nine tenths of what is free at the start",
+            help="GiB that loaded models may take of each device; default: 0.9 of a GPU, or of the host's free memory.",
+            about="bytes that loaded models may take of each device; None: 0.9 of a GPU, or of the host's free memory",
             heading=MODELS,
             flag=Flag(name="models_memory", kind=float, least=0.0, read=bytes_of_gib, write=gib_of_bytes),
         ),

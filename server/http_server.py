@@ -113,15 +113,16 @@ class HttpServer(uvicorn.Server):
                 await asyncio.wait_for(lifecycle.wait_idle(), GRACE_S)
 
     def _hang_up(self) -> None:
-        """On SIGHUP, reads the files of API keys again. A server without such files stops as on SIGTERM if its stdin is
-        a terminal, which was closed; elsewhere (`systemctl reload`) it only logs the signal."""
-        if self.app.config.api_key_files:
+        """On SIGHUP, reads the files of API keys and admin keys again. A server without such files stops as on SIGTERM
+        if its stdin is a terminal, which was closed; elsewhere (`systemctl reload`) it only logs the signal."""
+        if self.app.config.api_key_files or self.app.config.admin_key_files:
             self.app.keys.reload()
             self.app.admin_keys.reload()
         elif sys.stdin is not None and sys.stdin.isatty():
             self.handle_exit(signal.SIGTERM, None)
         else:
-            logger.info("SIGHUP changes nothing: there are no files of API keys to read again (--api-key-file)")
+            flags = "--api-key-file, --admin-key-file"
+            logger.info("SIGHUP changes nothing: there are no files of API keys to read again (%s)", flags)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called at each SIGINT and SIGTERM. (uvicorn's own raises them again at the end.)"""

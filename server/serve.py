@@ -42,8 +42,7 @@ _http_server = later("server.http_server")
 _hosting = later("server.hosting.application")
 _hosting_server = later("server.hosting.host_server")
 _settings = later("server.hosting.settings")
-
-"""The engine's process starts before they are imported, and imports its own modules meanwhile."""
+"""The engine's process starts before these are imported, and imports its own modules meanwhile."""
 
 logger = logging.getLogger("xserv.server")
 

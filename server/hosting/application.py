@@ -1,5 +1,5 @@
 """The Starlette application of several models: a router that finds each request's model, has it loaded, and hands the
-request to that model's own application, inside of the layers of all."""
+request to that model's own application. The layers around it are the server's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class HostApplication(ServerApplication):
     ) -> None:
         names = [each.names[0] for each in settings]
         super().__init__(names, routes(OPERATIONS_OF_SEVERAL), config, log_writer=log_writer, tracing=tracing)
-        self.hosted = self.state.host = Host(settings, config, self.lifecycle, start_engine)
+        self.hosted = self.state.host = Host(settings, config, self.state, start_engine)
         metrics = {model.name: model.app.state.metrics for model in self.hosted.models}
         self.state.registry = SeveralMetrics(metrics, self._own_metrics).registry
         self._beginning: asyncio.Task[None] | None = None

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from starlette.types import Scope
 
 from runtime.engine.make_client import StartingClient
-from server.adapters import parse_modules
-from server.config import ServerConfig
+from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError
 from server.hosting.facts import ModelFacts
 from server.hosting.hosted import HostedModel, StartEngine
 from server.hosting.memory import budgets, default_cache_bytes, expected_bytes, place_of
-from server.hosting.pool import ModelPool
+from server.hosting.pool import ModelPool, size
 from server.hosting.settings import ModelSettings
-from server.transport.exchange import Lifecycle
+from server.service import AppState
+
+logger = logging.getLogger("xserv.server")
 
 MOST_LISTED_NAMES = 20
 """In an error."""
@@ -35,10 +37,11 @@ class Host:
     """
 
     def __init__(
-        self, settings: Sequence[ModelSettings], config: ServerConfig, lifecycle: Lifecycle,
+        self, settings: Sequence[ModelSettings], config: ServerConfig, server: AppState,
         start_engine: StartEngine = StartingClient,
     ) -> None:  # fmt: skip
-        """Raises the errors of a device that is not there."""
+        """``server``: the state of the server around them. Raises `ServerConfigError` if no model fits, and the errors
+        of a device that is not there."""
         facts = [ModelFacts.of(each) for each in settings]
         places = [place_of(each) for each in settings]
         room = budgets(places, config.models_memory_bytes)
@@ -49,18 +52,15 @@ class Host:
             if (cache := default_cache_bytes(own, beside, place, room[place])) is not None:
                 own = replace(own, engine_options={**own.engine_options, "kv_cache_bytes": cache})
             expected = expected_bytes(own, known, place, room[place])
-            self.models.append(HostedModel(own, known, place, expected, lifecycle, all_names, start_engine))
+            self.models.append(HostedModel(own, known, place, expected, server, all_names, start_engine))
+        self._check_room(room)
         self.pool = ModelPool(
             self.models, room, most=config.models_max, wait_s=config.model_wait_s, drain_s=config.drain_timeout_s
         )
         self.created = int(time.time())
         self.started = asyncio.Event()
         self.failed: list[HostedModel] = []
-        self._owners = {
-            name: model
-            for model in self.models
-            for name in (*model.names, *parse_modules(model.settings.config.lora_modules))
-        }
+        self._owners = {name: model for model in self.models for name in model.all_names}
 
     @classmethod
     def of(cls, scope: Scope) -> Host:
@@ -83,6 +83,15 @@ class Host:
         message = f"The model {name[:200]!r} does not exist; this server has {listed}."
         raise ApiError(404, message, param="model", code="model_not_found")
 
+    def _check_room(self, room: Mapping[str, int]) -> None:
+        """Warns of models that can never be loaded. Raises `ServerConfigError` if none can."""
+        too_large = [each for each in self.models if each.expected_bytes > room[each.place]]
+        if len(too_large) == len(self.models):
+            least = min(too_large, key=lambda each: each.expected_bytes)
+            raise ServerConfigError(f"--models-memory is too small for every model: {_excess(least, room)}")
+        for each in too_large:
+            logger.warning("requests are refused, since --models-memory is too small: %s", _excess(each, room))
+
     async def load_first(self) -> None:
         """Loads the models of the start, in their order, as far as they fit."""
         for model in self.models:
@@ -92,3 +101,8 @@ class Host:
                 except ApiError:
                     self.failed.append(model)
         self.started.set()
+
+
+def _excess(model: HostedModel, room: Mapping[str, int]) -> str:
+    needed, budget = size(model.expected_bytes), size(room[model.place])
+    return f"the model {model.name!r} needs {needed} of {model.place}, where models may take {budget}"

@@ -26,8 +26,6 @@ from server.loading import LoadedModel, load, warm_up
 from server.observing.metrics import Metrics
 from server.openai_api.models import ModelStatus
 from server.service import AppState, Service, Shared
-from server.transport.auth import ApiKeys
-from server.transport.exchange import Lifecycle
 
 logger = logging.getLogger("xserv.server")
 
@@ -35,17 +33,16 @@ StartEngine = Callable[..., StartingClient]
 
 
 class ModelApplication(Starlette):
-    """The routes for one model, inside of the layers of `HostApplication`."""
+    """The routes for one model, inside of the layers of `HostApplication`, whose state is `server`."""
 
     state: AppState
 
-    def __init__(self, name: str, config: ServerConfig, lifecycle: Lifecycle) -> None:
+    def __init__(self, name: str, config: ServerConfig, server: AppState) -> None:
         super().__init__(routes=routes(), exception_handlers=EXCEPTION_HANDLERS)
         self.router.redirect_slashes = False
         self.config = config
         self.state = AppState()
-        self.state.lifecycle = lifecycle
-        self.state.admin_keys = ApiKeys((), config.admin_key_files)
+        self.state.lifecycle, self.state.admin_keys = server.lifecycle, server.admin_keys
         self.state.metrics = Metrics(name, None)
 
 
@@ -65,14 +62,14 @@ class HostedModel:
     """
 
     def __init__(
-        self, settings: ModelSettings, facts: ModelFacts, place: str, expected_bytes: int, lifecycle: Lifecycle,
+        self, settings: ModelSettings, facts: ModelFacts, place: str, expected_bytes: int, server: AppState,
         taken_names: Sequence[str] = (), start_engine: StartEngine = StartingClient,
     ) -> None:  # fmt: skip
         self.settings, self.facts, self.place = settings, facts, place
         self.names, self.name = settings.names, settings.names[0]
         self._taken_names = taken_names or settings.names
         self._modules = parse_modules(settings.config.lora_modules)
-        self.app = ModelApplication(self.name, settings.config, lifecycle)
+        self.app = ModelApplication(self.name, settings.config, server)
         self.expected_bytes = expected_bytes
         self.status: ModelStatus = "unloaded"
         self.is_leaving = self.has_failed = False

@@ -14,7 +14,8 @@ from server.hosting.places import HOST
 from server.hosting.settings import ModelSettings
 
 SHARE = 0.9
-"""Models' part of the memory that is free at the start; the rest is for what is neither weights nor KV."""
+"""Models' part of the host's memory that is free at the start, and of all of a GPU's. The rest is for what is neither
+weights nor KV cache."""
 
 
 def place_of(settings: ModelSettings) -> str:
@@ -25,10 +26,10 @@ def place_of(settings: ModelSettings) -> str:
 
 def budgets(places: Iterable[str], given: int | None) -> dict[str, int]:
     """Bytes that models may take of each place; of the host, too, which keeps the weights of those that sleep."""
-    return {place: int(SHARE * _free_bytes(place)) if given is None else given for place in {*places, HOST}}
+    return {place: int(SHARE * _memory_bytes(place)) if given is None else given for place in {*places, HOST}}
 
 
-def _free_bytes(place: str) -> int:
+def _memory_bytes(place: str) -> int:
     if place == HOST:
         return available_memory_bytes()
     device = Device.parse(place)

@@ -199,14 +199,16 @@ class ModelPool:
             holders = [each for each in self.loaded() if each is not model]
             others = [each for each in holders if each.settings.priority > model.settings.priority]
             if not self._fits(model, others):
-                raise no_room(model, others, self)
-            may_go = sorted((each for each in holders if each not in others), key=_eagerness)
-            is_short = not self._has_memory(model, self.loaded())  # else there are too many, and a sleeping one is none
-            victim = next((each for each in may_go if each.is_idle or (is_short and each.status == "sleeping")), None)
+                raise self._no_room(model, others, is_short=not self._has_memory(model, others))
+            is_short = not self._has_memory(model, holders)  # else too many are awake
+            lower = [each for each in holders if each not in others]
+            may_go = sorted(in_the_way(model, lower, is_short=is_short), key=_eagerness)
+            victim = next((each for each in may_go if each.is_idle or each.status == "sleeping"), None)
             if victim is None and time.monotonic() >= end_s:
-                raise no_room(model, may_go, self)
-            victim, was = victim or may_go[0], (victim or may_go[0]).status
-            if victim.status == "sleeping":
+                raise self._no_room(model, may_go, is_short=is_short)
+            victim = victim or may_go[0]
+            was = victim.status
+            if was == "sleeping":
                 await self._unload(victim)
             else:
                 await self._leave(victim, end_s)
@@ -222,6 +224,20 @@ class ModelPool:
     def _has_memory(self, model: HostedModel, others: Sequence[HostedModel]) -> bool:
         taken = sum(each.holds(model.place) for each in others if each is not model)
         return taken + model.expected_bytes <= self.budgets[model.place]
+
+    def _no_room(self, model: HostedModel, others: Sequence[HostedModel], *, is_short: bool) -> ApiError:
+        """503, with the models that would have to go; ``is_short``: of memory, else too many are awake."""
+        takes = f"it takes {size(model.expected_bytes)} of {size(self.budgets[model.place])}"
+        holders = in_the_way(model, others, is_short=is_short)
+        if not holders:
+            reason = f"{takes}, the memory that models may take (--models-memory)"
+            return ApiError(503, f"The model {model.name!r} does not fit: {reason}.", code="model_does_not_fit")
+        limit = takes if is_short else f"{self.most} models may be loaded at once (--models-max)"
+        why = "have a higher priority" if holders[0].settings.priority > model.settings.priority else "are answering"
+        held = ((each.name, each.holds(model.place) if is_short else each.held_bytes) for each in holders)
+        listed = ", ".join(f"{name!r} ({size(num_bytes)})" for name, num_bytes in held)
+        message = f"There is no room for the model {model.name!r}: {limit}. These would have to go and {why}: {listed}."
+        return ApiError(503, message, code="no_room_for_model", retry_after_s=10)
 
     async def _leave(self, model: HostedModel, end_s: float) -> None:
         """Puts the model away once no request holds it, if that is before `end_s`. Requests that come meanwhile
@@ -310,6 +326,12 @@ class ModelPool:
         task.add_done_callback(self._tasks.discard)
 
 
+def in_the_way(model: HostedModel, others: Sequence[HostedModel], *, is_short: bool) -> list[HostedModel]:
+    """Those of the others whose leaving helps the model: they hold memory of its place, if it ``is_short`` of that;
+    else they are awake."""
+    return [each for each in others if (each.holds(model.place) > 0 if is_short else each.status != "sleeping")]
+
+
 def _eagerness(model: HostedModel) -> tuple[int, float]:
     """The first to go has the lowest priority, and was not used for the longest time."""
     return model.settings.priority, model.last_used_s
@@ -319,21 +341,6 @@ def not_loadable(model: HostedModel, retry_after_s: float) -> ApiError:
     """503; the reason is in the log, since it may name files."""
     message = f"The model {model.name!r} could not be loaded; the server's log says why."
     return ApiError(503, message, code="model_not_loaded", retry_after_s=retry_after_s)
-
-
-def no_room(model: HostedModel, others: Sequence[HostedModel], pool: ModelPool) -> ApiError:
-    """503, with the models that would have to go."""
-    listed = ", ".join(f"{each.name!r} ({size(each.held_bytes)})" for each in others)
-    budget = pool.budgets[model.place]
-    of_budget = f"it takes {size(model.expected_bytes)} of {size(budget)}"
-    if not others:
-        reason = f"{of_budget}, the memory that models may take (--models-memory)"
-        return ApiError(503, f"The model {model.name!r} does not fit: {reason}.", code="model_does_not_fit")
-    if pool.most and len(pool.loaded()) >= pool.most:
-        of_budget = f"{pool.most} models may be loaded at once (--models-max)"
-    why = "have a higher priority" if others[0].settings.priority > model.settings.priority else "are answering"
-    message = f"There is no room for the model {model.name!r}: {of_budget}. These would have to go and {why}: {listed}."
-    return ApiError(503, message, code="no_room_for_model", retry_after_s=10)
 
 
 def size(num_bytes: int) -> str:

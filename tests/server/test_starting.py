@@ -21,6 +21,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import server.app
 import server.http_server
 import server.serve
 from models.errors import ModelLoadError
@@ -349,6 +350,18 @@ def test_a_hang_up_without_files_of_keys_ends_nothing_but_a_terminals_server(
     monkeypatch.setattr(server.http_server, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
     one._hang_up()
     assert ended == [signal.SIGTERM]
+
+
+def test_a_hang_up_reads_admin_keys_again_without_other_keys(tmp_path: Path) -> None:
+    file = tmp_path / "admin"
+    file.write_text("sk-old\n")
+    app = server.app.Application(["m"], ServerConfig(admin_key_files=(str(file),)))
+    one = object.__new__(server.http_server.HttpServer)
+    one.app = app
+    file.write_text("sk-new\n")
+    one._hang_up()
+    assert app.admin_keys.holder_of(b"sk-new") is not None
+    assert app.admin_keys.holder_of(b"sk-old") is None
 
 
 def test_keys_are_read_again_and_an_idle_server_ends_at_once(tiny_folder: Path, tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ class Fake:
 @dataclass
 class Served:
     http: httpx.Client
+    app: HostApplication
     host: Host
     url: str
     fakes: dict[str, Fake]
@@ -189,7 +190,7 @@ def hosting(folder: Path, fakes: list[Fake], **config: Any) -> Iterator[Served]:
         # httpx may close a connection that it has just given to another thread: it closes none here
         limits = httpx.Limits(max_keepalive_connections=200, max_connections=200, keepalive_expiry=None)
         with running(app) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S, limits=limits) as http:
-            yield Served(http, app.hosted, url, by_name)
+            yield Served(http, app, app.hosted, url, by_name)
     finally:
         for fake in fakes:
             fake.gate.set()

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server.config import ServerConfigError
 from server.hosting.pool import ModelPool
 from tests.server.hosting.hosts import ENCODER, Fake, Served, hosting
 from tests.waiting import wait_until
@@ -193,6 +194,47 @@ def test_one_that_may_not_wait_is_told_who_would_have_to_go(
         busy.engine.step_gate.set()
         assert [first.result().status_code, second.result().status_code] == [200, 200]
         assert served.says("next") == "next"
+
+
+def test_a_sleeping_one_neither_goes_nor_is_named_where_too_many_are_awake(
+    tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    fakes = [Fake("asleep", 20, cache_bytes=10), busy := Fake("busy", 20), Fake("next", 20)]
+    with hosting(tmp_path, fakes, models_max=1, model_wait_s=0.2) as served:
+        assert [served.says(name) for name in ("asleep", "busy")] == ["asleep", "busy"]
+        busy.engine.step_gate.clear()
+        (first,) = at_once(served, "busy", threads=threads)
+        wait_until(lambda: served.model("busy").num_open == 1)
+        answer = served.chat("next")
+        assert answer.json()["error"]["code"] == "no_room_for_model"
+        assert answer.json()["error"]["message"].endswith(
+            "(--models-max). These would have to go and are answering: 'busy' (20 bytes)."
+        )
+        assert served.status("asleep") == "sleeping"
+        busy.engine.step_gate.set()
+        assert first.result().status_code == 200
+
+
+def test_no_model_goes_for_memory_of_another_device(tmp_path: Path) -> None:
+    fakes = [Fake("beside", 40), Fake("first", 60), Fake("second", 60)]
+    with hosting(tmp_path, fakes) as served:
+        served.host.pool.budgets = {"cpu": 100, "cuda:0": 100}
+        for name in ("first", "second"):
+            served.model(name).place = "cuda:0"
+        for name in ("beside", "first", "second"):
+            assert served.says(name) == name
+        assert served.status("beside") == "loaded"
+
+
+def test_a_start_at_which_no_model_fits_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        pytest.raises(ServerConfigError, match=r"--models-memory .* 'less' needs 110 bytes of cpu, .* take 100 bytes"),
+        hosting(tmp_path, [Fake("more", 120), Fake("less", 110)]),
+    ):
+        pass
+    with hosting(tmp_path, [Fake("more", 120), Fake("fits", 10)]):
+        assert "'more' needs 120 bytes" in caplog.text
+        assert "'fits'" not in caplog.text
 
 
 def test_an_idle_one_goes_after_its_time(tmp_path: Path) -> None:

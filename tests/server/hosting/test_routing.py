@@ -145,6 +145,16 @@ def test_adapters_come_to_their_model(tmp_path: Path) -> None:
         assert served.http.post("/v1/load_lora_adapter?model=one", json=load).status_code == 400
 
 
+def test_admin_keys_are_the_servers_and_read_again_with_its_own(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text("sk-old\n")
+    with hosting(tmp_path, [Fake("one"), Fake("two")], admin_key_files=(str(file),)) as served:
+        key = {"Authorization": "Bearer sk-new"}
+        assert served.http.post("/sleep?level=3", headers=key).status_code == 403
+        file.write_text("sk-new\n")
+        served.app.admin_keys.reload()
+        assert served.http.post("/sleep?level=3", headers=key).status_code == 400  # admitted: only the level is wrong
+
+
 def test_a_generation_is_cancelled_by_its_name_whoever_runs_it(served: Served) -> None:
     served.says("two")
     engine = served.fakes["two"].engine
