@@ -30,7 +30,7 @@ MOST_LINES = {
     "runtime/bench": 11_618,
     "runtime": 3_549,
     "models": 19_949,
-    "server": 23_035,
+    "server": 23_054,
     "tokenizer": 7_581,
     "tools": 17_096,
 }
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_993
+MOST_WORDS = 40_006
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
