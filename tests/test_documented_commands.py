@@ -66,10 +66,8 @@ ELSEWHERE = {
         "python -m tools.gpu_check", "python -m tools.tune_kernels",
     ),
     "a server that runs until it is stopped": (
-        "make serve", "xserv serve", "xserv serve MODEL", "xserv serve MODEL --device cpu --tensor-parallel-size 2",
+        "make serve", "xserv serve", "xserv serve MODEL",
         "xserv serve MODEL --tensor-parallel-size 2", "xserv serve MODEL --pipeline-parallel-size 2",
-        "xserv serve MODEL --pipeline-parallel-size 2 --tensor-parallel-size 2",
-        "xserv serve MODEL --device emulated:sm_90a --tensor-parallel-size 2",
         "xserv serve MODEL --data-parallel-size 4 --ray-address auto",
         "xserv serve --data-parallel-size N --ray-address …",
         "xserv serve BAAI/bge-small-en-v1.5", "xserv serve BAAI/bge-reranker-v2-m3",
