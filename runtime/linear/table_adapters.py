@@ -55,6 +55,7 @@ class _Slots:
         self.name, self.rows, self.columns = name, rows, columns
         self.num_slots, self.rank = num_slots, rank
         self._options: LoadOptions | None = None
+        self._filled: set[int] = set()  # slots whose whole table is not zeros
 
     def allocate(self, options: LoadOptions) -> None:
         """Notes the type of pairs."""
@@ -75,6 +76,12 @@ class _Slots:
             low, rows = None, low
         assert rows is None or isinstance(rows, Rows)
         return low, rows
+
+    def _fills(self, slot: int, rows: Rows | None) -> bool:
+        """Whether a slot's whole table has to be written, with these rows or with zeros over another adapter's."""
+        had_rows = slot in self._filled
+        (self._filled.discard if rows is None else self._filled.add)(slot)
+        return had_rows or rows is not None
 
 
 class LowRankTable(_Slots):
@@ -125,7 +132,7 @@ class LowRankTable(_Slots):
             self._put(self._inner, slot, inner)
             same = DensePair(np.eye(self.rank, dtype=np.float32), outer)
             self._outer.write(slot, [None if low is None else same], None)
-        if self._whole is not None:
+        if self._whole is not None and self._fills(slot, rows):
             whole = np.zeros((self.rows, self.columns), np.float32)
             if rows is not None:
                 whole[rows.ids] = rows.values
@@ -187,7 +194,7 @@ class LowRankHead(_Slots):
                 pair = DensePair(low.down, low.up[self._own])
                 bias = None if low.bias is None else low.bias[self._own]
             self._low.write(slot, [pair], bias)
-        if self._whole is not None:
+        if self._whole is not None and self._fills(slot, rows):
             pair = None
             if rows is not None:
                 whole = np.zeros((self.rows, self.columns), np.float32)

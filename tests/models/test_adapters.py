@@ -148,8 +148,9 @@ def test_an_adapter_does_what_merged_weights_do(tmp_path: Path, case: str) -> No
     assert relative_error(logits_of(model, golden.prompt_ids, [0], 3)[0], merged) <= 1e-4
 
 
-def test_a_slot_is_overwritten_whole(tmp_path: Path) -> None:
-    model, golden = adapted(tmp_path, "llama", "cpu")
+@pytest.mark.parametrize("case", ["llama", "saved_tables", "many_tokens", "qwen3_moe_experts"])
+def test_a_slot_is_overwritten_whole(tmp_path: Path, case: str) -> None:
+    model, golden = adapted(tmp_path, case, "cpu")
     ids = golden.golden.prompt_ids
     model.addends.write(OWN, {})
     own, without = logits_of(model, ids, [OWN, WITHOUT], 3)
