@@ -24,7 +24,6 @@ from numba_kernels.cuda.experts.combine import adder
 from numba_kernels.cuda.gemm.epilogue import GATES, scale_element
 from numba_kernels.cuda.gemm.packed_stream import (
     DTYPE,
-    MOST_SHARED_BYTES,
     NUM_WORDS,
     ROWS,
     can_read,
@@ -47,6 +46,7 @@ WARPS = 8
 STREAMS = WARPS // 2  # parts of K of a block that multiplies gate and up
 MAX_CHOICES = 16  # of a token
 SQUARE_COLUMNS = 4
+MOST_SHARED_BYTES = 96 << 10  # of x
 BLOCKS = 2  # that multiply gate and up, of a multiprocessor
 _LEAST_ROUNDS = 2  # of as many blocks as run at once; with less, a new block for each tile spreads them better
 

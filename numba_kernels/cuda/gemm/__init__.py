@@ -7,16 +7,16 @@ result is rounded once. All arrays are C-contiguous; the residual may be y itsel
 
 A ladder of tiers, each in its own file, which lists its changes against the one before:
 
-    naive         one thread an element
-    tiled         tiles in shared memory
-    register      tiles in registers, 16-byte loads, two buffers
-    tensor_core   mma.sync, ldmatrix, cp.async in several stages (f16, bf16)
-    gemv          a row or two (f32: at most 8): the weight passes once
-    skinny      at most 64 rows: the weight streams through tensor cores (f16, bf16)
-    quantised_gemv    one to four rows times a packed weight, unpacked without a factor (bf16)
-    mixed_input  many rows times a packed weight: tensor_core's tiles, unpacked after shared memory (f16, bf16)
-    hopper        wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
-    hopper_packed hopper's rows times a packed weight, which warps of their own unpack into its stages
+    naive           one thread an element
+    tiled           tiles in shared memory
+    register        tiles in registers, 16-byte loads, two buffers
+    tensor_core     mma.sync, ldmatrix, cp.async in several stages (f16, bf16)
+    gemv            a row or two (f32: at most 8): the weight passes once
+    skinny          at most 64 rows: the weight streams through tensor cores (f16, bf16)
+    quantised_gemv  one to four rows times a packed weight, unpacked without a factor (bf16)
+    mixed_input     many rows times a packed weight: tensor_core's tiles, unpacked after shared memory (f16, bf16)
+    hopper          wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
+    hopper_packed   hopper's rows times a packed weight, which warps of their own unpack into its stages
 
 Beside them `w8a8` and, on Hopper, `hopper_bytes` multiply rows that were rounded to bytes (`dynamic_quantisation.py`,
 `rounded_norm.py`) by a weight of such.

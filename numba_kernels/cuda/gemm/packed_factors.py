@@ -56,7 +56,6 @@ class Factors:
     """Device functions that stage a row in shared memory, and take a step of 32 of K.
 
     Attributes:
-        rows: of x, 1, 2 or 4; lines 2 r and 2 r + 1 of `sums` are those of row r.
         num_x: products a step, each with an address of x of its own.
         planes: that a row is staged in, one after the other; the next row follows after `ROW_GAP`.
         plane_bytes: of each number in a plane.
@@ -67,12 +66,12 @@ class Factors:
         place: ``(target, padded, lane) -> address`` of the lane's first numbers, for the first product; the second
             one's are two rows on.
         step_taker: ``(first word of a slot, step) -> (parts, pairs, x_words, words, x_at)``, a device function.
-        settle: ``(sums, parts, upper, lower)``: a group's sums, times the scales of the weight's rows g and g + 8.
+        settle: ``(sums, parts, upper, lower)``: a group's sums, times the scales of the weight's rows g and g + 8, are
+            added to sums[2 r] and sums[2 r + 1], those of x's row r.
         finish: ``(sums, lane)``: reduces them over the lanes of a row of the weight, to lane 4 g.
         shift: a power of two that sums lack.
     """
 
-    rows: int
     num_x: int
     planes: int
     plane_bytes: int
@@ -88,12 +87,12 @@ class Factors:
 
 
 def factors_of(packing: Packing, rows: int = 1) -> Factors:
-    """Raises ValueError for a packing without one."""
+    """The functions for so many rows of x, 1, 2 or 4. Raises ValueError for a packing without them."""
     if packing.element in BYTE_ORDER:
         return _digits(packing.element, packing.lane_words, rows)
     if packing.element == "e4m3":
         return _halves(packing.element, packing.lane_words, rows)
-    raise ValueError(f"packing: one row of bfloat16 is not multiplied by {packing.element}")
+    raise ValueError(f"packing: rows of bfloat16 are not multiplied by {packing.element}")
 
 
 def _scaler(largest: int) -> Any:
@@ -210,7 +209,7 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
             sums[e] = total + shuffle_xor_f32(total, uint32(2))
 
     return Factors(
-        rows, num_x, _PLANES, 1, uint32, num_parts, _scaler(_LARGEST_WHOLE), stage, place, step_taker, settle, finish,
+        num_x, _PLANES, 1, uint32, num_parts, _scaler(_LARGEST_WHOLE), stage, place, step_taker, settle, finish,
         BYTES_SHIFT[element],
     )  # fmt: skip
 
@@ -273,17 +272,6 @@ def _halves(element: str, lane_words: int, rows: int) -> Factors:
             sums[e] = shuffle_xor_f32(sums[e - 4], uint32(1))
 
     return Factors(
-        rows,
-        1,
-        1,
-        2,
-        float32,
-        4,
-        _scaler(_LARGEST_HALF),
-        stage,
-        place,
-        step_taker,
-        settle,
-        finish,
+        1, 1, 2, float32, 4, _scaler(_LARGEST_HALF), stage, place, step_taker, settle, finish,
         SHIFTS[element, "f16"],
-    )
+    )  # fmt: skip

@@ -31,7 +31,6 @@ DTYPE = "bf16"  # of rows
 ROWS = 16  # of a weight, that a warp multiplies
 AHEAD = 4
 NUM_WORDS = 8 * AHEAD  # of a lane, in flight
-MOST_SHARED_BYTES = 96 << 10
 _FEW_SCALE_BYTES = 8  # of a lane's two rows and a slot: with more of them registers become few
 
 

@@ -43,7 +43,7 @@ BLOCK_WARPS = 16
 _UNDER_WAY_BYTES = BLOCK_WARPS * 4096  # of a block
 _START_S = 0.7e-6
 _NEXT_ROW_S = 0.2e-6, 1.2e-10  # that preparing each further row takes, and each of its numbers: by counts, not measured
-UNPACKING = {"u4": (254, 270, 372), "u8": (95, 95, 104), "e4m3": (334, 343, 343), "e2m1": (498, 593, 831)}
+UNPACKING = {"u4": (254, 270, 322), "u8": (95, 95, 104), "e4m3": (334, 343, 343), "e2m1": (498, 593, 831)}
 """Machine instructions of a warp for 4 KB of a weight, by its elements and `NUM_ROWS`."""
 _ENOUGH_BLOCKS = 96  # that fill a large GPU
 _SHARED_BYTES = {"sm_80": 162 << 10, "sm_90a": 225 << 10, "sm_100a": 225 << 10}  # of a block, less what ptxas rounds up

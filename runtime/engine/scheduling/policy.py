@@ -105,7 +105,6 @@ class Deadline(Policy):
 MOST_TENANTS = 4096
 """Tenants whose counters are kept. Beyond it idle ones are forgotten: at first those who would be lifted anyway."""
 
-
 _URGENT = -1.0
 """The first number in the order of a running sequence that goes before others."""
 
@@ -119,11 +118,6 @@ class _Tenant:
         self.counter = 0.0
         self.latest_start = -1
         self.waiting: list[Sequence] = []
-
-    @property
-    def place(self) -> tuple[float, int, Order]:
-        """Its place among the tenants who wait; of equal counters, the one that started longest ago is first."""
-        return self.counter, self.latest_start, self.waiting[0].order
 
 
 class FairShares(FirstComeFirstServed):
@@ -240,7 +234,8 @@ class FairShares(FirstComeFirstServed):
 
 
 def _place(tenant: _Tenant) -> tuple[float, int, Order]:
-    return tenant.place
+    """A tenant's place among those who wait; of equal counters, the one that started longest ago is first."""
+    return tenant.counter, tenant.latest_start, tenant.waiting[0].order
 
 
 def _order(sequence: Sequence) -> Order:
