@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_355,
     "runtime/linear": 3_144,
     "runtime/kv": 1_668,
-    "runtime/engine": 25_945,
+    "runtime/engine": 25_943,
     "runtime/text": 7_336,
     "runtime/llm": 1_935,
     "runtime/parallel": 1_995,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "runtime/bench": 11_618,
     "runtime": 3_549,
     "models": 19_949,
-    "server": 23_054,
+    "server": 23_055,
     "tokenizer": 7_581,
     "tools": 17_096,
 }

@@ -248,15 +248,14 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     mirostat_mu: float | None = None
     is_handed_over: bool = False
     offered: Source | None = None
+    begins_again: bool = False
+    weight_version: str = ""
+    num_restarts: int = 0
 
     @property
     def is_last(self) -> bool:
         """Whether no more of this choice comes from this engine."""
         return self.finish_reason is not None or self.is_handed_over
-
-    begins_again: bool = False
-    weight_version: str = ""
-    num_restarts: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -232,4 +232,5 @@ def _token_bytes(token_id: int, tokenizer: Tokenizer | None) -> bytes:
 
 
 def finite(logprob: float) -> float:
+    """The log probability, at least ``LEAST_LOGPROB``: JSON has no infinities."""
     return max(logprob, LEAST_LOGPROB)

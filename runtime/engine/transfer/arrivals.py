@@ -117,10 +117,9 @@ class Arrivals:
         """See `Arrived`."""
         check_names(pages)
         with self._condition:
-            has_room: Callable[[], bool] = lambda: (  # noqa: E731
-                lease not in self._arrivals or self._num_bytes + pages.num_bytes <= self._most_bytes
-            )
-            if not self._condition.wait_for(has_room, STALL_S):
+            if not self._condition.wait_for(
+                lambda: lease not in self._arrivals or self._num_bytes + pages.num_bytes <= self._most_bytes, STALL_S
+            ):
                 raise TransferError(f"more than {self._most_bytes:,} bytes of pages wait for their requests")
             arrival = self._arrivals.get(lease)
             if arrival is None:

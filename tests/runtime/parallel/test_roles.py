@@ -96,6 +96,10 @@ def test_engines_do_both_unless_steps_must_be_short() -> None:
     assert learned(4, 0.006, num_prompt=4000, num_output=20).num_prefill >= short.num_prefill
 
 
+def test_steps_may_be_short() -> None:
+    assert AutoRoles(2, weights_first, 0.5, 0.05, max_chunk=64).budgets == [64, 64]
+
+
 def test_answers_stay_where_every_engine_does_both() -> None:
     roles = learned(3, 0.05)
     loads = [EngineLoad(0, 9, 9000), EngineLoad(0, 1, 1000), IDLE]

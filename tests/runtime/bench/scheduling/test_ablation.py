@@ -27,6 +27,7 @@ from runtime.bench.scheduling.fleet_runs import Deployment, ServedModel, TracePr
 from runtime.bench.scheduling.measured_steps import read_models
 from runtime.bench.scheduling.roofline import LINKS, Link
 from runtime.bench.scheduling.step_model import LinearStepModel, StepFeatures
+from tests.runtime.commands.running import invoke
 
 MODEL = ServedModel("m", LinearStepModel((4e-3, 0.0, 2e-5, *[0.0] * 5, 0.0, 3e-8)), (0, 0.0), 4, 40_000, 16, 64, 1000.0)
 STEPS = Path(__file__).resolve().parents[4] / "docs/measurements/2026-11-30-step-times.json"
@@ -104,6 +105,27 @@ def test_a_report_has_a_cell_for_each_fleet_and_target() -> None:
     drawn = plot([report])
     assert drawn.count("<rect") == 1 + 2 * 3
     assert "4 engines, 0.3 s / 8 ms" in drawn
+
+
+@pytest.mark.parametrize(
+    ("engines", "budgets", "problem"),
+    [("2", "512", ""), ("1", "512", "at least 2"), ("2", "0", "each must be at least 1"), ("0", "512", "at least 2")],
+)
+def test_the_command(engines: str, budgets: str, problem: str, tmp_path: Path) -> None:
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    lines += [f"2026-11-30 10:00:{number:02}.0000000,{each.input_len},{each.output_len}"
+              for number, each in enumerate(trace(60).requests)]  # fmt: skip
+    (tmp_path / "trace.csv").write_text("\n".join(lines), encoding="utf-8")
+    drawn = tmp_path / "roles.svg"
+    status, text, errors = invoke(
+        "bench", "roles", str(tmp_path / "trace.csv"), "--steps", str(STEPS), "--engines", engines,
+        "--targets", "0.05/0.006", "--budgets", budgets, "--requests-per-engine", "30", "--plot", str(drawn),
+    )  # fmt: skip
+    assert (status == 0) == (problem == "")
+    assert problem in errors
+    if not problem:
+        assert "auto / better" in text
+        assert drawn.read_text(encoding="utf-8").count("<rect") == 1 + 3
 
 
 def test_arrivals_of_the_same_time_are_spread() -> None:
