@@ -176,6 +176,8 @@ class LowRankMaps:
             if isinstance(pair, Rows):
                 self._check_rows(module, pair)
                 continue
+            if pair.bias is not None and self.table is not None and module == self.table.name:
+                raise InvalidArgumentError(f"{module}: has a bias, which a token table has not", param=module)
             rank = len(pair.down)
             if pair.down.shape != (rank, inputs) or pair.up.shape != (outputs, rank):
                 raise InvalidArgumentError(

@@ -166,6 +166,8 @@ def test_a_heads_bias_is_added(tmp_path: Path, rank: int) -> None:
     down, up = (rng.standard_normal(shape).astype(np.float32) for shape in ((rank, inputs), (outputs, rank)))
     bias = rng.standard_normal(outputs).astype(np.float32)
     changes = {maps.head.name: Pair(down, up, bias)}
+    with pytest.raises(InvalidArgumentError, match="has a bias, which a token table has not"):
+        maps.check({maps.table.name: Pair(up.T, down.T, np.ones(inputs, np.float32))})
     maps.check(changes)
     maps.write(OWN, changes)
     maps.write(OTHER, {maps.head.name: Pair(down, up)})
