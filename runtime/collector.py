@@ -19,10 +19,16 @@ def hold_off() -> None:
     gc.set_threshold(_MOST_NEW, *_USUAL[1:])
 
 
+def keep() -> None:
+    """Have later collections pass over all objects that exist now. Called after imports, it leaves to `resume` those
+    of loading: 2,000 of an encoder instead of 150,000, half a millisecond instead of seventy."""
+    gc.freeze()
+
+
 def resume(*, collects: bool = False) -> None:
     """End the hold and freeze the objects that exist now (Numba's are many), so that no later collection scans them.
 
-    `collects` frees the cycles left by the start first, which takes a tenth of a second; for long-lived processes.
+    `collects` frees the cycles left by the start first, for long-lived processes: those made since `keep`.
     """
     if collects:
         gc.collect()

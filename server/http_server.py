@@ -18,7 +18,7 @@ import uvicorn
 from runtime import collector
 from runtime.engine.make_client import StartingClient
 from server.app import Application, ServerApplication
-from server.loading import LoadedModel, load
+from server.loading import LoadedModel, TokenizerAhead, load
 from server.transport.protocol import uvicorn_config
 
 logger = logging.getLogger("xserv.server")
@@ -138,10 +138,12 @@ class ModelServer(HttpServer):
 
     app: Application
 
-    def __init__(self, app: Application, engine: StartingClient, chat_template: str | None) -> None:
+    def __init__(
+        self, app: Application, engine: StartingClient, chat_template: str | None, ahead: TokenizerAhead | None = None
+    ) -> None:
         super().__init__(app, engine)
         self._engine = engine
-        self._chat_template = chat_template
+        self._chat_template, self._ahead = chat_template, ahead
 
     def begin_loading(self, loop: asyncio.AbstractEventLoop) -> None:
         # A daemon, so that an engine being built in this process does not block the exit.
@@ -149,7 +151,7 @@ class ModelServer(HttpServer):
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            model = load(self._engine, self.app.model_names, self.app.config, self._chat_template)
+            model = load(self._engine, self.app.model_names, self.app.config, self._chat_template, self._ahead)
             next_call = partial(self._take_up, model)
         except BaseException as error:
             next_call = partial(self.fail, error)

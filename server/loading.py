@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from models.checkpoints.model_files import open_model
 from models.configuration.generation_config import recommended_sampling
+from runtime.device.device import Device
 from runtime.engine.make_client import StartingClient
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
-from runtime.text.load import load_tokenizer
+from runtime.text.load import load_tokenizer, tokenizer_of
 from server.adapters import Adapters
 from server.config import ServerConfig
 from tokenizer import Tokenizer
+from tokenizer import warm_up as loops
+
+
+class TokenizerAhead:
+    """A model's tokenizer, which is read and tried on a thread of its own while the engine starts. If it needs compiled
+    loops that are not on disk yet, it is read when it is asked for: on the cpu the engine's process compiles them first
+    (`compile_ahead`). ``path`` is the model's, None for one that is still to be downloaded."""
+
+    def __init__(self, path: Path | None, chat_template: str | None, device: str) -> None:
+        self._path, self._chat_template, self._device = path, chat_template, device
+        self._read: Future[tuple[Tokenizer | None] | None] = Future()
+        threading.Thread(target=self._run, name="tokenizer", daemon=True).start()
+
+    def tokenizer(self, folder: Path) -> Tokenizer | None:
+        """Waits for it, or reads it, of the folder that the engine has loaded. Raises as `load_tokenizer`."""
+        read = self._read.result()
+        return load_tokenizer(folder, self._chat_template) if read is None else read[0]
+
+    def _run(self) -> None:
+        try:
+            self._read.set_result(None if self._path is None else self._found(self._path))
+        except BaseException as error:
+            self._read.set_exception(error)
+
+    def _found(self, path: Path) -> tuple[Tokenizer | None] | None:
+        files = open_model(path).tokenizer_files()
+        if files is None:
+            return (None,)
+        if loops.has_loops(files) and not loops.is_compiled() and Device.parse(self._device).kind == "cpu":
+            return None
+        tokenizer = tokenizer_of(files, self._chat_template)
+        tokenizer.encode("a")
+        return (tokenizer,)
 
 
 class ServerStartError(XservError):
@@ -38,13 +75,14 @@ class LoadedModel:
 
 
 def load(
-    engine: StartingClient, model_names: Sequence[str], config: ServerConfig, chat_template: str | None = None
-) -> LoadedModel:
-    """Waits for the engine and its first answer. Raises the errors of `StartingClient.wait`, `load_tokenizer`,
-    `warm_up` and `Adapters.of`."""
+    engine: StartingClient, model_names: Sequence[str], config: ServerConfig, chat_template: str | None = None,
+    ahead: TokenizerAhead | None = None,
+) -> LoadedModel:  # fmt: skip
+    """Waits for the engine and its first answer; the tokenizer may be read already. Raises the errors of
+    `StartingClient.wait`, `load_tokenizer`, `warm_up` and `Adapters.of`."""
     client = engine.wait()
     folder = Path(client.info.model_path)
-    tokenizer = load_tokenizer(folder, chat_template)
+    tokenizer = load_tokenizer(folder, chat_template) if ahead is None else ahead.tokenizer(folder)
     warm_up(client)
     adapters = Adapters.of(client, model_names, config)
     return LoadedModel(client, tokenizer, recommended_sampling(folder), adapters)

@@ -12,30 +12,27 @@ import logging
 import resource
 import socket
 import ssl
-import threading
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from models.checkpoints.hub import local_model, model_name
-from models.checkpoints.model_files import open_model
-from runtime.device.device import Device
+from runtime import collector
 from runtime.engine.make_client import StartingClient
-from runtime.errors import XservError
+from runtime.engine.process.spawning import WaitingProcess
 from runtime.later import later
 from runtime.text.load import read_chat_template
 from server.adapters import parse_modules
 from server.config import MODELS, OPTIONS, ServerConfig, ServerConfigError
-from server.loading import ServerStartError
+from server.loading import ServerStartError, TokenizerAhead
 from server.names import served_names
 from server.observing.logs import close_log, open_log
 from server.observing.tracing import open_tracing
 from server.transport.auth import ApiKeys
 from server.transport.origins import hosts_for, origins_for
 from server.transport.protocol import BACKLOG, RESERVED_CONNECTIONS
-from tokenizer import warm_up as tokenizer_warm_up
 
 _app = later("server.app")
 _http_server = later("server.http_server")
@@ -56,6 +53,7 @@ def serve(
     config: ServerConfig | None = None,
     in_process: bool = False,
     chat_template: str | None = None,
+    waiting: WaitingProcess | None = None,
     **engine_options: Any,
 ) -> None:
     """Serve a model, or several, until SIGINT or SIGTERM; then returns.
@@ -69,6 +67,7 @@ def serve(
                        `allowed_hosts`, and its own pages are allowed
     in_process         the engine in a thread of this process, not in one of its own; for debugging
     chat_template      a Jinja template, or a file that holds one, instead of the model's own
+    waiting            a process for the engine of one model, which the caller closes; None starts one
     engine_options     `start_client`'s, so `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
 
     Raises `ServerStartError`, `ServerConfigError`, and the errors of `start_client` and `Tokenizer.from_pretrained`:
@@ -90,7 +89,7 @@ def serve(
             check_adapters(own, is_enabled=bool(options.get("enable_lora")))
         listener = stack.enter_context(closing(listen(host, port)))
         first = several[0].model if several else only
-        local_model(first)
+        path = local_model(first)
         allow_connections(config.max_connections)
         names = [name for each in several for name in each.names] or names or [model_name(only)]
         tracing = None
@@ -104,13 +103,13 @@ def serve(
             stack.enter_context(closing(hosting.hosted.pool))
             server = _hosting_server.HostServer(hosting)
         else:
-            engine = stack.enter_context(closing(StartingClient(only, in_process=in_process, **engine_options)))
+            engine = stack.enter_context(
+                closing(StartingClient(only, in_process=in_process, waiting=waiting, **engine_options))
+            )
             app = _app.Application(names, config, log_writer=writer, tracing=tracing)
-            server = _http_server.ModelServer(app, engine, template)
-        is_textless = first is not None and Path(first).exists() and not open_model(first).has_tokenizer()
-        if not in_process and not is_textless:  # while the engine's process starts, this one is idle
-            device = engine_options.get("device", "auto")
-            threading.Thread(target=_warm_up_tokenizer, args=(device,), name="tokenizer", daemon=True).start()
+            ahead = None if in_process else TokenizerAhead(path, template, engine_options.get("device", "auto"))
+            server = _http_server.ModelServer(app, engine, template, ahead)
+        collector.keep()
         server.run(sockets=[listener])
 
 
@@ -141,13 +140,6 @@ def check_adapters(config: ServerConfig, *, is_enabled: bool) -> None:
         raise ServerConfigError("--lora-modules and --lora-root need --enable-lora")
     if config.lora_root is not None and not Path(config.lora_root).expanduser().is_dir():
         raise ServerConfigError(f"--lora-root {config.lora_root}: there is no such folder")
-
-
-def _warm_up_tokenizer(device: str) -> None:
-    """Warms the tokenizer up. On the cpu the engine's process compiles missing loops first (`compile_ahead`)."""
-    with suppress(XservError):  # a wrong device: the engine's start reports it
-        if tokenizer_warm_up.is_compiled() or Device.parse(device).kind != "cpu":
-            tokenizer_warm_up.warm_up()
 
 
 def check_files(config: ServerConfig, prefix_cache_dir: str = "") -> None:

@@ -19,6 +19,13 @@ def is_compiled() -> bool:
     return any(_cache.cache_folder(Path(__file__).parent / "bpe" / "encode_kernel.py").iterdir())
 
 
+def has_loops(files: TokenizerFiles) -> bool:
+    """Whether a tokenizer runs compiled loops. WordPiece's does not, unless its normalizer is Unigram's."""
+    model = files.tokenizer.get("model")
+    is_word_piece = isinstance(model, dict) and model.get("type") == "WordPiece"
+    return not is_word_piece or "Precompiled" in repr(files.tokenizer.get("normalizer"))
+
+
 def _byte_level() -> None:
     step = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     vocab = {letter: i for i, letter in enumerate(BYTE_TO_CHAR)}

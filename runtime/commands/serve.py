@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,6 +27,7 @@ class ServerOptions(_ServerFlags):  # type: ignore[misc]
         return ServerConfig(**values_of(self, OPTIONS))
 
 
+_spawning = later("runtime.engine.process.spawning")
 _serve = later("server.serve")
 _ray_serve = later("server.ray_serve")
 
@@ -78,20 +80,28 @@ def serve(
     model = options.pop("model", None)
     if models and model is not None:
         raise typer.BadParameter(f"the model {models[0]!r} is given beside --model {model!r}")
-    _serve.serve(
-        model or models or None,
-        host=host,
-        port=port,
-        served_model_name=served_model_name,
-        config=server.config(),
-        chat_template=chat_template,
-        max_waiting=max_waiting or server.max_connections,
-        max_waiting_tokens=max_waiting_tokens,
-        in_process=in_process,
-        hang_timeout_s=hang_timeout,
-        ray_address=ray_address,
-        **options,
-    )
+    config = server.config()
+    has_one_process = not in_process and ray_address is None and options.get("data_parallel_size", 1) == 1
+    is_several = len(models or ()) > 1 or config.models_config
+    with ExitStack() as stack:
+        waiting = None
+        if has_one_process and not is_several:  # its modules are imported while the server's are
+            waiting = stack.enter_context(_spawning.WaitingProcess())
+        _serve.serve(
+            model or models or None,
+            host=host,
+            port=port,
+            served_model_name=served_model_name,
+            config=config,
+            chat_template=chat_template,
+            max_waiting=max_waiting or server.max_connections,
+            max_waiting_tokens=max_waiting_tokens,
+            in_process=in_process,
+            hang_timeout_s=hang_timeout,
+            ray_address=ray_address,
+            waiting=waiting,
+            **options,
+        )
 
 
 def deploy(

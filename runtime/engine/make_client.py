@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runtime.engine.checks import check_seconds
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, RequestError
-from runtime.engine.process.child import Membership, Supervision
+from runtime.engine.process.child import EngineProcess, Membership, Supervision
 from runtime.engine.process.client import EngineClient
+from runtime.engine.process.spawning import WaitingProcess
 from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.engine.transfer.settings import transfer_settings
 from runtime.later import later
@@ -52,8 +54,8 @@ def start_client(
 
 
 class StartingClient:
-    """An engine that is starting; the arguments are ``start_client``'s. The constructor returns at once, and raises the
-    errors of options. An engine in this process starts in ``wait``."""
+    """An engine that is starting; the arguments are ``start_client``'s, and a process that is ``waiting`` to run it.
+    The constructor returns at once, and raises the errors of options. An engine in this process starts in ``wait``."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class StartingClient:
         in_process: bool = False,
         hang_timeout_s: float | None = None,
         ray_address: str | None = None,
+        waiting: WaitingProcess | None = None,
         **options: Any,
     ) -> None:
         if hang_timeout_s is not None:
@@ -94,7 +97,8 @@ class StartingClient:
             kind = _handing_fleets.HandingFleet if self._config.hands_over else _fleets.Fleet
             self._client = kind(model, supervision=supervision, places=places, waits=False, **options)
         else:
-            membership = Membership(transfer=transfer_settings(self._config))
+            launch = None if waiting is None else partial(EngineProcess, waiting=waiting)
+            membership = Membership(launch=launch, transfer=transfer_settings(self._config))
             self._client = ProcessEngineClient(
                 model, supervision=supervision, membership=membership, waits=False, **options
             )

@@ -24,8 +24,9 @@ import msgspec
 
 from runtime.engine.config import EngineConfig
 from runtime.engine.messages import RequestTimes, StepView
-from runtime.engine.process.child import COMMAND, EXIT_TIMEOUT_S, EngineConnection
+from runtime.engine.process.child import EXIT_TIMEOUT_S, EngineConnection
 from runtime.engine.process.handshake import SECRET_BYTES, TIMEOUT_S, Listener, watch_connection
+from runtime.engine.process.spawning import ENGINE
 from runtime.engine.process.wire import FromEngine, Outputs, Pulse, RemoteRank, Start, frame
 from runtime.errors import XservError
 from runtime.later import later
@@ -58,7 +59,7 @@ class RayEngines:
     command  the command line of the engines' processes; for tests
     """
 
-    def __init__(self, config: EngineConfig, address: str = "auto", command: tuple[str, ...] = COMMAND) -> None:
+    def __init__(self, config: EngineConfig, address: str = "auto", command: tuple[str, ...] = ENGINE) -> None:
         self._config = config
         self._address = address
         self._command = command

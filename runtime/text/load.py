@@ -9,6 +9,7 @@ from runtime.errors import InvalidArgumentError
 from runtime.text_files import read_text_file
 from tokenizer import Tokenizer
 from tokenizer.errors import TokenizerFileError
+from tokenizer.loading import TokenizerFiles
 
 
 def load_tokenizer(model: str | Path, chat_template: str | None = None) -> Tokenizer | None:
@@ -18,8 +19,11 @@ def load_tokenizer(model: str | Path, chat_template: str | None = None) -> Token
     unreadable GGUF file.
     """
     files = open_model(model).tokenizer_files()
-    if files is None:
-        return None
+    return None if files is None else tokenizer_of(files, chat_template)
+
+
+def tokenizer_of(files: TokenizerFiles, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of files that were read; see `load_tokenizer`."""
     if chat_template is not None:
         files.chat_templates = {"default": chat_template}
     return Tokenizer.from_files(files)

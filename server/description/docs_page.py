@@ -10,10 +10,13 @@ from importlib.resources import files
 from typing import Any
 
 import msgspec
-from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from starlette.requests import Request
 from starlette.responses import Response
+
+from runtime.later import later
+
+jinja2 = later("jinja2")
 
 Json = dict[str, Any]
 
@@ -66,9 +69,9 @@ def page(document: Json) -> str:
 
 
 @cache
-def _template() -> Template:
+def _template() -> Any:
     text = files("server").joinpath("description", "docs.html").read_text(encoding="utf-8")
-    return Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
+    return jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(text)
 
 
 def _type(schema: Json) -> str:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-import jinja2
-
 from runtime.engine.admission import check_generates, prompt_of
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import ImageItem
 from runtime.engine.prompt_images import PreparedImage, image_places, place_images
 from runtime.engine.sampling_params import last_tokens
+from runtime.later import later
 from runtime.text.chat import chat_prompt
 from runtime.text.content import ImagePart, picture_text, plain_content, text_of
 from runtime.text.fill_in import FillInTokens, fill_in_prompt
@@ -29,6 +28,8 @@ from server.requests.structured import callable_tools
 from server.requests.thinking import effort_variables
 from server.service import Service
 from server.transport.typed import kinds_of
+
+jinja2 = later("jinja2")
 
 
 def template_messages(

@@ -23,11 +23,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import server.app
 import server.http_server
-import server.serve
+import tokenizer.warm_up
+from models.checkpoints.hub import BUNDLED_MODEL
 from models.errors import ModelLoadError
 from runtime.cli import app
+from runtime.text.load import read_tokenizer
 from server.config import ServerConfig, ServerConfigError
-from server.loading import ServerStartError, warm_up
+from server.loading import ServerStartError, TokenizerAhead, warm_up
 from server.names import served_names
 from server.serve import check_files, listen, serve
 from tests.models.encoder_cases import write_encoder
@@ -35,6 +37,7 @@ from tests.server.fake_engine import FakeEngineClient
 from tests.server.running import serving_process
 from tests.server.starting import StartingServer, starting_server
 from tests.waiting import TIMEOUT_S, wait_until
+from tokenizer.errors import TokenizerFileError
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 WITHOUT_THE_MODEL = {"/", "/api/version", "/health", "/ready", "/metrics", "/version", "/page/{name:path}"}
@@ -198,17 +201,34 @@ def test_the_drain_has_an_end(
 
 
 @pytest.mark.parametrize(
-    ("device", "is_compiled", "is_warmed"),
-    [("cpu", True, True), ("cpu", False, False), ("emulated", False, True), ("nonsense", False, False)],
-)
-def test_the_tokenizer_is_compiled_in_the_server_only_where_nobody_else_does(
-    monkeypatch: pytest.MonkeyPatch, device: str, is_compiled: bool, is_warmed: bool
+    ("kind", "device", "is_compiled", "is_ahead"),
+    [
+        ("BPE", "cpu", True, True), ("BPE", "cpu", False, False), ("BPE", "emulated", False, True),
+        ("WordPiece", "cpu", False, True), ("none", "cpu", False, True),
+    ],
+)  # fmt: skip
+def test_the_tokenizer_is_read_while_the_engine_starts_unless_that_compiles_its_loops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, device: str, is_compiled: bool, is_ahead: bool
 ) -> None:
-    calls: list[None] = []
-    stand_in = SimpleNamespace(is_compiled=lambda: is_compiled, warm_up=lambda: calls.append(None))
-    monkeypatch.setattr(server.serve, "tokenizer_warm_up", stand_in)
-    server.serve._warm_up_tokenizer(device)
-    assert bool(calls) == is_warmed
+    folder = BUNDLED_MODEL if kind == "BPE" else write_encoder(tmp_path, "bert")
+    if kind == "none":
+        (folder / "tokenizer.json").unlink()
+    monkeypatch.setattr(tokenizer.warm_up, "is_compiled", lambda: is_compiled)
+    ahead = TokenizerAhead(folder, None, device)
+    assert (ahead._read.result(TIMEOUT_S) is not None) == is_ahead
+    found = ahead.tokenizer(folder)
+    assert (found is None) == (kind == "none")
+    if found is not None:
+        assert found.encode("a text") == read_tokenizer(folder).encode("a text")
+
+
+def test_a_model_to_be_downloaded_and_a_tokenizer_that_is_not_readable(tmp_path: Path) -> None:
+    later = TokenizerAhead(None, "{{ 1 }}", "cpu").tokenizer(BUNDLED_MODEL)
+    assert later is not None
+    assert later.chat_templates == {"default": "{{ 1 }}"}
+    (write_encoder(tmp_path, "bert") / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(TokenizerFileError, match=r"tokenizer\.json"):
+        TokenizerAhead(tmp_path, None, "cpu").tokenizer(tmp_path)
 
 
 def test_a_port_in_use_is_said_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from runtime.engine.messages import TransferSettings
-from runtime.engine.process.spawning import connected_process, how_it_ended
+from runtime.engine.process.spawning import ENGINE, WaitingProcess, connected_process, how_it_ended
 from runtime.engine.process.wire import (
     FrameReader,
     FromEngine,
@@ -23,12 +23,8 @@ from runtime.engine.process.wire import (
     frame,
 )
 from runtime.engine.scheduling.block_events import BlockChanges
-from runtime.own_packages import python_module
 
 logger = logging.getLogger("xserv.engine")
-
-COMMAND = python_module("runtime.engine.process.main")
-"""The command line of the process, for Python."""
 
 READ_TIMEOUT_S = 1
 EXIT_TIMEOUT_S = 5.0
@@ -96,12 +92,13 @@ class EngineConnection:
 class EngineProcess(EngineConnection):
     """A process that starts and runs an engine, and the socket to it.
 
-    The thread that makes it must live as long as the process: on Linux that dies with its thread. Raises ``OSError`` if
-    the process cannot be started.
+    The thread that makes it must live as long as the process: on Linux that dies with its thread. The one that is
+    ``waiting`` is taken if it is still there. Raises ``OSError`` if the process cannot be started.
     """
 
-    def __init__(self, start: Start, command: Sequence[str] = COMMAND) -> None:
-        ours, self._process = connected_process(command)
+    def __init__(self, start: Start, command: Sequence[str] = ENGINE, *, waiting: WaitingProcess | None = None) -> None:
+        begun = None if waiting is None else waiting.take()
+        ours, self._process = begun or connected_process(command)
         super().__init__(ours)
         self.pid = self._process.pid
         self.send(frame(start))
@@ -138,7 +135,7 @@ class Supervision:
     healthy_s: float = 60.0
     hang_timeout_s: float = 600.0
     close_timeout_s: float = 15.0
-    command: tuple[str, ...] = COMMAND
+    command: tuple[str, ...] = ENGINE
 
 
 Launch = Callable[[Start], RunningEngine]
@@ -151,7 +148,7 @@ class Membership:
     """Settings of an engine that is one of several.
 
     name            in the log
-    launch          starts the process, or None for one on this machine
+    launch          starts the process, or None for a new one on this machine
     cores           its processors; all if empty
     routing_secret  keys the digests of ``on_blocks``
     on_blocks       called with changes of its block contents, on the supervisor's thread, before the outputs of

@@ -149,7 +149,9 @@ class ProcessServer:
             os.sched_setaffinity(0, start.cores)  # before threads are started, and counted
         reporter = Reporter(logger.info) if logger.isEnabledFor(logging.INFO) else SILENT
         _ahead.compile_ahead(start.model, start.config, reporter)
-        engine = _engines.engine_of(start.model, start.config, reporter, remote_ranks=start.remote_ranks)
+        engine_of = _engines.engine_of  # imported here
+        collector.keep()
+        engine = engine_of(start.model, start.config, reporter, remote_ranks=start.remote_ranks)
         if start.routing_secret is not None:
             engine.publish_blocks(start.routing_secret)
         if start.transfer is not None:

@@ -13,6 +13,11 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from runtime.own_packages import python_module
+
+ENGINE = python_module("runtime.engine.process.main")
+"""Python's command line of an engine's process."""
+
 SOCKET_BUFFER_BYTES = 1 << 20
 """Bytes that the kernel is asked to buffer for a slow reader; then the writer waits."""
 
@@ -43,6 +48,34 @@ def spawn(command: Sequence[str], descriptor: int, *inherited: int) -> subproces
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+class WaitingProcess:
+    """An engine's process that imports its modules while its parent imports its own, and waits for its first message.
+    Made on a thread that lives as long as the process. Raises ``OSError`` if it cannot be started."""
+
+    def __init__(self, command: Sequence[str] = ENGINE) -> None:
+        self._begun: tuple[socket.socket, subprocess.Popen[bytes]] | None = connected_process(command)
+        self._lock = threading.Lock()
+
+    def take(self) -> tuple[socket.socket, subprocess.Popen[bytes]] | None:
+        """Our end of its socket, and itself, for the first caller; then None."""
+        with self._lock:
+            begun, self._begun = self._begun, None
+        return begun
+
+    def close(self) -> None:
+        """End it unless it was taken."""
+        if (begun := self.take()) is not None:
+            begun[0].close()
+            begun[1].kill()
+            begun[1].wait()
+
+    def __enter__(self) -> WaitingProcess:
+        return self
+
+    def __exit__(self, *of_error: object) -> None:
+        self.close()
 
 
 def begin(description: str, *more: str) -> argparse.Namespace:

@@ -1,0 +1,227 @@
+"""Times an encoder's start, its memory beside the weights, and what a text costs over HTTP beyond `LLM.embed`.
+
+    python -m tools.serving.time_encoder [--rounds 7] [--requests 300] [--folder FOLDER] > times.json
+
+The model has all-MiniLM-L6-v2's shape, seeded weights and a WordPiece vocabulary of its size. In turns:
+
+server   from the start of the process `xserv serve` to the answer of the first `/v1/embeddings`, which follows a
+         `/health` of 200; the best and the median of the rounds, and the processor time of all its processes until then
+python   from the start of Python to the first vector of `LLM(FOLDER).embed`
+memory   of server and engine after some texts: the sum of their proportional set sizes less the weights
+requests one text of 20 tokens over one connection, in turns with `LLM.embed` in this process; text in, base64 out
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import http.client
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.bench.environment import finished
+from runtime.bench.memory import descendants, resident_bytes
+from runtime.bench.peers.encoders import SHAPES
+from runtime.llm.llm import LLM
+from runtime.own_packages import python_module
+
+SHAPE = SHAPES["minilm-l6"]
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+IN_PYTHON = """
+import sys
+from xserv import LLM
+assert LLM(sys.argv[1]).embed([sys.argv[2]])[0].outputs.embedding
+print(1, flush=True)
+"""
+
+
+def write_model(folder: Path) -> list[str]:
+    """A folder with weights, tokenizer and sentence-transformers' files; returns the words of its vocabulary."""
+    SHAPE.write(folder, 0, "float32")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    number_of_words = SHAPE.config["vocab_size"] - len(SPECIAL) - 2 * len(letters)
+    draw, words = random.Random(0), dict[str, None]()
+    while len(words) < number_of_words:
+        words["".join(draw.choices(letters, k=draw.randint(2, 8)))] = None
+    tokens = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *words]
+    special = [
+        {"id": number, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+        for number, name in enumerate(SPECIAL)
+    ]  # fmt: skip
+    ends = {name: [SPECIAL.index(name), name] for name in ("[SEP]", "[CLS]")}
+    written: dict[str, Any] = {
+        "tokenizer.json": {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
+            "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
+                           "strip_accents": None, "lowercase": True},
+            "pre_tokenizer": {"type": "BertPreTokenizer"},
+            "post_processor": {"type": "BertProcessing", "sep": ends["[SEP]"][::-1], "cls": ends["[CLS]"][::-1]},
+            "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+            "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                      "max_input_chars_per_word": 100, "vocab": {token: i for i, token in enumerate(tokens)}},
+        },
+        "tokenizer_config.json": {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
+        "modules.json": [
+            {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+            {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+            {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+        ],
+        "1_Pooling/config.json": {"word_embedding_dimension": SHAPE.config["hidden_size"],
+                                  "pooling_mode_mean_tokens": True},
+        "sentence_bert_config.json": {"max_seq_length": 256, "do_lower_case": False},
+    }  # fmt: skip
+    for name, content in written.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    return list(words)
+
+
+def processor_s(pids: Sequence[int]) -> list[float]:
+    """Processor time of each process so far, to a hundredth of a second."""
+    lines = [Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13] for pid in pids]
+    return [sum(map(int, each)) / os.sysconf("SC_CLK_TCK") for each in lines]
+
+
+class Served:
+    """A server on a free port, and one connection to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.begun_s = time.perf_counter()
+        command = [sys.executable, "-P", *python_module("runtime.cli"), "serve", str(folder), "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert "http://" in line, f"the server said {line!r}"
+        self.connection = http.client.HTTPConnection(line.partition("http://")[2].partition("/")[0])
+
+    def ask(self, method: str, path: str, body: str | None = None) -> bytes:
+        """The body of an answer, which has to be a 200."""
+        self.connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+        answer = self.connection.getresponse()
+        content = answer.read()
+        assert answer.status == 200, content
+        return content
+
+    def embed(self, body: str) -> bytes:
+        """The vector's bytes."""
+        return base64.b64decode(json.loads(self.ask("POST", "/v1/embeddings", body))["data"][0]["embedding"])
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *of_error: object) -> None:
+        self.connection.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+def start_of_server(folder: Path, body: str) -> tuple[float, float, float]:
+    """Seconds until `/health` answered, until the first vector, and of the processor."""
+    with Served(folder) as served:
+        served.ask("GET", "/health")
+        healthy_s = time.perf_counter() - served.begun_s
+        served.embed(body)
+        return healthy_s, time.perf_counter() - served.begun_s, sum(processor_s(descendants(served.process.pid)))
+
+
+def start_in_python(folder: Path, text: str) -> tuple[float, float]:
+    """Seconds from the start of a Python until its first vector, and of the processor until its end."""
+    before, begun_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", IN_PYTHON, folder, text], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"1\n", "the child failed"
+    seconds = time.perf_counter() - begun_s
+    process.communicate()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def timed_requests(folder: Path, text: str, body: str, number: int) -> dict[str, Any]:
+    """Milliseconds of a text over HTTP and in this process, in turns, of the clock and of the processor; and the
+    server's memory."""
+    llm = LLM(folder)
+    with Served(folder) as served:
+        pids = descendants(served.process.pid)
+        assert served.embed(body) == np.float32(llm.embed([text])[0].outputs.embedding).tobytes(), "the vectors differ"
+
+        def threads_s() -> float:
+            files = (file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+            return sum(int(file.read_text(encoding="utf-8").split()[0]) for file in files) / 1e9
+
+        def taken(embed: Callable[[], object], used_s: Callable[[], float]) -> tuple[float, float]:
+            used, start = used_s(), time.perf_counter()
+            embed()
+            seconds = time.perf_counter() - start
+            return seconds, used_s() - used
+
+        http_s, direct_s = [], []
+        for _ in range(number):
+            http_s.append(taken(lambda: served.embed(body), threads_s))
+            direct_s.append(taken(lambda: llm.embed([text]), time.process_time))
+        memory = [resident_bytes(pid) for pid in pids]
+    found: dict[str, Any] = {}
+    for name, times in (("http", http_s), ("direct", direct_s)):
+        clock, processor = zip(*times, strict=True)
+        found[name] = {
+            "median_ms": 1e3 * statistics.median(clock), "best_ms": 1e3 * min(clock),
+            "quartile_ms": 1e3 * statistics.quantiles(clock)[0],
+            "median_processor_ms": 1e3 * statistics.median(processor),
+        }  # fmt: skip
+    more = {name: found["http"][name] - found["direct"][name] for name in found["http"]}
+    weights = llm.client.info.weight_bytes
+    beside = sum(each["total"] for each in memory) - weights
+    return {**found, "more": more, "processes": memory, "weight_bytes": weights, "beside_weights_bytes": beside}
+
+
+def summary(times: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, Any]:
+    return {
+        name: {"best": min(each), "median": statistics.median(each), "all": each}
+        for name, each in zip(names, zip(*times, strict=True), strict=True)
+    }
+
+
+def measure(folder: Path, rounds: int, number: int) -> dict[str, Any]:
+    words = write_model(folder)
+    text = " ".join(random.Random(1).sample(words, 18))  # 20 tokens with [CLS] and [SEP]
+    body = json.dumps({"model": folder.name, "input": text, "encoding_format": "base64"})
+    start_of_server(folder, body)  # it compiles what is missing
+    start_in_python(folder, text)
+    servers, pythons, loads = [], [], [os.getloadavg()[0]]
+    for _ in range(rounds):
+        servers.append(start_of_server(folder, body))
+        pythons.append(start_in_python(folder, text))
+    requests = timed_requests(folder, text, body, number)
+    return {
+        "server": summary(servers, ("health_s", "first_vector_s", "processor_s")),
+        "python": summary(pythons, ("first_vector_s", "processor_s")),
+        "requests": requests,
+        "load": [*loads, os.getloadavg()[0]],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--folder", type=Path, help="where the model is written; default: a temporary folder")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = asked.folder or Path(name) / "minilm-l6"
+        print(json.dumps(finished(measure(folder, asked.rounds, asked.requests)), indent=1))
+
+
+if __name__ == "__main__":
+    main()
