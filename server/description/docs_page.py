@@ -65,7 +65,9 @@ def page(document: Json) -> str:
     def kind(schema: Json) -> Markup:
         return Markup(_type(schema))
 
-    return _template().render(info=document["info"], schemas=schemas, routes=routes, style=Markup(_STYLE), kind=kind)
+    style = Markup(_STYLE)
+    shown: str = _template().render(info=document["info"], schemas=schemas, routes=routes, style=style, kind=kind)
+    return shown
 
 
 @cache

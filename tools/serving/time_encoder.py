@@ -155,7 +155,9 @@ def timed_requests(folder: Path, text: str, body: str, number: int) -> dict[str,
     llm = LLM(folder)
     with Served(folder) as served:
         pids = descendants(served.process.pid)
-        assert served.embed(body) == np.float32(llm.embed([text])[0].outputs.embedding).tobytes(), "the vectors differ"
+        assert served.embed(body) == np.asarray(llm.embed([text])[0].outputs.embedding, np.float32).tobytes(), (
+            "the vectors differ"
+        )
 
         def threads_s() -> float:
             files = (file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
