@@ -56,7 +56,9 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     for _ in range(2):  # where nothing is compiled yet, the first one compiles, in processes of its own
         for each in notes.glob("[0-9]*"):
             each.unlink()
-        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        )
         with child:
             assert child.stdout is not None
             url = child.stdout.readline().split(" at ")[1].strip()
@@ -118,7 +120,7 @@ def test_a_waiting_process_that_nobody_takes_is_ended() -> None:
 @pytest.mark.parametrize("arguments", [["nothing/at/all"], ["nothing/at/all", "--max-num-seqs", "0"], ["--in-process"]])
 def test_a_start_that_fails_leaves_no_process(tmp_path: Path, arguments: list[str]) -> None:
     command = [sys.executable, "-m", "runtime.cli", "serve", *arguments, "--port", "0", "--api-key-file", "none.txt"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", timeout=TIMEOUT_S)
     assert done.returncode != 0
     assert done.stderr.startswith("xserv: error: "), done.stderr
     assert len(done.stderr.splitlines()) == 1  # run waits for all who have its pipes, so for the waiting process, too

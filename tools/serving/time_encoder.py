@@ -101,7 +101,9 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.begun_s = time.perf_counter()
         command = [sys.executable, "-P", *python_module("runtime.cli"), "serve", str(folder), "--port", "0"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
+        )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert "http://" in line, f"the server said {line!r}"
