@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 39_376,
-    "runtime/emulator": 16_980,
+    "numba_kernels": 39_694,
+    "runtime/emulator": 16_988,
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_355,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 19_949,
     "server": 23_093,
     "tokenizer": 7_588,
-    "tools": 17_327,
+    "tools": 17_420,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -110,6 +110,10 @@ class TensorMapLayout:
     offset: int = 0
 
 
+HALF_SHARED_BYTES = {"sm_90a": 111 << 10, "sm_100a": 111 << 10, "sm_120a": 48 << 10}
+"""Architectures with dependent launches, and the dynamic shared memory of a block that, with its static memory, leaves
+half of a multiprocessor to the next kernel of a decode step."""
+
 THREADS = 256  # of a block, at most
 MAX_BLOCKS = 8192  # of a flat grid: enough to fill any GPU several times
 MAX_GRID_ROWS = 65535  # the y axis of a grid

@@ -120,6 +120,7 @@ def test_machine_code_is_read_in_its_order() -> None:
     ptx += "griddepcontrol.wait;\nld.global.b32 {}"
     load, wait = "/*0000*/ LDG.E.128 R4, desc[UR4][R2.64] ;\n", "/*0010*/ ACQBULK ;\n"
     divides = "/*0000*/ RET.ABS.NODEC R20 0x0 ;\n.L_x_0:\n/*0010*/ BRA `(.L_x_0);\n"  # in front of the kernel
+    copy = "/*0000*/ UBLKCP [UR8], [UR4], UR6 ;\n"
     meet = "/*0020*/ MEMBAR.ALL.CTA ;\n/*0030*/ MEMBAR.ALL.GPU ;\n/*0040*/ UCGABAR_ARV ;\n"
     for code, facts in (
         (load + load + wait + load, MachineFacts(2, 0)), (load + wait + load + load, MachineFacts(2, 1)),
@@ -135,6 +136,8 @@ def test_machine_code_is_read_in_its_order() -> None:
     adds = "/*0050*/ ATOMS.ADD R1, [R2], R3 ;\n/*0060*/ ATOMG.E.EXCH.STRONG.GPU PT, R1, desc[UR4][R2.64], R3 ;\n"
     swaps = "/*0070*/ ATOMS.CAST.SPIN.64 P0, [R2], R4, R6 ;\n/*0080*/ ATOMG.E.CAS.STRONG.GPU PT, R1, [R2], R3, R4 ;\n"
     assert machine_facts("", parse_machine_code(adds + swaps)) == MachineFacts(num_swaps=2)
+    copies = parse_machine_code(copy + copy + wait + copy)
+    assert machine_facts("griddepcontrol.wait;", copies) == MachineFacts(num_early_copies=2)
     assert machine_facts("ld.global.b32 {}", parse_machine_code(load + meet.split("/*0040*/")[0])) == MachineFacts()
 
 
@@ -154,6 +157,20 @@ def test_weights_are_on_their_way_before_the_wait(name: str, num_early_loads: in
     assert facts.machine == MachineFacts(num_early_loads)
     if name.startswith("gemv") and "_1_" in name:
         assert facts.blocks_per_sm == gemv.ONE_ROW_BLOCKS
+
+
+@pytest.mark.skipif(nvdisasm_if_any() is None, reason="no nvdisasm: pip install nvidia-cuda-nvdisasm")
+@pytest.mark.parametrize("name", ["gemv_ring_bf16_bf16_1", "gemv_ring_bf16_bf16_2_silu"])
+@pytest.mark.exhaustive_cases("silu")
+def test_a_ring_is_filled_before_the_wait(name: str) -> None:
+    """By the machine code: bulk copies stand before griddepcontrol.wait, and two such kernels fit a multiprocessor."""
+    (kernel,) = (each for each in specialisations() if each.name == name)
+    (facts,) = examine(kernel, ("sm_90a",), KernelCache(), nvdisasm_if_any())
+    assert facts.offences() == []
+    assert facts.machine is not None
+    assert facts.machine.num_early_copies >= 2
+    assert facts.machine.num_early_loads == 0
+    assert facts.blocks_per_sm == 2
 
 
 @pytest.mark.skipif(nvdisasm_if_any() is None, reason="no nvdisasm: pip install nvidia-cuda-nvdisasm")

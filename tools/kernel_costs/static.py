@@ -39,6 +39,8 @@ from numba_kernels.cuda.gemm import (
     tensor_core,
     w8a8,
 )  # fmt: skip
+from numba_kernels.cuda.gemm.product import machine_of
+from numba_kernels.cuda.gemm.rings import gemv_ring
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.recurrent import chunk_factors, chunk_scan
@@ -61,13 +63,14 @@ _LOCAL = re.compile(r"\.local\b")
 _DYNAMIC = re.compile(r"\.extern\s+\.shared")
 _LOAD = re.compile(r"\bld\.global\b")
 _WAIT = "griddepcontrol.wait"
+_BULK = "cp.async.bulk.shared"
 _MEETS_OR_SWAPS = re.compile(r"\b(barrier\.cluster|atom|red)\b")
 _LABEL = re.compile(r"(?P<name>[$%\w]+):")
 _BRANCH = re.compile(r"^\s*(?P<guard>@!?%\w+\s+)?bra(?:\.uni)?\s+(?P<target>[$%\w]+);")
 _LEAVES = re.compile(r"^\s*(bra|ret|exit|trap)\b")
 _READS_WEIGHTS_EARLY = ("gemv_", "gemm_skinny_", "gemm_quantised_gemv_")
-"""Kernels of these names have their first loads of the weight on their way before the kernel in front has ended. (Those
-that the TMA feeds have its copies for that.)"""
+"""Kernels of these names have their first loads of the weight on their way before the kernel in front has ended, by
+loads or by bulk copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +82,36 @@ class MachineFacts:
         num_late_loads: how many of them ptxas has moved after it.
         num_device_fences: device-wide fences, in a kernel with clusters.
         num_swaps: compare-and-swap atomics, which a loop retries.
+        num_early_copies: bulk copies to shared memory before griddepcontrol.wait; one in a loop counts once.
     """
 
     num_early_loads: int = 0
     num_late_loads: int = 0
     num_device_fences: int = 0
     num_swaps: int = 0
+    num_early_copies: int = 0
+
+    @property
+    def reads_early(self) -> bool:
+        """Whether anything is read from device memory before griddepcontrol.wait."""
+        return self.num_early_loads + self.num_early_copies > 0
 
 
 def machine_facts(text: str, code: Sequence[MachineInstruction]) -> MachineFacts:
     """The facts of a kernel's PTX and machine code."""
     opcodes = [each.opcode for each in code]
-    num_early = num_there = 0
+    num_early = num_there = num_copies = 0
     if _WAIT in text:
-        num_early, num_there = num_early_loads(text), _num_early_loads_of_code(code)
+        num_early, num_there = num_early_loads(text), _num_early(code, "LDG")
+        num_copies = _num_early(code, "UBLKCP")
     meets = any(opcode.startswith("UCGABAR") for opcode in opcodes)
     fences = sum(opcode.startswith("MEMBAR") and not opcode.endswith(".CTA") for opcode in opcodes)
     swaps = sum(opcode.startswith("ATOM") and ".CAS" in opcode for opcode in opcodes)
-    return MachineFacts(num_early, max(0, num_early - num_there), fences if meets else 0, swaps)
+    return MachineFacts(num_early, max(0, num_early - num_there), fences if meets else 0, swaps, num_copies)
 
 
-def _num_early_loads_of_code(code: Sequence[MachineInstruction]) -> int:
-    """The number of loads from device memory that a kernel may execute before it waits for the previous grid.
+def _num_early(code: Sequence[MachineInstruction], opcode: str) -> int:
+    """The number of instructions of a kind that a kernel may execute before it waits for the previous grid.
     Specialised warps wait separately: a load may come after another one's wait. Division may be a function of its own,
     before the kernel, which ends with a branch to itself."""
     starts = [0, *(index + 1 for index, each in enumerate(code) if each.target == index)]
@@ -112,7 +123,7 @@ def _num_early_loads_of_code(code: Sequence[MachineInstruction]) -> int:
             each = code[index]
             if each.opcode.startswith("ACQBULK"):
                 break
-            count += each.opcode.startswith("LDG")
+            count += each.opcode.startswith(opcode)
             if each.target is not None:
                 waiting.append(each.target)
             if each.is_certain and each.opcode.startswith(("BRA", "EXIT")):
@@ -208,7 +219,7 @@ class StaticFacts:
         found = []
         if machine.num_late_loads:
             found.append(f"late: {machine.num_late_loads} of {machine.num_early_loads} early loads come after the wait")
-        elif not machine.num_early_loads and self.kernel.startswith(_READS_WEIGHTS_EARLY) and can_depend(self.arch):
+        elif self.kernel.startswith(_READS_WEIGHTS_EARLY) and can_depend(self.arch) and not machine.reads_early:
             found.append("late: no weight is loaded before the wait")
         if machine.num_device_fences and self.kernel.startswith("gemm"):
             found.append(f"fences: {machine.num_device_fences} of the whole device, in a product of clusters")
@@ -226,6 +237,9 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     """Bytes of dynamic shared memory in a kernel's plan; 0 for a kernel without."""
     name, constants = specialisation.name, specialisation.constants
     packing: Any = packing_of(str(constants.get("weight", "")))
+    if name.startswith("gemv_ring"):  # of 4,096 numbers
+        rows, machine = int(constants["rows"]), machine_of(arch)
+        return gemv_ring.ring_stages(machine, 4096, rows) * gemv_ring.RING_BYTES + 8192 * rows
     if name.startswith(("gemm_tensor_core", "experts_tensor_core")):
         return {str(tile): tile for tile in tensor_core.TILES}[constants["tile"]].shared_bytes
     if name.startswith("gemm_skinny"):
@@ -330,7 +344,8 @@ def _examine(
     blocks = blocks_per_sm(model, threads, code.num_registers, shared)
     machine = None
     if nvdisasm is not None:
-        tells_more = _MEETS_OR_SWAPS.search(text) or (_WAIT in text and num_early_loads(text))
+        reads = _WAIT in text and (num_early_loads(text) or _BULK in text)
+        tells_more = reads or _MEETS_OR_SWAPS.search(text)
         machine = machine_facts(text, disassemble(code.cubin, nvdisasm)) if tells_more else MachineFacts()
     return StaticFacts(
         specialisation.name, arch, threads, code.num_registers, code.stack_bytes,

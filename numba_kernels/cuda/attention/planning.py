@@ -20,16 +20,17 @@ from numba_kernels.cuda.attention import (
 from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.tiles import NO_WINDOW, WIDE, Variant
 from numba_kernels.cuda.attention.wide_tiles import SMALL, wide_tiles
-from numba_kernels.cuda.intrinsics.element_types import DTYPES
+from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.quantised_pages import PAGES
-from numba_kernels.cuda.specialisation import Launch, Specialisation
+from numba_kernels.cuda.specialisation import HALF_SHARED_BYTES, Launch, Specialisation
 
 TIERS = ("naive", "flash", "flash_hopper", "decode")
 _DECODE_ROWS = 16  # the largest tile of the decode kernels
 _MOST_VERIFIED = 8  # queries of a sequence that tries proposals
 _SPARSE = 4  # multiprocessors for each block of the flash tier from which on those cannot use all the bandwidth
 _DECODE_BLOCKS_PER_SM = 3  # what Hopper's shared memory holds for head dim 128
+_SHORT_BYTES = 32 << 20  # of a batch's keys and values: some 8 us on an H200
 _WAVES = 2  # of blocks, where one cannot hold them; four took 3 to 5 % longer (docs/measurements, 2026-11-26, an H200)
 _HOPPER_ROWS = 64  # with no more, half of a tile or more would be empty
 _MAX_GRID_YZ = 65535
@@ -204,7 +205,11 @@ def plan(
         shared_bytes = decode_tensor_core.shared_bytes(dtype, head_dim, num_rows, pages)
     tiles = min(num_seqs * -(-rows // num_rows), num_seqs + num_tokens * share // num_rows)  # of a KV head, at most
     most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
-    blocks_per_sm = _DECODE_BLOCKS_PER_SM if head_dim <= WIDE else 1
+    key_bytes = 2 * num_kv_heads * head_dim * (1 if pages else ITEM_BYTES[dtype])
+    # One block a multiprocessor leaves half of it to the next product, which brings its weights meanwhile. More blocks
+    # stream long sequences faster.
+    is_short = arch in HALF_SHARED_BYTES and num_seqs * most_keys * key_bytes <= _SHORT_BYTES
+    blocks_per_sm = _DECODE_BLOCKS_PER_SM if head_dim <= WIDE and not is_short else 1
     wanted = _wanted(tiles, num_kv_heads, num_sms * blocks_per_sm) if most_keys > parts.MIN_PART_KEYS else 0
     blocks = tiles + wanted
     attend = Launch(kernel, (blocks, num_kv_heads, 1), (kernel.max_threads, 1, 1), shared_bytes)

@@ -35,6 +35,7 @@ from numba_kernels.cuda.gemm.epilogue import (
     scale_element,
 )
 from numba_kernels.cuda.gemm.product import Machine, Product
+from numba_kernels.cuda.gemm.rings.gemv_ring import ring_kernel, ring_launch, ring_stages
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, vector_loader
@@ -281,6 +282,9 @@ def plan(product: Product, machine: Machine) -> Launch:
     warps = _team_warps(product.weight_rows, product.k, VECTOR_WIDTH[dtype] if is_aligned else 1)
     teams = BLOCK_WARPS // warps
     blocks = -(-product.weight_rows // (COLUMNS[rows] * teams))
+    if is_aligned and dtype != "f32" and ring_stages(machine, product.k, rows):
+        kernel = ring_kernel(dtype, product.out, rows, product.epilogue.activation)
+        return ring_launch(kernel, machine, blocks, (32, warps, teams), product.k)
     kernel = _kernel(dtype, product.out, rows, is_aligned, activation=product.epilogue.activation)
     return Launch(kernel, (blocks, 1, 1), (32, warps, teams))
 
@@ -292,4 +296,6 @@ def specialisations() -> Iterator[Specialisation]:
             for rows in COLUMNS:
                 if rows <= MAX_ROWS[dtype]:
                     yield _kernel(dtype, out_dtype, rows, True, activation=activation)
+                    if dtype != "f32":
+                        yield ring_kernel(dtype, out_dtype, rows, activation)
             yield _kernel(dtype, out_dtype, MAX_ROWS[dtype], False, activation=activation)

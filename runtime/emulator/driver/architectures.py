@@ -206,12 +206,20 @@ def blocks_per_sm(model: GpuModel, threads: int, registers: int, shared_bytes: i
     if threads < 1 or shared_bytes > model.shared_bytes_per_block:
         return 0
     warps = -(-threads // WARP_SIZE)
-    registers_per_warp = _up(registers * WARP_SIZE, _REGISTER_UNIT)
-    warps_by_registers = REGISTERS_PER_SM // registers_per_warp // _WARP_UNIT * _WARP_UNIT
-    shared = _up(shared_bytes + RESERVED_SHARED_BYTES_PER_BLOCK, _SHARED_UNIT)
+    warps_by_registers = REGISTERS_PER_SM // registers_of_block(1, registers) // _WARP_UNIT * _WARP_UNIT
     return min(
         model.blocks_per_sm,
         model.threads_per_sm // WARP_SIZE // warps,
         warps_by_registers // warps,
-        model.shared_bytes_per_sm // shared,
+        model.shared_bytes_per_sm // shared_of_block(shared_bytes),
     )
+
+
+def registers_of_block(threads: int, registers: int) -> int:
+    """Registers that a multiprocessor gives a block of so many threads with so many registers each."""
+    return -(-threads // WARP_SIZE) * _up(registers * WARP_SIZE, _REGISTER_UNIT)
+
+
+def shared_of_block(shared_bytes: int) -> int:
+    """Shared memory that a multiprocessor gives a block with so many static and dynamic bytes."""
+    return _up(shared_bytes + RESERVED_SHARED_BYTES_PER_BLOCK, _SHARED_UNIT)

@@ -55,6 +55,38 @@ def test_a_row_is_the_same_alone_and_beside_another(gpu, depth):
         assert_equal(product.run(gpu, "gemv", rows=slice(row, row + 1)), whole[row : row + 1])
 
 
+@pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "num_multiprocessors"),
+    [("bf16", "bf16", 132), ("bf16", "bf16", 2), pytest.param("f16", "f32", 3, marks=pytest.mark.exhaustive)],
+)
+def test_a_ring_gives_the_bits_of_registers(gpu, dtype, out_dtype, num_multiprocessors):
+    """From sm_90 on weights come through shared memory, and blocks take several tiles."""
+    for seed, sizes in enumerate(
+        ((1, 24, 2056), (2, 100, 1000), (1, 1, 8), (2, 129, 3072), (1, 300, 520), (2, 17, 64))
+    ):
+        product = case(sizes, dtype, out_dtype, bias=(None, "f32", dtype)[seed % 3], residual=seed % 2 == 0, seed=seed)
+        ring = plan("gemv", *sizes, dtype, out_dtype, arch="sm_90a", num_multiprocessors=num_multiprocessors)
+        registers = plan("gemv", *sizes, dtype, out_dtype)
+        assert ring.specialisation.name.startswith("gemv_ring_")
+        assert not registers.specialisation.name.startswith("gemv_ring_")
+        assert ring.grid[0] <= num_multiprocessors
+        out = product.run_launch(gpu, ring)
+        product.check(out)
+        assert_equal(out, product.run_launch(gpu, registers))
+
+
+def test_x_shares_a_ring_s_memory():
+    """A long row leaves fewer stages; where fewer than two are left, weights come through registers."""
+    stages = {
+        k: launch.shared_bytes - 2 * k if launch.specialisation.name.startswith("gemv_ring") else 0
+        for k in (4096, 12_288, 28_672, 40_000, 49_152)
+        for launch in [plan("gemv", 1, 64, k, "bf16", arch="sm_90a")]
+    }
+    ring = 1 << 14
+    assert stages == {4096: 6 * ring, 12_288: 5 * ring, 28_672: 3 * ring, 40_000: 2 * ring, 49_152: 0}
+
+
 def test_few_columns_and_a_long_sum_are_split_over_warps():
     blocks = {}
     for n, k in ((64, 8192), (1024, 8192), (50_257, 768), (8, 64)):

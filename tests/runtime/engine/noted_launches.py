@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +34,7 @@ class _NotingGpu(Gpu):
         driver = Driver(DryDriver(arch), cuda_bindings("the kernels' compiler"), arch=arch)
         driver.call("cuInit", 0)
         super().__init__(Device(f"emulated:{arch}"), driver, kernel_cache=KernelList())
-        self.noted: list[str] = []
+        self.noted: list[Launch | str] = []
 
     @contextmanager
     def captured(self, stream: Any) -> Any:
@@ -45,7 +45,7 @@ class _NotingGpu(Gpu):
     def launch(self, launch: Launch, *arguments: Any, stream: Any = None) -> None:
         super().launch(launch, *arguments, stream=stream)
         if self.stream_is_captured and 0 not in launch.grid:
-            self.noted.append(launch.specialisation.name)
+            self.noted.append(launch)
 
     def copy(self, target: int, source: int, size_bytes: int, stream: Any = None) -> None:
         super().copy(target, source, size_bytes, stream)
@@ -69,11 +69,26 @@ class _Zeros(DummyTensor):
 def kernels_of_a_decode_layer(
     config: Mapping[str, Any], *, num_seqs: int, arch: str = "sm_90a", has_adapters: bool = False
 ) -> tuple[str, ...]:
-    """The kernels of one layer in the graph that decodes so many sequences of a model, by its config.json, perhaps with
-    adapters. Meanwhile the process's device of that architecture does nothing."""
+    """The names of the kernels of `launches_of_a_decode_layer`."""
+    launches = launches_of_a_decode_layer(config, num_seqs=num_seqs, arch=arch, has_adapters=has_adapters)
+    return tuple(map(_name, launches))
+
+
+def launches_of_a_decode_layer(
+    config: Mapping[str, Any],
+    *,
+    num_seqs: int,
+    arch: str = "sm_90a",
+    has_adapters: bool = False,
+    weights: AbstractContextManager[Any] | None = None,
+) -> tuple[Launch | str, ...]:
+    """The launches of one layer in the graph that decodes so many sequences of a model, by its config.json, perhaps
+    with adapters; "copy" for each copy. Meanwhile the process's device of that architecture does nothing. `weights`
+    replaces the dummy ones."""
     gpu = _NotingGpu(arch)
-    dummy_weights = patch.object(models.checkpoints.dummy, "DummyTensor", _Zeros)
-    with gpu.installed(), tempfile.TemporaryDirectory() as folder, dummy_weights:
+    if weights is None:
+        weights = patch.object(models.checkpoints.dummy, "DummyTensor", _Zeros)
+    with gpu.installed(), tempfile.TemporaryDirectory() as folder, weights:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         engine = build_engine(
             folder, device=gpu.device.type, dtype="bfloat16", load_format="dummy", max_model_len=2048,
@@ -97,11 +112,16 @@ def kernels_of_a_decode_layer(
     return _repeated(noted)
 
 
-def _repeated(names: Sequence[str]) -> tuple[str, ...]:
+def _name(noted: Launch | str) -> str:
+    return noted if isinstance(noted, str) else noted.specialisation.name
+
+
+def _repeated(noted: Sequence[Launch | str]) -> tuple[Launch | str, ...]:
     """The longest run of names that stands twice or more, one after another."""
+    names = [_name(each) for each in noted]
     for length in range(len(names) // 2, 0, -1):
         for first in range(len(names) - 2 * length + 1):
             run = names[first : first + length]
             if names[first + length : first + 2 * length] == run:
-                return tuple(run)
+                return tuple(noted[first : first + length])
     raise ValueError("no launches repeat")

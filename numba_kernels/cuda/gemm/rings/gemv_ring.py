@@ -1,0 +1,245 @@
+"""`gemv` from sm_90 on, for aligned rows of 16 bits: the same sums in the same order, the weight by `warp_ring`.
+
+A block stays on its multiprocessor and takes one tile of columns after another, so that its warps' rings never run
+empty between tiles: while a tile's sums are added and stored, the next one's weights arrive. A stage holds 512 elements
+of K of two of a team's four columns. x is brought to shared memory once, by bulk copies, too.
+
+Threads: x lanes, y the warps of a team, z the teams of a block.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from numba import cuda, types
+
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, norm_scale, scale_element
+from numba_kernels.cuda.gemm.product import Machine
+from numba_kernels.cuda.gemm.rings.warp_ring import (
+    MOST_STAGES,
+    copy_in,
+    dynamic_shared_bytes,
+    next_stage,
+    stages_that_fit,
+    start_ring,
+)
+from numba_kernels.cuda.intrinsics import convert, mbarrier, memory
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import exchange, shuffle_xor_f32, sync_warp, warp_sum
+from numba_kernels.cuda.specialisation import Dim3, Launch, Specialisation
+
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+COLUMNS = 4  # of a team
+BLOCK_WARPS = 8
+TURNS, TURN = 2, 256  # parts of a step of a warp along K, and their elements: 8 of a lane
+STEP = TURNS * TURN
+PIECE_BYTES = 2 * STEP  # of a column in a stage
+STAGE_BYTES = 2 * PIECE_BYTES  # of a warp
+RING_BYTES = BLOCK_WARPS * STAGE_BYTES  # a stage of all warps
+
+
+@functools.cache
+def ring_kernel(dtype: str, out_dtype: str, rows: int, activation: str = "") -> Specialisation:
+    """The kernel for one row of x, or for two."""
+    finish = finisher(dtype, out_dtype)
+    unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
+    load_parts = memory.load_4xf32
+    is_gated, gated = activation != "", GATED.get(activation)
+    out_columns = COLUMNS // 2 if is_gated else COLUMNS
+    num_sums, num_x_words = rows * COLUMNS, rows * TURNS * 4
+    num_barriers, partial_floats, partial_rows = (
+        BLOCK_WARPS * MOST_STAGES + 1,
+        BLOCK_WARPS * num_sums,
+        BLOCK_WARPS * rows,
+    )
+    exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
+
+    @device_function
+    def ask(weight, n, k, first_column, position, pair, target, barrier):
+        """One lane: 512 elements, from a position of K on, of a pair of columns."""
+        num_bytes = uint32(min(uint32(STEP), uint32(k - position)) * uint32(2))
+        mbarrier.arrive_expecting(barrier, uint32(num_bytes * uint32(2)))
+        for e in range(2):
+            # Beyond the last row or column, the last one is computed again, and not stored.
+            if is_gated:  # the gate's two rows are a pair, and up's
+                row = uint32(min(uint32(first_column + uint32(e)), uint32(n - uint32(1))) + pair * n)
+            else:
+                row = min(uint32(first_column + pair * uint32(2) + uint32(e)), uint32(n - uint32(1)))
+            source = weight + (uint64(row) * uint64(k) + uint64(position)) * uint64(2)
+            copy_in(uint32(target + uint32(e * PIECE_BYTES)), source, num_bytes, barrier)
+
+    @device_function
+    def add_pair(sums, pair, x_words, stage_at, position, k, lane):
+        for i in range(TURNS):
+            if uint32(position + uint32(i * TURN) + lane * uint32(8)) < k:
+                for e in range(2):
+                    column = 2 * pair + e
+                    words = memory.shared_load_4xb32(uint32(stage_at + uint32(e * PIECE_BYTES + i * TURN * 2)))
+                    for w in range(4):
+                        low, high = unpack(words[w])
+                        for r in range(rows):
+                            x_low, x_high = unpack(x_words[(r * TURNS + i) * 4 + w])
+                            sums[r * COLUMNS + column] += x_low * low
+                            sums[r * COLUMNS + column] += x_high * high
+
+    def gemv_ring(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        shared = memory.shared_address(cuda.shared.array(0, uint32))
+        barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
+        partial = cuda.shared.array((2, partial_floats), float32)  # of this tile and the next: [warp, sum]
+        partial_squares = cuda.shared.array(partial_rows, float32)  # [warp, row]
+        lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
+        team_warps, teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
+        warp = uint32(rank + team * team_warps)
+        x_bytes = uint32(uint32(k * uint32(2)) * uint32(rows))
+        num_stages = uint32(uint32(dynamic_shared_bytes() - x_bytes) // uint32(RING_BYTES))
+        x_barrier, own = uint32(barriers + uint32(BLOCK_WARPS * MOST_STAGES * 8)), uint32(warp * num_stages)
+        ring = uint32(shared + own * uint32(STAGE_BYTES))
+        barriers = uint32(barriers + own * uint32(8))
+        x_shared = uint32(shared + num_stages * uint32(RING_BYTES))
+        step = uint32(team_warps * uint32(STEP))
+        first = uint32(uint32(cuda.blockIdx.x) * teams + team)  # of this team's groups of columns
+        stride, first_position = uint32(uint32(cuda.gridDim.x) * teams), uint32(rank * uint32(STEP))
+        groups = uint32((n + uint32(out_columns - 1)) // uint32(out_columns))
+
+        start_ring(barriers, num_stages, lane)
+        if warp == uint32(0) and lane == uint32(0):
+            mbarrier.init(x_barrier, uint32(1))
+            mbarrier.fence_init()
+        # What lane 0 asks for next; the same in all lanes. A warp beyond K asks for nothing.
+        asked, position, pair, stage = first, first_position, uint32(0), uint32(0)
+        # The block's first team decides how many tiles all of its teams have.
+        if first_position >= k:
+            asked = uint32(groups + team)
+        while stage < num_stages and uint32(asked - team) < groups:
+            if lane == uint32(0):
+                at, full = uint32(ring + stage * uint32(STAGE_BYTES)), uint32(barriers + stage * uint32(8))
+                ask(weight, n, k, uint32(asked * uint32(out_columns)), position, pair, at, full)
+            stage = uint32(stage + uint32(1))
+            pair ^= uint32(1)
+            if pair == uint32(0):
+                position = uint32(position + step)
+                if position >= k:
+                    asked, position = uint32(asked + stride), first_position
+
+        wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
+        launch_dependents()
+        if warp == uint32(0) and lane == uint32(0):
+            mbarrier.arrive_expecting(x_barrier, uint32(k * uint32(2) * m))
+            for r in range(rows):
+                if uint32(r) < m:
+                    at = uint32(x_shared + uint32(r) * k * uint32(2))
+                    copy_in(at, x + uint64(uint32(r)) * uint64(k) * uint64(2), uint32(k * uint32(2)), x_barrier)
+        if x_squares != uint64(0):
+            for r in range(rows):
+                squared = float32(0.0)
+                part = uint32(uint32(lane + warp * uint32(32)) * uint32(4))
+                while part < x_parts and uint32(r) < m:
+                    a, b, c, d = load_parts(x_squares + (uint64(r) * uint64(x_parts) + uint64(part)) * uint64(4))
+                    squared += (a + b) + (c + d)
+                    part = uint32(part + uint32(BLOCK_WARPS * 32 * 4))
+                squared = warp_sum(squared)
+                if lane == uint32(0):
+                    partial_squares[warp * uint32(rows) + uint32(r)] = squared
+        sync_block()
+        row, inside, scale = lane // uint32(COLUMNS), lane % uint32(COLUMNS), float32(1.0)
+        if x_squares != uint64(0) and row < uint32(rows):
+            squared = partial_squares[row]
+            for other in range(1, BLOCK_WARPS):
+                squared += partial_squares[row + uint32(other * rows)]
+            scale = norm_scale(squared, k, eps)
+        mbarrier.wait(x_barrier, uint32(0))
+
+        sums = cuda.local.array(num_sums, float32)
+        x_words = cuda.local.array(num_x_words, uint32)
+        stage, phase, turn, group = uint32(0), uint32(0), uint32(0), first
+        while uint32(group - team) < groups:
+            for i in range(num_sums):
+                sums[i] = float32(0.0)
+            at_k = first_position
+            while at_k < k:
+                for r in range(rows):
+                    for i in range(TURNS):
+                        inside_k = uint32(at_k + uint32(i * TURN) + lane * uint32(8))
+                        if inside_k < k and uint32(r) < m:
+                            address = uint32(x_shared + (uint32(r) * k + inside_k) * uint32(2))
+                            words = memory.shared_load_4xb32(address)
+                            for w in range(4):
+                                x_words[(r * TURNS + i) * 4 + w] = words[w]
+                        else:
+                            for w in range(4):
+                                x_words[(r * TURNS + i) * 4 + w] = uint32(0)
+                for p in range(2):
+                    mbarrier.wait(uint32(barriers + stage * uint32(8)), phase)
+                    at = uint32(ring + stage * uint32(STAGE_BYTES))
+                    add_pair(sums, p, x_words, uint32(at + lane * uint32(16)), at_k, k, lane)
+                    sync_warp()  # all lanes have read the stage
+                    if uint32(asked - team) < groups:
+                        if lane == uint32(0):
+                            full = uint32(barriers + stage * uint32(8))
+                            ask(weight, n, k, uint32(asked * uint32(out_columns)), position, pair, at, full)
+                        pair ^= uint32(1)
+                        if pair == uint32(0):
+                            position = uint32(position + step)
+                            if position >= k:
+                                asked, position = uint32(asked + stride), first_position
+                    stage, phase = next_stage(stage, phase, num_stages)
+                at_k = uint32(at_k + step)
+
+            exchange_16(sums, lane)
+            exchange_8(sums, lane)
+            exchange_4(sums, lane)
+            exchange_2(sums, lane)
+            exchange_1(sums, lane)
+            total = sums[0]
+            if team_warps > uint32(1):
+                if lane < uint32(num_sums):
+                    partial[turn, warp * uint32(num_sums) + lane] = total
+                sync_block()
+            if rank == uint32(0):
+                if lane < uint32(num_sums):
+                    for i in range(1, BLOCK_WARPS):
+                        if uint32(i) < team_warps:
+                            total += partial[turn, uint32(warp + uint32(i)) * uint32(num_sums) + lane]
+                total = scale_element(total, scale)
+                column = uint32(group * uint32(out_columns) + inside)
+                if is_gated:
+                    total = gated(total, shuffle_xor_f32(total, uint32(out_columns)))
+                value = float32(0.0)
+                if row < m and column < n and inside < uint32(out_columns):
+                    value = finish(bias, bias_is_f32, residual, out, n, row, column, total)
+                if not is_gated and squares != uint64(0):
+                    squared = value * value
+                    for i in range(2):
+                        squared += shuffle_xor_f32(squared, uint32(1 << i))
+                    if inside == uint32(0) and row < m and column < n:
+                        part_at = uint64(row) * uint64(n >> uint32(2)) + uint64(column >> uint32(2))
+                        memory.store_f32(squares + part_at * uint64(4), squared)
+            turn ^= uint32(1)
+            group = uint32(group + stride)
+
+    return Specialisation(
+        name=f"gemv_ring_{dtype}_{out_dtype}_{rows}{'_' if is_gated else ''}{activation}",
+        kernel=cuda.jit(gemv_ring),
+        argument_types=ARGUMENT_TYPES,
+        max_threads=BLOCK_WARPS * 32,
+        min_blocks=2,
+        min_capability=90,
+        constants={
+            "dtype": dtype, "out_dtype": out_dtype, "rows": rows, "activation": activation,
+            "square_columns": 0 if is_gated else COLUMNS,
+        },
+    )  # fmt: skip
+
+
+def ring_stages(machine: Machine, k: int, rows: int) -> int:
+    """The stages of a launch's rings; 0 where x leaves room for too few."""
+    return stages_that_fit(machine, RING_BYTES, 2 * rows * k) if k else 0
+
+
+def ring_launch(kernel: Specialisation, machine: Machine, tiles: int, block: Dim3, k: int) -> Launch:
+    """A launch over tiles of columns, with a ring that fits (`ring_stages`)."""
+    rows = int(kernel.constants["rows"])
+    shared_bytes = ring_stages(machine, k, rows) * RING_BYTES + 2 * rows * k
+    return Launch(kernel, (min(tiles, machine.num_multiprocessors), 1, 1), block, shared_bytes)

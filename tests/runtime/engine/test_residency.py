@@ -1,0 +1,47 @@
+"""Each kernel of a decode step leaves half of every multiprocessor, so the next one asks for its weights meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from numba_kernels.cuda.specialisation import Launch
+from runtime.device.kernel_cache import KernelCache
+from runtime.emulator.driver.architectures import H200
+from tests.runtime.engine.noted_launches import launches_of_a_decode_layer
+from tools.gpu.serving.models import IN_SHORT, MODELS, quick_weights_of
+from tools.kernel_costs.residency import Residency, residency
+
+pytestmark = pytest.mark.emulator
+
+TAKE_MORE = ("gemm_quantised_gemv_", "experts_packed_gather_", "route_normed_cluster_")
+"""Kernels of these names do not leave half yet."""
+exhaustive = pytest.mark.exhaustive
+
+
+def residencies(model: str, num_seqs: int) -> list[Residency]:
+    """Those of a layer's launches, for contexts of up to 2,048 tokens; the next layer's follow."""
+    config = (MODELS | IN_SHORT)[model] | {"num_hidden_layers": 4, "vocab_size": 512}
+    launches = launches_of_a_decode_layer(config, num_seqs=num_seqs, weights=quick_weights_of(model))
+    cache = KernelCache()
+    assert all(isinstance(each, Launch) for each in launches), "a copy stands between two kernels"
+    return [residency(each, H200, cache) for each in launches if isinstance(each, Launch)]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_seqs"),
+    [
+        ("qwen3-8b", 1), ("qwen3-8b int4", 1), ("gpt-oss-20b", 1),
+        *(pytest.param(*each, marks=exhaustive) for each in (
+            ("qwen3-8b", 2), ("qwen3-8b int4", 2), ("qwen3-8b fp8", 1), ("qwen3-8b fp8", 2), ("gpt-oss-20b", 2),
+            ("qwen3-0.6b", 1), ("qwen3-0.6b", 2),
+        )),
+    ],
+)  # fmt: skip
+def test_neighbours_fit_on_a_multiprocessor(model: str, num_seqs: int) -> None:
+    found = residencies(model, num_seqs)
+    take_more = {each.kernel for each in found if not each.takes_half(H200)}
+    assert take_more == {each.kernel for each in found if each.kernel.startswith(TAKE_MORE)}
+    for each, successor in zip(found, [*found[1:], found[0]], strict=True):
+        if each.kernel not in take_more and successor.kernel not in take_more:
+            assert each.leaves_room_for(successor, H200), f"{successor} beside {each}"
+            assert each.waves == 1
