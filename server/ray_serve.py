@@ -22,6 +22,7 @@ from runtime.text.load import load_tokenizer
 from server.app import Application, create_app
 from server.config import ServerConfig
 from server.loading import warm_up
+from server.responses_api.folder import folder_of, tenants_secret
 from server.serve import check_adapters, check_files
 
 ray = later("ray")
@@ -65,6 +66,8 @@ class Replica:
     """One server and its engine, in a process of Ray's."""
 
     def __init__(self, deployment: Deployment) -> None:
+        if (responses := folder_of(deployment.config)) is not None:
+            tenants_secret(responses)  # on this node, and before the model is loaded
         self._client = start_client(deployment.model, **deployment.engine_options)
         self._deployment = deployment
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -142,7 +142,8 @@ class ChatSession:
         self.tools = [calculator.TOOL] if calculates else None
         self.on_reasoning = on_reasoning
         self.has_template = llm.tokenizer is None or llm.tokenizer.has_chat_template
-        self.answer_format = AnswerFormat.of(llm.tokenizer, tool_call_parser="auto" if calculates else "none")
+        answer_format = AnswerFormat.of(llm.tokenizer)
+        self.answer_format = answer_format if calculates else replace(answer_format, tools=None)
         self.conversation = Conversation(system)
         self.attached: list[PreparedImage] = []
         self.given: dict[str, Any] = {}

@@ -10,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from server.config import ServerConfig, ServerConfigError
+from server.ray_serve import Deployment, Replica
 from server.responses_api.folder import ResponseFolder, tenants_secret
 from tests.server.conftest import Served, faked
 from tests.waiting import wait_until
@@ -145,6 +147,20 @@ def test_a_folder_that_others_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own" / "secret").write_bytes(b"short")
     with pytest.raises(ServerConfigError, match="has 5 bytes, must be 32"):
         tenants_secret(tmp_path / "own")
+
+
+def test_a_replica_of_ray_refuses_it_before_its_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Mock()
+    monkeypatch.setattr("server.ray_serve.start_client", started)
+    tmp_path.chmod(0o755)
+    with pytest.raises(ServerConfigError, match=r"responses_dir .* has mode 755"):
+        Replica(Deployment(model="m", engine_options={}, config=_config(tmp_path)))
+    started.assert_not_called()
+    tmp_path.chmod(0o700)
+    Replica(Deployment(model="m", engine_options={}, config=_config(tmp_path)))
+    started.assert_called_once()
 
 
 WRITER = """

@@ -32,9 +32,15 @@ class FakeTokenizer:
     def token_to_id(self, token: str) -> int | None:
         return None
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]], **options: Any) -> list[int]:
+    response_template = None
+
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = True,
+        *, tokenize: bool = True, **options: Any,
+    ) -> Any:  # fmt: skip
         text = "".join(f"{message['role']}:{message['content']};" for message in messages)
-        return [ord(character) for character in text + "assistant:" * options["add_generation_prompt"]]
+        text += "assistant:" * add_generation_prompt
+        return [ord(character) for character in text] if tokenize else text
 
 
 @dataclass

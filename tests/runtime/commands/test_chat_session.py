@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,15 @@ import pytest
 from runtime.commands.calculator import answer
 from runtime.commands.chat_session import COMMANDS, ChatSession, Conversation, Message, run_slash
 from runtime.engine.errors import RequestError
+from runtime.engine.messages import EngineOutput, EngineRequest, FinishReason
+from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import InvalidArgumentError, XservError
+from runtime.llm.job import Job
+from runtime.text.formats import AnswerFormat
+from runtime.text.pipeline import TextDelta
 from tests.runtime.commands.fakes import FakeLLM
+from tests.server.byte_tokenizer import write_byte_tokenizer
+from tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -42,6 +50,63 @@ def test_thoughts_are_shown_and_forgotten(llm: FakeLLM) -> None:
     assert thoughts == ["h", "m"]
     assert (session.stats.num_reasoning_tokens, session.stats.num_output_tokens) == (2, 5)
     assert session.conversation.messages()[-1] == {"role": "assistant", "content": "yes"}
+
+
+class ReadingLLM(FakeLLM):
+    """Its tokenizer's ids are bytes, and its answers are read as `LLM` reads them."""
+
+    def stream(
+        self, prompt: list[int], params: SamplingParams, *, answer_format: AnswerFormat, lora_request: None
+    ) -> Iterator[TextDelta]:
+        job = Job(
+            EngineRequest(request_id="a", prompt_token_ids=prompt, params=params), None, self.tokenizer, answer_format
+        )
+        ids = self.tokenizer.encode(self.reply(""), add_special_tokens=False)
+        for index, token_id in enumerate(ids):
+            reason: FinishReason | None = "length" if index == len(ids) - 1 else None
+            yield job.receive(
+                EngineOutput(
+                    request_id="a",
+                    index=0,
+                    new_token_ids=[token_id],
+                    num_prompt_tokens=len(prompt),
+                    finish_reason=reason,
+                )
+            )
+
+
+@pytest.mark.parametrize("calculates", [False, True])
+def test_answers_are_read_by_the_response_template(calculates: bool, llm: FakeLLM) -> None:
+    """With the calculator and without, whose calls are text."""
+    call = '<<call>>{"name": "calculator", "arguments": {"expression": "1+1"}}<</call>>'
+    replies = [f"((Hm.))Two:{call}", "2"]
+    folder = llm.model_path
+    write_byte_tokenizer(folder)
+    path = folder / "tokenizer_config.json"
+    template = {
+        "start_anchor": "<s>assistant:",
+        "fields": {
+            "reasoning_content": {"open": "((", "close": "))"},
+            "tool_calls": {
+                "open": "<<call>>", "close": "<</call>>", "repeats": True, "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {},
+        },
+    }  # fmt: skip
+    path.write_text(json.dumps({**json.loads(path.read_text()), "response_template": template}))
+    thoughts: list[str] = []
+    called: list[str] = []
+    reading = ReadingLLM(folder, lambda prompt: replies.pop(0), 10_000, Tokenizer.from_pretrained(folder))
+    session = ChatSession(
+        reading, calculates=calculates, on_reasoning=thoughts.append, on_call=called.append,  # type: ignore[arg-type]
+    )  # fmt: skip
+    text = "".join(session.answer("1+1?"))
+    assert "".join(thoughts) == "Hm."
+    if calculates:
+        assert (text, called) == ("Two:2", ['calculator({"expression": "1+1"}) = 2'])
+    else:
+        assert (text, called) == (f"Two:{call}", [])
 
 
 def test_stopped_answer_stays_as_far_as_it_got(llm: FakeLLM) -> None:
