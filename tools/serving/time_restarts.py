@@ -3,7 +3,8 @@
     python -m tools.serving.time_restarts models/demo models/demo_hybrid --rounds 6 > times.json
 
 The server and its engine run in this process, and are made anew for each restart, on which a small request comes first;
-three warm turns follow. The processor's time is that of the whole process, the client included.
+three warm turns follow. Questions have many lengths, so that no turn finds its step's shape recorded by another alone.
+The processor's time is that of the whole process, the client included.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from runtime import collector
 from runtime.bench.environment import describe_machine
 from runtime.engine.make_engine import build_engine
 from runtime.engine.process.thread_client import ThreadEngineClient
@@ -27,7 +29,7 @@ from server.app import create_app
 from tests.server.running import running
 from tokenizer import Tokenizer
 
-_NEW_TOKENS = 100
+_NEW_TOKENS = (60, 140)
 _WARM_TURNS = 3
 
 
@@ -44,6 +46,10 @@ def _text(tokenizer: Tokenizer, num_tokens: int, rng: random.Random) -> str:
     while len(ids := tokenizer.encode(text)) < num_tokens:
         text += " ".join(rng.choices(words, k=200)) + "\n"
     return tokenizer.decode(ids[:num_tokens])
+
+
+def _question(tokenizer: Tokenizer, rng: random.Random) -> dict[str, str]:
+    return {"role": "user", "content": _text(tokenizer, rng.randint(*_NEW_TOKENS), rng)}
 
 
 def _ask(http: httpx.Client, model: str, messages: list[dict[str, str]]) -> _Time:
@@ -75,12 +81,12 @@ def measure(model: Path, num_tokens: int, rounds: int) -> dict[str, Any]:
             client = ThreadEngineClient(build_engine(model, seed=0, **options))
             name = client.info.model_name
             with running(create_app(client, tokenizer)) as url, httpx.Client(base_url=url, timeout=600) as http:
-                _ask(http, name, [{"role": "user", "content": _text(tokenizer, _NEW_TOKENS, rng)}])
+                _ask(http, name, [_question(tokenizer, rng)])
+                collector.resume(collects=True)  # as a server does once it has started
                 time.sleep(0.3)
                 for turn in range(1 + _WARM_TURNS):
                     kind = "warm" if turn else "restored" if number else "cold"
-                    question = {"role": "user", "content": _text(tokenizer, _NEW_TOKENS, rng)}
-                    found[kind].append(_ask(http, name, [system, question]))
+                    found[kind].append(_ask(http, name, [system, _question(tokenizer, rng)]))
             client.close()
     medians = {
         kind: {each: round(statistics.median(getattr(time, each) for time in times), 4) for each in _Time._fields}

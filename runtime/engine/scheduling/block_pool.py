@@ -779,7 +779,8 @@ def pool_of(limits: EngineLimits) -> BlockPool:
 
 def by_page(blocks: Sequence[Sequence[T]], first_pages: Sequence[int]) -> list[T]:
     """The entries of these lists, one list a group, from each ``first_pages`` on, in page order."""
-    if len(blocks) == 1:
-        return list(blocks[0][first_pages[0] :])
-    pages = range(min(first_pages, default=0), max(map(len, blocks), default=0))
-    return [ids[page] for page in pages for ids, first in zip(blocks, first_pages) if first <= page < len(ids)]
+    filled = [(ids, first) for ids, first in zip(blocks, first_pages) if first < len(ids)]
+    if len(filled) == 1:
+        return list(filled[0][0][filled[0][1] :])
+    pages = range(min((first for _, first in filled), default=0), max((len(ids) for ids, _ in filled), default=0))
+    return [ids[page] for page in pages for ids, first in filled if first <= page < len(ids)]

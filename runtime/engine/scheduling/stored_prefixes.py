@@ -15,11 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.collector import NO_COLLECTION
 from runtime.engine.scheduling.block_events import with_pictures
 from runtime.engine.scheduling.block_pool import BlockPool, Chain, by_page
 from runtime.engine.scheduling.prefix_cache import CachedBlock, Salt, root_name
@@ -81,13 +83,14 @@ class _Asked(NamedTuple):
 @dataclass
 class _Restoring:
     """A prefix that is being read back: blocks for its stored pages by their keys, those that it shares with the pool,
-    and what is still to be read."""
+    what is still to be read, and the names of its full pages."""
 
     sequence: Choice
     wanted: _Wanted
     taken: dict[bytes, int]
     shared: list[int]
     runs: deque[PageRun]
+    names: list[PageName]
     num_read: int = 0  # pages of ``taken``
 
     @property
@@ -227,6 +230,10 @@ class StoredPrefixes:
         there are enough of them and one more for each of ``num_running`` sequences. If any of these runs, a part is
         read for each call. False while there is more: the sequence has to wait. ``may_begin``: whether free blocks may
         be written."""
+        with NO_COLLECTION:  # thousands of objects are made, and all stay
+            return self._restore(sequence, num_running, may_begin=may_begin)
+
+    def _restore(self, sequence: Choice, num_running: int, *, may_begin: bool) -> bool:
         if self._restoring is not None and self._restoring.sequence is not sequence:
             self.drop()
         if self._restoring is None and self._store.is_empty:
@@ -270,7 +277,7 @@ class StoredPrefixes:
         wanted = self._find(asked)
         if wanted is None:
             return None
-        shared = [each for each in self._all(wanted) if isinstance(each, int)]
+        shared = [each for each in chain(*wanted.blocks, wanted.states.values()) if isinstance(each, int)]
         pool.share(shared)
         needed = pool.by_pool(
             sum(isinstance(each, bytes) for each in ids) + isinstance(wanted.states.get(group), bytes)
@@ -284,12 +291,7 @@ class StoredPrefixes:
         for group, ids in enumerate(wanted.blocks):
             of_group = [*ids, *([wanted.states[group]] if group in wanted.states else [])]
             taken.update((key, next(fresh[pool.pools[group]])) for key in of_group if isinstance(key, bytes))
-        return _Restoring(sequence, wanted, taken, shared, deque(self._store.runs(list(taken))))
-
-    def _all(self, wanted: _Wanted) -> Iterator[int | bytes]:
-        """The wanted blocks in a sequence's order."""
-        yield from (each for each in by_page(wanted.blocks, [0] * len(wanted.blocks)))
-        yield from wanted.states.values()
+        return _Restoring(sequence, wanted, taken, shared, deque(self._store.runs(list(taken))), asked.names)
 
     def _record(self, work: _Restoring) -> None:
         """Record the blocks as those of a sequence that has just ended, and release them."""
@@ -301,16 +303,18 @@ class StoredPrefixes:
         blocks = [[*[NO_BLOCK] * first, *map(block_of, ids)] for first, ids in zip(wanted.first_pages, wanted.blocks)]
         for group, state in wanted.states.items():
             blocks[group] = [block_of(state)]
-        chain = Chain(work.sequence.chain.salt)
+        recorded = Chain(work.sequence.chain.salt)
         is_inside = bool(wanted.num_tokens % pool.block_size)
-        pool.record(chain, blocks, wanted.first_pages, wanted.num_tokens, work.sequence, is_final=is_inside)
-        for node in chain.nodes:
+        pool.record(recorded, blocks, wanted.first_pages, wanted.num_tokens, work.sequence, is_final=is_inside)
+        for node in recorded.nodes:
             each: CachedBlock | None = node
-            while each is not None and each.parent is not None and not each.is_noted:
-                each.is_noted = each.block_id is not None
+            for name in reversed(work.names[: recorded.num_blocks]):
+                assert each is not None, "it has fewer pages than were recorded"
+                each.stored_key, each.is_noted = name.key, each.is_noted or each.block_id is not None
                 each = each.parent
-        pool.release([block_of(each) for each in self._all(wanted)])
-        pool.forget(chain)
+        states = [blocks[group].pop() for group in wanted.states]
+        pool.release([*by_page(blocks, wanted.first_pages), *states])
+        pool.forget(recorded)
         self.num_restored += wanted.num_tokens - wanted.num_known
 
     def _read(self, work: _Restoring, most_bytes: float) -> None:
