@@ -6,6 +6,14 @@ from collections.abc import Sequence
 
 from server.config import ServerConfigError
 
+UNTAGGED = ":latest"
+"""The tag that Ollama, and so its clients, give to a name without one."""
+
+
+def tagged(name: str) -> str:
+    """A model's name as Ollama lists it: with a tag."""
+    return name if ":" in name else name + UNTAGGED
+
 
 def served_names(given: str | Sequence[str] | None) -> list[str]:
     """The model's names in the API, each once. Raises `ServerConfigError` for one that no request can contain."""

@@ -45,6 +45,7 @@ from server.errors import (
     unsatisfiable,
 )
 from server.loading import LoadedModel
+from server.names import UNTAGGED
 from server.observing.logs import FIELDS
 from server.observing.meter import RequestMeter
 from server.observing.metrics import Metrics
@@ -249,12 +250,12 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 unless `name` is one of the served model's; None means that one. An adapter's name is
         a 400: adapters only generate."""
-        if name in self.adapters:
+        if self.adapter_of(name) is not None:
             raise invalid("model", f"{name!r} is an adapter, which only generates text: name {self.model_name!r}.")
-        self.adapter_of(name)
 
     def adapter_of(self, name: str | None) -> AdapterRef | None:
         """The adapter of this name; None for the served model's own. Raises `ApiError` 404 for other names."""
+        name = None if name is None else self.own_name(name)
         adapter = self.adapters.get(name)
         if adapter is None and name is not None and name not in self.model_names:
             raise ApiError(
@@ -266,6 +267,12 @@ class Service:
                 code="model_not_found",
             )
         return adapter
+
+    def own_name(self, name: str) -> str:
+        """The served name that is meant: programs that know Ollama add the tag ":latest" to one without a tag, at all
+        routes."""
+        bare = name.removesuffix(UNTAGGED)
+        return bare if bare != name and ":" not in bare and bare in self.all_names else name
 
     @property
     def all_names(self) -> tuple[str, ...]:

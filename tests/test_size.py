@@ -21,18 +21,18 @@ MOST_LINES = {
     "runtime/backends": 3_355,
     "runtime/linear": 3_146,
     "runtime/kv": 1_668,
-    "runtime/engine": 25_979,
+    "runtime/engine": 25_990,
     "runtime/text": 7_340,
     "runtime/llm": 1_935,
     "runtime/parallel": 1_996,
     "runtime/images": 937,
-    "runtime/commands": 3_032,
+    "runtime/commands": 3_033,
     "runtime/bench": 11_618,
     "runtime": 3_555,
     "models": 19_949,
-    "server": 23_093,
+    "server": 23_096,
     "tokenizer": 7_588,
-    "tools": 17_420,
+    "tools": 17_426,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_998
+MOST_WORDS = 39_999
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

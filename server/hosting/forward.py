@@ -104,8 +104,8 @@ class Forward:
             return self._default(host)
         if not isinstance(name, str):
             raise invalid("model", "Invalid type for model: a string is expected.", "invalid_type")
-        if dialect_of(request.scope) == "ollama" and host.find(name) is None:
-            name = name.removesuffix(":latest")
+        if host.find(name) is None:
+            name = name.removesuffix(UNTAGGED)
         return host.named(name)
 
     def _default(self, host: Host) -> HostedModel:

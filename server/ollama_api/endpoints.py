@@ -23,7 +23,6 @@ from server.ollama_api.request import (
     chat_of_messages,
     chat_of_prompt,
     completion_of_prompt,
-    own_model,
 )
 from server.ollama_api.schema import (
     OllamaChatRequest,
@@ -265,7 +264,7 @@ class EmbeddingsAnswer(msgspec.Struct):
 def _prepare_embed(service: Service, body: Body) -> AskedEmbeddings | EmbedAnswer:
     """Truncates inputs at their end; OpenAI's and vLLM's API keeps the end."""
     asked = decode_body(body, OllamaEmbedRequest, service.config)
-    service.check_model(own_model(service, asked.model))
+    service.check_model(asked.model)
 
     def answer(prepared: AskedEmbeddings | None, vectors: list[Vector]) -> EmbedAnswer:
         shaped: list[Any] = [prepared.shaped(vector) for vector in vectors] if prepared else []
@@ -296,7 +295,7 @@ def _prepare_embed(service: Service, body: Body) -> AskedEmbeddings | EmbedAnswe
 
 def _prepare_one(service: Service, body: Body) -> AskedEmbeddings:
     asked = decode_body(body, OllamaEmbeddingsRequest, service.config)
-    request = EmbeddingRequest(model=own_model(service, asked.model), input=asked.prompt, normalize=False)
+    request = EmbeddingRequest(model=asked.model, input=asked.prompt, normalize=False)
     return prepare_embeddings(service, request, _answer_one, body.exchange.tenant, "prompt")
 
 

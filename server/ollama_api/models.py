@@ -15,8 +15,7 @@ from starlette.responses import Response
 from runtime.version import release
 from server.errors import invalid
 from server.ollama_api.endpoints import time_text
-from server.ollama_api.request import own_model
-from server.ollama_api.schema import OllamaShowRequest, tagged
+from server.ollama_api.schema import OllamaShowRequest
 from server.requests.answering import answered
 from server.service import Service
 from server.transport.body import Body, decode_body
@@ -150,7 +149,7 @@ def _shown(service: Service, body: Body) -> ShownModel:
     name = asked.model if asked.model is not None else asked.name
     if name is None:
         raise invalid("model", "Missing required parameter: model.", "missing_required_parameter")
-    service.adapter_of(own_model(service, name))
+    service.adapter_of(name)
     return shown(service)
 
 

@@ -17,7 +17,6 @@ from server.ollama_api.schema import (
     OllamaMessage,
     OllamaOptions,
     Think,
-    tagged,
 )
 from server.openai_api.extensions import FILL_CONTEXT
 from server.openai_api.fields import take_table_fields
@@ -48,11 +47,6 @@ RENAMED = {
 
 NAMES_OF_PROMPT = {"messages": "prompt", **RENAMED}
 """The same for `/api/generate`, which has no messages."""
-
-
-def own_model(service: Service, name: str) -> str:
-    """Ollama's clients may add the tag ":latest" to a name that has none."""
-    return next((own for own in service.all_names if name == tagged(own)), name)
 
 
 def chat_of_messages(
@@ -113,7 +107,7 @@ def _fields(service: Service, asked: AnswerFields, ignored: list[str]) -> dict[s
     if given.get("seed") == -1:
         del given["seed"]
     return {
-        "model": own_model(service, asked.model),
+        "model": asked.model,
         "stream": asked.stream is not False,
         "response_format": _response_format(asked.format),
         **given,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from server.names import tagged
 from server.openai_api.extensions import EXTENSIONS
 from server.openai_api.schema import MAX_TOOLS, Int, ReasoningEffort, Tool, held
 
@@ -180,6 +181,3 @@ def _reference(part: type) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{part.__name__}"}
 
 
-def tagged(name: str) -> str:
-    """A model's name as Ollama lists it: with a tag."""
-    return name if ":" in name else f"{name}:latest"

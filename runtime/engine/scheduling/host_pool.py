@@ -4,6 +4,12 @@ A slot is a number; its bytes (one block of all layers) lie in ``runtime.kv.tran
 through all pools, as blocks are, and hold blocks of their pool. A slot is free,
 taken by a swapped sequence, or holds an offloaded prefix block. Prefixes are dropped, least recently used first, for
 other uses, unless a running step reads them (``hold``).
+
+Slots are no `PageStore`, for three reasons. A step moves their bytes, on each rank its own part and on a GPU a layer at
+a time beside the work, where a store's pages pass through the engine's loop, which waits and sees one rank's part.
+Pages of swapped sequences change, may not be lost, and have no key, and both kinds share the space. And a slot is
+filled when its block is evicted, so that host and device hold different pages, where a store gets a page when its
+sequence ends. The prefix cache's tree, whose nodes name their slots, finds them by the same chain of hashes and tokens.
 """
 
 from __future__ import annotations
