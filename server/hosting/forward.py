@@ -20,6 +20,7 @@ from server.hosting.durations import seconds_of
 from server.hosting.facts import Purpose
 from server.hosting.host import Host
 from server.hosting.hosted import HostedModel
+from server.names import UNTAGGED
 from server.ollama_api.endpoints import AnsweredMessage, ChatLine, GenerateLine, Line
 from server.transport.body import Body, decode_body, read_body
 from server.transport.exchange import Exchange

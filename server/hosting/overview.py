@@ -19,6 +19,7 @@ from server.errors import dialect_of, invalid, starting
 from server.hosting.durations import FOR_EVER
 from server.hosting.host import Host
 from server.hosting.hosted import HostedModel
+from server.names import UNTAGGED
 from server.ollama_api.models import (
     Capability,
     ListedModel,

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from runtime.version import release
 from server.errors import invalid
+from server.names import tagged
 from server.ollama_api.endpoints import time_text
 from server.ollama_api.schema import OllamaShowRequest
 from server.requests.answering import answered

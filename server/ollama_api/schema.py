@@ -179,5 +179,3 @@ def complete_ollama(components: dict[str, Any], model_names: Sequence[str], *, r
 
 def _reference(part: type) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{part.__name__}"}
-
-
