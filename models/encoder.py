@@ -17,7 +17,7 @@ from models.configuration.config import ModelConfig
 from models.configuration.json_fields import Fields
 from models.decoder import Decoder
 from runtime.batch import Batch
-from runtime.dtype import DType, float32
+from runtime.dtype import DType, bfloat16, float32
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.pooling import Pooling
@@ -57,9 +57,12 @@ class BothWays(Model):
     def in_both_directions(self, batch: Batch) -> dict[int | None, Batch]:
         """The batch of each window's layers: tokens see as far ahead as back."""
         return {
-            window: replace(batch, bidirectional_until=batch.until_by_window[window], plans={})
+            window: replace(
+                batch, bidirectional_until=batch.until_by_window[window], plans={},
+                may_round=self.dtype == bfloat16,
+            )
             for window in self.windows
-        }
+        }  # fmt: skip
 
 
 class DecoderBothWays(BothWays):

@@ -141,6 +141,9 @@ class Batch:
     until_by_window: dict[int | None, Tensor] = field(default_factory=dict)
     """An encoder's `bidirectional_until` of the layers with each window."""
     token_types: Tensor | None = None  # [num_tokens] int32: 0 in the first of two texts, 1 in the second
+    may_round: bool = False
+    """Whether attention may round what it multiplies to bfloat16, with sums in float32, as GPUs do: of an encoder in
+    bfloat16, on processors whose products do so, too."""
     position_bias: Tensor | None = None  # of attention's scores, as `ops.attention` takes it; a model sets it
     auxiliary_layers: tuple[
         int, ...

@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 39_694,
+    "numba_kernels": 40_060,
     "runtime/emulator": 16_988,
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_355,
+    "runtime/backends": 3_357,
     "runtime/linear": 3_146,
     "runtime/kv": 1_668,
     "runtime/engine": 25_990,
@@ -28,8 +28,8 @@ MOST_LINES = {
     "runtime/images": 937,
     "runtime/commands": 3_033,
     "runtime/bench": 11_618,
-    "runtime": 3_555,
-    "models": 19_949,
+    "runtime": 3_558,
+    "models": 19_952,
     "server": 23_102,
     "tokenizer": 7_588,
     "tools": 17_426,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_999
+MOST_WORDS = 39_998
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

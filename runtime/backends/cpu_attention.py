@@ -203,7 +203,9 @@ def attention(
     workers, segments = _shares(plan, groups, q_heads * head_dim, _attention.SEGMENT_TOKENS)
     partial = _partial_sums(plan, groups, segments, share * (width + 2))
     query_start, seq_lens, table, group_starts = plan.addresses
-    _attention.attention_kernel(PAGES[k_cache.dtype], _attention.span_of(block_size))(
+    stored, span = PAGES[k_cache.dtype], _attention.span_of(block_size)
+    rounds = batch.may_round and _attention.takes_pairs(stored, span, head_dim)
+    _attention.attention_kernel(stored, span, rounds)(
         groups * segments, workers, q.address, k_cache.address, v_cache.address, *_scale_addresses(scales), query_start,
         seq_lens, table, group_starts, address_of(partial), result.address, batch.num_seqs, q_heads, kv_heads, head_dim,
         width, blocks, block_size, plan.table_width, window or 0, plan.group_tokens, segments,

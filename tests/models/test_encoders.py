@@ -79,6 +79,16 @@ def test_transformers_results(tmp_path: Path, case: str) -> None:
     np.testing.assert_array_equal(beside[5:21], hidden)
 
 
+@pytest.mark.parametrize("case", ["bert", "modernbert"])
+def test_bfloat16(tmp_path: Path, case: str) -> None:
+    """Close to float32, where products and attention round to bfloat16; the same bits in any batch."""
+    folder = write_encoder(tmp_path, case)
+    run = passes_of(load_model(folder, dtype="bfloat16"))
+    hidden = run([IDS])
+    assert relative_error(hidden, passes_of(load_model(folder))([IDS])) <= 0.02
+    np.testing.assert_array_equal(run([IDS[:5], IDS, IDS[:1]])[5:21], hidden)
+
+
 @pytest.mark.parametrize(
     "case", [case for case in CASES if not CASES[case]["architectures"][0].startswith(("Llama", "Qwen"))]
 )

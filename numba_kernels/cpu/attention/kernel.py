@@ -30,6 +30,14 @@ import numpy as np
 from numba import carray, njit
 
 from numba_kernels.cpu.activation import cap_floats
+from numba_kernels.cpu.attention.pair_tile import (
+    pair_keys,
+    pair_queries,
+    pair_values,
+    pair_weights,
+    score_pairs,
+    value_pairs,
+)
 from numba_kernels.cpu.attention.tile import (
     CHUNK_TOKENS,
     HALF_TOKENS,
@@ -40,7 +48,7 @@ from numba_kernels.cpu.attention.tile import (
 from numba_kernels.cpu.gemm.packed_words import arrange_words
 from numba_kernels.cpu.intrinsics.scalars import exp2_f32
 from numba_kernels.cpu.intrinsics.simd import LOG2_E
-from numba_kernels.cpu.layout import TILE_ROWS
+from numba_kernels.cpu.layout import ROUNDS_TO_BF16, TILE_ROWS
 from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at
 from numba_kernels.cpu.target import LANES
@@ -241,10 +249,16 @@ def span_of(block_size: int) -> int:
     return LANES if block_size % LANES == 0 else HALF_TOKENS
 
 
+def takes_pairs(stored: type, span: int, head_dim: int) -> bool:
+    """Whether there is a kernel that ``rounds``, and this kind of tile multiplies pairs of bfloat16."""
+    return ROUNDS_TO_BF16 and stored is np.float32 and span == LANES and head_dim % 2 == 0
+
+
 @functools.cache
-def attention_kernel(stored: type, span: int) -> Kernel:
+def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
     """The kernel for pages of ``stored`` whose size is a multiple of ``span``, HALF_TOKENS or LANES. A work item is one
-    row group and KV head, or with ``num_segments > 1`` one segment of them.
+    row group and KV head, or with ``num_segments > 1`` one segment of them. With ``rounds`` (see
+    `takes_pairs`), products are those of pairs of bfloat16 by `pair_tile`.
 
     Pages, and sums of values, have rows of ``value_width``, whole vectors.
 
@@ -284,7 +298,9 @@ def attention_kernel(stored: type, span: int) -> Kernel:
 
         capacity = -(-rows // TILE_ROWS) * TILE_ROWS
         sizes = capacity * a.head_dim, TILE_ROWS * CHUNK_TOKENS, capacity * width
-        work = np.empty(sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS, np.float32)
+        size = sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS
+        pairs = sizes[0] // 2 + LANES, a.head_dim // 2 * CHUNK_TOKENS, CHUNK_TOKENS // 2 * width
+        work = np.empty(size + (pairs[0] + pairs[1] + pairs[2] if rounds else 0), np.float32)
         q_at = address(work)
         scores_at = q_at + sizes[0] * 4
         out_at = scores_at + sizes[1] * 4
@@ -293,6 +309,9 @@ def attention_kernel(stored: type, span: int) -> Kernel:
         factors_at = sums_at + capacity * 4
         k_scales_at = factors_at + 3 * capacity * 4  # of the chunk's tokens
         v_scales_at = k_scales_at + CHUNK_TOKENS * 4
+        q_pairs = q_at + size * 4
+        k_pairs = q_pairs + pairs[0] * 4
+        v_pairs = k_pairs + pairs[1] * 4
         key_stride = a.block_size * itemsize
         k_scales, v_scales = float32_at(k_scales_at, CHUNK_TOKENS), float32_at(v_scales_at, CHUNK_TOKENS)
         part = out_at, maxima_at, sums_at  # of this segment: weighted values, largest scores, sums
@@ -312,6 +331,10 @@ def attention_kernel(stored: type, span: int) -> Kernel:
             ends[token * share : (token + 1) * share] = end
         source = a.q + (token_row * a.q_heads + head * share) * a.head_dim * 4
         _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, np.float32(a.scale * LOG2_E))
+        if rounds:
+            for tile in range(0, rows, TILE_ROWS):
+                place = tile * a.head_dim
+                pair_queries(q_at + place * 4, a.head_dim, q_pairs + place * 2, _height(rows - tile))
 
         first_segment, last_segment = 0, -(-last_key // SEGMENT_TOKENS)
         if a.num_segments > 1:
@@ -361,6 +384,10 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                     ahead_inside += HALF_TOKENS
                     if ahead_inside == a.block_size:
                         ahead, ahead_inside = ahead + 1, 0
+                if rounds:
+                    tokens_here = min(CHUNK_TOKENS, last_key - chunk)
+                    pair_keys(keys_at, key_stride, a.head_dim, tokens_here, k_pairs)
+                    pair_values(values_at, width * 4, width // LANES, tokens_here, v_pairs)
                 for tile in range(0, rows, TILE_ROWS):
                     height = _height(rows - tile)
                     tile_rows = min(height, rows - tile)
@@ -368,10 +395,14 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                     if tile_last <= 0:
                         continue
                     tile_last = min(CHUNK_TOKENS, tile_last)
-                    score_tile(
-                        stored, span, q_at + tile * a.head_dim * 4, keys_at, key_stride, a.head_dim,
-                        scores_at, tile_last, values_at if tile == 0 else 0, height,
-                    )  # fmt: skip
+                    if rounds:
+                        place = q_pairs + tile * a.head_dim * 2
+                        score_pairs(place, k_pairs, a.head_dim, scores_at, tile_last, height)
+                    else:
+                        score_tile(
+                            stored, span, q_at + tile * a.head_dim * 4, keys_at, key_stride, a.head_dim,
+                            scores_at, tile_last, values_at if tile == 0 else 0, height,
+                        )  # fmt: skip
                     if has_scales:
                         _scale_columns(scores_at, tile_rows, k_scales_at)
                     if a.position_bias != 0:
@@ -382,16 +413,23 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                         cap_floats(scores_at, tile_rows * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap * LOG2_E))
                     softmax_tile(
                         scores_at, tile_last, ends_at + tile * 8, firsts_at + tile * 8, chunk, maxima_at + tile * 4,
-                        sums_at + tile * 4, factors_at + tile * 4, tile_rows,
+                        sums_at + tile * 4, factors_at + tile * 4, tile_rows, height,
                     )  # fmt: skip
                     if has_scales:
                         _scale_columns(scores_at, tile_rows, v_scales_at)
-                    tile_first = firsts[tile] - chunk
-                    value_tile(
-                        stored, scores_at, values_at, width * itemsize, min(CHUNK_TOKENS, max(0, tile_first)),
-                        tile_last, factors_at + tile * 4,
-                        out_at + tile * width * 4, width // LANES, next_at if tile == 0 else 0, height,
-                    )  # fmt: skip
+                    tile_first = min(CHUNK_TOKENS, max(0, firsts[tile] - chunk))
+                    if rounds:
+                        pair_weights(scores_at, tile_rows)
+                        value_pairs(
+                            scores_at, v_pairs, tile_first, tile_last, factors_at + tile * 4,
+                            out_at + tile * width * 4, width // LANES, height,
+                        )  # fmt: skip
+                    else:
+                        value_tile(
+                            stored, scores_at, values_at, width * itemsize, tile_first,
+                            tile_last, factors_at + tile * 4,
+                            out_at + tile * width * 4, width // LANES, next_at if tile == 0 else 0, height,
+                        )  # fmt: skip
             if is_merged:
                 merge(total, part, rows, width)
 

@@ -8,6 +8,8 @@ rows a tile has: an attention row is the same alone and in a batch.
 
 from __future__ import annotations
 
+import functools
+
 import llvmlite.ir as ir
 from numba.core import cgutils, types
 
@@ -22,9 +24,9 @@ CHUNK_TOKENS = 64
 HALF_TOKENS = 8  # tokens that are sure to lie side by side: block sizes are multiples of it
 _HALVES = CHUNK_TOKENS // HALF_TOKENS
 _FETCHING_ROWS = 4  # the highest tile that waits for memory more than it computes
-_FULL_WIDTH = 4  # vectors of the output that are summed together
+FULL_WIDTH = 4  # vectors of the output that are summed together
 _LINE_BYTES = 64
-_ACCUMULATORS = 16 if TILE_VECTORS > 1 else 4
+ACCUMULATORS = 16 if TILE_VECTORS > 1 else 4
 STATE_ROWS = TILE_ROWS  # rows whose maxima and sums are updated as one vector
 HEIGHTS = tuple(height for height in (1, 2, 4, 8) if height <= TILE_ROWS)
 
@@ -34,7 +36,7 @@ def _if_fetching(builder, table, height, emit):
     if height > _FETCHING_ROWS:
         emit(False)
         return
-    with builder.if_else(builder.icmp_signed("!=", table, _constant(0))) as (fetching, quiet):
+    with builder.if_else(builder.icmp_signed("!=", table, constant(0))) as (fetching, quiet):
         with fetching:
             emit(True)
         with quiet:
@@ -45,35 +47,37 @@ def _fetch(builder, start, turn, kind):
     """Prefetches as many cache lines as an element has bytes, those with number ``turn`` from an address on. After
     head_dim turns over its pages or halves a whole chunk is prefetched."""
     size = kind.bitwidth // 8
-    at = builder.add(start, builder.mul(turn, _constant(size * _LINE_BYTES)))
+    at = builder.add(start, builder.mul(turn, constant(size * _LINE_BYTES)))
     for line in range(size):
         simd.prefetch(builder, simd.offset(builder, at, line * _LINE_BYTES))
 
 
-def _constant(value: int) -> ir.Constant:
+def constant(value: int) -> ir.Constant:
+    """An i64."""
     return ir.Constant(I64, value)
 
 
-def _for_each_height(builder, rows, emit):
+def for_each_height(builder, rows, emit):
     """Runs ``emit(height)`` for the height ``rows``."""
     done = builder.append_basic_block("rows.done")
     switch = builder.switch(rows, done)
     for height in HEIGHTS:
         block = builder.append_basic_block(f"rows.{height}")
-        switch.add_case(_constant(height), block)
+        switch.add_case(constant(height), block)
         builder.position_at_end(block)
         emit(height)
         builder.branch(done)
     builder.position_at_end(done)
 
 
-def _registers(builder, count):
+def registers(builder, count):
+    """So many variables for vectors of floats."""
     return [cgutils.alloca_once(builder, simd.vector(F32)) for _ in range(count)]
 
 
-def _entry(builder, table, index):
+def entry(builder, table, index):
     """Element ``index`` of the int64 table at an address."""
-    return simd.load(builder, builder.add(table, builder.mul(index, _constant(8))), I64, 8)
+    return simd.load(builder, builder.add(table, builder.mul(index, constant(8))), I64, 8)
 
 
 @emitted(types.void, KIND, LITERAL, *[types.intp] * 8)
@@ -90,14 +94,14 @@ def score_tile(builder, stored, span, q, keys, key_stride, head_dim, scores, tok
     join = ir.Constant(simd.vector(simd.I32), list(range(LANES)))
 
     def emit(height):
-        units = max(1, min(CHUNK_TOKENS // LANES, _ACCUMULATORS // height))
-        sums = [_registers(builder, units) for _ in range(height)]
+        units = max(1, min(CHUNK_TOKENS // LANES, ACCUMULATORS // height))
+        sums = [registers(builder, units) for _ in range(height)]
         span = units * LANES
-        turns = builder.sdiv(builder.add(tokens, _constant(span - 1)), _constant(span))
+        turns = builder.sdiv(builder.add(tokens, constant(span - 1)), constant(span))
         with cgutils.for_range(builder, turns, intp=I64) as loop:
-            first = builder.mul(loop.index, _constant(units))
+            first = builder.mul(loop.index, constant(units))
             pieces = [
-                _entry(builder, keys, builder.add(builder.mul(first, _constant(2)), _constant(h)))
+                entry(builder, keys, builder.add(builder.mul(first, constant(2)), constant(h)))
                 for h in range(0, 2 * units, 2 if is_whole else 1)
             ]
             for row in sums:
@@ -108,112 +112,109 @@ def score_tile(builder, stored, span, q, keys, key_stride, head_dim, scores, tok
                 with cgutils.for_range(builder, head_dim, intp=I64) as inner:
                     at = builder.mul(inner.index, key_stride)
                     if fetches:
-                        half = _entry(builder, values, builder.and_(inner.index, _constant(_HALVES - 1)))
-                        _fetch(builder, half, builder.udiv(inner.index, _constant(_HALVES)), stored)
+                        half = entry(builder, values, builder.and_(inner.index, constant(_HALVES - 1)))
+                        _fetch(builder, half, builder.udiv(inner.index, constant(_HALVES)), stored)
                     lanes = LANES if is_whole else HALF_TOKENS
                     vectors = [load_page(builder, builder.add(piece, at), stored, lanes) for piece in pieces]
                     if not is_whole:
                         pairs = zip(vectors[::2], vectors[1::2])
                         vectors = [builder.shuffle_vector(low, high, join) for low, high in pairs]
-                    q_row = builder.add(q, builder.mul(inner.index, _constant(4 * height)))
+                    q_row = builder.add(q, builder.mul(inner.index, constant(4 * height)))
                     for r, row in enumerate(sums):
                         value = simd.splat(builder, simd.load(builder, simd.offset(builder, q_row, 4 * r), F32, 4))
                         for vector, register in zip(vectors, row):
                             builder.store(simd.fma(builder, value, vector, builder.load(register)), register)
 
             _if_fetching(builder, values, height, add_up)
-            out = builder.add(scores, builder.mul(first, _constant(LANES * 4)))
+            out = builder.add(scores, builder.mul(first, constant(LANES * 4)))
             for r, row in enumerate(sums):
                 for u, register in enumerate(row):
                     place = simd.offset(builder, out, (r * CHUNK_TOKENS + u * LANES) * 4)
                     simd.store(builder, builder.load(register), place)
 
-    _for_each_height(builder, rows, emit)
+    for_each_height(builder, rows, emit)
 
 
-@emitted(types.void, *[types.intp] * 9)
-def softmax_tile(builder, scores, tokens, ends, firsts, chunk, maxima, sums, factors, rows):
+@emitted(types.void, *[types.intp] * 10)
+def softmax_tile(builder, scores, tokens, ends, firsts, chunk, maxima, sums, factors, rows, height):
     """A step of the online softmax (https://arxiv.org/abs/1805.02867) for ``rows`` rows and the first ``tokens`` of one
     chunk, in place; scores past them are not read, nor their weights written, but in whole vectors, or halves of the
     chunk.
 
-    Row r sees the tokens from ``firsts[r]`` to ``ends[r]`` (int64, the last not included); ``chunk`` is the position of
-    the chunk's first token. ``maxima`` and ``sums`` (float32, STATE_ROWS at least) hold
-    each row's largest score so far and its sum of powers, and are brought up to date. ``scores`` become
-    2^(score - largest), 0 where masked; ``factors`` get what the earlier sums have to be multiplied with.
-
-    Three passes, so that rows overlap in the processor: largest scores; factors of all rows at once; exponentials.
+    Row r sees the tokens from ``firsts[r]`` to ``ends[r]`` (int64, the last not included; neither falls from row to
+    row); ``chunk`` is the position of the chunk's first token. ``maxima`` and ``sums`` (float32, STATE_ROWS at least)
+    hold each row's largest score so far and its sum of powers, and are brought up to date. ``scores`` become
+    2^(score - largest), 0 where masked; ``factors`` get what the earlier sums have to be multiplied with. Rows from
+    ``rows`` on to ``height`` (one of HEIGHTS), whose memory is there, get anything.
     """
     half = max(1, CHUNK_TOKENS // LANES // 2)
-    few = builder.icmp_signed("<=", tokens, _constant(half * LANES))
+    few = builder.icmp_signed("<=", tokens, constant(half * LANES))
+    last_row = builder.sub(rows, constant(1))
+    seen = builder.sub(entry(builder, ends, constant(0)), chunk)
+    unseen = builder.sub(entry(builder, firsts, last_row), chunk)
     with builder.if_else(few) as (is_half, is_whole):
-        with is_half:
-            _softmax(builder, range(half), scores, ends, firsts, chunk, maxima, sums, factors, rows)
-        with is_whole:
-            every = range(CHUNK_TOKENS // LANES)
-            _softmax(builder, every, scores, ends, firsts, chunk, maxima, sums, factors, rows)
+        for part, units in ((is_half, half), (is_whole, CHUNK_TOKENS // LANES)):
+            with part:
+                sees_all = builder.and_(
+                    builder.icmp_signed(">=", seen, constant(units * LANES)),
+                    builder.icmp_signed("<=", unseen, constant(0)),
+                )
+                with builder.if_then(builder.not_(sees_all)):
+                    _mask(builder, range(units), scores, ends, firsts, chunk, rows)
+
+                def emit(height, units=units):
+                    _softmax(builder, range(units), scores, maxima, sums, factors, height)
+
+                for_each_height(builder, height, emit)
 
 
-def _softmax(builder, units, scores, ends, firsts, chunk, maxima, sums, factors, rows):
-    """`softmax_tile` over some first vectors of the chunk."""
-    low = float("-inf")
-    lowest = simd.splat_constant(F32, low)
-
-    def places(row):
-        base = builder.add(scores, builder.mul(row, _constant(CHUNK_TOKENS * 4)))
-        return [simd.offset(builder, base, v * LANES * 4) for v in units]
-
-    def float_at(base, row):
-        return builder.add(base, builder.mul(row, _constant(4)))
-
-    peak = cgutils.alloca_once(builder, simd.vector(F32))
+def _mask(builder, units, scores, ends, firsts, chunk, rows):
+    """Scores of tokens that a row does not see become minus infinity."""
+    lowest = simd.splat_constant(F32, float("-inf"))
     with cgutils.for_range(builder, rows, intp=I64) as loop:
-        at = places(loop.index)
-        last = builder.sub(_entry(builder, ends, loop.index), chunk)
-        first = builder.sub(_entry(builder, firsts, loop.index), chunk)
-        sees_all = builder.and_(
-            builder.icmp_signed(">=", last, _constant(len(units) * LANES)),
-            builder.icmp_signed("<=", first, _constant(0)),
-        )
-        with builder.if_else(sees_all) as (whole, masked):
-            with whole:
-                found = simd.load(builder, at[0], simd.vector(F32), 4)
-                for place in at[1:]:
-                    found = simd.larger(builder, simd.load(builder, place, simd.vector(F32), 4), found)
-                builder.store(found, peak)
-            with masked:
-                found = lowest
-                for v, place in enumerate(at):
-                    inside = builder.and_(
-                        simd.lanes_below(builder, v * LANES, last),
-                        builder.not_(simd.lanes_below(builder, v * LANES, first)),
-                    )
-                    score = builder.select(inside, simd.load(builder, place, simd.vector(F32), 4), lowest)
-                    simd.store(builder, score, place)
-                    found = simd.larger(builder, score, found)
-                builder.store(found, peak)
-        simd.store(builder, simd.reduce_max(builder, builder.load(peak)), float_at(factors, loop.index))
+        last = builder.sub(entry(builder, ends, loop.index), chunk)
+        first = builder.sub(entry(builder, firsts, loop.index), chunk)
+        base = builder.add(scores, builder.mul(loop.index, constant(CHUNK_TOKENS * 4)))
+        for v in units:
+            inside = builder.and_(
+                simd.lanes_below(builder, v * LANES, last),
+                builder.not_(simd.lanes_below(builder, v * LANES, first)),
+            )
+            place = simd.offset(builder, base, v * LANES * 4)
+            score = builder.select(inside, simd.load(builder, place, simd.vector(F32), 4), lowest)
+            simd.store(builder, score, place)
 
-    state = simd.vector(F32, STATE_ROWS)
-    before = simd.load(builder, maxima, state, 4)
-    largest = simd.larger(builder, simd.load(builder, factors, state, 4), before)
-    factor = simd.exp2(builder, builder.fsub(before, _origin(builder, largest)))
+
+def _softmax(builder, units, scores, maxima, sums, factors, height):
+    """`softmax_tile` over some first vectors of the chunk, masked: largest scores, factors of all rows at once, powers.
+    A row's order of sums is its own."""
+    places = [[simd.offset(builder, scores, (r * CHUNK_TOKENS + v * LANES) * 4) for v in units] for r in range(height)]
+
+    def load(place, lanes=LANES):
+        return simd.load(builder, place, simd.vector(F32, lanes), 4)
+
+    def larger(a, b):
+        return simd.larger(builder, a, b)
+
+    peaks = [functools.reduce(lambda found, place: larger(load(place), found), row[1:], load(row[0])) for row in places]
+    before = load(maxima, STATE_ROWS)
+    largest = larger(simd.first_lanes(builder, simd.fold_rows(builder, peaks, larger), STATE_ROWS), before)
+    origin = _origin(builder, largest)
+    factor = simd.exp2(builder, builder.fsub(before, origin))
     simd.store(builder, largest, maxima)
     simd.store(builder, factor, factors)
-    simd.store(builder, builder.fmul(simd.load(builder, sums, state, 4), factor), sums)
 
-    with cgutils.for_range(builder, rows, intp=I64) as loop:
-        origin = _origin(builder, simd.load(builder, float_at(maxima, loop.index), F32, 4))
-        origins = simd.splat(builder, origin)
+    totals = []
+    for r, row in enumerate(places):
+        origins = builder.shuffle_vector(origin, origin, ir.Constant(simd.vector(simd.I32), [r] * LANES))
         total = None
-        for place in places(loop.index):
-            score = builder.fsub(simd.load(builder, place, simd.vector(F32), 4), origins)
-            weight = simd.exp2(builder, score)
+        for place in row:
+            weight = simd.exp2(builder, builder.fsub(load(place), origins))
             simd.store(builder, weight, place)
             total = weight if total is None else builder.fadd(total, weight)
-        sum_at = float_at(sums, loop.index)
-        total = builder.fadd(simd.load(builder, sum_at, F32, 4), simd.reduce_sum(builder, total))
-        simd.store(builder, total, sum_at)
+        totals.append(total)
+    added = simd.first_lanes(builder, simd.fold_rows(builder, totals, builder.fadd), STATE_ROWS)
+    simd.store(builder, builder.fadd(builder.fmul(load(sums, STATE_ROWS), factor), added), sums)
 
 
 def _origin(builder, largest):
@@ -235,51 +236,51 @@ def value_tile(builder, stored, weights, values, value_stride, first, last, fact
 
     def columns(height, width, start):
         """``width`` vectors of the output from vector ``start`` on."""
-        sums = [_registers(builder, width) for _ in range(height)]
-        row_bytes = builder.mul(out_vectors, _constant(LANES * 4))
-        out_at = builder.add(out, builder.mul(start, _constant(LANES * 4)))
-        out_rows = [builder.add(out_at, builder.mul(row_bytes, _constant(r))) for r in range(height)]
+        sums = [registers(builder, width) for _ in range(height)]
+        row_bytes = builder.mul(out_vectors, constant(LANES * 4))
+        out_at = builder.add(out, builder.mul(start, constant(LANES * 4)))
+        out_rows = [builder.add(out_at, builder.mul(row_bytes, constant(r))) for r in range(height)]
         for r, row in enumerate(sums):
             factor = simd.splat(builder, simd.load(builder, simd.offset(builder, factors, 4 * r), F32, 4))
             for c, register in enumerate(row):
                 old = simd.load(builder, simd.offset(builder, out_rows[r], c * LANES * 4), simd.vector(F32), 4)
                 builder.store(builder.fmul(old, factor), register)
-        start_bytes = builder.mul(start, _constant(vector_bytes))
+        start_bytes = builder.mul(start, constant(vector_bytes))
 
         def add_up(fetches):
-            with cgutils.for_range_slice(builder, first, last, _constant(1), intp=I64) as (token, _):
-                half = _entry(builder, values, builder.lshr(token, _constant(3)))
-                row = builder.mul(builder.and_(token, _constant(HALF_TOKENS - 1)), value_stride)
+            with cgutils.for_range_slice(builder, first, last, constant(1), intp=I64) as (token, _):
+                half = entry(builder, values, builder.lshr(token, constant(3)))
+                row = builder.mul(builder.and_(token, constant(HALF_TOKENS - 1)), value_stride)
                 at = builder.add(builder.add(half, row), start_bytes)
                 if fetches:
-                    turn = builder.add(token, builder.mul(start, _constant(CHUNK_TOKENS // _FULL_WIDTH)))
-                    page = builder.mul(builder.and_(turn, _constant(_HALVES // 2 - 1)), _constant(2))
-                    line = builder.udiv(turn, _constant(_HALVES // 2))
-                    _fetch(builder, _entry(builder, next_keys, page), line, stored)
+                    turn = builder.add(token, builder.mul(start, constant(CHUNK_TOKENS // FULL_WIDTH)))
+                    page = builder.mul(builder.and_(turn, constant(_HALVES // 2 - 1)), constant(2))
+                    line = builder.udiv(turn, constant(_HALVES // 2))
+                    _fetch(builder, entry(builder, next_keys, page), line, stored)
                 vectors = [
                     load_page(builder, simd.offset(builder, at, c * vector_bytes), stored, LANES) for c in range(width)
                 ]
-                weight_at = builder.add(weights, builder.mul(token, _constant(4)))
-                for r, registers in enumerate(sums):
+                weight_at = builder.add(weights, builder.mul(token, constant(4)))
+                for r, row in enumerate(sums):
                     place = simd.offset(builder, weight_at, r * CHUNK_TOKENS * 4)
                     weight = simd.splat(builder, simd.load(builder, place, F32, 4))
-                    for vector, register in zip(vectors, registers):
+                    for vector, register in zip(vectors, row):
                         builder.store(simd.fma(builder, weight, vector, builder.load(register)), register)
 
         _if_fetching(builder, next_keys, height, add_up)
-        for r, registers in enumerate(sums):
-            for c, register in enumerate(registers):
+        for r, row in enumerate(sums):
+            for c, register in enumerate(row):
                 place = simd.offset(builder, out_rows[r], c * LANES * 4)
                 simd.store(builder, builder.load(register), place)
 
     def emit(height):
-        width = max(1, min(_FULL_WIDTH, _ACCUMULATORS // height))
-        whole = builder.sdiv(out_vectors, _constant(width))
+        width = max(1, min(FULL_WIDTH, ACCUMULATORS // height))
+        whole = builder.sdiv(out_vectors, constant(width))
         with cgutils.for_range(builder, whole, intp=I64) as loop:
-            columns(height, width, builder.mul(loop.index, _constant(width)))
+            columns(height, width, builder.mul(loop.index, constant(width)))
         if width > 1:
-            done = builder.mul(whole, _constant(width))
-            with cgutils.for_range_slice(builder, done, out_vectors, _constant(1), intp=I64) as (start, _):
+            done = builder.mul(whole, constant(width))
+            with cgutils.for_range_slice(builder, done, out_vectors, constant(1), intp=I64) as (start, _):
                 columns(height, 1, start)
 
-    _for_each_height(builder, rows, emit)
+    for_each_height(builder, rows, emit)

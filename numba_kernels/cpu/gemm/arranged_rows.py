@@ -31,8 +31,10 @@ from numba_kernels.cpu.gemm.packed_words import (
     GROUP,
     GROUP_WORDS,
     ZERO_POINT,
+    arrange_group,
     arrange_words,
     block_on_stack,
+    groups_on_stack,
     inverse_of,
     largest_bits,
     quantize_block,
@@ -167,11 +169,10 @@ def arrange_pairs(x, stride, depth, rows, words, target):
 
 
 @njit(nogil=True)
-def arrange_groups(x, stride, depth, rows, target):
-    """A tile's quantised groups."""
-    quads, evens_and_odds = block_on_stack(), block_on_stack()
-    tails = block_on_stack()
-    scales, sums = float32_at(tails, rows), int32_at(tails + LANES * 4, rows)
+def _arrange_groups_of_pairs(x, stride, depth, rows, target):
+    """`arrange_groups` as pairs of int16."""
+    quads, evens_and_odds, tails = block_on_stack(), block_on_stack(), block_on_stack()
+    scales, starts = float32_at(tails, rows), int32_at(tails + LANES * 4, rows)
     line = LANES * 4
     end = target + -(-depth // GROUP) * GROUP_ROW_WORDS * rows * 4
     for element in range(0, depth, GROUP):
@@ -179,21 +180,35 @@ def arrange_groups(x, stride, depth, rows, target):
         for row in range(rows):
             source = x + (row * stride + element) * 4
             bits = largest_bits(np.float32, source, count)
-            sums[row] = quantize_words(np.float32, source, count, inverse_of(bits), np.int32(0), quads + row * line)
-            scales[row] = scale_of(bits)
-            if _HAS_PAIRS:
-                evens = evens_and_odds + row * line
-                split_pairs(quads + row * line, evens, evens + rows * line)
-        if _HAS_PAIRS:
-            arrange_words(evens_and_odds, line, 2 * rows, GROUP_WORDS, target, end)
-        else:
-            arrange_words(quads, line, rows, GROUP_WORDS, target, end)
+            total = quantize_words(np.float32, source, count, inverse_of(bits), np.int32(0), quads)
+            starts[row], scales[row] = np.int32(-ZERO_POINT) * total, scale_of(bits)
+            evens = evens_and_odds + row * line
+            split_pairs(quads, evens, evens + rows * line)
+        arrange_words(evens_and_odds, line, 2 * rows, GROUP_WORDS, target, end)
         target += DOT_WORDS * rows * 4
-        scales_out, starts = float32_at(target, rows), int32_at(target + rows * 4, rows)
-        for row in range(rows):
-            scales_out[row] = scales[row]
-            starts[row] = np.int32(-ZERO_POINT) * sums[row]
+        float32_at(target, rows)[:] = scales
+        int32_at(target + rows * 4, rows)[:] = starts
         target += 2 * rows * 4
+
+
+@njit(nogil=True)
+def _arrange_groups_of_bytes(x, stride, depth, rows, target):
+    """`arrange_groups` as words of four bytes."""
+    whole = depth // GROUP * GROUP
+    for element in range(0, whole, GROUP):
+        arrange_group(x + element * 4, stride * 4, rows, target)
+        target += GROUP_ROW_WORDS * rows * 4
+    if whole < depth:
+        rest = groups_on_stack()
+        for row in range(rows):
+            values = float32_at(rest + row * GROUP * 4, GROUP)
+            values[:] = np.float32(0)
+            values[: depth - whole] = float32_at(x + (row * stride + whole) * 4, depth - whole)
+        arrange_group(rest, GROUP * 4, rows, target)
+
+
+arrange_groups = _arrange_groups_of_pairs if _HAS_PAIRS else _arrange_groups_of_bytes
+"""A tile's quantised groups."""
 
 
 @njit(nogil=True)

@@ -18,9 +18,9 @@ from numba import carray, njit
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.gemm.arranged_rows import operand_words
 from numba_kernels.cpu.gemm.linear import FIELDS as PRODUCT_FIELDS
-from numba_kernels.cpu.gemm.linear import product_parts
+from numba_kernels.cpu.gemm.linear import most_tiles, product_parts
 from numba_kernels.cpu.intrinsics import atomic
-from numba_kernels.cpu.layout import GEMM_ROWS, PANEL_COLUMNS
+from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import (
     Fields,
     Kernel,
@@ -117,7 +117,7 @@ def multiply(
     panels = -(-width // PANEL_COLUMNS)
     panels_a_work_item = max(1, panels // (WORK_ITEMS_A_WORKER * num_workers))
     panel_work_items = -(-panels // panels_a_work_item)
-    num_arranging = min(rows, -(-rows // GEMM_ROWS) + num_active)
+    num_arranging = most_tiles(stored, rows, num_active)
     total = num_arranging + num_active * panel_work_items
     experts_kernel(stored)(
         total, num_workers, x, tables, starts, active, out, address_of(operands), num_experts, num_active, depth,

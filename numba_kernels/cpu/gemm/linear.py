@@ -56,7 +56,7 @@ from numba_kernels.cpu.gemm.unpacked_blocks import (
     unpacked_words,
 )
 from numba_kernels.cpu.intrinsics import atomic
-from numba_kernels.cpu.layout import AMX_ROWS, DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
+from numba_kernels.cpu.layout import AMX_ROWS, DOT, GEMM_ROWS, INT8_ROWS, PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, int64_at, new_array
 from numba_kernels.cpu.target import LANES
 from numba_kernels.split_k import SEGMENTS
@@ -148,12 +148,20 @@ def most_narrow_rows(stored: Any) -> int:
 def tile_counter(stored: Any) -> Callable[[int], int]:
     """A function of a number of rows: the fewest tiles for them. Kernels compile it."""
     most_narrow, wide_rows = most_narrow_rows(stored), AMX_ROWS if uses_amx(stored) else GEMM_ROWS
+    narrow_rows = INT8_ROWS if stored is np.uint8 else GEMM_ROWS
 
     @name_by_content
     def count_tiles(rows: int) -> int:
-        return -(-rows // (wide_rows if rows > most_narrow else GEMM_ROWS))
+        if rows > most_narrow:
+            return -(-rows // wide_rows)
+        return -(-rows // (narrow_rows if rows > GEMM_ROWS else GEMM_ROWS))
 
     return count_tiles
+
+
+def most_tiles(stored: Any, rows: int, groups: int) -> int:
+    """At least the tiles of so many groups of rows, of ``rows`` rows together."""
+    return min(rows, -(-rows // (INT8_ROWS if stored is np.uint8 else GEMM_ROWS)) + groups)
 
 
 class ProductParts(NamedTuple):

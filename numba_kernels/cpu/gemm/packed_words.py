@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
@@ -19,6 +21,7 @@ GROUP_WORDS = GROUP // 4
 ZERO_POINT = 128  # int8 weights are stored with this added, as unsigned bytes
 _SMALLEST = 1e-30  # a group, or a row of a weight, with no larger magnitude counts as zeros
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest even integer, which is left in the low bits
+_MAGIC_BITS = 0x4B400000
 _WORDS = simd.vector(I32)
 
 
@@ -218,11 +221,11 @@ def inverse_of(builder, bits):
 
 
 def _inverse(builder, magnitude):
+    smallest, infinite, most, zero = (simd.constant_like(magnitude, n) for n in (_SMALLEST, float("inf"), 127.0, 0.0))
     usable = builder.and_(
-        builder.fcmp_ordered(">=", magnitude, ir.Constant(F32, _SMALLEST)),
-        builder.fcmp_ordered("<", magnitude, ir.Constant(F32, float("inf"))),
-    )
-    return builder.select(usable, builder.fdiv(ir.Constant(F32, 127.0), magnitude), ir.Constant(F32, 0.0))
+        builder.fcmp_ordered(">=", magnitude, smallest), builder.fcmp_ordered("<", magnitude, infinite)
+    )  # fmt: skip
+    return builder.select(usable, builder.fdiv(most, magnitude), zero)
 
 
 def rounded(builder: ir.IRBuilder, values: ir.Value, inverse: ir.Value) -> ir.Value:
@@ -231,7 +234,7 @@ def rounded(builder: ir.IRBuilder, values: ir.Value, inverse: ir.Value) -> ir.Va
     number = builder.fcmp_ordered("ord", product, product)
     product = builder.select(number, product, simd.splat_constant(F32, 0.0))
     shifted = builder.bitcast(builder.fadd(product, simd.splat_constant(F32, _MAGIC)), _WORDS)
-    return builder.sub(shifted, simd.splat_constant(I32, 0x4B400000))
+    return builder.sub(shifted, simd.splat_constant(I32, _MAGIC_BITS))
 
 
 @emitted(types.int32, KIND, types.intp, types.intp, types.float32, types.int32, types.intp)
@@ -251,6 +254,82 @@ def quantize_words(builder, stored, source, count, inverse, added, target):
         parts = [builder.shuffle_vector(a, b, order) for a, b in zip(parts[::2], parts[1::2])]
     simd.store(builder, parts[0], target, 1)
     return simd.fold(builder, total, builder.add)
+
+
+@emitted(types.void, *[types.intp] * 4)
+def arrange_group(builder, source, source_stride, num_rows, target):
+    """GROUP elements of each of at most LANES / 2 rows, ``source_stride`` bytes apart, as a tile reads them by
+    vpdpbusd: words of four int8 in columns of rows, then scales, then where integer sums begin."""
+    done = builder.append_basic_block("group.done")
+    switch = builder.switch(num_rows, done)
+    for height in range(1, LANES // 2 + 1):
+        block = builder.append_basic_block(f"group.{height}")
+        switch.add_case(_i64(height), block)
+        builder.position_at_end(block)
+        _arrange_group(
+            builder, [builder.add(source, builder.mul(source_stride, _i64(r))) for r in range(height)], target
+        )
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+def _arrange_group(builder, rows, target):
+    height, lanes = len(rows), 1
+    while lanes < height:
+        lanes *= 2
+    row_bytes, parts = height * 4, range(0, GROUP, LANES)
+
+    def vectors(row):
+        return [simd.load(builder, simd.offset(builder, row, first * 4), simd.vector(F32), 4) for first in parts]
+
+    def larger(a, b):
+        return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+    def narrow(value):
+        return simd.first_lanes(builder, value, lanes)
+
+    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
+    found = []
+    for row in rows:
+        bits = [builder.and_(builder.bitcast(values, _WORDS), magnitude) for values in vectors(row)]
+        found.append(functools.reduce(larger, bits))
+    largest = builder.bitcast(narrow(simd.fold_rows(builder, found, larger)), simd.vector(F32, lanes))
+    scales = builder.fdiv(largest, simd.constant_like(largest, 127.0))
+    inverses = _inverse(builder, largest)
+    quads, sums, magic = [], [], simd.splat_constant(F32, _MAGIC)
+    for r, row in enumerate(rows):
+        order = ir.Constant(_WORDS, [r] * LANES)
+        inverse = builder.shuffle_vector(inverses, inverses, order)
+        # Rounded, plus a number without low bits. NaN and infinity leave anything: their scale is not finite.
+        moved = [builder.fadd(builder.fmul(values, inverse), magic) for values in vectors(row)]
+        bits = [builder.bitcast(values, _WORDS) for values in moved]
+        sums.append(functools.reduce(builder.add, bits))
+        quads.append(_low_bytes(builder, bits))
+    total = narrow(simd.fold_rows(builder, sums, builder.add))
+    total = builder.sub(total, simd.splat_constant(I32, GROUP * _MAGIC_BITS & 0xFFFFFFFF, lanes))
+    starts = builder.mul(total, simd.splat_constant(I32, -ZERO_POINT, lanes))
+    undefined = ir.Constant(_WORDS, ir.Undefined)
+    columns = transposed(builder, quads + [undefined] * (LANES - height))
+    # Each store but the last runs over what the next ones write.
+    for w, column in enumerate(columns):
+        simd.store(builder, narrow(column), simd.offset(builder, target, w * row_bytes))
+    after = simd.offset(builder, target, GROUP_WORDS * row_bytes)
+    simd.store(builder, scales, after)
+    last = simd.offset(builder, after, row_bytes)
+    if lanes == height:
+        simd.store(builder, starts, last)
+    else:
+        is_row = ir.Constant(simd.vector(simd.I1, lanes), [lane < height for lane in range(lanes)])
+        simd.masked_store(builder, starts, last, is_row)
+
+
+def _low_bytes(builder, vectors):
+    """The low bytes of four vectors of words, in their order, as one."""
+    lowest = ir.Constant(simd.vector(I32, 2 * LANES), [4 * word for word in range(2 * LANES)])
+    every = ir.Constant(simd.vector(I32, 4 * LANES), list(range(4 * LANES)))
+    parts = [builder.bitcast(words, simd.vector(I8, 4 * LANES)) for words in vectors]
+    halves = [builder.shuffle_vector(a, b, lowest) for a, b in zip(parts[::2], parts[1::2])]
+    return builder.bitcast(builder.shuffle_vector(*halves, every), _WORDS)
 
 
 @emitted(types.void, *[types.intp] * 3, types.boolean)
@@ -393,6 +472,16 @@ def half_word(builder, address):
 @emitted(types.intp)
 def block_on_stack(builder):
     """The address of LANES rows of LANES words on the stack of the function that calls it."""
-    memory = cgutils.alloca_once(builder, ir.ArrayType(_WORDS, LANES))
+    return _on_stack(builder, LANES)
+
+
+@emitted(types.intp)
+def groups_on_stack(builder):
+    """The same of LANES / 2 rows of GROUP words."""
+    return _on_stack(builder, GROUP // 2)
+
+
+def _on_stack(builder, vectors):
+    memory = cgutils.alloca_once(builder, ir.ArrayType(_WORDS, vectors))
     memory.align = 64
     return builder.ptrtoint(memory, I64)

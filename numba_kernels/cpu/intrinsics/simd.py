@@ -137,6 +137,32 @@ def fold(builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir
     return builder.extract_element(value, ir.Constant(I32, 0))
 
 
+def fold_rows(
+    builder: ir.IRBuilder, rows: list[ir.Value], combine: Callable[[ir.Value, ir.Value], ir.Value]
+) -> ir.Value:  # fmt: skip
+    """A vector whose lane r is what `fold` makes of row r, in the same order: of at most LANES / 2 rows, which share
+    the instructions."""
+    rows = rows + rows[-1:] * (LANES // 2 - len(rows))
+    lanes = LANES  # of a row that a vector has
+    while lanes > 1:
+        half = lanes // 2
+        firsts = [start + lane for start in range(0, LANES, lanes) for lane in range(half)]
+        halves = []
+        for moved in (0, half):
+            places = [first + moved for first in firsts]
+            halves.append(ir.Constant(vector(I32), places + [LANES + place for place in places]))
+        pairs = list(zip(rows[::2], rows[1::2])) or [(rows[0], rows[0])]
+        rows = [combine(*(builder.shuffle_vector(a, b, order) for order in halves)) for a, b in pairs]
+        lanes = half
+    return rows[0]
+
+
+def first_lanes(builder: ir.IRBuilder, value: ir.Value, count: int) -> ir.Value:
+    """The first ``count`` lanes as a vector."""
+    order = ir.Constant(vector(I32, count), list(range(count)))
+    return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), order)
+
+
 _EXP_LOWEST = -87.33654  # ln of the smallest normal float32: below, exp is 0
 _EXP_HIGHEST = 88.37  # just below 127.5 ln 2: from here on, exp is infinite
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # ln 2 in two parts; the first has few enough bits for exact products
@@ -184,13 +210,18 @@ LOG2_E = 1.4426950408889634
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """2^x for a float or a vector of floats, at most 0, within 2e-7 relative; 1 at 0, NaN for NaN. Two thirds of the
     instructions of `exp`."""
-    lowest = constant_like(x, _EXP2_LOWEST)
-    n = call(builder, f"llvm.rint.{_suffix(x.type)}", x.type, [larger(builder, x, lowest)])  # never NaN
+    lowest, lanes = constant_like(x, _EXP2_LOWEST), x.type.count if isinstance(x.type, ir.VectorType) else 0
+    scales = lanes == LANES and compiled_for("avx512f")
+    n = x if scales else larger(builder, x, lowest)  # which is never NaN
+    n = call(builder, f"llvm.rint.{_suffix(x.type)}", x.type, [n])
     rest = builder.fsub(x, n)
     result = constant_like(x, _EXP2[0])
     for coefficient in _EXP2[1:]:
         result = fma(builder, result, rest, constant_like(x, coefficient))
-    lanes = x.type.count if isinstance(x.type, ir.VectorType) else 0
+    if scales:
+        mask = builder.bitcast(builder.fcmp_unordered(">=", x, lowest), ir.IntType(LANES))
+        operands = [result, n, constant_like(x, 0.0), mask, ir.Constant(I32, 4)]  # 4: the current rounding
+        return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", x.type, operands)
     bits = vector(I32, lanes) if lanes else I32
     bias, mantissa_bits = (ir.Constant(bits, [value] * lanes if lanes else value) for value in (127, 23))
     exponent = builder.shl(builder.add(builder.fptosi(n, bits), bias), mantissa_bits)

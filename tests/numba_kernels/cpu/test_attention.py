@@ -82,6 +82,38 @@ def test_tokens_that_see_each_other(window, monkeypatch):
             np.testing.assert_array_equal(_attend(case, 0.2, window), out)
 
 
+@pytest.mark.parametrize(
+    ("chunks", "heads", "kv_heads", "head_dim", "window"),
+    [
+        ([(0, 64), (0, 1), (0, 131), (0, 20)], 3, 3, 32, None), ([(0, 70), (0, 9)], 4, 2, 24, 16),
+        ([(0, 33)], 2, 2, 80, None), ([(0, 1100), (0, 3)], 2, 1, 16, 200), ([(0, 15), (0, 7)], 5, 5, 2, None),
+    ],
+)  # fmt: skip
+def test_encoders_rounded_to_bfloat16(chunks, heads, kv_heads, head_dim, window):
+    """Pairs of bfloat16 where the kind of tile has them; a text's bits are those that it has alone."""
+    rng = np.random.default_rng(5)
+    case = paged_case(rng, chunks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=16)
+    counts = np.array([count for _, count in chunks])
+    last = np.repeat(counts, counts).astype(np.int32)
+    own = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+    case.batch.bidirectional_until = tensor(last if window is None else np.minimum(last, own + window))
+    exact = _attend(case, 0.3, window)
+    case.batch.may_round = True
+    rounded = _attend(case, 0.3, window)
+    if not kernels.takes_pairs(np.float32, kernels.span_of(16), head_dim):
+        np.testing.assert_array_equal(rounded, exact)
+        return
+    assert 1e-5 < relative_error(rounded, exact) < 1e-2
+    for seq, count in enumerate(counts):
+        rows = case.query_rows(seq)
+        alone = paged_case(rng, [(0, int(count))], heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=16)
+        alone.cache, alone.queries = case.cache, case.queries[rows].copy()
+        alone.batch.block_tables = (tensor(case.batch.block_tables[0].array[seq : seq + 1].copy()),)
+        alone.batch.bidirectional_until = tensor(case.batch.bidirectional_until.array[rows].copy())
+        alone.batch.may_round = True
+        np.testing.assert_array_equal(_attend(alone, 0.3, window), rounded[rows])
+
+
 def test_what_tokens_cannot_see():
     case = paged_case(np.random.default_rng(3), [(3, 4)], heads=2, kv_heads=1, head_dim=8)
     for until in ([4, 5, 6, 8], [4, 5, 5, 7], [7, 6, 7, 7]):

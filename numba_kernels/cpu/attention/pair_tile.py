@@ -1,0 +1,180 @@
+"""Attention's tiles by pairs of bfloat16: products by vdpbf16ps, sums in float32.
+
+A chunk's keys and values are rounded once for all rows of a group, into words of two neighbours: keys of two dimensions
+``[head_dim / 2, CHUNK_TOKENS]``, values of two tokens ``[CHUNK_TOKENS / 2, width]``. Queries and weights are rounded
+likewise. Chains do not depend on how many rows a tile has.
+"""
+
+from __future__ import annotations
+
+import llvmlite.ir as ir
+from numba.core import cgutils, types
+
+from numba_kernels.cpu.attention.tile import (
+    ACCUMULATORS,
+    CHUNK_TOKENS,
+    FULL_WIDTH,
+    HALF_TOKENS,
+    constant,
+    entry,
+    for_each_height,
+    registers,
+)
+from numba_kernels.cpu.intrinsics import dots, simd
+from numba_kernels.cpu.intrinsics.emitted import emitted
+from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64
+from numba_kernels.cpu.target import LANES
+
+_WORDS = simd.vector(I32)
+_FLOATS = simd.vector(F32)
+
+
+def _joined(builder, first, second, order):
+    """Two vectors of floats as words: half words in this order, of both rounded one after the other."""
+    shorts = simd.vector(I16, 2 * LANES)
+    rounded = builder.bitcast(dots.round_to_pairs(builder, first, second), shorts)
+    order = ir.Constant(simd.vector(I32, 2 * LANES), order)
+    return builder.bitcast(builder.shuffle_vector(rounded, rounded, order), _WORDS)
+
+
+_IN_TURN = [vector * LANES + lane for lane in range(LANES) for vector in (0, 1)]
+
+
+def _load(builder, address, kind=_FLOATS):
+    return simd.load(builder, address, kind, 4)
+
+
+@emitted(types.void, *[types.intp] * 4)
+def pair_queries(builder, source, head_dim, target, rows):
+    """Queries ``[head_dim, rows]`` as words of two dimensions, ``[head_dim / 2, rows]``; whole vectors are read and
+    written."""
+
+    def emit(height):
+        turns = builder.sdiv(
+            builder.add(builder.mul(head_dim, constant(height)), constant(2 * LANES - 1)), constant(2 * LANES)
+        )
+        order = []
+        for word in range(LANES):
+            pair, row = divmod(word, height)
+            order += [(2 * pair + element) * height + row for element in (0, 1)]
+        with cgutils.for_range(builder, turns, intp=I64) as loop:
+            at = builder.add(source, builder.mul(loop.index, constant(2 * LANES * 4)))
+            words = _joined(builder, _load(builder, at), _load(builder, simd.offset(builder, at, LANES * 4)), order)
+            simd.store(builder, words, builder.add(target, builder.mul(loop.index, constant(LANES * 4))))
+
+    for_each_height(builder, rows, emit)
+
+
+@emitted(types.void, *[types.intp] * 5)
+def pair_keys(builder, keys, key_stride, head_dim, tokens, target):
+    """Words of the keys of at least the first ``tokens`` of a chunk; `tile.score_tile` tells of ``keys``, pages of
+    float32 whose tokens lie side by side by LANES."""
+    turns = builder.sdiv(builder.add(tokens, constant(LANES - 1)), constant(LANES))
+    with cgutils.for_range(builder, turns, intp=I64) as outer:
+        piece = entry(builder, keys, builder.mul(outer.index, constant(2)))
+        out = builder.add(target, builder.mul(outer.index, constant(LANES * 4)))
+        with cgutils.for_range(builder, builder.sdiv(head_dim, constant(2)), intp=I64) as loop:
+            at = builder.add(piece, builder.mul(loop.index, builder.mul(key_stride, constant(2))))
+            words = _joined(builder, _load(builder, at), _load(builder, builder.add(at, key_stride)), _IN_TURN)
+            simd.store(builder, words, builder.add(out, builder.mul(loop.index, constant(CHUNK_TOKENS * 4))))
+
+
+@emitted(types.void, *[types.intp] * 5)
+def pair_values(builder, values, value_stride, vectors, tokens, target):
+    """Words of the values of the first ``tokens`` of a chunk, and zeros for a last one's missing neighbour;
+    `tile.value_tile` tells of ``values``, here of float32. Rows have so many ``vectors``."""
+    turns = builder.sdiv(builder.add(tokens, constant(1)), constant(2))
+    with cgutils.for_range(builder, turns, intp=I64) as outer:
+        token = builder.mul(outer.index, constant(2))
+        half = entry(builder, values, builder.lshr(token, constant(3)))
+        row = builder.add(half, builder.mul(builder.and_(token, constant(HALF_TOKENS - 1)), value_stride))
+        exists = builder.icmp_signed("<", builder.add(token, constant(1)), tokens)
+        out = builder.add(target, builder.mul(outer.index, builder.mul(vectors, constant(LANES * 4))))
+        with cgutils.for_range(builder, vectors, intp=I64) as loop:
+            place = builder.mul(loop.index, constant(LANES * 4))
+            at = builder.add(row, place)
+            next_at = builder.select(exists, builder.add(at, value_stride), at)
+            second = builder.select(exists, _load(builder, next_at), simd.splat_constant(F32, 0.0))
+            simd.store(builder, _joined(builder, _load(builder, at), second, _IN_TURN), builder.add(out, place))
+
+
+@emitted(types.void, *[types.intp] * 6)
+def score_pairs(builder, q, keys, head_dim, scores, tokens, rows):
+    """As `tile.score_tile`, of words by `pair_queries` and `pair_keys`."""
+
+    def emit(height):
+        units = max(1, min(CHUNK_TOKENS // LANES, ACCUMULATORS // height))
+        sums = [registers(builder, units) for _ in range(height)]
+        turns = builder.sdiv(builder.add(tokens, constant(units * LANES - 1)), constant(units * LANES))
+        with cgutils.for_range(builder, turns, intp=I64) as loop:
+            moved = builder.mul(loop.index, constant(units * LANES * 4))
+            first, out = builder.add(keys, moved), builder.add(scores, moved)
+            for register in (each for row in sums for each in row):
+                builder.store(simd.splat_constant(F32, 0.0), register)
+            with cgutils.for_range(builder, builder.sdiv(head_dim, constant(2)), intp=I64) as inner:
+                at = builder.add(first, builder.mul(inner.index, constant(CHUNK_TOKENS * 4)))
+                words = [_load(builder, simd.offset(builder, at, u * LANES * 4), _WORDS) for u in range(units)]
+                _add_rows(builder, sums, builder.add(q, builder.mul(inner.index, constant(4 * height))), 4, words)
+            for r, row in enumerate(sums):
+                for u, register in enumerate(row):
+                    place = simd.offset(builder, out, (r * CHUNK_TOKENS + u * LANES) * 4)
+                    simd.store(builder, builder.load(register), place)
+
+    for_each_height(builder, rows, emit)
+
+
+def _add_rows(builder, sums, at, row_bytes, words):
+    """Adds the products of each row's word, from ``at`` on, with all of these words to its sums."""
+    for r, row in enumerate(sums):
+        value = simd.splat(builder, _load(builder, simd.offset(builder, at, r * row_bytes), I32))
+        for word, register in zip(words, row):
+            builder.store(dots.add_bf16_pairs(builder, builder.load(register), value, word), register)
+
+
+@emitted(types.void, *[types.intp] * 2)
+def pair_weights(builder, weights, rows):
+    """Rows of weights ``[rows, CHUNK_TOKENS]`` as words of two neighbours, in place, each at its row's beginning."""
+    in_order = list(range(2 * LANES))
+    with cgutils.for_range(builder, rows, intp=I64) as loop:
+        base = builder.add(weights, builder.mul(loop.index, constant(CHUNK_TOKENS * 4)))
+        for pair in range(CHUNK_TOKENS // LANES // 2):
+            at = simd.offset(builder, base, 2 * pair * LANES * 4)
+            words = _joined(builder, _load(builder, at), _load(builder, simd.offset(builder, at, LANES * 4)), in_order)
+            simd.store(builder, words, simd.offset(builder, base, pair * LANES * 4))
+
+
+@emitted(types.void, *[types.intp] * 8)
+def value_pairs(builder, weights, values, first, last, factors, out, out_vectors, rows):
+    """As `tile.value_tile`, of words by `pair_weights` and `pair_values`; the tokens are those of whole words."""
+    first, end = builder.sdiv(first, constant(2)), builder.sdiv(builder.add(last, constant(1)), constant(2))
+    row_bytes = builder.mul(out_vectors, constant(LANES * 4))
+
+    def columns(height, width, start):
+        sums = [registers(builder, width) for _ in range(height)]
+        moved = builder.mul(start, constant(LANES * 4))
+        out_rows = [builder.add(builder.add(out, moved), builder.mul(row_bytes, constant(r))) for r in range(height)]
+        for r, row in enumerate(sums):
+            factor = simd.splat(builder, _load(builder, simd.offset(builder, factors, 4 * r), F32))
+            for c, register in enumerate(row):
+                old = _load(builder, simd.offset(builder, out_rows[r], c * LANES * 4))
+                builder.store(builder.fmul(old, factor), register)
+        source = builder.add(values, moved)
+        with cgutils.for_range_slice(builder, first, end, constant(1), intp=I64) as (pair, _):
+            at = builder.add(source, builder.mul(pair, row_bytes))
+            words = [_load(builder, simd.offset(builder, at, c * LANES * 4), _WORDS) for c in range(width)]
+            _add_rows(builder, sums, builder.add(weights, builder.mul(pair, constant(4))), CHUNK_TOKENS * 4, words)
+        for r, row in enumerate(sums):
+            for c, register in enumerate(row):
+                simd.store(builder, builder.load(register), simd.offset(builder, out_rows[r], c * LANES * 4))
+
+    def emit(height):
+        width = max(1, min(FULL_WIDTH, ACCUMULATORS // height))
+        whole = builder.sdiv(out_vectors, constant(width))
+        with cgutils.for_range(builder, whole, intp=I64) as loop:
+            columns(height, width, builder.mul(loop.index, constant(width)))
+        if width > 1:
+            done = builder.mul(whole, constant(width))
+            with cgutils.for_range_slice(builder, done, out_vectors, constant(1), intp=I64) as (start, _):
+                columns(height, 1, start)
+
+    for_each_height(builder, rows, emit)
