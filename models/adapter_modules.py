@@ -160,8 +160,6 @@ def in_own_order(
 
 
 def _absence(module: str) -> str:
-    if module.endswith((".gate", ".router")):
-        return f"is a router, which takes no adapters: {MERGE}"
     if module.rpartition(".")[2] in ("score", "classifier"):
         return f"is a head of classes, which are the base model's: {MERGE}"
     if _end_of(module).startswith("vision "):

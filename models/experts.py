@@ -198,10 +198,12 @@ class Experts:
             self.correction = maker.exact_vector(form.correction, count, stored=stored)
 
     def __call__(self, x: Tensor, batch: Batch, *, residual: Tensor | None = None) -> Tensor:
-        if self.norm is not None:
+        is_adapted = batch.adapters is not None and self.router.has_addends
+        if self.norm is not None and not is_adapted:
             x, routing = ops.normed_route(x, self.norm, self.router.weight, self.rule, self.correction)
         else:
-            routing = ops.route(self.router.logits(x), self.rule, self.correction)
+            x = x if self.norm is None else ops.rms_norm(x, self.norm.weight, self.norm.eps)
+            routing = ops.route(self.router.logits(x, adapters=batch.adapters), self.rule, self.correction)
         if self.latent:
             inward, outward = self.latent
             if self.shared is not None:
@@ -261,7 +263,7 @@ class SharedExpert:
         ``[T, 1]``."""
         between = self.between(x, batch)
         made = self.down(between, batch) if self.is_exact else self.down.own_part(between, batch)
-        return made, None if self.gate is None else self.gate(x)
+        return made, None if self.gate is None else self.gate(x, batch)
 
     def between(self, x: Tensor, batch: Batch) -> Tensor:
         """The inputs of its second map, `[T, I]`."""

@@ -40,6 +40,8 @@ _TABLE_PAIR = re.compile(r"(.+)\.lora_embedding_(A|B)(?:\.default)?")
 _TRAINED = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta(?:\.default)?")
 _SAVED = re.compile(r"(.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.((?:[^.]*_)?bias|weight)")
 _TOKENS = "tokens"
+_OWNER = "experts"
+"""The module of a parameter that `target_parameters` names without one."""
 _FLOATS = ("F32", "F16", "BF16")
 
 _HARMLESS = (
@@ -228,7 +230,7 @@ def _parameter_of(module: str, parameters: Sequence[str]) -> str:
     while name != module:
         module, name, depth = name, name.removesuffix(".base_layer"), depth + 1
     owners = ((each.rpartition(".")[0], each.rpartition(".")[2]) for each in parameters)
-    found = {leaf for owner, leaf in owners if not owner or module == owner or module.endswith(f".{owner}")}
+    found = {leaf for owner, leaf in owners if f".{module}".endswith(f".{owner or _OWNER}")}
     ordered = sorted(found, key=lambda leaf: ("down" in leaf or "output" in leaf, leaf))
     return f"{module}.{ordered[-1 - depth]}" if len(ordered) > depth else module
 

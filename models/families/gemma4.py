@@ -227,7 +227,8 @@ class Gemma4Experts(Experts):
 
     def add_to(self, made: Tensor, x: Tensor, batch: Batch) -> Tensor:
         """The MLP's result and the experts', each normalised; ``x`` is the residual stream."""
-        logits = self.router.logits(ops.rms_norm(x, self.scale, self.eps), scale=self.logits_scale)
+        normed = ops.rms_norm(x, self.scale, self.eps)
+        logits = self.router.logits(normed, scale=self.logits_scale, adapters=batch.adapters)
         routing = ops.route(logits, self.rule, factors=self.factors)
         chosen = self._sum(ops.rms_norm(x, self.before, self.eps), routing, batch)
         return ops.rms_norm(chosen, self.behind, self.eps, residual=ops.rms_norm(made, self.behind_mlp, self.eps))

@@ -333,7 +333,13 @@ class Maker(ABC):
 
     def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
         """A router's map, which decides which experts are computed: it is never quantised."""
-        return self.unrounded().linear(name, outputs=outputs, inputs=inputs, has_bias=has_bias)
+        made, source = (
+            self.unrounded().linear(name, outputs=outputs, inputs=inputs, has_bias=has_bias),
+            self.options.addends,
+        )
+        if isinstance(source, TableSource):
+            made.addends = (source.addend_of_router(f"{self._prefix}{name}", outputs, inputs),)
+        return made
 
     def convolution(self, name: str, *, outputs: int, kernel: tuple[int, ...], has_bias: bool) -> Linear:
         """A convolution whose stride is its size, `name.weight [outputs, *kernel]`, as a map of its windows, flat. It

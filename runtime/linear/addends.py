@@ -14,9 +14,9 @@ first, so every kernel that takes a residual takes them, and results are rounded
   gets all columns, and the whole addend is added to the sum of all ranks (`DeclaredMap.is_segmented`).
 - experts: a source that is an `ExpertsSource` (`runtime.linear.experts`) is asked for the addend of all of a layer's
   experts, which is a pair of low rank for each; `ops.adapted_experts` adds it.
-- the token table and the output head: those of a `TableSource` (`runtime.linear.table_adapters`).
+- the token table, the output head and routers: those of a `TableSource` (`runtime.linear.table_adapters`).
 
-Routers and convolutions take none: a source is not asked for theirs.
+Convolutions take none: a source is not asked for theirs.
 """
 
 from __future__ import annotations
@@ -49,6 +49,15 @@ class RidingAddend(Addend, Protocol):
 
     def add_to(self, residual: Tensor | None, x: Tensor, batch: Any, norm: RmsNorm | None = None) -> Tensor | None:
         """As in `Addend`, of x normalised if there is a norm."""
+
+
+@runtime_checkable
+class LateAddend(Addend, Protocol):
+    """An addend that may not be of any adapter yet."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it adds nothing to any row."""
 
 
 class DeclaredMap(Protocol):

@@ -8,7 +8,7 @@ from runtime import ops
 from runtime.batch import AdaptedRows, Batch
 from runtime.communicator import Communicator
 from runtime.dtype import float32
-from runtime.linear.addends import Addend, RidingAddend
+from runtime.linear.addends import Addend, LateAddend, RidingAddend
 from runtime.linear.format import WeightFormat
 from runtime.linear.low_rank_slots import LowRank
 from runtime.linear.norm import RmsNorm
@@ -45,6 +45,11 @@ class Linear:
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return self.weight.shape
+
+    @property
+    def has_addends(self) -> bool:
+        """Whether there are any that are not empty."""
+        return any(not (isinstance(each, LateAddend) and each.is_empty) for each in self.addends)
 
     @property
     def format(self) -> WeightFormat:

@@ -92,6 +92,7 @@ class LowRankMaps:
         maps: the maps that take them, by the first of their modules.
         experts: those of layers' experts, by the first of the first expert's modules.
         table, head: those of the token table and the output head; None in a stage without it.
+        routers: those of routers, by name.
         modules: (N, K) of each module, of all ranks together; a token table's are of one-hot rows.
         tables: names of the token table and the head.
         transposed: modules that checkpoints store inputs first.
@@ -103,6 +104,7 @@ class LowRankMaps:
         self.experts: dict[str, LowRankExperts] = {}
         self.table: LowRankTable | None = None
         self.head: LowRankHead | None = None
+        self.routers: dict[str, LowRankHead] = {}
         self.modules: dict[str, tuple[int, int]] = {}
         self.tables: set[str] = set()
         self.transposed: set[str] = set()
@@ -139,15 +141,22 @@ class LowRankMaps:
         self.tables.add(name)
         return self.head
 
+    def addend_of_router(self, name: str, rows: int, columns: int) -> LowRankHead:
+        """See `TableSource`; a router that is declared again replaces itself."""
+        self.routers[name] = LowRankHead(name, rows, columns, self.num_slots, self.rank, 0, rows)
+        self.modules[name] = rows, columns
+        return self.routers[name]
+
     @property
     def _all(self) -> Iterator[LowRankMap | LowRankExperts | LowRankTable | LowRankHead]:
         yield from self.maps.values()
         yield from self.experts.values()
+        yield from self.routers.values()
         yield from (each for each in (self.table, self.head) if each is not None)
 
     def allocate(self, options: LoadOptions) -> None:
-        """Makes the slots, once the model is loaded; those of experts, table and head are made when an adapter has
-        such changes."""
+        """Makes the slots, once the model is loaded; those of experts, routers, table and head are made when an
+        adapter has such changes."""
         for each in self._all:
             each.allocate(options)
 
@@ -163,7 +172,8 @@ class LowRankMaps:
         for each in self.maps.values():
             each.write(slot, pairs)
         are_new = [experts.write(slot, pairs) for experts in self.experts.values()]
-        are_new += [table.write(slot, changes) for table in (self.table, self.head) if table is not None]
+        tables = (self.table, self.head, *self.routers.values())
+        are_new += [table.write(slot, changes) for table in tables if table is not None]
         return any(are_new)
 
     def check(self, changes: Mapping[str, Change]) -> None:

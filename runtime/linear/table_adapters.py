@@ -1,4 +1,4 @@
-"""Adapters of the token table and of the output head: pairs of low rank, and rows that were trained.
+"""Adapters of the token table, the output head and routers: pairs of low rank, and rows that were trained.
 
 As many trained rows as the slots' rank are a pair, which picks a row by its number. More of them take a whole table for
 each slot. Memory is made for the first adapter that needs it.
@@ -15,7 +15,7 @@ from runtime import ops
 from runtime.batch import AdaptedRows, Batch
 from runtime.dtype import NDArray
 from runtime.linear.adapter_pairs import Change, Pair, Rows
-from runtime.linear.addends import Addend
+from runtime.linear.addends import Addend, LateAddend
 from runtime.linear.gpu_slots import Slots, new_slots
 from runtime.linear.low_rank_slots import DensePair, SlotShape
 from runtime.linear.options import LoadOptions
@@ -31,7 +31,7 @@ class TableAddend(Protocol):
 
 @runtime_checkable
 class TableSource(Protocol):
-    """A source (`AddendSource`) that also has addends of the token table and the head."""
+    """A source (`AddendSource`) that also has addends of the token table, the head and routers."""
 
     @property
     def table(self) -> TableAddend | None:
@@ -42,6 +42,9 @@ class TableSource(Protocol):
 
     def addend_of_head(self, name: str, rows: int, columns: int, first: int, count: int) -> Addend:
         """The addend of the head ``[rows, columns]``, of which this rank computes ``count`` rows from ``first`` on."""
+
+    def addend_of_router(self, name: str, rows: int, columns: int) -> LateAddend:
+        """The addend of a router, or of the gate of shared experts, ``[rows, columns]``, which each rank computes."""
 
 
 class _Slots:
@@ -154,7 +157,7 @@ class LowRankTable(_Slots):
 
 
 class LowRankHead(_Slots):
-    """The addend of the output head (`Addend`): of ``count`` of its rows, from ``first`` on."""
+    """The addend of the output head (`LateAddend`): of ``count`` of its rows, from ``first`` on; or of a router."""
 
     def __init__(self, name: str, rows: int, columns: int, num_slots: int, rank: int, first: int, count: int) -> None:
         super().__init__(name, rows, columns, num_slots, rank)
@@ -166,6 +169,11 @@ class LowRankHead(_Slots):
     def size_bytes(self) -> int:
         """The bytes of all that is made."""
         return sum(each.size_bytes for each in (self._low, self._whole) if each is not None)
+
+    @property
+    def is_empty(self) -> bool:
+        """See `LateAddend`."""
+        return self._low is None and self._whole is None
 
     def add_to(self, residual: Tensor | None, x: Tensor, batch: AdaptedRows) -> Tensor | None:
         """See `Addend`."""

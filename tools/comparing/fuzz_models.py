@@ -38,7 +38,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -67,9 +67,9 @@ NOT_KEPT = ("fields", "notes", "texts", "fuses_experts")
 class Oracle:
     """transformers in its own Python, and a folder for the models that it makes."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, script: Path = ORACLE) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-models-")
-        self._peer = ChildProcess([python, str(ORACLE)], "transformers")
+        self._peer = ChildProcess([python, str(script)], "transformers")
 
     def make_conditioned(self, case: Case) -> tuple[Path, dict[str, Any]]:
         """As `make`, with other weights, written to the case, where float32 cannot say what the logits are: those of
@@ -108,8 +108,11 @@ class Oracle:
 class Checker:
     """Checks cases in a process that is replaced after each failure: a fault of an emulated device persists."""
 
-    def __init__(self, oracle: Oracle) -> None:
-        self._oracle = oracle
+    def __init__(
+        self, oracle: Oracle, check: Callable[..., Findings] = check, passed: Sequence[str] = ("noise", "token_ids")
+    ) -> None:
+        """``check`` gets a case, its folder, and these entries of the oracle's answer."""
+        self._oracle, self._check, self._passed = oracle, check, passed
         self._pool: ProcessPoolExecutor | None = None
         self.total = Findings()
         self.largest = 0.0  # relative error of logits in the latest case
@@ -126,8 +129,8 @@ class Checker:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=quiet)
         try:
-            made = answer["noise"], answer["token_ids"]
-            findings = self._pool.submit(check, case, folder, *made).result(HANG_S)
+            made = [answer[name] for name in self._passed]
+            findings = self._pool.submit(self._check, case, folder, *made).result(HANG_S)
         except BrokenProcessPool:
             findings = Findings([f"the process died: {case['runs']}"])
         except TimeoutError:
@@ -276,20 +279,29 @@ def main() -> int:
         oracle.close()
         return 0
     checker = Checker(oracle)
+    return run(checker, oracle, drawn(options), None if options.no_shrink else shrunk, options.first)
+
+
+def run(
+    checker: Checker, oracle: Oracle, cases: Iterable[Case], shrink: Callable[[Checker, Case], Case] | None,
+    first: int = 0,
+) -> int:  # fmt: skip
+    """Checks cases, whose numbers begin with `first`, and prints what it finds. Returns 1 if any failed, else 0."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running
     num_failed, start = 0, time.monotonic()
     try:
-        for index, case in enumerate(drawn(options), options.first):
+        for index, case in enumerate(cases, first):
             began = time.monotonic()
             said = checker.check(case)
-            devices = ", ".join(run["device"] for run in case["runs"])
+            devices = ", ".join(each["device"] for each in case["runs"])
             took = f"{time.monotonic() - began:.1f} s, {checker.largest:.0e}" + (", FAILED" if said else "")
-            print(f"{index} {case['family']} {case['dtype']} on {devices}: {took}", flush=True)
+            kind = case.get("stored", case["dtype"])
+            print(f"{index} {case['family']} {kind} on {devices}: {took}", flush=True)
             if said:
                 num_failed += 1
                 print("\n".join(f"    {each}" for each in said), flush=True)
-                if not options.no_shrink:
-                    case = shrunk(checker, case)
+                if shrink is not None:
+                    case = shrink(checker, case)
                     print("\n".join(f"    smaller: {each}" for each in checker.check(case)))
                 print(f"    {json.dumps(case)}", flush=True)
     finally:
