@@ -138,7 +138,7 @@ def _logits(
     longest = max(len(prompt) for prompt in prompts)
     offset = rotary_offset_of(model, longest)
     driver = ModelDriver(
-        model, len(rows), complete=complete, rotary_offset=offset, exact=run["exact"], max_tokens=max(16, longest)
+        model, len(rows), complete=complete, rotary_offset=offset, exact=run["exact"], max_tokens=max(32, longest)
     )
     for step in range(2):
         chunks: dict[int, list[int]] = {}
