@@ -19,7 +19,7 @@ MOST_LINES = {
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_357,
-    "runtime/linear": 3_146,
+    "runtime/linear": 3_178,
     "runtime/kv": 1_668,
     "runtime/engine": 25_990,
     "runtime/text": 7_340,
@@ -29,10 +29,10 @@ MOST_LINES = {
     "runtime/commands": 3_033,
     "runtime/bench": 11_618,
     "runtime": 3_558,
-    "models": 19_952,
+    "models": 19_961,
     "server": 23_102,
     "tokenizer": 7_588,
-    "tools": 17_426,
+    "tools": 18_183,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -61,7 +61,7 @@ class AdapterOracle(Oracle):
             return folder, answer
         answer |= self._adapt(case, folder, answer)
         if case["dtype"] != "float32" and max(each.get("noise", 0.0) for each in answer["adapters"]) > MOST_NOISE:
-            case["dtype"] = "float32"  # in 16 bits nobody can say what the logits are
+            case["dtype"] = "float32"  # in 16 bits rounding decides the logits
             for each in case["runs"]:
                 each["dtype"] = "float32"
             return self.make_conditioned(case)

@@ -22,7 +22,7 @@ _IN_FLOATS = ("embed", "lm_head", ".gate.weight", "router", "norm", "wte", "wpe"
 
 
 def store(folder: Path, form: str) -> tuple[Path, Path]:
-    """What is served, a folder or a file, and the folder of its floats, both inside this folder of a float32 model."""
+    """The folder or file to serve, and the folder of its floats, both inside this folder of a float32 model."""
     if form == "dense":
         return folder, folder
     file = SafetensorsFile(folder / "model.safetensors")
