@@ -160,7 +160,13 @@ def test_weights_are_on_their_way_before_the_wait(name: str, num_early_loads: in
 
 
 @pytest.mark.skipif(nvdisasm_if_any() is None, reason="no nvdisasm: pip install nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("name", ["gemv_ring_bf16_bf16_1", "gemv_ring_bf16_bf16_2_silu"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemv_ring_bf16_bf16_1", "gemv_ring_bf16_bf16_2_silu", "gemm_quantised_gemv_u4_g128_bf16_ring_4",
+        "gemm_quantised_gemv_e2m1_g32_exponents_bf16_silu_4_ring_2",
+    ],
+)  # fmt: skip
 @pytest.mark.exhaustive_cases("silu")
 def test_a_ring_is_filled_before_the_wait(name: str) -> None:
     """By the machine code: bulk copies stand before griddepcontrol.wait, and two such kernels fit a multiprocessor."""

@@ -35,6 +35,7 @@ from numba_kernels.cuda.gemm import (
     mixed_input,
     packed_factors,
     packed_stream,
+    quantised_gemv,
     skinny_shape,
     tensor_core,
     w8a8,
@@ -248,7 +249,12 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         return skinny_shape.shared_bytes(constants["weight"], tiles, most, has_clusters=has_clusters)
     if name.startswith("gemm_quantised_gemv"):  # of 8,192 numbers, in all rows
         rows = int(constants["rows"])
-        return rows * (packed_stream.row_bytes(packing, 8192 // rows) + packed_factors.ROW_GAP)
+        slots = int(constants["ring_slots"])
+        if not slots:
+            return rows * (packed_stream.row_bytes(packing, 8192 // rows) + packed_factors.ROW_GAP)
+        depths = (each // rows for each in (8192, 6144, 4096, 2048))  # the longest with such a ring
+        rings = (quantised_gemv.ring_of(packing, machine_of(arch), depth, rows) for depth in depths)
+        return next((shared_bytes for found, shared_bytes in rings if found == slots), 1)
     if name.startswith("route_normed"):  # of as many
         return 8192 * ITEM_BYTES[constants["dtype"]]
     if name.startswith("gemm_mixed_input"):

@@ -49,6 +49,7 @@ class PackedReader:
             4 g, without the rows' scales; x is where `factors` places the lane, `two_rows` the bytes that two rows of
             x take there. With `goes_on` not 0, the next tile's first slots are loaded from `aim`'s addresses, and
             `rows` become its own.
+        take_slot: ``(sums, parts, pairs, x_words, words, scales, x_at)``: multiplies one slot, the first of `words`.
         row_scale: ``(weight, n, k, row) -> number``.
         slots: ``k -> slots``.
     """
@@ -59,6 +60,7 @@ class PackedReader:
     begin: Any
     begin_early: Any
     multiply: Any
+    take_slot: Any
     row_scale: Any
     slots: Any
 
@@ -239,8 +241,8 @@ def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
 
     slots_of = device_function(lambda k: uint32(k + uint32(slot_elements - 1)) // uint32(slot_elements))
     return PackedReader(
-        factors, max(1, AHEAD * scale_words), aim, beginner("stream"), beginner("stream_early"), multiply, row_scale,
-        slots_of,
+        factors, max(1, AHEAD * scale_words), aim, beginner("stream"), beginner("stream_early"), multiply, slot_0,
+        row_scale, slots_of,
     )  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 
 A block takes up to 64 columns at a time, 16 a team; a team's warps share K (a gated unit has teams of the gate's rows
 and of up's). A block's teams share x, which it brings to shared memory once, so that a block has as many columns as
-leave enough blocks, and where there are more of these than multiprocessors, each takes columns in turns. (A block's
-registers fill a multiprocessor: the next one could not bring its x meanwhile. The kernel for one turn is its own, which
-is shorter, by some 0.4 µs on an H200.) The weight's first loads start before the previous grid has ended. Sums
-of a team meet in shared memory, and are added in the order of K. How K is split depends on (N, K) alone, and a row has
+leave enough blocks, and where there are more of these than multiprocessors, each takes columns in turns.
+
+From sm_90 on the weight comes through `packed_ring`, and a block of 8 warps leaves half of a multiprocessor to its
+neighbour. Otherwise it comes through registers, of 16 warps. (The kernel for one turn is its own, which is shorter, by
+some 0.4 µs on an H200.) The weight's first loads start before the previous grid has ended either way. Sums of a team
+meet in shared memory, and are added in the order of K. How K is split depends on (N, K) alone, and a row has
 the same bits alone and beside others.
 
 Threads: x lanes, y the streams of K, z the teams.
@@ -30,21 +32,25 @@ from numba_kernels.cuda.gemm.packed_stream import (
     row_bytes,
 )
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, unpacking_s
+from numba_kernels.cuda.gemm.rings.packed_ring import SLOTS, STATE, packed_ring
+from numba_kernels.cuda.gemm.rings.warp_ring import MOST_STAGES, dynamic_shared_bytes, stages_that_fit, start_ring
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, shuffle_xor_f32
-from numba_kernels.cuda.packing import PACKINGS, packing_of
-from numba_kernels.cuda.specialisation import Launch, Specialisation
+from numba_kernels.cuda.packing import PACKINGS, Packing, packing_of
+from numba_kernels.cuda.specialisation import HALF_SHARED_BYTES, Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 BLOCK_WARPS = 16
+RING_WARPS = 8
 _UNDER_WAY_BYTES = BLOCK_WARPS * 4096  # of a block
 _START_S = 0.7e-6
 _NEXT_ROW_S = 0.2e-6, 1.2e-10  # that preparing each further row takes, and each of its numbers: by counts, not measured
 UNPACKING = {"u4": (254, 270, 322), "u8": (95, 95, 104), "e4m3": (334, 343, 343), "e2m1": (498, 593, 831)}
-"""Machine instructions of a warp for 4 KB of a weight, by its elements and `NUM_ROWS`."""
+"""Machine instructions of a warp for 4 KB of a weight in registers, by its elements and `NUM_ROWS`."""
+_RING_INSTRUCTIONS = 60  # that a stage takes besides
 _ENOUGH_BLOCKS = 96  # that fill a large GPU
 _SHARED_BYTES = {"sm_80": 162 << 10, "sm_90a": 225 << 10, "sm_100a": 225 << 10}  # of a block, less what ptxas rounds up
 _LEAST_SHARED_BYTES = 98 << 10  # on other architectures
@@ -56,9 +62,14 @@ _TOO_FEW_REGISTERS = {("e2m1", 4): ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_12
 
 @functools.cache
 def _kernel(
-    weight_name: str, out_dtype: str, activation: str = "", *, has_turns: bool = False, rows: int = 1
-) -> Specialisation:
+    weight_name: str, out_dtype: str, activation: str = "", *, has_turns: bool = False, ring_slots: int = 0,
+    rows: int = 1,
+) -> Specialisation:  # fmt: skip
     reader, finish = packed_reader(weight_name, rows), finisher(DTYPE, out_dtype)
+    ring, has_ring = packed_ring(weight_name, rows, ring_slots or SLOTS[0]), ring_slots > 0
+    fill, multiply_ring, stage_bytes = ring.fill, ring.multiply, ring.stage_bytes
+    warps = RING_WARPS if has_ring else BLOCK_WARPS
+    num_barriers = warps * MOST_STAGES
     aim, begin, multiply = reader.aim, reader.begin_early, reader.multiply
     row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
@@ -71,10 +82,14 @@ def _kernel(
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         shared = memory.shared_address(cuda.shared.array(0, uint32))
-        greatest = cuda.shared.array((num_rows, BLOCK_WARPS), uint32)
+        greatest = cuda.shared.array((num_rows, warps), uint32)
         wholes = cuda.shared.array(num_rows, float32)  # the factors of finished sums
-        partial = cuda.shared.array((2, BLOCK_WARPS, num_rows, ROWS), float32)  # of these columns, and of the next
-        words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
+        partial = cuda.shared.array((2, warps, num_rows, ROWS), float32)  # of these columns, and of the next
+        if has_ring:
+            state = cuda.local.array(STATE, uint32)
+            barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
+        else:
+            words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
         rows, scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
         sums = cuda.local.array(num_sums, float32)
         next_rows, next_scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
@@ -94,26 +109,41 @@ def _kernel(
         last = minimum_u32(uint32(first + length), slots)
         tile = uint32(uint32(cuda.blockIdx.x) * columns_teams + inside)
         stride = uint32(uint32(cuda.gridDim.x) * columns_teams)
-        aim(rows, scale_rows, weight, uint32(minimum_u32(tile, last_tile) + beside), both, k, first, lane)
-        begin(words, scales, rows, scale_rows, first, last)
+        padded = uint32(slots * uint32(slot_elements))
+        row_of_x = uint32(padded * uint32(number_bytes) + uint32(ROW_GAP))
+        at_first = uint32(minimum_u32(tile, last_tile) + beside)
+        if has_ring:
+            rows_bytes = uint32(row_of_x * uint32(num_rows))
+            count = uint32(uint32(dynamic_shared_bytes() - rows_bytes) // uint32(warps * stage_bytes))
+            own_stages = uint32(warp * count)
+            stages = uint32(shared + rows_bytes + own_stages * uint32(stage_bytes))
+            barriers = uint32(barriers + own_stages * uint32(8))
+            start_ring(barriers, count, lane)
+            state[0], state[1], state[2], state[3], state[4] = uint32(0), uint32(0), count, tile, first
+            state[5] = uint32(1) if first < last else uint32(0)
+            places = inside, stride, last_tile, beside, both, k
+            aim(rows, scale_rows, weight, at_first, both, k, first, uint32(0))
+            fill(state, rows, scale_rows, stages, barriers, weight, places, first, last, lane)
+        else:
+            aim(rows, scale_rows, weight, at_first, both, k, first, lane)
+            begin(words, scales, rows, scale_rows, first, last)
         wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
         launch_dependents()
         row = uint32(0)
         while row < m:
-            most = largest(x + uint64(row) * uint64(k) * uint64(2), warp, uint32(BLOCK_WARPS), k, lane)
+            most = largest(x + uint64(row) * uint64(k) * uint64(2), warp, uint32(warps), k, lane)
             if lane == uint32(0):
                 greatest[row, warp] = most
             row = uint32(row + uint32(1))
         sync_block()
-        padded = uint32(slots * uint32(slot_elements))
-        row_of_x, row = uint32(padded * uint32(number_bytes) + uint32(ROW_GAP)), uint32(0)
+        row = uint32(0)
         while row < uint32(num_rows):
             most, there = uint32(0), uint32(0)  # rows that are not there are zeros
             if row < m:
-                there, most = k, maximum_u32_of_warp(greatest[row, lane & uint32(BLOCK_WARPS - 1)])
+                there, most = k, maximum_u32_of_warp(greatest[row, lane & uint32(warps - 1)])
             factor, unfactor = scale_by(most)
             x_row, target = x + uint64(row) * uint64(k) * uint64(2), uint32(shared + row * row_of_x)
-            stage(x_row, target, warp, uint32(BLOCK_WARPS), there, padded, factor, lane)
+            stage(x_row, target, warp, uint32(warps), there, padded, factor, lane)
             if row < m and warp == row:
                 whole = scale_element(unfactor * float32(shift), scale_of_row(x_squares, row, x_parts, k, eps))
                 if lane == uint32(0):
@@ -123,9 +153,14 @@ def _kernel(
         x_place, turn, goes_on = place(shared, padded, lane), uint32(0), uint32(1)
         while goes_on != uint32(0):
             following, goes_on = uint32(tile + stride), uint32(0)
-            if has_turns:
-                if uint32(following - inside) <= last_tile:  # the same in all teams
-                    goes_on = uint32(1)
+            if (has_turns or has_ring) and uint32(following - inside) <= last_tile:  # the same in all teams
+                goes_on = uint32(1)
+            if has_ring:
+                multiply_ring(
+                    sums, state, rows, scale_rows, stages, barriers, weight, places, x_place,
+                    uint32(row_of_x * uint32(2)), first, last, lane,
+                )  # fmt: skip
+            elif has_turns:
                 at = uint32(minimum_u32(following, last_tile) + beside)
                 aim(next_rows, next_scale_rows, weight, at, both, k, first, lane)
                 multiply(
@@ -172,15 +207,16 @@ def _kernel(
 
     return Specialisation(
         name="_".join(["gemm_quantised_gemv", weight_name, out_dtype + ("_" if is_gated else "") + activation])
-        + f"_{rows}" * (rows > 1) + "_turns" * has_turns,
+        + f"_{rows}" * (rows > 1) + "_turns" * has_turns + f"_ring_{ring_slots}" * has_ring,
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
-        max_threads=BLOCK_WARPS * 32,
-        min_blocks=1,
+        max_threads=warps * 32,
+        min_blocks=2 if has_ring else 1,
+        min_capability=90 if has_ring else 80,
         spills_on=_spills_on(weight_name, rows),
         constants={
             "dtype": DTYPE, "weight": weight_name, "out_dtype": out_dtype, "activation": activation,
-            "has_turns": has_turns, "rows": rows,
+            "has_turns": has_turns, "ring_slots": ring_slots, "rows": rows,
             "square_columns": 0 if is_gated else ROWS,
         },
     )  # fmt: skip
@@ -237,6 +273,8 @@ def seconds(product: Product, machine: Machine) -> float:
     packing, blocks = packing_of(product.weight), plan(product, machine).grid[0]
     assert packing is not None
     instructions = UNPACKING[packing.element][NUM_ROWS.index(_rows_of(product))]
+    if machine.arch in HALF_SHARED_BYTES:
+        instructions += _RING_INSTRUCTIONS
     num_bytes, at_once = product.weight_bytes, min(blocks, machine.num_multiprocessors)
     start = _START_S + (product.m - 1) * (_NEXT_ROW_S[0] + _NEXT_ROW_S[1] * product.k)
     return start + max(
@@ -247,11 +285,33 @@ def seconds(product: Product, machine: Machine) -> float:
     )
 
 
+def ring_of(packing: Packing, machine: Machine, k: int, rows: int) -> tuple[int, int]:
+    """The slots of a stage of the ring that fits beside so many rows of x, and the shared memory of both; zeros if none
+    fits."""
+    static_bytes = 2 * RING_WARPS * rows * ROWS * 4 + RING_WARPS * MOST_STAGES * 8 + rows * (RING_WARPS + 1) * 4
+    x_bytes = rows * (row_bytes(packing, k) + ROW_GAP)
+    for slots in SLOTS:
+        stage_bytes = RING_WARPS * packed_ring(packing.name, rows, slots).stage_bytes
+        stages = stages_that_fit(machine, stage_bytes, x_bytes + static_bytes - 1024)
+        if stages:
+            return slots, x_bytes + stages * stage_bytes
+    return 0, 0
+
+
 def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
     activation, packing = product.epilogue.activation, packing_of(product.weight)
     assert packing is not None
     num_teams = teams(product.n, is_gated=activation != "")
+    ring_slots, shared_bytes = ring_of(packing, machine, product.k, _rows_of(product))
+    if ring_slots:
+        num_teams = max(num_teams * RING_WARPS // BLOCK_WARPS, 2 if activation else 1)
+        columns = ROWS * (num_teams // 2 if activation else num_teams)
+        return Launch(
+            _kernel(product.weight, product.out, activation, ring_slots=ring_slots, rows=_rows_of(product)),
+            (min(-(-product.n // columns), machine.num_multiprocessors), 1, 1),
+            (32, RING_WARPS // num_teams, num_teams), shared_bytes,
+        )  # fmt: skip
     columns = ROWS * (num_teams // 2 if activation else num_teams)
     blocks = -(-product.n // columns)
     turns = -(-blocks // machine.num_multiprocessors)
@@ -270,3 +330,5 @@ def specialisations() -> Iterator[Specialisation]:
                 for rows in NUM_ROWS:
                     yield _kernel(weight, DTYPE, activation, rows=rows)
                     yield _kernel(weight, DTYPE, activation, has_turns=True, rows=rows)
+                    for slots in SLOTS:
+                        yield _kernel(weight, DTYPE, activation, ring_slots=slots, rows=rows)

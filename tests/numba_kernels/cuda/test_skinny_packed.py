@@ -163,13 +163,40 @@ def test_few_rows_are_the_same_alone(gpu, name, m, activation):
     assert np.isnan(values[m - 1]).all()
 
 
+@pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "sizes", "activation", "slots"),
+    [
+        ("u4_g128", (1, 1700, 1304), "", 4), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
+            ("u4_g128", (2, 40, 12_288), "", 2), ("e2m1_g32_exponents", (4, 48, 1096), "silu", 4),
+            ("e4m3_g128", (3, 3200, 264), "", 4), ("u8", (1, 100, 8), "", 4), ("u4_g32", (2, 1616, 520), "silu", 4),
+        )),
+    ],
+)  # fmt: skip
+def test_a_ring_gives_the_bits_of_registers(gpu, name, sizes, activation, slots):
+    """From sm_90 on the weight comes through shared memory; a team then has as many warps as where it does not."""
+    found = []
+    for arch in ("sm_80", "sm_90a"):
+
+        def plan(asked, _, arch=arch):
+            launch = quantised_gemv.plan(asked, gemm.machine_of(arch, 3 if arch == "sm_90a" else 132))
+            assert launch.specialisation.constants["ring_slots"] == (slots if arch == "sm_90a" else 0)
+            assert arch == "sm_80" or launch.grid[0] <= 3
+            return launch
+
+        found.append(product(gpu, name, "bf16", sizes, activation=activation, bias=not activation, plan=plan))
+    (registers, expected, bound), (ring, _, _) = found
+    assert_equal(ring, registers)
+    assert (np.abs(ring - expected) <= bound).all()
+
+
 @pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("turns", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_few_rows_leave_squares_for_the_norm_behind(gpu, m, turns):
     def plan(asked: gemm.Product, _: gemm.Machine) -> Launch:
         launch = gemm.plan(asked, gemm.machine_of(gpu.arch, 4 // turns), "quantised_gemv")
         assert launch is not None
-        assert launch.specialisation.constants["has_turns"] == (turns > 1)
+        assert (launch.grid[0] < 4) == (turns > 1)
         return launch
 
     check_squares(gpu, plan, 264, quantised_gemv.ROWS, m)

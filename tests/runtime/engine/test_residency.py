@@ -13,7 +13,7 @@ from tools.kernel_costs.residency import Residency, residency
 
 pytestmark = pytest.mark.emulator
 
-TAKE_MORE = ("gemm_quantised_gemv_", "experts_packed_gather_", "route_normed_cluster_")
+TAKE_MORE = ("experts_packed_gather_", "route_normed_cluster_")
 """Kernels of these names do not leave half yet."""
 exhaustive = pytest.mark.exhaustive
 
