@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.engine.grammar.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from runtime.engine.logits.processors import LogitsKernel as LogitsKernel
     from runtime.engine.sampling_params import RequestOutputKind as RequestOutputKind
     from runtime.engine.sampling_params import SamplingParams as SamplingParams
     from runtime.errors import XservError as XservError
@@ -43,6 +44,7 @@ _HOME = {
     "AsyncEngineArgs": "runtime.llm",
     "SamplingParams": "runtime.engine.sampling_params",
     "LoRARequest": "runtime.llm",
+    "LogitsKernel": "runtime.engine.logits.processors",
     "RequestOutputKind": "runtime.engine.sampling_params",
     "StructuredOutputsParams": "runtime.engine.grammar.structured_outputs",
     "BeamSearchParams": "runtime.llm",

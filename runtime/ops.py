@@ -841,6 +841,35 @@ def distributions(logits: Tensor, params: SamplingArrays) -> NDArray:
     return cpu_sampling.distributions(logits if logits.device.kind == "cpu" else logits.to("cpu"), params)
 
 
+def processed_logits(logits: Tensor, params: SamplingArrays) -> Tensor:
+    """The logits ``[n, V]`` that `sample` draws from, computed on the host: after masks, bias, penalties, temperature
+    and filters, with minus infinity for tokens that cannot be drawn; a greedy row's are not divided. Waits for the
+    device."""
+    _sampling_backend("processed_logits", logits)
+    check_sampling("processed_logits", logits.shape[0], logits.shape[1], params)
+    given = logits if logits.device.kind == "cpu" else logits.to("cpu")
+    return Tensor.from_numpy(cpu_sampling.processed_logits(given, params))
+
+
+def process_logits(
+    logits: Tensor, row: int, prompt_ids: Int32Array, output_ids: Int32Array, numbers: NDArray,
+    function: Callable[..., Any],
+) -> None:  # fmt: skip
+    """Writes a user's function of each token over row ``row`` of ``logits [n, V]`` float32, which is no weight:
+    ``(token_id, logits, prompt_ids, num_prompt, output_ids, num_output, numbers)``, where ``logits`` are the row before
+    it. The function is compiled for the device when it is first used."""
+    op, backend = "process_logits", _sampling_backend("process_logits", logits)
+    if not 0 <= row < logits.shape[0]:
+        raise fail(op, "row", f"is {row}, must be one of {logits.shape[0]}")
+    for name, array, dtype in (
+        ("prompt_ids", prompt_ids, np.int32), ("output_ids", output_ids, np.int32), ("numbers", numbers, np.float32),
+    ):  # fmt: skip
+        if array.dtype != dtype or array.ndim != 1:
+            raise fail(op, name, f"is {array.dtype} {array.shape}, must be {np.dtype(dtype)} of one dimension")
+    before = backend.gather_rows(logits, place([np.array([row], np.int32)], logits.device)[0])
+    backend.process_logits_row(logits[row], before[0], prompt_ids, output_ids, numbers, function)
+
+
 def keep_proposals(
     wanted: NDArray, proposed: NDArray, drafts: Int32Array, counts: Int32Array, seeds: NDArray, choices: Int32Array,
     positions: Int32Array,

@@ -11,7 +11,7 @@ theirs (`ApiError.body`).
     413     invalid_request_error  body_too_large
     415     invalid_request_error  unsupported_media_type
     429     rate_limit_error       queue_full, rate_limit_exceeded  (with Retry-After)
-    500     server_error           internal_error
+    500     server_error           internal_error, logits_processor_failed
     503     server_error           engine_unavailable    (with Retry-After when it is restarting)
     503     server_error           draining, overloaded  (with Retry-After)
 
@@ -239,6 +239,12 @@ def overloaded() -> ApiError:
 
 
 _CLOSE = {"Connection": "close"}
+
+
+def logits_processor_failed(reason: str) -> ApiError:
+    """500: a logits processor of the server's operator failed; the reason names it."""
+    message = f"{reason[0].upper()}{reason[1:]}."
+    return ApiError(500, message, code="logits_processor_failed")
 
 
 def cancelled() -> ApiError:

@@ -39,6 +39,7 @@ from server.errors import (
     from_engine,
     internal_error,
     invalid,
+    logits_processor_failed,
     own_name,
     renamed,
     starting,
@@ -340,7 +341,7 @@ class Service:
         try:
             generation.start()
         except XservError as error:
-            raise from_engine(error, names) from None
+            raise from_engine(error, {"extra_args": "vllm_xargs", **names}) from None
         ids = (generation.request_id, exchange.given_id, generation.scheduling.given_id)
         self.running.add(generation, exchange.tenant, (each for each in ids if each is not None))
 
@@ -379,6 +380,10 @@ class Service:
             return cancelled()
         if error.code == "unsatisfiable_request":
             return unsatisfiable()
+        if error.code == "logits_processor_failed":
+            return logits_processor_failed(str(error))
+        if error.code == "invalid_extra_args":
+            return invalid("vllm_xargs", str(error).replace("extra_args", "vllm_xargs", 1), error.code)
         if error.code is not None:
             return invalid(None, str(error), error.code)
         logger.error("%s broke off: %s", request_id, error)

@@ -108,6 +108,10 @@ PLANNING = ("runtime.engine.scheduling", "runtime.engine.steps.assemble", "runti
 
 FOREIGN = {"torch", "transformers", "tensorflow", "jax", "llama_cpp", "gguf"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+IMPORTERS = {
+    "runtime.later",  # whose callers' names count
+    "runtime.engine.logits.processors",  # names that the user of an engine gives, never a request or a model
+}
 UNSAFE_CALLS = {"eval", "exec", "__import__"}
 UNSAFE_ATTRIBUTES = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load")}
 
@@ -168,9 +172,7 @@ class Reader(ast.NodeVisitor):
             match node.args:
                 case [ast.Constant(value=str(name)), *_]:
                     self.module.imports.append((name, node.lineno))
-                case _ if not (
-                    self.module.is_package or self.module.name == "runtime.later"
-                ):  # its callers' names count
+                case _ if not (self.module.is_package or self.module.name in IMPORTERS):
                     self.module.hazards.append((f"{called} of a name that is made up at run time", node.lineno))
         if called in UNSAFE_CALLS:
             self.module.hazards.append((f"{called}()", node.lineno))

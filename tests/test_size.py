@@ -14,25 +14,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 40_280,
+    "numba_kernels": 40_368,
     "runtime/emulator": 16_988,
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_357,
+    "runtime/backends": 3_394,
     "runtime/linear": 3_178,
     "runtime/kv": 1_668,
-    "runtime/engine": 25_990,
+    "runtime/engine": 26_574,
     "runtime/text": 7_340,
     "runtime/llm": 1_935,
     "runtime/parallel": 1_996,
     "runtime/images": 937,
     "runtime/commands": 3_033,
     "runtime/bench": 11_618,
-    "runtime": 3_558,
+    "runtime": 3_590,
     "models": 19_961,
-    "server": 23_102,
+    "server": 23_117,
     "tokenizer": 7_588,
-    "tools": 18_189,
+    "tools": 18_242,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_998
+MOST_WORDS = 39_995
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

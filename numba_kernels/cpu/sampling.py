@@ -308,6 +308,30 @@ def sampling_kernel(has_chains: bool = False) -> Kernel:
 
 
 @functools.cache
+def processed_kernel(has_chains: bool = False) -> Kernel:
+    """The logits of `sampling_kernel`'s draws, after all that shapes them: ``token_ids`` is an address of float32
+    ``[num_rows, vocab]``. Tokens that cannot be drawn have -inf; a greedy row's are those that it takes the largest of.
+    A work item is one row."""
+    weigh = _weigher(has_chains)
+
+    def processed(arguments, work_item):
+        a = carray(arguments, 1)[0]
+        vocab = a.vocab
+        out = float32_at(a.token_ids + work_item * vocab * 4, vocab)
+        token, logits, weights, threshold, last_id = weigh(a, work_item)
+        if token == _OUT_OF_RANGE:
+            a.status = BAD_ID
+        is_greedy = weights.shape[0] == 0
+        for i in range(vocab):
+            if is_greedy or logits[i] > threshold or (logits[i] == threshold and i <= last_id):
+                out[i] = logits[i]
+            else:
+                out[i] = _MINUS_INFINITY
+
+    return Kernel(processed, FIELDS)
+
+
+@functools.cache
 def distributions_kernel(has_chains: bool = False) -> Kernel:
     """The distributions of `sampling_kernel`'s draws: ``token_ids`` is an address of float32 ``[num_rows, vocab]``,
     each token's probability. A work item is one row; one without a token to draw is all zeros. ``statuses`` and ``mus``

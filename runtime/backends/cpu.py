@@ -31,6 +31,7 @@ from runtime.backends.cpu_attention import latent_prepare
 from runtime.backends.cpu_attention import page_shape as page_shape
 from runtime.backends.cpu_attention import qkv_prepare as qkv_prepare
 from runtime.backends.cpu_sampling import log_softmax_topk as log_softmax_topk
+from runtime.backends.cpu_sampling import process_logits_row as process_logits_row
 from runtime.backends.cpu_sampling import sample as sample
 from runtime.backends.cpu_sampling import sample_into as sample_into
 from runtime.backends.cpu_state import delta_rule as delta_rule

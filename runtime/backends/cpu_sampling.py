@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from numba_kernels.cpu import logprobs as _logprobs
 from numba_kernels.cpu import rejection as _rejection
 from numba_kernels.cpu import sampling as _sampling
+from numba_kernels.cpu import user_logits as _user_logits
 from numba_kernels.cpu.running.launch import Kernel, address_of
 from runtime.backends.checks import fail
 from runtime.backends.cpu_threads import SERIAL_ELEMENTS, num_workers
@@ -42,12 +43,29 @@ def sample_into(
 
 def distributions(logits: Tensor, params: SamplingArrays) -> NDArray[np.float32]:
     """See `ops.distributions`."""
+    return _of_draws("distributions", logits, params, _sampling.distributions_kernel(params.has_chains))
+
+
+def processed_logits(logits: Tensor, params: SamplingArrays) -> NDArray[np.float32]:
+    """See `ops.processed_logits`."""
+    return _of_draws("processed_logits", logits, params, _sampling.processed_kernel(params.has_chains))
+
+
+def _of_draws(op: str, logits: Tensor, params: SamplingArrays, kernel: Kernel) -> NDArray[np.float32]:
     found = np.empty(logits.shape, np.float32)
     fields = [address_of(getattr(params, name)) for name, _, _ in SAMPLING_FIELDS]
     mask = 0 if params.allowed_mask is None else address_of(params.allowed_mask)
-    kernel = _sampling.distributions_kernel(params.has_chains)
-    _launch("distributions", logits, fields, mask, (address_of(found), 0, 0), kernel)
+    _launch(op, logits, fields, mask, (address_of(found), 0, 0), kernel)
     return found
+
+
+def process_logits_row(
+    out: Tensor, logits: Tensor, prompt_ids: Int32Array, output_ids: Int32Array, numbers: NDArray[np.float32],
+    function: Callable[..., Any],
+) -> None:  # fmt: skip
+    """See `ops.process_logits`."""
+    ids = (np.array(each) for each in (prompt_ids, output_ids))  # which the function may not write
+    _user_logits.row_function(function)(out.array, logits.array, *ids, numbers.copy())
 
 
 def keep_proposals(

@@ -41,7 +41,7 @@ from runtime.backends.cuda_linear import (
     packed_embedding,
     rms_norm,
 )
-from runtime.backends.cuda_sampling import log_softmax_topk, sample, sample_into
+from runtime.backends.cuda_sampling import log_softmax_topk, process_logits_row, sample, sample_into
 from runtime.backends.cuda_state import delta_rule, mamba, short_conv
 from runtime.backends.cuda_tensor import alignment, id_flag, remembered, upload, zeros
 from runtime.batch import Batch
@@ -57,8 +57,8 @@ __all__ = [
     "delta_rule", "elementwise", "embedding", "experts", "forbid", "gather_rows", "gelu_gate", "glu", "join_columns",
     "keep_groups", "latent_attention", "latent_expanded", "latent_prepare", "latent_queries", "latent_values",
     "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "low_rank", "mamba", "matmul",
-    "normed_route", "page_shape", "qkv_prepare", "reduce", "rms_norm", "route", "sample", "sample_into", "scale_logits",
-    "short_conv", "sigmoid_gate", "take_decode_inputs", "write_elementwise",
+    "normed_route", "page_shape", "process_logits_row", "qkv_prepare", "reduce", "rms_norm", "route", "sample",
+    "sample_into", "scale_logits", "short_conv", "sigmoid_gate", "take_decode_inputs", "write_elementwise",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)

@@ -6,13 +6,16 @@ already on the device, and does not wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numba_kernels.cuda import chain_sampling as _chains
 from numba_kernels.cuda import logprobs as _logprobs
 from numba_kernels.cuda import sampling as _sampling
+from numba_kernels.cuda.arithmetic import user_logits as _user_logits
 from runtime.backends.checks import fail
 from runtime.backends.cuda_tensor import check_id_flag, id_flag, remembered, upload, upload_together
 from runtime.device.gpu import Gpu
@@ -56,6 +59,21 @@ def sample_into(
 ) -> None:
     """See `ops.sample_into`."""
     _launch(logits, [field.address for field in fields], 0, results.address, has_penalties, has_chains)
+
+
+def process_logits_row(
+    out: Tensor, logits: Tensor, prompt_ids: Int32Array, output_ids: Int32Array, numbers: NDArray[np.float32],
+    function: Callable[..., Any],
+) -> None:  # fmt: skip
+    """See `ops.process_logits`."""
+    # nothing of no bytes is uploaded
+    given = [each if len(each) else np.zeros(1, each.dtype) for each in (prompt_ids, output_ids, numbers)]
+    prompt, output, values = upload_together([np.ascontiguousarray(each) for each in given], logits.device)
+    launch = _user_logits.plan(function, logits.size)
+    Gpu.of(logits.device).launch(
+        launch, out.address, logits.address, prompt.address, len(prompt_ids), output.address, len(output_ids),
+        values.address, logits.size,
+    )  # fmt: skip
 
 
 def _launch(

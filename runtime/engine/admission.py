@@ -41,6 +41,12 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
     _check_scheduling(request, info.scheduling_policy)
     prompt_ids = prompt_of("prompt", request.prompt_token_ids, info.vocab_size, info.max_model_len)
     request.params.validate(info.vocab_size)
+    if request.params.extra_args is not None and not info.logits_processors:
+        raise RequestError(
+            "extra_args (vllm_xargs) are for logits processors, and the engine has none: start it with "
+            "logits_processors",
+            param="extra_args",
+        )
     check_token_ids("eos_token_ids", request.eos_token_ids, info.vocab_size)
     if request.prediction:
         as_token_ids("prediction", request.prediction, info.vocab_size)

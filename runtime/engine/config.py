@@ -3,7 +3,7 @@
 ``runtime.engine.limits`` turns an ``EngineConfig``, with the model's numbers, into what the scheduler works with.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
 from runtime.engine.checks import check_positive
@@ -13,6 +13,7 @@ from runtime.errors import InvalidArgumentError
 from runtime.later import later
 
 _overrides = later("models.configuration.overrides")  # the help does without models
+_processors = later("runtime.engine.logits.processors")
 
 DEFAULT_MAX_WAITING_TOKENS = 4 << 20
 """Most prompt tokens in the waiting queue: a thousand requests of 4,096."""
@@ -40,11 +41,16 @@ MOST_ENGINES = 64
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 RoutingPolicy = Literal["round-robin", "least-load", "prefix-aware"]
 ExecutorBackend = Literal["mp", "ray"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 GIB = 1 << 30
 
 
 def _stages_of_text(text: str) -> tuple[int, ...]:
     return integers("prefill_chunk_stages", text)
+
+
+def _names_of_text(text: str) -> tuple[str, ...]:
+    return tuple(each.strip() for each in text.split(","))
 
 
 def bytes_of_gib(gib: float) -> int:
@@ -335,6 +341,26 @@ class EngineConfig(SchedulingConfig):
             least=None,
         ),
     ] = None
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        Option(
+            help="Log probabilities or logits that answers tell: the model's (raw), or those that tokens are drawn by.",
+            about=(
+                'log probabilities in answers: "raw_logprobs", "processed_logprobs" (by which tokens are drawn), '
+                '"raw_logits", "processed_logits"'
+            ),
+            heading="Execution",
+        ),
+    ] = "raw_logprobs"
+    logits_processors: Annotated[
+        tuple[Any, ...],
+        Option(
+            help="Logits processors, MODULE:NAME or names of entry points xserv.logits_processors, by commas.",
+            about=("functions, `LogitsKernel`s, or names of them (server.md)"),
+            heading="Execution",
+            flag=Flag(kind=str, metavar="NAME,...", read=_names_of_text, write=",".join),
+        ),
+    ] = ()
     enable_lora: Annotated[
         bool,
         Option(
@@ -602,6 +628,8 @@ class EngineConfig(SchedulingConfig):
                 object.__setattr__(self, "hf_overrides", _overrides.as_text(self.hf_overrides))
             except InvalidArgumentError as error:
                 raise RequestError(str(error), param="hf_overrides") from None
+        if self.logits_processors != ():
+            object.__setattr__(self, "logits_processors", _processors.checked(self.logits_processors))
         if self.num_ranks > MOST_RANKS:
             raise RequestError(
                 f"pipeline_parallel_size is {self.pipeline_parallel_size} of {self.tensor_parallel_size} ranks each: "
@@ -775,6 +803,12 @@ class EngineConfig(SchedulingConfig):
         """Whether what proposes tokens reads the model's hidden states."""
         prefixes = EAGLE3_PREFIX, DFLASH_PREFIX, MTP_PREFIX
         return self.speculation in ("eagle3", "mtp") or self.speculation.startswith(prefixes)
+
+    def for_processes(self) -> "EngineConfig":
+        """The same with names alone as logits processors. Raises ``RequestError`` for one that cannot be named."""
+        if not self.logits_processors:
+            return self
+        return replace(self, logits_processors=_processors.as_names(self.logits_processors))
 
     @property
     def scheduling(self) -> SchedulingConfig:

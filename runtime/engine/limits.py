@@ -70,6 +70,7 @@ class EngineLimits:
     exact: bool = False
     overlap: Overlap = "auto"
     decode_graphs: DecodeGraphsMode = "auto"
+    has_logits_processors: bool = False
 
     def __post_init__(self) -> None:
         for name, total in (("pool_sizes", self.num_blocks), ("host_pool_sizes", self.num_host_blocks)):
@@ -230,6 +231,7 @@ def resolve(
         exact=config.exact,
         overlap=config.overlap,
         decode_graphs=config.decode_graphs,
+        has_logits_processors=bool(config.logits_processors),
     )
 
 

@@ -29,7 +29,7 @@ from models.gguf.mmproj import NONE as NO_MMPROJ
 from models.peft import read_adapter
 from models.registry import Declaration, declare, declare_model, stages_of
 from models.sentence_transformers import pooling_info, read_layout, score_tokens
-from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
+from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator, ends_here
 from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
 from runtime.device.gpu import Gpu
@@ -39,6 +39,9 @@ from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.limits import CPU_BATCHED_TOKENS, EngineLimits, available_memory_bytes, resolve
+from runtime.engine.logits.processing import try_kernels
+from runtime.engine.logits.processors import load_processors, shown
+from runtime.engine.logits.settings import LogitsSettings
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, PoolInfo, RankInfo
 from runtime.engine.process.wire import RemoteRank
 from runtime.engine.ranks.executor import ParallelExecutor
@@ -98,6 +101,7 @@ def engine_of(
     Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
     """
     LoadOptions.parse(**load_settings(config, *declared_rank(config)))  # raises before a model is downloaded
+    logits_settings(config)
     folder = resolve_model(None if model is None else str(model), reporter)
     if config.num_ranks == 1:
         return engine_over(loaded_model(folder, config, reporter), folder, config, model_name(model))
@@ -330,7 +334,19 @@ def executor_over(
     for size, num_bytes in zip(limits.pool_sizes, spec.block_bytes, strict=True):
         logger.info("allocating %d KV blocks of %d bytes", size, num_bytes)
     loader = loader_of(loaded, folder, config, limits, vocab_size, communicator)
-    return LocalExecutor(loaded, KVCache(spec, limits.pool_sizes), limits, vocab_size, communicator, loader)
+    pages = KVCache(spec, limits.pool_sizes)
+    processing = logits_settings(config)
+    if ends_here(communicator):
+        try_kernels(processing.processors, loaded.device, vocab_size)
+    return LocalExecutor(loaded, pages, limits, vocab_size, communicator, loader, processing)
+
+
+def logits_settings(config: EngineConfig) -> LogitsSettings:
+    """The logits processors that the config names, loaded, and what is told as a log probability. Raises
+    ``RequestError``."""
+    return LogitsSettings(
+        load_processors(config.logits_processors, str(Device.parse(config.device))), config.logprobs_mode
+    )
 
 
 def _complete(loaded: Model, folder: Path, config: EngineConfig, vocab_size: int) -> None:
@@ -550,6 +566,8 @@ def _info(
         ranks=_ranks(model, config, limits, of_ranks),
         pooling=pooling_info(model, folder, read_layout(folder)),
         exact=config.exact,
+        logits_processors=tuple(map(shown, config.logits_processors)),
+        logprobs_mode=config.logprobs_mode,
         max_loras=config.max_loras if config.enable_lora else 0,
         max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
     )

@@ -18,7 +18,9 @@ from runtime.images.patches import Rule
 from runtime.kv.kinds import FULL, AnyKind, has_states, window_of
 from runtime.pooling import PoolingInfo
 
-ErrorCode = Literal["unsatisfiable_request", "invalid_grammar", "stale_lease"]
+ErrorCode = Literal[
+    "unsatisfiable_request", "invalid_grammar", "stale_lease", "invalid_extra_args", "logits_processor_failed"
+]  # fmt: skip
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 EngineState = Literal["ready", "draining", "starting", "unloaded", "down", "closing"]
@@ -219,7 +221,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     times             on the last output of a choice
     proposals         on the last output, too, if tokens were speculated
     error_code        with "error", if the request itself was at fault: its fields left no token to sample, or its
-                      grammar could not be followed; ``error`` has the reason
+                      grammar could not be followed; or if a logits processor failed; ``error`` has the reason
     engine_died       with "error": the engine failed, not this request, which may be sent again later
     mirostat_mu       mirostat's mu after the last of the tokens
     offered           on the last output of a request with a lease: what is offered under it
@@ -457,6 +459,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pooling         how the model embeds and classifies
     exact           log probabilities are the same in any batch
     transfer_addresses, identity  where pages are offered to other engines, and what these must have in common
+    logits_processors  their names
+    logprobs_mode   what is told as a token's log probability
     max_loras, max_lora_rank  adapters on the device at a time, and their largest rank; 0: it takes none
     """
 
@@ -489,6 +493,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     exact: bool = False
     max_loras: int = 0
     max_lora_rank: int = 0
+    logits_processors: tuple[str, ...] = ()
+    logprobs_mode: str = "raw_logprobs"
     transfer_addresses: tuple[str, ...] = ()
     identity: Identity | None = None
 

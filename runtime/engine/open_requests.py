@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import cast
 
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.masks import can_draw_end
@@ -186,8 +187,10 @@ class OpenRequests:
                 continue  # cancelled, ended by an earlier token, or by a failure of a sibling in this very step
             try:
                 if not is_valid:
-                    reason, code = "its sampling parameters failed", None
-                    if i not in sampled.broken:
+                    reason, code = "its sampling parameters failed", cast("ErrorCode | None", None)
+                    if i in sampled.failures:
+                        code, reason = sampled.failures[i]
+                    elif i not in sampled.broken:
                         reason, code = _reason(sequence), _error_code(sequence)
                     outputs += self.end(sequence.request, "error", reason, error_code=code)
                     continue

@@ -67,7 +67,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     stop, stop_token_ids    strings in the content, and token ids, that end a choice ("stop")
     ignore_eos              the model's end-of-sequence ids do not end a choice
     min_tokens, max_tokens  output tokens; ``max_tokens=None`` or -1 allows all up to the context's end
-    logprobs                alternatives beside each token, 0 … 20, of the raw logits
+    logprobs                alternatives beside each token, 0 … 20, as ``logprobs_mode`` says
     prompt_logprobs         the same for the prompt's tokens
     truncate_prompt_tokens  ``LLM`` keeps so many of the prompt's last tokens; -1: as many as leave the answer room
     detokenize              if False, no text is made (stop strings are then refused)
@@ -85,6 +85,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     dry_sequence_breakers   texts that DRY's repetitions do not reach over; ``LLM`` makes ``dry_breakers`` of them
     dry_breakers            the same as token ids
     structured_outputs      a ``grammar`` in vLLM's form
+    extra_args              a dict of JSON's types for the engine's logits processors
     output_kind             the content of each output of ``AsyncLLM.generate``; ``LLM`` gives whole answers alone
 
     Raises ``UnknownOptionError``, ``RequestError``.
@@ -115,6 +116,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     dry_sequence_breakers: list[str] | None = None
     dry_breakers: DryBreakers | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    extra_args: dict[str, Any] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -169,6 +171,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.dry_breakers is not None and not isinstance(self.dry_breakers, DryBreakers):
             problem = f"dry_breakers must be DryBreakers or None, got {self.dry_breakers!r:.80}"
             raise RequestError(problem, param="dry_breakers")
+        self._extra_args()
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(
                 f"output_kind must be a RequestOutputKind, got {self.output_kind!r:.80}", param="output_kind"
@@ -330,6 +333,17 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
             raise RequestError("structured_outputs and grammar: one of them", param="structured_outputs")
         self._set("grammar", wanted.as_grammar())
         self._set("structured_outputs", None)
+
+    def _extra_args(self) -> None:
+        given: Any = self.extra_args
+        if given is None:
+            return
+        if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+            raise RequestError(f"extra_args must be a dict with texts as keys, got {given!r:.80}", param="extra_args")
+        try:
+            msgspec.json.encode(given)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"extra_args must hold JSON's types alone: {error}", param="extra_args") from None
 
     def _bad_words(self) -> None:
         texts: Any = self.bad_words

@@ -70,8 +70,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "return_tokens_as_token_ids": NotBuilt("send return_token_ids", (False,)),
     "prompt_embeds": NotBuilt("a prompt is text or token ids"),
     "mm_processor_kwargs": NotBuilt("images are read in chats alone"),
-    "logits_processors": NotBuilt("no code comes with a request", ([],)),
-    "vllm_xargs": NotBuilt("there are no extensions of the engine"),
+    "logits_processors": NotBuilt("no code comes with a request; those of the server get vllm_xargs", ([],)),
     # of llama.cpp's server and SGLang: ignoring them would change the answer
     "grammar": NotBuilt(_OTHER_GRAMMAR, ("",)),
     "ebnf": NotBuilt(_OTHER_GRAMMAR),

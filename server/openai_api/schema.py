@@ -180,6 +180,7 @@ class GenerationRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     speculation         false disables speculative decoding for it (an extension of ours; answers are the same)
     response_format, structured_outputs  the required form of the answer; at most one of them
     kv_transfer_params  the prompt's keys and values come from another server, or go there
+    vllm_xargs          `extra_args` for the engine's logits processors; vLLM's name
     """
 
     model: str | None = None
@@ -198,6 +199,7 @@ class GenerationRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     kv_transfer_params: KVTransferParams | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
     echo: bool | None = None

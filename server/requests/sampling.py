@@ -98,7 +98,10 @@ def _params(
     fields.update(asked)
     if request.logit_bias is not None:
         fields["logit_bias"] = _logit_bias(request.logit_bias)
-    with in_own_names({"bad_words_token_ids": "bad_words", **names}), engine_errors():
+    if request.vllm_xargs is not None:
+        fields["extra_args"] = request.vllm_xargs
+    own_names = {"bad_words_token_ids": "bad_words", "extra_args": "vllm_xargs", **names}
+    with in_own_names(own_names), engine_errors():
         if request.bad_words:
             fields["bad_words_token_ids"] = bad_words_token_ids(request.bad_words, tokenizer)
         params = SamplingParams(**fields, dry_sequence_breakers=request.dry_sequence_breakers)

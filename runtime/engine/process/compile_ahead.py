@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from models.checkpoints.hub import resolve_model
@@ -22,6 +23,7 @@ from runtime.device.errors import CompileError
 from runtime.device.gpu import Gpu
 from runtime.dtype import KV_DTYPES, PAGES, STORED, DType, float32
 from runtime.engine.config import EngineConfig
+from runtime.engine.logits.processors import load_processors
 from runtime.engine.process.compile_kernels import Wanted, WantedOfCpu, compile_kernels
 from runtime.errors import XservError
 from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS
@@ -41,9 +43,11 @@ def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Repo
 
     If nothing can be compiled for the CPU, or the kernels for a GPU are unknown, code is compiled on first use, with a
     warning. The arguments are ``engine_of``'s, which validates them. Raises ``ModelLoadError``, ``DeviceError``;
-    ``CompileError`` for a kernel that does not compile.
+    ``CompileError`` for a kernel that does not compile; ``RequestError`` for a logits processor that cannot be loaded.
     """
     device = Device.parse(config.device)
+    load_processors(config.logits_processors, str(device))  # raises before anything is compiled
+    config = replace(config, logits_processors=())  # those of the user are compiled with the engine
     path = resolve_model(None if model is None else str(model), reporter)
     wanted: Wanted | WantedOfCpu | None
     if device.kind == "cpu":

@@ -121,7 +121,7 @@ class ProcessEngineClient(EngineClient):
         self._name = self._membership.name
         self._start = Start(
             model=None if model is None else str(model),
-            config=EngineConfig(**settings),
+            config=EngineConfig(**settings).for_processes(),
             log_level=logging.getLogger("xserv").getEffectiveLevel(),
             hang_timeout_s=self._supervision.hang_timeout_s,
             cores=list(self._membership.cores),

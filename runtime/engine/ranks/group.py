@@ -159,7 +159,7 @@ class RankGroup:
                 self._ranks[-1].send(
                     frame(
                         Load(
-                            folder=str(folder), config=replace(config, device=own),
+                            folder=str(folder), config=replace(config.for_processes(), device=own),
                             number=rank, num_ranks=self.shape.num_ranks, num_stages=self.shape.num_stages,
                             unique_ids=unique_ids, cores=mine, threads=threads,
                             log_level=logger.getEffectiveLevel(),

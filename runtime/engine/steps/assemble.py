@@ -57,6 +57,7 @@ class Assembler:
 
     def __init__(self, limits: EngineLimits, mode: Mode) -> None:
         self._mode: Mode = mode
+        self._is_processed = limits.has_logits_processors
         self._block_size = limits.block_size
         max_num_seqs, num_groups = limits.max_num_seqs, len(limits.cache_kinds)
         self._states = [group for group, kind in enumerate(limits.cache_kinds) if not kind.follows_tokens]
@@ -145,7 +146,7 @@ class Assembler:
         numbers, has_dry = params.numbers, params.has_dry
         bias, ends = params.logit_bias or {}, {*request.eos_token_ids, *(params.stop_token_ids or ())}
         reads_outputs = bool(params.bad_words_token_ids) or params.reasoning_budget is not None or has_dry
-        has_outputs = params.has_penalties or reads_outputs
+        has_outputs = params.has_penalties or reads_outputs or self._is_processed
         return RowLoad(
             row=row,
             seed=request.seed,
@@ -170,6 +171,8 @@ class Assembler:
             mirostat_mu=2.0 * params.mirostat_tau if sequence.mirostat_mu is None else sequence.mirostat_mu,
             dry_prompt_ids=request.prompt_ids if has_dry else None,
             dry_breakers=params.dry_breakers or NO_BREAKERS,
+            processed_prompt_ids=request.prompt_ids if self._is_processed else None,
+            extra_args=params.extra_args if self._is_processed else None,
             has_masks=sequence.matcher is not None,
             row_numbers={name: of(sequence) for name, of in _OF_SEQUENCES.items()},
         )

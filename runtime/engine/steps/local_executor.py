@@ -22,6 +22,7 @@ from runtime.batch import Batch
 from runtime.communicator import RankCommunicator, begins_here, ends_here
 from runtime.dtype import DType, float32
 from runtime.engine.limits import EngineLimits
+from runtime.engine.logits.settings import PLAIN, LogitsSettings
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
 from runtime.engine.steps.encoder_passes import EncoderPasses
 from runtime.engine.steps.executor import (
@@ -87,8 +88,10 @@ class LocalExecutor:
     def __init__(
         self, model: Model, kv_cache: KVCache, limits: EngineLimits, vocab_size: int,
         communicator: RankCommunicator | None = None, loader: WeightLoader | None = None,
+        processing: LogitsSettings = PLAIN,
     ) -> None:  # fmt: skip
         """``loader`` reads other weights; with None there are no others."""
+        self._processing = processing
         self.communicator = communicator
         self.is_first, self.samples = begins_here(communicator), ends_here(communicator)
         self._is_staged = communicator is not None and communicator.num_stages > 1
@@ -103,6 +106,7 @@ class LocalExecutor:
         self.rows = PersistentBatch(
             limits.max_num_seqs, max_blocks, self.num_groups, limits.block_size, vocab_size,
             has_offsets=limits.longrope_threshold is not None or isinstance(model, PictureModel),
+            processing=processing,
         )  # fmt: skip
         is_cpu = model.device.kind == "cpu"
         self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and not is_cpu)
@@ -125,7 +129,7 @@ class LocalExecutor:
         else:
             self.pictures = PictureStore(model, has_tower=self.is_first) if isinstance(model, PictureModel) else None
         self._expands = isinstance(model, ExpandingModel) and not is_cpu and not self.limits.exact
-        self._results = SamplingResults(model, self.rows, self.vocab_size)
+        self._results = SamplingResults(model, self.rows, self.vocab_size, self._processing)
         self._gives_last_rows = model.gives_last_rows
         self._auxiliary_layers: tuple[int, ...] = ()
         self.auxiliary_hidden_states: AuxiliaryHiddenStates | None = None
@@ -418,7 +422,11 @@ class LocalExecutor:
         if not self.samples and len(laid_out.samples.rows):
             self._versions[step.number] = laid_out.samples.version
         compute = partial(self._draw, step, laid_out, masks, proposed)
-        is_sampled = masks is None and laid_out.sampling.allowed_mask is None  # with the forward pass, if recorded
+        is_sampled = (  # with the forward pass, if recorded
+            masks is None
+            and laid_out.sampling.allowed_mask is None
+            and not self.rows.sampling.are_processed(laid_out.samples.rows)
+        )
         forward = partial(self._forward, laid_out.layout, step, laid_out.sampling if is_sampled else None)
         run = partial(self._ended, step, lambda: compute(forward()))
         if self._worker is not None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.logits.processing import RowProcessors
+from runtime.engine.logits.settings import PLAIN, LogitsSettings
 from runtime.engine.steps.layout import NUMBERS, BlockTables, Chunks, StepLayout, largest
 from runtime.engine.steps.sampler import SamplingRows
 from runtime.engine.steps.step_input import LAST_TOKEN, RowLoad, StepInput
@@ -92,7 +94,7 @@ class PersistentBatch:
 
     def __init__(
         self, max_num_seqs: int, max_blocks: int, num_groups: int, block_size: int, vocab_size: int,
-        *, has_offsets: bool = False,
+        *, has_offsets: bool = False, processing: LogitsSettings = PLAIN,
     ) -> None:  # fmt: skip
         self.tables = BlockTables(num_groups, max_num_seqs, max_blocks, block_size)
         self.last_tokens = np.zeros(max_num_seqs, np.int32)
@@ -101,7 +103,8 @@ class PersistentBatch:
         self.numbers = {
             name: np.full(max_num_seqs, field.padding, field.dtype) for name, field in NUMBERS.items() if field.row
         }
-        self.sampling = SamplingRows(max_num_seqs, vocab_size)
+        processors = RowProcessors(processing.processors)
+        self.sampling = SamplingRows(max_num_seqs, vocab_size, processors, tells_processed=processing.tells_processed)
         self.version = 0
         self.versions = np.zeros(max_num_seqs, np.int64)
         self._kept: dict[bytes, _Places] = {}

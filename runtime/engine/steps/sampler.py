@@ -10,10 +10,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
+from runtime.engine.logits.processing import RowProcessors
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.reasoning_budget import ReasoningBudget
 from runtime.engine.sampling_params import MAX_BAD_WORD_TOKENS
@@ -46,10 +48,16 @@ class SamplingRows:
     logprob_ids        by row: the ids whose log probabilities are wanted, if it names any
     keeps_outputs      by row: whether penalties, bad words or DRY depend on the output
     chains             by row: its chain of samplers
+    processors         by row: its logits processors
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, processors: RowProcessors, *, tells_processed: bool = False
+    ) -> None:
+        """``tells_processed``: log probabilities are told of processed logits."""
         self.vocab_size = vocab_size
+        self.processors = processors
+        self._tells_processed = tells_processed
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_alternatives = np.full(max_num_seqs, -1, np.int64)
         self.logprob_ids: dict[int, NDArray[np.int32]] = {}
@@ -58,8 +66,8 @@ class SamplingRows:
         self._integers = np.zeros((len(_INTEGERS), max_num_seqs), np.int32)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         # Rows that cost more than their numbers: penalties; bias, bad words, ids that min_tokens may mask; allowed ids
-        # or a grammar; a chain.
-        self._flags = np.zeros((4, max_num_seqs), np.bool_)
+        # or a grammar; a chain; logits that are read or written between the model and the samplers.
+        self._flags = np.zeros((5, max_num_seqs), np.bool_)
         self.chains = Chains(max_num_seqs)
         self._min_tokens = np.zeros(max_num_seqs, np.int64)
         self._prompt_ids: list[NDArray[np.int32]] = [_NO_IDS] * max_num_seqs
@@ -97,9 +105,12 @@ class SamplingRows:
             self._budgets[row] = load.reasoning_budget
         has_bias = bool(load.bias_ids or load.bad_words or (load.min_tokens and load.end_ids) or row in self._budgets)
         has_masks, has_chain = load.allowed_ids is not None or load.has_masks, self.chains.load(load)
-        self._flags[:, row] = has_penalties, has_bias, has_masks, has_chain
+        is_processed = self.processors.load(load)
+        tells_processed = self._tells_processed and load.logprobs is not None
+        self._flags[:, row] = has_penalties, has_bias, has_masks, has_chain, is_processed or tells_processed
         has_dry = load.dry_prompt_ids is not None
-        self.keeps_outputs[row] = keeps = has_penalties or bool(load.bad_words) or row in self._budgets or has_dry
+        keeps = has_penalties or bool(load.bad_words) or row in self._budgets or has_dry or is_processed
+        self.keeps_outputs[row] = keeps
         self._outputs[row] = _NO_IDS
         if keeps:
             known = _NO_IDS if load.output_ids is None else load.output_ids
@@ -115,6 +126,7 @@ class SamplingRows:
         self.keeps_outputs[load.row] = False
         self._budgets.pop(load.row, None)
         self.chains.forget(load.row)
+        self.processors.forget(load.row)
         self._flags[:, load.row] = True
 
     @property
@@ -137,7 +149,9 @@ class SamplingRows:
         ends_of_none: dict[str, Any] = dict.fromkeys(_ENDS_OF_LISTS, np.zeros(len(rows), np.int32))
         floats = zip(_FLOATS, self._floats.take(rows, axis=1))  # each contiguous
         integers = zip(_INTEGERS, self._integers.take(rows, axis=1))
-        any_penalties, any_bias, any_allowed, any_chains = np.logical_or.reduce(self._flags.take(rows, axis=1), axis=1)
+        any_penalties, any_bias, any_allowed, any_chains, _ = np.logical_or.reduce(
+            self._flags.take(rows, axis=1), axis=1
+        )
         arrays = SamplingArrays(
             **dict(floats),
             **dict(integers),
@@ -212,21 +226,34 @@ class SamplingRows:
         num_words = sum(self.chains.most_words(int(rows[i]), int(positions[i])) for i in chained.tolist())
         return num_ids if wanted.size else None, num_words if chained.size else None
 
+    def are_processed(self, rows: RowNumbers) -> bool:
+        """Whether some of these rows' logits are read or written between the model and the samplers: by a logits
+        processor, or to tell processed ones."""
+        return bool(self._flags[4].take(rows).any())
+
+    def outputs(self, rows: RowNumbers, positions: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+        """The outputs before each of these samples, of rows that keep theirs; views."""
+        return [self._outputs[row][:position] for row, position in zip(rows.tolist(), positions.tolist())]
+
     def are_plain(self, rows: RowNumbers) -> bool:
         """Whether none of these rows has penalties, logit bias, bad words, ``min_tokens``, allowed ids, a grammar, a
-        budget of reasoning or a chain."""
+        budget of reasoning, a chain or a logits processor."""
         return not self._flags.take(rows, axis=1).any()
 
     def masks(self, rows: RowNumbers, positions: NDArray[np.int64]) -> bool:
         """Whether one of these samples is under a logit bias, allowed ids, a grammar, bad words (which may forbid
-        none), or ids that ``min_tokens`` forbids, or may be forced by a budget of reasoning."""
+        none), or ids that ``min_tokens`` forbids, may be forced by a budget of reasoning, or `are_processed`."""
         may_mask, has_allowed = self._flags[1:3].take(rows, axis=1)
-        return bool(has_allowed.any()) or any(
-            self._num_bias[rows[i]] > 0
-            or len(self._bad_words[rows[i]]) > 0
-            or positions[i] < self._min_tokens[rows[i]]
-            or ((budget := self._budgets.get(int(rows[i]))) is not None and budget.may_force(int(positions[i])))
-            for i in may_mask.nonzero()[0].tolist()
+        return (
+            bool(has_allowed.any())
+            or self.are_processed(rows)
+            or any(
+                self._num_bias[rows[i]] > 0
+                or len(self._bad_words[rows[i]]) > 0
+                or positions[i] < self._min_tokens[rows[i]]
+                or ((budget := self._budgets.get(int(rows[i]))) is not None and budget.may_force(int(positions[i])))
+                for i in may_mask.nonzero()[0].tolist()
+            )
         )
 
     def write_columns(
@@ -273,7 +300,7 @@ class SamplingRows:
 def token_logprobs(
     logits: Tensor, token_ids: NDArray[np.int32], num_alternatives: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Log probability and rank of ``token_ids [n]`` under the raw ``logits [n, vocab_size]``, each with
+    """Log probability and rank of ``token_ids [n]`` under ``logits [n, vocab_size]``, each with
     ``num_alternatives`` of the most probable ids."""
     most = min(max(num_alternatives), logits.shape[1])
     chosen, ranks, top_ids, top_logprobs = ops.log_softmax_topk(logits, token_ids, most)
@@ -290,9 +317,21 @@ def token_logprobs(
     ]
 
 
-def logprobs_of(logits: Tensor, index: int, token_ids: NDArray[np.int32]) -> list[float]:
-    """Log probabilities of ``token_ids`` under row ``index`` of the raw ``logits [n, vocab_size]``."""
+def with_logits(entries: Sequence[TokenLogprobs], logits: Tensor) -> list[TokenLogprobs]:
+    """The same with each token's logit in the rows of ``logits [n, vocab_size]`` instead of its log probability."""
+    return [
+        msgspec.structs.replace(entry, logprob=float(row[entry.token_id]), top_logprobs=row[entry.top_ids].tolist())
+        for entry, row in zip(entries, logits.to("cpu").array, strict=True)
+    ]
+
+
+def logprobs_of(logits: Tensor, index: int, token_ids: NDArray[np.int32], *, is_normalized: bool = True) -> list[float]:
+    """Log probabilities of ``token_ids`` under row ``index`` of ``logits [n, vocab_size]``; if not normalized, the
+    logits."""
     row = ops.gather_rows(logits, Tensor.from_numpy(np.array([index], np.int32)).to(logits.device)).to("cpu").array[0]
+    if not is_normalized:
+        as_they_are: list[float] = row[token_ids].tolist()
+        return as_they_are
     numbers = row.astype(np.float64)
     largest_logit = float(numbers.max())
     total = largest_logit + float(np.log(np.exp(numbers - largest_logit).sum()))

@@ -11,15 +11,17 @@ from numpy.typing import NDArray
 
 from numba_kernels.sampler_chain import MU
 from runtime import ops
+from runtime.engine.logits.processing import Failure
+from runtime.engine.logits.settings import PLAIN, LogitsSettings
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeRun
 from runtime.engine.steps.executor import DrawMasks, Model
 from runtime.engine.steps.inputs import read_sampled
 from runtime.engine.steps.layout import StepLayout, largest
-from runtime.engine.steps.persistent_batch import LaidOut, PersistentBatch
+from runtime.engine.steps.persistent_batch import LaidOut, PersistentBatch, Samples
 from runtime.engine.steps.pooling_pass import slices
 from runtime.engine.steps.recorder import Computed
-from runtime.engine.steps.sampler import logprobs_of, token_logprobs
+from runtime.engine.steps.sampler import logprobs_of, token_logprobs, with_logits
 from runtime.engine.steps.step_input import PromptLogprobs, Sampled, StepInput
 from runtime.sampling_arrays import SampledTokens, SamplingArrays
 from runtime.tensor.tensor import Tensor
@@ -28,7 +30,10 @@ from runtime.tensor.tensor import Tensor
 class SamplingResults:
     """Samples for the rows of an executor, over the vocabulary of its model."""
 
-    def __init__(self, model: Model, rows: PersistentBatch, vocab_size: int) -> None:
+    def __init__(
+        self, model: Model, rows: PersistentBatch, vocab_size: int, processing: LogitsSettings = PLAIN
+    ) -> None:
+        self._processing = processing
         self._model = model
         self._rows = rows
         self._vocab_size = vocab_size
@@ -53,6 +58,9 @@ class SamplingResults:
         if logits is None:
             return Sampled(prompt_logprobs=prompt_logprobs)
         failed: list[int] = []
+        raw, failures = logits, dict[int, Failure]()
+        if self._rows.sampling.are_processed(samples.rows):
+            logits, failures = self._processed(logits, samples)
         if masks is not None:
             batch_slots, words, failed = masks.wait()
             assert arrays.allowed_mask is not None, "rows with masks were loaded so"
@@ -72,9 +80,13 @@ class SamplingResults:
                 proposed = [None if i in waiting else each for i, each in enumerate(proposed)]
                 if any(each is not None for each in proposed):
                     reject(logits, arrays, samples.counts, samples.proposals, proposed, token_ids, is_valid)
-        if failed or broken:
-            is_valid[[*failed, *broken]] = False
-        logprobs = self._logprobs(samples.rows, token_ids, is_valid, logits)
+        if failed or broken or failures:
+            token_ids, is_valid = token_ids.copy(), is_valid.copy()
+            is_valid[[*failed, *broken, *failures]] = False
+        if logits is not raw and logits.device.kind != "cpu":
+            failures |= self._left_nothing(samples.rows, is_valid, {*failed, *broken, *failures})
+        tells_processed = self._processing.tells_processed
+        logprobs = self._logprobs(samples.rows, token_ids, is_valid, logits if tells_processed else raw, arrays=arrays)
         sampled = Sampled(
             token_ids=token_ids.tolist(),
             is_valid=is_valid.tolist(),
@@ -83,6 +95,7 @@ class SamplingResults:
             mus=None if mus is None else mus.tolist(),
             prompt_logprobs=prompt_logprobs,
             broken=broken,
+            failures=failures,
         )
         rows, positions = samples.rows, samples.positions
         if samples.proposals is not None:
@@ -113,6 +126,20 @@ class SamplingResults:
             mus=None if mus is None else mus.tolist(),
         )  # fmt: skip
 
+    def _processed(self, logits: Tensor, samples: Samples) -> tuple[Tensor, dict[int, Failure]]:
+        """The logits after the rows' processors, and the samples that failed."""
+        sampling = self._rows.sampling
+        outputs = sampling.outputs(samples.rows, samples.positions)
+        return sampling.processors.apply(logits, samples.rows.tolist(), outputs, self._model.suppressed_ids)
+
+    def _left_nothing(
+        self, rows: NDArray[np.int64], is_valid: NDArray[np.bool_], others: set[int]
+    ) -> dict[int, Failure]:
+        """The failures of samples that kernels have left no token."""
+        processors = self._rows.sampling.processors
+        invalid = [i for i in np.flatnonzero(~is_valid).tolist() if i not in others]
+        return {i: processors.left_nothing(int(rows[i])) for i in invalid if processors.acts_on(int(rows[i]))}
+
     def _with_mirostat(self, rows: NDArray[np.int64], counts: list[int]) -> dict[int, tuple[int, int]]:
         """The chunks with drafts whose samples depend on those before them, with the first and the end of each's
         samples."""
@@ -130,8 +157,10 @@ class SamplingResults:
         is_valid: NDArray[np.bool_],
         logits: Tensor,
         batch_slots: NDArray[np.intp] | None = None,
+        arrays: SamplingArrays | None = None,
     ) -> list[TokenLogprobs | None] | None:
-        """``rows``: of each sample; ``batch_slots``: its row of the logits, or None if these are all, in order."""
+        """``rows``: of each sample; ``batch_slots``: its row of the logits, or None if these are all, in order;
+        ``arrays``: the samples' parameters, if processed logits are told."""
         counts = self._rows.sampling.num_alternatives[rows]
         if largest(counts) < 0:
             return None
@@ -141,11 +170,16 @@ class SamplingResults:
         if batch_slots is not None or len(wanted) < len(counts):
             indices = wanted if batch_slots is None else batch_slots[wanted]
             logits = ops.gather_rows(logits, Tensor.from_numpy(indices.astype(np.int32)).to(logits.device))
+        if self._processing.tells_processed:
+            assert arrays is not None, "no graph samples these rows"
+            logits = ops.processed_logits(logits, arrays.at(wanted))
         found = token_logprobs(logits, token_ids[wanted], counts[wanted].tolist())
+        if self._processing.tells_logits:
+            found = with_logits(found, logits)
         named = self._rows.sampling.logprob_ids
         for place, row in enumerate(rows[wanted].tolist()) if named else ():
             if row in named:
-                of_row = logprobs_of(logits, place, named[row])
+                of_row = logprobs_of(logits, place, named[row], is_normalized=not self._processing.tells_logits)
                 found[place] = msgspec.structs.replace(found[place], top_ids=named[row].tolist(), top_logprobs=of_row)
         logprobs: list[TokenLogprobs | None] = [None] * len(counts)
         for i, entry in zip(wanted.tolist(), found):
@@ -189,6 +223,7 @@ def _accepted(sampled: Sampled, proposals: list[int]) -> tuple[Sampled, list[int
         mus=None if sampled.mus is None else [sampled.mus[i] for i in kept],
         prompt_logprobs=sampled.prompt_logprobs,
         broken=[at for at, i in enumerate(kept) if i in sampled.broken],
+        failures={at: sampled.failures[i] for at, i in enumerate(kept) if i in sampled.failures},
     )
     return accepted, kept
 

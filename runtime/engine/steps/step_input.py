@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.dry import NO_BREAKERS, DryBreakers
-from runtime.engine.messages import TokenLogprobs
+from runtime.engine.messages import ErrorCode, TokenLogprobs
 from runtime.engine.reasoning_budget import ReasoningBudget
 
 LAST_TOKEN = -1
@@ -35,7 +35,7 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     logprobs        alternatives in each sampled token's log probabilities; None for no log probabilities
     logprob_ids     the ids whose log probabilities are wanted instead of the most probable ones
     prompt_ids      each id of the prompt once, if penalties count them
-    output_ids      the output so far, if penalties, bad words or DRY depend on it
+    output_ids      the output so far, if penalties, bad words, DRY or logits processors depend on it
     bias_ids, bias_values  logit bias
     min_tokens      outputs before which none of ``end_ids`` may be sampled
     bad_words       the last id of each may not be sampled after the others
@@ -44,6 +44,7 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     stages          the row's chain of samplers (`numba_kernels.sampler_chain`), empty for the usual ones
     mirostat_mu     mirostat's mu after the tokens so far
     dry_prompt_ids  the prompt, if DRY looks for repetitions, with ``dry_breakers``
+    processed_prompt_ids  the prompt, if the engine has logits processors, with the request's ``extra_args``
     has_masks       each sample has a mask of a grammar, which is sent with the step
     row_numbers     of the batch's fields that have a number for each sequence, by name
     """
@@ -70,6 +71,8 @@ class RowLoad(msgspec.Struct, kw_only=True, gc=False):
     mirostat_mu: float = 0.0
     dry_prompt_ids: NDArray[np.int32] | None = None
     dry_breakers: DryBreakers = NO_BREAKERS
+    processed_prompt_ids: NDArray[np.int32] | None = None
+    extra_args: dict[str, Any] | None = None
     has_masks: bool = False
     row_numbers: dict[str, int] = {}
 
@@ -231,6 +234,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     is_valid         False if the logits held NaN or allowed no token, or the row's parameters failed. With several
                      samples a chunk's last one may be so.
     broken           tokens of rows whose parameters failed
+    failures         code and reason of tokens whose logits processors failed, by their index
     logprobs         an entry a token, None if its row did not request any; None if no row did
     mus              mirostat's mu after each token; None if no row has a chain
     prompt_logprobs  entries for each of the step's ``prompt_logprobs``
@@ -243,6 +247,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     mus: list[float] | None = None
     prompt_logprobs: list[list[TokenLogprobs]] = []
     broken: list[int] = []
+    failures: dict[int, tuple[ErrorCode, str]] = {}
 
 
 def encode(step: StepInput) -> bytes:

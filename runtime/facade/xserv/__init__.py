@@ -27,6 +27,7 @@ __all__ = [  # noqa: RUF022 (as a reader meets them)
     "AsyncEngineArgs",
     "SamplingParams",
     "LoRARequest",
+    "LogitsKernel",
     "StructuredOutputsParams",
     "RequestOutputKind",
     "BeamSearchParams",
