@@ -10,8 +10,8 @@ wait in slots: segment s in the slot numbered by the count of ones in s, until t
 A last turn of the tile, over no words, finishes the sum in slot 0. Where ranks have added up the segments, a launch
 takes their sums instead of panels and rows (`add_partials`), and finishes them in the same way.
 
-Low-rank sums ride on a launch (`low_rank`): some more of its first work items shrink rows of x, and each panel's
-residual is made with them just before it is multiplied.
+Low-rank sums ride on a launch (`low_rank`): some more of its first work items shrink rows of x, and panels' residual is
+made with them in `out` just before they are multiplied.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from numba_kernels.cpu.gemm.block_numbers import is_signed
 from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, start_in_rows, x_words
 from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED_WORDS
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
-from numba_kernels.cpu.gemm.low_rank import EXPAND, SHRINK, Riding, begin_residual, call_expand, call_shrink
+from numba_kernels.cpu.gemm.low_rank import EXPAND, MOST_LINES, SHRINK, Riding, call_expand, call_shrink, prefetch_line
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
 from numba_kernels.cpu.gemm.unpacked_blocks import (
     PREFIX,
@@ -71,7 +71,8 @@ UNPACKED_ELEMENTS = 512  # of K that are unpacked at once with vpdpbusd: 24 KB o
 MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay small
 _ARRANGED_ALONE = 2048  # elements that another thread would not quantise in less time than it takes to begin
 SERIAL_MACS = 600_000  # less work is not worth waking a thread
-_EXPANDED_VALUES = 4096  # of low-rank sums that are made at a time, about: half of the first-level cache has others
+_EXPANDED_VALUES = 12288  # of low-rank sums that are made at a time, about
+_LONE_EXPANDED_VALUES = 4096  # the same of a lone tile, which stay in the first-level cache
 _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
 _NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
 
@@ -298,9 +299,11 @@ def product_parts(stored: Any) -> ProductParts:
         if has_buffer and is_buffered:
             buffer = np.empty((block_words // span * buffer_words, PANEL_COLUMNS), np.float32)
             step = -(-step // parts)
-        residual_stride, begun, expanded = a.out_width * 4, 0, 0
-        expanding = max(at_once[rows] if is_lone else 1, _EXPANDED_VALUES // (rows * PANEL_COLUMNS))
-        memory = np.empty((rows * expanding if a.low_rank != 0 else 0, PANEL_COLUMNS), np.float32)
+        expanded, has_sums = 0, 0
+        expanding = max(1, _EXPANDED_VALUES // (rows * PANEL_COLUMNS))
+        if is_lone:
+            expanding = max(at_once[rows], _LONE_EXPANDED_VALUES // (rows * PANEL_COLUMNS))
+        lines, lines_left, lines_a_tile = np.zeros(1 + MOST_LINES, np.int64), 0, 0
         panel = first_panel
         while panel < last_panel:
             panels = at_once[rows] if is_lone and panel + at_once[rows] <= last_panel else 1
@@ -308,15 +311,19 @@ def product_parts(stored: Any) -> ProductParts:
             columns = min(panels * PANEL_COLUMNS, a.width - column)
             residual = _moved(a.residual, (first_row * a.out_width + column) * 4)
             if a.low_rank != 0:
-                sums = address(memory)
+                target = a.out + (first_row * a.out_width + column) * 4
                 if panel + panels > expanded:
                     begun, expanded = panel, min(last_panel, panel + expanding)
-                    residual_stride = expanding * _PANEL_ROW_BYTES
                     made = min((expanded - begun) * PANEL_COLUMNS, a.width - column)
-                    begin_residual(residual, a.out_width * 4, sums, residual_stride, made, rows)
                     expand = int64_at(a.low_rank + EXPAND, 1)[0]
-                    call_expand(expand, a.low_rank, column, made, first_row, rows, sums, residual_stride)
-                residual = sums + (panel - begun) * _PANEL_ROW_BYTES
+                    has_sums = call_expand(
+                        expand, a.low_rank, column, made, first_row, rows, residual, a.out_width * 4, target,
+                        a.out_width * 4, 0 if is_lone else address(lines),
+                    )  # fmt: skip
+                    if not is_lone:
+                        lines_left = lines[0]
+                        lines_a_tile = 1 + lines_left // ((expanded - begun) * num_blocks * (last_tile - first_tile))
+                residual = target if has_sums else residual
             for segment in range(a.num_segments + is_cut):
                 is_end = segment == a.num_segments  # all are added up: the last turn
                 first, last, slot = 0, words, address(slots)
@@ -342,13 +349,16 @@ def product_parts(stored: Any) -> ProductParts:
                             count = count // span * step_words_in_buffer
                         for tile in range(first_tile, last_tile):
                             row = _first_row(a, tile)
+                            for _ in range(min(lines_a_tile, lines_left)):
+                                prefetch_line(lines[lines_left])
+                                lines_left -= 1
                             height = _first_row(a, tile + 1) - row
                             at = row * a.out_width + column
                             words_at = start if are_rows else start // span * x_span_words * height
                             arguments = (
                                 a.operands + row * row_bytes + words_at * 4,
                                 count, weight, panel_stride, a.scales + column * 4, a.bias + column * 4,
-                                _moved(residual, (row - first_row) * residual_stride), residual_stride, a.out + at * 4,
+                                _moved(residual, (row - first_row) * a.out_width * 4), a.out_width * 4, a.out + at * 4,
                                 a.out_width * 4, columns, partial, is_first, is_last, ahead, step, panels, height,
                             )  # fmt: skip
                             if are_rows or (has_wide and is_wide):

@@ -1,9 +1,10 @@
 """Low-rank sums that ride on a product's launch: ``out[t] += up[a] (down[a] x[t]) + bias[a]``, a the adapter of row t.
 
 A launch of `linear_kernel` is given a block of `FIELDS`. Some of its first work items *shrink*: they fill ``between [T,
-num_parts * stride]`` with ``down x``, rows sorted by adapter. The others, before they multiply a panel, *expand*: they
-add the sums of its columns to a copy of its residual that stays in the first-level cache. So rows of any adapters cost
-no launch, results are written once, and an adapter's numbers are read once.
+num_parts * stride]`` with ``down x``, rows sorted by adapter. The others, before they multiply some panels, *expand*:
+they write the residual and the sums of these columns to ``out``, which is then the panels' residual. So rows of any
+adapters cost no launch, and an adapter's numbers are read once. Many adapters are many short streams, which no hardware
+prefetches: the tiles fetch lines of the next panels' ``up`` one by one between their own.
 
 A map that a model has joined (queries, keys and values) has a pair for each of its parts. An adapter's numbers lie in
 the order in which they are read, and only those of its own rank are:
@@ -27,7 +28,7 @@ import numpy as np
 from numba import carray, from_dtype, njit, types
 from numba.core import cgutils
 
-from numba_kernels.closure_cache import CFunction
+from numba_kernels.closure_cache import CFunction, name_by_content
 from numba_kernels.cpu import CODE_FOLDER
 from numba_kernels.cpu.gemm.arranged_rows import are_pairs
 from numba_kernels.cpu.gemm.packed_words import round_pairs
@@ -55,6 +56,8 @@ _SHARED_ROWS = 24  # of a unit of shrinking: they stay in the second-level cache
 _AHEAD_BYTES = 4096  # how far a pass over `down` prefetches
 _TILES_AHEAD = 2  # the same of `up`
 _LINE = 64
+_VOID = ir.VoidType()
+MOST_LINES = 1024  # that `Functions.expand` lists
 
 FIELDS = Fields(
     "shrink expand *x *between *slots *parts *starts *active *tokens depth x_stride first_row "
@@ -182,27 +185,32 @@ def _sum_each(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     return total
 
 
-@emitted(types.void, KIND, *[types.intp] * 12)
+@emitted(types.void, KIND, *[types.intp] * 14)
 def _expand_tile(
-    builder, stored, height, between, stride, up, block_bytes, words, out, out_stride, tokens, bias, low, high
+    builder, stored, height, between, stride, up, block_bytes, words, residual, residual_stride, out, out_stride,
+    tokens, bias, low, high,
 ):  # fmt: skip
-    """Adds to ``height`` rows of ``out``, an address at the first block's first column, whose int32 numbers are at
-    ``tokens``, their sums of TILE_VECTORS blocks of ``up``. Only columns from ``low`` to ``high`` are touched, counted
-    from the first block's first one; ``bias`` (0 = none) begins there, too."""
+    """Writes ``height`` rows of ``out``, an address at the first block's first column, whose int32 numbers are at
+    ``tokens``: the same rows of ``residual`` (0 = none) and their sums of TILE_VECTORS blocks of ``up``. Only columns
+    from ``low`` to ``high`` are touched, counted from the first block's first one; ``bias`` (0 = none) begins there,
+    too."""
     _for_height(
         builder, height, _EXPANDED_ROWS,
         lambda each: _emit_expand(
-            builder, each, stored, between, stride, up, block_bytes, words, out, out_stride, tokens, bias, low, high
+            builder, each, stored, between, stride, up, block_bytes, words, residual, residual_stride, out, out_stride,
+            tokens, bias, low, high,
         ),
     )  # fmt: skip
 
 
 def _emit_expand(
-    builder, height, stored, between, stride, up, block_bytes, words, out, out_stride, tokens, bias, low, high
+    builder, height, stored, between, stride, up, block_bytes, words, residual, residual_stride, out, out_stride,
+    tokens, bias, low, high,
 ):  # fmt: skip
     has_pairs = _has_pairs(stored)
     lane_bytes = LANES * (4 if has_pairs else stored.bitwidth // 8)
     places = _places(builder, out, out_stride, tokens, height)
+    added_places = _places(builder, residual, residual_stride, tokens, height)
     sums = {(r, v): cgutils.alloca_once(builder, simd.vector(F32)) for r in range(height) for v in range(TILE_VECTORS)}
     for register in sums.values():
         builder.store(simd.splat_constant(F32, 0.0), register)
@@ -228,9 +236,17 @@ def _emit_expand(
                 added = load(simd.offset(builder, bias, v * LANES * 4), v)
                 for r in range(height):
                     builder.store(builder.fadd(builder.load(sums[r, v]), added), sums[r, v])
+        zeros = simd.splat_constant(F32, 0.0)
+        with builder.if_else(builder.icmp_signed("!=", residual, _i64(0))) as (has_one, has_none):
+            with has_one:
+                for (r, v), register in sums.items():
+                    added = load(simd.offset(builder, added_places[r], v * LANES * 4), v)
+                    builder.store(builder.fadd(added, builder.load(register)), register)
+            with has_none:
+                for register in sums.values():
+                    builder.store(builder.fadd(zeros, builder.load(register)), register)
         for (r, v), register in sums.items():
-            at = simd.offset(builder, places[r], v * LANES * 4)
-            total = builder.fadd(load(at, v), builder.load(register))
+            at, total = simd.offset(builder, places[r], v * LANES * 4), builder.load(register)
             if masks is None:
                 simd.store(builder, total, at)
             else:
@@ -256,16 +272,27 @@ def call_shrink(builder, function, block, work_item):
     _call(builder, function, block, work_item)
 
 
-@emitted(types.void, *[types.intp] * 8)
-def call_expand(builder, function, block, first_column, columns, first_row, rows, out, out_stride):
+@emitted(types.intp, *[types.intp] * 11)
+def call_expand(
+    builder, function, block, first_column, columns, first_row, rows, residual, residual_stride, out, out_stride, lines
+):  # fmt: skip
     """Calls `Functions.expand`."""
-    _call(builder, function, block, first_column, columns, first_row, rows, out, out_stride)
+    places = residual, residual_stride, out, out_stride, lines
+    return _call(builder, function, block, first_column, columns, first_row, rows, *places, result=I64)
 
 
-def _call(builder: ir.IRBuilder, function: ir.Value, block: ir.Value, *values: ir.Value) -> None:
+def _call(
+    builder: ir.IRBuilder, function: ir.Value, block: ir.Value, *values: ir.Value, result: ir.Type = _VOID
+) -> ir.Value:  # fmt: skip
     pointer = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, *(value.type for value in values)])
-    builder.call(builder.inttoptr(function, kind.as_pointer()), [builder.inttoptr(block, pointer), *values])
+    kind = ir.FunctionType(result, [pointer, *(value.type for value in values)])
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), [builder.inttoptr(block, pointer), *values])
+
+
+@emitted(types.void, types.intp)
+def prefetch_line(builder, address):
+    """Prefetches the line."""
+    simd.prefetch(builder, address, is_near=True)
 
 
 @emitted(types.void, types.intp, types.intp)
@@ -277,21 +304,24 @@ def _prefetch(builder, start, size_bytes):
 
 
 @njit(nogil=True)
-def begin_residual(residual, stride, out, out_stride, columns, rows):
-    """Copies ``[rows, columns]`` to ``out``, or zeros if there is no residual; strides are in bytes. Bytes between
-    rows of ``out`` may become zero, too."""
-    if residual == 0:
-        float32_at(out, (rows - 1) * (out_stride // 4) + columns)[:] = np.float32(0)
-        return
+def _copy(residual, stride, out, out_stride, columns, rows):
+    """Copies ``[rows, columns]`` to ``out``, or zeros if there is no residual; strides are in bytes."""
     for row in range(rows):
-        source, target = float32_at(residual + row * stride, columns), float32_at(out + row * out_stride, columns)
-        for column in range(columns):
-            target[column] = source[column]
+        target = float32_at(out + row * out_stride, columns)
+        if residual == 0:
+            target[:] = np.float32(0)
+        else:
+            source = float32_at(residual + row * stride, columns)
+            for column in range(columns):
+                target[column] = source[column]
 
 
 class Functions(NamedTuple):
     """The kernel ``shrink(block, work item)``, and the address of ``expand(block, first column, columns, first row,
-    rows, out, stride)``: columns and rows are the product's, and the first of them is at ``out``."""
+    rows, residual, its stride, out, its stride, lines)``, of columns and rows of the product. It writes the residual
+    (0 = none) and the sums to ``out``, or returns 0 if no row has sums; both addresses are at the first column and row.
+    If ``lines`` is not 0, it leaves a count there and as many addresses, at most MOST_LINES: what it will read for as
+    many columns more."""
 
     shrink: Kernel
     expand: int
@@ -348,25 +378,82 @@ def functions_of(stored: Any) -> Functions:
                                 ranks * between_bytes,
                             )  # fmt: skip
 
-    def expand(arguments, first_column, columns, first_row, rows, out, out_stride):
-        a = carray(arguments, 1)[0]
-        fields, ranks = 3 + a.num_parts, a.num_parts * a.stride
-        starts, active = int32_at(a.starts, a.num_slots + 1), int32_at(a.active, a.num_active)
-        tokens, slots = int32_at(a.tokens, starts[a.num_slots]), int64_at(a.slots, a.num_slots * fields)
-        parts = int32_at(a.parts, a.num_parts * 3)
-        block_bytes = -(-a.rank // a_word) * LANES * word_bytes
-        first_column += a.first_column
-        first_row += a.first_row
-        out -= first_row * out_stride + first_column * 4
+    @njit(nogil=True)
+    @name_by_content
+    def span_of(a, slot, first_row, rows):
+        """The places, from one up to another, in the order by adapter of a slot's rows among these."""
+        starts = int32_at(a.starts, a.num_slots + 1)
+        tokens = int32_at(a.tokens, starts[a.num_slots])
+        first, last = starts[slot], starts[slot + 1]
+        while first < last and tokens[first] < first_row:
+            first += 1
+        while first < last and tokens[last - 1] >= first_row + rows:
+            last -= 1
+        return first, last
+
+    @njit(nogil=True)
+    @name_by_content
+    def written(a, first_column, columns, first_row, rows):
+        """Whether any of these rows has sums for these columns, and whether all have them for all columns."""
+        active, fields = int32_at(a.active, a.num_active), 3 + a.num_parts
+        slots, parts = int64_at(a.slots, a.num_slots * fields), int32_at(a.parts, a.num_parts * 3)
+        is_any, num_whole = False, 0
         for number in range(a.num_active):
             slot = active[number]
             if slot < 0:
                 break
-            first, last = starts[slot], starts[slot + 1]
-            while first < last and tokens[first] < first_row:
-                first += 1
-            while first < last and tokens[last - 1] >= first_row + rows:
-                last -= 1
+            first, last = span_of(a, slot, first_row, rows)
+            if first == last:
+                continue
+            is_whole = True
+            for part in range(a.num_parts):
+                begin, end = parts[3 * part], parts[3 * part] + parts[3 * part + 1]
+                if begin < first_column + columns and end > first_column:
+                    has_own = slots[slot * fields + 3 + part] != 0 or slots[slot * fields + 2] != 0
+                    is_any |= has_own
+                    is_whole &= has_own
+            if is_whole:
+                num_whole += last - first
+        return is_any, num_whole == rows
+
+    @njit(nogil=True)
+    @name_by_content
+    def list_lines(lines, count, start, size_bytes):
+        """Adds the addresses of the lines of so many bytes to the list, as many as it has room for."""
+        made = int64_at(lines, 1 + MOST_LINES)
+        for at in range(start, start + size_bytes, _LINE):
+            if count == MOST_LINES:
+                break
+            count += 1
+            made[count] = at
+        made[0] = count
+        return count
+
+    def expand(
+        arguments, first_column, columns, first_row, rows, residual, residual_stride, out, out_stride, lines
+    ):  # fmt: skip
+        a = carray(arguments, 1)[0]
+        fields, ranks = 3 + a.num_parts, a.num_parts * a.stride
+        active, slots = int32_at(a.active, a.num_active), int64_at(a.slots, a.num_slots * fields)
+        parts = int32_at(a.parts, a.num_parts * 3)
+        block_bytes = -(-a.rank // a_word) * LANES * word_bytes
+        first_column += a.first_column
+        first_row += a.first_row
+        is_any, is_all = written(a, first_column, columns, first_row, rows)
+        if not is_any:
+            if lines != 0:
+                int64_at(lines, 1)[0] = 0
+            return 0
+        if not is_all and residual != out:
+            _copy(residual, residual_stride, out, out_stride, columns, rows)
+        out, count = out - first_row * out_stride - first_column * 4, 0
+        if residual != 0:
+            residual -= first_row * residual_stride + first_column * 4
+        for number in range(a.num_active):
+            slot = active[number]
+            if slot < 0:
+                break
+            first, last = span_of(a, slot, first_row, rows)
             if first == last:
                 continue
             bias = slots[slot * fields + 2]
@@ -387,15 +474,21 @@ def functions_of(stored: Any) -> Functions:
                         between = a.between + (row * ranks + part * a.stride) * between_bytes
                         _expand_tile(
                             stored, height, between, ranks * between_bytes, at, block_bytes, words,
-                            out + column * 4, out_stride, a.tokens + row * 4, added, begin - column,
-                            end - column,
+                            residual + column * 4 if residual != 0 else 0, residual_stride, out + column * 4,
+                            out_stride, a.tokens + row * 4, added, begin - column, end - column,
                         )  # fmt: skip
-                    _prefetch(at + _TILES_AHEAD * TILE_VECTORS * block_bytes, TILE_VECTORS * words * LANES * word_bytes)
+                    if lines == 0:
+                        ahead = at + _TILES_AHEAD * TILE_VECTORS * block_bytes
+                        _prefetch(ahead, TILE_VECTORS * words * LANES * word_bytes)
                     at += TILE_VECTORS * block_bytes
                     column += PANEL_COLUMNS
+                if lines != 0:
+                    size = -(-(end - begin) // LANES) * words * LANES * word_bytes
+                    count = list_lines(lines, count, at, size)
+        return 1
 
     record, index = types.CPointer(from_dtype(FIELDS.record)), types.intp
-    expanding = CFunction(types.void(record, *[index] * 6), expand, CODE_FOLDER, error_model="numpy")
+    expanding = CFunction(index(record, *[index] * 9), expand, CODE_FOLDER, error_model="numpy")
     return Functions(Kernel(shrink, FIELDS), expanding.address)
 
 
@@ -408,12 +501,11 @@ def add_kernel() -> Kernel:
         a = carray(arguments, 1)[0]
         first = work_item * a.columns_a_work_item
         columns = min(a.columns_a_work_item, a.width - first)
-        stride, at = a.width * 4, a.out + first * 4
-        for row in range(a.num_rows):
-            residual = a.residual + first * 4 + row * stride if a.residual != 0 else 0
-            begin_residual(residual, stride, at + row * stride, stride, columns, 1)
-        expand = int64_at(a.low_rank + EXPAND, 1)[0]
-        call_expand(expand, a.low_rank, first, columns, 0, a.num_rows, at, stride)
+        expand, stride = int64_at(a.low_rank + EXPAND, 1)[0], a.width * 4
+        residual = a.residual + first * 4 if a.residual != 0 else 0
+        at = a.out + first * 4
+        if not call_expand(expand, a.low_rank, first, columns, 0, a.num_rows, residual, stride, at, stride, 0):
+            _copy(residual, stride, at, stride, columns, a.num_rows)
 
     return Kernel(add, Fields("*low_rank *residual *out num_rows width columns_a_work_item"))
 
