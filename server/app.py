@@ -36,6 +36,7 @@ from server.transport.auth import ApiKeys, Authentication
 from server.transport.exchange import Exchange, Lifecycle
 from server.transport.gate import Gate, Observer, Refusals
 from server.transport.origins import Cors, OriginRules
+from server.transport.path_table import PathTable
 from tokenizer import Tokenizer
 
 EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
@@ -70,7 +71,7 @@ class ServerApplication(Starlette):
         tracing: Tracing | None = None,
     ) -> None:
         super().__init__(routes=routes, exception_handlers=EXCEPTION_HANDLERS, lifespan=_lifespan)
-        self.router.redirect_slashes = False
+        self.router = PathTable(self.router)
         self.model_names = tuple(model_names)
         self.config = config or ServerConfig()
         responses = folder_of(self.config)

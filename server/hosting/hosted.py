@@ -26,6 +26,7 @@ from server.loading import LoadedModel, load, warm_up
 from server.observing.metrics import Metrics
 from server.openai_api.models import ModelStatus
 from server.service import AppState, Service, Shared
+from server.transport.path_table import PathTable
 
 logger = logging.getLogger("xserv.server")
 
@@ -39,7 +40,7 @@ class ModelApplication(Starlette):
 
     def __init__(self, name: str, config: ServerConfig, server: AppState) -> None:
         super().__init__(routes=routes(), exception_handlers=EXCEPTION_HANDLERS)
-        self.router.redirect_slashes = False
+        self.router = PathTable(self.router)
         self.config = config
         self.state = AppState()
         self.state.lifecycle, self.state.admin_keys = server.lifecycle, server.admin_keys

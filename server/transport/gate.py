@@ -5,6 +5,7 @@ metrics and traces. The answer passes through unchanged, but for the X-Request-I
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -87,9 +88,13 @@ class Gate:
             if is_awaited:
                 self.lifecycle.leave()
             duration_s = time.monotonic() - exchange.arrival_s
-            route = self.routes.get(scope.get("endpoint"), "none")
-            for observer in self.observers:
-                observer(exchange, scope, route, duration_s)
+            # After the loop has written the answer's end, which it has only queued: no client waits for a log.
+            asyncio.get_running_loop().call_soon(self._observe, exchange, scope, duration_s)
+
+    def _observe(self, exchange: Exchange, scope: Scope, duration_s: float) -> None:
+        route = self.routes.get(scope.get("endpoint"), "none")
+        for observer in self.observers:
+            observer(exchange, scope, route, duration_s)
 
     def _refusal(self, scope: Scope, path: str) -> ApiError | None:
         if path in OPEN_PATHS:

@@ -188,6 +188,9 @@ def _isolate(pattern: Pattern, pieces: list[str], is_at_start: bool) -> tuple[li
     words: list[str] = []
     for piece in pieces:
         found: list[str] = pattern.for_text(piece).findall(piece)
+        if not found and piece:  # most words
+            words.append(piece)
+            continue
         if sum(map(len, found)) != len(piece) or "" in found:  # some text is not part of a match
             found = [piece[start:end] for start, end, _ in find_spans(pattern, piece) if start != end]
         if len(pieces) == 1:
