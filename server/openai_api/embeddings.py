@@ -98,9 +98,10 @@ class AskedEmbeddings(Pending):
             cancel()
 
         try:
+            futures.append(self._start(0))  # the engine computes while the rest is made ready
             async with watch_disconnect(request.receive, leave):
                 num_done = 0
-                for index in range(len(self.inputs)):
+                for index in range(1, len(self.inputs)):
                     while True:
                         try:
                             futures.append(self._start(index))

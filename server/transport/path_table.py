@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from inspect import iscoroutinefunction
+
+from starlette.requests import Request
 from starlette.routing import BaseRoute, Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
 
 class PathTable(Router):
-    """Routes without parameters are in the table; others, and what is no route, are left to starlette."""
+    """Routes without parameters are in the table, if their endpoints are coroutine functions; others, and what is no
+    route, are left to starlette."""
 
     def __init__(self, router: Router) -> None:
         """Takes the place of an application's router."""
@@ -15,7 +19,7 @@ class PathTable(Router):
         self.lifespan_context = router.lifespan_context
         self._table: dict[tuple[str, str], Route] = {}
         for route in router.routes:
-            if isinstance(route, Route) and "{" not in route.path:
+            if isinstance(route, Route) and "{" not in route.path and iscoroutinefunction(route.endpoint):
                 for method in route.methods or ():
                     if _first(router.routes, method, route.path) is route:
                         self._table[method, route.path] = route
@@ -29,7 +33,8 @@ class PathTable(Router):
             return
         scope["router"], scope["route"], scope["endpoint"] = self, route, route.endpoint
         scope["path_params"] = {}
-        await route.app(scope, receive, send)
+        response = await route.endpoint(Request(scope, receive, send))  # errors are the application's
+        await response(scope, receive, send)
 
 
 def _first(routes: list[BaseRoute], method: str, path: str) -> BaseRoute | None:
