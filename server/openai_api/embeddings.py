@@ -28,6 +28,7 @@ from server.errors import engine_errors, from_engine, in_own_names, internal_err
 from server.openai_api.answers import Embedding, EmbeddingList, EmbeddingUsage
 from server.openai_api.schema import EmbeddingRequest
 from server.requests.answering import Pending, answered
+from server.requests.bridge import result_of
 from server.requests.prompt import are_texts, embedding_conversation, embedding_inputs
 from server.service import Service
 from server.transport.body import Body, decode_body
@@ -109,9 +110,9 @@ class AskedEmbeddings(Pending):
                         except QueueFullError:  # perhaps of this request's own inputs
                             if num_done == len(futures):
                                 raise
-                            await asyncio.wrap_future(futures[num_done])
+                            await result_of(futures[num_done])
                             num_done += 1
-                return [await asyncio.wrap_future(future) for future in futures]
+                return [await result_of(future) for future in futures]
         except asyncio.CancelledError:
             if has_left.is_set():
                 raise ClientDisconnect from None

@@ -8,8 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from typing import TypeVar
 
 from runtime.engine.messages import EngineOutput
+
+T = TypeVar("T")
 
 Receiver = Callable[[EngineOutput], None]
 
@@ -55,6 +60,30 @@ class LoopBridge:
         for _ in range(len(self._inbox)):  # what arrives meanwhile has woken the loop again
             receiver, output = self._inbox.popleft()
             receiver(output)
+
+
+async def result_of(future: Future[T]) -> T:
+    """The result of a future that another thread sets; raises its error, and `asyncio.CancelledError` if it was
+    cancelled. Unlike `asyncio.wrap_future` it does not cancel the future with its task, and wakes the task directly."""
+    if not future.done():
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(_set, waiter)
+
+        future.add_done_callback(wake)
+        await waiter
+    try:
+        return future.result()
+    except CancelledError:
+        raise asyncio.CancelledError from None
+
+
+def _set(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class Signal:

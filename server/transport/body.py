@@ -14,7 +14,7 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from server.config import ServerConfig
 from server.errors import ApiError, dialect_of, invalid
@@ -26,6 +26,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 logger = logging.getLogger("xserv.server")
 
+
+ARRIVED = "xserv.arrived"
+"""In the scope of a request whose whole body was there before the application began: `receive` gives it at once."""
 
 _PLAIN_MEDIA_TYPES = ("", "application/x-www-form-urlencoded")
 """Media types of Ollama's clients: litellm names none, and curl by itself that of a form. Pages of other sites could,
@@ -57,6 +60,13 @@ async def read_body(request: Request, config: ServerConfig) -> Body:
     is_too_large = declared.isdecimal() and (len(declared) > 18 or int(declared) > config.max_body_bytes)
     if is_too_large and request.headers.get("expect", "").lower() == "100-continue":
         raise _too_large(config)  # the client has not begun to send
+    if ARRIVED in request.scope:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        if len(message["body"]) > config.max_body_bytes:
+            raise _too_large(config)
+        return _of(request, message["body"])
     body = bytearray()
     num_discarded_bytes = 0
     loop = asyncio.get_running_loop()
@@ -86,9 +96,13 @@ async def read_body(request: Request, config: ServerConfig) -> Body:
         ) from None
     if is_too_large:
         raise _too_large(config)
-    whole = Body(body)
-    whole.exchange = Exchange.of(request)
-    return whole
+    return _of(request, body)
+
+
+def _of(request: Request, data: bytes | bytearray) -> Body:
+    body = Body(data)
+    body.exchange = Exchange.of(request)
+    return body
 
 
 def decode_body(body: Body, schema: type[T], config: ServerConfig) -> T:

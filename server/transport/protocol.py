@@ -33,6 +33,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError
 from server.transport.admission import Crowd, Turns, Wait
+from server.transport.body import ARRIVED
 from server.transport.exchange import new_request_id
 from server.transport.gate import SURPLUS
 from server.transport.origins import Cors
@@ -123,8 +124,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         if self._is_reading_head:
             self._num_head_bytes += len(data)
-            if self._head_timer is None:
-                self._start_head_timer()
             if self.crowd.wait_of(self) in (Wait.SILENT, Wait.IDLE):
                 self.crowd.put(self, Wait.HEAD)
         elif self.crowd.wait_of(self) is Wait.BODY:
@@ -132,8 +131,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._chunk = data
         super().data_received(data)
         self._chunk = b""
-        if self._is_reading_head and self._num_head_bytes > self.limits.max_header_bytes and not self._is_refused:
-            self._refuse(self._too_large())
+        if self._is_reading_head and self._num_head_bytes and not self._is_refused:  # a head that is not whole
+            if self._num_head_bytes > self.limits.max_header_bytes:
+                self._refuse(self._too_large())
+            elif self._head_timer is None:
+                self._start_head_timer()
 
     def on_message_begin(self) -> None:
         if not self._is_repeating:
@@ -172,7 +174,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     async def _begin_in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Starts the application after the received part of the request has been parsed."""
-        if self.cycle.scope is scope and self.cycle.more_body:
+        if self.cycle.scope is scope and not self.cycle.more_body:
+            scope[ARRIVED] = True
+        elif self.cycle.scope is scope:
             self.crowd.put(self, Wait.HEAD)  # not processed yet, so it may still give way
             await self.turns.wait(self)
             if self.crowd.wait_of(self) is Wait.HEAD:

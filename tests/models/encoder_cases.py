@@ -117,6 +117,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 PROMPTS = {"query": "query: ", "document": "passage: "}
 
 
+LONG = {"max_position_embeddings": 520}
+"""In the config of a case for texts of up to 512 tokens."""
+LENGTHS = (1, 2, 15, 64, 65, 129, 257, 511, 512)
+
+
+def long_ids(length: int) -> list[int]:
+    """A text of so many tokens; no id is that of padding."""
+    return [2, *(5 + (7919 * i + i * i) % 290 for i in range(1, length))]
+
+
+def long_types(length: int) -> np.ndarray[Any, Any]:
+    """Of the pair that such a text is."""
+    return (np.arange(length) >= length // 3).astype(np.int32)
+
+
+def long_rows(hidden: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """What is kept of a long text's hidden states: the first and the last, and the mean."""
+    return np.stack([hidden[0], hidden[-1], hidden.astype(np.float64).mean(axis=0)]).astype(np.float32)
+
+
 def shapes_of() -> dict[str, dict[str, list[int]]]:
     """The tensors of each case, as transformers names them."""
     found: dict[str, dict[str, list[int]]] = json.loads((FOLDER / "shapes.json").read_text(encoding="utf-8"))
@@ -132,11 +152,20 @@ def expected(name: str) -> np.ndarray[Any, Any]:
         return np.array(stored[name])
 
 
-def write_encoder(folder: Path, case: str) -> Path:
+def long_shapes(case: str) -> dict[str, list[int]]:
+    """Of a case with as many positions as `LONG` has."""
+    few = CASES[case]["max_position_embeddings"]
+    return {
+        name: [LONG["max_position_embeddings"], *shape[1:]] if shape[0] == few and "position" in name else shape
+        for name, shape in shapes_of()[case].items()
+    }
+
+
+def write_encoder(folder: Path, case: str, *, is_long: bool = False) -> Path:
     """A case's folder, with the tokenizer of all."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CASES[case]), encoding="utf-8")
-    write_safetensors(folder / "model.safetensors", tensors_of(shapes_of()[case]))
+    (folder / "config.json").write_text(json.dumps(CASES[case] | (LONG if is_long else {})), encoding="utf-8")
+    write_safetensors(folder / "model.safetensors", tensors_of(long_shapes(case) if is_long else shapes_of()[case]))
     shutil.copy(TOKENIZER, folder / "tokenizer.json")
     named = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
     (folder / "tokenizer_config.json").write_text(json.dumps({**named, "model_max_length": 64}), encoding="utf-8")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,14 @@ from tests.models.encoder_cases import (
     HEADS,
     IDS,
     LAYOUTS,
+    LENGTHS,
     QUERY,
     SECOND_FROM,
     TEXTS,
     expected,
+    long_ids,
+    long_rows,
+    long_types,
     shapes_of,
     tensors_of,
     write_encoder,
@@ -47,9 +51,9 @@ LIMITS = EngineLimits(
 TYPES = (np.arange(len(IDS)) >= SECOND_FROM).astype(np.int32)
 
 
-def passes_of(model: Any, recorded: EncoderPasses | None = None) -> Pass:
+def passes_of(model: Any, recorded: EncoderPasses | None = None, limits: EngineLimits = LIMITS) -> Pass:
     def run(ids: list[list[int]], types: list[Array | None] | None = None) -> Array:
-        side = PagedSidePass(model, LIMITS, [len(each) for each in ids], lambda: None, passes=recorded)
+        side = PagedSidePass(model, limits, [len(each) for each in ids], lambda: None, passes=recorded)
         rows = [np.array(each, np.int32) for each in ids]
         hidden = side.run(rows, [0] * len(ids), None, types or [None] * len(ids))
         return np.array(hidden.to("cpu").array)
@@ -87,6 +91,33 @@ def test_bfloat16(tmp_path: Path, case: str) -> None:
     hidden = run([IDS])
     assert relative_error(hidden, passes_of(load_model(folder))([IDS])) <= 0.02
     np.testing.assert_array_equal(run([IDS[:5], IDS, IDS[:1]])[5:21], hidden)
+
+
+LONG_LIMITS = EngineLimits(
+    max_model_len=512, max_num_seqs=16, max_num_batched_tokens=4096, block_size=16, num_blocks=16, max_waiting=4
+)
+
+
+def check_lengths(model: Any, case: str, lengths: Sequence[int], *, is_exact: bool) -> None:
+    """Texts of these lengths against transformers, alone, and all together: as near, or with the same bits."""
+    run = passes_of(model, limits=LONG_LIMITS)
+    for suffix in ("", " pair") if CASES[case]["model_type"] == "bert" else ("",):
+        types = [long_types(length) if suffix else None for length in lengths]
+        alone = [run([long_ids(length)], [each]) for length, each in zip(lengths, types, strict=True)]
+        starts = np.cumsum([0, *lengths])
+        together = run([long_ids(length) for length in lengths], types)
+        for length, start, hidden in zip(lengths, starts, alone, strict=False):
+            theirs = expected(f"{case} {length}{suffix}")
+            assert relative_error(long_rows(hidden), theirs) <= 1e-5, f"{length}{suffix}"
+            beside = together[start : start + length]
+            if is_exact:
+                np.testing.assert_array_equal(beside, hidden)
+            assert relative_error(long_rows(beside), theirs) <= 1e-5, f"{length}{suffix}, in a batch"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_of_1_to_512_tokens(tmp_path: Path, case: str) -> None:
+    check_lengths(load_model(write_encoder(tmp_path, case, is_long=True)), case, LENGTHS, is_exact=True)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +200,16 @@ def test_on_an_emulated_gpu(tmp_path: Path, case: str, arch: str) -> None:
     assert relative_error(made_of(model, run([IDS])), expected(case)) <= 1e-5
     if CASES[case]["model_type"] == "bert":
         assert relative_error(made_of(model, run([IDS[:3], IDS], [None, TYPES])[3:]), expected(f"{case} pair")) <= 1e-5
+
+
+@pytest.mark.emulator
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("mpnet")])
+def test_long_texts_on_an_emulated_gpu(tmp_path: Path, case: str) -> None:
+    device = Device.parse("emulated:sm_90a")
+    check_lengths(
+        load_model(write_encoder(tmp_path, case, is_long=True), device=device), case, (1, 65, 129, 512), is_exact=False
+    )
 
 
 @pytest.fixture

@@ -24,10 +24,16 @@ from tests.models.encoder_cases import (
     FOLDER,
     IDS,
     LAYOUTS,
+    LENGTHS,
+    LONG,
     QUERY,
     SECOND_FROM,
     TEXTS,
     TOKENIZER,
+    long_ids,
+    long_rows,
+    long_shapes,
+    long_types,
     tensors_of,
     write_encoder,
     write_layout,
@@ -58,6 +64,8 @@ def main() -> None:
             if fields["model_type"] == "bert":
                 types = (torch.arange(len(IDS)) >= SECOND_FROM).long()[None]
                 outputs[f"{case} pair"] = _result(model(input_ids=ids, token_type_ids=types))
+    for case, fields in CASES.items():
+        outputs |= _long(case, fields)
     (FOLDER / "shapes.json").write_text(json.dumps(shapes) + "\n", encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch:
         for name in LAYOUTS:
@@ -74,6 +82,25 @@ def main() -> None:
         outputs["scores logit_score"] = model.predict([(QUERY, text) for text in TEXTS])
     arrays: dict[str, Any] = {name: np.asarray(each, np.float32) for name, each in outputs.items()}
     np.savez_compressed(FOLDER / "outputs.npz", **arrays)
+
+
+def _long(case: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Of texts of `LENGTHS` tokens, by a model with more positions: rows of the hidden states under its classifier."""
+    config = transformers.AutoConfig.for_model(**(fields | LONG))
+    model_class: Any = getattr(transformers, fields["architectures"][0])
+    model = model_class._from_config(config, attn_implementation="eager").float().eval()
+    tensors = {name: torch.from_numpy(each) for name, each in tensors_of(long_shapes(case)).items()}
+    model.load_state_dict(tensors, strict=False)
+    base, found = getattr(model, model.base_model_prefix, model), {}
+    for length in LENGTHS:
+        ids = torch.tensor([long_ids(length)])
+        with torch.no_grad():
+            found[f"{case} {length}"] = long_rows(base(input_ids=ids).last_hidden_state[0].numpy())
+            if fields["model_type"] == "bert":
+                types = torch.from_numpy(long_types(length)).long()[None]
+                hidden = base(input_ids=ids, token_type_ids=types).last_hidden_state
+                found[f"{case} {length} pair"] = long_rows(hidden[0].numpy())
+    return found
 
 
 def _result(result: Any) -> Any:
