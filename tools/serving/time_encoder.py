@@ -8,7 +8,8 @@ server   from the start of the process `xserv serve` to the answer of the first 
          `/health` of 200; the best and the median of the rounds, and the processor time of all its processes until then
 python   from the start of Python to the first vector of `LLM(FOLDER).embed`
 memory   of server and engine after some texts: the sum of their proportional set sizes less the weights
-requests one text of 20 tokens over one connection, in turns with `LLM.embed` in this process; text in, base64 out.
+requests one text of 20 tokens over one connection, in turns with `LLM.embed` in this process, each after one of its own
+         kind; text in, base64 out, the time of Python's `http.client` included.
          `more` is the difference of the medians, and so on; `more_median_ms` the median of the differences
 """
 
@@ -193,6 +194,8 @@ def timed_requests(folder: Path, text: str, body: str, number: int) -> dict[str,
         with above_the_server():
             for _ in range(number):
                 for name, (embed, _) in sides.items():
+                    time.sleep(REST_S)
+                    embed()
                     time.sleep(REST_S)
                     start = time.perf_counter()
                     embed()
