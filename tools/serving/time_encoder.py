@@ -9,8 +9,8 @@ server   from the start of the process `xserv serve` to the answer of the first 
 python   from the start of Python to the first vector of `LLM(FOLDER).embed`
 memory   of server and engine after some texts: the sum of their proportional set sizes less the weights
 requests one text of 20 tokens over one connection, in turns with `LLM.embed` in this process, each after one of its own
-         kind; text in, base64 out, the time of Python's `http.client` included.
-         `more` is the difference of the medians, and so on; `more_median_ms` the median of the differences
+         kind; text in, base64 out: "wire" from the first byte sent to the last received, "http" with the time that
+         Python's `http.client` and `json` take for it. `more` has the difference of the medians, and so on
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import json
 import os
 import random
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -110,6 +111,7 @@ class Served:
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
         )
         assert self.process.stdout is not None
+        self.wire: socket.socket | None = None
         line = self.process.stdout.readline()
         assert "http://" in line, f"the server said {line!r}"
         self.connection = http.client.HTTPConnection(line.partition("http://")[2].partition("/")[0])
@@ -126,11 +128,27 @@ class Served:
         """The vector's bytes."""
         return base64.b64decode(json.loads(self.ask("POST", "/v1/embeddings", body))["data"][0]["embedding"])
 
+    def exchange(self, request: bytes) -> None:
+        """Sends a request as it is, over a connection of its own, and waits for the last byte of its answer."""
+        if self.wire is None:
+            self.wire = socket.create_connection((self.connection.host, self.connection.port))
+        self.wire.sendall(request)
+        answer = self.wire.recv(1 << 16)
+        while b"\r\n\r\n" not in answer:
+            answer += self.wire.recv(1 << 16)
+        head, _, content = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 "), answer
+        left = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]) - len(content)
+        while left:
+            left -= len(self.wire.recv(left))
+
     def __enter__(self) -> Served:
         return self
 
     def __exit__(self, *of_error: object) -> None:
         self.connection.close()
+        if self.wire is not None:
+            self.wire.close()
         self.process.terminate()
         self.process.wait()
 
@@ -177,6 +195,9 @@ def timed_requests(folder: Path, text: str, body: str, number: int) -> dict[str,
     llm = LLM(folder)
     with Served(folder) as served:
         pids = descendants(served.process.pid)
+        host, port = served.connection.host, served.connection.port
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
         assert served.embed(body) == np.asarray(llm.embed([text])[0].outputs.embedding, np.float32).tobytes(), (
             "the vectors differ"
         )
@@ -186,6 +207,7 @@ def timed_requests(folder: Path, text: str, body: str, number: int) -> dict[str,
             return sum(int(file.read_text(encoding="utf-8").split()[0]) for file in files) / 1e9
 
         sides: dict[str, tuple[Callable[[], object], Callable[[], float]]] = {
+            "wire": (lambda: served.exchange(request), threads_s),
             "http": (lambda: served.embed(body), threads_s),
             "direct": (lambda: llm.embed([text]), time.process_time),
         }
@@ -214,8 +236,13 @@ def timed_requests(folder: Path, text: str, body: str, number: int) -> dict[str,
         }
         for name, times in clock.items()
     }  # fmt: skip
-    found["more"] = {name: found["http"][name] - found["direct"][name] for name in found["http"]}
-    found["more_median_ms"] = statistics.median(map(float.__sub__, clock["http"], clock["direct"]))
+    found["more"] = {
+        side: {
+            **{name: found[side][name] - found["direct"][name] for name in found[side]},
+            "median_of_differences_ms": statistics.median(map(float.__sub__, clock[side], clock["direct"])),
+        }
+        for side in ("wire", "http")
+    }
     weights = llm.client.info.weight_bytes
     beside = sum(each["total"] for each in memory) - weights
     return {**found, "processes": memory, "weight_bytes": weights, "beside_weights_bytes": beside}
