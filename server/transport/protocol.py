@@ -175,7 +175,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     async def _begin_in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Starts the application after the received part of the request has been parsed."""
         if self.cycle.scope is scope and not self.cycle.more_body:
-            scope[ARRIVED] = True
+            scope[ARRIVED] = True  # type: ignore[literal-required]
         elif self.cycle.scope is scope:
             self.crowd.put(self, Wait.HEAD)  # not processed yet, so it may still give way
             await self.turns.wait(self)
