@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from runtime.engine.errors import RequestError
+from runtime.engine.sampling_params import check_truncation
 from runtime.pooling import PoolingInfo
 from tokenizer import Tokenizer
 
@@ -30,7 +31,8 @@ def num_unpooled(tokenizer: Tokenizer, pooling: PoolingInfo, prompt_name: str | 
 
 def check_cut(token_ids: list[int], truncate_prompt_tokens: int | None) -> None:
     """Raises ``RequestError`` if a text that was cut to so many tokens still has more: the special ones around it and a
-    pair's first text, are never cut."""
+    pair's first text, are never cut. Also for a number of tokens that is none."""
+    check_truncation(truncate_prompt_tokens)
     if truncate_prompt_tokens is not None and 0 < truncate_prompt_tokens < len(token_ids):
         raise RequestError(
             f"truncate_prompt_tokens is {truncate_prompt_tokens}, and {len(token_ids)} tokens cannot be cut: send at"

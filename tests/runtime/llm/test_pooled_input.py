@@ -65,3 +65,9 @@ def test_what_cannot_be_cut_over_http(tmp_path: Path) -> None:
             answer = real.http.post(path, json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
             assert "cannot be cut: send at least" in answer.json()["error"]["message"]
+        for path, body in (
+            ("/v1/embeddings", {"input": "a b c"}), ("/rerank", {"query": "a", "documents": ["b"]}),
+            ("/classify", {"input": "a"}),
+        ):  # fmt: skip
+            answer = real.http.post(path, json={**body, "truncate_prompt_tokens": 0})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens"), answer.text
