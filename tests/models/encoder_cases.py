@@ -118,7 +118,7 @@ PROMPTS = {"query": "query: ", "document": "passage: "}
 
 
 LONG = {"max_position_embeddings": 520}
-"""In the config of a case for texts of up to 512 tokens."""
+"""The fields of a case's config that differ for texts of up to 512 tokens."""
 LENGTHS = (1, 2, 15, 64, 65, 129, 257, 511, 512)
 
 
@@ -128,12 +128,12 @@ def long_ids(length: int) -> list[int]:
 
 
 def long_types(length: int) -> np.ndarray[Any, Any]:
-    """Of the pair that such a text is."""
+    """The token types of such a text as a pair."""
     return (np.arange(length) >= length // 3).astype(np.int32)
 
 
 def long_rows(hidden: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What is kept of a long text's hidden states: the first and the last, and the mean."""
+    """The rows of a long text's hidden states that are kept: the first, the last, and the mean."""
     return np.stack([hidden[0], hidden[-1], hidden.astype(np.float64).mean(axis=0)]).astype(np.float32)
 
 
@@ -153,7 +153,7 @@ def expected(name: str) -> np.ndarray[Any, Any]:
 
 
 def long_shapes(case: str) -> dict[str, list[int]]:
-    """Of a case with as many positions as `LONG` has."""
+    """The shapes of a case with as many positions as `LONG` has."""
     few = CASES[case]["max_position_embeddings"]
     return {
         name: [LONG["max_position_embeddings"], *shape[1:]] if shape[0] == few and "position" in name else shape

@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def _long(case: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Of texts of `LENGTHS` tokens, by a model with more positions: rows of the hidden states under its classifier."""
+    """Rows of the hidden states of texts of `LENGTHS` tokens, by a model with more positions."""
     config = transformers.AutoConfig.for_model(**(fields | LONG))
     model_class: Any = getattr(transformers, fields["architectures"][0])
     model = model_class._from_config(config, attn_implementation="eager").float().eval()
