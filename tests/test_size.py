@@ -22,7 +22,7 @@ MOST_LINES = {
     "runtime/linear": 3_178,
     "runtime/kv": 1_668,
     "runtime/engine": 26_574,
-    "runtime/text": 7_340,
+    "runtime/text": 7_342,
     "runtime/llm": 1_935,
     "runtime/parallel": 1_996,
     "runtime/images": 937,
@@ -30,9 +30,9 @@ MOST_LINES = {
     "runtime/bench": 11_618,
     "runtime": 3_590,
     "models": 19_961,
-    "server": 23_117,
-    "tokenizer": 7_588,
-    "tools": 18_242,
+    "server": 23_216,
+    "tokenizer": 7_591,
+    "tools": 18_327,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_995
+MOST_WORDS = 39_999
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -155,8 +155,8 @@ class Served:
 
 @contextmanager
 def above_the_server() -> Iterator[None]:
-    """Raises a real-time priority to the next one, as if this process had a processor beside the server's, whose threads
-    spin after a pass."""
+    """Raises a real-time priority by one, as if this process had a processor beside the server's, whose threads spin
+    after a pass."""
     policy, given = os.sched_getscheduler(0), os.sched_getparam(0)
     if policy not in (os.SCHED_FIFO, os.SCHED_RR):
         yield
