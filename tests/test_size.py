@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 40_470,
+    "numba_kernels": 40_562,
     "runtime/emulator": 16_988,
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 19_961,
     "server": 23_216,
     "tokenizer": 7_591,
-    "tools": 18_327,
+    "tools": 18_333,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

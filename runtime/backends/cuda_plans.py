@@ -175,9 +175,9 @@ def plan_gathered(
         if not all(packed_gather.can_plan(packing, dtype, inner, hidden, top_k) for packing in packings):
             return None
         first = _plan_packed_gate_up(
-            tokens * top_k, inner, hidden, gate_up.packing, activation, gpu.properties.num_sms
+            tokens * top_k, inner, hidden, gate_up.packing, activation, gpu.properties.num_sms, gpu.arch
         )  # fmt: skip
-        return first, _plan_packed_down(tokens, top_k, hidden, inner, down.packing)
+        return first, _plan_packed_down(tokens, top_k, hidden, inner, down.packing, gpu.properties.num_sms, gpu.arch)
     is_aligned = hidden % VECTOR_WIDTH[dtype] == 0 and inner % VECTOR_WIDTH[dtype] == 0
     if not is_aligned or top_k > gather.MAX_CHOICES or gate_up.packing is not None or down.packing is not None:
         return None

@@ -253,11 +253,11 @@ def gathered_case(format: str, is_gated: bool) -> Case:
         chosen, x = np.array([5, 0, 3, 2], np.int32), inputs.normal((x_rows, _K), "bf16")
         ids, given, out = inputs.put(chosen), inputs.put(x), inputs.result(out_rows * _N * 2)
         if is_gated:
-            launch = packed_gather.plan_gate_up(top_k, _N, _K, packing, activation, 132)
+            launch = packed_gather.plan_gate_up(top_k, _N, _K, packing, activation, 132, inputs.gpu.arch)
             run = inputs.bind((launch, (given, table, ids, out, _N, _K, num_experts, top_k)))
             expected = [_gated(activation, *np.split(layers[expert].expected(x), 2, 1))[0] for expert in chosen]
         else:
-            launch = packed_gather.plan_down(1, top_k, _N, _K, packing)
+            launch = packed_gather.plan_down(1, top_k, _N, _K, packing, 132, inputs.gpu.arch)
             shares = inputs.put(np.full(top_k, 0.25, np.float32))
             arguments = (given, table, ids, shares, 0, 0, 0, out, 0, _N, _K, num_experts, top_k)
             run = inputs.bind((launch, arguments))

@@ -28,6 +28,7 @@ from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flas
 from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.tiles import WIDE
 from numba_kernels.cuda.attention.wide_tiles import SMALL, wide_tiles
+from numba_kernels.cuda.experts import packed_gather
 from numba_kernels.cuda.gemm import (
     hopper,
     hopper_bytes,
@@ -42,6 +43,7 @@ from numba_kernels.cuda.gemm import (
 )  # fmt: skip
 from numba_kernels.cuda.gemm.product import machine_of
 from numba_kernels.cuda.gemm.rings import gemv_ring
+from numba_kernels.cuda.gemm.rings.packed_ring import packed_ring
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.recurrent import chunk_factors, chunk_scan
@@ -263,7 +265,11 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         tiles = experts.hopper.TILES if packing is None else experts.hopper.UNPACKING_TILES
         return {str(tile): tile for tile in tiles}[constants["tile"]].shared_bytes
     if name.startswith("experts_packed_gather"):  # rows of 8,192 numbers, or three times as many in all
-        return (3 if constants["activation"] == "" else 1) * packed_stream.row_bytes(packing, 8192)
+        slots, count = int(constants["ring_slots"]), 3 if constants["activation"] == "" else 1
+        if not slots:
+            return count * packed_stream.row_bytes(packing, 8192)
+        stage_bytes = packed_gather.WARPS * packed_ring(packing.name, 1, slots).stage_bytes
+        return 2 * stage_bytes + packed_stream.row_bytes(packing, 8192)
     if name.startswith("experts_packed"):
         return mixed_input.shared_bytes(constants["weight"], constants["dtype"], constants["tile_rows"])
     if name.startswith("gemm_w8a8"):

@@ -9,6 +9,9 @@ A warp takes 16 rows of a packed weight and a part of K, with x staged, as in `g
                   memory, as in `gather`: the row is complete. The weight's first loads start before gate and up have
                   ended, since the experts were chosen before these began
 
+From sm_90 on the weight comes through `packed_ring`, and a block, one a multiprocessor, leaves half of it to its
+neighbour. The sums are the same.
+
 A token's sum depends on no other token; it differs from the other tiers' sums. Rows are bfloat16; groups of 16 and
 packings with zero points of their own have no such kernels.
 """
@@ -31,10 +34,13 @@ from numba_kernels.cuda.gemm.packed_stream import (
     packed_reader,
     row_bytes,
 )
+from numba_kernels.cuda.gemm.product import machine_of
+from numba_kernels.cuda.gemm.rings.packed_ring import SLOTS, STATE, packed_ring
+from numba_kernels.cuda.gemm.rings.warp_ring import MOST_STAGES, dynamic_shared_bytes, stages_that_fit, start_ring
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.element import element_storer
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
-from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, load_f32, store_f32
+from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, load_f32, load_written_b32, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_xor_f32
 from numba_kernels.cuda.packing import PACKINGS, Packing, packing_of
@@ -48,12 +54,16 @@ MAX_CHOICES = 16  # of a token
 SQUARE_COLUMNS = 4
 MOST_SHARED_BYTES = 96 << 10  # of x
 BLOCKS = 2  # that multiply gate and up, of a multiprocessor
+_STATIC_BYTES = 1024  # of kernels with a ring, beyond the 1 KB that `stages_that_fit` allows them
 _LEAST_ROUNDS = 2  # of as many blocks as run at once; with less, a new block for each tile spreads them better
 
 
 @functools.cache
-def _gate_up(weight_name: str, activation: str) -> Specialisation:
+def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Specialisation:
     """Arguments: x [T, K], table [2, E], ids [T, k], out [T k, I] addresses; I, K, E, k."""
+    ring, has_ring = packed_ring(weight_name, 1, ring_slots or SLOTS[0]), ring_slots > 0
+    fill, multiply_ring, stage_bytes, num_barriers = ring.fill, ring.multiply, ring.stage_bytes, WARPS * MOST_STAGES
+    row_width = ring.reader.factors.planes * ring.reader.factors.plane_bytes  # bytes of a number
     reader, gated, store = packed_reader(weight_name), GATES[activation], element_storer(DTYPE)
     aim, begin, multiply = reader.aim, reader.begin, reader.multiply
     row_scale, slots_of = reader.row_scale, reader.slots
@@ -68,7 +78,11 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         greatest = cuda.shared.array(WARPS, uint32)
         partial = cuda.shared.array((2, 2, STREAMS, ROWS), float32)  # of one tile and the next
         places = cuda.shared.array(2, uint64)  # of weight and bias, where registers are few
-        words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
+        if has_ring:
+            state = cuda.local.array(STATE, uint32)
+            barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
+        else:
+            words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
         rows, scale_rows, sums = cuda.local.array(2, uint64), cuda.local.array(1, uint64), cuda.local.array(2, float32)
         next_rows, next_scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
         thread, lane, draw = uint32(cuda.threadIdx.x), lane_index(), uint32(cuda.blockIdx.y)
@@ -85,8 +99,21 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         last = minimum_u32(uint32(first + length), slots)
         tiles = n >> uint32(4)
         own_tiles = uint32(half * tiles)  # in front of this warp's: the gate's, for up
-        aim(rows, scale_rows, weight, uint32(own_tiles + tile), both, k, first, lane)
-        begin(words, scales, rows, scale_rows, first, last)
+        padded = uint32(slots * uint32(slot_elements))
+        if has_ring:
+            x_bytes = uint32(padded * uint32(row_width))
+            count = uint32(uint32(dynamic_shared_bytes() - x_bytes) // uint32(WARPS * stage_bytes))
+            stages = uint32(shared + x_bytes + warp * count * uint32(stage_bytes))
+            barriers = uint32(barriers + warp * count * uint32(8))
+            start_ring(barriers, count, lane)
+            state[0], state[1], state[2], state[3], state[4] = uint32(0), uint32(0), count, tile, first
+            state[5] = uint32(1) if first < last else uint32(0)
+            ring_places = uint32(0), uint32(cuda.gridDim.x), uint32(tiles - uint32(1)), own_tiles, both, k
+            aim(rows, scale_rows, weight, uint32(own_tiles + tile), both, k, first, uint32(0))
+            fill(state, rows, scale_rows, stages, barriers, weight, ring_places, first, last, lane)
+        else:
+            aim(rows, scale_rows, weight, uint32(own_tiles + tile), both, k, first, lane)
+            begin(words, scales, rows, scale_rows, first, last)
         x_row = x + uint64(divide_u32(draw, top_k)) * uint64(k) * uint64(2)
         most = largest(x_row, warp, uint32(WARPS), k, lane)
         if lane == uint32(0):
@@ -98,7 +125,6 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         for other in range(WARPS):
             most = max(most, greatest[other])
         factor, unfactor = scale_by(most)
-        padded = uint32(slots * uint32(slot_elements))
         stage(x_row, shared, warp, uint32(WARPS), k, padded, factor, lane)
         sync_block()
         at = place(shared, padded, lane)
@@ -108,11 +134,17 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
             goes_on = uint32(1) if following < tiles else uint32(0)
             if has_few_registers:
                 weight = places[0]
-            aim(next_rows, next_scale_rows, weight, uint32(own_tiles + following), both, k, first, lane)
-            multiply(
-                sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, at, uint32(0), first, last,
-                lane,
-            )  # fmt: skip
+            if has_ring:
+                multiply_ring(
+                    sums, state, rows, scale_rows, stages, barriers, weight, ring_places, at, uint32(0), first, last,
+                    lane,
+                )  # fmt: skip
+            else:
+                aim(next_rows, next_scale_rows, weight, uint32(own_tiles + following), both, k, first, lane)
+                multiply(
+                    sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, at, uint32(0), first,
+                    last, lane,
+                )  # fmt: skip
             if (lane & uint32(3)) == uint32(0):
                 partial[turn, half, stream, lane >> uint32(2)] = sums[0]
                 partial[turn, half, stream, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
@@ -136,19 +168,23 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
             turn ^= uint32(1)
 
     return Specialisation(
-        name=f"experts_packed_gather_{weight_name}_{activation}",
+        name=f"experts_packed_gather_{weight_name}_{activation}" + f"_ring_{ring_slots}" * has_ring,
         kernel=cuda.jit(experts),
         argument_types=(types.uint64,) * 4 + (types.uint32,) * 4,
         max_threads=WARPS * 32,
         min_blocks=BLOCKS,
-        constants={"dtype": DTYPE, "weight": weight_name, "activation": activation},
+        min_capability=90 if has_ring else 80,
+        constants={"dtype": DTYPE, "weight": weight_name, "activation": activation, "ring_slots": ring_slots},
     )
 
 
 @functools.cache
-def _down(weight_name: str) -> Specialisation:
+def _down(weight_name: str, ring_slots: int = 0) -> Specialisation:
     """Arguments: h [T k, I], table [2, E], ids [T, k], weights [T, k] float32, shared, gate, residual (0 without), out
     [T, H], squares [T, H / 4] float32 or 0; H, I, E, k."""
+    ring, has_ring = packed_ring(weight_name, 1, ring_slots or SLOTS[0]), ring_slots > 0
+    fill, multiply_ring, stage_bytes, num_barriers = ring.fill, ring.multiply, ring.stage_bytes, WARPS * MOST_STAGES
+    most_warps = WARPS if has_ring else MAX_CHOICES
     reader, add, store = packed_reader(weight_name), adder(DTYPE, 1), element_storer(DTYPE)
     aim, begin, multiply = reader.aim, reader.begin_early, reader.multiply
     row_scale, slots_of = reader.row_scale, reader.slots
@@ -161,10 +197,14 @@ def _down(weight_name: str) -> Specialisation:
 
     def experts(h, table, ids, weights, shared, gate, residual, out, squares, n, k, num_experts, top_k):
         staged = memory.shared_address(cuda.shared.array(0, uint32))
-        greatest = cuda.shared.array(MAX_CHOICES, uint32)
-        partial = cuda.shared.array((MAX_CHOICES, ROWS), float32)
-        finished = cuda.shared.array((MAX_CHOICES, ROWS), float32)
-        words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
+        greatest = cuda.shared.array(most_warps, uint32)
+        partial = cuda.shared.array((most_warps, ROWS), float32)
+        finished = cuda.shared.array((most_warps, ROWS), float32)
+        if has_ring:
+            state = cuda.local.array(STATE, uint32)
+            barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
+        else:
+            words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
         rows, scale_rows, sums = cuda.local.array(2, uint64), cuda.local.array(1, uint64), cuda.local.array(2, float32)
         values = cuda.local.array(1, float32)
         thread, lane, row = uint32(cuda.threadIdx.x), lane_index(), uint32(cuda.blockIdx.y)
@@ -173,18 +213,34 @@ def _down(weight_name: str) -> Specialisation:
         rank = divide_u32(warp, streams)
         stream = uint32(warp - rank * streams)
         draw = uint32(row * top_k + rank)
-        expert = load_b32(ids + uint64(draw) * uint64(4))
+        expert = load_written_b32(ids + uint64(draw) * uint64(4))  # by the routing, whose end the previous grid awaited
         weight = load_b64(table + uint64(expert) * uint64(8))
         bias = load_b64(table + uint64(uint32(num_experts + expert)) * uint64(8))
         slots = slots_of(k)
         length = divide_u32(uint32(slots + streams - uint32(1)), streams)
         first = minimum_u32(uint32(stream * length), slots)
         last = minimum_u32(uint32(first + length), slots)
-        aim(rows, scale_rows, weight, tile, n, k, first, lane)
-        begin(words, scales, rows, scale_rows, first, last)
+        padded = uint32(slots * uint32(slot_elements))
+        tiles = uint32(uint32(n + uint32(ROWS - 1)) // uint32(ROWS))
+        if has_ring:
+            x_bytes = uint32(top_k * padded * uint32(row_width))
+            warps = uint32(uint32(cuda.blockDim.x) >> uint32(5))
+            count = divide_u32(uint32(dynamic_shared_bytes() - x_bytes), uint32(warps * uint32(stage_bytes)))
+            count = minimum_u32(count, uint32(MOST_STAGES))
+            stages = uint32(staged + x_bytes + warp * count * uint32(stage_bytes))
+            barriers = uint32(barriers + warp * count * uint32(8))
+            start_ring(barriers, count, lane)
+            state[0], state[1], state[2], state[3], state[4] = uint32(0), uint32(0), count, tile, first
+            state[5] = uint32(1) if first < last else uint32(0)
+            places = uint32(0), uint32(cuda.gridDim.x), uint32(tiles - uint32(1)), uint32(0), n, k
+            aim(rows, scale_rows, weight, tile, n, k, first, uint32(0))
+            fill(state, rows, scale_rows, stages, barriers, weight, places, first, last, lane)
+        else:
+            aim(rows, scale_rows, weight, tile, n, k, first, lane)
+            begin(words, scales, rows, scale_rows, first, last)
         wait_for_previous_grid()  # it waited itself for the routing, and weights are immutable: only h is new
         launch_dependents()
-        h_row, padded = h + uint64(draw) * uint64(k) * uint64(2), uint32(slots * uint32(slot_elements))
+        h_row = h + uint64(draw) * uint64(k) * uint64(2)
         most = largest(h_row, stream, streams, k, lane)
         if lane == uint32(0):
             greatest[warp] = most
@@ -198,48 +254,61 @@ def _down(weight_name: str) -> Specialisation:
         stage(h_row, staged, stream, streams, k, padded, factor, lane)
         sync_block()
         at = place(staged, padded, lane)
-        multiply(sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), at, uint32(0), first, last, lane)
-        if (lane & uint32(3)) == uint32(0):
-            partial[warp, lane >> uint32(2)] = sums[0]
-            partial[warp, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
-        sync_block()
-        column = uint32(tile * uint32(ROWS) + lane)
-        if stream == uint32(0) and lane < uint32(ROWS):
-            total = float32(0.0)
-            other = warp
-            while other < warp + streams:
-                total += partial[other, lane]
-                other = uint32(other + uint32(1))
-            total = scale_element(scale_element(total, unfactor * float32(shift)), row_scale(weight, n, k, column))
-            if bias != uint64(0) and column < n:
-                total += load_f32(bias + uint64(column) * uint64(4))
-            finished[rank, lane] = scale_element(total, load_f32(weights + uint64(draw) * uint64(4)))
-        sync_block()
-        if warp == uint32(0):
-            values[0] = float32(0.0)
-            if lane < uint32(ROWS) and column < n:
-                index = uint32(0)
-                while index < top_k:
-                    values[0] += finished[index, lane]
-                    index = uint32(index + uint32(1))
-                at_column = (uint64(row) * uint64(n) + uint64(column)) * uint64(2)
-                add(values, shared, gate, residual, row, at_column)
-                store(out + at_column, values[0])
-            if squares != uint64(0):
-                squared = values[0] * values[0]
-                squared += shuffle_xor_f32(squared, uint32(1))
-                squared += shuffle_xor_f32(squared, uint32(2))
-                if (lane & uint32(SQUARE_COLUMNS - 1)) == uint32(0) and lane < uint32(ROWS):
-                    part = uint64(row) * uint64(n >> uint32(2)) + uint64(column >> uint32(2))
-                    store_f32(squares + part * uint64(4), squared)
+        goes_on = uint32(1)
+        while goes_on != uint32(0):
+            if has_ring:
+                multiply_ring(
+                    sums, state, rows, scale_rows, stages, barriers, weight, places, at, uint32(0), first, last, lane
+                )  # fmt: skip
+            else:
+                multiply(
+                    sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), at, uint32(0), first, last, lane
+                )  # fmt: skip
+            if (lane & uint32(3)) == uint32(0):
+                partial[warp, lane >> uint32(2)] = sums[0]
+                partial[warp, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
+            sync_block()
+            column = uint32(tile * uint32(ROWS) + lane)
+            if stream == uint32(0) and lane < uint32(ROWS):
+                total = float32(0.0)
+                other = warp
+                while other < warp + streams:
+                    total += partial[other, lane]
+                    other = uint32(other + uint32(1))
+                total = scale_element(scale_element(total, unfactor * float32(shift)), row_scale(weight, n, k, column))
+                if bias != uint64(0) and column < n:
+                    total += load_f32(bias + uint64(column) * uint64(4))
+                finished[rank, lane] = scale_element(total, load_f32(weights + uint64(draw) * uint64(4)))
+            sync_block()
+            if warp == uint32(0):
+                values[0] = float32(0.0)
+                if lane < uint32(ROWS) and column < n:
+                    index = uint32(0)
+                    while index < top_k:
+                        values[0] += finished[index, lane]
+                        index = uint32(index + uint32(1))
+                    at_column = (uint64(row) * uint64(n) + uint64(column)) * uint64(2)
+                    add(values, shared, gate, residual, row, at_column)
+                    store(out + at_column, values[0])
+                if squares != uint64(0):
+                    squared = values[0] * values[0]
+                    squared += shuffle_xor_f32(squared, uint32(1))
+                    squared += shuffle_xor_f32(squared, uint32(2))
+                    if (lane & uint32(SQUARE_COLUMNS - 1)) == uint32(0) and lane < uint32(ROWS):
+                        part = uint64(row) * uint64(n >> uint32(2)) + uint64(column >> uint32(2))
+                        store_f32(squares + part * uint64(4), squared)
+            tile = uint32(tile + uint32(cuda.gridDim.x))
+            if not has_ring or tile >= tiles:
+                goes_on = uint32(0)
 
     return Specialisation(
-        name=f"experts_packed_gather_{weight_name}",
+        name=f"experts_packed_gather_{weight_name}" + f"_ring_{ring_slots}" * has_ring,
         kernel=cuda.jit(experts),
         argument_types=(types.uint64,) * 9 + (types.uint32,) * 4,
-        max_threads=MAX_CHOICES * 32,
-        min_blocks=1,
-        constants={"dtype": DTYPE, "weight": weight_name, "activation": ""},
+        max_threads=most_warps * 32,
+        min_blocks=2 if has_ring else 1,
+        min_capability=90 if has_ring else 80,
+        constants={"dtype": DTYPE, "weight": weight_name, "activation": "", "ring_slots": ring_slots},
     )
 
 
@@ -251,25 +320,43 @@ def can_plan(packing: Packing, dtype: str, inner: int, hidden: int, top_k: int) 
 
 
 def plan_gate_up(
-    num_choices: int, columns: int, depth: int, packing: Packing, activation: str, num_multiprocessors: int
-) -> Launch:
+    num_choices: int, columns: int, depth: int, packing: Packing, activation: str, num_multiprocessors: int,
+    arch: str = "sm_80",
+) -> Launch:  # fmt: skip
     """The launch for at least one choice, if `can_plan`."""
-    blocks, at_once = columns // ROWS, BLOCKS * num_multiprocessors
-    if blocks * num_choices >= _LEAST_ROUNDS * at_once:
+    ring_slots, shared_bytes = _ring_of(packing, depth, 1, WARPS, arch)
+    blocks, at_once = columns // ROWS, (1 if ring_slots else BLOCKS) * num_multiprocessors
+    if blocks * num_choices >= (1 if ring_slots else _LEAST_ROUNDS) * at_once:
         blocks = max(1, at_once // num_choices)
     return Launch(
-        _gate_up(packing.name, activation), (blocks, num_choices, 1), (WARPS * 32, 1, 1),
-        row_bytes(packing, depth),
-    )  # fmt: skip
+        _gate_up(packing.name, activation, ring_slots), (blocks, num_choices, 1), (WARPS * 32, 1, 1), shared_bytes
+    )
 
 
-def plan_down(num_tokens: int, top_k: int, columns: int, depth: int, packing: Packing) -> Launch:
+def plan_down(
+    num_tokens: int, top_k: int, columns: int, depth: int, packing: Packing, num_multiprocessors: int,
+    arch: str = "sm_80",
+) -> Launch:  # fmt: skip
     """The launch for at least one token, if `can_plan`."""
     num_warps = top_k * max(1, WARPS // top_k)
+    ring_slots, shared_bytes = _ring_of(packing, depth, top_k, num_warps, arch)
+    blocks = -(-columns // ROWS)
+    if ring_slots:
+        blocks = min(blocks, max(1, num_multiprocessors // num_tokens))
     return Launch(
-        _down(packing.name), (-(-columns // ROWS), num_tokens, 1), (num_warps * 32, 1, 1),
-        top_k * row_bytes(packing, depth),
+        _down(packing.name, ring_slots), (blocks, num_tokens, 1), (num_warps * 32, 1, 1), shared_bytes
     )  # fmt: skip
+
+
+def _ring_of(packing: Packing, depth: int, rows: int, num_warps: int, arch: str) -> tuple[int, int]:
+    """The slots of a stage of the ring that fits beside so many rows of x, 0 if none fits, and the shared memory."""
+    x_bytes = rows * row_bytes(packing, depth)
+    for slots in SLOTS if num_warps <= WARPS else ():
+        stage_bytes = num_warps * packed_ring(packing.name, 1, slots).stage_bytes
+        stages = stages_that_fit(machine_of(arch), stage_bytes, x_bytes + _STATIC_BYTES)
+        if stages:
+            return slots, x_bytes + stages * stage_bytes
+    return 0, x_bytes
 
 
 def specialisations() -> Iterator[Specialisation]:
@@ -277,6 +364,7 @@ def specialisations() -> Iterator[Specialisation]:
     for weight in PACKINGS:
         packing = packing_of(weight)
         if packing is not None and can_plan(packing, DTYPE, ROWS, 8, 1):
-            for activation in ("silu", *(("clamped_silu",) if weight == "e2m1_g32_exponents" else ())):
-                yield _gate_up(weight, activation)
-            yield _down(weight)
+            for slots in (0, *SLOTS):
+                for activation in ("silu", *(("clamped_silu",) if weight == "e2m1_g32_exponents" else ())):
+                    yield _gate_up(weight, activation, slots)
+                yield _down(weight, slots)

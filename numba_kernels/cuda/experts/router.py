@@ -37,7 +37,7 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 MOST_ROWS = 256
 ROWS = 4  # of the router, that a warp multiplies
-_TURNS = 2  # loads of each of them that a lane has in flight
+_TURNS = {False: 2, True: 1}  # loads of each of them that a lane has in flight, by `is_cluster`: registers are few
 _MOST_PER_LANE = 8  # experts: 256 of them
 MOST_SIZE = 20480  # elements of a row, which a block has in shared memory
 _BLOCKS = 2  # of a multiprocessor, that clusters may fill: with more tokens each has one block
@@ -45,7 +45,7 @@ DTYPES = ("f16", "bf16")
 
 
 @functools.cache
-def _multiplier(dtype: str) -> tuple[Any, Any]:
+def _multiplier(dtype: str, turns: int) -> tuple[Any, Any]:
     """Device functions ``begin(loaded, rows, first, last, lane)``, which loads the first turns of four rows, before
     `wait_for_previous_grid`, and ``multiply(loaded, sums, rows, x, first, last, lane)``: lane i < 4 gets the sum of row
     i, an address, times x, in shared memory, from `first` to `last`."""
@@ -56,7 +56,7 @@ def _multiplier(dtype: str) -> tuple[Any, Any]:
 
     @device_function
     def begin(loaded, rows, first, last, lane):
-        for i in range(_TURNS):
+        for i in range(turns):
             at = uint32(first + lane * uint32(width) + uint32(i * turn))
             if at < last:
                 for c in range(ROWS):
@@ -70,7 +70,7 @@ def _multiplier(dtype: str) -> tuple[Any, Any]:
             sums[c] = float32(0.0)
         position = uint32(first + lane * uint32(width))
         while position < last:
-            for i in range(_TURNS):
+            for i in range(turns):
                 at = uint32(position + uint32(i * turn))
                 if at < last:
                     a, b, c, d = memory.shared_load_4xb32(uint32(x + at * uint32(item_bytes)))
@@ -79,13 +79,13 @@ def _multiplier(dtype: str) -> tuple[Any, Any]:
                         wide = widen(loaded[i, r, 0], loaded[i, r, 1], loaded[i, r, 2], loaded[i, r, 3])
                         for e in range(width):
                             sums[r] += values[e] * wide[e]
-                    following = uint32(at + uint32(_TURNS * turn))
+                    following = uint32(at + uint32(turns * turn))
                     if following < last:
                         for r in range(ROWS):
                             vector = load_late(rows[r] + uint64(following) * uint64(item_bytes))
                             for e in range(4):
                                 loaded[i, r, e] = vector[e]
-            position = uint32(position + uint32(_TURNS * turn))
+            position = uint32(position + uint32(turns * turn))
         exchange_16(sums, lane)
         exchange_8(sums, lane)
         exchange_4(sums, lane)
@@ -108,7 +108,8 @@ def _kernel(dtype: str, per_lane: int, scores: str, is_cluster: bool) -> Special
     """Arguments: x [T, H], norm [H] float32, normalised [T, H], router [E, H], bias [E] float32 or 0, logits [T, E]
     float32, the bias of scores [E] or 0, ids [T, k] int32, weights [T, k] float32 addresses; H, E, k; whether
     weights are normalised; eps, scale, the addend of the sum."""
-    begin, multiply = _multiplier(dtype)
+    turns_ahead = _TURNS[is_cluster]
+    begin, multiply = _multiplier(dtype, turns_ahead)
     choose = chooser(per_lane, scores, False)
     rank_in_row, num_blocks, meet, leave, _, read_2 = row_blocks(is_cluster)
     width, item_bytes = VECTOR_WIDTH[dtype], ITEM_BYTES[dtype]
@@ -123,7 +124,7 @@ def _kernel(dtype: str, per_lane: int, scores: str, is_cluster: bool) -> Special
         partials = cuda.shared.array(32, float32)
         parts = cuda.shared.array((WARPS, ROWS), float32)
         found = memory.shared_address(cuda.shared.array(most_experts, uint64))  # logits in the low words
-        loaded = cuda.local.array((_TURNS, ROWS, 4), uint32)
+        loaded = cuda.local.array((turns_ahead, ROWS, 4), uint32)
         values, sums = cuda.local.array(width, float32), cuda.local.array(ROWS, float32)
         rows = cuda.local.array(ROWS, uint64)
         thread, lane, rank, blocks = uint32(cuda.threadIdx.x), lane_index(), rank_in_row(), num_blocks()
@@ -217,6 +218,7 @@ def _kernel(dtype: str, per_lane: int, scores: str, is_cluster: bool) -> Special
         kernel=cuda.jit(route),
         argument_types=(types.uint64,) * 9 + (types.uint32,) * 4 + (types.float32,) * 3,
         max_threads=THREADS,
+        min_blocks=2 if is_cluster else 0,  # half of a multiprocessor, which such a launch leaves to its neighbours
         min_capability=90 if is_cluster else 80,
         constants={"dtype": dtype, "per_lane": per_lane, "scores": scores, "is_cluster": is_cluster},
     )

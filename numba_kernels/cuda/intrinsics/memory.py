@@ -17,6 +17,8 @@ from numba_kernels.cuda.intrinsics.asm import instruction
 load_u8 = instruction("{ .reg .b16 t; ld.global.u8 t, [$1]; cvt.u32.u16 $0, t; }", "r", "l")
 load_b16 = instruction("ld.global.b16 $0, [$1];", "h", "l")
 load_b32 = instruction("ld.global.b32 $0, [$1];", "r", "l")
+load_written_b32 = instruction("ld.relaxed.gpu.global.b32 $0, [$1];", "r", "l")
+"""Past the first-level cache: a number that an earlier kernel wrote, before `wait_for_previous_grid`."""
 load_b64 = instruction("ld.global.b64 $0, [$1];", "l", "l")
 load_f32 = instruction("ld.global.f32 $0, [$1];", "f", "l")
 load_2xb32 = instruction("ld.global.v2.b32 {$0,$1}, [$2];", "rr", "l")

@@ -370,6 +370,11 @@ def quantised_layer(gpu: Gpu, rng: np.random.Generator, kind: str, count: int, h
     return layer
 
 
+def one_multiprocessor(plan: Any, arch: str) -> Any:
+    """A plan of `packed_gather` for a device of one multiprocessor."""
+    return lambda *sizes: plan(*sizes[:-2], 1, arch)
+
+
 ROUTED = (("random", 1), ("random", 3), ("first", 140))
 BOTH_HEIGHTS = packed.FEW_ROWS, packed.BLOCK_M
 
@@ -402,10 +407,13 @@ def test_quantised_experts(
             assert relative_error(found[0], wanted) <= TOLERANCE["bf16"]
             assert [name.startswith("experts_packed_gather") for name in names] == [True, True]
             with monkeypatch.context() as patched:  # blocks that take tile after tile
-                patched.setattr(
-                    cuda_plans, "_plan_packed_gate_up", lambda *sizes: packed_gather.plan_gate_up(*sizes[:-1], 1)
-                )
-                np.testing.assert_array_equal(layer(x, routing, activation, residual=residual), found[0])
+                for arch in (gpu.arch, "sm_80"):  # which reads the weight through registers
+                    for plan in ("plan_gate_up", "plan_down"):
+                        on_one = one_multiprocessor(getattr(packed_gather, plan), arch)
+                        patched.setattr(cuda_plans, f"_plan_packed_{plan.removeprefix('plan_')}", on_one)
+                    names.clear()
+                    np.testing.assert_array_equal(layer(x, routing, activation, residual=residual), found[0])
+                    assert [("_ring_" in name) for name in names] == [arch == "sm_90a"] * 2
         monkeypatch.setattr(cuda_plans, "_GATHERED_TOKENS", 0)
         found = []
         for rows in heights if tokens > 1 else (packed.FEW_ROWS,):
