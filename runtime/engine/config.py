@@ -50,7 +50,7 @@ def _stages_of_text(text: str) -> tuple[int, ...]:
 
 
 def _names_of_text(text: str) -> tuple[str, ...]:
-    return tuple(each.strip() for each in text.split(","))
+    return tuple(each.strip() for each in text.split(",")) if text else ()  # the flag's own default is no text
 
 
 def bytes_of_gib(gib: float) -> int:
