@@ -72,6 +72,13 @@ def _when_there_is_room(call: Callable[[], T]) -> T:
             time.sleep(error.retry_after_s)
 
 
+def _if_there_is_room(call: Callable[[], T]) -> T | None:
+    try:
+        return call()
+    except QueueFullError:
+        return None
+
+
 class LLM(LoadedModel):
     """Calls block until their results are complete; they may come from several threads."""
 
@@ -339,24 +346,28 @@ class LLM(LoadedModel):
     ) -> list[NDArray[np.float32]]:  # fmt: skip
         """The engine's result of each, in their order."""
         waiting: list[Future[NDArray[np.float32]]] = []
-        found = []
+        found: list[NDArray[np.float32]] = []
         try:
-            for each in asked:
-                start = partial(
-                    self.client.embed,
-                    each.token_ids,
-                    pooling,
-                    each.images,
-                    each.salt,
-                    task,
-                    each.second_from,
-                    each.num_unpooled,
-                )
-                waiting.append(_when_there_is_room(start))
-            with progress("Prompts", len(waiting), use_tqdm) as advance:
-                for future in waiting:
-                    found.append(future.result())
+            with progress("Prompts", len(asked), use_tqdm) as advance:
+
+                def take_next() -> None:
+                    found.append(waiting[len(found)].result())
                     advance()
+
+                for each in asked:
+                    start = partial(
+                        self.client.embed, each.token_ids, pooling, each.images, each.salt, task, each.second_from,
+                        each.num_unpooled,
+                    )  # fmt: skip
+                    while (future := _if_there_is_room(start)) is None:
+                        if len(found) < len(waiting):
+                            take_next()
+                        else:  # the queue is full of others'
+                            future = _when_there_is_room(start)
+                            break
+                    waiting.append(future)
+                while len(found) < len(waiting):
+                    take_next()
         finally:
             for future in waiting:
                 future.cancel()

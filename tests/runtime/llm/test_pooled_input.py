@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import runtime.llm.llm as llm_module
 from runtime.engine.errors import RequestError
 from runtime.llm import LLM
 from tests.models.encoder_cases import write_encoder
@@ -71,3 +73,34 @@ def test_what_cannot_be_cut_over_http(tmp_path: Path) -> None:
         ):  # fmt: skip
             answer = real.http.post(path, json={**body, "truncate_prompt_tokens": 0})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens"), answer.text
+
+
+def test_many_texts_wait_for_each_other_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the queue's room a text starts when an earlier one is done, and the bar shows that."""
+    told: list[tuple[int, int]] = []
+    num_started = 0
+
+    @contextmanager
+    def noted(label: str, total: int, is_wanted: bool) -> Iterator[Callable[[], None]]:
+        yield lambda: told.append((num_started, total))
+
+    def slept(seconds: float) -> None:
+        raise AssertionError(f"slept for {seconds} s")
+
+    monkeypatch.setattr(llm_module, "progress", noted)
+    monkeypatch.setattr(llm_module.time, "sleep", slept)
+    texts = [f"text {number}" for number in range(40)]
+    with LLM(write_encoder(tmp_path, "bert"), max_waiting=4, use_tqdm_on_load=False) as llm:
+        embed = llm.client.embed
+
+        def counted(*arguments: Any) -> Any:
+            nonlocal num_started
+            future = embed(*arguments)
+            num_started += 1
+            return future
+
+        monkeypatch.setattr(llm.client, "embed", counted)
+        found = [each.outputs.embedding for each in llm.embed(texts)]
+        assert [total for _, total in told] == [40] * 40
+        assert told[0][0] <= 5
+        assert found == [llm.embed(text)[0].outputs.embedding for text in texts]
