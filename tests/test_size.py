@@ -23,7 +23,7 @@ MOST_LINES = {
     "runtime/kv": 1_668,
     "runtime/engine": 26_574,
     "runtime/text": 7_342,
-    "runtime/llm": 1_935,
+    "runtime/llm": 1_946,
     "runtime/parallel": 1_996,
     "runtime/images": 937,
     "runtime/commands": 3_033,

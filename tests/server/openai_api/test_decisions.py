@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,32 @@ def test_every_item_that_the_sdk_sends(tmp_path: Path) -> None:
         mine = {**QUESTIONS[0], "instructions": [{"type": "input_text", "text": "a"}, {"type": "input_image"}]}
         answer = tiny.http.post("/v1/decisions", json={"input": "a", "questions": [mine]})
         assert answer.json()["error"]["param"] == "questions[0].instructions[1].type", answer.text
+
+
+def test_images() -> None:
+    """An image of the input is computed once for all questions; a question may have its own."""
+    vision = DEMO.parent / "demo_vision"
+    chart = f"data:image/png;base64,{base64.b64encode((vision / 'chart.png').read_bytes()).decode()}"
+    image = {"type": "input_image", "image_url": chart}
+    given = [{"role": "user", "content": [image, {"type": "input_text", "text": "Look."}]}]
+    questions = [{"type": "predicate", "instructions": f"Is {number} in it?"} for number in range(4)]
+    with serving_real(vision) as server:
+        token_id = server.client.info.images.token_id
+        decision = ask(server, questions, input=given)
+        assert [ask(server, [each], input=given).answers[0] for each in questions] == decision.answers
+        body = {"model": server.model, "messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": chart}}, {"type": "text", "text": "Look."}]}]}  # fmt: skip
+        ids = server.http.post("/tokenize", json=body).json()["tokens"]
+        assert ids.count(token_id) > 16
+        assert decision.usage.input_tokens_details.cached_tokens >= 3 * ids.count(token_id)
+        own = [{"type": "predicate", "instructions": [{"type": "input_text", "text": "Is it like this?"}, image]}]
+        without, with_image = (ask(server, own, input=each).usage.input_tokens for each in ("a", given))
+        assert with_image - without >= ids.count(token_id)
+        assert without > ids.count(token_id)
+        broken = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]}]
+        answer = server.http.post("/v1/decisions", json={"input": broken, "questions": questions})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "input[0].content[0].image_url"
 
 
 def test_another_model_is_not_found(demo: Real) -> None:
