@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tools.gpu.sections import ROOT, Case, Options, Result
 
-WATCHED = ("hopper gemm", "attention", "gemm", "rows")
+WATCHED = ("hopper gemm", "attention", "gemm", "rows", "quantized", "experts", "latent")
+"""Quantised products and experts by rings; products and latent attention in segments."""
 
 
 def cases(options: Options, tool: str) -> Iterator[Case]:

@@ -156,7 +156,7 @@ def sections() -> Iterator[Section]:
     for file in EMULATED_TESTS:
         yield Section(f"emulated {file}", "hardware_tests:session", 90, 60, needs_hardware=True, argument=file)
     for tool in ("memcheck", "racecheck", "synccheck"):
-        yield Section(f"sanitizer {tool}", "sanitizer:cases", 60, 60, needs_hardware=True, argument=tool)
+        yield Section(f"sanitizer {tool}", "sanitizer:cases", 105, 60, needs_hardware=True, argument=tool)
 
 
 def find(name: str) -> Section:

@@ -25,7 +25,7 @@ from runtime.bench.kernels.recurrent import (
 )
 from tools.kernel_cases.experts import Mixture
 from tools.kernel_cases.operation import KINDS, sampling_case
-from tools.kernel_cases.quantised import served_case
+from tools.kernel_cases.quantised import exact_case, served_case
 
 SERVED = ((6144, 4096), (4096, 4096), (4096, 12288), (4096, 1024), (1024, 3072))
 """N, K of Qwen3-8B's and 0.6B's matrices."""
@@ -87,6 +87,7 @@ def gemm(is_quick: bool) -> Iterator[Case]:
     if is_quick:
         wanted = (1, 128, 256, "auto"), (20, 128, 256, "auto"), (33, 48, 64, "tensor_core")
         yield from (_product(*each) for each in wanted)
+        yield exact_case(5, 64, 512)
         return
     yield from (
         _product(m, n, k, has_residual=(n, k) == (4096, 12288))
@@ -96,6 +97,7 @@ def gemm(is_quick: bool) -> Iterator[Case]:
     yield from (_product(m, 151936, 4096) for m in (1, 16))
     yield from (_product(m, 4099, 4096, has_bias=True) for m in (1, 7, 63))
     yield from (_product(m, 4096, 4096, exact=True) for m in (1, 5, 64, 300))
+    yield from (exact_case(m, 4096, 12288) for m in (1, 64))
     yield from (_product(m, 1000, 1000, tier="tensor_core") for m in (100, 1000))
     yield from (_product(m, 3072, 768, dtype="f32") for m in (1, 8, 9, 512))
     yield from (_product(300, 500, 700, tier, dtype="f32") for tier in ("naive", "tiled", "register"))

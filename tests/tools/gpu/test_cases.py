@@ -17,6 +17,7 @@ from runtime.bench.kernels.case import Prepared, errors, prepare, verify
 from runtime.bench.kernels.operations import product_case
 from tests.runtime.device.emulated import new_gpu
 from tools import gpu_check
+from tools.gpu import sanitizer
 from tools.gpu.checking import worker
 from tools.gpu.kernels.cases import check
 from tools.gpu.sections import EMULATED_TESTS, ROOT, Case, Options, sections
@@ -42,6 +43,13 @@ def test_every_section_names_its_function() -> None:
         module, _, function = section.source.partition(":")
         file = ROOT / "tools" / "gpu" / f"{module.replace('.', '/')}.py"
         assert f"def {function}(" in file.read_text(), section.name
+
+
+def test_sanitizers_watch_every_kind_of_product_and_attention() -> None:
+    """Recurrent states and sampling are left out for time."""
+    checked = {section.name for section in sections() if section.source == "kernels.cases:checked"}
+    assert checked - set(sanitizer.WATCHED) == {"recurrent", "sampling"}
+    assert set(sanitizer.WATCHED) <= checked
 
 
 def test_what_the_parent_imports_needs_no_package() -> None:
