@@ -41,7 +41,7 @@ from tests.models.encoder_cases import (
     write_layout,
 )
 from tests.models.folders import write_safetensors
-from tests.models.gguf.encoder_twins import write_logit_score
+from tests.models.gguf.encoder_twins import write_logit_score, write_twin
 
 Array = np.ndarray[Any, Any]
 Pass = Callable[..., Array]
@@ -269,6 +269,23 @@ def test_scores_of_a_generator_whose_chat_template_knows_a_pair(tmp_path: Path, 
     )
     assert len(cut) <= 90 < len(whole)
     assert cut[-9:] == whole[-9:]  # the template's end stays
+
+
+def test_a_generator_ranks_by_two_tokens_if_its_config_names_them(tmp_path: Path, opened: Callable[..., LLM]) -> None:
+    """Qwen3-Reranker is found by its name; another folder says `classifier_from_token`."""
+    named = opened(write_twin(tmp_path / "Qwen3-Reranker-0.6B", "qwen3_reranker"))
+    folder = write_twin(tmp_path / "other", "qwen3_reranker")
+    with pytest.raises(RequestError, match="Qwen3ForCausalLM cannot rank: it has no classifier"):
+        opened(folder).score(QUERY, TEXTS)
+    for more in ({}, {"architectures": ["Qwen3ForSequenceClassification"], "is_original_qwen3_reranker": True}):
+        told = opened(folder, hf_overrides={"classifier_from_token": ["no", "yes"], **more})
+        ours, theirs = (llm.score(QUERY, TEXTS, use_tqdm=False) for llm in (told, named))
+        assert [each.outputs.score for each in ours] == [each.outputs.score for each in theirs]
+    reversed_ = opened(folder, hf_overrides={"classifier_from_token": ["yes", "no"]})
+    (score,) = reversed_.score(QUERY, TEXTS[0], use_tqdm=False)
+    assert score.outputs.score == pytest.approx(1 - theirs[0].outputs.score, rel=1e-5)
+    with pytest.raises(ConfigError, match="classifier_from_token: 'nothere' is 4 tokens, must be one"):
+        opened(folder, hf_overrides={"classifier_from_token": ["no", "nothere"]})
 
 
 def test_labels(tmp_path: Path, opened: Callable[..., LLM]) -> None:
