@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 40_562,
+    "numba_kernels": 40_564,
     "runtime/emulator": 16_988,
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_394,
     "runtime/linear": 3_178,
     "runtime/kv": 1_668,
-    "runtime/engine": 26_574,
+    "runtime/engine": 26_580,
     "runtime/text": 7_342,
     "runtime/llm": 1_946,
     "runtime/parallel": 1_996,

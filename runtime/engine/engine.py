@@ -40,7 +40,7 @@ from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
 from runtime.engine.speculation.evidence import SpeculationCounters
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.assemble import Assembler
-from runtime.engine.steps.embedder import Embedder, Embedding
+from runtime.engine.steps.embedder import SHARED_TOKENS, Embedder, Embedding
 from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.step_input import Mode
 from runtime.engine.timeline import Timeline
@@ -95,7 +95,8 @@ class Engine:
         self.overlaps = executor.overlaps
         mode: Mode = "eager" if limits.decode_graphs == "off" else "record"
         self.assembler = Assembler(limits, mode)
-        self.embedder = Embedder(executor, limits, info.vocab_size, info.images, info.pooling)
+        shared = SHARED_TOKENS if info.device == "cpu" and not info.pooling.generates else None
+        self.embedder = Embedder(executor, limits, info.vocab_size, info.images, info.pooling, shared)
         self.opened = OpenRequests(self.scheduler, seed)
         self.vocabulary = vocabulary
         self.grammars = GrammarQueue()

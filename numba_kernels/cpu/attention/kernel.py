@@ -155,16 +155,18 @@ def write(total, target, tokens, share, q_heads, value_dim, width, sinks_at):
 def _pack_queries(source, target, tokens, share, token_stride, head_dim, scale):
     """Queries (at an address, tokens ``token_stride`` apart) times ``scale``, as tiles [head_dim][row of the tile]."""
     row = 0
-    if share == 1:  # whole tiles are transposed in registers
-        while tokens - row >= TILE_ROWS:
+    if share == 1:  # transposed in registers, where a tile has no rows but these
+        height = _height(tokens)
+        while tokens - row >= height:
             at = target + row * head_dim * 4
-            end = at + TILE_ROWS * head_dim * 4
+            end = at + height * head_dim * 4
             for i in range(0, head_dim, LANES):
                 arrange_words(
-                    source + (row * token_stride + i) * 4, token_stride * 4, TILE_ROWS, min(LANES, head_dim - i),
-                    at + i * TILE_ROWS * 4, end,
+                    source + (row * token_stride + i) * 4, token_stride * 4, height, min(LANES, head_dim - i),
+                    at + i * height * 4, end,
                 )  # fmt: skip
-            row += TILE_ROWS
+            row += height
+            height = _height(tokens - row)
         whole = float32_at(target, row * head_dim)
         for i in range(row * head_dim):
             whole[i] *= scale
