@@ -544,7 +544,8 @@ def _info(
         quantization=model.quantization,
         kv_cache_dtype=spec.dtype.name,
         vocab_size=model.config.vocab_size,
-        eos_token_ids=_eos_token_ids(folder, config.hf_overrides, model.config.vocab_size),
+        # An encoder needs none, and its tokenizer may be half of its start.
+        eos_token_ids=_eos_token_ids(folder, config.hf_overrides, model.config.vocab_size) if model.generates else (),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,

@@ -11,7 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from models.checkpoints.model_files import ModelFolder
 from runtime.engine.make_client import StartingClient
+from runtime.engine.make_engine import build_engine
 from runtime.engine.process.spawning import WaitingProcess
 from runtime.engine.process.supervisor import ProcessEngineClient
 from tests.models.encoder_cases import write_encoder
@@ -124,3 +126,13 @@ def test_a_start_that_fails_leaves_no_process(tmp_path: Path, arguments: list[st
     assert done.returncode != 0
     assert done.stderr.startswith("xserv: error: "), done.stderr
     assert len(done.stderr.splitlines()) == 1  # run waits for all who have its pipes, so for the waiting process, too
+
+
+def test_an_encoders_engine_reads_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary of a quarter of a million tokens takes as long as all else; the server reads it meanwhile."""
+    read: list[Path] = []
+    monkeypatch.setattr(ModelFolder, "tokenizer_files", lambda files: read.append(files.path))
+    engine = build_engine(write_encoder(tmp_path, "bert"), device="cpu")
+    engine.close()
+    assert read == []
+    assert engine.info.eos_token_ids == ()

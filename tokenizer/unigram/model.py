@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +38,7 @@ class UnigramModel:
         """Read the "model" object. Raises `TokenizerFileError`."""
         fields.known(_KNOWN)
         tokens, scores = _read_vocab(fields)
-        self.vocab = {token: i for i, token in enumerate(tokens)}
+        self.vocab = dict(zip(tokens, range(len(tokens))))
         if len(self.vocab) != len(tokens):
             first = next(i for i, token in enumerate(tokens) if self.vocab[token] != i)
             warn_once(
@@ -50,7 +52,7 @@ class UnigramModel:
         types: Sequence[int] | None = fields.get("types")
         self._is_single = types is not None
         self._table = MergeTable(self.vocab, [], " ", "")
-        self._scores = np.array([scores[i] for i in self.vocab.values()], np.float64)
+        self._scores = np.array(scores, np.float64)[np.fromiter(self.vocab.values(), np.int64, len(self.vocab))]
         ordinary = self._scores
         if types is not None:
             kinds = np.array([types[i] for i in self.vocab.values()])
@@ -97,8 +99,11 @@ class UnigramModel:
 
 
 def _read_vocab(fields: Fields) -> tuple[list[str], list[float]]:
+    entries = fields.items("vocab")
+    if _are_tokens_with_scores(entries):
+        return [token for token, _ in entries], [score for _, score in entries]
     tokens, scores = [], []
-    for i, entry in enumerate(fields.items("vocab")):
+    for i, entry in enumerate(entries):
         if not (
             isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
             and isinstance(entry[1], int | float) and not isinstance(entry[1], bool)
@@ -109,3 +114,12 @@ def _read_vocab(fields: Fields) -> tuple[list[str], list[float]]:
         tokens.append(entry[0])
         scores.append(entry[1])
     return tokens, scores
+
+
+def _are_tokens_with_scores(entries: list[Any]) -> bool:
+    """Whether all are as they usually are: checked by whole passes, since there may be a quarter of a million."""
+    if not {list, tuple}.issuperset(map(type, entries)) or not {2}.issuperset(map(len, entries)):
+        return False
+    tokens, scores = (map(itemgetter(place), entries) for place in (0, 1))
+    kinds = {str}.issuperset(map(type, tokens)) and {int, float}.issuperset(map(type, scores))
+    return kinds and all(map(math.isfinite, map(itemgetter(1), entries)))
