@@ -335,8 +335,8 @@ class ServerConfig:
     model_wait_s: Annotated[
         float,
         Option(
-            help="Seconds that a request waits for room while other models answer; 0: it is refused at once.",
-            about="seconds that a request waits for room while other models answer; 0: it is refused at once",
+            help="Seconds that a request waits while other models answer, or the engine sleeps; 0: refused at once.",
+            about="seconds that a request waits for room, or for an engine that sleeps; 0: it is refused at once",
             heading=MODELS, least=0, below=1e6, must_be="at least 0 and below 1,000,000 seconds",
             flag=Flag(name="model_wait", least=0.0),
         ),

@@ -13,7 +13,7 @@ theirs (`ApiError.body`).
     429     rate_limit_error       queue_full, rate_limit_exceeded  (with Retry-After)
     500     server_error           internal_error, logits_processor_failed
     503     server_error           engine_unavailable    (with Retry-After when it is restarting)
-    503     server_error           draining, overloaded  (with Retry-After)
+    503     server_error           draining, overloaded, asleep  (with Retry-After)
 
 The outer layers also answer 401 invalid_api_key, 403 host_not_allowed and origin_not_allowed, 431
 headers_too_large, 408 header_timeout, 400 invalid_http.
@@ -184,7 +184,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     name = _fitting(error.param or "", names)
     if name is None:
         return error
-    message = re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", lambda _: names[name], error.message)
+    message = _with_name(error.message, name, names[name])
     param = own_name(error.param or "", names)
     return ApiError(error.status, message, param=param, code=error.code, headers=error.headers)
 
@@ -207,7 +207,12 @@ def below(path: str, error: ApiError) -> ApiError:
         is_named = THE_BODY in error.message
         return invalid(path, error.message.replace(THE_BODY, path) if is_named else f"{path}: {error.message}", code)
     param = f"{path}.{error.param}"
-    return invalid(param, error.message.replace(error.param, param, 1), code)
+    return invalid(param, _with_name(error.message, error.param, param, count=1), code)
+
+
+def _with_name(message: str, name: str, other: str, *, count: int = 0) -> str:
+    """A message with another name of a field, but not within words."""
+    return re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", lambda _: other, message, count=count)
 
 
 def internal_error() -> ApiError:
@@ -224,6 +229,11 @@ def engine_unavailable(retry_after_s: float | None = None) -> ApiError:
 def starting() -> ApiError:
     """503: the port is open, but the model is not loaded yet."""
     return ApiError(503, "The server is starting: the model is being loaded.", code="starting", retry_after_s=2)
+
+
+def asleep() -> ApiError:
+    """503: the engine was told to sleep, and the request has waited for as long as it may."""
+    return ApiError(503, "The model sleeps until POST /wake_up. Ask again later.", code="asleep", retry_after_s=10)
 
 
 def draining() -> ApiError:

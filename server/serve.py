@@ -123,6 +123,8 @@ def told_apart(
     if len(given) < 2 and not is_named and not config.models_config:
         usual = ServerConfig()
         for each in OPTIONS:
+            if each.name == "model_wait_s" and config.admin_key_files:
+                continue  # the engine may be told to sleep
             if each.option.heading == MODELS and getattr(config, each.name) != getattr(usual, each.name):
                 flag = each.flag_name.replace("_", "-")
                 raise ServerConfigError(f"--{flag} has no effect on one model: name it (NAME=MODEL), or several")

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -19,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from runtime.engine.errors import RequestError
+from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.messages import AdapterRef, EngineOutput
@@ -33,6 +34,7 @@ from server.code_colours import Renderer
 from server.config import ServerConfig
 from server.errors import (
     ApiError,
+    asleep,
     cancelled,
     engine_errors,
     engine_unavailable,
@@ -70,6 +72,9 @@ _SIGNS_OF_PICTURES = (b"image", b"previous_response_id", b"\\u")
 
 _SHOWN_TOKENS = 24
 """Tokens of a prompt that `--log-prompts` shows before and after its first difference from the prefix cache."""
+
+_LOOKS_AGAIN_S = 3.0
+"""Longer than an engine's report of its state may take."""
 
 SMALL_BODY_BYTES = 4096
 """A body up to this size is prepared on the event loop: that takes less time than changing threads."""
@@ -230,6 +235,28 @@ class Service:
         self.system_fingerprint = _fingerprint(client, model_names[0])
         self.pictures = None if info.images is None else PictureReader(info.images, config)
         self._has_noted_tools = False
+        self.awake = asyncio.Event()
+        self.awake.set()
+
+    async def until_awake(self) -> None:
+        """Waits while the engine sleeps, for `model_wait_s` at most. Raises `ApiError` 503."""
+        end_s = time.monotonic() + self.config.model_wait_s
+        while not self.awake.is_set():
+            if (left_s := end_s - time.monotonic()) <= 0:
+                raise asleep()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.awake.wait(), min(left_s, _LOOKS_AGAIN_S))
+                return
+            with suppress(EngineDeadError):
+                if self.client.stats().sleep_level == 0:  # it was started anew
+                    self.awake.set()
+
+    def note_sleep(self, *, is_asleep: bool) -> None:
+        """The engine was told to sleep, or to wake up, and has done so."""
+        if is_asleep:
+            self.awake.clear()
+        else:
+            self.awake.set()
 
     def note_tools(self) -> None:
         """Logs, once, that a request has tools and the model's chat template leaves them out."""

@@ -30,7 +30,7 @@ MOST_LINES = {
     "runtime/bench": 11_618,
     "runtime": 3_590,
     "models": 19_961,
-    "server": 23_216,
+    "server": 23_365,
     "tokenizer": 7_605,
     "tools": 18_336,
 }
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_996
+MOST_WORDS = 39_993
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -12,7 +12,8 @@
     load = "demand"
 
 A table's other keys are options of the engine and of its answers, by their names on the command line, where the values
-of all models stand. A file whose name ends in .json has the same as JSON.
+of all models stand. A file whose name ends in .json has the same as JSON, one that ends in .ini llama-server's presets
+(`presets.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from server.adapters import parse_modules
 from server.config import ANSWERS, ServerConfig, ServerConfigError
 from server.config import OPTIONS as SERVER_OPTIONS
 from server.hosting.durations import seconds_of
+from server.hosting.presets import tables_of_presets
 from server.names import check_served_name
 
 MOST_MODELS = 256
@@ -127,6 +129,8 @@ def _tables(path: Path) -> dict[str, dict[str, Any]]:
     """The file's table of each model. Raises `ServerConfigError`."""
     try:
         text = read_text_file(path)
+        if path.suffix == ".ini":
+            return tables_of_presets(text)
         content: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ServerConfigError(f"--models-config {path}: cannot be read ({error.strerror})") from None

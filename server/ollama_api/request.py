@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,6 @@ from server.ollama_api.schema import (
     Think,
 )
 from server.openai_api.extensions import FILL_CONTEXT
-from server.openai_api.fields import take_table_fields
 from server.openai_api.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -32,9 +30,8 @@ from server.openai_api.schema import (
 )
 from server.requests.thinking import nearest_effort, thinking_variables
 from server.service import Service
-from server.transport.typed import Cleaner, check_limits, converted
-
-logger = logging.getLogger("xserv.server")
+from server.transport.body import typed_fields
+from server.transport.typed import converted
 
 RENAMED = {
     **{name: f"options.{option}" for option, name in CHAT_NAMES.items()},
@@ -118,13 +115,7 @@ def _options(fields: dict[str, Any], config: ServerConfig, ignored: list[str]) -
     """Unknown options have no effect, as in Ollama; `ignored` and the log name them."""
     without_effect: list[str] = []
     try:
-        fields = take_table_fields(fields, OllamaOptions, without_effect)
-        num_known = len(without_effect)
-        fields = Cleaner(without_effect, takes_unknown=True).request(fields, OllamaOptions)
-        if unknown := without_effect[num_known:]:
-            logger.warning("unknown options are ignored: %s", repr(unknown[:20])[:400])
-        check_limits(fields, config)
-        options = converted(fields, OllamaOptions)
+        options = typed_fields(fields, OllamaOptions, config, without_effect, takes_unknown=True)
     except ApiError as error:
         raise below("options", error) from None
     ignored += [f"options.{name}" for name in without_effect]

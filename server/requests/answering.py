@@ -47,7 +47,10 @@ def answered(prepare: Prepare) -> Callable[[Request], Coroutine[Any, Any, Respon
         service: Service = request.app.state.service
         body = await read_body(request, service.config)
         prepared = await service.prepare_body(body, partial(prepare, service, body))
-        return await prepared.respond(request) if isinstance(prepared, Pending) else JsonAnswer(prepared)
+        if not isinstance(prepared, Pending):
+            return JsonAnswer(prepared)
+        await service.until_awake()
+        return await prepared.respond(request)
 
     return answer
 

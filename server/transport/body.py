@@ -126,11 +126,12 @@ def decode_body(body: Body, schema: type[T], config: ServerConfig) -> T:
 
 
 def typed_fields(
-    fields: dict[str, Any], schema: type[T], config: ServerConfig, ignored: list[str], sent: dict[str, str]
-) -> T:
+    fields: dict[str, Any], schema: type[T], config: ServerConfig, ignored: list[str],
+    sent: dict[str, str] | None = None, *, takes_unknown: bool = False,
+) -> T:  # fmt: skip
     """A request's decoded fields as `schema`; `ignored` and `sent` as in `take_table_fields`. Raises `ApiError` 400: a
-    field that is unknown, missing, mistyped or unsupported."""
-    takes_unknown = config.unknown_fields == "warn"
+    field that is unknown (unless it `takes_unknown` ones), missing, mistyped or unsupported."""
+    takes_unknown = takes_unknown or config.unknown_fields == "warn"
     fields = take_table_fields(fields, schema, ignored, sent)
     num_known = len(ignored)
     fields = Cleaner(ignored, takes_unknown=takes_unknown).request(fields, schema)

@@ -197,8 +197,11 @@ async def _changed(request: Request, status: str, command: Command) -> Response:
 
 async def _ordered(request: Request, command: Command) -> EngineCondition:
     """The engine obeys a caller who was admitted."""
+    service = AppState.of(request).service
     with engine_errors():
-        return EngineCondition.of(await asyncio.wrap_future(AppState.of(request).service.client.order(command)))
+        found = EngineCondition.of(await asyncio.wrap_future(service.client.order(command)))
+    service.note_sleep(is_asleep=found.is_sleeping)
+    return found
 
 
 def _told(service: Service, status: str, found: EngineCondition) -> Changed:

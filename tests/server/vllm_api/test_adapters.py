@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from runtime.engine.errors import RequestError
@@ -64,6 +65,40 @@ def test_names_stand_for_adapters(client: httpx.Client) -> None:
     assert (plain["model"], own["model"]) == ("tiny", "own")
     assert plain["choices"][0]["token_ids"] != own["choices"][0]["token_ids"]
     assert "own:latest" in [each["name"] for each in client.get("/api/tags").json()["models"]]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "tables",
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("saved_tables", "tokens", "qwen3_moe_experts")),
+    ],
+)
+def test_heads_experts_and_tables(tmp_path: Path, case: str) -> None:
+    """The prompt's log probabilities over HTTP are those of PEFT's logits, for both models in one server."""
+    golden = load_adapter_golden(case)
+    write_model(tmp_path / "model", golden.golden)
+    write_adapter(tmp_path / "root" / "own", case)
+    ids = golden.golden.prompt_ids
+    options = {"load_format": "auto", "device": "cpu", "enable_lora": True, "max_lora_rank": 8, "dtype": "float32"}
+    with (
+        serving_process(tmp_path / "model", options, lora_root=str(tmp_path / "root")) as (_, url),
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        loaded = client.post("/v1/load_lora_adapter", json={"lora_name": "own", "lora_path": "own"})
+        assert loaded.status_code == 200, loaded.text
+        for model, logits in (
+            ("own", golden.logits),
+            ("tiny", golden.golden.logits["float32"]),
+            ("own", golden.logits),
+        ):
+            body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0,
+                    "return_token_ids": True}  # fmt: skip
+            choice = client.post("/v1/completions", json=body).json()["choices"][0]
+            wanted = logits - np.logaddexp.reduce(logits, axis=1)[:, None]
+            told = [each[str(i)]["logprob"] for i, each in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)]
+            np.testing.assert_allclose(told, wanted[np.arange(len(ids) - 1), ids[1:]], rtol=2e-4, atol=2e-4)
+            assert choice["token_ids"] == [int(logits[-1].argmax())]
 
 
 def test_an_adapter_comes_and_goes(client: httpx.Client, root: Path) -> None:

@@ -153,6 +153,40 @@ def test_sleep_and_pause(client: httpx.Client) -> None:
     assert client.get("/get_world_size", headers=ADMIN).json() == {"world_size": 1}
 
 
+def test_a_request_does_not_wait_for_ever(root: Path) -> None:
+    """While the engine sleeps, requests of every kind wait for `--model-wait`; then they are told to come again."""
+    settings: dict[str, Any] = {"admin_key_files": [str(root / "admin")], "model_wait_s": 0.2}
+    options = {"load_format": "auto", "device": "cpu", "max_model_len": 64, "max_num_seqs": 2}
+    with (
+        serving_process(root / "weights" / "old", options, **settings) as (_, url),
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        assert client.post("/sleep", headers=ADMIN).status_code == 200
+        for path, body in (
+            ("/v1/completions", {"prompt": IDS}), ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {}}),
+            ("/v1/embeddings", {"input": IDS, "model": "tiny"}),
+        ):  # fmt: skip
+            refused = client.post(path, json=body)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "10"), refused.text
+            assert refused.json()["error"]["code"] == "asleep"
+        assert client.post("/wake_up", headers=ADMIN).status_code == 200
+        assert len(completed(client)["token_ids"]) == 8
+
+
+def test_generate_takes_whole_floats_and_names_fields(client: httpx.Client) -> None:
+    body = {"token_ids": [float(each) for each in IDS], "sampling_params": {"max_tokens": 2.0, "stop_token_ids": [1.0]}}
+    assert client.post("/inference/v1/generate", json=body).status_code == 200
+    for fields, message in (
+        ({"n": 2.5}, "Invalid type for sampling_params.n: expected integer or null, got number."),
+        ({"prompt": [1]}, "Unknown parameter: sampling_params.prompt."),
+        ({"max_tokens": -5}, "sampling_params.max_tokens must be between 1 and 2147483647, or -1"),
+    ):
+        refused = client.post("/inference/v1/generate", json={"token_ids": IDS, "sampling_params": fields})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith(message)
+        assert refused.json()["error"]["param"] == f"sampling_params.{next(iter(fields))}"
+
+
 def lines_of(answer: httpx.Response) -> Iterator[Any]:
     for line in answer.iter_lines():
         if line.startswith("data: {"):
