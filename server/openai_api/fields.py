@@ -112,6 +112,15 @@ ACCEPTED_IN_MESSAGES: dict[str, Accepted] = {
     "speed": Accepted(str, "there is one speed"),
 }
 
+ACCEPTED_IN_COUNTS: dict[str, Accepted] = {
+    name: Accepted(kind, "it changes no prompt")
+    for name, kind in (
+        ("max_tokens", int), ("stop_sequences", list), ("stream", bool), ("temperature", float), ("top_p", float),
+        ("top_k", int),
+    )
+}  # fmt: skip
+"""Fields of a message: Open WebUI has a whole one counted."""
+
 NOT_BUILT_IN_MESSAGES: dict[str, NotBuilt] = {
     "thread": NotBuilt("send the whole conversation", code="thread_unsupported_request"),  # as the SDK then does
     "compaction": NotBuilt("a conversation is never cut"),
@@ -151,7 +160,7 @@ _TABLES: dict[str, Tables] = {
         NOT_BUILT_IN_RESPONSES,
     ),
     "MessagesRequest": (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),
-    "CountTokensRequest": (ACCEPTED_IN_MESSAGES, NOT_BUILT_IN_MESSAGES),
+    "CountTokensRequest": (ACCEPTED_IN_MESSAGES | ACCEPTED_IN_COUNTS, NOT_BUILT_IN_MESSAGES),
     "OllamaChatRequest": ({}, NOT_BUILT_IN_OLLAMA_CHAT),
     "OllamaGenerateRequest": ({}, NOT_BUILT_IN_GENERATE),
     "CompletionRequest": (

@@ -92,7 +92,7 @@ def test_curl_and_litellm_name_no_type(served: Served, media_type: str) -> None:
 
 
 def test_several_names(tokenizer: Tokenizer) -> None:
-    """Each is listed, and Ollama's tag belongs to each."""
+    """Each is listed, and Ollama's tag belongs to each, at all routes: Open WebUI asks Ollama's names at OpenAI's."""
     names, hello = ("first", "org/second"), [{"role": "user", "content": "Hello"}]
     with faked(tokenizer, model_name=names) as served:
         listed = served.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
@@ -102,9 +102,14 @@ def test_several_names(tokenizer: Tokenizer) -> None:
         for name in (*names, *tags):
             asked = {"model": name, "messages": hello, "stream": False}
             assert served.http.post("/api/chat", json=asked).json()["model"] == name
-        for name, status in ((names[1], 200), (tags[1], 404)):
+        for name, status in ((names[1], 200), (tags[1], 200), ("first:other", 404), (f"{tags[1]}:latest", 404)):
             asked = {"model": name, "messages": hello, "max_tokens": 3}
-            assert served.http.post("/v1/messages/", json=asked).status_code == status
+            for path in ("/v1/messages/", "/v1/chat/completions"):
+                answer = served.http.post(path, json=asked)
+                assert answer.status_code == status
+            asked = {"model": name, "input": "Hello", "max_output_tokens": 3}
+            assert served.http.post("/v1/responses", json=asked).status_code == status
+            assert served.http.get(f"/v1/models/{name}").status_code == status
 
 
 def test_a_silent_stream(tokenizer: Tokenizer) -> None:

@@ -355,8 +355,11 @@ def test_counting(served: Served, client: anthropic.Anthropic) -> None:
     count = client.messages.count_tokens(model=MODEL, messages=HELLO, **fields)
     assert served.engine.requests == []
     assert count.input_tokens == ask(client, **fields).usage.input_tokens
-    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
-        client.messages.count_tokens(model=MODEL, messages=HELLO, extra_body={"max_tokens": 3})
+    whole = {"max_tokens": 3, "temperature": 1, "top_p": 0.5, "top_k": 2, "stop_sequences": ["a"], "stream": True}
+    assert client.messages.count_tokens(model=MODEL, messages=HELLO, **fields, extra_body=whole) == count
+    for wrong in ({"max_tokens": "3"}, {"min_tokens": 3}):
+        with pytest.raises(anthropic.BadRequestError, match=next(iter(wrong))):
+            client.messages.count_tokens(model=MODEL, messages=HELLO, extra_body=wrong)
 
 
 def test_models(served: Served, client: anthropic.Anthropic) -> None:
