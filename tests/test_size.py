@@ -30,9 +30,9 @@ MOST_LINES = {
     "runtime/bench": 11_618,
     "runtime": 3_590,
     "models": 19_961,
-    "server": 23_365,
+    "server": 23_374,
     "tokenizer": 7_605,
-    "tools": 18_336,
+    "tools": 18_340,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -2,7 +2,7 @@
 server whose model follows a script. Run by hand, with the programs installed elsewhere:
 
     python -m tests.clients.record_agents claude /folder/node_modules/.bin/claude
-    python -m tests.clients.record_agents codex|aider PROGRAM
+    python -m tests.clients.record_agents codex|aider|open_webui PROGRAM
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ import argparse
 import hashlib
 import json
 import re
+import socket
 import subprocess
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from runtime.engine.messages import EngineRequest
 from runtime.text.load import load_tokenizer
@@ -120,7 +125,65 @@ def run_aider(program: Path, url: str, home: Path, work: Path) -> None:
         run(program, [*options, "--message", question], home, work)
 
 
-PROGRAMS = {"claude": run_claude, "codex": run_codex, "aider": run_aider}
+def run_open_webui(program: Path, url: str, home: Path, work: Path) -> None:
+    """Its server, asked as its page asks: by both of its ways to a server, with a tool and its tasks."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = {
+        "DATA_DIR": str(home), "WEBUI_AUTH": "False", "WEBUI_SECRET_KEY": "none", "OPENAI_API_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": "none", "ENABLE_OLLAMA_API": "True", "OLLAMA_BASE_URL": url, "OFFLINE_MODE": "True",
+        "RAG_EMBEDDING_ENGINE": "openai",
+    }  # fmt: skip
+    parameters = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+    tools = [{"type": "function", "function": {"name": "Bash", "description": "Runs it.", "parameters": parameters}}]
+    command = [str(program), "serve", "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen(command, env=confined(home, **NOWHERE, **settings), cwd=work) as server:
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
+                until_s = time.monotonic() + START_S
+                while not _is_healthy(http):
+                    assert time.monotonic() < until_s, "it has not started"
+                    time.sleep(1)
+                token = http.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
+                http.headers["authorization"] = f"Bearer {token}"
+                for model in (each["id"] for each in http.get("/api/models").json()["data"]):
+                    messages: list[Json] = []
+                    for question in QUESTIONS[:2]:
+                        messages.append({"role": "user", "content": question})
+                        body = {"model": model, "messages": messages, "tools": tools}
+                        while (message := _asked(http, "/api/chat/completions", body)).get("tool_calls"):
+                            messages += [message, *(_result(call) for call in message["tool_calls"])]
+                        messages.append(message)
+                    _asked(http, "/api/chat/completions", {"model": model, "messages": messages[:1], "stream": True})
+                    for task in ("title", "tags", "queries"):
+                        body = {"model": model, "messages": messages, "type": "search_query"}
+                        _asked(http, f"/api/v1/tasks/{task}/completions", body)
+                body = {"model": f"{MODEL}:latest", "messages": messages[:1]}
+                _asked(http, "/ollama/v1/chat/completions", body)
+        finally:
+            server.terminate()
+
+
+def _is_healthy(http: httpx.Client) -> bool:
+    with suppress(httpx.HTTPError):
+        return http.get("/health").status_code == 200
+    return False
+
+
+def _asked(http: httpx.Client, path: str, body: Json) -> Json:
+    """The message of an answer; nothing of a stream."""
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, f"{path}: {answer.text}"
+    return {} if body.get("stream") else dict(answer.json()["choices"][0]["message"])
+
+
+def _result(call: Json) -> Json:
+    return {"role": "tool", "tool_call_id": call["id"], "content": "teh cat sat on the mat"}
+
+
+PROGRAMS = {"claude": run_claude, "codex": run_codex, "aider": run_aider, "open_webui": run_open_webui}
+START_S = 900.0
+"""Seconds that a busy machine may take for a program's start."""
 
 
 def record(name: str, program: Path) -> tuple[list[Json], list[str]]:
@@ -223,9 +286,11 @@ def main() -> None:
     parser.add_argument("name", choices=PROGRAMS)
     parser.add_argument("program", type=Path)
     asked = parser.parse_args()
-    version = subprocess.run(
-        [asked.program, "--version"], capture_output=True, encoding="utf-8", check=True
-    ).stdout.strip()
+    command = [asked.program, "--version"]
+    if asked.name == "open_webui":  # it has no such option that works alone
+        version = "from importlib.metadata import version; print(version('open-webui'))"
+        command = [asked.program.with_name("python"), "-c", version]
+    version = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.strip()
     found = compact(f"{asked.name} {version}", *record(asked.name, asked.program))
     file = Path(__file__).parents[1] / "server" / "agents" / "recorded" / f"{asked.name}.json"
     file.parent.mkdir(exist_ok=True)
