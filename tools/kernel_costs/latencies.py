@@ -1,0 +1,268 @@
+"""A model of the time of kernels that stream weights, and of decode steps, with its error on an H200's measured rows.
+
+    python -m tools.kernel_costs.latencies      # every row, modelled with its own family left out; steps, modelled
+
+A launch takes a start, the latency of reads that wait for each other, and the largest of three limits, softened where
+two are close: device memory, instruction issue, the second-level cache. `fit` finds the four rates from rows; a family
+is predicted by the rates of all other families. (`CHAINED`, `CHAINED_S` and `_SHARPNESS` were chosen with all rows in
+view.)
+
+A step of one sequence takes the stream of its bytes and a boundary a kernel. The boundary is measured where neighbours
+do not fit on a multiprocessor. Where they fit (`residency`), the successor's ring streams meanwhile: the boundary
+shrinks by the time of these bytes. That was never measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from numba_kernels.cuda.gemm.quantised_gemv import UNPACKING
+from numba_kernels.cuda.gemm.skinny_shape import unpacking
+from numba_kernels.cuda.packing import packing_of
+
+MEASUREMENTS = Path(__file__).resolve().parents[2] / "docs" / "measurements"
+_FILE = "2026-11-26-gpu-check-{}.json"
+CHAINED_S = 1.5e-6  # a read of device memory, with its address computed from an earlier one's number
+CHAINED = {
+    "attention": 3,
+    "experts gather": 2,
+    "experts packed_gather": 3,
+    "experts tensor_core": 1,
+    "experts packed": 1,
+}
+"""Reads of a family that wait for an earlier one: lengths and block tables before keys; the choice and the table of
+experts before weights; largest numbers of x before its digits."""
+GEMV_INSTRUCTIONS, SKINNY_INSTRUCTIONS, EXPERTS_INSTRUCTIONS = 375, 300, 1032
+"""Machine instructions of a warp for 4 KB: of 16-bit weights, one row and up to 16, and of MXFP4 experts in tiles."""
+SKINNY_COLUMNS = 32  # for which x is read again
+_SHARPNESS = 2  # of the largest limit: 1 would add the limits up
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A measured case.
+
+    Attributes:
+        family: of kernels.
+        num_bytes: from device memory.
+        instructions: of warps, for the weight.
+        cache_bytes: asked of the second-level cache.
+        seconds: measured.
+    """
+
+    family: str
+    case: str
+    num_bytes: float
+    instructions: float
+    cache_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds of a start, bytes a second from device memory, warp instructions a second of the device, and bytes a
+    second from the second-level cache."""
+
+    start_s: float = 6e-6
+    memory: float = 5e12
+    issue: float = 8e11
+    cache: float = 7e12
+
+    def seconds(self, row: Row) -> float:
+        """The modelled time of a launch, or of the two or four of a layer's experts."""
+        limits = row.num_bytes / self.memory, row.instructions / self.issue, row.cache_bytes / self.cache
+        longest = sum(limit**_SHARPNESS for limit in limits) ** (1 / _SHARPNESS)
+        return self.start_s + CHAINED_S * CHAINED.get(row.family, 0) + longest
+
+
+def fit(rows: Sequence[Row]) -> Rates:
+    """The rates with the least errors, by steps along one rate at a time: the same rows give the same rates."""
+
+    def loss(rates: Rates) -> float:
+        errors = [abs(math.log(rates.seconds(row) / row.seconds)) for row in rows]
+        return fmean(errors) + 0.15 * max(errors)
+
+    best, step = Rates(), 0.3
+    least = loss(best)
+    while step > 0.004:
+        is_better = False
+        for name in ("start_s", "memory", "issue", "cache"):
+            for factor in (math.exp(step), math.exp(-step)):
+                values = {each: getattr(best, each) for each in ("start_s", "memory", "issue", "cache")}
+                tried = Rates(**values | {name: values[name] * factor})
+                found = loss(tried)
+                if found < least - 1e-9:
+                    best, least, is_better = tried, found, True
+        step = step if is_better else step / 2
+    return best
+
+
+def predicted(rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
+    """Each row with its modelled seconds, by rates of the other families alone."""
+    for family in dict.fromkeys(row.family for row in rows):
+        rates = fit([row for row in rows if row.family != family])
+        yield from ((row, rates.seconds(row)) for row in rows if row.family == family)
+
+
+def errors(pairs: Sequence[tuple[Any, float]]) -> tuple[float, float]:
+    """The median and the largest error, as shares of what was measured."""
+    shares = [abs(modelled / row.seconds - 1) for row, modelled in pairs]
+    return median(shares), max(shares)
+
+
+# Rows of the files
+
+
+def measured_rows() -> list[Row]:
+    """Products of 1 to 16 rows, experts of 1 to 64 tokens and decode attention: those whose instructions are counted.
+    Measured before weights came through rings."""
+    rows = [
+        row for section, make, run in (
+            ("kernels", _plain, "h200-first"), ("quantized speed", _quantised, "h200-evening"),
+            ("experts speed", _experts, "h200-evening"),
+        ) for case, result, seconds in _cases(run, section) for row in [make(case, result, seconds)] if row is not None
+    ]  # fmt: skip
+    if len(rows) < 40:
+        raise RuntimeError(f"{len(rows)} rows of measurements, at least 40 are needed")
+    return rows
+
+
+def _cases(run: str, section: str) -> Iterator[tuple[str, dict[str, Any], float]]:
+    found = json.loads((MEASUREMENTS / _FILE.format(run)).read_text(encoding="utf-8"))["sections"][section]["cases"]
+    for case, each in found.items():
+        result = each.get("result", each)
+        if "times" in result:
+            yield case, result, result["times"]["ours"]["median_us"] * 1e-6
+
+
+def _plain(case: str, result: dict[str, Any], seconds: float) -> Row | None:
+    num_bytes = float(result["least_bytes"])
+    product = re.match(r"gemm auto bf16, (\d+) x (\d+) x (\d+)", case)
+    if product is None:
+        is_decode = re.match(r"attention auto bf16, \d+ x 1 queries", case)
+        return Row("attention", case, num_bytes, 0, num_bytes, seconds) if is_decode else None
+    m, n, k = map(int, product.groups())
+    if m == 1:
+        return Row("gemv", case, num_bytes, n * k / 2048 * GEMV_INSTRUCTIONS, num_bytes, seconds)
+    if m not in (4, 16):
+        return None
+    x_bytes = n / SKINNY_COLUMNS * m * k * 2
+    return Row("skinny", case, num_bytes, n * k / 2048 * SKINNY_INSTRUCTIONS, num_bytes + x_bytes, seconds)
+
+
+def _quantised(case: str, result: dict[str, Any], seconds: float) -> Row | None:
+    (kernel, *others), num_bytes = result["kernels"], float(result["least_bytes"])
+    m, n, k = (int(each) for each in re.findall(r"(\d+) x (\d+) x (\d+)", case)[0])
+    found = re.match(r"gemm_(packed_row|few_rows)_(.*?)_bf16", kernel)  # as the two tiers were called then
+    packing = None if found is None else packing_of(found[2])
+    if found is None or others or packing is None or m > 16:
+        return None
+    weight_bytes = num_bytes - 2 * m * (n + k)
+    if found[1] == "packed_row":
+        instructions = weight_bytes / 4096 * UNPACKING[packing.element][0]
+        return Row("quantised_gemv", case, num_bytes, instructions, num_bytes, seconds)
+    instructions = weight_bytes / 4096 * unpacking(packing.name)
+    x_bytes = n / SKINNY_COLUMNS * 16 * k * 2
+    return Row("skinny, packed", case, num_bytes, instructions, num_bytes + x_bytes, seconds)
+
+
+def _experts(case: str, result: dict[str, Any], seconds: float) -> Row | None:
+    kernels, num_bytes = " ".join(result["kernels"]), float(result["least_bytes"])
+    packed = re.search(r"packed_gather_([a-z]+\d[a-z0-9]*)", kernels)
+    if packed is not None:
+        count = UNPACKING[packed[1]][0]
+        return Row("experts packed_gather", case, num_bytes, num_bytes / 4096 * count, num_bytes, seconds)
+    if "experts_gather" in kernels:
+        return Row("experts gather", case, num_bytes, num_bytes / 4096 * GEMV_INSTRUCTIONS, num_bytes, seconds)
+    if "experts_tensor_core_bf16_16x" in kernels:
+        return Row("experts tensor_core", case, num_bytes, 0, num_bytes, seconds)
+    if "experts_packed_e2m1_g32_exponents_bf16_16" in kernels:
+        return Row("experts packed", case, num_bytes, num_bytes / 4096 * EXPERTS_INSTRUCTIONS, num_bytes, seconds)
+    return None
+
+
+# Steps of one sequence
+
+READ_BYTES = 4.283e12  # a second, measured
+BOUNDARY_S = (
+    3715e-6 - 13.89e9 / READ_BYTES
+) / 144  # of a chain of 144 products of one row, whose neighbours do not fit
+RING_BYTES = 132 * (96 << 10), 132 * (66 << 10)  # of all rings, of 16-bit weights and of packed ones
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A model's decode step of one sequence.
+
+    Attributes:
+        least_s: the stream of its bytes.
+        num_kernels: of its graph.
+        products: (how many, bytes of the weight, bytes of all rings).
+        seconds: measured before weights came through rings.
+    """
+
+    case: str
+    least_s: float
+    num_kernels: int
+    products: tuple[tuple[int, float, int], ...]
+    seconds: float
+
+    def before_s(self) -> float:
+        """Where no neighbours fit."""
+        return self.least_s + self.num_kernels * BOUNDARY_S
+
+    def now_s(self) -> float:
+        """Where they fit: never measured."""
+        hidden = sum(count * min(weight, ring) for count, weight, ring in self.products) / READ_BYTES
+        return self.before_s() - min(hidden, sum(count for count, *_ in self.products) * BOUNDARY_S)
+
+
+def _dense(layers: int, hidden: int, inner: int, heads: int, a_number: float) -> tuple[tuple[int, float, int], ...]:
+    """Products of a Qwen3: q, k and v; o; gate and up; down."""
+    ring = RING_BYTES[a_number < 2]
+    sizes = (heads + 16 * 128) * hidden, heads * hidden, 2 * inner * hidden, inner * hidden
+    return tuple((layers, size * a_number, ring) for size in sizes)
+
+
+STEPS = (
+    Step("Qwen3-8B bf16", 3.57e-3, 219, _dense(36, 4096, 12_288, 4096, 2), 4.45e-3),
+    Step("Qwen3-8B int4", 1.16e-3, 293, _dense(36, 4096, 12_288, 4096, 0.516), 2.12e-3),
+    Step("Qwen3-8B FP8 blocks", 1.95e-3, 293, _dense(36, 4096, 12_288, 4096, 1.03), 3.03e-3),
+    Step(
+        "gpt-oss-20b", 0.87e-3, 171,
+        ((24, 29.5e6, RING_BYTES[0]), (24, 23.6e6, RING_BYTES[0]), (24, 17.6e6, RING_BYTES[1])), 1.75e-3,
+    ),
+    Step("Qwen3-0.6B bf16", 0.31e-3, 171, _dense(28, 1024, 3072, 2048, 2), 0.81e-3),
+)  # fmt: skip
+
+
+def page() -> str:
+    """The rows and steps as tables, with the model's error."""
+    pairs = list(predicted(measured_rows()))
+    steps = [(step, step.before_s()) for step in STEPS]
+    lines = ["| family | case | measured, µs | modelled | error |", "|---|---|--:|--:|--:|"]
+    lines += [_line(f"{row.family} | {row.case}", row.seconds, modelled, 1e6, ".1f") for row, modelled in pairs]
+    middle, worst = errors(pairs)
+    lines += ["", f"{len(pairs)} rows, each family's by the others: median error {middle:.1%}, worst {worst:.1%}.", ""]
+    lines += ["| step of one sequence | measured before, ms | modelled | error | now, modelled, never measured |"]
+    lines += ["|---|--:|--:|--:|--:|"]
+    lines += [
+        f"{_line(step.case, step.seconds, modelled, 1e3, '.2f')} {step.now_s() * 1e3:.2f} |" for step, modelled in steps
+    ]
+    middle, worst = errors(steps)
+    return "\n".join([*lines, "", f"{len(steps)} steps: median error {middle:.1%}, worst {worst:.1%}.", ""])
+
+
+def _line(case: str, measured: float, modelled: float, scale: float, digits: str) -> str:
+    return f"| {case} | {measured * scale:{digits}} | {modelled * scale:{digits}} | {modelled / measured - 1:+.0%} |"
+
+
+if __name__ == "__main__":
+    print(page())
