@@ -122,6 +122,7 @@ def sections() -> Iterator[Section]:
         "qwen3-0.6b", "serving.models:batch_1", 40, 35, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True
     )
     yield Section("goals", "kernels.cases:goals", 70, 60, is_timed=True)
+    yield Section("residency", "kernels.chains:cases", 30, 15, is_timed=True)
     yield Section("kernels", "kernels.cases:timed", 65, 30, is_timed=True, argument="kernels")
     yield Section("quantized speed", "kernels.cases:timed", 40, 20, is_timed=True, argument="quantized speed")
     yield Section("hopper packed tuning", "kernels.tuning:hopper_cases", 45, 20, is_timed=True)

@@ -78,7 +78,7 @@ class Rates:
     def seconds(self, row: Row) -> float:
         """The modelled time of a launch, or of the two or four of a layer's experts."""
         limits = row.num_bytes / self.memory, row.instructions / self.issue, row.cache_bytes / self.cache
-        longest = sum(limit**_SHARPNESS for limit in limits) ** (1 / _SHARPNESS)
+        longest: float = sum(limit**_SHARPNESS for limit in limits) ** (1 / _SHARPNESS)
         return self.start_s + CHAINED_S * CHAINED.get(row.family, 0) + longest
 
 
@@ -215,11 +215,11 @@ class Step:
     seconds: float
 
     def before_s(self) -> float:
-        """Where no neighbours fit."""
+        """The time if no neighbours fit."""
         return self.least_s + self.num_kernels * BOUNDARY_S
 
     def now_s(self) -> float:
-        """Where they fit: never measured."""
+        """The time if they fit, never measured."""
         hidden = sum(count * min(weight, ring) for count, weight, ring in self.products) / READ_BYTES
         return self.before_s() - min(hidden, sum(count for count, *_ in self.products) * BOUNDARY_S)
 
