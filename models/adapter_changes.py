@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from models.adapter_modules import MERGE, ModuleNames, in_own_order, resolve_mod
 from models.base import Model
 from models.checkpoints.checkpoint import Checkpoint
 from models.errors import ConfigError
-from models.peft import PeftAdapter
+from models.gguf.adapter import is_gguf, rank_of, read_gguf_adapter
+from models.peft import PeftAdapter, rank_and_base, read_adapter
 from runtime.linear.adapter_pairs import Change, Pair, Rows
 from runtime.linear.low_rank import LowRankMaps
 
@@ -34,9 +36,22 @@ class ReadChanges:
     pairs: Mapping[str, Change]
 
 
+def read_changes(path: Path, maps: LowRankMaps, model: Model, base: Base) -> ReadChanges:
+    """The changes of an adapter in PEFT's folder or in a GGUF file. Raises as `changes_of` and the readers."""
+    if is_gguf(path):
+        return changes_of(read_gguf_adapter(path, model.config.head_dim), maps, model, base)
+    return changes_of(read_adapter(path), maps, model, base)
+
+
+def largest_rank_and_base(path: Path) -> tuple[int, str]:
+    """The largest rank of an adapter, and the name of its base model, "" if it names none. Raises as the readers."""
+    return (rank_of(path), "") if is_gguf(path) else rank_and_base(path)
+
+
 def changes_of(found: PeftAdapter, maps: LowRankMaps, model: Model, base: Base) -> ReadChanges:
     """An adapter's changes of a whole model, whose maps these are. Raises `ConfigError`, naming the module."""
-    resolved = resolve_modules(found.pairs, maps.modules, model.stacks, model.renames)
+    unused = model.harmless_tensors(model.config)
+    resolved = resolve_modules(found.pairs, maps.modules, model.stacks, model.renames, unused)
     changes: dict[str, Change] = dict(in_own_order(resolved, model.own_order))
     if found.saved or found.tokens:
         _Retrained(maps, model, base(), changes).add(found)

@@ -29,15 +29,17 @@ MERGE = "merge the adapter (peft: `merge_and_unload`, then `save_pretrained`) an
 
 def resolve_modules(
     pairs: Mapping[str, Pair], modules: Collection[str], stacks: Stacks = MappingProxyType({}),
-    renames: Mapping[str, str] = MappingProxyType({}),
+    renames: Mapping[str, str] = MappingProxyType({}), unused: re.Pattern[str] | None = None,
 ) -> dict[str, Pair]:  # fmt: skip
     """The pairs by a model's own names of their modules: as they are, as `renames` say (`Model.renames`), or with
     another beginning before the number of the layer. A module that the model keeps in parts, one of its stacks, gives
-    each part its rows, or each expert its pair. Raises `ConfigError` for a module that the model lacks, or that takes
-    no adapters."""
+    each part its rows, or each expert its pair. Modules of `unused` tensors, such as layers of a tower after the one
+    that is read, are left out. Raises `ConfigError` for a module that the model lacks, or that takes no adapters."""
     names = ModuleNames(modules, stacks, renames)
     resolved: dict[str, Pair] = {}
     for module, pair in pairs.items():
+        if unused is not None and names.is_unused(module, unused):
+            continue
         for own, part in _parts_of(module, pair, names):
             if own in resolved:
                 raise ConfigError(f"the adapter's module {module} is {own}, for which it has another pair")
@@ -71,6 +73,10 @@ class ModuleNames:
             found = f"names several of the model's: {', '.join(sorted(known)[:3])}" if known else _absence(module)
             raise ConfigError(f"the adapter's module {module} {found}")
         return known[0]
+
+    def is_unused(self, module: str, unused: re.Pattern[str]) -> bool:
+        """Whether the model has no such module, and leaves out its tensor."""
+        return not self._found(module) and any(unused.fullmatch(f"{each}.weight") for each in self._spellings(module))
 
     def known(self, module: str) -> str:
         """The same, or the given name if the model has no such module, or several."""
@@ -162,8 +168,6 @@ def in_own_order(
 def _absence(module: str) -> str:
     if module.rpartition(".")[2] in ("score", "classifier"):
         return f"is a head of classes, which are the base model's: {MERGE}"
-    if _end_of(module).startswith("vision "):
-        return f"belongs to a vision tower, which takes no adapters: {MERGE}"
     return "is none of the model's: the adapter is for another model"
 
 

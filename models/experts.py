@@ -222,9 +222,9 @@ class Experts:
             residual = None  # rank 0 adds it
         gather = self._gather if self.is_exact and self.communicator is not None else None
         added: dict[str, Tensor | None] = {"shared": shared, "shared_gate": gate, "residual": residual}
-        if batch.adapters is not None and any(
-            each.addend is not None and each.addend.pairs is not None for each in (self.gate_up, self.down)
-        ):
+        addends = [each.addend for each in (self.gate_up, self.down) if each.addend is not None]
+        is_adapted = batch.adapters is not None and any(each.pairs is not None for each in addends)
+        if is_adapted or (addends and self.is_exact and x.device.kind != "cpu"):  # the same kernels for each row
             result = ops.adapted_experts(
                 x, routing, self.gate_up, self.down, self.activation, batch, **added, gather=gather
             )

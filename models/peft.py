@@ -117,7 +117,10 @@ def _open(folder: Path) -> tuple[dict[str, Any], SafetensorsFile]:
     """The config of an adapter, and its file of tensors."""
     path = folder / CONFIG_FILE
     if folder.is_file():
-        raise ConfigError(f"{folder}: is a file; an adapter is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+        raise ConfigError(
+            f"{folder}: is a file, but no GGUF; an adapter is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or a"
+            " GGUF file"
+        )
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
     if not path.is_file():

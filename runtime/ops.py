@@ -529,12 +529,13 @@ def adapted_experts(
     gather: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """`experts`, where the `addend` of ``gate_up`` or of ``down`` has pairs of low rank for each adapter's experts. A
-    row's adapter is that of `batch.adapters`; -1 adds nothing. A row's bits depend on no other row."""
+    row's adapter is that of `batch.adapters`; -1 adds nothing, nor does a batch without adapters. A row's bits depend
+    on no other row, nor on whether others have adapters."""
     op, backend = "adapted_experts", _backend("adapted_experts", "x", x)
     added = shared, shared_gate, residual
     _check_experts(op, backend, x, routing, gate_up, down, activation, added, is_whole=gather is None)
-    adapters = _adapters_of(op, batch, x)
-    pairs = [None if each.addend is None else each.addend.pairs for each in (gate_up, down)]
+    adapters = None if batch.adapters is None else _adapters_of(op, batch, x)
+    pairs = [None if each.addend is None or adapters is None else each.addend.pairs for each in (gate_up, down)]
     return backend.adapted_experts(  # type: ignore[no-any-return]
         x, routing, gate_up, down, activation, adapters, pairs, *added, gather
     )

@@ -29,7 +29,7 @@ from tokenizer.loading import TokenizerFiles
 
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read with the config
-_PERMUTED = ("attn_q", "attn_k", "attn_qkv")
+PERMUTED = ("attn_q", "attn_k", "attn_qkv")
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
@@ -94,7 +94,7 @@ class GgufModel:
         for name, file in self._file_of.items():
             if name in _FACTORS or name.rpartition(".")[0] in DENSE_PARTS or self._is_scale(name):
                 continue
-            part, ours = _part(name), _name_in_checkpoint(name, rules)
+            part, ours = part_of(name), name_in_checkpoint(name, rules)
             if "{keys}" in ours or "{values}" in ours:
                 tensors[ours.replace(".{keys}", "").replace(".{values}", "")] = self._head_maps(name)
                 continue
@@ -105,7 +105,7 @@ class GgufModel:
             for index in indices:
                 tensors[ours.format(expert=index)] = GgufWeight(
                     file, name, index, factor=self._factor(name, index),
-                    pairs_of=head_dim if rules.has_permuted_heads and part in _PERMUTED else 0,
+                    pairs_of=head_dim if rules.has_permuted_heads and part in PERMUTED else 0,
                     rotated_rows=heads * head_dim if part == "attn_qkv" else None,
                     norm_offset=rules.norm_offset
                     if ours.endswith("norm.weight") and part not in rules.plain_norms else 0.0,
@@ -191,7 +191,7 @@ class GgufModel:
         return {name: file.tensors[name] for name, file in self._file_of.items()}
 
 
-def _part(name: str) -> str:
+def part_of(name: str) -> str:
     """The part of a layer that a tensor is, such as "attn_q"; for other tensors the stem of the name."""
     if name.startswith("blk."):
         rest = name.split(".", 2)[-1]
@@ -199,12 +199,12 @@ def _part(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:
+def name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:
     """The name in safetensors; an unknown name stays as it is, and fails the check for leftovers."""
     stem, _, kind = name.rpartition(".")
     if stem in rules.names:
         return f"{rules.names[stem]}.{kind}"
-    part = _part(name)
+    part = part_of(name)
     if stem.startswith("blk."):
         under = f"{rules.names['blk']}.{stem.split('.')[1]}"
         if (whole := name.split(".", 2)[-1]) in rules.layer_names:

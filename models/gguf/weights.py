@@ -93,12 +93,17 @@ class GgufWeight(StoredTensor):
         if not self._pairs_of:
             return rows
         rotated, others = rows[: self._rotated_rows], rows[len(rows[: self._rotated_rows]) :]
-        pairs = rotated.reshape(-1, self._pairs_of // 2, 2, *rows.shape[1:])
-        halves = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rotated.shape)
+        halves = in_halves(rotated, self._pairs_of)
         return np.concatenate([halves, others]) if len(others) else halves
 
     def release(self) -> None:
         self._file.release(self.name, self._index)
+
+
+def in_halves(rows: Array, head_dim: int) -> Array:
+    """Rows of heads whose neighbouring pairs are rotated, as rows whose halves are."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
 class GgufHeadMaps(StoredTensor):

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.batch import Batch
+from runtime.batch import AdaptedRows, Batch
 from runtime.device.device import Device
 from runtime.dtype import DType, float32
 from runtime.kv.cache import KVCache, KVCacheSpec
@@ -37,15 +37,34 @@ MOST_CPU_ROWS = 1024
 GPU_ROWS = 4096
 """On a GPU, which computes a layer of so many in less than a millisecond."""
 
+_PLAIN = AdaptedRows(None)
+
 Pieces = Generator[int, None, tuple[Tensor, ...]]
 """The encoding of a picture: yields the rows of each finished piece, and returns the tower's result."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """How many rows the next piece has; the caller may change that between two pieces."""
+    """How many rows the next piece has, which the caller may change between two pieces, and the picture's adapter.
+
+    Attributes:
+        adapter: the slot of the picture's adapter, -1 for none.
+    """
 
     rows: int
+    adapter: int = -1
+    _rows_by_count: dict[int, AdaptedRows] = field(default_factory=dict)
+
+    def of(self, x: Tensor) -> AdaptedRows:
+        """The adapters of the rows ``x``."""
+        if self.adapter < 0:
+            return _PLAIN
+        count = x.shape[0]
+        found = self._rows_by_count.get(count)
+        if found is None:
+            (adapters,) = ops.place([np.full(count, self.adapter, np.int32)], x.device)
+            found = self._rows_by_count[count] = AdaptedRows(adapters)
+        return found
 
     def slices(self, num_rows: int, unit: int = 1) -> Iterator[slice]:
         """Pieces of rows that each stand for `unit` patches."""
@@ -108,15 +127,15 @@ class PictureTower(ABC):
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
         """Encodes a picture of `grid` patches, those of a token together, piece by piece."""
 
-    def start(self, patches: PatchRows, grid: tuple[int, int]) -> Encoding:
-        """Begin with a picture; nothing is computed yet."""
+    def start(self, patches: PatchRows, grid: tuple[int, int], adapter: int = -1) -> Encoding:
+        """Begin with a picture, whose adapter lies in this slot; nothing is computed yet."""
         is_cpu = self.device.kind == "cpu"
-        pace = Pace(CPU_ROWS if is_cpu else GPU_ROWS)
+        pace = Pace(CPU_ROWS if is_cpu else GPU_ROWS, adapter)
         return Encoding(self.pieces(patches, grid, pace), pace, is_paced=is_cpu)
 
-    def __call__(self, patches: PatchRows, grid: tuple[int, int]) -> tuple[Tensor, ...]:
+    def __call__(self, patches: PatchRows, grid: tuple[int, int], adapter: int = -1) -> tuple[Tensor, ...]:
         """All of it at once."""
-        return self.start(patches, grid).finish()
+        return self.start(patches, grid, adapter).finish()
 
     def pixels(self, patches: PatchRows, rows: Any) -> Tensor:
         """Some of a picture's patches on the device, in the type that the tower computes in."""
@@ -263,19 +282,19 @@ class AttentionLayer(Protocol):
     @property
     def head_norms(self) -> tuple[Tensor, Tensor] | None: ...
 
-    def qkv_of(self, x: Tensor) -> Tensor:
+    def qkv_of(self, x: Tensor, adapted: AdaptedRows) -> Tensor:
         """Rows `[n, width]` -> queries, keys and values side by side, `[n, 3 * width]`."""
 
-    def rest(self, x: Tensor, attended: Tensor) -> None:
+    def rest(self, x: Tensor, attended: Tensor, adapted: AdaptedRows) -> None:
         """The rest of the layer for rows `[n, width]`, in place, given their attention's result."""
 
 
 def through(pace: Pace, layer: AttentionLayer, x: Tensor, attention: FullAttention) -> Iterator[int]:
     """Applies the layer to rows `x [num_patches, width]` in place; yields the rows of each piece."""
     for rows in pace.slices(x.shape[0]):
-        attention.add(rows, layer.qkv_of(x[rows]), layer.head_norms)
+        attention.add(rows, layer.qkv_of(x[rows], pace.of(x[rows])), layer.head_norms)
         yield rows.stop - rows.start
     for blocks in pace.slices(attention.num_blocks, attention.queries_of_block):
         rows = attention.rows_of(blocks)
-        layer.rest(x[rows], attention.attend(blocks))
+        layer.rest(x[rows], attention.attend(blocks), pace.of(x[rows]))
         yield rows.stop - rows.start

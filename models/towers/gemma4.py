@@ -26,6 +26,7 @@ from models.makers.maker import Maker
 from models.towers.encoding import FullAttention, Pace, PatchRows, PictureTower, Pieces, through
 from models.towers.layers import TowerNorm, TowerShard, TowerSizes, axial_rope, patch_places, share_of_tower
 from runtime import ops
+from runtime.batch import AdaptedRows
 from runtime.dtype import float32
 from runtime.images.patches import TOKEN_COUNTS
 from runtime.linear.options import Split
@@ -135,11 +136,11 @@ class ClippedMaps:
             for group in groups
         ]  # fmt: skip
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapted: AdaptedRows) -> Tensor:
         if not self.bounds:
-            return self.maps[0](x)
+            return self.maps[0](x, adapted)
         parts = [
-            _clipped(each(_clipped(x, *bounds[:2])), *bounds[2:])
+            _clipped(each(_clipped(x, *bounds[:2]), adapted), *bounds[2:])
             for each, bounds in zip(self.maps, self.bounds, strict=True)
         ]
         return ops.join_columns(parts) if len(parts) > 1 else parts[0]
@@ -179,13 +180,13 @@ class Gemma4TowerLayer:
         q, k = (_turned(each.view(1, -1), self.head_dim).view(-1) for each in self._weights)
         return q, k
 
-    def qkv_of(self, x: Tensor) -> Tensor:
-        return _turned(self.qkv(self.norms[0](x)), self.head_dim)
+    def qkv_of(self, x: Tensor, adapted: AdaptedRows) -> Tensor:
+        return _turned(self.qkv(self.norms[0](x), adapted), self.head_dim)
 
-    def rest(self, x: Tensor, attended: Tensor) -> None:
-        made = self.proj(_turned(attended, self.head_dim))
+    def rest(self, x: Tensor, attended: Tensor, adapted: AdaptedRows) -> None:
+        made = self.proj(_turned(attended, self.head_dim), adapted)
         x[:] = ops.rms_norm(made, self.norms[1].weight, self.norms[1].eps, residual=x)
-        made = self.down(ops.glu(self.up(self.norms[2](x)), self.activation))
+        made = self.down(ops.glu(self.up(self.norms[2](x), adapted), self.activation), adapted)
         x[:] = ops.rms_norm(made, self.norms[3].weight, self.norms[3].eps, residual=x)
 
 
@@ -211,7 +212,9 @@ class Gemma4Tower(_SquareTower):
         own, width = maker.under("model.vision_tower"), config.hidden_size
         self.config, self.dtype, self.device = config, maker.dtype, maker.options.device
         patches, places = own.under("patch_embedder"), config.num_positions
-        self.patch_embed = patches.unrounded().linear("input_proj", outputs=width, inputs=3 * config.patch_size**2)
+        self.patch_embed = patches.unrounded(takes_addends=True).linear(
+            "input_proj", outputs=width, inputs=3 * config.patch_size**2
+        )
         self.positions = patches.vector(
             "position_embedding_table", 2 * places * width, stored=(2, places, width)
         )  # fmt: skip
@@ -223,7 +226,7 @@ class Gemma4Tower(_SquareTower):
         if config.is_standardised:
             self.standard = own.vector("std_bias", width), own.vector("std_scale", width)
         self.unit = maker.ones(width)
-        self.projection = maker.unrounded().linear(
+        self.projection = maker.unrounded(takes_addends=True).linear(
             "model.embed_vision.embedding_projection", outputs=out_size, inputs=width
         )
 
@@ -237,7 +240,8 @@ class Gemma4Tower(_SquareTower):
             places = (columns[piece], rows[piece] + config.num_positions)
             across, down = ops.place([each.astype(np.int32) for each in places], self.device)
             added = (ops.embedding(across, table) + ops.embedding(down, table)).to(x.dtype)
-            self.patch_embed(self.pixels(patches, piece), residual=added, out=x[piece])
+            pixels = self.pixels(patches, piece)
+            self.patch_embed(pixels, pace.of(pixels), residual=added, out=x[piece])
             yield piece.stop - piece.start
         rope = axial_rope(config.head_dim, config.theta, columns, rows, self.device)
         attention = FullAttention(
@@ -248,18 +252,19 @@ class Gemma4Tower(_SquareTower):
             yield from through(pace, layer, x, attention)
         made = self.buffer(count // unit, self.projection.weight.shape[0])
         for piece in pace.slices(made.shape[0], unit):
-            made[piece] = self.embeddings(x[piece.start * unit : piece.stop * unit])
+            made[piece] = self.embeddings(x[piece.start * unit : piece.stop * unit], pace)
             yield (piece.stop - piece.start) * unit
         return (made,)
 
-    def embeddings(self, x: Tensor) -> Tensor:
+    def embeddings(self, x: Tensor, pace: Pace) -> Tensor:
         """Embeddings of some tokens, whose patches' rows stand together."""
         width = self.config.hidden_size
         squares = x.to(float32).view(-1, self.config.merge_size**2, width)
         pooled = squares.mean(axis=1).to(x.dtype).to(float32) * width**0.5
         if self.standard is not None:
             pooled = (pooled - self.standard[0]) * self.standard[1]
-        return self.projection(ops.rms_norm(pooled.to(x.dtype), self.unit, self.config.norm_eps))
+        normed = ops.rms_norm(pooled.to(x.dtype), self.unit, self.config.norm_eps)
+        return self.projection(normed, pace.of(normed))
 
 
 class PixelMap(_SquareTower):
@@ -273,10 +278,12 @@ class PixelMap(_SquareTower):
             TowerNorm(name, size, 1e-5, own)
             for name, size in (("patch_ln1", inputs), ("patch_ln2", width), ("pos_norm", width))
         ]
-        self.patch_dense = own.unrounded().linear("patch_dense", outputs=width, inputs=inputs, has_bias=True)
+        self.patch_dense = own.unrounded(takes_addends=True).linear(
+            "patch_dense", outputs=width, inputs=inputs, has_bias=True
+        )
         self.positions = own.vector("pos_embedding", places * 2 * width, stored=(places, 2, width))
         self.unit = maker.ones(width)
-        self.projection = maker.unrounded().linear(
+        self.projection = maker.unrounded(takes_addends=True).linear(
             "model.embed_vision.embedding_projection", outputs=out_size, inputs=width
         )
 
@@ -285,11 +292,13 @@ class PixelMap(_SquareTower):
         rows, columns = patch_places(grid, 1)
         made = self.buffer(len(rows), self.projection.weight.shape[0])
         for piece in pace.slices(len(rows), self.config.merge_size**2):
-            x = self.norms[1](self.patch_dense(self.norms[0](self.pixels(patches, piece))))
+            pixels = self.norms[0](self.pixels(patches, piece))
+            adapted = pace.of(pixels)
+            x = self.norms[1](self.patch_dense(pixels, adapted))
             places = [(2 * each[piece] + axis).astype(np.int32) for axis, each in enumerate((columns, rows))]
             across, down = ops.place(places, self.device)
             added = (ops.embedding(across, table) + ops.embedding(down, table)).to(x.dtype)
             x = self.norms[2](x + added)
-            made[piece] = self.projection(ops.rms_norm(x, self.unit, self.config.norm_eps))
+            made[piece] = self.projection(ops.rms_norm(x, self.unit, self.config.norm_eps), adapted)
             yield (piece.stop - piece.start) * self.config.merge_size**2
         return (made,)

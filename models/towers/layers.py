@@ -23,6 +23,7 @@ from models.makers.shards import UNIT, Shard, shard_of_width
 from models.towers.encoding import FullAttention, Pace, through
 from numba_kernels.split_k import SEGMENTS, STEP
 from runtime import ops
+from runtime.batch import AdaptedRows
 from runtime.device.device import Device
 from runtime.linear.options import LoadOptions
 from runtime.ops import RopeTable
@@ -93,17 +94,17 @@ class TowerMlp:
         self.up = maker.linear(up, outputs=widths, inputs=inputs, has_bias=has_bias, split=split.outputs)
         self.down = maker.linear(down, outputs=outputs, inputs=split.shard, has_bias=has_bias, split=split.inputs)
 
-    def __call__(self, x: Tensor, out: Tensor, *, residual: Tensor | None = None) -> None:
+    def __call__(self, x: Tensor, out: Tensor, adapted: AdaptedRows, *, residual: Tensor | None = None) -> None:
         if self.is_gated and self.activation != "erf":
-            h = self.up.glu(x, self.activation)
+            h = self.up.glu(x, self.activation, adapted)
         elif self.is_gated:
-            both = self.up(x)
+            both = self.up(x, adapted)
             inner = both.shape[1] // 2
             h = ops.gelu(both[:, :inner].contiguous(), "erf") * both[:, inner:].contiguous()
         else:
-            h = self.up(x)
+            h = self.up(x, adapted)
             h = ops.gelu(h, self.activation, out=h)
-        self.down(h, residual=residual, out=out)
+        self.down(h, adapted, residual=residual, out=out)
 
 
 class TowerLayer:
@@ -122,12 +123,12 @@ class TowerLayer:
         inner = (width, sizes.inner_size, width)
         self.mlp = TowerMlp(form.up, form.down, inner, sizes.activation, maker, has_bias=form.mlp_bias)
 
-    def qkv_of(self, x: Tensor) -> Tensor:
-        return self.qkv(self.norms[0](x))
+    def qkv_of(self, x: Tensor, adapted: AdaptedRows) -> Tensor:
+        return self.qkv(self.norms[0](x), adapted)
 
-    def rest(self, x: Tensor, attended: Tensor) -> None:
-        self.proj(attended, residual=x, out=x)
-        self.mlp(self.norms[1](x), x, residual=x)
+    def rest(self, x: Tensor, attended: Tensor, adapted: AdaptedRows) -> None:
+        self.proj(attended, adapted, residual=x, out=x)
+        self.mlp(self.norms[1](x), x, adapted, residual=x)
 
 
 class TowerLayers:

@@ -34,6 +34,7 @@ from models.towers.layers import (
     read_width_and_heads,
 )
 from runtime import ops
+from runtime.batch import AdaptedRows
 from runtime.tensor.tensor import Tensor
 
 _NORM_EPS = 1e-6
@@ -209,7 +210,7 @@ class Tower(PictureTower):
         unit = self.config.merge_size**2
         made = self.buffer(x.shape[0] // unit, self.config.out_size)
         for piece in pace.slices(made.shape[0], unit):
-            merger(x[piece.start * unit : piece.stop * unit], made[piece])
+            merger(x[piece.start * unit : piece.stop * unit], made[piece], pace.of(made[piece]))
             yield (piece.stop - piece.start) * unit
         return made
 
@@ -236,9 +237,9 @@ class Merger:
         self.norm = TowerNorm(norm, size, _NORM_EPS, maker, is_centred=config.form.is_centred)
         self.mlp = TowerMlp((up,), down, (self.inputs, self.inputs, config.out_size), "erf", maker)
 
-    def __call__(self, x: Tensor, out: Tensor) -> None:
+    def __call__(self, x: Tensor, out: Tensor, adapted: AdaptedRows) -> None:
         x = self.norm(x.view(-1, self.inputs) if self.norms_tokens else x)
-        self.mlp(x.view(-1, self.inputs), out)
+        self.mlp(x.view(-1, self.inputs), out, adapted)
 
 
 class _Interpolated:

@@ -386,7 +386,7 @@ def adapter_ids(adapters: Tensor, ids: Tensor, each: int, num_adapters: int, non
 
 
 def adapted_experts(
-    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, adapters: Tensor,
+    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, adapters: Tensor | None,
     pairs: Sequence[tuple[ExpertsWeight, ExpertsWeight] | None], shared: Tensor | None, shared_gate: Tensor | None,
     residual: Tensor | None, gather: Callable[[Tensor, int], Tensor] | None,
 ) -> Tensor:  # fmt: skip
@@ -395,12 +395,13 @@ def adapted_experts(
     result = new((tokens, hidden))
     for some, chosen in routing.passes(_MOST_EXPERT_ROWS):
         added = [None if each is None else each[some] for each in (shared, shared_gate, residual)]
-        _some_adapted(x[some], chosen, gate_up, down, activation, adapters[some], pairs, added, result[some], gather)
+        own = None if adapters is None else adapters[some]
+        _some_adapted(x[some], chosen, gate_up, down, activation, own, pairs, added, result[some], gather)
     return result
 
 
 def _some_adapted(
-    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, adapters: Tensor,
+    x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, adapters: Tensor | None,
     pairs: Sequence[tuple[ExpertsWeight, ExpertsWeight] | None], added: list[Tensor | None], out: Tensor,
     gather: Callable[[Tensor, int], Tensor] | None,
 ) -> None:  # fmt: skip

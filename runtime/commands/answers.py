@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from models.adapter_changes import largest_rank_and_base
 from models.configuration.generation_config import load_generation_config
-from models.peft import rank_and_base
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM, Logprob, LoRARequest, RequestOutput
 
@@ -28,7 +28,7 @@ def with_adapter(arguments: dict[str, Any], folder: Path | None) -> tuple[dict[s
     for it, None without a folder. Raises `ConfigError`, `WeightsError`."""
     if folder is None:
         return arguments, None
-    rank, base = rank_and_base(folder)
+    rank, base = largest_rank_and_base(folder)
     arguments = {**arguments, "enable_lora": True, "max_lora_rank": max(rank, arguments["max_lora_rank"])}
     if arguments.get("model") is None and base:
         arguments["model"] = base

@@ -85,6 +85,11 @@ class Adapters:
             self._keep(ref.digest, loaded)
         return loaded
 
+    def changes_tower(self, request: Request) -> bool:
+        """Whether the adapter of a request, which is read, changes what images become."""
+        assert request.adapter is not None, "it has none"
+        return not self.maps.of_towers.isdisjoint(request.adapter.result().pairs)
+
     def add(self, request: Request) -> None:
         """Enqueue a request that needs its adapter."""
         self._waiting.append(request)

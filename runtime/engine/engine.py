@@ -142,8 +142,10 @@ class Engine:
 
     def take_adapters(self, maps: LowRankMaps, read: Reader, most_kept: int) -> None:
         """Serve adapters in the slots of ``maps``. To be called before the first request."""
-        self.adapters = Adapters(maps, read, self.executor, most_kept, partial(is_parked, self.scheduler))
-        self.opened.on_request_end.append(self.adapters.release)
+        self.adapters = adapters = Adapters(maps, read, self.executor, most_kept, partial(is_parked, self.scheduler))
+        self.opened.on_request_end.append(adapters.release)
+        if self.pictures is not None:
+            self.pictures.changes_tower = adapters.changes_tower
 
     def hand_over(self, stored: StoredPrefixes, transports: dict[str, Transport], arrivals: Arrivals) -> None:
         """Hand requests over to other engines, and take theirs. To be called before the first request."""
@@ -228,12 +230,15 @@ class Engine:
         if request.awaits_grammar:
             assert self.vocabulary is not None
             self.grammars.add(request, self.vocabulary)
-        if request.awaits_pictures:
-            assert self.pictures is not None, "prepared for another engine"
-            self.pictures.add(request)
+        if request.awaits_pictures and not request.awaits_adapter:
+            self._await_pictures(request)
         if request.awaits_adapter:
             assert self.adapters is not None, "prepared for another engine"
             self.adapters.add(request)
+
+    def _await_pictures(self, request: Request) -> None:
+        assert self.pictures is not None, "prepared for another engine"
+        self.pictures.add(request)
 
     def embed(self, embedding: Embedding) -> None:
         """Start a prepared embedding, with its images first if it has any."""
@@ -474,14 +479,20 @@ class Engine:
         pictures.advance(start, fail, is_idle=not (self.steps.open or self.scheduler.has_work))
 
     def _start_adapted(self, adapters: Adapters, outputs: list[EngineOutput]) -> bool:
-        """Queue the requests whose adapters lie in slots; False if there is no other work yet."""
+        """Queue the requests whose adapters lie in slots, which may change what their images become; False if there is
+        no other work yet."""
+
+        def start(request: Request) -> None:
+            self.opened.start_with_adapter(request)
+            if request.awaits_pictures:
+                self._await_pictures(request)
 
         def fail(request: Request, why: str) -> None:
             outputs.extend(self.opened.end(request, "error", why))
 
         if not self.steps.open and not self.scheduler.has_work:
             adapters.wait(START_WAIT_S)
-        adapters.advance(self.opened.start_with_adapter, fail)
+        adapters.advance(start, fail)
         return bool(self.steps.open) or self.scheduler.has_work
 
     @property

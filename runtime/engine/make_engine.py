@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from models.adapter_changes import ReadChanges, changes_of
+from models.adapter_changes import ReadChanges, read_changes
 from models.base import Model
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.hub import model_name, resolve_model
@@ -26,7 +26,6 @@ from models.drafters.hidden_state_drafter import BlockDrafter, PageDrafter, Pair
 from models.drafters.mtp import load_mtp
 from models.encoder import BothWays
 from models.gguf.mmproj import NONE as NO_MMPROJ
-from models.peft import read_adapter
 from models.registry import Declaration, declare, declare_model, stages_of
 from models.sentence_transformers import pooling_info, read_layout, score_tokens
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator, ends_here
@@ -314,13 +313,13 @@ def _adapters_of(
     maps: LowRankMaps, loaded: Model, folder: Path, config: EngineConfig
 ) -> tuple[LowRankMaps, Callable[[Path], ReadChanges]]:
     """The maps that adapters are checked against, of all stages together, and what reads one. Its function raises as
-    `read_adapter` and `changes_of`."""
+    `read_changes`."""
     lone = replace(config, tensor_parallel_size=1, pipeline_parallel_size=1, pipeline_layers="")
     whole = lru_cache(1)(lambda: declared_model(folder, lone, load_settings(lone)))
     model: Model = loaded
     if config.pipeline_parallel_size > 1:
         model, maps = whole().model, cast("LowRankMaps", whole().model.addends)
-    return maps, lambda path: changes_of(read_adapter(path), maps, model, lambda: whole().source)
+    return maps, lambda path: read_changes(path, maps, model, lambda: whole().source)
 
 
 def executor_over(

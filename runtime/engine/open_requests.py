@@ -332,9 +332,11 @@ def _all_have_begun(request: Request) -> bool:
 
 
 def is_parked(scheduler: Scheduler, request: Request) -> bool:
-    """Whether a request is paused, and its choices are out of all steps that may still be started."""
+    """Whether a request is paused, and its choices are out of all steps that may still be started; so are its
+    images."""
     held = (State.HELD, State.FINISHED)
-    return request in scheduler.paused and all(sequence.state in held for sequence in request.sequences)
+    is_paused = request in scheduler.paused and not request.awaits_pictures
+    return is_paused and all(sequence.state in held for sequence in request.sequences)
 
 
 def _proposals(sequence: Sequence) -> ProposalCounts | None:

@@ -25,8 +25,9 @@ logger = logging.getLogger("xserv.engine")
 Holder = Request | Embedding
 """A request or embedding whose prompt has images."""
 
-Key = tuple[str | None, bytes]
-"""A tenant and an image: nothing is shared across tenants."""
+Key = tuple[str | None, bytes, bytes]
+"""A tenant, an image, and the digest of the adapter that changes its embeddings, or b"": nothing is shared across
+tenants."""
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class PictureQueue:
     """Belongs to the engine's loop.
 
     budget  how much is encoded between two steps
+    changes_tower  whether a request's adapter, which is read, changes what images become
     """
 
     def __init__(self, executor: Executor, support: ImageSupport, budget: EncodingBudget) -> None:
@@ -50,6 +52,7 @@ class PictureQueue:
         self._support = support
         self.budget = budget
         self.keys = PictureKeys()
+        self.changes_tower: Callable[[Request], bool] = lambda request: False
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # most recently released last
         self._waiting: deque[Holder] = deque()
         self._num_tokens = 0
@@ -65,8 +68,10 @@ class PictureQueue:
         return self._num_tokens
 
     def add(self, request: Holder) -> None:
-        """Enqueue a request that needs its images."""
+        """Enqueue a request that needs its images; one with an adapter has its slot."""
         assert request.pictures is not None
+        if request in self._waiting:
+            return
         self._waiting.append(request)
         if isinstance(request, Request):
             request.prefix_keys = self.keys.prompt_keys(request.prompt_ids, request.pictures)
@@ -91,8 +96,10 @@ class PictureQueue:
         """Encode within the budget. ``start`` is called with each request whose images are ready, ``fail`` with each
         whose images could not be encoded. ``is_idle`` means that there is no other work."""
         self.budget.begin(is_idle=is_idle)
-        while self._waiting and self.budget.next_rows():
-            request = self._waiting[0]
+        while self.budget.next_rows():
+            request = next((each for each in self._waiting if self._adapter_slot(each) is not None), None)
+            if request is None:
+                return
             if isinstance(request, Embedding) and request.future.cancelled():
                 self.release(request)
                 continue
@@ -108,13 +115,20 @@ class PictureQueue:
             assert request.pictures is not None
             entries = [self._entries[self._key(request, item)] for item in request.pictures.items]
             if all(entry.is_made for entry in entries):
-                self._waiting.popleft()
+                self._waiting.remove(request)
                 request.pictures.slots[:] = [entry.slot for entry in entries]
                 request.pictures.patches.clear()
                 start(request)
 
     def _key(self, request: Holder, item: Picture) -> Key:
-        return request.cache_salt, item.digest
+        is_changed = isinstance(request, Request) and request.adapter is not None and self.changes_tower(request)
+        return request.cache_salt, item.digest, request.adapter_digest if is_changed else b""
+
+    def _adapter_slot(self, request: Holder) -> int | None:
+        """The slot of the adapter that a request's images are encoded with, -1 for none; None while it has lost it."""
+        if isinstance(request, Embedding) or request.adapter is None or not self.changes_tower(request):
+            return -1
+        return request.adapter_slot if request.adapter_slot >= 0 else None
 
     def _hold(self, request: Holder) -> bool:
         """Make room for all images of a request, and hold them; False if there is none yet."""
@@ -149,7 +163,9 @@ class PictureQueue:
             if self._current != key:
                 self._current = key
                 self._executor.drop_encoded(entry.slot)  # begun for a request that has ended since
-                self._executor.start_encoding(entry.slot, patches, grid)
+                adapter = self._adapter_slot(request)
+                assert adapter is not None, "it would wait"
+                self._executor.start_encoding(entry.slot, patches, grid, adapter)
             done = self._executor.encode(entry.slot, self.budget.next_rows())
             self.budget.spend(done.num_rows, done.seconds)
             entry.is_made = done.is_made

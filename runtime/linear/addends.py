@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from runtime.batch import Batch
+from runtime.batch import AdaptedRows, Batch
 from runtime.linear.low_rank_slots import LowRank
 from runtime.linear.norm import RmsNorm
 from runtime.tensor.tensor import Tensor
@@ -44,7 +44,7 @@ class Addend(Protocol):
 class RidingAddend(Addend, Protocol):
     """An addend that normalises rows itself, or that a product's launch may add."""
 
-    def riding(self, x: Tensor, batch: Batch) -> LowRank | None:
+    def riding(self, x: Tensor, batch: Batch | AdaptedRows) -> LowRank | None:
         """The sums that the product adds, for rows as in `add_to`; None if `add_to` has to add them."""
 
     def add_to(self, residual: Tensor | None, x: Tensor, batch: Any, norm: RmsNorm | None = None) -> Tensor | None:

@@ -12,14 +12,15 @@ from runtime.linear.addends import Addend, LateAddend, RidingAddend
 from runtime.linear.format import WeightFormat
 from runtime.linear.low_rank_slots import LowRank
 from runtime.linear.norm import RmsNorm
-from runtime.linear.weight import LinearWeight, logits_share
+from runtime.linear.weight import GpuWeight, LinearWeight, logits_share
 from runtime.tensor.tensor import Tensor
 
 
 class Linear:
     """``x [T, K] . weight [N, K]^T + bias + addends(x)``, or this rank's part of it.
 
-    Calls for rows of a step pass its batch, which has the adapter of each row; a map without addends does not read it.
+    Calls pass the step's batch, or a picture's `AdaptedRows`, which has the adapter of each row; a map without addends
+    does not read it.
 
     Attributes:
         weight: the matrix with its bias, as the device's product reads them.
@@ -57,7 +58,12 @@ class Linear:
         return self.weight.format
 
     def __call__(
-        self, x: Tensor, batch: Batch | None = None, *, residual: Tensor | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: Batch | AdaptedRows | None = None,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """``x [T, K]`` -> ``[T, N]``, plus the residual; see `ops.linear`."""
         if self.communicator is None:
@@ -79,22 +85,29 @@ class Linear:
         return result
 
     def own_part(
-        self, x: Tensor, batch: Batch | None = None, *, residual: Tensor | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        batch: Batch | AdaptedRows | None = None,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The result without that of other ranks."""
         x, norm = self._normalised(x)
         residual, low_rank = self._with_addends(residual, x, batch, norm)
         return ops.linear(x, self.weight, residual=residual, out=out, norm=norm, low_rank=low_rank)
 
-    def glu(self, x: Tensor, activation: ops.GluActivation, batch: Batch | None = None) -> Tensor:
-        """``f(gate) * up`` of the map's halves, gate first: ``[T, K]`` -> ``[T, N / 2]``; see `ops.linear_glu`."""
-        if self.addends and (batch is None or batch.adapters is not None):
+    def glu(self, x: Tensor, activation: ops.GluActivation, batch: Batch | AdaptedRows | None = None) -> Tensor:
+        """``f(gate) * up`` of the map's halves, gate first: ``[T, K]`` -> ``[T, N / 2]``; see `ops.linear_glu`. An
+        exact map with addends on a GPU takes the same kernels whether a row of the batch has an adapter or not."""
+        is_fixed = isinstance(self.weight, GpuWeight) and self.weight.exact
+        if self.addends and (is_fixed or batch is None or batch.adapters is not None):
             return ops.glu(self.own_part(x, batch), activation)
         x, norm = self._normalised(x)
         return ops.linear_glu(x, self.weight, activation, norm=norm)
 
     def _with_addends(
-        self, residual: Tensor | None, x: Tensor, batch: Batch | None, norm: RmsNorm | None
+        self, residual: Tensor | None, x: Tensor, batch: Batch | AdaptedRows | None, norm: RmsNorm | None
     ) -> tuple[Tensor | None, LowRank | None]:
         """The residual plus the addends of x, after a norm that is not applied to it yet; and what is left for the
         product to add."""

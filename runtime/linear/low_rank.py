@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from runtime import ops
-from runtime.batch import Batch
+from runtime.batch import AdaptedRows, Batch
 from runtime.dtype import NDArray
 from runtime.errors import InvalidArgumentError
 from runtime.linear.adapter_pairs import Change, Pair, Rows, parts_of
@@ -30,22 +30,30 @@ _OF_TOWERS = re.compile(r"(?:^|\.)(?:visual|vision\w*|multi_modal_projector|embe
 
 
 class LowRankMap:
-    """The addend of one map, `num_slots` pairs of `rank`."""
+    """The addend of one map, `num_slots` pairs of `rank`. If it `is_late`, memory is made for the first adapter that
+    changes the map."""
 
-    def __init__(self, declared: DeclaredMap, num_slots: int, rank: int) -> None:
+    def __init__(self, declared: DeclaredMap, num_slots: int, rank: int, *, is_late: bool = False) -> None:
         self.shape = declared.shape
         self.parts = parts_of(declared)
         if declared.is_segmented:  # it gets all ranks' columns
             self.shape = self.shape[0], next(inputs for _, (_, inputs) in declared.whole_maps)
             self.parts = [part._replace(columns=slice(None)) for part in self.parts]
-        self.num_slots, self.rank = num_slots, rank
+        self.num_slots, self.rank, self.is_late = num_slots, rank, is_late
         self.adds_bias = declared.adds_unsplit
         self._slots: Slots | None = None
+        self._options: LoadOptions | None = None
 
     def allocate(self, options: LoadOptions) -> None:
         """Makes the slots, all zeros, of the options' type."""
+        self._slots, self._options = None, options
+        if not self.is_late:
+            self._make()
+
+    def _make(self) -> None:
+        assert self._options is not None, "slots are made before the first adapter"
         heights = tuple(part.rows.stop - part.rows.start for part in self.parts)
-        self._slots = new_slots(SlotShape(heights, self.shape[1], self.rank, self.num_slots), options)
+        self._slots = new_slots(SlotShape(heights, self.shape[1], self.rank, self.num_slots), self._options)
 
     @property
     def slots(self) -> Slots:
@@ -58,19 +66,34 @@ class LowRankMap:
         """The bytes of all slots."""
         return 0 if self._slots is None else self._slots.size_bytes
 
-    def riding(self, x: Tensor, batch: Batch) -> LowRank | None:
+    def riding(self, x: Tensor, batch: Batch | AdaptedRows) -> LowRank | None:
         """See `RidingAddend`."""
-        if not isinstance(self.slots, CpuSlots):
+        if self.is_empty or not isinstance(self.slots, CpuSlots):
             return None
         assert batch.adapters is not None, "a batch without adapters does not come here"
         return LowRank(self.slots, x, batch.adapters, batch.computed)
 
-    def add_to(self, residual: Tensor | None, x: Tensor, batch: Batch, norm: RmsNorm | None = None) -> Tensor | None:
+    @property
+    def is_empty(self) -> bool:
+        """See `LateAddend`."""
+        return self._slots is None and self.is_late
+
+    def add_to(
+        self, residual: Tensor | None, x: Tensor, batch: Batch | AdaptedRows, norm: RmsNorm | None = None
+    ) -> Tensor | None:
         """See `RidingAddend`."""
+        if self.is_empty:
+            return residual
         return ops.low_rank(x, batch, self.slots, residual=residual, norm=norm)
 
-    def write(self, slot: int, pairs: Mapping[str, Pair]) -> None:
-        """Writes an adapter's pairs, by module, to a slot; the others become zeros. No step may run that reads it."""
+    def write(self, slot: int, pairs: Mapping[str, Pair]) -> bool:
+        """Writes an adapter's pairs, by module, to a slot; the others become zeros. No step may run that reads it.
+        Returns whether memory was made."""
+        is_new = self.is_empty
+        if is_new:
+            if not any(part.module in pairs for part in self.parts):
+                return False
+            self._make()
         found: list[DensePair | None] = []
         bias: NDArray | None = None
         for part in self.parts:
@@ -81,6 +104,7 @@ class LowRankMap:
                 bias = np.zeros(self.shape[0], np.float32) if bias is None else bias
                 bias[part.first : part.first + part.rows.stop - part.rows.start] = pair.bias[part.rows]
         self.slots.write(slot, found, bias)
+        return is_new
 
 
 class LowRankMaps:
@@ -96,6 +120,7 @@ class LowRankMaps:
         modules: (N, K) of each module, of all ranks together; a token table's are of one-hot rows.
         tables: names of the token table and the head.
         transposed: modules that checkpoints store inputs first.
+        of_towers: modules of towers and projectors of pictures.
     """
 
     def __init__(self, num_slots: int, rank: int) -> None:
@@ -108,12 +133,14 @@ class LowRankMaps:
         self.modules: dict[str, tuple[int, int]] = {}
         self.tables: set[str] = set()
         self.transposed: set[str] = set()
+        self.of_towers: set[str] = set()
 
     def addends_of(self, declared: DeclaredMap) -> Sequence[LowRankMap]:
-        """See `AddendSource`; a map that is declared again replaces itself. Those of pictures' towers take none."""
-        if _OF_TOWERS.search(declared.names[0]):
-            return ()
-        made = LowRankMap(declared, self.num_slots, self.rank)
+        """See `AddendSource`; a map that is declared again replaces itself."""
+        is_of_tower = _OF_TOWERS.search(declared.names[0]) is not None
+        made = LowRankMap(declared, self.num_slots, self.rank, is_late=is_of_tower)
+        if is_of_tower:
+            self.of_towers.update(declared.names)
         self.maps[declared.names[0]] = made
         self.modules.update(declared.whole_maps)
         if declared.is_transposed:
@@ -155,8 +182,8 @@ class LowRankMaps:
         yield from (each for each in (self.table, self.head) if each is not None)
 
     def allocate(self, options: LoadOptions) -> None:
-        """Makes the slots, once the model is loaded; those of experts, routers, table and head are made when an
-        adapter has such changes."""
+        """Makes the slots, once the model is loaded; those of experts, routers, towers, table and head are made when
+        an adapter has such changes."""
         for each in self._all:
             each.allocate(options)
 
@@ -169,9 +196,8 @@ class LowRankMaps:
         """Loads an adapter, checked by `check`, into a slot. True if maps take part from now on that did not before:
         what was recorded of the model lacks them."""
         pairs = {module: change for module, change in changes.items() if isinstance(change, Pair)}
-        for each in self.maps.values():
-            each.write(slot, pairs)
-        are_new = [experts.write(slot, pairs) for experts in self.experts.values()]
+        are_new = [each.write(slot, pairs) for each in self.maps.values()]
+        are_new += [experts.write(slot, pairs) for experts in self.experts.values()]
         tables = (self.table, self.head, *self.routers.values())
         are_new += [table.write(slot, changes) for table in tables if table is not None]
         return any(are_new)

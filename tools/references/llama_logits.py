@@ -1,6 +1,7 @@
 """Prints llama.cpp's logits of a prompt; `make_hybrid_gguf.py` runs it.
 
-The request on stdin has a file and ids. The cache holds float32, and graphs are computed without flash attention.
+The request on stdin has a file and ids, and may have an adapter's file. The cache holds float32, and graphs are computed
+without flash attention.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ def main() -> None:
         options.n_outputs_max = options.n_outputs_max_per_seq = 256
     context = llama_cpp.llama_init_from_model(model, options)
     assert context, f"llama.cpp makes no context for {request['path']}"
+    if "adapter" in request:
+        adapter = llama_cpp.llama_adapter_lora_init(model, request["adapter"].encode())
+        assert adapter, f"llama.cpp does not load {request['adapter']}"
+        given, scale = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter), (ctypes.c_float * 1)(1.0)
+        assert llama_cpp.llama_set_adapters_lora(context, given, 1, scale) == 0
     batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
     batch.n_tokens = len(ids)
     for at, token in enumerate(ids):

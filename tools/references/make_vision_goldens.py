@@ -1,6 +1,6 @@
 """Writes transformers' results for the tiny models of `tests/models/vision`.
 
-    python -m tools.references.make_vision_goldens [CASE ... | configs]          # needs transformers and torch
+    python -m tools.references.make_vision_goldens [CASE ... | configs | adapters]   # needs transformers, torch, peft
 
 Without cases, all of them are written.
 """
@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.numpy import save_file
 
 from tests.models.driver import mean_relative_error, relative_error
 from tests.models.golden_weights import golden_tensor, named_tensors, rounded_to_bfloat16
 from tests.models.vision import gemma4_cases, pixtral_cases, square_cases
+from tests.models.vision.adapter_cases import ADAPTED, ADAPTER, adapter_tensor
 from tests.models.vision.cases import CASES, FOLDER, GRIDS, HYBRIDS, IMAGE, PROMPT, SEED, patches_of, stored_tensors
 
 NUM_NEW = 6
@@ -33,9 +35,11 @@ OTHERS = {case: module for module in (square_cases, pixtral_cases) for case in m
 
 
 def main() -> None:
-    for case in sys.argv[1:] or (*CASES, *OTHERS, *gemma4_cases.CASES, "configs"):
+    for case in sys.argv[1:] or (*CASES, *OTHERS, *gemma4_cases.CASES, "configs", "adapters"):
         if case == "configs":
             make_configs()
+        elif case == "adapters":
+            make_adapters()
         elif case in gemma4_cases.CASES:
             make_gemma4(case)
         elif case in OTHERS:
@@ -76,6 +80,38 @@ def make_configs() -> None:
             found[case] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     text = json.dumps(found, separators=(",", ":"))
     (FOLDER / "resaved_configs.json").write_text(text, encoding="utf-8")
+
+
+def make_adapters() -> None:
+    """`adapters.npz`: the towers' embeddings of cases with an adapter of PEFT, and its tensors' shapes."""
+    found: dict[str, Any] = {}
+    for case in ADAPTED:
+        config = {**CASES, **square_cases.CASES, **pixtral_cases.CASES}[case]
+        adapted = get_peft_model(made_model(config)[0], LoraConfig(**ADAPTER)).eval()
+        shapes = {name: tuple(each.shape) for name, each in get_peft_model_state_dict(adapted).items()}
+        given = {name: torch.from_numpy(adapter_tensor(name, shape)) for name, shape in shapes.items()}
+        assert not set_peft_model_state_dict(adapted, given).unexpected_keys
+        model = adapted.base_model.model
+        with torch.no_grad():
+            if case in CASES:
+                grids = torch.tensor([[1, *grid] for grid in GRIDS])
+                pixels = torch.from_numpy(np.concatenate([patches_of(case, index) for index in range(len(GRIDS))]))
+                made = model.model.get_image_features(pixels, grids)
+            elif case in pixtral_cases.CASES:
+                batch, sizes = pixtral_cases.batch_of(case)
+                made = model.model.get_image_features(
+                    torch.from_numpy(batch), vision_feature_layer=-1, image_sizes=torch.tensor(sizes)
+                )
+            else:
+                names = ("vision_feature_layer", "vision_feature_select_strategy")
+                choices = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
+                made = model.model.get_image_features(torch.from_numpy(square_cases.pixels_of(case)), **choices)
+        found[f"{case}_embeddings"] = torch.cat(list(made.pooler_output)).numpy()
+        for index, deep in enumerate(getattr(made, "deepstack_features", None) or ()):
+            found[f"{case}_deepstack_{index}"] = (torch.cat(list(deep)) if isinstance(deep, tuple) else deep).numpy()
+        found[f"{case}_shapes"] = np.frombuffer(json.dumps(shapes).encode(), np.uint8)
+        print(case, len(shapes), found[f"{case}_embeddings"].shape)
+    np.savez_compressed(FOLDER / "adapters.npz", **found)
 
 
 def make_case(case: str) -> None:

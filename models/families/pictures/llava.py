@@ -142,11 +142,12 @@ class LlavaTower(PictureTower):
         made = self.buffer((kept[0].shape[0] - first) // unit, self.projector.down.weight.shape[0])
         for piece in pace.slices(made.shape[0], unit):
             rows = slice(first + piece.start * unit, first + piece.stop * unit)
-            self.projector(self.merged(ops.join_columns([each[rows] for each in kept])), made[piece])
+            merged = self.merged(ops.join_columns([each[rows] for each in kept]), pace)
+            self.projector(merged, made[piece], pace.of(merged))
             yield (piece.stop - piece.start) * unit
         return (made if self.model.line_ends is None else self._with_line_ends(made, grid[1] // self.merge_size),)
 
-    def merged(self, x: Tensor) -> Tensor:
+    def merged(self, x: Tensor, pace: Pace) -> Tensor:
         """The projector's input: the tower's rows of whole tokens, `[n * merge_size**2, width]`."""
         return x
 

@@ -32,6 +32,7 @@ from models.families.pictures.llava import (
 )
 from models.makers.maker import Maker
 from models.picture_decoder import PictureDecoder
+from models.towers.encoding import Pace
 from models.towers.pixtral import read_pixtral
 from runtime import ops
 from runtime.tensor.tensor import Tensor
@@ -97,10 +98,11 @@ class Mistral3Tower(LlavaTower):
             "patch_merger.merging_layer", outputs=width, inputs=width * self.merge_size**2, has_bias=False
         )
 
-    def merged(self, x: Tensor) -> Tensor:
+    def merged(self, x: Tensor, pace: Pace) -> Tensor:
         width, unit = x.shape[1], self.merge_size**2
         by_channel = ops.rms_norm(x, self.norm, self.eps).view(-1, unit, width).transpose(1, 2).contiguous()
-        return self.merger(by_channel.view(-1, width * unit))
+        tokens = by_channel.view(-1, width * unit)
+        return self.merger(tokens, pace.of(tokens))
 
 
 def read_mistral3(fields: Fields) -> LlavaConfig | Mistral4PicturesConfig:

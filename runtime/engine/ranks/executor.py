@@ -185,9 +185,9 @@ class ParallelExecutor:
         if self.local.lacks_recording:
             self.together(Record(), self.local.record_together)
 
-    def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
-        message = StartEncoding(slot, np.ascontiguousarray(patches), grid)
-        self.together(message, lambda: self.local.start_encoding(slot, patches, grid))
+    def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int], adapter: int = -1) -> None:
+        message = StartEncoding(slot, np.ascontiguousarray(patches), grid, adapter)
+        self.together(message, lambda: self.local.start_encoding(slot, patches, grid, adapter))
 
     def encode(self, slot: int, num_rows: int) -> Encoded:
         return self.together(Encode(slot, num_rows), lambda: self.local.encode(slot, num_rows))

@@ -102,6 +102,7 @@ class StartEncoding(msgspec.Struct, frozen=True, tag=True):
     slot: int
     patches: NDArray[np.uint8]
     grid: tuple[int, int]
+    adapter: int
 
 
 class Encode(msgspec.Struct, frozen=True, tag=True):

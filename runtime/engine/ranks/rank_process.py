@@ -89,8 +89,8 @@ class RankProcess:
                     executor.note_sampled(number, rows, positions, token_ids)
                 case Record():
                     executor.record_together()
-                case StartEncoding(slot, patches, grid):
-                    executor.start_encoding(slot, patches, grid)
+                case StartEncoding(slot, patches, grid, adapter):
+                    executor.start_encoding(slot, patches, grid, adapter)
                 case Encode(slot, num_rows):
                     executor.encode(slot, num_rows)
                 case DropEncoded(slot):

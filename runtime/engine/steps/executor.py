@@ -282,9 +282,10 @@ class Executor(Protocol):
         """Make the recording that the last step lacked, if there is one; to be called between two steps."""
         ...
 
-    def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
+    def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int], adapter: int = -1) -> None:
         """Begin to encode an image of ``grid`` rows and columns of ``patches [rows * columns, patch_bytes]`` into a
-        free slot. Raises UnsupportedStepError if the model reads no images, and the model's errors."""
+        free slot, with the adapter that lies in this slot of adapters, or -1. Raises UnsupportedStepError if the model
+        reads no images, and the model's errors."""
         ...
 
     def encode(self, slot: int, num_rows: int) -> Encoded:

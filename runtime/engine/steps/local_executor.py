@@ -278,11 +278,11 @@ class LocalExecutor:
         if np.count_nonzero(self.rows.sampling.keeps_outputs[rows]):
             self.rows.note_outputs(rows, positions, token_ids, version)
 
-    def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
+    def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int], adapter: int = -1) -> None:
         pictures = self._picture_store()
         if not self.is_first:
             return
-        self._beside_steps(lambda: pictures.start(slot, patches, grid))
+        self._beside_steps(lambda: pictures.start(slot, patches, grid, adapter))
 
     def encode(self, slot: int, num_rows: int) -> Encoded:
         pictures = self._picture_store()

@@ -28,7 +28,7 @@ class Encoding(Protocol):
 class Tower(Protocol):
     """Encodes images."""
 
-    def start(self, patches: NormalisedPatches, grid: tuple[int, int]) -> Encoding: ...
+    def start(self, patches: NormalisedPatches, grid: tuple[int, int], adapter: int) -> Encoding: ...
 
 
 @runtime_checkable
@@ -88,10 +88,12 @@ class PictureStore:
         """Whether an image's tokens attend to each other."""
         return self._model.whole_picture_tokens is not None
 
-    def start(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
-        """Begin to encode ``patches [rows * columns, patch_bytes]`` into a free slot."""
+    def start(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int], adapter: int) -> None:
+        """Begin to encode ``patches [rows * columns, patch_bytes]`` into a free slot, with the adapter in this slot of
+        adapters, or -1."""
         assert slot not in self._made, "a slot is encoded twice"
-        self._encodings[slot] = self._model.tower.start(NormalisedPatches(patches, self._model.patch_rule), grid)
+        normalised = NormalisedPatches(patches, self._model.patch_rule)
+        self._encodings[slot] = self._model.tower.start(normalised, grid, adapter)
 
     def advance(self, slot: int, num_rows: int) -> tuple[bool, int]:
         """Compute so many rows more; returns whether the image is complete, and how many rows were computed."""

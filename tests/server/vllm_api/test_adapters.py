@@ -125,11 +125,11 @@ def test_an_adapter_comes_and_goes(client: httpx.Client, root: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        ("x", "../outside", "must be a folder in the server's --lora-root"),
-        ("x", "link", "must be a folder in the server's --lora-root"),
-        ("x", "/etc", "must be a folder in the server's --lora-root"),
-        ("x", ".", "must be a folder in the server's --lora-root"),
-        ("x", "a\0b", "must be a folder in the server's --lora-root"),
+        ("x", "../outside", "must be a folder or a GGUF file in the server's --lora-root"),
+        ("x", "link", "must be a folder or a GGUF file in the server's --lora-root"),
+        ("x", "/etc", "must be a folder or a GGUF file in the server's --lora-root"),
+        ("x", ".", "must be a folder or a GGUF file in the server's --lora-root"),
+        ("x", "a\0b", "must be a folder or a GGUF file in the server's --lora-root"),
         ("x", "none", "there is no such folder"),
         ("x", "foreign", "the adapter is for another model"),
         ("tiny", "added", "is the model's own name"),
