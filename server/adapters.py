@@ -121,8 +121,10 @@ class Adapters:
         except (OSError, ValueError, RuntimeError):  # a loop of links, a NUL
             folder = self.root.parent
         if not folder.is_relative_to(self.root) or folder == self.root:
-            raise RequestError(f"lora_path must be a folder or a GGUF file in the server's --lora-root, got {path!r:.200}",
-                               param="lora_path")  # fmt: skip
+            raise RequestError(
+                f"lora_path must be a folder or a GGUF file in the server's --lora-root, got {path!r:.200}",
+                param="lora_path",
+            )
         return folder
 
     def _check_free(self, name: str) -> None:

@@ -1,6 +1,6 @@
 """Prints llama.cpp's logits of a prompt; `make_hybrid_gguf.py` runs it.
 
-The request on stdin has a file and ids, and may have an adapter's file. The cache holds float32, and graphs are computed
+The request on stdin has a file and ids, perhaps an adapter's file. The cache holds float32, and graphs are computed
 without flash attention.
 """
 
