@@ -16,6 +16,7 @@ import numpy as np
 
 from models.adapter_modules import MERGE
 from models.gguf.architectures import ARCHITECTURES, GgufArchitecture
+from models.gguf.formats import Array
 from models.gguf.model_file import PERMUTED, name_in_checkpoint, part_of
 from models.gguf.reader import GgufFile
 from models.gguf.weights import in_halves
@@ -109,7 +110,7 @@ def _opened(path: Path) -> tuple[GgufFile, GgufArchitecture]:
 
 
 def _by_module(
-    file: GgufFile, stem: str, rules: GgufArchitecture, head_dim: int, down: np.ndarray, up: np.ndarray
+    file: GgufFile, stem: str, rules: GgufArchitecture, head_dim: int, down: Array, up: Array
 ) -> Iterator[tuple[str, Pair]]:
     """The pairs of one tensor of the model."""
     part, name = part_of(stem), name_in_checkpoint(stem, rules)

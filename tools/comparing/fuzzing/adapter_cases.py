@@ -55,7 +55,7 @@ def draw_stored(rng: random.Random, family: str, emulated: list[str], *, is_smal
 def _divided(fields: Fields, stored: str) -> Fields:
     """The fields with sizes that groups and blocks divide."""
     width = 256 if stored.endswith("_K") else 128 if stored == "blocks" else 64
-    own = {
+    own: Fields = {
         "hidden_size": width, "intermediate_size": 2 * width, "moe_intermediate_size": width, "head_dim": 32,
         "num_attention_heads": width // 32, "num_key_value_heads": 1 if width == 64 else 2, "n_embd": width,
         "n_head": 4, "n_inner": 2 * width, "num_hidden_layers": 2, "n_layer": 2,
