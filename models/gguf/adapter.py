@@ -1,6 +1,6 @@
 """Reads a LoRA adapter in a GGUF file, as llama.cpp's `convert_lora_to_gguf.py` writes it.
 
-Tensors are called as the model's in GGUF, with ".lora_a" `[r, inputs]` and ".lora_b" `[outputs, r]` behind: stacked for
+A tensor is called as the model's in GGUF, with ".lora_a" `[r, inputs]` or ".lora_b" `[outputs, r]` added: stacked for
 all experts of a layer, and of the token table turned, `[rows, r]`. The scale of each is `adapter.lora.alpha` over its
 rank. Rows of heads that the converter has moved are moved back, so an adapter fits the model in any file. A file may
 say 0 for alpha, as older ones do: then nothing is scaled, as in llama.cpp.

@@ -32,7 +32,7 @@ from models.experts import MoeConfig
 from models.makers.declaration import LinearDeclaration
 from models.makers.loading_maker import LoadingMaker
 from runtime import ops
-from runtime.batch import Batch
+from runtime.batch import AdaptedRows, Batch
 from runtime.dtype import bfloat16, float32
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache
@@ -203,11 +203,12 @@ class _StreamedLinear(Linear):
         self.watch: Callable[[Tensor], None] | None = None
 
     def own_part(
-        self, x: Tensor, batch: Batch | None = None, *, residual: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
+        self, x: Tensor, batch: Batch | AdaptedRows | None = None, *, residual: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         return self._read(x).own_part(x, batch, residual=residual, out=out)
 
-    def glu(self, x: Tensor, activation: ops.GluActivation, batch: Batch | None = None) -> Tensor:
+    def glu(self, x: Tensor, activation: ops.GluActivation, batch: Batch | AdaptedRows | None = None) -> Tensor:
         return self._read(x).glu(x, activation, batch)
 
     def _read(self, x: Tensor) -> Linear:

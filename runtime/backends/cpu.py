@@ -410,6 +410,7 @@ def _some_adapted(
     count, rule = tokens * top_k, RoutingRule(num_experts=num_experts, top_k=1)
 
     def grouped(ids: Tensor, num_rows: int, pair: tuple[ExpertsWeight, ExpertsWeight]) -> _RowsByExpert:
+        assert adapters is not None, "without adapters there are no pairs"
         own = adapter_ids(adapters, ids, num_experts, pair[0].shape[0] // num_experts, -1)
         rule = RoutingRule(num_experts=pair[0].shape[0], top_k=count // num_rows)
         return _RowsByExpert(Routing(own.view(num_rows, -1), None, rule))

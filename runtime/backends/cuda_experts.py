@@ -183,6 +183,7 @@ def _some_adapted(
     def grouped(x: Tensor, pair: tuple[ExpertsWeight, ExpertsWeight]) -> Iterator[tuple[_RowsByExpert, Tensor]]:
         """The products of adapters' pairs with ``x``, a row for each token or each draw; as many adapters at a time as
         rows can be grouped by."""
+        assert adapters is not None, "without adapters there are no pairs"
         most, num_adapters = max(1, MAX_EXPERTS // num_experts), pair[0].shape[0] // num_experts
         for start in range(0, num_adapters, most):
             at_once = min(most, num_adapters - start)

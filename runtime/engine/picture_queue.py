@@ -121,8 +121,10 @@ class PictureQueue:
                 start(request)
 
     def _key(self, request: Holder, item: Picture) -> Key:
-        is_changed = isinstance(request, Request) and request.adapter is not None and self.changes_tower(request)
-        return request.cache_salt, item.digest, request.adapter_digest if is_changed else b""
+        adapter = b""
+        if isinstance(request, Request) and request.adapter is not None and self.changes_tower(request):
+            adapter = request.adapter_digest
+        return request.cache_salt, item.digest, adapter
 
     def _adapter_slot(self, request: Holder) -> int | None:
         """The slot of the adapter that a request's images are encoded with, -1 for none; None while it has lost it."""

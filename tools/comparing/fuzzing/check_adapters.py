@@ -5,7 +5,7 @@ A model runs rows of all adapters in one batch, and each alone; an engine with f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def _logits(
         model, len(rows), complete=complete, rotary_offset=offset, exact=run["exact"], max_tokens=max(32, longest)
     )
     for step in range(2):
-        chunks: dict[int, list[int]] = {}
+        chunks: dict[int, Sequence[int]] = {}
         for place, (index, _) in enumerate(rows):
             half = (len(prompts[index]) + 1) // 2
             part = prompts[index][:half] if step == 0 else prompts[index][half:]
