@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_398,
     "runtime/linear": 3_217,
     "runtime/kv": 1_668,
-    "runtime/engine": 26_620,
+    "runtime/engine": 26_621,
     "runtime/text": 7_342,
     "runtime/llm": 1_946,
     "runtime/parallel": 1_996,

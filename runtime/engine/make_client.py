@@ -90,14 +90,14 @@ class StartingClient:
                     param="data_parallel_size",
                 )
             return
-        supervision = None if hang_timeout_s is None else Supervision(hang_timeout_s=hang_timeout_s)
+        supervision = Supervision() if hang_timeout_s is None else Supervision(hang_timeout_s=hang_timeout_s)
         if is_fleet(self._config):
             on_ray = self._config.distributed_executor_backend == "ray"
             places = _ray.RayEngines(self._config, ray_address or "auto") if on_ray else None
             kind = _handing_fleets.HandingFleet if self._config.hands_over else _fleets.Fleet
             self._client = kind(model, supervision=supervision, places=places, waits=False, **options)
         else:
-            launch = None if waiting is None else partial(EngineProcess, waiting=waiting)
+            launch = None if waiting is None else partial(EngineProcess, command=supervision.command, waiting=waiting)
             membership = Membership(launch=launch, transfer=transfer_settings(self._config))
             self._client = ProcessEngineClient(
                 model, supervision=supervision, membership=membership, waits=False, **options

@@ -93,11 +93,11 @@ class EngineProcess(EngineConnection):
     """A process that starts and runs an engine, and the socket to it.
 
     The thread that makes it must live as long as the process: on Linux that dies with its thread. The one that is
-    ``waiting`` is taken if it is still there. Raises ``OSError`` if the process cannot be started.
+    ``waiting`` is taken if it is still there and has this command. Raises ``OSError`` if the process cannot be started.
     """
 
     def __init__(self, start: Start, command: Sequence[str] = ENGINE, *, waiting: WaitingProcess | None = None) -> None:
-        begun = None if waiting is None else waiting.take()
+        begun = None if waiting is None or waiting.command != command else waiting.take()
         ours, self._process = begun or connected_process(command)
         super().__init__(ours)
         self.pid = self._process.pid

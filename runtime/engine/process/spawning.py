@@ -55,6 +55,7 @@ class WaitingProcess:
     Made on a thread that lives as long as the process. Raises ``OSError`` if it cannot be started."""
 
     def __init__(self, command: Sequence[str] = ENGINE) -> None:
+        self.command = command
         self._begun: tuple[socket.socket, subprocess.Popen[bytes]] | None = connected_process(command)
         self._lock = threading.Lock()
 

@@ -68,6 +68,7 @@ def test_defaults_are_vllms() -> None:
         "reasoning_budget": None,
         "structured_outputs": None,
         "output_kind": RequestOutputKind.CUMULATIVE.value,
+        "extra_args": None,
     }
 
 
@@ -128,6 +129,7 @@ FIELDS_AND_BAD_VALUES = {
     ],
     "allowed_token_ids": [[], [1.5], 5, [None]],
     "logprob_token_ids": [[], [1.5], 5, [None]],
+    "extra_args": [[], "a", 5, {1: 2}, {"a": object()}, {"a": {1j}}],
 }
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from runtime import LLM, LogitsKernel, SamplingParams, StructuredOutputsParams
 from runtime.engine.errors import RequestError
+from runtime.engine.speculation import speculator
+from runtime.engine.speculation.policy import DraftPolicy
 from tests.runtime.engine.logits.cases import (
     EOS,
     GOLDENS,
@@ -109,8 +111,12 @@ def test_a_kernel() -> None:
     ],
     ids=str,
 )
-def test_any_schedule(llm: LLM, options: dict[str, Any]) -> None:
-    """Drawn tokens and their raw log probabilities are those of the plain engine, alone."""
+def test_any_schedule(llm: LLM, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn tokens and their raw log probabilities are those of the plain engine, alone. Drafts are tried whether or
+    not they pay."""
+    monkeypatch.setattr(
+        speculator, "DraftPolicy", lambda most, fixed, clock: DraftPolicy(most, fixed=True, clock=clock)
+    )
     params = [
         SamplingParams(
             temperature=0.3 * (i != 2), seed=i, max_tokens=NUM_TOKENS, logprobs=1, ignore_eos=True, n=2,

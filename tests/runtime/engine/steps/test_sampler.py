@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from runtime import ops
+from runtime.engine.logits.processing import RowProcessors
 from runtime.engine.steps.sampler import SamplingRows, shared_lists
 from runtime.engine.steps.step_input import RowLoad
 from runtime.sampling_table import COLUMNS
@@ -17,7 +18,7 @@ NEUTRAL = {name: column.neutral for name, column in COLUMNS.items()}
 
 def loaded(rng: np.random.Generator) -> SamplingRows:
     """Rows with penalties, with a bias and ids that min_tokens forbids, with bad words, and with none of these."""
-    rows = SamplingRows(6, VOCAB)
+    rows = SamplingRows(6, VOCAB, RowProcessors(()))
     for row, temperature in enumerate((0.9, 0.0, 1.3, 0.0, 1.0, 0.7)):
         load = RowLoad(
             row=row, seed=7 + row, choice_index=row % 2, num_prompt_tokens=9, last_token_id=3,
