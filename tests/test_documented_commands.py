@@ -78,6 +78,7 @@ ELSEWHERE = {
         "xserv deploy ray", "xserv serve --ray-address",
         "xserv deploy ray --model MODEL --min-replicas 1 --max-replicas 4",
         "xserv serve MODEL --prefill-engines 1 --decode-engines 3",
+        "xserv serve MODEL --data-parallel-size 4 --engine-roles auto",
         "xserv serve MODEL --port 8100 --kv-transfer-address 10.0.0.1:7000 --kv-transfer-key-file key"
         " --kv-transfer-peer 10.0.0.2:7000",
         "xserv serve MODEL --port 8200 --kv-transfer-address 10.0.0.2:7000 --kv-transfer-key-file key"

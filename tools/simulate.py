@@ -34,11 +34,11 @@ from runtime.bench.scheduling.roofline import (
     rooflines,
 )
 from runtime.bench.scheduling.simulation import simulate
-from runtime.bench.scheduling.step_model import LinearStepModel, Pipeline, StepModel, window_shares
 from runtime.bench.scheduling.tenants import Flood, compare, text_of
 from runtime.engine.config import BATCHING, POLICIES, PREEMPTIONS, VICTIMS, EngineConfig, RoutingPolicy
 from runtime.engine.limits import EngineLimits, resolve
 from runtime.engine.process.thread_client import BURST_PAUSE_S
+from runtime.engine.scheduling.step_model import LinearStepModel, Pipeline, StepModel, window_shares
 from runtime.errors import XservError
 from runtime.kv.groups import cut_layers
 from runtime.kv.kinds import kind_of_window

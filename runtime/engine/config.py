@@ -40,6 +40,7 @@ MOST_RANKS = 64
 MOST_ENGINES = 64
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 RoutingPolicy = Literal["round-robin", "least-load", "prefix-aware"]
+EngineRoles = Literal["fixed", "auto"]
 ExecutorBackend = Literal["mp", "ray"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 GIB = 1 << 30
@@ -141,8 +142,8 @@ class SchedulingConfig:
     ttft_target_s: Annotated[
         float,
         Option(
-            help="Seconds to the first token, for the deadline policy.",
-            about='seconds to the first token under "deadline", unless a request has its own',
+            help="Seconds to the first token, for the deadline policy and engines that take either role.",
+            about='seconds to the first token under "deadline", unless a request has its own, and for `engine_roles`',
             heading="Scheduling",
             flag=Flag(name="ttft_target"),
         ),
@@ -150,8 +151,8 @@ class SchedulingConfig:
     tpot_target_s: Annotated[
         float,
         Option(
-            help="Seconds to each next token, for the deadline policy.",
-            about='seconds to each next token under "deadline"',
+            help="Seconds to each next token, for the deadline policy and engines that take either role.",
+            about='seconds to each next token under "deadline", and for `engine_roles`',
             heading="Scheduling",
             flag=Flag(name="tpot_target"),
         ),
@@ -574,6 +575,17 @@ class EngineConfig(SchedulingConfig):
             most=MOST_ENGINES,
         ),
     ] = 0
+    engine_roles: Annotated[
+        EngineRoles,
+        Option(
+            help="Whether each of --data-parallel-size engines takes either role, by load (auto).",
+            about=(
+                '"auto": each of `data_parallel_size` engines computes prompts or writes answers, by load, so that '
+                "requests keep `ttft_target_s` and `tpot_target_s`"
+            ),
+            heading="Execution",
+        ),
+    ] = "fixed"
     kv_transfer_address: Annotated[
         str,
         Option(
@@ -714,6 +726,23 @@ class EngineConfig(SchedulingConfig):
                     param="data_parallel_size",
                 )
             object.__setattr__(self, "data_parallel_size", num_engines)
+        if self.engine_roles == "auto":
+            if num_engines:
+                raise RequestError(
+                    f"engine_roles is 'auto', but prefill_engines is {self.prefill_engines}: give data_parallel_size "
+                    f"{num_engines} instead of both kinds, or leave engine_roles out",
+                    param="engine_roles",
+                )
+            if self.data_parallel_size < 2:
+                raise RequestError(
+                    "engine_roles is 'auto', but data_parallel_size is 1: prompts and answers need at least 2 engines",
+                    param="data_parallel_size",
+                )
+            if self.batching != "stall-free":
+                raise RequestError(
+                    f"engine_roles is 'auto', which needs batching 'stall-free', not {self.batching!r}",
+                    param="engine_roles",
+                )
         if bool(self.kv_transfer_address) != bool(self.kv_transfer_key_file):
             raise RequestError(
                 f"kv_transfer_address is {self.kv_transfer_address!r:.80}, kv_transfer_key_file "
@@ -722,7 +751,7 @@ class EngineConfig(SchedulingConfig):
             )
         if not self.hands_over and not self.kv_transfer_address:
             return
-        name = "prefill_engines" if self.hands_over else "kv_transfer_address"
+        name = self._handing_option
         if not self.enable_prefix_caching:
             raise RequestError(f"{name} needs enable_prefix_caching", param=name)
         if self.num_ranks > 1:
@@ -735,7 +764,13 @@ class EngineConfig(SchedulingConfig):
     @property
     def hands_over(self) -> bool:
         """Whether engines hand requests over to others."""
-        return self.prefill_engines > 0
+        return self.prefill_engines > 0 or self.engine_roles == "auto"
+
+    @property
+    def _handing_option(self) -> str:
+        if self.hands_over:
+            return "prefill_engines" if self.prefill_engines else "engine_roles"
+        return "kv_transfer_address"
 
     @property
     def most_kept_adapters(self) -> int:

@@ -31,8 +31,8 @@ _WITHOUT_EFFECT = {
     "max_cpu_loras", "max_loras", "max_waiting", "max_waiting_tokens", "num_blocks", "overlap", "prefix_cache_dir",
     "prefix_cache_disk_bytes",
     "swap_space_bytes",
-    "data_parallel_size", "decode_engines", "distributed_executor_backend", "kv_transfer_address", "kv_transfer_bytes",
-    "kv_transfer_key_file",
+    "data_parallel_size", "decode_engines", "distributed_executor_backend", "engine_roles", "kv_transfer_address",
+    "kv_transfer_bytes", "kv_transfer_key_file",
     "prefill_engines", "routing_policy",
 }  # fmt: skip
 """Options that change no page of a model: all others count, though few of them do."""

@@ -75,7 +75,8 @@ class Fleet(EngineClient):
         **settings: Any,
     ) -> None:
         config = EngineConfig(**settings)
-        self._policy, self._roles = config.routing_policy, self.roles_of(config)
+        self._config = config
+        self._roles: Roles | None = None  # once the engines have started
         self._seeds = random.Random(config.seed)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._origin, self._lock, self.update_lock = Origin(), threading.Lock(), threading.Lock()
@@ -112,7 +113,7 @@ class Fleet(EngineClient):
         if waits:
             self.wait_until_started()
 
-    def roles_of(self, config: EngineConfig) -> Roles | None:
+    def roles_of(self, config: EngineConfig, info: EngineInfo) -> Roles | None:
         """The engines' roles; None: each keeps its requests."""
         return None
 
@@ -126,7 +127,8 @@ class Fleet(EngineClient):
             raise
         with self._lock:
             digests = PromptDigests.of_info(self.info, self._secret)
-            self._router = Router(self._policy, len(self._clients), digests, roles=self._roles)
+            self._roles = self.roles_of(self._config, self.info)
+            self._router = Router(self._config.routing_policy, len(self._clients), digests, roles=self._roles)
 
     @property
     def info(self) -> EngineInfo:

@@ -25,17 +25,20 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.messages import (
     Begun,
+    EngineInfo,
     EngineOutput,
     EngineRequest,
     EngineState,
     RequestTimes,
     Source,
+    StepView,
 )
 from runtime.engine.process.client import OutputSink, call_sink, ignore
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.transfer.identity import MismatchError
 from runtime.parallel.fleet import Fleet
-from runtime.parallel.roles import Roles, StaticRoles
+from runtime.parallel.pacing import Pacer
+from runtime.parallel.roles import AutoRoles, Roles, StaticRoles
 from runtime.parallel.routing import Route
 
 logger = logging.getLogger("xserv.engine")
@@ -109,13 +112,20 @@ class HandingFleet(Fleet):
         self._ended = threading.Condition()
         self._retrier: threading.Thread | None = None
         self._refuses = False  # requests, until those that are open have ended
+        self.pacer: Pacer | None = None
         super().__init__(model, **arguments)
 
-    def roles_of(self, config: EngineConfig) -> Roles | None:
-        return StaticRoles(config.prefill_engines, config.data_parallel_size)
+    def roles_of(self, config: EngineConfig, info: EngineInfo) -> Roles | None:
+        count, targets = config.data_parallel_size, (config.ttft_target_s, config.tpot_target_s)
+        if config.engine_roles == "fixed":
+            return StaticRoles(config.prefill_engines, count)
+        return AutoRoles(count, None, *targets, max_chunk=info.max_num_batched_tokens, rows=info.max_num_seqs)
 
     def wait_until_started(self) -> None:
         super().wait_until_started()
+        if isinstance(self._roles, AutoRoles):
+            self.pacer = Pacer(self._roles, self._lock)
+            self.watch(self._pace)
         first = self._clients[0].info.identity
         assert first is not None
         for engine, client in enumerate(self._clients):
@@ -131,6 +141,12 @@ class HandingFleet(Fleet):
     def _scheme(self) -> str:
         """The engines' transport: shared memory on this machine, TCP where Ray places them."""
         return "unix" if self._places is None else "tcp"
+
+    def _pace(self, view: StepView) -> None:
+        """An engine has run a step. Called on its supervisor's thread."""
+        assert self.pacer is not None
+        if self.pacer.see(view) and not self._is_closing:
+            self.pacer.limit(self._clients, self.info)
 
     # A request's way
 

@@ -4,8 +4,8 @@
     costs = roles.prompt_costs(loads, num_new)           # the router sends the prompt to the engine with the least
     engine = roles.decode_engine(loads, prefill_engine)  # where its answer is written; often the same engine
 
-Like the router, the module has no clocks, threads and processes. Fleets run `StaticRoles`, the simulator (`bench
-roles`) both classes.
+Like the router, the module has no clocks, threads and processes: fleets and the simulator (`bench roles`) run the same
+classes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.scheduling.step_limit import MOST_WITHOUT
 from runtime.errors import InvalidArgumentError
 
 _FORGETTING = 1 / 256
@@ -25,6 +26,9 @@ _FORGETTING = 1 / 256
 
 _PLAN_EVERY = 128
 """Requests between two choices of roles."""
+
+_FIRST_PLAN = 8
+"""Requests before the first choice; it is made again whenever twice as many are known."""
 
 _CHANGE = 1.02
 """Roles change for a capacity that is so many times as large."""
@@ -41,11 +45,14 @@ target, too."""
 
 _DECODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
 
-_CROWD, _NEARLY = 1.25, 0.975
+_CROWD, _NEARLY = 1.25, 0.995
 """Steps have room for so many times the decodes that are planned for, since their number varies."""
 
-_LEAST_CHUNK = 1
-"""Prompt tokens of a step, for the speed of an engine whose decodes leave no room."""
+_OVERFULL = 2
+"""With so many times the decodes that fit its steps' time an engine of answers gets no more."""
+
+_KEPT = 0.9
+"""The share of prompts that must keep the target."""
 
 
 class EngineLoad(NamedTuple):
@@ -123,6 +130,7 @@ class _Means:
     prompt: float = 512.0
     computed: float = 512.0
     output: float = 128.0
+    square: float = 512.0**2  # of computed
     count: int = 0
 
     def observe(self, num_prompt: int, num_computed: int, num_output: int) -> None:
@@ -131,6 +139,12 @@ class _Means:
         self.prompt += weight * (num_prompt - self.prompt)
         self.computed += weight * (num_computed - self.computed)
         self.output += weight * (num_output - self.output)
+        self.square += weight * (num_computed**2 - self.square)
+
+    @property
+    def variation(self) -> float:
+        """The squared coefficient of variation of a prompt's computed tokens."""
+        return max(0.0, self.square / max(1.0, self.computed) ** 2 - 1.0)
 
 
 class _Row(NamedTuple):
@@ -151,28 +165,42 @@ class AutoRoles:
     short, an answer stays where its prompt was computed, and nothing moves. A prompt goes where its first token comes
     earliest. An answer that finds no room within ``step_s`` stays, so an engine of prompts can take answers, too.
 
-    step       the time of a step
+    step       the time of a step; None: until `learn` is told it every engine does both, without a limit of time
     ttft_s     the target: seconds to the first token
     step_s     the target: seconds between two tokens
     max_chunk  most tokens of a step
     limit_s    the most seconds of an engine's step with decodes: the target, or less where answers are moved, since
-               these wait for their pages and for the end of a step
+               these wait for their pages and for the end of a step; 0.0: not known yet
     budgets    the most tokens of a step, by engine
     """
 
     def __init__(
-        self, num_engines: int, step: StepSeconds, ttft_s: float, step_s: float, max_chunk: int = 2048, rows: int = 256
+        self,
+        num_engines: int,
+        step: StepSeconds | None,
+        ttft_s: float,
+        step_s: float,
+        max_chunk: int = 2048,
+        rows: int = 256,
     ) -> None:
         self.num_engines = num_engines
         self.ttft_s, self.step_s = ttft_s, step_s
         self.num_prefill = 0
-        self.limit_s = step_s
-        self.budgets: list[int] = []
+        self.limit_s = 0.0
+        self.budgets = [max_chunk] * num_engines
         self.means = _Means()
-        self._step, self._rows = step, rows
+        self._rows, self._max_chunk = rows, max_chunk
         self._sizes = _step_sizes(max_chunk)
-        self._alone = best_chunk(step, max_chunk)
-        self._speeds: list[float] = []  # prompt tokens a second beside 0, 1, … decodes
+        self._most_decodes = rows
+        self._speeds = [1.0]  # prompt tokens a second beside 0, 1, … decodes
+        self._step: StepSeconds | None = None
+        if step is not None:
+            self.learn(step)
+
+    def learn(self, step: StepSeconds) -> None:
+        """Choose roles by these times from now on."""
+        self._step = step
+        self._alone = best_chunk(step, self._max_chunk)
         self._plan()
 
     def prompt_costs(self, loads: Sequence[EngineLoad], num_new: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -193,11 +221,18 @@ class AutoRoles:
             return engine
         able = ready_of(loads, range(self.num_prefill, self.num_engines))
         best = min(able, key=lambda each: loads[each].num_decodes, default=engine)
-        return best if loads[best].num_decodes < most or loads[best].num_decodes < own else engine
+        if loads[best].num_decodes < most or loads[best].num_decodes < own:
+            return best
+        waits_s = loads[engine].num_prompt / self._speeds[0] + self.means.output * self.step_s
+        stays = engine >= self.num_prefill or waits_s < self.ttft_s or loads[best].num_decodes >= _OVERFULL * most
+        return engine if stays else best
 
     def ended(self, num_prompt: int, num_computed: int, num_output: int) -> None:
         self.means.observe(num_prompt, num_computed, num_output)
-        if self.means.count % _PLAN_EVERY == 0:
+        count = self.means.count
+        if self._step is None:
+            return
+        if count % _PLAN_EVERY == 0 or (count < _PLAN_EVERY and count >= _FIRST_PLAN and count & (count - 1) == 0):
             self._plan()
 
     def _plan(self) -> None:
@@ -220,7 +255,10 @@ class AutoRoles:
         decodes, speeds = [0.0], [self._alone / self._seconds(0, self._alone, 0.0)]
         for row in table:
             decodes.append(row.num_decodes)
-            speeds.append(max(row.chunk, _LEAST_CHUNK) / (row.bare_s + row.token_s * row.chunk))
+            if row.chunk:
+                speeds.append(row.chunk / (row.bare_s + row.token_s * row.chunk))
+            else:
+                speeds.append(self._alone / (MOST_WITHOUT * row.bare_s + self._seconds(0, self._alone, 0.0)))
         self._speeds = np.interp(np.arange(last + 1), decodes, speeds).tolist()
 
     def _best_size(self, num_prefill: int, tables: dict[int, list[_Row]]) -> tuple[float, int]:
@@ -248,16 +286,35 @@ class AutoRoles:
         """Requests a second that the engines carry if so many compute prompts alone. In each step of the others there
         are as many tokens of prompts as those engines leave, if they fit."""
         computed, output = max(1.0, self.means.computed), max(1.0, self.means.output)
-        alone = num_prefill * self._alone / self._seconds(0, self._alone, 0.0) / computed
+        alone_s = computed * self._seconds(0, self._alone, 0.0) / self._alone  # of a prompt
+        alone = num_prefill / alone_s * self._use(num_prefill, alone_s)
         num_mixed = self.num_engines - num_prefill
         best = 0.0
         for num_decodes, most, bare_s, token_s in table:
             ended = num_mixed * num_decodes / output  # of answers, a step
             chunk = (ended - alone * bare_s) / (alone * token_s + num_mixed / computed)
-            chunk = min(max(chunk, 0.0), most)
+            most_s = computed * (bare_s + token_s * most) / max(most, 1)
+            chunk = min(max(chunk, 0.0), most * self._use(num_mixed, most_s))
             step_s = bare_s + token_s * chunk
             best = max(best, min(ended / step_s, alone + num_mixed * chunk / computed / step_s))
         return best
+
+    def _use(self, num_engines: int, prompt_s: float) -> float:
+        """The share of the time for which so many engines may compute prompts of these mean seconds, so that
+        `_KEPT` of them wait short enough for the target (Allen and Cunneen's approximation, Poisson arrivals)."""
+        left_s = self.ttft_s - prompt_s
+        if not num_engines or left_s <= 0.0:
+            return 0.5
+        rate = 2.0 * num_engines * left_s / prompt_s / (1.0 + self.means.variation)
+        root = math.sqrt(2.0 * (num_engines + 1.0))
+        low, high = 0.0, 1.0
+        for _ in range(20):
+            middle = (low + high) / 2
+            if middle**root * math.exp(-rate * (1.0 - middle)) <= 1.0 - _KEPT:
+                low = middle
+            else:
+                high = middle
+        return low
 
     def _chunk(self, num_decodes: int, context: float, step_s: float, most: int) -> int:
         """The tokens of prompts beside so many decodes in a step of that time, at most ``most``."""
@@ -273,6 +330,7 @@ class AutoRoles:
     def _seconds(self, num_decodes: int, chunk: int, context: float) -> float:
         prompts = -(-chunk // max(1.0, self.means.computed))
         pairs = chunk * (self.means.prompt - self.means.computed / 2)
+        assert self._step is not None
         return self._step(num_decodes + chunk, num_decodes + int(prompts), pairs, num_decodes * context)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import models.demo
 from runtime.bench.scheduling.roofline import PRESETS, find_config
-from runtime.bench.scheduling.step_model import TERMS
+from runtime.engine.scheduling.step_model import TERMS
 from tools import simulate
 
 CONFIG = str(Path(models.demo.__file__).parent)

@@ -27,8 +27,8 @@ from runtime.bench.scheduling.fleet_runs import (
     run_fleet,
 )
 from runtime.bench.scheduling.roofline import Link
-from runtime.bench.scheduling.step_model import StepFeatures
 from runtime.bench.svg import panels
+from runtime.engine.scheduling.step_model import StepFeatures
 from runtime.parallel.roles import AutoRoles, StaticRoles, StepSeconds, best_chunk
 
 SHARE = 0.9
@@ -39,8 +39,8 @@ PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 _DENSEST = 1e4
 """Times the first guess: then all arrive at once."""
 
-_FINE, _COARSE = 0.012, 0.12
-_NEAR = 0.85
+_FINE, _COARSE = 0.012, 0.2
+_NEAR = 0.8
 """Variants with at least this share of their kind's best are searched finely."""
 
 
@@ -106,7 +106,7 @@ def seconds_of(model: ServedModel) -> StepSeconds:
     def seconds(tokens: int, sequences: int, pairs: float, context: float) -> float:
         near = min(context, size * sequences)
         mean = (1.0 - share) * context + share * near
-        return model.steps.seconds(StepFeatures(tokens, sequences, (1.0 - share) * pairs, mean))
+        return model.seconds(StepFeatures(tokens, sequences, (1.0 - share) * pairs, mean))
 
     return seconds
 
@@ -122,11 +122,19 @@ class Search:
         self._bounds: dict[str, tuple[float, float]] = {}
 
     def run(self, variant: Variant, rate: float) -> FleetRun:
-        self.num_runs += 1
-        return run_fleet(self.prompts, self.model, variant.make(), rate)
+        run = run_fleet(self.prompts, self.model, variant.make(), rate)
+        assert run is not None, "nothing gave it up"
+        return run
 
     def keeps(self, variant: Variant, rate: float) -> bool:
-        return self.run(variant, rate).attainment(self.target.ttft_s, self.target.tpot_s) >= SHARE
+        """Whether the targets are kept at this rate; a run ends as soon as they cannot be any more."""
+        self.num_runs += 1
+        run = run_fleet(self.prompts, self.model, variant.make(), rate, self._is_lost)
+        return run is not None and run.attainment(self.target.ttft_s, self.target.tpot_s) >= SHARE
+
+    def _is_lost(self, requests: NDArray[Any], now_s: float) -> bool:
+        first = np.where(requests["first"] >= 0.0, requests["first"], now_s)
+        return int((first - requests["arrival"] > self.target.ttft_s).sum()) > (1.0 - SHARE) * len(requests)
 
     def goodput(self, variant: Variant, tolerance: float) -> float:
         """Requests a second, 0.0 if none; the last rate that kept the targets, within a tolerance of one that does

@@ -10,6 +10,7 @@ next prompt's. The sender's pages count as free once the prompt is computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +30,9 @@ from runtime.bench.scheduling.fleet_state import (
 )
 from runtime.bench.scheduling.fleet_steps import advance, arrive, go_on
 from runtime.bench.scheduling.roofline import Link
-from runtime.bench.scheduling.step_model import LinearStepModel
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Request
+from runtime.engine.scheduling.step_model import LinearStepModel, StepFeatures
 from runtime.kv.kinds import FULL
 from runtime.parallel.prefix_index import PromptDigests
 from runtime.parallel.roles import AutoRoles, Roles
@@ -39,6 +40,7 @@ from runtime.parallel.routing import Route, Router
 
 AT_ONCE = Link(0.0, 1e15)
 _LOG_ROWS = 1 << 14
+_ASK_EVERY = 128
 _CHANGE_ROWS = 1 << 16
 _PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
@@ -53,6 +55,7 @@ class ServedModel:
     num_pages       of the KV cache, with ``page`` tokens each
     max_num_seqs    sequences in a step
     token_bytes     that a hand-over moves for each token, and ``sequence_bytes`` beside them (windows, states)
+    eager_s         the least seconds of a step with chunks of prompts, whose launches are not recorded
     """
 
     name: str
@@ -64,6 +67,12 @@ class ServedModel:
     max_num_seqs: int
     token_bytes: float
     sequence_bytes: float = 0.0
+    eager_s: float = 0.0
+
+    def seconds(self, features: StepFeatures) -> float:
+        """The time of a step."""
+        seconds = self.steps.seconds(features)
+        return max(seconds, self.eager_s) if features.prefill_pairs > 0.0 else seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +169,15 @@ class FleetRun:
         return float(LEAST_GAP_S * GAP_RATIO ** (int(np.searchsorted(total, total[-1] * percentile / 100.0)) + 1))
 
 
-def run_fleet(prompts: TracePrompts, model: ServedModel, deployment: Deployment, rate: float) -> FleetRun:
-    """Serve the whole trace with arrivals ``rate`` times as dense. Raises ``BenchmarkError`` for a request that does
+def run_fleet(
+    prompts: TracePrompts,
+    model: ServedModel,
+    deployment: Deployment,
+    rate: float,
+    gives_up: Callable[[NDArray[Any], float], bool] | None = None,
+) -> FleetRun | None:
+    """Serve the whole trace with arrivals ``rate`` times as dense; None if ``gives_up`` was true of the requests'
+    records at a time, which it is asked every `_ASK_EVERY` arrivals. Raises ``BenchmarkError`` for a request that does
     not fit an engine's pages."""
     num_engines = len(deployment.budgets)
     state = _state(prompts, model, deployment, rate)
@@ -173,6 +189,8 @@ def run_fleet(prompts: TracePrompts, model: ServedModel, deployment: Deployment,
     choose, records = router.choose, state.requests
     for index, arrival_s in enumerate(records["arrival"].tolist()):
         run.advance(arrival_s)
+        if gives_up is not None and index % _ASK_EVERY == 0 and gives_up(records, arrival_s):
+            return None
         if deployment.follows is not None:
             state.engines["step_s"] = deployment.follows.limit_s
             state.engines["budget"] = deployment.follows.budgets
@@ -283,7 +301,7 @@ def _state(prompts: TracePrompts, model: ServedModel, deployment: Deployment, ra
         changes=np.zeros((_CHANGE_ROWS + most_changes, 3), np.int64),
         counts=np.zeros(3, np.int64),
         gaps=np.zeros(GAP_BINS, np.int64),
-        coefficients=np.array(model.steps.coefficients),
+        coefficients=np.array((*model.steps.coefficients, model.eager_s)),
         window=np.array(model.window, np.float64),
         sizes=np.array([model.page, hash_len, rows, most_changes], np.int64),
     )  # fmt: skip

@@ -38,6 +38,7 @@ ENGINE = np.dtype(
         ("first_waiting", "i8"), ("num_waiting", "i8"), ("first_coming", "i8"), ("partial", "i8"),
         ("num_running", "i8"), ("num_decodes", "i8"), ("context", "i8"), ("num_decode_steps", "i8"),
         ("num_steps", "i8"), ("num_tokens", "i8"), ("decode_tokens", "i8"), ("num_fresh", "i8"),
+        ("num_without", "i8"),  # steps in a row whose time had no room for waiting prompts
     ],
     align=True,
 )  # fmt: skip
@@ -72,6 +73,6 @@ class FleetState(NamedTuple):
     changes: NDArray[np.int64]
     counts: NDArray[np.int64]
     gaps: NDArray[np.int64]
-    coefficients: NDArray[np.float64]  # of LinearStepModel
+    coefficients: NDArray[np.float64]  # of LinearStepModel, and eager_s
     window: NDArray[np.float64]  # a window and the share of layers with it
     sizes: NDArray[np.int64]  # tokens of a page and of a hash, rows

@@ -16,12 +16,13 @@ import numpy as np
 from numba_kernels.cache import njit
 from runtime.bench.scheduling.fleet_pages import found_blocks, make_room, place_pages, publish, release
 from runtime.bench.scheduling.fleet_state import GAP_BINS, GAP_RATIO, LEAST_GAP_S, NONE
-from runtime.bench.scheduling.step_model import BEYOND, KNEES
+from runtime.engine.scheduling.step_limit import MOST_WITHOUT
+from runtime.engine.scheduling.step_model import BEYOND, KNEES
 
 
 @njit
 def step_seconds(coefficients, tokens, sequences, pairs, context):  # type: ignore[no-untyped-def]
-    """`LinearStepModel.seconds`."""
+    """`ServedModel.seconds`."""
     total = coefficients[0] + coefficients[1] * sequences + coefficients[2] * tokens
     place = 3
     for knee in KNEES:
@@ -30,7 +31,8 @@ def step_seconds(coefficients, tokens, sequences, pairs, context):  # type: igno
     for knee in BEYOND:
         total += coefficients[place] * max(tokens - knee, 0)
         place += 1
-    return total + coefficients[place] * pairs + coefficients[place + 1] * context
+    total += coefficients[place] * pairs + coefficients[place + 1] * context
+    return max(total, coefficients[place + 2]) if pairs > 0.0 else total
 
 
 @njit
@@ -176,13 +178,14 @@ def _grow(s, e):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _chunk(s, e, r, tokens, sequences, pairs):  # type: ignore[no-untyped-def]
+def _chunk(s, e, r, tokens, sequences, pairs, context):  # type: ignore[no-untyped-def]
     """How many of a prompt's tokens fit into the step beside these."""
     engine, request = s.engines[e], s.requests[r]
     count = min(request.known - request.computed, engine.budget - tokens)
-    if engine.step_s == 0.0 or engine.num_decodes == 0 or count <= 0:
+    if engine.step_s == 0.0 or engine.num_decodes == 0 or count <= 0 or engine.num_without >= MOST_WITHOUT:
         return count
-    context = _context(s.window, engine.context, engine.num_decodes)
+    if request.known - request.computed == 1:
+        return count  # as a decode
     low, high = 0, count  # the most tokens within the time
     while low < high:
         middle = (low + high + 1) // 2
@@ -230,7 +233,7 @@ def _step(s, e, stops):  # type: ignore[no-untyped-def]
             if not place_pages(s, e, r, engine.num_running):
                 break
             s.requests[r].computed = s.requests[r].num_published * s.sizes[1]
-            if _chunk(s, e, r, tokens, sequences, pairs) <= 0:
+            if _chunk(s, e, r, tokens, sequences, pairs, context) <= 0:
                 release(s, e, r)
                 s.requests[r].computed = 0
                 break
@@ -242,7 +245,7 @@ def _step(s, e, stops):  # type: ignore[no-untyped-def]
             if s.requests[r].begun < 0.0:
                 s.requests[r].begun = begun
         request = s.requests[r]
-        count = _chunk(s, e, r, tokens, sequences, pairs)
+        count = _chunk(s, e, r, tokens, sequences, pairs, context)
         if count <= 0:
             break
         if count == 1:
@@ -260,6 +263,8 @@ def _step(s, e, stops):  # type: ignore[no-untyped-def]
         num_done += 1
     if tokens == 0:
         return False
+    has_prompts = engine.partial != NONE or engine.first_waiting != NONE
+    engine.num_without = engine.num_without + 1 if has_prompts and sequences == num_decodes else 0
     seconds = step_seconds(s.coefficients, float(tokens), float(sequences), pairs, context)
     engine.clock += seconds
     engine.busy += seconds

@@ -10,7 +10,7 @@ from typing import Any
 
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.fleet_runs import ServedModel
-from runtime.bench.scheduling.step_model import LinearStepModel, StepFeatures, fit
+from runtime.engine.scheduling.step_model import LinearStepModel, StepFeatures, fit
 
 MEMORY_SHARE = 0.9
 """A device's share of memory for weights and KV cache together."""
@@ -47,7 +47,7 @@ def _read(name: str, values: dict[str, Any], max_num_seqs: int, page: int) -> tu
     window = (values["window"] or 0, values["window_share"])
     model = ServedModel(
         name, steps, window, values["num_layers"], int(free // (page * values["token_bytes"])), page, max_num_seqs,
-        values["token_bytes"], values["sequence_bytes"],
+        values["token_bytes"], values["sequence_bytes"], values["eager"]["ms"] / 1e3 if "eager" in values else 0.0,
     )  # fmt: skip
     return model, errors
 

@@ -20,9 +20,9 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.engines import local
 from runtime.bench.scheduling.schedule import prompts_of, serve_trace
 from runtime.bench.scheduling.simulation import Simulation, simulate
-from runtime.bench.scheduling.step_model import Fit, StepFeatures, WindowShards, features_of, fit, window_shares
 from runtime.engine.engine import Engine
 from runtime.engine.process.thread_client import BURST_PAUSE_S
+from runtime.engine.scheduling.step_model import Fit, StepFeatures, WindowShards, features_of, fit, window_shares
 from runtime.engine.timeline import StepRecord
 from runtime.kv.kinds import window_of
 

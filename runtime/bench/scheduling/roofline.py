@@ -22,7 +22,7 @@ from models.configuration.config import ModelConfig
 from models.registry import load_config, parse_config
 from models.stages import balanced
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.step_model import Pipeline, StepFeatures
+from runtime.engine.scheduling.step_model import Pipeline, StepFeatures
 from runtime.errors import InvalidArgumentError
 from runtime.kv.groups import cut_layers, of_layers
 from runtime.kv.kinds import kind_of_window

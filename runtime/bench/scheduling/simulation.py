@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from runtime.bench.load.traces import Trace, numbered
 from runtime.bench.metrics import BenchmarkError, check_finite, percentiles_of
-from runtime.bench.scheduling.step_model import Pipeline, StepFeatures, StepModel, WindowShards, features_of
 from runtime.engine.config import RoutingPolicy
 from runtime.engine.limits import EngineLimits
 from runtime.engine.sampling_params import SamplingParams
@@ -33,6 +32,15 @@ from runtime.engine.scheduling.prefix_cache import Digest
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.step import Step
+from runtime.engine.scheduling.step_limit import StepLimit
+from runtime.engine.scheduling.step_model import (
+    LinearStepModel,
+    Pipeline,
+    StepFeatures,
+    StepModel,
+    WindowShards,
+    features_of,
+)
 from runtime.parallel.prefix_index import PromptDigests
 from runtime.parallel.routing import Route, Router
 
@@ -248,6 +256,7 @@ def simulate(
     max_concurrency: int | None = None,
     block_transfer_s: float = 0.0,
     wake_s: float = 0.0,
+    step_s: float = 0.0,
 ) -> Simulation:
     """Run the whole trace.
 
@@ -255,6 +264,7 @@ def simulate(
     max_concurrency   most open requests: the next arrives when one has ended, if not later; None for no limit
     block_transfer_s  of one block between device and host
     wake_s            that an idle replica waits for more after a request's arrival (the engine's ``BURST_PAUSE_S``)
+    step_s            the most seconds of a step with decodes and prompts (`StepLimit`); 0.0: no limit
 
     Raises ``BenchmarkError`` for a request that is longer than ``limits.max_model_len``.
     """
@@ -268,6 +278,10 @@ def simulate(
     digest = SharedDigest(_SECRET) if publishes else None
     replicas = [Replica(limits, model, windows, block_transfer_s, wake_s, digest) for _ in range(num_replicas)]
     digests = PromptDigests(_SECRET, limits.block_size, limits.cache_kinds, limits.longrope_threshold)
+    if step_s:
+        assert isinstance(model, LinearStepModel), "steps are limited by fitted times"
+        for replica in replicas:
+            replica.scheduler.limit_steps(StepLimit(limits.max_num_batched_tokens, step_s, model))
     run = _Run(replicas, Router(routing_policy if num_replicas > 1 else "least-load", num_replicas, digests))
     requests: list[Request] = []
     for index, entry in enumerate(trace.requests):

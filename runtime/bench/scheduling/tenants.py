@@ -18,10 +18,10 @@ import numpy as np
 from runtime.bench.load.traces import Trace
 from runtime.bench.metrics import BenchmarkError, percentiles_of
 from runtime.bench.scheduling.simulation import Simulation, simulate
-from runtime.bench.scheduling.step_model import Pipeline, StepModel, WindowShards
 from runtime.engine.config import Policy
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.sequence import Request
+from runtime.engine.scheduling.step_model import Pipeline, StepModel, WindowShards
 
 PERCENTILES = (50.0, 90.0, 99.0)
 FLOODING = "0"

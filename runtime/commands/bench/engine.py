@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -396,6 +397,10 @@ def roles(
         str, typer.Option(help="Between engines: infiniband400, nvlink4 or MICROSECONDS:GB_PER_S, comma-separated.")
     ] = "infiniband400,nvlink4,30:11",
     requests_per_engine: Annotated[int, typer.Option(help="Length of each run.")] = 500,
+    eager_ms: Annotated[
+        float | None,
+        typer.Option(help="Least milliseconds of a step with prompts, if its launches are not recorded.", min=0.0),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the cells into this SVG.")] = None,
 ) -> None:
     """Prompts and answers on engines of their own against chunked prefill: goodput of simulated fleets."""
@@ -403,6 +408,8 @@ def roles(
     if model not in models:
         raise typer.BadParameter(f"{model!r} is none of {', '.join(models)}", param_hint="--model")
     served, errors = models[model]
+    if eager_ms is not None:
+        served = replace(served, eager_s=eager_ms / 1e3)
 
     def tell(cell: dict[str, Any]) -> None:
         print(_ablation.line_of(cell), file=sys.stderr)
@@ -417,7 +424,7 @@ def roles(
         requests_per_engine=requests_per_engine,
         report_cell=tell,
     )
-    report["step_times"] = errors
+    report["step_times"], report["eager_ms"] = errors, 1e3 * served.eager_s
     if plot is not None:
         plot.write_text(_ablation.plot([report]), encoding="utf-8")
     output.deliver(report, "\n".join(map(_ablation.line_of, report["cells"])))

@@ -43,6 +43,7 @@ from runtime.engine.process.wire import (
     Expect,
     FrameReader,
     FromEngine,
+    LimitSteps,
     LogLine,
     Order,
     Outputs,
@@ -60,6 +61,8 @@ from runtime.engine.process.wire import (
     problem_of,
 )
 from runtime.engine.scheduling.block_events import BlockChanges
+from runtime.engine.scheduling.step_limit import StepLimit
+from runtime.engine.scheduling.step_model import LinearStepModel
 from runtime.errors import XservError
 from runtime.later import later
 from runtime.progress import SILENT, Reporter, redirect
@@ -102,6 +105,8 @@ class RunningClient(EngineClient, Protocol):
     def expect(self, source: Source) -> None: ...
 
     def drop_pages(self, lease: str) -> None: ...
+
+    def limit_steps(self, limit: StepLimit) -> None: ...
 
     def start_logits(self, token_ids: Sequence[int]) -> Future[NDArray[np.float32]]: ...
 
@@ -262,6 +267,8 @@ class ProcessServer:
                 client.expect(source)
             case DropPages(lease):
                 client.drop_pages(lease)
+            case LimitSteps(max_tokens, seconds, coefficients):
+                client.limit_steps(StepLimit(max_tokens, seconds, LinearStepModel(coefficients)))
             case Cancel(request_id, index):
                 client.cancel(request_id, index)
             case Pause(request_id, is_paused):

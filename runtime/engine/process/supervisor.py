@@ -41,6 +41,7 @@ from runtime.engine.process.wire import (
     DropPages,
     Expect,
     FromEngine,
+    LimitSteps,
     LogLine,
     Order,
     Outputs,
@@ -56,6 +57,7 @@ from runtime.engine.process.wire import (
 )
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.sequence import Request
+from runtime.engine.scheduling.step_limit import StepLimit
 from runtime.engine.weights.commands import (
     FIRST_VERSION,
     Command,
@@ -278,7 +280,11 @@ class ProcessEngineClient(EngineClient):
         """Have the engine forget the pages of a lease, offered or taken."""
         self._send_if_ready(DropPages(lease))
 
-    def _send_if_ready(self, message: Expect | DropPages) -> None:
+    def limit_steps(self, limit: StepLimit) -> None:
+        """Limit the engine's next steps. Without effect unless it is ready."""
+        self._send_if_ready(LimitSteps(limit.max_tokens, limit.seconds, limit.steps.coefficients))
+
+    def _send_if_ready(self, message: Expect | DropPages | LimitSteps) -> None:
         if self._origin.is_here:
             with self._lock:
                 if self._state in ("ready", "draining") and self._process is not None:

@@ -33,6 +33,7 @@ from runtime.engine.messages import (
 from runtime.engine.process.client import Delivery, EngineClient, Origin, OutputSink, Watchers
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.sequence import Request
+from runtime.engine.scheduling.step_limit import StepLimit
 from runtime.engine.steps.embedder import Embedding
 from runtime.engine.timeline import StepViews
 from runtime.engine.weights.commands import Command, GivenArrays
@@ -167,6 +168,16 @@ class ThreadEngineClient(EngineClient):
         """Drop offers and pages of this lease."""
         if (hand_overs := self._engine.hand_overs) is not None:
             hand_overs.drop(lease)
+
+    def limit_steps(self, limit: StepLimit) -> None:
+        """See ``Scheduler.limit_steps``."""
+
+        def run() -> list[EngineOutput]:
+            self._engine.scheduler.limit_steps(limit)
+            return []
+
+        with self._condition:
+            self._enqueue(run)
 
     def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
         """See ``EngineClient.watch``; the sink is called on the engine's thread, after the outputs' sinks."""

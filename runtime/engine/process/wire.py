@@ -92,6 +92,14 @@ class DropPages(msgspec.Struct, frozen=True, tag=True):
     lease: str
 
 
+class LimitSteps(msgspec.Struct, frozen=True, tag=True):
+    """The most tokens and seconds of the next steps; ``coefficients``: of the times of steps (`LinearStepModel`)."""
+
+    max_tokens: int
+    seconds: float
+    coefficients: tuple[float, ...]
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """See ``EngineClient.cancel``."""
 
@@ -140,7 +148,9 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     drain: bool
 
 
-ToEngine = Start | EngineRequest | Expect | DropPages | Cancel | Pause | Watch | Call | Order | CancelCall | Close
+ToEngine = (
+    Start | EngineRequest | Expect | DropPages | LimitSteps | Cancel | Pause | Watch | Call | Order | CancelCall | Close
+)
 
 
 # From the engine

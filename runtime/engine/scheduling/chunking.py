@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from runtime.engine.config import SchedulingConfig
 from runtime.engine.scheduling.pictures import Pictures
 from runtime.engine.scheduling.step import Step
+from runtime.engine.scheduling.step_limit import StepLimit
 
 _MEMORY = 0.98
 """The factor of a measurement's weight at the next one."""
@@ -130,12 +131,13 @@ def chunking_of(config: SchedulingConfig, max_num_batched_tokens: int, depth: in
     return FixedChunks(config.prefill_chunk or max_num_batched_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptChunks:
-    """Cuts prompts into steps, if they may be cut."""
+    """Cuts prompts into steps, if they may be cut; ``limit``: by the steps' time, too."""
 
     chunking: Chunking
     cuts_prompts: bool
+    limit: StepLimit | None = None
 
     def size(self, step: Step, num_computed: int, remaining: int, pictures: Pictures | None) -> int:
         """How many of a prompt's ``remaining`` tokens the step may compute. A prompt that may not be cut may exceed the
@@ -145,5 +147,5 @@ class PromptChunks:
             count = min(most, self.chunking.most(num_computed))
             if pictures is not None and pictures.whole and count > 0:
                 return pictures.whole_chunk(num_computed, count, most)
-            return count
+            return count if self.limit is None else self.limit.most(step.chunks, num_computed, count)
         return remaining if remaining <= step.budget or not step.chunks else 0

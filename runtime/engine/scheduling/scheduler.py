@@ -34,6 +34,7 @@ from runtime.engine.scheduling.policy import Order, policy_of
 from runtime.engine.scheduling.preemption import VICTIM_RULES, CostModel
 from runtime.engine.scheduling.sequence import Request, Sequence, State, choose_rotation, is_at_switch, within_switch
 from runtime.engine.scheduling.step import PreemptionWay, Step
+from runtime.engine.scheduling.step_limit import StepLimit
 from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
 
 
@@ -108,6 +109,16 @@ class Scheduler:
         self._take_out(sequence)
         sequence.state = State.FINISHED
 
+    def limit_steps(self, limit: StepLimit | None) -> None:
+        """Limit the next steps' tokens and times; None: to the budget alone."""
+        self._chunks.limit = limit
+
+    def _has_prompts(self) -> bool:
+        return any(
+            each.num_computed < max(each.num_prompt_tokens, each.num_tokens + each.num_pending - 1)
+            for each in self.running
+        )
+
     def _leave(self, sequence: Sequence) -> None:
         """Remove it from the waiting queue."""
         _remove(self.waiting, sequence)
@@ -139,8 +150,11 @@ class Scheduler:
         Raises ``InvariantError`` if the bookkeeping is broken.
         """
         assert len(self.open_steps) < max(2, self.depth), "a step is planned before the first was committed"
-        step = Step(self.num_steps, self.limits.max_num_batched_tokens)
+        limit, max_tokens = self._chunks.limit, self.limits.max_num_batched_tokens
+        step = Step(self.num_steps, max_tokens if limit is None else min(max_tokens, limit.max_tokens))
         self.num_steps += 1
+        if limit is not None:
+            limit.begin()
         if self.paused:
             self.hold_paused()
         if self.limits.longrope_threshold is not None:
@@ -150,6 +164,8 @@ class Scheduler:
         if (following := self.following) is not None:
             self._make_room(following, step)
         self._batching.fill(self, step)
+        if limit is not None:
+            limit.planned(step.chunks, has_prompts=bool(self.waiting) or self._has_prompts())
         self._close(step)
         return step
 
@@ -269,6 +285,8 @@ class Scheduler:
                     count = sequence.cut(start + self._chunked.grow(sequence, count)) - start
                 if count > 0:
                     step.add(sequence, count, is_first=False)
+                if self._chunks.limit is not None and count < sequence.num_tokens - start:
+                    self._chunks.limit.is_full = True
 
     def admit_urgent(self, step: Step) -> None:
         """Start the waiting sequences that go before the rest of prompts that have begun."""
@@ -302,6 +320,8 @@ class Scheduler:
             sequence.state = State.RUNNING
             insort(self.running, sequence, key=_order)
             step.add(sequence, count, is_first=True)
+            if self._chunks.limit is not None and not step.chunks[-1].is_last:
+                self._chunks.limit.is_full = True
             most = None if most is None else most - 1
 
     def _restore(self, stored: StoredPrefixes, sequence: Sequence, step: Step) -> bool:

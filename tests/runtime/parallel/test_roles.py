@@ -117,6 +117,19 @@ def test_answers_move_to_engines_of_answers_until_these_are_full() -> None:
     assert roles.decode_engine(full, 0) == 0
 
 
+def test_times_that_are_learned_later_choose_the_same_roles() -> None:
+    roles = AutoRoles(4, None, 0.5, 0.006)
+    assert (roles.num_prefill, roles.limit_s, roles.budgets) == (0, 0.0, [2048] * 4)
+    loads = [EngineLoad(0, 90, 9000), EngineLoad(700, 1, 1000), IDLE, IDLE]
+    assert [roles.decode_engine(loads, engine) for engine in range(4)] == [0, 1, 2, 3]
+    assert np.argmin(roles.prompt_costs(loads[:2], np.array([500, 500]))) == 0
+    for _ in range(1000):
+        roles.ended(1000, 1000, 200)
+    roles.learn(weights_first)
+    known = learned(4, 0.006)
+    assert (roles.num_prefill, roles.budgets) == (known.num_prefill, known.budgets)
+
+
 def test_a_prompt_goes_where_its_first_token_comes_first() -> None:
     roles = learned(3, 0.05)
     loads = [EngineLoad(5000, 0, 0), EngineLoad(1000, 200, 220_000), EngineLoad(1000, 0, 0)]

@@ -26,7 +26,7 @@ from runtime.bench.scheduling.ablation import (
 from runtime.bench.scheduling.fleet_runs import Deployment, ServedModel, TracePrompts
 from runtime.bench.scheduling.measured_steps import read_models
 from runtime.bench.scheduling.roofline import LINKS, Link
-from runtime.bench.scheduling.step_model import LinearStepModel, StepFeatures
+from runtime.engine.scheduling.step_model import LinearStepModel, StepFeatures
 from tests.runtime.commands.running import invoke
 
 MODEL = ServedModel("m", LinearStepModel((4e-3, 0.0, 2e-5, *[0.0] * 5, 0.0, 3e-8)), (0, 0.0), 4, 40_000, 16, 64, 1000.0)

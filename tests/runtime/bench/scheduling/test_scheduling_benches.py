@@ -20,10 +20,10 @@ from runtime.bench.scheduling import stalls as stalls_module
 from runtime.bench.scheduling.prediction import poisson_trace, step_times
 from runtime.bench.scheduling.schedule import Span, chrome_trace, spans_of, styles_named
 from runtime.bench.scheduling.stalls import measure_budget
-from runtime.bench.scheduling.step_model import TERMS, StepFeatures
 from runtime.cli import app
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
+from runtime.engine.scheduling.step_model import TERMS, StepFeatures
 from runtime.engine.timeline import ChunkKey, StepRecord
 from tests.runtime.bench import running
 

@@ -9,9 +9,9 @@ import pytest
 from runtime.bench.load.traces import Trace, TraceRequest, shared_prefixes
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.simulation import simulate
-from runtime.bench.scheduling.step_model import StepFeatures
 from runtime.engine.config import EngineConfig
 from runtime.engine.limits import EngineLimits, resolve
+from runtime.engine.scheduling.step_model import StepFeatures
 
 
 class TenthOfASecondPerToken:

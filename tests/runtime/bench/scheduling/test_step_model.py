@@ -24,7 +24,7 @@ from runtime.bench.scheduling.roofline import (
     rooflines,
 )
 from runtime.bench.scheduling.simulation import simulate
-from runtime.bench.scheduling.step_model import (
+from runtime.engine.scheduling.step_model import (
     LEAST_STEPS,
     TERMS,
     LinearStepModel,
@@ -35,6 +35,7 @@ from runtime.bench.scheduling.step_model import (
     non_negative_least_squares,
     window_shares,
 )
+from runtime.errors import InvalidArgumentError
 from tests.runtime.bench.scheduling.test_simulation import TenthOfASecondPerToken, limits, trace
 
 
@@ -109,10 +110,10 @@ def test_non_negative_least_squares_is_optimal(seed: int) -> None:
 
 def test_what_cannot_be_fitted_is_refused() -> None:
     steps = random_steps(LEAST_STEPS)
-    with pytest.raises(BenchmarkError, match="at least"):
+    with pytest.raises(InvalidArgumentError, match="at least"):
         fit(steps[:-1], [1.0] * (LEAST_STEPS - 1))
     for bad in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(BenchmarkError, match="positive"):
+        with pytest.raises(InvalidArgumentError, match="positive"):
             fit(steps, [bad] + [1.0] * (LEAST_STEPS - 1))
 
 
@@ -120,9 +121,9 @@ def test_json() -> None:
     model = LinearStepModel(tuple(float(number) for number in range(len(TERMS))))
     assert LinearStepModel.from_json(model.as_json()) == model
     for name, value in (("constant", -1.0), ("tokens", float("nan")), ("tokens", True), ("tokens", "1")):
-        with pytest.raises(BenchmarkError, match=name):
+        with pytest.raises(InvalidArgumentError, match=name):
             LinearStepModel.from_json({**model.as_json(), name: value})
-    with pytest.raises(BenchmarkError, match="exactly the terms"):
+    with pytest.raises(InvalidArgumentError, match="exactly the terms"):
         LinearStepModel.from_json({"constant": 1.0})
 
 

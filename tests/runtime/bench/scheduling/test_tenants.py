@@ -6,10 +6,10 @@ import pytest
 
 from runtime.bench.load.traces import Trace, TraceRequest
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.step_model import TERMS, LinearStepModel
 from runtime.bench.scheduling.tenants import FLOODING, Flood, compare, text_of
 from runtime.engine.config import SchedulingConfig
 from runtime.engine.limits import EngineLimits
+from runtime.engine.scheduling.step_model import TERMS, LinearStepModel
 
 TRACE = Trace("steady", tuple(TraceRequest(number * 0.8, 200, 10) for number in range(30)))
 MODEL = LinearStepModel.from_json(dict.fromkeys(TERMS, 0.0) | {"constant": 1e-3, "sequences": 1e-4, "tokens": 5e-4})

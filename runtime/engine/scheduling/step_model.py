@@ -1,4 +1,4 @@
-"""A step's time from its features, fitted to measured steps; ``roofline`` has a GPU's.
+"""A step's time from its features, fitted to measured steps.
 
 Models map ``StepFeatures`` to seconds. The fitted one is linear in non-negative terms,
 
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.bench.metrics import BenchmarkError
+from runtime.errors import InvalidArgumentError
 
 KNEES = (4, 16, 64)
 BEYOND = (128, 512)
@@ -126,14 +126,15 @@ class LinearStepModel:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LinearStepModel:
-        """The inverse of ``as_json``, also for files of before ``BEYOND``; raises ``BenchmarkError`` naming a term that
-        is missing or invalid."""
+        """The inverse of ``as_json``, also for files of before ``BEYOND``; raises `InvalidArgumentError` naming a term
+        that is missing or invalid."""
         values = {**dict.fromkeys(_BEYOND_TERMS, 0.0), **values}
         if set(values) != set(TERMS):
-            raise BenchmarkError(f"a step model has exactly the terms {', '.join(TERMS)}, not {', '.join(values)}")
+            names = ", ".join(TERMS)
+            raise InvalidArgumentError(f"a step model has exactly the terms {names}, not {', '.join(values)}")
         for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < np.inf:
-                raise BenchmarkError(f"step model: {name} = {value!r} is not a number of seconds")
+                raise InvalidArgumentError(f"step model: {name} = {value!r} is not a number of seconds")
         return cls(tuple(float(values[name]) for name in TERMS))
 
 
@@ -157,13 +158,13 @@ def fit(features: Sequence[StepFeatures], seconds: Sequence[float], least_steps:
 
     The weights come from a first fit: weights by the noisy times themselves would bias the fit down.
 
-    Raises ``BenchmarkError`` for fewer than ``least_steps`` steps or a time that is not positive.
+    Raises `InvalidArgumentError` for fewer than ``least_steps`` steps or a time that is not positive.
     """
     times = np.asarray(seconds, np.float64)
     if len(times) < least_steps or len(times) != len(features):
-        raise BenchmarkError(f"{len(times)} step times for {len(features)} steps: at least {least_steps} of each")
+        raise InvalidArgumentError(f"{len(times)} step times for {len(features)} steps: at least {least_steps} of each")
     if not (np.isfinite(times).all() and (times > 0.0).all()):
-        raise BenchmarkError("a step time is not a positive number of seconds")
+        raise InvalidArgumentError("a step time is not a positive number of seconds")
     table = np.array([_terms(each) for each in features], np.float64)  # [steps, terms]
     scale = np.maximum(np.abs(table).max(axis=0), 1.0)
     predicted = times

@@ -1,0 +1,69 @@
+"""Limits the time of steps with decodes: prompts get what it leaves.
+
+The time is predicted by a step model, so the scheduler still knows no clock. So that prompts are computed beside
+decodes that fill the time alone, every ``MOST_WITHOUT + 1``-th step at the latest has as many tokens of them as its
+budget allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.engine.scheduling.step import Chunk
+from runtime.engine.scheduling.step_model import LinearStepModel, StepFeatures, features_of
+
+MOST_WITHOUT = 32
+"""Steps in a row whose time may have no room for the prompts that wait."""
+
+
+@dataclass(slots=True)
+class StepLimit:
+    """See the module.
+
+    max_tokens   the most tokens of a step
+    seconds      the most seconds of a step with decodes and prompts; 0.0: the tokens alone count
+    steps        the times of steps
+    num_without  steps in a row without room for prompts that wait
+    """
+
+    max_tokens: int
+    seconds: float
+    steps: LinearStepModel
+    num_without: int = 0
+    is_full: bool = False
+    """The step that is planned has no room for all of a prompt: later ones do not overtake it."""
+
+    def most(self, chunks: Sequence[Chunk], start: int, count: int) -> int:
+        """How many of a prompt's ``count`` tokens after ``start`` a step with these chunks may compute."""
+        if self.seconds == 0.0 or count <= 0 or self.num_without >= MOST_WITHOUT:
+            return count
+        if self.is_full:
+            return 0
+        planned = [(each.start, each.num_tokens) for each in chunks]
+        if not any(map(_is_decode, chunks)):
+            return count
+        tokens, sequences, pairs, context = features_of(planned)
+        low, high = 0, count
+        while low < high:
+            middle = (low + high + 1) // 2
+            added = middle * start + middle * (middle + 1) // 2
+            if self.steps.seconds(StepFeatures(tokens + middle, sequences + 1, pairs + added, context)) <= self.seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def begin(self) -> None:
+        """The next step is planned."""
+        self.is_full = False
+
+    def planned(self, chunks: Sequence[Chunk], *, has_prompts: bool) -> None:
+        """A step was planned; ``has_prompts``: prompts wait for a later one."""
+        is_without = has_prompts and bool(chunks) and all(map(_is_decode, chunks))
+        self.num_without = self.num_without + 1 if is_without else 0
+
+
+def _is_decode(chunk: Chunk) -> bool:
+    is_one = chunk.is_last and chunk.num_tokens == 1 + len(chunk.draft_ids)
+    return is_one and chunk.start >= chunk.sequence.num_prompt_tokens
