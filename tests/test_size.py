@@ -21,13 +21,13 @@ MOST_LINES = {
     "runtime/backends": 3_398,
     "runtime/linear": 3_217,
     "runtime/kv": 1_668,
-    "runtime/engine": 26_621,
+    "runtime/engine": 26_995,
     "runtime/text": 7_342,
     "runtime/llm": 1_946,
-    "runtime/parallel": 1_996,
+    "runtime/parallel": 2_150,
     "runtime/images": 937,
-    "runtime/commands": 3_033,
-    "runtime/bench": 11_618,
+    "runtime/commands": 3_040,
+    "runtime/bench": 11_451,
     "runtime": 3_591,
     "models": 20_161,
     "server": 23_376,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_995
+MOST_WORDS = 39_996
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -204,6 +204,10 @@ class AutoRoles:
         self._plan()
 
     def prompt_costs(self, loads: Sequence[EngineLoad], num_new: NDArray[np.int64]) -> NDArray[np.float64]:
+        if self._step is None:
+            answers = [load.num_prompt + self.means.output * load.num_decodes for load in loads]
+            ready = np.array([load.is_ready for load in loads])
+            return np.where(ready, num_new + np.array(answers), np.inf)
         speeds, last = self._speeds, len(self._speeds) - 1
         found = [
             (load.num_prompt + new) / speeds[min(load.num_decodes, last)] if load.is_ready else np.inf
