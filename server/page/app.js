@@ -60,7 +60,7 @@ let current = null; // the conversation that is shown
 async function loadModel() {
   try {
     const [{ data }, about] = await Promise.all([getJson("v1/models"), getJson("page/about")]);
-    settings.setModels(data.map((model) => model.id));
+    settings.setModels(data);
     settings.setAbout(about);
   } catch (error) {
     if (!(error instanceof ApiFailure)) throw error;

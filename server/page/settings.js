@@ -55,9 +55,13 @@ export class Settings {
     if (needsKey) this.key.focus();
   }
 
-  setModels(names) {
+  setModels(models) {
+    const names = models.map((model) => model.id);
+    const shown = ({ id, status }) => (status && status.value !== "loaded" ? `${id} (${status.value})` : id);
     const chosen = names.includes(this.stored.model) ? this.stored.model : names[0];
-    this.model.replaceChildren(...names.map((name) => h("option", { value: name, selected: name === chosen }, name)));
+    this.model.replaceChildren(
+      ...models.map((model) => h("option", { value: model.id, selected: model.id === chosen }, shown(model))),
+    );
     this.model.disabled = names.length < 2;
   }
 

@@ -159,8 +159,8 @@ def _completion(
             completion = typed_fields({**given, "prompt": []}, CompletionRequest, config, without_effect, sent)
         for name in _OF_REQUEST:
             if name in given or (name != "prompt" and getattr(completion, name) is not None):
-                own = sent.get(name, name)
-                raise invalid(own, f"Unknown parameter: {own}.", "unknown_parameter")
+                param = sent.get(name, name)
+                raise invalid(param, f"Unknown parameter: {param}.", "unknown_parameter")
     except ApiError as error:
         raise below("sampling_params", error) from None
     ignored += [f"sampling_params.{name}" for name in without_effect]
