@@ -302,7 +302,9 @@ def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="there is no such folder"):
         read_adapter(tmp_path / "nowhere")
     (tmp_path / "adapter.gguf").touch()
-    with pytest.raises(ModelLoadError, match=r"is a file; an adapter is a folder with adapter_config\.json"):
+    with pytest.raises(
+        ModelLoadError, match=r"is a file, but no GGUF; an adapter is a folder with adapter_config\.json"
+    ):
         read_adapter(tmp_path / "adapter.gguf")
     with pytest.raises(ModelLoadError, match=r"adapter_config\.json: the file is missing"):
         read_adapter(tmp_path)
