@@ -118,7 +118,7 @@ ELSEWHERE = {
         "xserv chat --model Qwen/Qwen3-VL-4B-Instruct --image chart.png", "make chat MODEL=Qwen/Qwen3-0.6B",
         "make chat MODEL=Qwen/Qwen3-0.6B-GGUF:Q8_0",
         "xserv quantize /path/to/folder /path/to/new-folder --format int4-g32", "xserv quantize",
-        "xserv bench states", "xserv bench states TRACE", "xserv bench roles TRACE --steps FILE",
+        "xserv bench states", "xserv bench states TRACE", "xserv bench roles", "xserv bench roles TRACE --steps FILE",
         "xserv bench roles TRACE --steps docs/measurements/2026-11-30-step-times.json --engines 2,4 --plot roles.svg",
         "xserv chat /path/to/model-Q4_K_M.gguf", "xserv chat /path/to/base-model --chat-template template.jinja",
         "xserv perplexity TEXT",
