@@ -61,7 +61,7 @@ def _divided(fields: Fields, stored: str) -> Fields:
         "n_head": 4, "n_inner": 2 * width, "num_hidden_layers": 2, "n_layer": 2,
     }  # fmt: skip
     own |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    changed = {name: own.get(name, value) for name, value in fields.items()}
+    changed: Fields = {name: own.get(name, value) for name, value in fields.items()}
     if "layer_types" in changed:
         changed["layer_types"] = [changed["layer_types"][at % len(changed["layer_types"])] for at in range(2)]
     if "no_rope_layers" in changed:
