@@ -186,7 +186,7 @@ def _read_config(fields: Fields, values: Mapping[str, Any]) -> tuple[_ScaleOf, C
     ranks, alphas = (_patterns(fields, name) for name in ("rank_pattern", "alpha_pattern"))
     has_root = bool(fields.raw("use_rslora"))
     parameters, trained = _strings(fields, "target_parameters"), _token_ids(fields)
-    fields.refuse_unread(lambda _, value: value in ({}, [], False), MERGE)
+    fields.refuse_unread(lambda _, value: value in ({}, [], False), f": {MERGE}")
 
     def scale_of(module: str, found_rank: int) -> float:
         name = _parameter_of(module, parameters)

@@ -31,10 +31,11 @@ MAGIC = b"GGUF"
 
 def is_gguf(path: Path) -> bool:
     """Whether a path is a file that begins as GGUF does."""
-    if not path.is_file():
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:  # a folder, or whatever PEFT's reader says of it
         return False
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
 
 
 def rank_of(path: Path) -> int:
