@@ -102,7 +102,7 @@ ELSEWHERE = {
         "--output-len 100 --device cpu --goodput ttft:2000",
     ),
     "other engines beside this one": (
-        "xserv bench encoders", "xserv bench peers",
+        "xserv bench adapters", "xserv bench encoders", "xserv bench peers",
         "xserv bench peers --workloads tokenizer --tokenizer tokenizer.json",
         "python -m runtime.cli bench peers --output-json docs/measurements/DATE-cpu-table.json > table.md",
         "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON "

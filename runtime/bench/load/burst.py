@@ -25,7 +25,7 @@ from runtime.bench.metrics import (
     time_per_output_token_s,
 )
 from runtime.bench.options import StreamingOptions
-from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.messages import AdapterRef, EngineOutput, EngineRequest
 from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
@@ -99,6 +99,7 @@ def run_burst(
     arrivals_s: Sequence[float] | None = None,
     timeout_s: float = 600.0,
     clock: Callable[[], float] = time.perf_counter,
+    adapters: Sequence[AdapterRef | None] | None = None,
 ) -> Burst:
     """Submits every prompt (greedy, EOS ignored) and waits for the last token.
 
@@ -108,6 +109,7 @@ def run_burst(
     max_tokens  new tokens, one number for all or one for each
     arrivals_s  seconds from now at which each is submitted, ascending; None submits all at once
     clock       of the records' times; only a wall clock goes with `arrivals_s`
+    adapters    one for each, or None
 
     Raises `BenchmarkError` if a request ends other than by length, or `timeout_s` after the last submission.
     """
@@ -119,9 +121,15 @@ def run_burst(
     salt = uuid.uuid4().hex
     requests = [
         EngineRequest(
-            request_id=f"burst-{index}", prompt_token_ids=list(prompt), params=params[length], cache_salt=salt
+            request_id=f"burst-{index}",
+            prompt_token_ids=list(prompt),
+            params=params[length],
+            cache_salt=salt,
+            adapter=adapter,
         )
-        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        for index, (prompt, length, adapter) in enumerate(
+            zip(prompts, lengths, adapters or [None] * len(prompts), strict=True)
+        )
     ]
     records: list[RequestRecord] = []
     all_finished, lock = threading.Event(), threading.Lock()

@@ -6,11 +6,12 @@ line, and the peer's threads sleep.
 
 Requests (`op`):
 
-- `load` {folder, threads, dtype, clock, task} → {versions …, threads, num_parameters, variants}; `task` is "generate",
-  also without one, or "embed"
-- `logits` {token_ids: [int], path} → {path}: float32 `[num_tokens, vocab]`, saved there with numpy
-- `generate` {prompts: [[int]], new_tokens, variant} → {token_ids, prefill_s, decode_s, total_s}; a variant is a setting
-  of the peer, one of those in `load`'s answer
+- `load` {folder, threads, dtype, clock, task, adapters} → {versions …, threads, num_parameters, variants}; `task` is
+  "generate", also without one, or "embed"; `adapters`, if there, are folders of LoRA adapters
+- `logits` {token_ids: [int], path, adapter} → {path}: float32 `[num_tokens, vocab]`, saved there with numpy; `adapter`
+  is the number of one, or null
+- `generate` {prompts: [[int]], new_tokens, variant, adapters} → {token_ids, prefill_s, decode_s, total_s}; a variant is
+  a setting of the peer, one of those in `load`'s answer; `adapters` are none, or the number of one for each prompt
 - `embed` {prompts: [[int]], pooling, variant, path} → {path, wall_s, used_s}: vectors of length one, float32
   `[num_prompts, size]`, saved there with numpy; the clock's time, and the processor's
 - `clock` → {}

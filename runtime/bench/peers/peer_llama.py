@@ -16,7 +16,7 @@ import ctypes
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 VARIANTS = ("flash-512", "plain-512", "flash-128", "plain-128")
 EMBED_VARIANTS = ("flash-512", "plain-512", "flash-128")
-GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
+GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 GPT2_FIELDS = {
     "block_count": "n_layer", "context_length": "n_positions", "embedding_length": "n_embd",
     "feed_forward_length": "n_inner", "head_count": "n_head", "layer_norm_eps": "layer_norm_epsilon",
@@ -105,6 +105,27 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     writer.close()
 
 
+def write_adapter_gguf(folder: Path, path: Path, num_layers: int) -> None:
+    """PEFT's adapter of a Qwen3 as GGUF, float32, as llama.cpp's own converter writes it."""
+    import gguf
+
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(config["lora_alpha"]))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, num_layers)
+    for name, values in stored_tensors(folder / "adapter_model.safetensors"):
+        module, _, side = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        theirs = names.get_name(f"{module}.weight", try_suffixes=(".weight",))
+        assert theirs is not None, name
+        writer.add_tensor(f"{theirs}.{side.lower()}", np.ascontiguousarray(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 class Batch:
     """A `llama_batch` of `num_tokens`; `token` and `position` are arrays over its fields."""
 
@@ -136,8 +157,11 @@ class Peer:
         self.vocab_size = 0
         self.clock = time.perf_counter
         self.size = 0
+        self.adapters: list[Any] = []
 
-    def load(self, folder: str, threads: int, dtype: str, clock: str, task: str = "generate") -> dict[str, Any]:
+    def load(
+        self, folder: str, threads: int, dtype: str, clock: str, task: str = "generate", adapters: Sequence[str] = ()
+    ) -> dict[str, Any]:
         import llama_cpp
 
         self.api, self.threads = llama_cpp, threads
@@ -154,6 +178,12 @@ class Peer:
             raise RuntimeError(f"llama.cpp does not load {path.name}")
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.size = llama_cpp.llama_model_n_embd(self.model)
+        for name in adapters:
+            file = Path(name) / "adapter.gguf"
+            write_adapter_gguf(Path(name), file, llama_cpp.llama_model_n_layer(self.model))
+            self.adapters.append(llama_cpp.llama_adapter_lora_init(self.model, str(file).encode()))
+            if not self.adapters[-1]:
+                raise RuntimeError(f"llama.cpp does not load {name}")
         return {
             "llama_cpp_python": llama_cpp.__version__,
             "system": llama_cpp.llama_print_system_info().decode(),
@@ -193,6 +223,15 @@ class Peer:
             api.llama_memory_clear(api.llama_get_memory(self.context), True)
         return self.context
 
+    def _adapt(self, context: Any, adapters: Sequence[int | None]) -> None:
+        """All sequences of the context take the adapter; it has no others."""
+        if len(set(adapters)) > 1:
+            raise ValueError("a context of llama.cpp has the same adapters for all its sequences")
+        given = [self.adapters[each] for each in set(adapters) if each is not None]
+        array, scales = (self.api.llama_adapter_lora_p_ctypes * 1)(*given), (ctypes.c_float * 1)(1.0)
+        if self.api.llama_set_adapters_lora(context, array, len(given), scales) != 0:
+            raise RuntimeError("llama.cpp does not take the adapter")
+
     def _decode(self, context: Any, batch: Batch, num_outputs: int) -> Any:
         """Logits `[num_outputs, vocab]`, valid until the next call."""
         status = self.api.llama_decode(context, batch.batch)
@@ -201,19 +240,25 @@ class Peer:
         pointer = ctypes.cast(self.api.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(pointer, (num_outputs, self.vocab_size))
 
-    def logits(self, token_ids: list[int], path: str) -> dict[str, Any]:
+    def logits(self, token_ids: list[int], path: str, adapter: int | None = None) -> dict[str, Any]:
         count = len(token_ids)
         context = self._open(1, count, VARIANTS[0], count)
+        if self.adapters:
+            self._adapt(context, [adapter])
         batch = Batch(self.api, [0] * count, [True] * count)
         batch.token[:], batch.position[:] = token_ids, range(count)
         np.save(path, self._decode(context, batch, count))
         batch.free()
         return {"path": path}
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, variant: str) -> dict[str, Any]:
+    def generate(
+        self, prompts: list[list[int]], new_tokens: int, variant: str, adapters: Sequence[int] = ()
+    ) -> dict[str, Any]:
         """Greedy tokens; `prefill_s` until the first token of every prompt, `decode_s` for the others."""
         count, length = len(prompts), len(prompts[0])
         context = self._open(count, length + new_tokens, variant, count * length)
+        if self.adapters:
+            self._adapt(context, adapters)
         sequences = [sequence for sequence in range(count) for _ in range(length)]
         first_batch = Batch(self.api, sequences, [place == length - 1 for _ in prompts for place in range(length)])
         first_batch.token[:] = np.asarray(prompts).reshape(-1)

@@ -11,7 +11,9 @@ Texts to embed are sorted by length and padded in batches, as sentence-transform
 batch. Equally long ones need no mask.
 """
 
+import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -27,8 +29,11 @@ class Peer:
         self.model: Any = None
         self.torch: Any = None
         self.clock = time.perf_counter
+        self.versions: dict[str, str] = {}
 
-    def load(self, folder: str, threads: int, dtype: str, clock: str, task: str = "generate") -> dict[str, Any]:
+    def load(
+        self, folder: str, threads: int, dtype: str, clock: str, task: str = "generate", adapters: Sequence[str] = ()
+    ) -> dict[str, Any]:
         import torch
         import transformers
 
@@ -40,7 +45,17 @@ class Peer:
         self.model = kind.from_pretrained(
             folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True, **options
         ).eval()
+        for number, name in enumerate(adapters):  # of the type that their files have
+            given: dict[str, Any] = {"adapter_name": str(number), "autocast_adapter_dtype": False}
+            if number:
+                self.model.load_adapter(name, **given)
+            else:
+                import peft
+
+                self.model = peft.PeftModel.from_pretrained(self.model, name, **given).eval()
+                self.versions = {"peft": peft.__version__}
         return {
+            **self.versions,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "threads": torch.get_num_threads(),
@@ -48,32 +63,48 @@ class Peer:
             "variants": BATCH_SIZES if task == "embed" else ["dynamic", "static"],
         }
 
-    def logits(self, token_ids: list[int], path: str) -> dict[str, Any]:
-        with self.torch.inference_mode():
+    def _adapted(self, adapters: Sequence[int | None]) -> tuple[Any, dict[str, Any]]:
+        """A context in which the rows of a batch have these adapters, and what `forward` is given for it."""
+        if not self.versions:
+            return contextlib.nullcontext(), {}
+        different = set(adapters)
+        if different <= {None}:
+            return self.model.disable_adapter(), {}
+        if len(different) > 1:
+            return contextlib.nullcontext(), {"adapter_names": [str(each) for each in adapters]}
+        self.model.set_adapter(str(adapters[0]))
+        return contextlib.nullcontext(), {}
+
+    def logits(self, token_ids: list[int], path: str, adapter: int | None = None) -> dict[str, Any]:
+        context, _ = self._adapted([adapter])
+        with context, self.torch.inference_mode():
             logits = self.model(self.torch.tensor([token_ids]), use_cache=False).logits[0]
         numpy.save(path, logits.float().numpy())
         return {"path": path}
 
-    def generate(self, prompts: list[list[int]], new_tokens: int, variant: str) -> dict[str, Any]:
+    def generate(
+        self, prompts: list[list[int]], new_tokens: int, variant: str, adapters: Sequence[int] = ()
+    ) -> dict[str, Any]:
         """Greedy tokens; `prefill_s` until the first token of every prompt, `decode_s` for the others."""
         import transformers
 
         torch, model = self.torch, self.model
+        context, given = self._adapted(adapters)
         start = self.clock()
-        with torch.inference_mode():
+        with context, torch.inference_mode():
             if variant == "static":
                 length = len(prompts[0]) + new_tokens
                 past = transformers.StaticCache(config=model.config, max_cache_len=length)
             else:
                 past = transformers.DynamicCache(config=model.config)
             output = model(
-                torch.tensor(prompts), past_key_values=past, use_cache=True, logits_to_keep=1
+                torch.tensor(prompts), past_key_values=past, use_cache=True, logits_to_keep=1, **given
             )  # logits [num_prompts, 1, vocab]
             tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)  # [num_prompts, 1]
             columns = [tokens]
             first = self.clock()
             for _ in range(new_tokens - 1):
-                output = model(tokens, past_key_values=past, use_cache=True, logits_to_keep=1)
+                output = model(tokens, past_key_values=past, use_cache=True, logits_to_keep=1, **given)
                 tokens = output.logits[:, -1].argmax(dim=-1, keepdim=True)
                 columns.append(tokens)
             token_ids = torch.cat(columns, dim=1).tolist()

@@ -22,6 +22,7 @@ from runtime.bench.metrics import TIE_TOLERANCE, BenchmarkError, check_outputs, 
 from runtime.bench.peers.child_process import ChildProcess
 from runtime.bench.peers.cpu_limits import LimitMeter
 from runtime.bench.peers.workloads import GGUF, Workload
+from runtime.engine.messages import AdapterRef
 from runtime.llm import LLM
 
 OURS = "xserv"
@@ -68,7 +69,7 @@ LLAMA = PeerEngine(
     Path(__file__).with_name("peer_llama.py"),
     ".venv-llama",
     "llama-cpp-python gguf numpy",
-    {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0", GGUF: GGUF},
+    {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0", "int4": "q4_0", GGUF: GGUF},
 )
 PEER_ENGINES = (TRANSFORMERS, LLAMA)
 
@@ -116,8 +117,11 @@ class OurSide:
     def __init__(self, llm: LLM, clock: str = "wall") -> None:
         self.llm, self.clock = llm, CLOCKS[clock]
 
-    def run(self, prompts: list[list[int]], workload: Workload) -> Sample:
-        burst = run_burst(self.llm.client, prompts, workload.new_tokens, clock=self.clock)
+    def run(
+        self, prompts: list[list[int]], workload: Workload, adapters: Sequence[AdapterRef | None] | None = None
+    ) -> Sample:
+        """`adapters` has one for each prompt."""
+        burst = run_burst(self.llm.client, prompts, workload.new_tokens, clock=self.clock, adapters=adapters)
         begin = max(record.token_times_s[0] for record in burst.records)
         if workload.measure == "decode" and begin >= min(record.token_times_s[-1] for record in burst.records):
             raise BenchmarkError(
@@ -145,21 +149,26 @@ class PeerSide:
     """
 
     def __init__(
-        self, engine: PeerEngine, child: ChildProcess, folder: Path, model: Path, dtype: str, clock: str = "wall"
-    ) -> None:
+        self, engine: PeerEngine, child: ChildProcess, folder: Path, model: Path, dtype: str, clock: str = "wall",
+        adapters: Sequence[Path] = (),
+    ) -> None:  # fmt: skip
         self.name = engine.name
         self._child = child
         self._folder = folder
         name, threads = engine.dtypes[dtype], usable_cores()
-        reply = child.ask("load", folder=str(model), threads=threads, dtype=name, clock=clock)
+        given = [str(each) for each in adapters]
+        reply = child.ask("load", folder=str(model), threads=threads, dtype=name, clock=clock, adapters=given)
         del reply["processor_s"]
         self.variants: list[str] = reply.pop("variants")
         self.versions = {**reply, "dtype": engine.dtypes[dtype]}
         self.variant = self.variants[0]
         self.logits_error = 0.0
 
-    def run(self, prompts: list[list[int]], workload: Workload) -> Sample:
-        reply = self._child.ask("generate", prompts=prompts, new_tokens=workload.new_tokens, variant=self.variant)
+    def run(self, prompts: list[list[int]], workload: Workload, adapters: Sequence[int] = ()) -> Sample:
+        """`adapters` has the number of one for each prompt."""
+        reply = self._child.ask(
+            "generate", prompts=prompts, new_tokens=workload.new_tokens, variant=self.variant, adapters=list(adapters)
+        )
         return Sample(
             token_ids=reply["token_ids"],
             wall_s=reply["total_s"],
@@ -191,9 +200,10 @@ class PeerSide:
         try_out(by_rate()[:2])
         self.variant = by_rate()[0]
 
-    def logits(self, token_ids: list[int]) -> np.ndarray[Any, Any]:
+    def logits(self, token_ids: list[int], adapter: int | None = None) -> np.ndarray[Any, Any]:
         """Float32 `[num_tokens, vocab]`."""
-        path = self._child.ask("logits", token_ids=token_ids, path=str(self._folder / "logits.npy"))["path"]
+        file = str(self._folder / "logits.npy")
+        path = self._child.ask("logits", token_ids=token_ids, path=file, adapter=adapter)["path"]
         return np.asarray(np.load(path))
 
 

@@ -13,6 +13,7 @@ from runtime.commands.options import ReportOptions
 
 _memory = later("runtime.bench.memory")
 _metrics = later("runtime.bench.metrics")
+_bench_adapters = later("runtime.bench.peers.bench_adapters")
 _bench_encoders = later("runtime.bench.peers.bench_encoders")
 _bench_peers = later("runtime.bench.peers.bench_peers")
 _encoders = later("runtime.bench.peers.encoders")
@@ -143,6 +144,31 @@ def encoders(
     )
     output.deliver(report, _encoders.markdown(report))
     if check and not all(row["is_met"] for row in report["results"]):
+        raise typer.Exit(1)
+
+
+def adapters(
+    output: ReportOptions,
+    dtypes: Annotated[str | None, typer.Option(help="Weights: bfloat16,int4 (beside q4_0),fp8; default: all.")] = None,
+    peers: PeersOption = None,
+    peer_python: Annotated[Path | None, typer.Option(help="A Python with torch, transformers and peft.")] = None,
+    llama_python: LlamaPythonOption = None,
+    sequences: Annotated[str | None, typer.Option(help="Sequences at once: 1,32; default: both.")] = None,
+    num_rounds: Annotated[int, typer.Option(help="Rounds of all sides and cases, in turns.")] = 9,
+    clock: ClockOption = "wall",
+    check: CheckFlag = False,
+) -> None:
+    """What LoRA adapters of rank 16 cost decodes of ours, llama.cpp and peft in turns, on Qwen3-0.6B's shape."""
+    counts = _workloads.named("--sequences", sequences, ("1", "32"), ("1", "32"))
+    report = _bench_adapters.bench_adapters(
+        _pythons(peers, peer_python, llama_python),
+        _workloads.named("--dtypes", dtypes, _bench_adapters.DTYPES, _bench_adapters.DTYPES),
+        num_rounds=num_rounds,
+        clock=clock,
+        cases=[each for each in _bench_adapters.CASES if str(each.sequences) in counts],
+    )
+    output.deliver(report, _bench_adapters.markdown(report))
+    if check and not all(row.get("is_met", True) for row in report["results"]):
         raise typer.Exit(1)
 
 

@@ -53,8 +53,8 @@ def _bench() -> None:
 
 
 for _command in (
-    engine.streaming, engine.exact, engine.overhead, engine.products, peers.peers, peers.encoders, peers.memory,
-    serve.serve, serve.accuracy, engine.schedule, engine.stalls, engine.simulation, engine.speculation, engine.kernels,
-    engine.profile, engine.states, engine.roles,
+    engine.streaming, engine.exact, engine.overhead, engine.products, peers.peers, peers.encoders, peers.adapters,
+    peers.memory, serve.serve, serve.accuracy, engine.schedule, engine.stalls, engine.simulation, engine.speculation,
+    engine.kernels, engine.profile, engine.states, engine.roles,
 ):  # fmt: skip
     bench.command(cls=Command)(with_options(_command))
