@@ -46,7 +46,7 @@ __all__ = [
     "gelu", "gelu_gate", "glu", "keep_groups", "keep_proposals", "latent_attention", "latent_queries", "latent_values",
     "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "logits_linear", "low_rank", "mamba",
     "normed_route", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample", "sample_into",
-    "short_conv", "sigmoid_gate", "silu", "squared_relu", "take_decode_inputs", "xielu",
+    "short_conv", "sigmoid_gate", "silu", "squared_relu", "take_decode_inputs", "takes_low_rank", "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -96,8 +96,8 @@ def linear(
     x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None,
     norm: RmsNorm | None = None, low_rank: LowRank | None = None,
 ) -> Tensor:  # fmt: skip
-    """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``. On
-    the cpu ``low_rank`` is added, too.
+    """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``.
+    ``low_rank`` of x, normalised if there is a norm, is added, too, where `takes_low_rank` holds.
 
     ``norm`` normalises the rows of x first. It is required for a weight that includes the norm's weights, optional for
     one that rounds rows (one launch then does both), and not allowed for others, which take normalised rows.
@@ -108,17 +108,30 @@ def linear(
         _check_addends("linear", (x.shape[0], weight.shape[0]), "x", x, weight, residual, out)
     if low_rank is not None:
         _check_low_rank("linear", low_rank, (x.shape[0], weight.shape[0]))
-        return backend.linear(x, weight, residual, out, x.dtype, low_rank=low_rank)  # type: ignore[no-any-return]
+        return backend.linear(  # type: ignore[no-any-return]
+            x, weight, residual, out, x.dtype, *normed, low_rank=low_rank
+        )
     return backend.linear(x, weight, residual, out, x.dtype, *normed)  # type: ignore[no-any-return]
 
 
 def _check_low_rank(op: str, added: LowRank, shape: tuple[int, int]) -> None:
     """Checks low-rank sums that are added to a product's result of this shape."""
-    (rows, width), slots = shape, added.slots
-    if not isinstance(slots, CpuSlots) or sum(slots.shape.heights) != width:
-        raise fail(op, "low_rank.slots", f"must be a CpuSlots of {width} outputs")
-    check(op, "low_rank.x", added.x, CPU, float32, (rows, slots.shape.depth))
-    check(op, "low_rank.adapters", added.adapters, CPU, int32, (rows,))
+    (rows, width), slots, x = shape, added.slots, added.x
+    is_of_device = isinstance(slots, CpuSlots) if x.device == CPU else hasattr(slots, "ranges")
+    if not is_of_device or sum(slots.shape.heights) != width:
+        kind = "CpuSlots" if x.device == CPU else "GpuSlots"
+        raise fail(op, "low_rank.slots", f"must be a {kind} of {width} outputs")
+    check(op, "low_rank.x", x, x.device, float32 if x.device == CPU else x.dtype, (rows, slots.shape.depth))
+    check(op, "low_rank.adapters", added.adapters, x.device, int32, (rows,))
+
+
+def takes_low_rank(
+    x: Tensor, weight: LinearWeight, norm: RmsNorm | None, activation: str | None, slots: object
+) -> bool:  # fmt: skip
+    """Whether `linear`, or for an ``activation`` `linear_glu`, or for None `add_partials`, takes low-rank sums of
+    ``slots`` for these rows."""
+    backend = _backend("takes_low_rank", "x", x)
+    return backend.takes_low_rank(x, weight, norm, activation, slots)  # type: ignore[no-any-return]
 
 
 def _check_addends(
@@ -171,14 +184,22 @@ def _check_segments(op: str, weight: LinearWeight) -> None:
         raise fail(op, "weight", "must be exact and split over its inputs")
 
 
-def linear_glu(x: Tensor, weight: LinearWeight, activation: GluActivation, *, norm: RmsNorm | None = None) -> Tensor:
+def linear_glu(
+    x: Tensor, weight: LinearWeight, activation: GluActivation, *, norm: RmsNorm | None = None,
+    low_rank: LowRank | None = None,
+) -> Tensor:  # fmt: skip
     """``glu(linear(x, weight, norm=norm), activation)``, gate's rows first in ``weight [2 I, K]`` -> ``[T, I]``.
 
-    One launch if a kernel can fuse it, and then rounded once.
+    One launch if a kernel can fuse it, and then rounded once. ``low_rank`` is added before the gate, as in `linear`.
     """
     backend = _check_factors("linear_glu", x, weight)
     normed = _check_norm("linear_glu", x, weight, norm)
     _check_glu("linear_glu", "weight", weight.shape[0], activation, backend.GLU_ACTIVATIONS)
+    if low_rank is not None:
+        _check_low_rank("linear_glu", low_rank, (x.shape[0], weight.shape[0]))
+        return backend.linear_glu(  # type: ignore[no-any-return]
+            x, weight, activation, *normed, low_rank=low_rank
+        )
     return backend.linear_glu(x, weight, activation, *normed)  # type: ignore[no-any-return]
 
 

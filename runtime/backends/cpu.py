@@ -105,6 +105,11 @@ def linear(
     return result
 
 
+def takes_low_rank(x: Tensor, weight: Any, norm: RmsNorm | None, activation: str | None, slots: object) -> bool:
+    """See `ops.takes_low_rank`."""
+    return isinstance(slots, CpuSlots) and norm is None
+
+
 def linear_partial(x: Tensor, weight: PanelWeight | JoinedWeight) -> Tensor:
     """See `ops.linear_partial`."""
     rows, (width, depth) = x.shape[0], weight.shape
@@ -322,9 +327,11 @@ def gelu_gate(x: Tensor, up: Tensor, first: int) -> Tensor:
     return result
 
 
-def linear_glu(x: Tensor, weight: PanelWeight | JoinedWeight, activation: str) -> Tensor:
+def linear_glu(
+    x: Tensor, weight: PanelWeight | JoinedWeight, activation: str, *, low_rank: LowRank | None = None
+) -> Tensor:
     """``glu(linear(x, weight), activation)``."""
-    return glu(linear(x, weight, None, None, float32), activation)
+    return glu(linear(x, weight, None, None, float32, low_rank=low_rank), activation)
 
 
 # ------------------------------------------------------------------------------------------ experts

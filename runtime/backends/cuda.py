@@ -40,6 +40,7 @@ from runtime.backends.cuda_linear import (
     linear_partial,
     packed_embedding,
     rms_norm,
+    takes_low_rank,
 )
 from runtime.backends.cuda_sampling import log_softmax_topk, process_logits_row, sample, sample_into
 from runtime.backends.cuda_state import delta_rule, mamba, short_conv
@@ -58,7 +59,8 @@ __all__ = [
     "keep_groups", "latent_attention", "latent_expanded", "latent_prepare", "latent_queries", "latent_values",
     "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "low_rank", "mamba", "matmul",
     "normed_route", "page_shape", "process_logits_row", "qkv_prepare", "reduce", "rms_norm", "route", "sample",
-    "sample_into", "scale_logits", "short_conv", "sigmoid_gate", "take_decode_inputs", "write_elementwise",
+    "sample_into", "scale_logits", "short_conv", "sigmoid_gate", "take_decode_inputs", "takes_low_rank",
+    "write_elementwise",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)

@@ -24,10 +24,12 @@ from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda.gemm import split_k
 from runtime.backends.cuda_plans import NEVER_ROUNDED, Planned, plan
-from runtime.backends.cuda_tensor import alignment, id_flag, remembered
+from runtime.backends.cuda_tensor import alignment, id_flag, remembered, zeros
 from runtime.device.cublas import Cublas
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32
+from runtime.linear.gpu_slots import GpuSlots
+from runtime.linear.low_rank_slots import LowRank
 from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import GpuWeight, PackedWeight, RowWeight
 from runtime.tensor.tensor import Tensor
@@ -40,10 +42,11 @@ _plan_deferred_norm = remembered(_norm.plan_deferred_norm)
 
 def linear(
     x: Tensor, weight: GpuWeight, residual: Tensor | None, out: Tensor | None, dtype: DType,
-    norm: RmsNorm | None = None,
+    norm: RmsNorm | None = None, *, low_rank: LowRank | None = None,
 ) -> Tensor:  # fmt: skip
     """See `ops.linear`; `dtype` is that of the result. A norm is left to it only where the weight is normed or rounds
     rows."""
+    ranks = _ranks(low_rank)
     x, norm = _normalised_apart(x, weight, norm)
     x = _in_order(x, weight)
     gpu, rows, (width, depth) = Gpu.of(x.device), x.shape[0], weight.shape
@@ -59,13 +62,13 @@ def linear(
         bias, added = weight.bias_address, 0 if residual is None else residual.address
         key = (
             rows, dtype, added != 0, (x.address | weight.address) & 15, (result.address | added | bias) & 15,
-            norm is not None,
+            norm is not None, ranks,
         )  # fmt: skip
         planned = weight.plans.get(key)
         if planned is None:
             epilogue = _gemm.Epilogue(has_residual=key[2], is_aligned=key[4] == 0)
             product = _product(weight, rows, width, dtype, epilogue, is_aligned=key[3] == 0)
-            planned = plan(gpu, weight, product, has_norm=norm is not None)
+            planned = plan(gpu, weight, product, has_norm=norm is not None, ranks=ranks)
             weight.plans.keep(key, planned)
         launch = planned.launch
         assert launch is not None
@@ -75,8 +78,11 @@ def linear(
         if planned.num_squares:
             result.deferred_norm = Tensor.new((rows, planned.num_squares), float32, x.device)
             last = (result.deferred_norm.address,)
-        gpu.launch(launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, *last)
-        del memory, rounded
+        riding, between = _riding(gpu, low_rank, norm, planned)
+        gpu.launch(
+            launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, *last, *riding
+        )
+        del memory, rounded, between
     return result
 
 
@@ -95,17 +101,59 @@ def add_partials(partials: Tensor, weight: GpuWeight, residual: Tensor | None, o
     return result
 
 
-def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm: RmsNorm | None = None) -> Tensor:
+def takes_low_rank(x: Tensor, weight: GpuWeight, norm: RmsNorm | None, activation: str | None, slots: GpuSlots) -> bool:
+    """See `ops.takes_low_rank`."""
+    rows, (width, _) = x.shape[0], weight.shape
+    is_plain = isinstance(weight, RowWeight) and weight.num_segments <= 1 and weight.tier != "cublas"
+    if activation is None or not is_plain or not x.size or not width or (norm is not None and not weight.is_normed):
+        return False
+    ranks = slots.up.shape[2]
+    key = "low_rank", rows, activation, (x.address | weight.address) & 15, ranks
+    takes: bool | None = weight.plans.get(key)
+    if takes is None:
+        epilogue = _gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation)
+        columns = width // 2 if activation else width
+        product = _product(weight, rows, columns, x.dtype, epilogue, is_aligned=key[3] == 0)
+        takes = plan(Gpu.of(x.device), weight, product, ranks=ranks).num_shrinking > 0
+        weight.plans.keep(key, takes)
+    return takes
+
+
+def _ranks(low_rank: LowRank | None) -> int:
+    return 0 if low_rank is None else low_rank.slots.up.shape[2]
+
+
+def _riding(
+    gpu: Gpu, low_rank: LowRank | None, norm: RmsNorm | None, planned: Planned
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """The arguments of low-rank sums (`numba_kernels.cuda.adapters.riding`), and the memory that they need."""
+    if low_rank is None:
+        return (), None
+    assert planned.num_shrinking, "`takes_low_rank` does not hold"
+    slots, rows = low_rank.slots, low_rank.x.shape[0]
+    num_slots, _, ranks = slots.up.shape
+    between = Tensor.new((rows, ranks), float32, low_rank.x.device)
+    return (
+        low_rank.adapters.address, slots.down.table_address, slots.up.table_address, slots.ranges.address,
+        0 if norm is None else norm.weight.address, between.address, zeros(gpu, 2), ranks, num_slots,
+        slots.ranges.shape[1], planned.num_shrinking,
+    ), between  # fmt: skip
+
+
+def linear_glu(
+    x: Tensor, weight: GpuWeight, activation: str, norm: RmsNorm | None = None, *, low_rank: LowRank | None = None
+) -> Tensor:
     """See `ops.linear_glu`; as `linear`."""
+    ranks = _ranks(low_rank)
     x, norm = _normalised_apart(x, weight, norm)
     given, x = x, _in_order(x, weight)
     gpu, rows, (both, depth) = Gpu.of(x.device), x.shape[0], weight.shape
-    key = rows, activation, (x.address | weight.address) & 15, norm is not None
+    key = rows, activation, (x.address | weight.address) & 15, norm is not None, ranks
     planned = weight.plans.get(key)
     if planned is None:
         epilogue = _gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation)
         product = _product(weight, rows, both // 2, x.dtype, epilogue, is_aligned=key[2] == 0)
-        planned = plan(gpu, weight, product, has_norm=norm is not None)
+        planned = plan(gpu, weight, product, has_norm=norm is not None, ranks=ranks)
         weight.plans.keep(key, planned)
     if planned.launch is None:
         return glu(linear(given, weight, None, None, x.dtype, norm), activation)
@@ -113,8 +161,11 @@ def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm: RmsNorm | No
     matrix, memory = _matrix_of(gpu, weight, planned)
     source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
     last = (matrix, matrix) if planned.takes_weight_again else (0,)
-    gpu.launch(planned.launch, source, matrix, 0, 0, result.address, rows, both // 2, depth, 0, *normalising, *last)
-    del memory, rounded
+    riding, between = _riding(gpu, low_rank, norm, planned)
+    gpu.launch(
+        planned.launch, source, matrix, 0, 0, result.address, rows, both // 2, depth, 0, *normalising, *last, *riding
+    )
+    del memory, rounded, between
     return result
 
 

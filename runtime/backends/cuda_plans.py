@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from numba_kernels.cuda import dequantize, dynamic_quantisation, gemm, rounded_norm
+from numba_kernels.cuda.adapters import riding
 from numba_kernels.cuda.experts import gather, hopper, order, packed, packed_gather, tensor_core, tiled
 from numba_kernels.cuda.gemm import Machine
 from numba_kernels.cuda.gemm.hopper_ring import Tile
@@ -50,6 +51,7 @@ class Planned:
         takes_weight_again: whether the launch's last two arguments are the weight's address (`gemm/hopper_bytes.py`).
         takes_maps: whether it is the address of the experts' tensor maps.
         num_squares: sums of squares that the launch leaves for each row of its result, or 0.
+        num_shrinking: blocks of the launch that compute low-rank sums; 0 if it takes none.
     """
 
     launch: Launch | None
@@ -59,6 +61,7 @@ class Planned:
     takes_weight_again: bool = False
     takes_maps: bool = False
     num_squares: int = 0
+    num_shrinking: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +81,10 @@ class RowList:
 
 def plan(
     gpu: Gpu, weight: GpuWeight | ExpertsWeight, product: gemm.Product, rows: RowList | None = None, *,
-    has_norm: bool = False,
+    has_norm: bool = False, ranks: int = 0,
 ) -> Planned:  # fmt: skip
     """Chooses the kernels of a product; see `gemm.plan`. With a norm, the launch before it can round, too. Rows of
-    experts come in a list."""
+    experts come in a list. With `ranks` the launch adds low-rank sums of so many if it can: see `Planned`."""
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
     if isinstance(weight, ExpertsWeight):
         assert rows is not None
@@ -90,6 +93,10 @@ def plan(
     if is_gated and (weight.bias is not None or weight.tier == "cublas" or weight.num_segments):
         return Planned(None)
     planned = _choose(weight, product, machine, has_norm=has_norm)
+    is_gemv = planned.launch is not None and planned.launch.specialisation.name.startswith("gemv_")
+    if ranks and is_gemv and gemm.gemv.can_take_adapters(product, machine):
+        launch = gemm.gemv.plan(product, machine, ranks)
+        planned = replace(planned, launch=launch, num_shrinking=riding.shrinking_blocks(product.m, ranks))
     if planned.launch is None or not (product.epilogue.has_residual and product.epilogue.is_aligned):
         return planned
     columns = gemm.square_columns(planned.launch, product.n)

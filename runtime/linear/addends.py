@@ -5,8 +5,8 @@
 A product adds bias and residual to its float32 sums before it rounds. The map's addends are added to the residual
 first, so every kernel that takes a residual takes them, and results are rounded once. By the form of the product:
 
-- plain: an addend gets x; the launch adds the residual. On the cpu a `RidingAddend` is added by the launch itself, in
-  every form.
+- plain: an addend gets x; the launch adds the residual. A `RidingAddend` is added by the launch itself where it can
+  (`ops.takes_low_rank`), in every form.
 - deferred RMSNorm, where the norm is in the matrix or in the launch that rounds rows: an addend gets x normalised, by
   one more launch unless it is a `RidingAddend`. The residual is added after the norm has scaled the sums.
 - gated (`Linear.glu`): the addend is added before the gate, so the product and the gate are two launches.
@@ -21,7 +21,7 @@ Convolutions take none: a source is not asked for theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from runtime.batch import AdaptedRows, Batch
@@ -44,8 +44,9 @@ class Addend(Protocol):
 class RidingAddend(Addend, Protocol):
     """An addend that normalises rows itself, or that a product's launch may add."""
 
-    def riding(self, x: Tensor, batch: Batch | AdaptedRows) -> LowRank | None:
-        """The sums that the product adds, for rows as in `add_to`; None if `add_to` has to add them."""
+    def riding(self, x: Tensor, batch: Batch | AdaptedRows, takes: Callable[[Any], bool]) -> LowRank | None:
+        """The sums that the product adds, for its own rows; None if `add_to` has to add them. ``takes`` says whether
+        the product's launch can add those of some slots."""
 
     def add_to(self, residual: Tensor | None, x: Tensor, batch: Any, norm: RmsNorm | None = None) -> Tensor | None:
         """As in `Addend`, of x normalised if there is a norm."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from runtime import ops
 from runtime.batch import AdaptedRows, Batch
@@ -73,7 +74,7 @@ class Linear:
             if self.addends and batch is not None and batch.adapters is not None:  # of all ranks' columns
                 share = x.shape[1]
                 x = self.communicator.all_gather_columns(x, share, share * self.communicator.num_ranks)
-            residual, low_rank = self._with_addends(residual, x, batch, None)
+            residual, low_rank = self._with_addends(residual, x, batch, None, None)
             return ops.add_partials(partials, self.weight, residual=residual, out=out, low_rank=low_rank)
         if self.communicator.rank:
             residual = None  # rank 0 adds it
@@ -94,23 +95,31 @@ class Linear:
     ) -> Tensor:
         """The result without that of other ranks."""
         x, norm = self._normalised(x)
-        residual, low_rank = self._with_addends(residual, x, batch, norm)
+        residual, low_rank = self._with_addends(residual, x, batch, norm, "")
         return ops.linear(x, self.weight, residual=residual, out=out, norm=norm, low_rank=low_rank)
 
     def glu(self, x: Tensor, activation: ops.GluActivation, batch: Batch | AdaptedRows | None = None) -> Tensor:
         """``f(gate) * up`` of the map's halves, gate first: ``[T, K]`` -> ``[T, N / 2]``; see `ops.linear_glu`. An
         exact map with addends on a GPU takes the same kernels whether a row of the batch has an adapter or not."""
-        is_fixed = isinstance(self.weight, GpuWeight) and self.weight.exact
-        if self.addends and (is_fixed or batch is None or batch.adapters is not None):
+        if self.addends and isinstance(self.weight, GpuWeight) and self.weight.exact:
             return ops.glu(self.own_part(x, batch), activation)
         x, norm = self._normalised(x)
-        return ops.linear_glu(x, self.weight, activation, norm=norm)
+        added, low_rank = self._with_addends(None, x, batch, norm, activation)
+        if added is not None:
+            product = ops.linear(x, self.weight, residual=added, norm=norm, low_rank=low_rank)
+            return ops.glu(product, activation)
+        return ops.linear_glu(x, self.weight, activation, norm=norm, low_rank=low_rank)
 
     def _with_addends(
-        self, residual: Tensor | None, x: Tensor, batch: Batch | AdaptedRows | None, norm: RmsNorm | None
+        self,
+        residual: Tensor | None,
+        x: Tensor,
+        batch: Batch | AdaptedRows | None,
+        norm: RmsNorm | None,
+        activation: str | None,
     ) -> tuple[Tensor | None, LowRank | None]:
         """The residual plus the addends of x, after a norm that is not applied to it yet; and what is left for the
-        product to add."""
+        product to add: of a gated unit or "", or None for the sum of ranks' parts."""
         if not self.addends:
             return residual, None
         assert batch is not None, "a map with addends was called without the batch"
@@ -118,9 +127,12 @@ class Linear:
             return residual, None
         left: LowRank | None = None
         normed: Tensor | None = x if norm is None else None
+        if activation and len(self.addends) > 1:
+            activation = ""  # the gate is a launch of its own, after all of them
+        takes = partial(ops.takes_low_rank, x, self.weight, norm, activation)
         for addend in self.addends:
             if isinstance(addend, RidingAddend):
-                riding = addend.riding(x, batch) if norm is None and left is None else None
+                riding = addend.riding(x, batch, takes) if left is None else None
                 if riding is None:
                     residual = addend.add_to(residual, x, batch, norm)
                 left = left or riding

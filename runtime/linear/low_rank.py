@@ -2,13 +2,13 @@
 
 A map has memory for a fixed number of adapters of a fixed rank, its slots. Loading an adapter writes a slot of each
 map; a recorded step reads whatever a slot holds, since a row's slot is data of the step (`Batch.adapters`).
-On the cpu the map's own product adds them (`riding`); on a GPU they are added to its residual.
+The map's own product adds them where it can (`riding`); otherwise, on a GPU, they are added to its residual.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from runtime.linear.adapter_pairs import Change, Pair, Rows, parts_of
 from runtime.linear.addends import DeclaredMap
 from runtime.linear.expert_adapters import LowRankExperts
 from runtime.linear.gpu_slots import Slots, new_slots
-from runtime.linear.low_rank_slots import CpuSlots, DensePair, LowRank, SlotShape
+from runtime.linear.low_rank_slots import DensePair, LowRank, SlotShape
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.linear.table_adapters import LowRankHead, LowRankTable
@@ -66,9 +66,9 @@ class LowRankMap:
         """The bytes of all slots."""
         return 0 if self._slots is None else self._slots.size_bytes
 
-    def riding(self, x: Tensor, batch: Batch | AdaptedRows) -> LowRank | None:
+    def riding(self, x: Tensor, batch: Batch | AdaptedRows, takes: Callable[[Slots], bool]) -> LowRank | None:
         """See `RidingAddend`."""
-        if self.is_empty or not isinstance(self.slots, CpuSlots):
+        if self.is_empty or not takes(self.slots):
             return None
         assert batch.adapters is not None, "a batch without adapters does not come here"
         return LowRank(self.slots, x, batch.adapters, batch.computed)

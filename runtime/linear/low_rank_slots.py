@@ -81,9 +81,9 @@ class CpuSlots:
 
 class LowRank(NamedTuple):
     """Low-rank sums of rows that a product adds: of ``x [T, K]`` with the slots of ``adapters [T]`` int32, -1 for none.
-    ``computed`` is the batch's."""
+    ``slots`` are of the product's device (`CpuSlots`, `gpu_slots.GpuSlots`), ``computed`` is the batch's."""
 
-    slots: CpuSlots
+    slots: Any
     x: Tensor
     adapters: Tensor
     computed: dict[Any, Any]

@@ -15,6 +15,8 @@ other tiers. Float32 goes up to 8 rows; from 3 rows on, 16-bit factors cost tens
 In a gated unit half of a team's rows are of the gate's half of the weight, the others those of up's that belong to
 them, whose sums a shuffle brings to the gate's lanes. Squares of x's row are added up by the whole block.
 
+Low-rank sums of adapters may ride on the launch of 16-bit rows (`riding`).
+
 Threads: x lanes, y the warps of a team, z the teams of a block.
 """
 
@@ -26,6 +28,7 @@ from typing import Any
 
 from numba import cuda, types
 
+from numba_kernels.cuda.adapters import riding
 from numba_kernels.cuda.gemm.epilogue import (
     ARGUMENT_TYPES,
     DTYPE_PAIRS,
@@ -79,8 +82,9 @@ def weight_loader(dtype: str) -> tuple[Any, Any, Any]:
 
 @functools.cache
 def _kernel(
-    dtype: str, out_dtype: str, rows: int, is_aligned: bool, loads: str = next(iter(LOADS)), activation: str = ""
-) -> Specialisation:
+    dtype: str, out_dtype: str, rows: int, is_aligned: bool, loads: str = next(iter(LOADS)), activation: str = "",
+    takes_adapters: bool = False,
+) -> Specialisation:  # fmt: skip
     finish = finisher(dtype, out_dtype)
     width, item_bytes = (VECTOR_WIDTH[dtype] if is_aligned else 1), ITEM_BYTES[dtype]
     load_x, load_element, load_parts = vector_loader(dtype), element_loader(dtype), memory.load_4xf32
@@ -110,13 +114,16 @@ def _kernel(
         return load_turn
 
     load_first_turn, load_turn = turn_loader(load_early), turn_loader(load_later)
+    shrink = riding.shrinker(dtype) if takes_adapters else None
+    expand = riding.expander(dtype) if takes_adapters else None
 
-    def gemv(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def multiply(block, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added):
         partial = cuda.shared.array(partial_floats, float32)  # [warp, sum]
         partial_squares = cuda.shared.array(partial_rows, float32)  # [warp, row]
         lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         team_warps = uint32(cuda.blockDim.y)
-        first_column = (uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.z) + team) * uint32(out_columns)
+        first_column = (block * uint32(cuda.blockDim.z) + team) * uint32(out_columns)
         row_bytes = uint64(k) * uint64(item_bytes)
         position = rank * uint32(TURNS * turn) + lane * uint32(width)
         step = team_warps * uint32(TURNS * turn)
@@ -220,6 +227,12 @@ def _kernel(
             total = scale_element(total, scale)
             inside = lane % uint32(columns)
             column = first_column + inside
+            if takes_adapters:
+                own = uint32(first_column + inside % uint32(out_columns))
+                if lane < uint32(num_sums) and row < m and own < n:
+                    if inside >= uint32(out_columns):
+                        own = uint32(own + n)  # up's
+                    total += expand(row, own, added)
             if is_gated:
                 total = gated(total, shuffle_xor_f32(total, uint32(out_columns)))
             value = float32(0.0)
@@ -233,12 +246,36 @@ def _kernel(
                     part_at = uint64(row) * uint64(n >> uint32(2)) + uint64(column >> uint32(2))
                     memory.store_f32(squares + part_at * uint64(4), squared)
 
+    def gemv(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        multiply(
+            uint32(cuda.blockIdx.x), x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps,
+            squares, (),
+        )  # fmt: skip
+
+    def adapted_gemv(
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, adapters, downs, ups,
+        ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
+    ):  # fmt: skip
+        block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
+        added = adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
+        if block < shrinking:
+            shrink(block, warp, lane, x, k, eps, added)
+        else:
+            multiply(
+                uint32(block - shrinking), x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts,
+                eps, squares, added,
+            )  # fmt: skip
+        is_first_thread = lane == uint32(0) and warp == uint32(0)
+        riding.leave_counters(counters, is_first_thread, uint32(cuda.gridDim.x))
+
     alignment = "aligned" if is_aligned else "any"
     suffix = "" if loads == next(iter(LOADS)) else f"_{loads}"
     return Specialisation(
-        name=f"gemv_{dtype}_{out_dtype}_{rows}_{alignment}{'_' if is_gated else ''}{activation}{suffix}",
-        kernel=cuda.jit(gemv),
-        argument_types=ARGUMENT_TYPES,
+        name=f"gemv_{dtype}_{out_dtype}_{rows}_{alignment}{'_' if is_gated else ''}{activation}{suffix}"
+        + "_adapted" * takes_adapters,
+        kernel=cuda.jit(adapted_gemv if takes_adapters else gemv),
+        argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
         max_threads=BLOCK_WARPS * 32,
         min_blocks=ONE_ROW_BLOCKS if rows == 1 and is_aligned else 0,
         constants={
@@ -275,13 +312,23 @@ def seconds(product: Product, machine: Machine) -> float:
     return product.n * product.k * 2 * (product.m + 1) / machine.float_flops
 
 
-def plan(product: Product, machine: Machine) -> Launch:
-    """A launch for a product that it can compute and that is not empty."""
+def can_take_adapters(product: Product, machine: Machine) -> bool:
+    """Whether low-rank sums (`riding`) can ride on a product's launch."""
+    return product.x != "f32" and product.out == product.x and product.is_aligned and not why_not(product, machine)
+
+
+def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
+    """A launch for a product that it can compute and that is not empty; with low-rank sums of so many ranks, if any."""
     dtype, is_aligned = product.x, product.is_aligned
     rows = next(rows for rows in COLUMNS if rows >= product.m) if is_aligned else MAX_ROWS[dtype]
     warps = _team_warps(product.weight_rows, product.k, VECTOR_WIDTH[dtype] if is_aligned else 1)
     teams = BLOCK_WARPS // warps
     blocks = -(-product.weight_rows // (COLUMNS[rows] * teams))
+    if ranks:
+        kernel = _kernel(
+            dtype, product.out, rows, True, activation=product.epilogue.activation, takes_adapters=True
+        )  # fmt: skip
+        return Launch(kernel, (blocks + riding.shrinking_blocks(product.m, ranks), 1, 1), (32, warps, teams))
     if is_aligned and dtype != "f32" and ring_stages(machine, product.k, rows):
         kernel = ring_kernel(dtype, product.out, rows, product.epilogue.activation)
         return ring_launch(kernel, machine, blocks, (32, warps, teams), product.k)
@@ -298,4 +345,6 @@ def specialisations() -> Iterator[Specialisation]:
                     yield _kernel(dtype, out_dtype, rows, True, activation=activation)
                     if dtype != "f32":
                         yield ring_kernel(dtype, out_dtype, rows, activation)
+                        if out_dtype == dtype:
+                            yield _kernel(dtype, out_dtype, rows, True, activation=activation, takes_adapters=True)
             yield _kernel(dtype, out_dtype, MAX_ROWS[dtype], False, activation=activation)

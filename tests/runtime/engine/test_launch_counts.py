@@ -240,7 +240,16 @@ def test_a_decode_layer_of_latent_attention(num_seqs: int, query_rank: int | Non
     assert [name[: len(start)] for name, start in zip(launched, wanted, strict=False)] == wanted
 
 
-@pytest.mark.parametrize("num_seqs", [1, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_adapters_of_one_sequence_take_no_launch() -> None:
+    """They ride on the products' launches, those of gate and up before the gate."""
+    config = PUBLISHED["Qwen3-0.6B"] | {"num_hidden_layers": 3, "vocab_size": 512}
+    plain = kernels_of_a_decode_layer(config, num_seqs=1)
+    adapted = kernels_of_a_decode_layer(config, num_seqs=1, has_adapters=True)
+    assert len(adapted) == len(plain) == MOST_LAUNCHES_A_LAYER, adapted
+    assert sum(name.endswith("_adapted") for name in adapted) == 4, adapted
+
+
+@pytest.mark.parametrize("num_seqs", [8])
 def test_adapters_take_a_launch_a_map(num_seqs: int) -> None:
     """And one more for the gate, which is applied after the adapters of gate and up; no norm is a launch of its own."""
     config = PUBLISHED["Qwen3-0.6B"] | {"num_hidden_layers": 3, "vocab_size": 512}

@@ -1,0 +1,91 @@
+"""Adapters that ride on a product's launch, against float64; a row's bits are those that it has alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from runtime import ops
+from runtime.device.device import Device
+from runtime.dtype import bfloat16
+from runtime.linear.gpu_slots import GpuSlots
+from runtime.linear.low_rank_slots import DensePair, LowRank, SlotShape
+from runtime.linear.norm import RmsNorm
+from runtime.linear.options import LoadOptions
+from runtime.tensor.tensor import Tensor
+
+BF16 = ml_dtypes.bfloat16
+HEIGHTS, DEPTH, RANKS = (72, 1000, 24), 520, (16, 3, 8)
+
+
+def _rounded(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarray[Any, Any]:
+    return (rng.standard_normal(shape) * scale).astype(BF16)
+
+
+@pytest.mark.parametrize(
+    ("arch", "is_normed", "activation"),
+    [
+        ("sm_90a", True, ""), ("sm_90a", True, "silu"),
+        pytest.param("sm_80", False, "", marks=pytest.mark.exhaustive),
+        pytest.param("sm_80", True, "silu", marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
+def test_equals_float64(arch: str, is_normed: bool, activation: str) -> None:
+    rng, device, width = np.random.default_rng(0), Device.parse(f"emulated:{arch}"), sum(HEIGHTS)
+
+    def placed(array: np.ndarray[Any, Any]) -> Tensor:
+        return Tensor.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    x, matrix, residual = _rounded(rng, 2, DEPTH), _rounded(rng, width, DEPTH, scale=0.04), _rounded(rng, 2, width)
+    options = LoadOptions(device=device, dtype=bfloat16)
+    slots = GpuSlots(SlotShape(HEIGHTS, DEPTH, max(RANKS), len(RANKS)), options)
+    weights = rng.uniform(0.5, 1.5, DEPTH).astype(np.float32)
+    norm = RmsNorm(placed(weights), 1e-6, 1.0) if is_normed else None
+    weight = ops.prepare_linear(Tensor.from_numpy(matrix), None, options, norm=norm)
+    given, expected = x.astype(np.float64), np.zeros((len(RANKS), 2, width))
+    if is_normed:
+        given = given / np.sqrt((given**2).mean(1, keepdims=True) + 1e-6) * weights
+    for slot, own in enumerate(RANKS):
+        ones = [np.ones((rows, max(RANKS)), np.float32) for rows in (DEPTH, *HEIGHTS)]
+        slots.write(slot, [DensePair(ones[0].T, each) for each in ones[1:]], np.ones(width, np.float32))
+        bias = rng.standard_normal(width).astype(np.float32) if slot else None
+        pairs: list[DensePair | None] = []
+        for first, height in zip(np.cumsum((0, *HEIGHTS)), HEIGHTS, strict=False):
+            down = _rounded(rng, own, DEPTH, scale=0.05).astype(np.float32)
+            up = _rounded(rng, height, own).astype(np.float32)
+            is_there = (slot, height) != (1, HEIGHTS[1])
+            pairs.append(DensePair(down, up) if is_there else None)
+            if is_there:
+                expected[slot, :, first : first + height] = given @ down.T.astype(np.float64) @ up.T
+        if bias is not None:
+            expected[slot] += bias
+        slots.write(slot, pairs, bias)
+
+    def found(ids: list[int], row: int = 0) -> np.ndarray[Any, Any]:
+        rows = slice(row, row + len(ids))
+        own, adapters = placed(x[rows]), placed(np.array(ids, np.int32))
+        assert ops.takes_low_rank(own, weight, norm, activation, slots)
+        low_rank = LowRank(slots, own, adapters, {})
+        if activation:
+            out = ops.linear_glu(own, weight, activation, norm=norm, low_rank=low_rank)
+        else:
+            out = ops.linear(own, weight, residual=placed(residual[rows]), norm=norm, low_rank=low_rank)
+        return out.to("cpu").numpy()
+
+    product = given @ matrix.T.astype(np.float64)
+    for ids in ([0, 1], [2, -1]):
+        out, wanted = found(ids), product.copy()
+        for row, slot in enumerate(ids):
+            if slot >= 0:
+                wanted[row] += expected[slot, row]
+        if activation:
+            gate, up = np.split(wanted, 2, axis=1)
+            wanted = gate / (1 + np.exp(-gate)) * up
+        else:
+            wanted += residual.astype(np.float64)
+        assert np.abs(out.astype(np.float64) - wanted).max() <= 6e-3 * np.abs(wanted).max()
+    for activated, both in ((found([0]), found([0, 1])), (found([0]), found([0, -1]))):
+        np.testing.assert_array_equal(activated[0], both[0])
