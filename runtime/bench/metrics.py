@@ -16,6 +16,7 @@ import numpy as np
 from runtime.errors import XservError
 
 T = TypeVar("T")
+Key = TypeVar("Key")
 TIE_TOLERANCE = 1e-3
 """Two tokens whose logits lie this close may change places when the batch, and with it the order of the
 additions, changes."""
@@ -52,7 +53,7 @@ def time_per_output_token_s(latency_s: float, ttft_s: float, output_len: int) ->
     return (latency_s - ttft_s) / (output_len - 1) if output_len > 1 else None
 
 
-def interleaved(works: Mapping[str, Callable[[], T]], num_rounds: int, *, warm_ups: int = 0) -> dict[str, list[T]]:
+def interleaved(works: Mapping[Key, Callable[[], T]], num_rounds: int, *, warm_ups: int = 0) -> dict[Key, list[T]]:
     """The results of each work, one a round. All take turns, and the first rotates; warm-up rounds are not kept."""
     names, found = list(works), {name: list[T]() for name in works}
     for number in range(warm_ups + num_rounds):

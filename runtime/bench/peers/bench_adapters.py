@@ -114,7 +114,7 @@ class Adapted:
         return case.sequences / self._side.run(prompts, case.workload, adapters).rate(case.workload)
 
     def log_probabilities(self, prompt: list[int], adapter: int | None) -> NDArray[np.float32]:
-        """Of the prompt's tokens after the first."""
+        """Log probabilities of the prompt's tokens after the first."""
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         asked = None if adapter is None else self._requests[adapter]
         [found] = self._llm.generate([{"prompt_token_ids": prompt}], params, lora_request=asked, use_tqdm=False)

@@ -158,7 +158,7 @@ def adapters(
     clock: ClockOption = "wall",
     check: CheckFlag = False,
 ) -> None:
-    """What LoRA adapters of rank 16 cost decodes of ours, llama.cpp and peft in turns, on Qwen3-0.6B's shape."""
+    """Time decodes with LoRA adapters of rank 16: ours, llama.cpp and peft in turns, on Qwen3-0.6B's shape."""
     counts = _workloads.named("--sequences", sequences, ("1", "32"), ("1", "32"))
     report = _bench_adapters.bench_adapters(
         _pythons(peers, peer_python, llama_python),
