@@ -81,7 +81,9 @@ LATE = {
     "pytest": "of the machine with the GPU, in tools, after a check that it is there",
     "ray": "of the extra `ray`: its absence is an error that names the extra",
     "uvloop": "of the bench of a running server, which does without",
-    **dict.fromkeys(("gguf", "llama_cpp", "tiktoken", "tokenizers", "torch", "transformers"), "of peers' Pythons"),
+    **dict.fromkeys(
+        ("gguf", "llama_cpp", "tiktoken", "tokenizers", "torch", "peft", "transformers"), "of peers' Pythons"
+    ),
     **dict.fromkeys(("compressed_tensors", "gptqmodel", "modelopt", "safetensors"), "of the references' Python"),
 }
 """Libraries that a function may import, and why. Everything else is imported at the top, or by `runtime.later`."""
