@@ -14,21 +14,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 40_564,
+    "numba_kernels": 40_763,
     "runtime/emulator": 16_988,
     "runtime/device": 3_819,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_398,
-    "runtime/linear": 3_217,
+    "runtime/backends": 3_465,
+    "runtime/linear": 3_230,
     "runtime/kv": 1_668,
     "runtime/engine": 26_995,
     "runtime/text": 7_342,
     "runtime/llm": 1_946,
     "runtime/parallel": 2_150,
     "runtime/images": 937,
-    "runtime/commands": 3_040,
-    "runtime/bench": 11_451,
-    "runtime": 3_591,
+    "runtime/commands": 3_066,
+    "runtime/bench": 11_804,
+    "runtime": 3_612,
     "models": 20_162,
     "server": 23_380,
     "tokenizer": 7_605,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_998
+MOST_WORDS = 39_999
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 
